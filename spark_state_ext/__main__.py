@@ -16,8 +16,8 @@ __all__ = ["main"]
 
 # Of the extra.
 _NEEDED = ("typer", "rich")
-# They may start Spark, which may need pandas; so does an option.
-_WITH_SPARK = frozenset({"abandoned", "export-native", "gc", "import-native", "savepoint", "--spark"})
+# Commands and options that may start Spark, which may need pandas.
+_WITH_SPARK = frozenset({"abandoned", "export-native", "gc", "import-native", "savepoint", "--checkpoint", "--spark"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if not missing:
-        if arguments is None and not _WITH_SPARK.intersection(given):
+        if arguments is None and any(word.partition("=")[0] in _WITH_SPARK for word in given):
+            _quiet_spark()
+        elif arguments is None:
             sys.meta_path.insert(0, _WithoutPandas())
         from spark_state_ext.cli.app import main as run
 
@@ -40,6 +42,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         file=sys.stderr,
     )
     return REFUSED
+
+
+def _quiet_spark() -> None:
+    """Leave out what PySpark would print in this process, which is the command's own; shorten warnings to a line."""
+    import logging
+    import warnings
+
+    from spark_state_ext.files.printable import printable
+
+    class Lines(logging.Formatter):
+        """The first line of each message: below it Spark's errors have what the JVM went through."""
+
+        def format(self, record: logging.LogRecord) -> str:
+            return printable(next(iter(record.getMessage().splitlines()), ""))
+
+    warnings.simplefilter("ignore")
+    handler = logging.StreamHandler()
+    handler.setFormatter(Lines())
+    logging.getLogger("spark_state_ext").addHandler(handler)
+    logging.getLogger("py4j").setLevel(logging.CRITICAL + 1)
 
 
 class _WithoutPandas:

@@ -282,7 +282,7 @@ def query_folders_of_checkpoints(
     # PySpark is not needed for the rest.
     from spark_state_ext.cli.query_folders import query_folders_of, session
 
-    spark = session()
+    spark = session(*locations)
     named = frozenset().union(*(query_folders_of(spark, location) for location in locations))
     return QueryFolders(found.names | named, complete=True)
 

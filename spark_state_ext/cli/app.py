@@ -6,6 +6,7 @@ Only the module of the command that is called is imported, so that quick command
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,10 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from spark_state_ext.cli.exits import BUG, REFUSED, WRONG_CALL
+from spark_state_ext.cli.exits import BUG, DONE, INTERRUPTED, REFUSED, WRONG_CALL
+from spark_state_ext.cli.output import say
+from spark_state_ext.cli.parameters import with_option_files
+from spark_state_ext.files.printable import printable
 
 __all__ = [
     "COMMANDS",
@@ -71,6 +75,7 @@ ERASE_COMMANDS: Mapping[str, tuple[str, str]] = {
     "keys": ("erase_keys", "ask a query to take keys out of its state, in its next batch"),
     "status": ("erase_status", "what has become of what was asked"),
     "scan": ("erase_scan", "look for what holds keys, and say what could not be looked at"),
+    "withdraw": ("erase_withdraw", "take back what was asked: a request then names no key"),
     "history": ("erase_history", "erase keys from all checkpoint files of a stopped query"),
 }
 STANDBY_COMMANDS: Mapping[str, tuple[str, str]] = {
@@ -86,6 +91,14 @@ GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
 }
 # What a group does with what is none of its commands.
 _DEFAULTS: Mapping[str, str] = {"standby": "run"}
+# Packages that commands import when they need them, and the extra that has each.
+_EXTRAS: Mapping[str, str] = {
+    **dict.fromkeys(("pyspark", "py4j"), "spark"),
+    "matplotlib": "report",
+    "prometheus_client": "standby",
+}
+# The class of all errors in a call. Releases of typer have it in different modules.
+_WrongCall: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _TYPER: dict[str, Any] = {
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
@@ -115,7 +128,7 @@ class _LazyGroup(TyperGroup):
             return _group(cmd_name)
         module = importlib.import_module(f"{_HERE}.{self.known[cmd_name][0]}")
         app = typer.Typer(add_completion=False, **_TYPER)
-        app.command(cmd_name)(module.command)
+        app.command(cmd_name)(with_option_files(module.command))
         return get_command(app)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -166,24 +179,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        get_command(application()).main(args=given, prog_name=PROGRAM)
+        code = get_command(application()).main(args=given, prog_name=PROGRAM, standalone_mode=False)
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except typer.Abort:
+        return INTERRUPTED
+    except _WrongCall as error:
+        # It repeats what the command line says, such as a name that a pattern of the shell stood for.
+        error.message = printable(error.message)
+        error.show()
+        return WRONG_CALL
     except Exception as error:
-        return _told(error, given)
-    return 0
+        return _report(error, given)
+    return code if isinstance(code, int) else DONE
 
 
-def _told(error: Exception, given: Sequence[str]) -> int:
+def _report(error: Exception, given: Sequence[str]) -> int:
+    """Print an error as one line, or with its traceback if it is a bug; give the exit code."""
     # Not before there is an error: it imports every format.
     from spark_state_ext.errors import StateError, UsageError
 
+    error = _as_missing_extra(error) or error
     if not isinstance(error, StateError):
-        traceback.print_exc()
-        print(f"{_called(given)}: this is a bug of spark_state_ext: please report the lines above", file=sys.stderr)
+        for line in traceback.format_exc().splitlines():
+            say(line)
+        say(f"{_called(given)}: this is a bug of spark_state_ext: please report the lines above")
         return BUG
-    print(f"{_called(given)}: {type(error).__name__}: {error}", file=sys.stderr)
+    say(f"{_called(given)}: {type(error).__name__}: {error}")
     return WRONG_CALL if isinstance(error, UsageError) else REFUSED
+
+
+def _as_missing_extra(error: Exception) -> Exception | None:
+    """Return what to install if a command failed because a package of an extra is not installed."""
+    from spark_state_ext.errors import EnvironmentSetupError
+
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if name not in _EXTRAS or importlib.util.find_spec(name) is not None:
+        return None
+    return EnvironmentSetupError(
+        f"this command needs {name}, which this Python ({sys.executable}) does not have: "
+        f"pip install 'spark_state_ext[{_EXTRAS[name]}]'"
+    )
 
 
 def _called(given: Sequence[str]) -> str:

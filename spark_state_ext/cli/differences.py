@@ -38,18 +38,20 @@ class Compared:
     differences: Iterator[pa.RecordBatch]
 
 
-def compared(first: OpenState, second: OpenState) -> Compared:
+def compared(first: OpenState, second: OpenState, columns: Sequence[str] | None = None) -> Compared:
     """Compare two states by key.
 
     Parameters
     ----------
     first, second
         The states: before, and after.
+    columns
+        State columns to compare, and `timeout_ms`; None: all.
 
     Raises
     ------
     UsageError
-        When their keys have other columns.
+        When their keys have other columns, or one of the columns is not in both.
     StateError
         While the differences are read, as `OpenState.scan`.
     """
@@ -64,11 +66,11 @@ def compared(first: OpenState, second: OpenState) -> Compared:
             "stream"
         )
     here, there = set(map(_pair, first.state_schema)), set(map(_pair, second.state_schema))
-    state = [field for field in first.state_schema if _pair(field) in there]
-    timeout = pa.field(_TIMEOUT, pa.int64())
-    values = pa.struct([*(field.with_nullable(True) for field in state), timeout])
+    both = [field.with_nullable(True) for field in first.state_schema if _pair(field) in there]
+    both.append(pa.field(_TIMEOUT, pa.int64()))
+    values = pa.struct(both if columns is None else _named(both, columns))
     schema = pa.schema([("change", pa.string()), *first.key_schema, ("before", values), ("after", values)])
-    names = [*keys, *(field.name for field in state), _TIMEOUT, _DEFINED, _HASH]
+    names = [*keys, *(field.name for field in values), _DEFINED, _HASH]
 
     def differences() -> Iterator[pa.RecordBatch]:
         # By one bucket map, a key is in the same bucket of both.
@@ -77,12 +79,18 @@ def compared(first: OpenState, second: OpenState) -> Compared:
             tables = [it.scan(names, buckets=buckets).read_all() for it in (first, second)]
             yield from _differing(tables, keys, schema)
 
-    return Compared(
-        schema,
-        tuple(name for name, _ in sorted(here - there)),
-        tuple(name for name, _ in sorted(there - here)),
-        differences(),
+    only_first, only_second = (
+        tuple(name for name, _ in sorted(only) if columns is None) for only in (here - there, there - here)
     )
+    return Compared(schema, only_first, only_second, differences())
+
+
+def _named(fields: Sequence[pa.Field], names: Sequence[str]) -> list[pa.Field]:
+    by_name = {field.name: field for field in fields}
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise UsageError(f"there is no column {unknown[0]!r} to compare in both states; there are {', '.join(by_name)}")
+    return [by_name[name] for name in dict.fromkeys(names)]
 
 
 def _pair(field: pa.Field) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BUG", "DONE", "NO", "NOBODY_READS", "REFUSED", "WRONG_CALL"]
+__all__ = ["BUG", "DONE", "INTERRUPTED", "NO", "NOBODY_READS", "REFUSED", "WRONG_CALL"]
 
 # It was done, and the answer is yes, or nothing was found.
 DONE = 0
@@ -14,5 +14,7 @@ WRONG_CALL = 2
 REFUSED = 3
 # An exception that nobody foresaw: its traceback is printed.
 BUG = 70
+# As a shell has it of a program that SIGINT ended.
+INTERRUPTED = 130
 # As a shell has it of a program that SIGPIPE ended: who reads the output has gone.
 NOBODY_READS = 141

@@ -9,8 +9,9 @@ import typer
 
 from spark_state_ext.cli.output import say
 from spark_state_ext.cli.parameters import options_of
-from spark_state_ext.cli.targets import as_given
+from spark_state_ext.cli.targets import as_given, given_folder
 from spark_state_ext.errors import UsageError
+from spark_state_ext.reading.finding import find_state
 from spark_state_ext.reading.opening import open_state
 from spark_state_ext.reading.state import OpenState
 
@@ -20,6 +21,7 @@ __all__ = [
     "HoldOption",
     "OperatorOption",
     "QueryFolderOption",
+    "QueryPath",
     "StatePath",
     "UnprovenOption",
     "opened",
@@ -28,6 +30,7 @@ __all__ = [
 StatePath = Annotated[
     str, typer.Argument(metavar="PATH", help="a root, a query folder or a savepoint: a path or a URL")
 ]
+QueryPath = Annotated[str, typer.Argument(metavar="PATH", help="a root or a query folder: a path or a URL")]
 AtOption = Annotated[
     int | None,
     typer.Option("--at", metavar="BATCH", help="after which batch; by default the newest known to be committed"),
@@ -109,10 +112,18 @@ def _opened_by_spark(
         raise UsageError("--unproven does not go with --checkpoint, by which all that is read is committed")
     if query_folder is not None:
         raise UsageError("--query-folder does not go with --checkpoint, whose pointers name the folder: leave it out")
+    # Before Spark starts.
+    find_state(given_folder(path, storage_options), operator, None)
     # PySpark is imported by nothing else here.
     from spark_state_ext.cli.query_folders import session
     from spark_state_ext.spark.source.exact import open_committed
 
     return open_committed(
-        session(), as_given(path), checkpoint, operator=operator, batch=at, hold=hold, storage_options=storage_options
+        session(checkpoint),
+        as_given(path),
+        checkpoint,
+        operator=operator,
+        batch=at,
+        hold=hold,
+        storage_options=storage_options,
     )

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -23,8 +23,20 @@ import pyarrow as pa
 import typer
 
 from spark_state_ext.cli.exits import NOBODY_READS
+from spark_state_ext.files.printable import printable
 
-__all__ = ["Output", "plain", "progress", "say", "shown", "write_record", "write_rows", "write_table"]
+__all__ = [
+    "Output",
+    "plain",
+    "progress",
+    "say",
+    "shown",
+    "table_of",
+    "write_cells",
+    "write_record",
+    "write_rows",
+    "write_table",
+]
 
 _PAGE_ROWS = 1_000
 # Wider than any line: what is piped is not wrapped.
@@ -42,7 +54,7 @@ class Output(str, Enum):
 
 def say(text: str) -> None:
     """Print a line for people, on stderr."""
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -70,7 +82,7 @@ def shown(value: Any) -> str:
     if value is None:
         return "NULL"
     if isinstance(value, str):
-        return _printable(value)
+        return printable(value)
     if isinstance(value, (bool, int, float, Decimal, timedelta)):
         return str(value).lower() if isinstance(value, bool) else str(value)
     if isinstance(value, bytes):
@@ -78,14 +90,35 @@ def shown(value: Any) -> str:
     if isinstance(value, datetime):
         return value.isoformat(" ", "seconds" if not value.microsecond else "auto")
     if isinstance(value, (list, tuple, Mapping)):
-        return _printable(json.dumps(plain(value), ensure_ascii=False))
-    return _printable(str(value))
+        return printable(json.dumps(plain(value), ensure_ascii=False))
+    return printable(str(value))
 
 
-def _printable(text: str) -> str:
-    if text.isprintable():
-        return text
-    return "".join(it if it.isprintable() else it.encode("unicode_escape").decode() for it in text)
+def table_of(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Return rows as a table. The bytes of a name of a file that is not UTF-8 are escaped: no column can hold them."""
+    rows = list(rows)
+    try:
+        return pa.Table.from_pylist(rows, schema=schema)
+    except UnicodeEncodeError:
+        return pa.Table.from_pylist([_in_utf8(row) for row in rows], schema=schema)
+
+
+def _in_utf8(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {name: _in_utf8(part) for name, part in value.items()}
+    return [_in_utf8(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _json_of(value: Any, indent: int | None = None) -> str:
+    """Return JSON in which each character that a terminal would obey is escaped."""
+    text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    return "\n".join(line if line.isprintable() else "".join(map(_escaped_in_json, line)) for line in text.split("\n"))
+
+
+def _escaped_in_json(character: str) -> str:
+    return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
 # -- forms ----------------------------------------------------------------------------------------
@@ -141,7 +174,7 @@ def _written(schema: pa.Schema, batches: Iterable[pa.RecordBatch], output: Outpu
     begun = False
     for batch in batches:
         for row in batch.to_pylist():
-            text = json.dumps(plain(row), ensure_ascii=False, allow_nan=False)
+            text = _json_of(row)
             if output is Output.JSONL:
                 sys.stdout.write(f"{text}\n")
             else:
@@ -178,17 +211,32 @@ def write_record(record: Mapping[str, Any], schema: pa.Schema, output: Output) -
     output
         In which form.
     """
-    (batch,) = pa.Table.from_pylist([dict(record)], schema=schema).to_batches()
+    (batch,) = table_of([record], schema).to_batches()
     if output is Output.TABLE:
         with _to_stdout():
             _print_record(batch.to_pylist()[0], schema)
             sys.stdout.flush()
     elif output is Output.JSON:
         with _to_stdout():
-            sys.stdout.write(json.dumps(plain(batch.to_pylist()[0]), ensure_ascii=False, indent=1) + "\n")
+            sys.stdout.write(_json_of(batch.to_pylist()[0], indent=1) + "\n")
             sys.stdout.flush()
     else:
         write_rows(schema, [batch], output)
+
+
+def write_cells(headings: Sequence[str], right: Sequence[bool], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table for people, whose cells are text already.
+
+    Parameters
+    ----------
+    headings, right
+        Of each column what it is called, and whether it stands on the right, as numbers do.
+    rows
+        The cells.
+    """
+    with _to_stdout():
+        _print(list(headings), list(right), map(tuple, rows))
+        sys.stdout.flush()
 
 
 def _print_rows(schema: pa.Schema, batches: list[pa.RecordBatch]) -> None:
@@ -219,7 +267,9 @@ def _print(names: list[str] | None, right: list[bool], rows: Iterable[tuple[Any,
 
     table = Table(box=None, pad_edge=False, show_header=names is not None, header_style="bold")
     for at, is_right in enumerate(right):
-        table.add_column(names[at] if names else "", justify="right" if is_right else "left", overflow="fold")
+        table.add_column(
+            Text(shown(names[at])) if names else "", justify="right" if is_right else "left", overflow="fold"
+        )
     for row in rows:
         table.add_row(*(Text(shown(value)) for value in row))
     terminal = sys.stdout.isatty()

@@ -41,20 +41,32 @@ def diagnoses_of_root(root: str, storage_options: Mapping[str, Any], settings: M
         return [Diagnosis("root", root, f"{type(error).__name__}: {error}", "Give the root as ArrowState has it.")]
     found = [_shared(folder, settings)]
     name = f"{_PROBE}{uuid.uuid4().hex}"
-    probe = folder.child(name)
     try:
+        above = _existing(folder)
+        probe = above.child(name)
         probe.put("probe", b"written")
         if probe.get("probe") != b"written":
             found.append(Diagnosis("root", root, "it reads otherwise than it was written", "Use another store."))
-        else:
+        elif above is folder:
             found.append(Diagnosis("root", f"{root}: written and read"))
+        else:
+            found.append(Diagnosis("root", f"{root} does not exist yet, and {above.root} can be written and read"))
         found.append(_creates(probe))
-        folder.remove_tree(name)
+        above.remove_tree(name)
     except StateError as error:
         found.append(
             Diagnosis("root", root, f"{type(error).__name__}: {error}", "Mend what it says, or use another root.")
         )
     return found
+
+
+def _existing(root: Folder) -> Folder:
+    """Return the root, or the nearest folder above it that exists: a look at a configuration makes no folder."""
+    if not root.is_local:
+        return root
+    path = Path(root.root.partition("://")[2] or root.root)
+    there = next(above for above in (path, *path.parents) if above.exists())
+    return root if there == path else Folder(str(there))
 
 
 def _creates(probe: Folder) -> Diagnosis:

@@ -6,20 +6,27 @@ from pyspark import __version__
 from pyspark.sql import SparkSession
 
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.cli.sessions import errors_of_tasks, session_with
+from spark_state_ext.cli.sessions import errors_of_tasks, refuse_no_checkpoint, session_with
 from spark_state_ext.errors import StorageError, UsageError
 from spark_state_ext.spark.client.state_reader import StateReader
 
 __all__ = ["pointers_of", "query_folders_of", "session"]
 
 
-def session() -> SparkSession:
-    """A session of this process, with few threads where there is none yet.
+def session(*checkpoints: str) -> SparkSession:
+    """A session of this process, or a new one; what can be checked before Spark starts is checked first.
+
+    Parameters
+    ----------
+    *checkpoints
+        Checkpoint locations that will be read.
 
     Raises
     ------
     UsageError
-        On Spark 3.5, which has no reader of state.
+        On Spark 3.5, which has no reader of state; or when a location is no checkpoint.
+    EnvironmentSetupError
+        When there is no Java.
     StorageError
         When Spark does not start.
     """
@@ -27,6 +34,8 @@ def session() -> SparkSession:
         raise UsageError(
             f"Spark {__version__} cannot read the state of a checkpoint: use Spark 4, or leave out what asks for Spark"
         )
+    for location in checkpoints:
+        refuse_no_checkpoint(location)
     with errors_of_tasks():
         return session_with({})
     raise AssertionError("unreachable: errors_of_tasks raises what it catches")

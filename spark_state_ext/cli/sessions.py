@@ -1,37 +1,165 @@
-"""Spark sessions of commands, and what their tasks raise: as the error that it was, not as Spark's."""
+"""Spark sessions of commands: what is checked before Spark starts, and what of its output and errors is shown."""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from pyspark.sql import SparkSession
 
 from spark_state_ext import errors
-from spark_state_ext.errors import StateError, StorageError
-from spark_state_ext.spark.compat import is_of_spark, said_by_spark
+from spark_state_ext.cli.spark_checkpoint import METADATA
+from spark_state_ext.errors import EnvironmentSetupError, StateError, StorageError, UsageError
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.spark.compat import SPARK_VERSION, is_of_spark, said_by_spark
 
-__all__ = ["errors_of_tasks", "session_with"]
+__all__ = ["errors_of_tasks", "local_path", "refuse_no_checkpoint", "refuse_taken", "session_with"]
 
 _OURS = re.compile(r"spark_state_ext\.errors\.(\w+): (.*)")
+# Names the file for what Spark prints; by default nothing keeps it.
+_LOG = "SPARK_STATE_EXT_SPARK_LOG"
+# One of these may say that a path without a scheme is not on this machine.
+_OF_HADOOP = ("HADOOP_CONF_DIR", "YARN_CONF_DIR", "SPARK_CONF_DIR", "SPARK_HOME", "PYSPARK_SUBMIT_ARGS")
+_REMOTE = "SPARK_REMOTE"
+# Standard output and standard error.
+_PRINTED_TO = (1, 2)
+_REASON = re.compile(r"(?:Exception in thread \"[^\"]*\"|Caused by:|Error:)\s*(.*)")
 
 
 def session_with(settings: Mapping[str, str]) -> SparkSession:
-    """The session of this process, or a new one.
+    """The session of this process, or a new one without a progress bar, whose JVM prints nothing to this terminal.
 
     Parameters
     ----------
     settings
         Spark settings. Those that a running application cannot change are of no effect where there is a session.
+
+    Raises
+    ------
+    EnvironmentSetupError
+        When there is no Java.
+    StorageError
+        When Spark does not start.
     """
+    _refuse_no_java()
+    _quiet_errors()
     builder: Any = SparkSession.builder
-    builder = builder.appName("spark-state-ext")
+    builder = builder.appName("spark-state-ext").config("spark.ui.showConsoleProgress", "false")
     for name, value in settings.items():
         builder = builder.config(name, value)
-    made: SparkSession = builder.getOrCreate()
+    with _output_elsewhere() as printed:
+        try:
+            made: SparkSession = builder.getOrCreate()
+        except Exception as error:
+            if not is_of_spark(error):
+                raise
+            reasons = _REASON.findall(printed())
+            why = f" ({reasons[-1]})" if reasons else ""
+            raise StorageError(
+                f"Spark does not start: {said_by_spark(str(error))}{why}. What it printed: set {_LOG}=FILE to keep it"
+            ) from error
     return made
+
+
+def _quiet_errors() -> None:
+    """Keep PySpark 4 from printing errors as JSON with their traces: commands print each as a line."""
+    if SPARK_VERSION < (4, 0):
+        return
+    from pyspark.logger import PySparkLogger
+
+    for name in ("DataFrameQueryContextLogger", "SQLQueryContextLogger"):
+        PySparkLogger.getLogger(name).setLevel(logging.CRITICAL + 1)
+
+
+def _refuse_no_java() -> None:
+    """Refuse to start Spark without Java; a Connect client needs none, and a running session has one."""
+    if _REMOTE in os.environ or SparkSession.getActiveSession() is not None:
+        return
+    try:
+        version("pyspark")
+    except PackageNotFoundError:
+        return
+    home = os.environ.get("JAVA_HOME")
+    if shutil.which("java" if not home else str(Path(home) / "bin" / "java")) is None:
+        where = (
+            f"JAVA_HOME is {home}, and there is no bin/java" if home else "JAVA_HOME is not set, and PATH has no java"
+        )
+        raise EnvironmentSetupError(f"Spark needs Java: {where}. Install it, or set JAVA_HOME to where it is")
+
+
+@contextmanager
+def _output_elsewhere() -> Iterator[Callable[[], str]]:
+    """Send what this process and those that it starts print meanwhile, Spark's JVM among them, to a file.
+
+    The JVM and its Python workers print there for as long as they live. What is yielded reads the file.
+    """
+    kept = os.environ.get(_LOG)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(kept, "a+b") if kept else tempfile.TemporaryFile() as file:
+        terminal = [os.dup(descriptor) for descriptor in _PRINTED_TO]
+        try:
+            for descriptor in _PRINTED_TO:
+                os.dup2(file.fileno(), descriptor)
+
+            def printed() -> str:
+                file.seek(0)
+                return file.read().decode(errors="replace")
+
+            yield printed
+            sys.stderr.flush()
+        finally:
+            for descriptor, copy in zip(_PRINTED_TO, terminal, strict=True):
+                os.dup2(copy, descriptor)
+                os.close(copy)
+
+
+def local_path(location: str) -> Path | None:
+    """Return where a location of Spark's is on this machine; None if it is elsewhere, or only Spark can tell."""
+    if location.startswith("file:"):
+        return Path("/" + location.removeprefix("file:").lstrip("/"))
+    if re.match(r"\w[\w+.-]*:", location) or any(name in os.environ for name in (*_OF_HADOOP, _REMOTE)):
+        return None
+    return Path(location)
+
+
+def refuse_no_checkpoint(location: str) -> None:
+    """Refuse a location that is no Spark checkpoint, if this machine can tell: before Spark is started for it.
+
+    Raises
+    ------
+    UsageError
+        When it is a local path without a checkpoint.
+    """
+    path = local_path(location)
+    if path is not None and not (path / METADATA).is_file():
+        raise UsageError(
+            f"{location} is no Spark checkpoint location: it has no file 'metadata'. Give the location as in the "
+            "option checkpointLocation."
+        )
+
+
+def refuse_taken(path: str, storage_options: Mapping[str, Any], what: str) -> None:
+    """Refuse a place that must be free, and has something: before Spark is started.
+
+    Raises
+    ------
+    UsageError
+        When something is there.
+    StorageError
+        When it cannot be listed.
+    """
+    if _REMOTE not in os.environ and Folder(path, storage_options).names():
+        raise UsageError(f"{path} has something already: give a folder for {what} that does not exist yet")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import typer
 from spark_state_ext.cli.roots import operators_below
 from spark_state_ext.cli.targets import as_given
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.printable import printable
 from spark_state_ext.standby.recovery import recover_host_s, recover_s
 from spark_state_ext.standby.status import StandbyStatus
 
@@ -251,6 +252,7 @@ def shown(stream: TextIO) -> Iterator[Callable[[StandbyStatus], None]]:
 
 def _table(status: StandbyStatus) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
     lacking = sum(status.lacking().values())
     title = f"{lacking} replicas are not in sync yet; estimated seconds until they are: {recovery(status)}"
@@ -259,5 +261,6 @@ def _table(status: StandbyStatus) -> Any:
     for name in rows.column_names:
         table.add_column(name)
     for row in rows.to_pylist():
-        table.add_row(*("" if value is None else str(value) for value in row.values()))
+        # Names of hosts are the user's: what looks like markup in them is shown as it is.
+        table.add_row(*(Text("" if value is None else printable(str(value))) for value in row.values()))
     return table

@@ -9,11 +9,13 @@ from typing import Any
 
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
 from arrow_schemas.savepoint import MANIFEST_NAME
+from spark_state_ext.cli.output import say
 from spark_state_ext.cli.roots import operators_below
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Entry, Folder, refuse_relative
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
+from spark_state_ext.reading.finding import find_state
 
 __all__ = [
     "QueryFolder",
@@ -23,6 +25,7 @@ __all__ = [
     "bucket_folders",
     "given_folder",
     "query_folder_at",
+    "query_folder_of",
     "target_of",
 ]
 
@@ -148,6 +151,27 @@ def query_folder_at(folder: Folder) -> OperatorFile:
         return OperatorFile.decode(folder.get(name), folder.where(name))
     except MissingCheckpointError as error:
         raise UsageError(f"{folder.where(name)} went away meanwhile: run the command again") from error
+
+
+def query_folder_of(
+    path: str, storage_options: Mapping[str, Any], operator: str | None, query_folder: str | None
+) -> tuple[Folder, OperatorFile]:
+    """Find a query folder as `show` does: a path may be the folder itself, or a root.
+
+    Raises
+    ------
+    UsageError
+        When there is none, or several and none is named; or when this is a savepoint.
+    CorruptFileError, VersionSkewError
+        When the operator file cannot be read.
+    """
+    given = given_folder(path, storage_options)
+    found = find_state(given, operator, query_folder)
+    if found.operator is None:
+        raise UsageError(f"{given.root} is a savepoint: give a root as ArrowState has it, or a query folder below it")
+    if found.folder.root != given.root:
+        say(f"query folder: {found.folder.root}")
+    return found.folder, found.operator
 
 
 def _query_folders_below(folder: Folder) -> list[str]:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from spark_state_ext.cli.output import write_cells
+from spark_state_ext.files.printable import printable
 from spark_state_ext.worker.metrics import read
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["LOOK", "RATES", "looked", "rates", "shown", "watch"]
+__all__ = ["LOOK", "RATES", "looked", "rates", "shown", "watch", "write_batches"]
 
 _KEYS = ("query_id", "operator")
 # Sums over all calls that the folder has, of which rates are made.
@@ -175,6 +178,7 @@ def _time(value_ms: float | None) -> str:
     return f"{value_ms:.1f} ms" if value_ms < 1000 else f"{value_ms / 1000:.1f} s"
 
 
+_LEFT = ("operator", "query")
 # Heading, column, and how its values are written.
 _SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("operator", "operator", str),
@@ -211,11 +215,51 @@ def shown(found: pa.Table) -> Table:
     failed = pc.add(found["upload_failures"], found["snapshot_failures"])
     table = Table(title="spark_state_ext", box=None, pad_edge=False)
     for heading, _, _ in _SHOWN:
-        table.add_column(heading, justify="left" if heading in ("operator", "query") else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading in _LEFT else "right", no_wrap=True)
     for row in found.append_column("failed", failed).to_pylist():
         # Names are the user's; what looks like markup in them is none.
-        table.add_row(*(Text(told(row[name])) for _, name, told in _SHOWN))
+        table.add_row(*(Text(printable(told(row[name]))) for _, name, told in _SHOWN))
     return table
+
+
+# The same of a batch, or of a call of it: sums over its buckets.
+_OF_A_BATCH: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("operator", "operator", str),
+    ("query", "query_id", lambda it: str(it)[:8]),
+    ("batch", "batch", str),
+    ("bucket", "bucket", str),
+    ("buckets", "buckets", str),
+    ("ended (UTC)", "ended_ms", lambda it: f"{datetime.fromtimestamp(it / 1000, timezone.utc):%Y-%m-%d %H:%M:%S}"),
+    ("rows", "rows", _number),
+    ("changed", "changed_rows", _number),
+    ("timeouts", "timeouts", _number),
+    ("keys ≤", "state_rows", _number),
+    ("state", "state_bytes", _bytes),
+    ("total", "total_ms", _time),
+    ("restore", "read_ms", _time),
+    ("function", "user_ms", _time),
+    ("commit", "commit_ms", _time),
+    ("wait", "wait_ms", _time),
+    ("sent", "uploaded_bytes", _bytes),
+    ("failed", "failed", _number),
+)
+
+
+def write_batches(found: pa.Table) -> None:
+    """Print what batches or calls did as a table for people, with units and without what few people look for.
+
+    Parameters
+    ----------
+    found
+        Calls, or sums of them by batch (`by_batch`).
+    """
+    found = found.append_column("failed", pc.add(found["upload_failures"], found["snapshot_failures"]))
+    columns = [column for column in _OF_A_BATCH if column[1] in found.column_names]
+    write_cells(
+        [heading for heading, _, _ in columns],
+        [heading not in _LEFT for heading, _, _ in columns],
+        ([told(row[name]) for _, name, told in columns] for row in found.to_pylist()),
+    )
 
 
 def watch(

@@ -10,6 +10,7 @@ from typing import Any
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef
 from spark_state_ext.cli.bucket_files import CheckpointEntry
 from spark_state_ext.errors import EnvironmentSetupError, StorageError
+from spark_state_ext.files.printable import printable
 
 __all__ = ["Node", "drawn", "nodes_of", "text_lines"]
 
@@ -156,7 +157,8 @@ def drawn(nodes: Sequence[Node], title: str, path: Path) -> None:
         axes.scatter(
             [node.ref.version], [lanes[node.ref]], marker="s" if snapshot else "o", color="C1" if snapshot else "C0"
         )
-    axes.set_title(title, fontsize="small")
+    # A name of a folder is no formula, whatever signs it has.
+    axes.set_title(printable(title), fontsize="small", parse_math=False)
     axes.set_xlabel("version (squares have a snapshot)")
     axes.set_yticks([])
     axes.margins(x=0.05, y=0.4)

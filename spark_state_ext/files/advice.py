@@ -8,7 +8,7 @@ from typing import Any
 
 from spark_state_ext.worker.retry import causes_of, is_retriable, status_of
 
-__all__ = ["advice_on"]
+__all__ = ["advice_on", "extra_for"]
 
 _MUST_BE = "A root must be a folder that every executor can make, write to and read"
 _BUCKET = "The bucket or container of a root must exist: make it, or correct the root"
@@ -36,6 +36,25 @@ _SAID_EXPIRED = re.compile(
 # In names of errors about credentials that have no status: botocore's, azure-identity's, google-auth's RefreshError.
 _ABOUT_CREDENTIALS = ("Credential", "Refresh", "SSO", "Authentication")
 _REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR})
+
+# The extra of this package that brings a protocol's file system.
+_EXTRAS = {
+    **dict.fromkeys(("s3", "s3a"), "s3"),
+    **dict.fromkeys(("gs", "gcs"), "gcs"),
+    **dict.fromkeys(("abfs", "abfss", "az", "adl"), "azure"),
+}
+
+
+def extra_for(root: str) -> str:
+    """What to install so that a root can be opened, as the end of a sentence; empty if no extra brings it.
+
+    Parameters
+    ----------
+    root
+        A URL.
+    """
+    extra = _EXTRAS.get(root.partition("://")[0])
+    return f": pip install 'spark_state_ext[{extra}]', on the client and where the workers run" if extra else ""
 
 
 def advice_on(error: BaseException, local: bool) -> str:

@@ -25,7 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext.errors import MissingCheckpointError, StateError, StorageError, StoreFullError, UsageError
 from spark_state_ext.files import duplicating, publishing
-from spark_state_ext.files.advice import advice_on
+from spark_state_ext.files.advice import advice_on, extra_for
 from spark_state_ext.files.listing import Entry, entry_of, listed_whole
 from spark_state_ext.files.readable import Duplicable, Listed, Readable
 from spark_state_ext.worker.descriptors import too_many, used_up
@@ -65,7 +65,8 @@ class Folder:
         try:
             self._fs, self._path = _opened(root, self._options)
         except (ValueError, ImportError, TypeError) as error:
-            raise UsageError(f"the root {root!r} cannot be opened: {error}") from error
+            lacks = extra_for(root) if isinstance(error, ImportError) else ""
+            raise UsageError(f"the root {root!r} cannot be opened: {error}{lacks}") from error
         protocols = self._fs.protocol if isinstance(self._fs.protocol, (tuple, list)) else (self._fs.protocol,)
         self._atomic_put = not _ATOMIC_PUT.isdisjoint(protocols)
         self._local = isinstance(self._fs, LocalFileSystem)
@@ -448,6 +449,11 @@ def _device(path: str) -> int | None:
 
 def _opened(root: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """A file system and a path in it."""
+    try:
+        root.encode()
+    except UnicodeEncodeError as error:
+        # Neither LMDB nor PyArrow opens such a path.
+        raise ValueError("its name is not UTF-8") from error
     options = dict(options)
     implementation = options.pop("implementation", None)
     if implementation is None:

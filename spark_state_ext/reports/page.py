@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from html import escape
+from html import escape as escape_html
 
+from spark_state_ext.files.printable import printable
 from spark_state_ext.reports.charts import Chart, svg_of, with_unit
 from spark_state_ext.version import __version__
 
@@ -76,6 +77,11 @@ class Section:
     tables: tuple[TableOf, ...] = ()
     charts: tuple[Chart, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def escape(text: str) -> str:
+    """Return text as HTML shows it to the letter, with what is not printable as Python's escapes."""
+    return escape_html(printable(text))
 
 
 def when(at_s: float | None) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from savepoint_folders import savepoint_at
+from small_root import QUERY, savepoint_of, small_root
 from typer.testing import CliRunner
 
 from spark_state_ext.__main__ import main
@@ -48,6 +50,10 @@ def test_each_command_tells_its_arguments(words: Sequence[str]) -> None:
     assert names & {"-h", "--help"}
     if words not in (["check"], ["metrics"], ["skew"], ["recommend"], ["doctor"]):
         assert "--storage-options" in names, "whatever reads a root may need them"
+    # Each option that may have secrets can be given without its text on the command line.
+    for option in {name for name in names if name.endswith("-options")}:
+        assert f"{option}-file" in names
+        assert f"SPARK_STATE_EXT_{option[2:].upper().replace('-', '_')}" in done.output
 
 
 def test_the_list_of_commands_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,23 +103,25 @@ def test_what_nobody_foresaw_is_a_bug(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert not said.out
 
 
-def test_data_is_alone_on_stdout_in_each_form(tmp_path: Path) -> None:
+def test_data_is_alone_on_stdout_in_each_form(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     savepoint = savepoint_at(tmp_path / "savepoint").root
     command = ["savepoint", "status", savepoint]
-    (found,) = [json.loads(_process(*command, "-o", "json").stdout)]
-    (line,) = _process(*command, "-o", "jsonl").stdout.splitlines()
+
+    def out(*words: str) -> bytes:
+        assert main([*command, *words]) == 0
+        said = capfdbinary.readouterr()
+        assert said.err == b""
+        return said.out
+
+    found = json.loads(out("-o", "json"))
+    (line,) = out("-o", "jsonl").splitlines()
     assert json.loads(line) == found
-    done = subprocess.run(
-        [sys.executable, "-m", "spark_state_ext", *command, "-o", "arrow"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        timeout=WAIT_S,
-        check=True,
-    )
-    table = pa.ipc.open_stream(io.BytesIO(done.stdout)).read_all()
+    # In a process of its own, as users have it.
+    done = _process(*command, "-o", "json")
+    assert (json.loads(done.stdout), done.stderr) == (found, "")
+    table = pa.ipc.open_stream(io.BytesIO(out("-o", "arrow"))).read_all()
     assert [plain(row) for row in table.to_pylist()] == [found]
-    assert done.stderr == b""
-    told = _process(*command).stdout
+    told = out().decode()
     assert f"id         {found['id']}\n" in told
     assert "operators:\noperator  buckets  rows_max  files  bytes\ncounts          2        10      2      8\n" in told
 
@@ -184,26 +192,251 @@ os.dup2(writer, 1)
 from spark_state_ext.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
-    for form in ("table", "json", "jsonl", "arrow"):
+    # One is written as text, the other as bytes.
+    for form in ("table", "arrow"):
         done = _process("savepoint", "status", savepoint_at(tmp_path / form).root, "-o", form, code=code)
         assert (done.returncode, done.stderr) == (141, ""), form
 
 
-_WITHOUT = """
+_BLOCKED = """
 import sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("typer", "rich"):
+        if name.split(".")[0] in _NAMES:
             raise ModuleNotFoundError(f"{name} is blocked", name=name)
 
 import importlib.util
 found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *more: None if name in ("typer", "rich") else found(name, *more)
+importlib.util.find_spec = lambda name, *more: None if name.split(".")[0] in _NAMES else found(name, *more)
 sys.meta_path.insert(0, Blocked())
 from spark_state_ext.__main__ import main
-sys.exit(main(sys.argv[1:]))
 """
+_WITHOUT = f"_NAMES = 'typer', 'rich'{_BLOCKED}sys.exit(main(sys.argv[1:]))"
+# Runs one command after the other, as a process takes long to start; prints codes, and what they wrote to stderr.
+_EACH = """
+import contextlib, io, json, os
+for words, variables in json.loads(sys.argv[1]):
+    err = io.StringIO()
+    os.environ.update(variables)
+    with contextlib.redirect_stderr(err):
+        code = main(words)
+    print(json.dumps([words, code, err.getvalue()]))
+"""
+
+
+def _each(
+    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], code: str
+) -> Iterator[tuple[list[str], int, str]]:
+    """Run commands in one process, with variables from then on; gives each with its exit code and its stderr."""
+    left_out = (
+        "HADOOP_CONF_DIR",
+        "YARN_CONF_DIR",
+        "SPARK_CONF_DIR",
+        "SPARK_HOME",
+        "SPARK_REMOTE",
+        "PYSPARK_SUBMIT_ARGS",
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    done = subprocess.run(
+        [sys.executable, "-c", code + _EACH, json.dumps(commands)],
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [words for words, _, _ in told] == [list(words) for words, _ in commands]
+    yield from told
+
+
+def test_what_needs_pyspark_says_which_extra_brings_it(tmp_path: Path) -> None:
+    with small_root(tmp_path) as small:
+        root, there = str(small.root), savepoint_of(small.job, tmp_path / "savepoint").root
+        checkpoint = tmp_path / "checkpoint"
+        checkpoint.mkdir()
+        (checkpoint / "metadata").write_text(json.dumps({"id": QUERY}))
+        location, new = str(checkpoint), str(tmp_path / "new")
+        commands = [
+            ["savepoint", "create", new, "--checkpoint", location, "--root", root],
+            ["import-native", location, new, f"{new}-2", "--operator", "counts"],
+            ["export-native", there, new],
+            ["abandoned", root, "-c", location, "--spark"],
+            ["gc", root, "--dry-run", "--checkpoint", location],
+            ["doctor", root, "--spark"],
+            *([name, root, *words, "--checkpoint", location] for name, words in _READING.items()),
+        ]
+        for words, code, err in _each([(it, {}) for it in commands], f"_NAMES = 'pyspark', 'py4j'{_BLOCKED}"):
+            assert code == 3, words
+            assert "EnvironmentSetupError: this command needs pyspark, which this Python" in err
+            assert err.endswith("does not have: pip install 'spark_state_ext[spark]'\n")
+            assert "Traceback" not in err
+        assert not Path(new).exists()
+
+
+_READING = {"show": [], "get": ["ann", "0"], "scan": [], "diff": [], "export": ["rows.parquet"]}
+
+
+def test_what_can_be_checked_is_checked_before_spark_starts(tmp_path: Path) -> None:
+    """With a Java that only prints and fails, Spark cannot have started; and what it prints is not shown."""
+    java = tmp_path / "jdk" / "bin" / "java"
+    java.parent.mkdir(parents=True)
+    java.write_text("#!/bin/sh\necho 'Error: this is no Java'; echo a trace of a JVM >&2; exit 2\n")
+    java.chmod(0o755)
+    with small_root(tmp_path) as small:
+        root, there = str(small.root), savepoint_of(small.job, tmp_path / "savepoint").root
+        nowhere, new, taken = str(tmp_path / "nowhere"), str(tmp_path / "new"), str(tmp_path / "taken")
+        Path(taken).mkdir()
+        (Path(taken) / "metadata").write_text(json.dumps({"id": QUERY}))
+        create = ["savepoint", "create"]
+        wrong = "is no Spark checkpoint location: it has no file 'metadata'"
+        refused = {
+            wrong: [
+                [*create, new, "--checkpoint", nowhere, "--root", root],
+                ["import-native", nowhere, new, f"{new}-2", "--operator", "counts"],
+                ["abandoned", root, "-c", nowhere, "--spark"],
+                ["gc", root, "--dry-run", "--checkpoint", nowhere],
+                *([name, root, *words, "--checkpoint", f"file:{nowhere}"] for name, words in _READING.items()),
+            ],
+            "there is no folder": [
+                [*create, new, "--checkpoint", taken, "--root", nowhere],
+                ["abandoned", nowhere, "-c", taken, "--spark"],
+                *([name, nowhere, *words, "--checkpoint", taken] for name, words in _READING.items()),
+            ],
+            "has something already: give a folder": [
+                [*create, there, "--checkpoint", taken, "--root", root],
+                ["import-native", taken, there, new, "--operator", "counts"],
+                ["import-native", taken, new, there, "--operator", "counts"],
+            ],
+            "already: give a folder that does not exist yet": [["export-native", there, taken]],
+            "to must be 'transformWithState', not 'x'": [["export-native", there, new, "--for", "x"]],
+            "--form must be native or canonical, not 'x'": [
+                [*create, new, "--checkpoint", taken, "--root", root, "--form", "x"]
+            ],
+            "operator must be a name of at most 100 letters": [
+                ["import-native", taken, new, f"{new}-2", "--operator", "a b/c"]
+            ],
+            "has no bucket 9": [["gc", root, "--dry-run", "--bucket", "9", "--checkpoint", taken]],
+        }
+        commands: list[tuple[list[str], dict[str, str]]] = [
+            (words, {}) for group in refused.values() for words in group
+        ]
+        texts = [text for text, group in refused.items() for _ in group]
+        # The last ones go as far as Spark, and end with a line of their own.
+        show, log = ["show", root, "--checkpoint", taken], tmp_path / "spark.log"
+        last = [(show, {}), (show, {"SPARK_STATE_EXT_SPARK_LOG": str(log)}), (show, {"JAVA_HOME": str(tmp_path)})]
+        first = f"import os, sys\nos.environ['JAVA_HOME'] = {str(java.parent.parent)!r}\n"
+        told = list(_each([*commands, *last], f"{first}from spark_state_ext.__main__ import main"))
+        for (words, code, said), text in zip(told, texts, strict=False):
+            assert (code, text in said) == (2, True), (words, said)
+            assert "Traceback" not in said
+        lines = [line for _, code, line in told[len(texts) :] if (code, line.count("\n")) == (3, 1)]
+        assert len(lines) == len(last)
+        failed = r"spark-state-ext show: StorageError: Spark does not start: .*\(this is no Java\)\. What"
+        assert re.match(failed, lines[0])
+        assert "a trace of a JVM" in log.read_text()
+        assert "EnvironmentSetupError: Spark needs Java: JAVA_HOME is" in lines[2]
+
+
+# What a terminal would obey, what rich takes for markup, a line's end, and a byte that is no UTF-8.
+_HOSTILE = "a\x1b[31m\x9b2J[red]\nb\u202e\udcff"
+_SHOWN = r"a\x1b[31m\x9b2J[red]\nb\u202e\udcff"
+
+
+def test_names_of_files_are_escaped_wherever_they_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_root(tmp_path) as small:
+        folder = small.root.rename(tmp_path / _HOSTILE[:-1])
+        bucket = folder / "counts" / QUERY / "0"
+        (bucket / _HOSTILE).write_text("none of ours")
+        (folder / "counts" / _HOSTILE).mkdir()
+        picture, page, file = (str(tmp_path / name) for name in ("tree.svg", "page.html", "rows.arrow"))
+        odd, root = str(bucket / _HOSTILE), str(folder)
+        commands = [
+            (["verify", root], _SHOWN),
+            (["verify", odd], _SHOWN),
+            (["verify", str(folder / "counts" / _HOSTILE)], _SHOWN),
+            (["gc", root, "--dry-run"], _SHOWN),
+            (["why", odd], _SHOWN),
+            (["show", root], _SHOWN[:-6]),
+            (["show", f"{root}\udcff"], rf"{_SHOWN}' cannot be opened: its name is not UTF-8"),
+            (["show", root, "--operator", _HOSTILE], _SHOWN),
+            (["show", root, "--at", _HOSTILE[:-1]], ""),
+            (["show", root, _HOSTILE[:-1]], r"\x1b[31m"),
+            (["log", root], _SHOWN[:-6]),
+            (["lineage", root, "--bucket", "0", "--to", picture], ""),
+            (["report", root, "--out", page], ""),
+            (["export", root, file], ""),
+            (["erase", "scan", root, "ann", "0"], _SHOWN[:-6]),
+            (["savepoint", "status", root], _SHOWN[:-6]),
+            (["abandoned", root, "-c", root], _SHOWN[:-6]),
+            (["doctor", root, "--all"], _SHOWN[:-6]),
+            (["get", f"{root}/nothing", "x"], _SHOWN[:-6]),
+        ]
+        for words, text in commands:
+            for form in [[], ["-o", "json"], ["-o", "jsonl"]] if words[0] in ("verify", "gc", "show", "why") else [[]]:
+                code = main([*words, *form])
+                said = capsys.readouterr()
+                assert code != 70, said.err
+                printed = said.out + said.err
+                bad = [it for it in printed if not it.isprintable() and it != "\n"]
+                assert bad == [], (words, bad)
+                assert text in printed or form, (words, printed)
+        told = Path(page).read_text()
+        assert _SHOWN[:-6] in told
+        assert all(it.isprintable() or it == "\n" for it in told)
+        assert main(["verify", root, "-o", "json"]) == 0
+        assert [row["path"] for row in json.loads(capsys.readouterr().out)] == [
+            odd.encode("utf-8", "backslashreplace").decode(),
+        ]
+
+
+def test_headings_are_escaped_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are names of the user's columns."""
+    write_table(pa.table({"a\x1b[31m": [1], ":smile: [bold]b[/bold]": ["\x9b2J"]}), Output.TABLE)
+    assert capsys.readouterr().out.splitlines() == [r"a\x1b[31m  :smile: [bold]b[/bold]", r"        1  \x9b2J"]
+    write_table(pa.table({"a": ["\x9b2J \u202e \U000e0001"]}), Output.JSONL)
+    assert capsys.readouterr().out == r'{"a": "\u009b2J \u202e \udb40\udc01"}' + "\n"
+
+
+def test_secrets_need_not_be_on_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a file or a variable; which one was taken shows in the error about a class that is not there."""
+
+    def taken(*words: str, code: int = 2) -> str:
+        assert main(["show", "/somewhere", *words]) == code
+        return capsys.readouterr().err
+
+    def of(name: str) -> str:
+        return json.dumps({"implementation": f"{name}.Secret"})
+
+    file = tmp_path / "options.json"
+    file.write_text(of("file"))
+    from_file = ["--storage-options-file", str(file)]
+    assert "No module named 'file'" in taken(*from_file)
+    monkeypatch.setenv("SPARK_STATE_EXT_STORAGE_OPTIONS", of("variable"))
+    assert "No module named 'variable'" in taken()
+    assert "No module named 'line'" in taken("--storage-options", of("line"))
+    assert "No module named 'file'" in taken(*from_file)
+    both = taken(*from_file, "--storage-options", of("line"))
+    assert "give --storage-options-file or --storage-options, not both" in both
+    for text in ("[7, 'Secret']", '{"key": "Secret"', '["Secret"]'):
+        file.write_text(text)
+        monkeypatch.setenv("SPARK_STATE_EXT_STORAGE_OPTIONS", text)
+        for refused in (taken(*from_file), taken()):
+            assert "it is no JSON" in refused
+            assert "Secret" not in refused
+    monkeypatch.delenv("SPARK_STATE_EXT_STORAGE_OPTIONS")
+    assert "cannot be read: " in taken("--storage-options-file", str(tmp_path / "nothing"))
+    # Others of the kind: what the command writes has its own.
+    monkeypatch.setenv("SPARK_STATE_EXT_TO_OPTIONS", of("target"))
+    there = savepoint_at(tmp_path / "savepoint").root
+    assert main(["savepoint", "copy", there, str(tmp_path / "copy")]) == 2
+    assert "No module named 'target'" in capsys.readouterr().err
 
 
 def test_check_works_without_the_extra_and_others_say_what_to_install() -> None:
@@ -235,26 +468,21 @@ sys.exit(status)
     assert (done.returncode, done.stderr) == (0, "[]\n")
 
 
-def test_a_shell_completes_names_and_options() -> None:
+def test_a_shell_completes_names_and_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Typer's protocol, as the script for bash has it."""
+    monkeypatch.setenv("_SPARK_STATE_EXT_COMPLETE", "complete_bash")
     for words, expected in (
         ("spark-state-ext savep", "savepoint"),
         ("spark-state-ext savepoint st", "status"),
         ("spark-state-ext resc", "rescale"),
         ("spark-state-ext rescale --b", "--buckets"),
     ):
-        environment = {"_SPARK_STATE_EXT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "1"}
-        environment["COMP_CWORD"] = str(len(words.split()) - 1)
-        code = "import sys; from spark_state_ext.__main__ import main; sys.exit(main([]))"
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, **environment, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            check=False,
-        )
-        assert expected in done.stdout.split(), done.stderr
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+        assert main([]) == 0
+        assert expected in capsys.readouterr().out.split()
 
 
 def test_the_program_is_installed_under_its_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import resource
 import subprocess
@@ -78,7 +79,7 @@ def _problems(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[
 def test_there_is_nothing_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "root"
     assert _problems(capsys, str(root), *_conf(_GOOD)) == []
-    assert list(root.iterdir()) == [], "what it wrote is gone"
+    assert not root.exists(), "what it wrote is gone"
     assert main(["doctor", str(root), "--all", "-o", "jsonl", *_conf(_GOOD)]) == 0
     said = capsys.readouterr()
     assert len(said.out.splitlines()) > 25
@@ -126,6 +127,33 @@ def test_a_root_that_is_none_is_found(root: str, text: str, capsys: pytest.Captu
     (row,) = _problems(capsys, root)
     assert row["what"] == "root"
     assert text in row["problem"]
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # As Python has it of what is not installed.
+    for name in ("s3fs", "adlfs", "gcsfs"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for scheme, extra in (("s3", "s3"), ("abfs", "azure"), ("gs", "gcs")):
+        # fsspec remembers the classes that it has imported.
+        monkeypatch.setattr(importlib.import_module("fsspec.registry"), "registry", {})
+        (row,) = _problems(capsys, f"{scheme}://bucket/root")
+        assert f"pip install 'spark_state_ext[{extra}]', on the client and where the workers run" in row["problem"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_folder_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a root that does not exist yet, what matters is whether it can be made."""
+    there = tmp_path / "there"
+    there.mkdir()
+    for root in (f"{there}/new/root", f"file://{there}/new/root", str(there)):
+        assert _problems(capsys, root) == []
+        assert list(tmp_path.rglob("*")) == [there]
+    (there / "file").write_text("")
+    (row,) = _problems(capsys, f"{there}/file/root")
+    assert "A root must be a folder that every executor can make" in row["problem"]
 
 
 def test_too_few_open_files_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,25 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) 
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.parametrize("words", [["log"], ["log", "--files"], ["gc", "--dry-run"], ["lineage", "--bucket", "1"]])
+def test_a_root_will_do_where_its_query_folder_is_found(
+    small: SmallRoot, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As for show: of several query folders the one that was written last, or the one that is named."""
+    rows = said(capsys, *words, small.query_folder)
+    other = small.query_folder.with_name("1f" * 16)
+    shutil.copytree(small.query_folder, other, ignore=shutil.ignore_patterns("1_*", "lease"))
+    assert main([*words, str(small.root), "-o", "jsonl"]) == 0
+    printed = capsys.readouterr()
+    assert [json.loads(line) for line in printed.out.splitlines()] == rows
+    assert printed.err.startswith(f"query folder: {small.query_folder}\n")
+    others = said(capsys, *words, small.root, "--operator", "counts", "--query-folder", other.name)
+    assert others == said(capsys, *words, other) != rows
+    assert main([*words, str(small.root), "--query-folder", "none"]) == 2
+    assert main([*words, savepoint_of(small.job, tmp_path / "savepoint").root]) == 2
+    assert "is a savepoint: give a root" in capsys.readouterr().err
+
+
 # -- verify ---------------------------------------------------------------------------------------
 
 
@@ -66,6 +86,16 @@ def test_what_is_whole_is_verified(small: SmallRoot, tmp_path: Path, capsys: pyt
         assert {row["status"] for row in rows} == {"whole"}
         assert sorted(row["path"] for row in rows) == sorted(str(it) for it in path.rglob("*") if it.is_file())
         assert all(row["bytes"] == os.path.getsize(row["path"]) for row in rows)
+
+
+def test_a_folder_without_state_is_not_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is most likely a mistyped path, and no error would say that all is well."""
+    letters = tmp_path / "documents" / "counts" / "letters"
+    letters.mkdir(parents=True)
+    for files in range(2):
+        assert main(["verify", str(tmp_path / "documents")]) == 2
+        assert f"documents has no state: none of the {files} files below it" in capsys.readouterr().err
+        (letters / "one.txt").write_text("Dear Ann")
 
 
 def test_what_a_query_was_rescaled_from_is_its_own(
@@ -247,10 +277,8 @@ def test_only_a_query_deletes(small: SmallRoot, capsys: pytest.CaptureFixture[st
     assert "give --dry-run" in capsys.readouterr().err
     assert main(["gc", str(small.query_folder), "--dry-run", "--bucket", "9"]) == 2
     assert "has no bucket 9" in capsys.readouterr().err
-    assert main(["gc", str(small.root), "--dry-run"]) == 2
-    assert f"is no query folder, as it has no operator file: give {small.query_folder}\n" in capsys.readouterr().err
     assert main(["log", str(small.query_folder / "0")]) == 2
-    assert "give <root>/<operator>/<query folder>" in capsys.readouterr().err
+    assert "has no state of an operator: give a root as ArrowState has it" in capsys.readouterr().err
     assert main(["why", str(small.query_folder)]) == 2
     assert "is a folder: name a file in it" in capsys.readouterr().err
 

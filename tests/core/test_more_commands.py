@@ -63,6 +63,21 @@ def test_keys_are_asked_for_and_told_of_until_they_are_done(
     assert (status["state"], status["done"], status["batch"]) == ("done", "2024-02-01T12:00:00+00:00", 7)
 
 
+def test_a_request_is_withdrawn(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["erase", "keys", str(small.root), "ann", "0"]) == 0
+    assert main(["erase", "withdraw", str(small.root), "2"]) == 2
+    assert "has no erase request 2 that could be withdrawn" in capsys.readouterr().err
+    (request,) = (small.query_folder / "erase").iterdir()
+    request.write_bytes(b"damaged")
+    (status,) = said(capsys, "erase", "status", small.root)
+    assert status["state"] == "unreadable"
+    assert main(["erase", "withdraw", str(small.root), "1", "--operator", "counts"]) == 0
+    assert capsys.readouterr().err == "withdrawn: request 1 of operator counts names no key\n"
+    (status,) = said(capsys, "erase", "status", small.root, code=1)
+    assert (status["state"], status["keys"]) == ("waiting", 0)
+    assert main(["erase", "withdraw", str(small.root / "nothing"), "1"]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -109,23 +124,33 @@ def test_they_work_in_a_process_of_their_own(small: SmallRoot, tmp_path: Path) -
     """Which goes without pandas."""
     _log(tmp_path / "metrics", 7)
     root = str(small.root)
-    for words, code, text in (
+    commands: list[tuple[list[str], int, str]] = [
         (["erase", "keys", root, "ann", "0"], 0, "erase status tells when it is done"),
         (["erase", "status", root], 1, "requests=1 waiting=1"),
         (["erase", "scan", root, "ann", "0"], 1, "operator=counts keys=1 by_rows_only=1"),
         (["erase", "history", root, "ann", "0", "--yes"], 2, "is not done: run the query"),
         (["report", root, "--metrics", str(tmp_path), "--out", str(tmp_path / "page.html")], 0, "page.html bytes="),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "spark_state_ext", *words],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            check=False,
-        )
-        assert done.returncode == code, done.stderr
-        assert text in done.stderr
+    ]
+    code = """
+import json, sys
+from spark_state_ext.__main__ import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["spark-state-ext", *words]
+    print("exit code", main(), file=sys.stderr)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps([words for words, _, _ in commands])],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = done.stderr.split("exit code ")
+    for at, (_, status, text) in enumerate(commands):
+        assert text in told[at]
+        assert told[at + 1].startswith(f"{status}\n")
 
 
 # -- report -----------------------------------------------------------------------------------------

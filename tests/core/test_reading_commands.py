@@ -136,6 +136,39 @@ def test_what_differs_is_told_by_key(
     assert {kind for kind, keys in changes.items() if keys} == kinds
 
 
+def test_the_last_two_batches_are_compared_by_default(
+    small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = said(capsys, "diff", small.root, code=1)
+    assert rows == said(capsys, "diff", small.root, "--at", 5, "--other-at", 6, code=1)
+    assert rows
+    # Only the later one is named.
+    at_4 = said(capsys, "diff", small.root, "--other-at", 4, code=1)
+    assert at_4 == said(capsys, "diff", small.root, "--at", 3, "--other-at", 4, code=1) != rows
+    assert said(capsys, "diff", small.root, "--limit", 2, code=1) == rows[:2]
+    assert main(["diff", str(small.root), "--limit", "2"]) == 1
+    assert "differences=2 (there are more: --limit) between batch 5" in capsys.readouterr().err
+    assert main(["diff", str(small.root), "--limit", str(len(rows))]) == 1
+    assert f"differences={len(rows)} between batch 5" in capsys.readouterr().err
+    assert said(capsys, "diff", small.root, "--limit", 0, code=1) == [], "the answer is what it is"
+    there = savepoint_of(small.job, tmp_path / "savepoint").root
+    assert main(["diff", there]) == 2
+    assert "has one batch that can be read, batch 7: there is none before it" in capsys.readouterr().err
+
+
+def test_columns_that_are_compared_can_be_named(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = said(capsys, "diff", small.root, code=1)
+    named = said(capsys, "diff", small.root, "--columns", "timeout_ms, count", code=1)
+    for row, whole in zip(named, rows, strict=True):
+        for side in ("before", "after"):
+            assert row[side] == {name: whole[side][name] for name in ("timeout_ms", "count")}
+    # Of the keys that changed, one has a timeout.
+    timeouts = said(capsys, "diff", small.root, "--columns", "timeout_ms", code=1)
+    assert [row["name"] for row in timeouts] == ["bob"]
+    assert main(["diff", str(small.root), "--columns", "nothing"]) == 2
+    assert "no column 'nothing' to compare in both states; there are count, note, timeout_ms" in capsys.readouterr().err
+
+
 def test_equal_states_in_other_files_do_not_differ(
     small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,7 @@ def test_a_job_is_imported_and_exported_by_command(
     told = json.loads(said.out)
     assert (told["savepoint"], told["batch"], told["replays"]) == (str(savepoint), job.last_batch(), False)
     assert json.loads((new / "metadata").read_text())["id"] == told["query_id"]
-    # A place that is not free is found in a task.
+    # A place that is not free is found before Spark does anything.
     assert main([*words, "--idle-s", "0"]) == 2
     assert capsys.readouterr().err.startswith("spark-state-ext import-native: UsageError: ")
 
@@ -48,8 +48,8 @@ def test_a_job_is_imported_and_exported_by_command(
     told = json.loads(capsys.readouterr().out)
     assert (told["operator"], told["key"], told["rows"]) == ("tested", ["key"], len(rows))
     assert sorted(spark.read.parquet(str(files)).collect(), key=repr) == rows
-    assert main(words) == 3, "it is there"
-    assert "StorageError: Spark failed: [PATH_ALREADY_EXISTS]" in capsys.readouterr().err
+    assert main(words) == 2
+    assert f"UsageError: there is {files} already" in capsys.readouterr().err
 
     # Spark's file systems are not fsspec's, and what its JVM raises then is no error of PySpark's.
     assert main([*words[:2], "nosuch://there/files"]) == 3

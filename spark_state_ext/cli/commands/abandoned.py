@@ -19,8 +19,9 @@ from spark_state_ext.cli.abandoned import (
     reason_of,
     remove,
 )
-from spark_state_ext.cli.output import Output, say, write_table
+from spark_state_ext.cli.output import Output, say, table_of, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_for, options_of
+from spark_state_ext.cli.roots import operators_below
 from spark_state_ext.files.folder import Folder, refuse_relative
 
 __all__ = ["command"]
@@ -67,11 +68,13 @@ def command(
     locations = [*checkpoint, *(more or [])]
     for location in [root, *locations]:
         refuse_relative(location, "a root or checkpoint")
-    query_folders = query_folders_of_checkpoints(locations, options_of(checkpoint_options), spark)
     folder = Folder(root, options_of(storage_options))
+    # Before Spark starts.
+    operators_below(folder, operator or ())
+    query_folders = query_folders_of_checkpoints(locations, options_of(checkpoint_options), spark)
     found = [(it, judge(it, query_folders, time.time(), older_than * _DAY_S)) for it in look(folder, operator or ())]
     rows = [_row(it, verdict, reason_of(it, verdict, query_folders)) for it, verdict in found]
-    write_table(pa.Table.from_pylist(rows, schema=_ROWS), output)
+    write_table(table_of(rows, _ROWS), output)
     abandoned = [it for it, verdict in found if verdict == ABANDONED]
     size_bytes = sum(it.size_bytes for it in abandoned)
     say(f"folders={len(found)} abandoned={len(abandoned)} bytes={size_bytes}")

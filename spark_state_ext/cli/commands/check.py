@@ -11,7 +11,7 @@ import typer
 
 from spark_state_ext.cli.check import findings
 from spark_state_ext.cli.exits import DONE, NO
-from spark_state_ext.cli.output import Output, say, write_table
+from spark_state_ext.cli.output import Output, say, table_of, write_table
 from spark_state_ext.cli.parameters import OutputOption
 
 __all__ = ["command"]
@@ -31,7 +31,7 @@ def command(
     """
     found = findings(local_dir or Path(tempfile.gettempdir()))
     rows = [{"what": it.what, "seen": it.seen, "problem": it.problem} for it in found]
-    write_table(pa.Table.from_pylist(rows, schema=_ROWS), output)
+    write_table(table_of(rows, _ROWS), output)
     problems = sum(bool(it.problem) for it in found)
     say("this machine can run it" if not problems else f"{problems} problem(s), see above")
     raise typer.Exit(NO if problems else DONE)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import typer
 
 from spark_state_ext.cli.exits import DONE, NO
-from spark_state_ext.cli.output import Output, say, write_table
+from spark_state_ext.cli.output import Output, say, table_of, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
 from spark_state_ext.cli.places import diagnoses_of_machine, diagnoses_of_root
 from spark_state_ext.cli.settings import Diagnosis, diagnoses_of_settings, read_properties
@@ -57,7 +57,7 @@ def command(
         found += diagnoses_of_spark(settings)
     shown = [it for it in found if every or it.problem]
     if shown or output is not Output.TABLE:
-        write_table(pa.Table.from_pylist([_row(it) for it in shown], schema=_ROWS), output)
+        write_table(table_of([_row(it) for it in shown], _ROWS), output)
     problems = sum(bool(it.problem) for it in found)
     say(f"looked at {len(found)} things: {problems} to change" + ("" if settings else "; no Spark settings were given"))
     raise typer.Exit(NO if problems else DONE)

@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from spark_state_ext.cli.erasing import JsonKeys, KeyWords, RootPath, keys_of, operator_at
 from spark_state_ext.cli.opening import OperatorOption, QueryFolderOption
-from spark_state_ext.cli.output import Output, say, write_table
+from spark_state_ext.cli.output import Output, say, table_of, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
 from spark_state_ext.erasing.asking import erase_keys
 
@@ -35,7 +35,7 @@ def command(
     root, operator = operator_at(root, operator, options)
     wanted = keys_of(root, operator, query_folder, keys, as_json, options)
     asked = erase_keys(root, wanted, operator=operator, query_folder=query_folder, storage_options=options)
-    write_table(pa.Table.from_pylist([vars(it) for it in asked], schema=_ROWS), output)
+    write_table(table_of([vars(it) for it in asked], _ROWS), output)
     say(
         "a query with erase_requests=True carries it out in its next batch with data, any other lets it wait: erase "
         "status tells when it is done"

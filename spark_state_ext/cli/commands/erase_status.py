@@ -8,7 +8,7 @@ import typer
 from spark_state_ext.cli.erasing import RootPath, operator_at
 from spark_state_ext.cli.exits import DONE, NO
 from spark_state_ext.cli.opening import OperatorOption, QueryFolderOption
-from spark_state_ext.cli.output import Output, say, write_table
+from spark_state_ext.cli.output import Output, say, table_of, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
 from spark_state_ext.erasing.asking import WAITING, EraseStatus, erase_status
 
@@ -45,7 +45,7 @@ def command(
     root, operator = operator_at(root, operator, options)
     found = erase_status(root, operator=operator, query_folder=query_folder, storage_options=options)
     if found or output is not Output.TABLE:
-        write_table(pa.Table.from_pylist([_row(it) for it in found], schema=_ROWS), output)
+        write_table(table_of([_row(it) for it in found], _ROWS), output)
     waiting = sum(it.state == WAITING for it in found)
     say(f"requests={len(found)} waiting={waiting}")
     raise typer.Exit(NO if waiting else DONE)

@@ -10,6 +10,7 @@ import typer
 from spark_state_ext.cli.output import Output, say, write_record
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
 from spark_state_ext.cli.targets import absolute, given_folder
+from spark_state_ext.errors import UsageError
 
 __all__ = ["command"]
 
@@ -40,18 +41,22 @@ def command(
     """
     # PySpark is imported by nothing else here.
     from spark_state_ext.cli.query_folders import session
-    from spark_state_ext.cli.sessions import errors_of_tasks
+    from spark_state_ext.cli.sessions import errors_of_tasks, local_path
     from spark_state_ext.engine.start_from import Savepoint
     from spark_state_ext.savepoints.manifest_file import read_manifest
     from spark_state_ext.savepoints.reading import operator_named
     from spark_state_ext.spark.client.tables import read_savepoint
-    from spark_state_ext.spark.native.exporting import export_native
+    from spark_state_ext.spark.native.exporting import export_native, refuse_operator
 
     options = options_of(storage_options)
     folder = given_folder(absolute(savepoint), options)
     manifest = read_manifest(folder)
     name = operator_named(manifest, operator, folder.root)
     given = Savepoint(folder.root, operator=name, storage_options=options)
+    # Before Spark starts.
+    refuse_operator(target_operator)
+    if (path := local_path(to)) is not None and path.exists():
+        raise UsageError(f"there is {to} already: give a folder that does not exist yet")
     with errors_of_tasks():
         spark = session()
         # It refuses what cannot be exported, and its rows are those of the table.

@@ -9,9 +9,10 @@ import typer
 
 from arrow_schemas.lineage import parse_file_name
 from spark_state_ext.cli.clean_ups import RETAINED, BucketCleanUp, clean_up_of, holders
-from spark_state_ext.cli.output import Output, progress, say, write_table
+from spark_state_ext.cli.opening import OperatorOption, QueryFolderOption, QueryPath
+from spark_state_ext.cli.output import Output, progress, say, table_of, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
-from spark_state_ext.cli.targets import bucket_folders, given_folder, query_folder_at
+from spark_state_ext.cli.targets import bucket_folders, query_folder_of
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Entry
 
@@ -26,13 +27,15 @@ _ROWS = pa.schema(
 
 
 def command(
-    query_folder: Annotated[str, typer.Argument(help="<root>/<operator>/<query folder>: an absolute path or a URL")],
+    path: QueryPath,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="the only way: it deletes nothing")] = False,
     checkpoint: Annotated[
         str | None, typer.Option(metavar="LOCATION", help="read the committed pointers of the query, with PySpark 4")
     ] = None,
     bucket: Annotated[list[int] | None, typer.Option(metavar="N", help="this bucket only")] = None,
     retained: RetainedOption = RETAINED,
+    operator: OperatorOption = None,
+    query_folder: QueryFolderOption = None,
     storage_options: StorageOptions = "{}",
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -46,23 +49,22 @@ def command(
             "a query deletes its files itself, in its batches, and nobody else may: give --dry-run to see what it "
             "would delete"
         )
-    folder = given_folder(query_folder, options_of(storage_options))
-    operator = query_folder_at(folder)
-    pointers = None
-    if checkpoint is not None:
-        from spark_state_ext.cli.query_folders import pointers_of, session
-
-        pointers = pointers_of(session(), checkpoint, operator.operator, folder.name)
+    folder, in_force = query_folder_of(path, options_of(storage_options), operator, query_folder)
     found = bucket_folders(folder)
     wanted = [(number, files) for number, files in found if not bucket or number in bucket]
     if bucket and len(wanted) < len(set(bucket)):
         raise UsageError(f"{folder.root} has no bucket {min(set(bucket) - {number for number, _ in found})}")
+    pointers = None
+    if checkpoint is not None:
+        from spark_state_ext.cli.query_folders import pointers_of, session
+
+        pointers = pointers_of(session(checkpoint), checkpoint, in_force.operator, folder.name)
     done = []
     with progress("deciding", len(wanted)) as advance:
         for number, files in wanted:
-            done.append(clean_up_of(number, files, operator, retained, pointers))
+            done.append(clean_up_of(number, files, in_force, retained, pointers))
             advance(1)
-    write_table(pa.Table.from_pylist([row for it in done for row in _rows(it)], schema=_ROWS), output)
+    write_table(table_of([row for it in done for row in _rows(it)], _ROWS), output)
     _sum_up(done, holders(folder), pointers is None)
 
 

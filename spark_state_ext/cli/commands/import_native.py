@@ -51,16 +51,21 @@ def command(
     """
     # PySpark is imported by nothing else here.
     from spark_state_ext.cli.query_folders import session
-    from spark_state_ext.cli.sessions import errors_of_tasks
+    from spark_state_ext.cli.sessions import errors_of_tasks, refuse_taken
+    from spark_state_ext.engine.options import StateOptions
     from spark_state_ext.engine.start_from import Savepoint
     from spark_state_ext.spark.native.importing import import_native
 
     options = options_of(storage_options)
     of_savepoint = options if savepoint_options is None else options_of(savepoint_options)
     target = Savepoint(savepoint, storage_options=of_savepoint)
+    # Before Spark starts.
+    StateOptions(root="/", operator=operator)
+    refuse_taken(savepoint, of_savepoint, "the savepoint")
+    refuse_taken(new_checkpoint, options, "the new checkpoint location")
     with errors_of_tasks():
         done = import_native(
-            session(),
+            session(checkpoint),
             checkpoint,
             target,
             new_checkpoint,

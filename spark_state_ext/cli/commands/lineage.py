@@ -10,9 +10,10 @@ import typer
 
 from spark_state_ext.cli.commands.log import files_of
 from spark_state_ext.cli.exits import DONE, NO
-from spark_state_ext.cli.output import Output, say, write_table
+from spark_state_ext.cli.opening import OperatorOption, QueryFolderOption, QueryPath
+from spark_state_ext.cli.output import Output, say, table_of, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
-from spark_state_ext.cli.targets import given_folder
+from spark_state_ext.cli.targets import query_folder_of
 from spark_state_ext.cli.tree import Node, drawn, nodes_of, text_lines
 from spark_state_ext.errors import UsageError
 
@@ -35,11 +36,13 @@ _ROWS = pa.schema(
 
 
 def command(
-    query_folder: Annotated[str, typer.Argument(help="<root>/<operator>/<query folder>: an absolute path or a URL")],
+    path: QueryPath,
     bucket: Annotated[int, typer.Option(metavar="N", help="of which bucket")],
     to: Annotated[
         Path | None, typer.Option("--to", metavar="FILE", help="draw a picture: a file that ends in .svg or .png")
     ] = None,
+    operator: OperatorOption = None,
+    query_folder: QueryFolderOption = None,
     storage_options: StorageOptions = "{}",
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -49,8 +52,8 @@ def command(
     """
     if to is not None and to.suffix not in _PICTURES:
         raise UsageError(f"--to must end in {' or '.join(_PICTURES)}, not {to.name!r}")
-    folder = given_folder(query_folder, options_of(storage_options))
-    files = files_of(folder, [bucket])
+    folder, in_force = query_folder_of(path, options_of(storage_options), operator, query_folder)
+    files = files_of(folder, in_force, [bucket])
     nodes = nodes_of(files)
     if to is not None:
         drawn(nodes, f"bucket {bucket} of {folder.root}", to)
@@ -59,7 +62,7 @@ def command(
         for line in text_lines(nodes):
             typer.echo(line)
     else:
-        write_table(pa.Table.from_pylist([_row(bucket, it) for it in nodes], schema=_ROWS), output)
+        write_table(table_of([_row(bucket, it) for it in nodes], _ROWS), output)
     damaged = [it for it in files if it.problem]
     for it in damaged:
         say(it.problem)

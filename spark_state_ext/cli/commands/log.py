@@ -8,11 +8,13 @@ from typing import Annotated, Any
 import pyarrow as pa
 import typer
 
+from arrow_schemas.operator import OperatorFile
 from spark_state_ext.cli.bucket_files import CheckpointEntry, checkpoint_files
 from spark_state_ext.cli.exits import DONE, NO
+from spark_state_ext.cli.opening import OperatorOption, QueryFolderOption, QueryPath
 from spark_state_ext.cli.output import Output, say, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
-from spark_state_ext.cli.targets import bucket_folders, given_folder, query_folder_at
+from spark_state_ext.cli.targets import bucket_folders, query_folder_of
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 
@@ -49,9 +51,11 @@ _SUMS = [
 
 
 def command(
-    query_folder: Annotated[str, typer.Argument(help="<root>/<operator>/<query folder>: an absolute path or a URL")],
+    path: QueryPath,
     bucket: Annotated[list[int] | None, typer.Option(metavar="N", help="this bucket only")] = None,
     files: Annotated[bool, typer.Option("--files", help="every file")] = False,
+    operator: OperatorOption = None,
+    query_folder: QueryFolderOption = None,
     storage_options: StorageOptions = "{}",
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -60,7 +64,8 @@ def command(
     A batch whose rows are in Spark's checkpoint only has none yet, and those that clean-up has deleted have none any
     more.
     """
-    found = files_of(given_folder(query_folder, options_of(storage_options)), bucket)
+    folder, in_force = query_folder_of(path, options_of(storage_options), operator, query_folder)
+    found = files_of(folder, in_force, bucket)
     table = pa.Table.from_pylist([_row(it) for it in found], schema=_FILES)
     table = table.sort_by([("batch", "ascending"), ("written", "ascending"), ("bucket", "ascending")])
     write_table(table if files else _by_batch(table), output)
@@ -70,15 +75,14 @@ def command(
     raise typer.Exit(NO if damaged else DONE)
 
 
-def files_of(folder: Folder, buckets: Sequence[int] | None) -> list[CheckpointEntry]:
+def files_of(folder: Folder, operator: OperatorFile, buckets: Sequence[int] | None) -> list[CheckpointEntry]:
     """The checkpoint files of a query folder, or of some of its buckets.
 
     Raises
     ------
     UsageError
-        When it is no query folder, or has no such bucket.
+        When it has no such bucket.
     """
-    operator = query_folder_at(folder)
     wanted = bucket_folders(folder)
     unknown = sorted(number for number in buckets or () if not 0 <= number < operator.buckets)
     if unknown:

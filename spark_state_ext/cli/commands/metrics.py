@@ -10,6 +10,7 @@ import typer
 from spark_state_ext.cli.metrics_folder import refuse_nothing
 from spark_state_ext.cli.output import Output, write_table
 from spark_state_ext.cli.parameters import OutputOption
+from spark_state_ext.cli.top import watch, write_batches
 from spark_state_ext.errors import UsageError
 from spark_state_ext.worker.metrics import by_batch, read
 
@@ -32,6 +33,8 @@ def command(
 ) -> None:
     """Print what each batch did: sums over its buckets, from the files that executors write.
 
+    A table has what is looked at most; -o json, jsonl and arrow have all columns.
+
     With --watch: a line for each operator, with rates since the look before, again and again.
     """
     if not live and (every_s is not None or looks is not None):
@@ -40,9 +43,10 @@ def command(
         raise UsageError("--watch shows a table of operators: it goes neither with --calls nor with -o")
     refuse_nothing(folder)
     if live:
-        from spark_state_ext.cli.top import watch
-
         watch(folder, _EVERY_S if every_s is None else every_s, looks)
         return
-    table = read(folder)
-    write_table(table if calls else by_batch(table), output)
+    found = read(folder) if calls else by_batch(read(folder))
+    if output is Output.TABLE:
+        write_batches(found)
+    else:
+        write_table(found, output)

@@ -9,7 +9,7 @@ import typer
 
 from arrow_schemas.bucket_map import HASH, BucketMap
 from arrow_schemas.savepoint import SavedBucket
-from spark_state_ext.cli.output import Output, progress, say, write_table
+from spark_state_ext.cli.output import Output, progress, say, table_of, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_for, options_of
 from spark_state_ext.cli.targets import given_folder
 from spark_state_ext.errors import UsageError
@@ -57,7 +57,7 @@ def command(
 
         done = write_rescaled(source, target, wanted, on_bucket)
     rows = [_row(it) for it in made if it.operator in done.operators]
-    write_table(pa.Table.from_pylist(rows, schema=_ROWS), output)
+    write_table(table_of(rows, _ROWS), output)
     for it in done.operators.values():
         say(
             f"operator={it.operator} buckets={it.before.buckets}->{it.after.buckets} rows={it.rows} "

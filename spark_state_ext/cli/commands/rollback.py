@@ -8,7 +8,7 @@ from typing import Annotated
 import pyarrow as pa
 import typer
 
-from spark_state_ext.cli.output import Output, say, write_table
+from spark_state_ext.cli.output import Output, say, table_of, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
 from spark_state_ext.cli.rollback import Rollback, carry_out, check_idle, planned, written_ago_s
 from spark_state_ext.cli.spark_checkpoint import COMMITS, OFFSETS, ROLLED_BACK, STATE
@@ -55,7 +55,7 @@ def command(
 
 def _write(plan: Rollback, output: Output) -> None:
     rows = [{"kind": file.kind, "number": file.number, "path": file.path} for file in plan.files]
-    write_table(pa.Table.from_pylist(rows, schema=_ROWS), output)
+    write_table(table_of(rows, _ROWS), output)
     counts = {kind: sum(file.kind == kind for file in plan.files) for kind in (STATE, COMMITS, OFFSETS)}
     say(f"files={len(plan.files)} " + " ".join(f"{kind}={count}" for kind, count in counts.items()))
 

@@ -7,9 +7,12 @@ from typing import Annotated
 import pyarrow as pa
 import typer
 
+from arrow_schemas.savepoint import CANONICAL, NATIVE
 from spark_state_ext.cli.output import Output, write_record
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_for, options_of
-from spark_state_ext.cli.targets import absolute
+from spark_state_ext.cli.roots import operators_below
+from spark_state_ext.cli.targets import absolute, given_folder
+from spark_state_ext.errors import MissingCheckpointError, UsageError
 
 __all__ = ["command"]
 
@@ -46,17 +49,27 @@ def command(
     """
     # PySpark is imported by nothing else here.
     from spark_state_ext.cli.query_folders import session
-    from spark_state_ext.cli.sessions import errors_of_tasks
+    from spark_state_ext.cli.sessions import errors_of_tasks, refuse_taken
     from spark_state_ext.spark.client.savepoints import take_savepoint
     from spark_state_ext.spark.client.state import ArrowState
     from spark_state_ext.spark.client.state_reader import StateReader
 
     # Tasks have other working folders. (What a relative location means to Spark is left to Spark.)
     path, root = absolute(path), absolute(root)
-    spark = session()
+    options, of_root = options_of(storage_options), options_of(root_options)
+    # Before Spark starts.
+    if form not in (NATIVE, CANONICAL):
+        raise UsageError(f"--form must be {NATIVE} or {CANONICAL}, not {form!r}")
+    operators_below(given_folder(root, of_root))
+    refuse_taken(path, options, "the savepoint")
+    spark = session(checkpoint)
     operators = sorted({it.operator for it in StateReader(spark, checkpoint).stores()})
-    states = [ArrowState(root, name, storage_options=options_of(root_options)) for name in operators]
-    options = options_of(storage_options)
+    if not operators:
+        raise MissingCheckpointError(
+            f"{checkpoint} has no state of spark_state_ext: give Spark's checkpointLocation of a query that has "
+            "committed a batch with data"
+        )
+    states = [ArrowState(root, name, storage_options=of_root) for name in operators]
     with errors_of_tasks():
         taken = take_savepoint(
             spark, path, checkpoint, states, form=form, batch=batch, verify=verify, storage_options=options

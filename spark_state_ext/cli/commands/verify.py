@@ -9,11 +9,12 @@ import pyarrow as pa
 import typer
 
 from spark_state_ext.cli.exits import DONE, NO
-from spark_state_ext.cli.output import Output, progress, say, write_table
+from spark_state_ext.cli.output import Output, progress, say, table_of, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
 from spark_state_ext.cli.targets import given_folder, target_of
 from spark_state_ext.cli.verifying import DAMAGED, GONE, MISSING, UNKNOWN, WHOLE, Check, Checked, checks_of
 from spark_state_ext.engine.folders import scratch_folder
+from spark_state_ext.errors import UsageError
 from spark_state_ext.worker.threads import side_by_side
 
 __all__ = ["command"]
@@ -44,11 +45,16 @@ def command(
     """
     target = target_of(given_folder(path, options_of(storage_options)))
     checks = checks_of(target, scratch_folder(local_dir))
+    if all(check.read is None for check in checks):
+        raise UsageError(
+            f"{target.folder.root} has no state: none of the {len(checks)} files below it is one of this package. Give "
+            "a root as ArrowState has it, a query folder below it, or a savepoint"
+        )
     found = _carried_out(checks)
     shown = [it for it in found if every or it.status not in (WHOLE, GONE)]
     rows = [{**asdict(it), "bytes": it.size_bytes, "problem": it.problem or None} for it in shown]
     if rows or output is not Output.TABLE:
-        write_table(pa.Table.from_pylist(rows, schema=_ROWS), output)
+        write_table(table_of(rows, _ROWS), output)
     counts = {status: sum(it.status == status for it in found) for status in (DAMAGED, MISSING, UNKNOWN)}
     say(
         f"files={len(found)} bytes={sum(it.size_bytes for it in found)} "

@@ -15,7 +15,7 @@ from spark_state_ext.spark.compat import SPARK_VERSION
 if TYPE_CHECKING:
     from pyspark.sql import GroupedData, SparkSession
 
-__all__ = ["APPLY_IN_PANDAS_WITH_STATE", "TRANSFORM_WITH_STATE", "export_native"]
+__all__ = ["APPLY_IN_PANDAS_WITH_STATE", "TRANSFORM_WITH_STATE", "export_native", "refuse_operator"]
 
 TRANSFORM_WITH_STATE, APPLY_IN_PANDAS_WITH_STATE = "transformWithState", "applyInPandasWithState"
 
@@ -50,17 +50,7 @@ def export_native(
     PySparkException
         As for `read_savepoint`.
     """
-    if to == APPLY_IN_PANDAS_WITH_STATE:
-        raise UnsupportedPlanError(
-            "the state of a savepoint cannot become that of Spark's own applyInPandasWithState: no release of PySpark "
-            "up to 4.3 has a public writer of state, and that operator takes no initial state. Go on with "
-            "transformWithStateInPandas, which takes one, or keep the checkpoint of the job that was imported "
-            "(docs/operating/importing.md)"
-        )
-    if to != TRANSFORM_WITH_STATE:
-        raise UsageError(f"to must be {TRANSFORM_WITH_STATE!r}, not {to!r}")
-    if SPARK_VERSION < (4, 0):
-        raise UsageError("PySpark 3.5 has no transformWithState: use PySpark 4.0 or newer")
+    refuse_operator(to)
     given = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
     told = {
         "package_version": BUILD,
@@ -83,3 +73,26 @@ def export_native(
             "Read it with read_savepoint, rename them with toDF(…), and group by the key yourself"
         )
     return read_savepoint(spark, given).groupBy(*keys)
+
+
+def refuse_operator(to: str) -> None:
+    """Refuse an operator of Spark's that cannot take the state of a savepoint.
+
+    Raises
+    ------
+    UnsupportedPlanError
+        For ``"applyInPandasWithState"``.
+    UsageError
+        For any other than ``"transformWithState"``, or on PySpark 3.5.
+    """
+    if to == APPLY_IN_PANDAS_WITH_STATE:
+        raise UnsupportedPlanError(
+            "the state of a savepoint cannot become that of Spark's own applyInPandasWithState: no release of PySpark "
+            "up to 4.3 has a public writer of state, and that operator takes no initial state. Go on with "
+            "transformWithStateInPandas, which takes one, or keep the checkpoint of the job that was imported "
+            "(docs/operating/importing.md)"
+        )
+    if to != TRANSFORM_WITH_STATE:
+        raise UsageError(f"to must be {TRANSFORM_WITH_STATE!r}, not {to!r}")
+    if SPARK_VERSION < (4, 0):
+        raise UsageError("PySpark 3.5 has no transformWithState: use PySpark 4.0 or newer")
