@@ -88,8 +88,8 @@ def _refuse_no_java() -> None:
         version("pyspark")
     except PackageNotFoundError:
         return
-    home = os.environ.get("JAVA_HOME")
-    if shutil.which("java" if not home else str(Path(home) / "bin" / "java")) is None:
+    java_home = os.environ.get("JAVA_HOME")
+    if shutil.which("java" if not java_home else str(Path(java_home) / "bin" / "java")) is None:
         where = (
             f"JAVA_HOME is {home}, and there is no bin/java" if home else "JAVA_HOME is not set, and PATH has no java"
         )
