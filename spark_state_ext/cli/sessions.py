@@ -90,9 +90,7 @@ def _refuse_no_java() -> None:
         return
     java_home = os.environ.get("JAVA_HOME")
     if shutil.which("java" if not java_home else str(Path(java_home) / "bin" / "java")) is None:
-        where = (
-            f"JAVA_HOME is {home}, and there is no bin/java" if home else "JAVA_HOME is not set, and PATH has no java"
-        )
+        where = f"JAVA_HOME is {java_home}, without bin/java" if java_home else "no JAVA_HOME, and no java on PATH"
         raise EnvironmentSetupError(f"Spark needs Java: {where}. Install it, or set JAVA_HOME to where it is")
 
 
