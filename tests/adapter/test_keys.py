@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql.streaming.state import GroupState
-from pyspark.sql.types import ArrayType, BooleanType, LongType, StructField, StructType
+from pyspark.sql.types import ArrayType, BooleanType, LongType, StringType, StructField, StructType
 
 from arrow_schemas import RowSchema, key_fields, state_fields
 from spark_state_ext.errors import ResultTypeError, StateValueError, UserFunctionError
@@ -571,6 +571,18 @@ def test_values_of_rows_that_spark_would_convert_go_to_it() -> None:
     )
     (frame,) = called(one, grouped([41], [0]))
     assert list(frame["n"]) == [2, "3", None]
+
+
+def test_a_time_of_numpys_is_no_text() -> None:
+    """Spark's `GroupState` makes a number of it, of which a string column would keep the text."""
+    text = StructType([StructField("s", StringType())])
+    for value in (np.datetime64("2024-01-01", "ns"), np.timedelta64(5, "ns")):
+        state = KeyState(None, Clock(1, 0, "NoTimeout", False, False, text))
+        with pytest.raises(StateValueError, match=r"update\(\) was given np\..* for the state column 's'"):
+            state.update((value,))
+        assert not state.touched
+        state.update((type(value)("NaT", "ns"),))
+        assert state.get == (None,)
 
 
 def _beginning(function: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from pyspark.sql.streaming.state import GroupState
-from pyspark.sql.types import StructType, TimestampType
+from pyspark.sql.types import StringType, StructType, TimestampType
 
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.spark.callers.results import short
@@ -22,6 +22,7 @@ _LONG_MAX = 2**63 - 1
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 # Spark's own would take them apart: a dict into its keys, text into letters.
 _NO_TUPLES = (Mapping, str, bytes, bytearray, Set)
+_NUMPY_TIMES = (np.datetime64, np.timedelta64)
 _KNOWN = _PLAIN | {np.float64, np.int64, np.float32, np.int32, np.bool_}
 
 
@@ -128,6 +129,9 @@ class KeyState(GroupState):
             self._make()
             if newValue is not None and (isinstance(newValue, _NO_TUPLES) or not hasattr(newValue, "__iter__")):
                 raise self._refused(newValue)
+            if newValue is not None:
+                newValue = tuple(newValue)
+                self._refuse_times_as_text(newValue)
             super().update(newValue)
             before = self.value
             self.value = ()  # it exists now, says `exists`, and so the base class gives what it converted
@@ -137,6 +141,15 @@ class KeyState(GroupState):
             raise self._refused(value)
         self.value = value
         self.touched = True
+
+    def _refuse_times_as_text(self, values: tuple[Any, ...]) -> None:
+        # Spark makes whole numbers of NumPy's times, and a string column takes numbers.
+        for value, field in zip(values, self.clock.schema.fields, strict=False):
+            if isinstance(value, _NUMPY_TIMES) and isinstance(field.dataType, StringType) and not np.isnat(value):
+                raise StateValueError(
+                    f"update() was given {value!r} for the state column {field.name!r}, which is a string: make text "
+                    "of it in the function"
+                )
 
     def _refused(self, value: Any) -> StateValueError:
         return StateValueError(

@@ -163,12 +163,13 @@ class PerKeyCaller(abc.ABC):
                 values_to_column(values, spark.dataType, arrow.type, f"state column {arrow.name!r}", whose)
                 for values, spark, arrow in zip(by_column, fields, self._schema.state, strict=True)
             ]
-            for column, arrow in zip(columns, self._schema.state, strict=True):
+            for place, (column, arrow) in enumerate(zip(columns, self._schema.state, strict=True)):
                 missing = defined & column.is_null().to_numpy(zero_copy_only=False)
                 if not arrow.nullable and missing.any():
-                    at_first = whose(int(np.argmax(missing)))
+                    first = int(np.argmax(missing))
+                    given = (changes.values[first] or nothing)[place]
                     raise StateValueError(
-                        f"state column {arrow.name!r} is declared without NULLs and was given None{at_first}"
+                        f"state column {arrow.name!r} is declared without NULLs and was given {given!r}{whose(first)}"
                     )
         except StateValueError as error:
             if told:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from pyspark.sql.types import (
     DataType,
     DateType,
     DecimalType,
+    DoubleType,
     FloatType,
     IntegralType,
     MapType,
@@ -30,14 +32,25 @@ from pyspark.sql.types import (
 )
 
 from spark_state_ext.errors import StateValueError
+from spark_state_ext.functions.missing import is_missing
 from spark_state_ext.spark.compat import STATE_BINARY
 
 __all__ = ["changeable", "column_to_values", "row_keeper", "values_to_column"]
 
+# Columns in which NaN is a value of its own.
+_WITH_NAN = (FloatType, DoubleType)
+# Types whose values are never missing, but for None.
+_PRESENT = {int, bool, str, bytes, bytearray, datetime.date, datetime.datetime, list, tuple, dict, type(None)}
+# Types of values that go to a string column as they are.
+_TEXTS = {str, bytes, type(None)}
 # Types of values that go to an integer column as they are.
 _WHOLE = {int, type(None)}
 # And to a column of dates.
 _DATES = {datetime.date, datetime.datetime, type(None)}
+# Types of elements that need no conversion, by the type of an array's elements.
+_PLAIN_ELEMENTS: dict[type[DataType], set[type]] = {StringType: _TEXTS, DoubleType: {int, float, type(None)}}
+# Characters of a value in an error.
+_SHOWN_MAX = 300
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 # What can be iterated, and is no list of what it gives then.
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping)
@@ -116,6 +129,12 @@ def values_to_column(
 
 def _column_of(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType) -> pa.Array:
     """As `values_to_column`, with whatever error comes."""
+    if isinstance(spark_type, StringType):
+        if not _TEXTS.issuperset(map(type, values)):
+            values = [None if is_missing(v) else _text(v) for v in values]
+        return pa.array(values, arrow_type)
+    if not isinstance(spark_type, _WITH_NAN) and not _PRESENT.issuperset(map(type, values)):
+        values = [None if is_missing(v) else v for v in values]
     if isinstance(spark_type, (TimestampType, TimestampNTZType)):
         to_internal = spark_type.toInternal
         numbers = [None if v is None else to_internal(v) for v in values]
@@ -133,15 +152,18 @@ def _column_of(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataT
     if isinstance(spark_type, IntegralType) and not set(map(type, values)) <= _WHOLE:
         # PyArrow would cut a float's fraction off.
         return pa.array([None if v is None else _whole(v) for v in values], arrow_type)
-    if isinstance(spark_type, FloatType):
-        return _floats(values, arrow_type)
     try:
-        return pa.array(values, arrow_type)
+        return _floats(values, arrow_type) if isinstance(spark_type, FloatType) else pa.array(values, arrow_type)
     except (pa.ArrowException, TypeError):
-        if not isinstance(spark_type, StringType):
+        plain = [_without_missing(v) for v in values]
+        if plain.count(None) == values.count(None):
             raise
-        # Spark's string columns take any value's text.
-        return pa.array([None if v is None else _text(v) for v in values], arrow_type)
+        return _column_of(plain, spark_type, arrow_type)
+
+
+def _without_missing(value: Any) -> Any:
+    """A value for a column of floats, in which NaN is a number and other missing values are NULL."""
+    return value if isinstance(value, (float, np.floating)) or not is_missing(value) else None
 
 
 def changeable(spark_type: StructType) -> list[int]:
@@ -173,7 +195,7 @@ def row_keeper(spark_type: StructType, columns: str) -> Callable[[Sequence[Any]]
         values = list(row)
         for at, field, keep in keepers:
             value = values[at]
-            if value is not None:
+            if not is_missing(value):
                 try:
                     values[at] = keep(value)
                 except Exception as error:
@@ -192,19 +214,24 @@ def _keeper(spark_type: DataType) -> Callable[[Any], Any]:
     if isinstance(spark_type, BinaryType):
         return lambda v: bytes(v) if isinstance(v, (bytearray, memoryview)) else v
     if isinstance(spark_type, ArrayType):
-        element = _optional(_keeper(spark_type.elementType))
+        element = _part_keeper(spark_type.elementType)
         if element is _identity:
             return lambda v: list(_elements(v))
         return lambda v: [element(x) for x in _elements(v)]
     if isinstance(spark_type, MapType):
         # Keys of a dict are such as cannot be changed.
-        item = _optional(_keeper(spark_type.valueType))
+        item = _part_keeper(spark_type.valueType)
         return lambda v: {a: item(b) for a, b in v.items()}
     if isinstance(spark_type, StructType):
         names = spark_type.names
-        fields = [_optional(_keeper(field.dataType)) for field in spark_type.fields]
+        fields = [_part_keeper(field.dataType) for field in spark_type.fields]
         return lambda v: tuple([keep(x) for keep, x in zip(fields, _parts(v, names), strict=True)])
     return _identity
+
+
+def _part_keeper(spark_type: DataType) -> Callable[[Any], Any]:
+    keep = _keeper(spark_type)
+    return keep if keep is _identity else lambda v: v if is_missing(v) else keep(v)
 
 
 def _whole(value: Any) -> int:
@@ -212,13 +239,6 @@ def _whole(value: Any) -> int:
     if isinstance(plain, bool) or plain != int(plain):
         raise TypeError(f"{plain!r} is no whole number")
     return int(plain)
-
-
-def _whole_numbers(values: Iterable[Any]) -> list[int | None]:
-    numbers = list(values)
-    if set(map(type, numbers)) <= _WHOLE:
-        return numbers
-    return [None if number is None else _whole(number) for number in numbers]
 
 
 def _elements(value: Any) -> Iterable[Any]:
@@ -253,15 +273,22 @@ def _float(value: Any) -> Any:
 
 
 def _text(value: Any) -> str | bytes:
-    """A value for a string column; others than text as the JVM writes them, where Spark lets it."""
-    if isinstance(value, (str, bytes)):
-        return value
-    if isinstance(value, (bytearray, memoryview)):
-        return bytes(value)
-    plain = value.item() if hasattr(value, "item") else value
+    """A value for a string column: text as it is, numbers and booleans as the JVM writes them."""
+    plain = value.as_py() if isinstance(value, pa.Scalar) else value
+    if isinstance(plain, (str, bytes)):
+        return plain
+    if isinstance(plain, (bytearray, memoryview)):
+        return bytes(plain)
+    is_time = isinstance(plain, (np.datetime64, np.timedelta64))  # which NumPy makes whole numbers of
+    if isinstance(plain, np.generic) and not is_time:
+        plain = plain.item()
     if isinstance(plain, bool):
         return str(plain).lower()
-    return _float_text(plain) if isinstance(plain, float) else str(plain)
+    if isinstance(plain, float):
+        return _float_text(plain)
+    if isinstance(plain, numbers.Number) and not is_time:
+        return str(plain)
+    raise TypeError("it is neither text nor a number; make text of it in the function")
 
 
 def _float_text(value: float) -> str:
@@ -287,8 +314,14 @@ def _culprit(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataTyp
         try:
             _column_of([value], spark_type, arrow_type)
         except Exception:  # whatever it is, this is the value to show
-            return f"{value!r} ({type(value).__name__}){whose(row)}"
+            return f"{_shown(value)} ({type(value).__name__}){whose(row)}"
     return "these values together"
+
+
+def _shown(value: Any) -> str:
+    """A value in one line of an error."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}…"
 
 
 def _identity(value: Any) -> Any:
@@ -342,10 +375,7 @@ def _to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
         context = decimal.Context(prec=76, rounding=decimal.ROUND_HALF_UP)
         return lambda v: (v if type(v) is decimal.Decimal else _decimal(v)).quantize(quantum, context=context)
     if isinstance(spark_type, ArrayType):
-        if isinstance(spark_type.elementType, IntegralType):
-            return lambda v: _whole_numbers(_elements(v))
-        element = _optional(_nested_to_arrow(spark_type.elementType))
-        return lambda v: [element(x) for x in _elements(v)]
+        return _array_to_arrow(spark_type)
     if isinstance(spark_type, MapType):
         return _map_to_arrow(spark_type)
     if isinstance(spark_type, StructType):
@@ -368,14 +398,34 @@ def _nested_to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
     return lambda v: v.item() if hasattr(v, "item") else v
 
 
+def _part_to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
+    """Converter of a value within another one, which may be missing."""
+    convert = _nested_to_arrow(spark_type)
+    if isinstance(spark_type, _WITH_NAN):
+        return lambda v: None if _without_missing(v) is None else convert(v)
+    return lambda v: None if is_missing(v) else convert(v)
+
+
+def _array_to_arrow(spark_type: ArrayType) -> Callable[[Any], list[Any]]:
+    kind = spark_type.elementType
+    element = _part_to_arrow(kind)
+    as_they_are = _WHOLE if isinstance(kind, IntegralType) else _PLAIN_ELEMENTS.get(type(kind), frozenset())
+
+    def convert(value: Any) -> list[Any]:
+        given = list(_elements(value))
+        return given if as_they_are.issuperset(map(type, given)) else [element(x) for x in given]
+
+    return convert
+
+
 def _map_to_arrow(spark_type: MapType) -> Callable[[Any], list[tuple[Any, Any]]]:
-    key, item = _nested_to_arrow(spark_type.keyType), _optional(_nested_to_arrow(spark_type.valueType))
+    key, item = _part_to_arrow(spark_type.keyType), _part_to_arrow(spark_type.valueType)
     nested = isinstance(spark_type.keyType, (ArrayType, StructType))
 
     def convert(value: Any) -> list[tuple[Any, Any]]:
-        if None in value:
-            raise ValueError("a key is NULL")
         items = [(key(a), item(b)) for a, b in value.items()]
+        if any(a is None for a, _ in items):
+            raise ValueError("a key is NULL")
         # Such as 1.001 and 1.002 as decimals of two places.
         if not nested and len(dict(items)) < len(items):
             raise ValueError(f"two of its keys are one as {spark_type.keyType.simpleString()}")
@@ -386,7 +436,7 @@ def _map_to_arrow(spark_type: MapType) -> Callable[[Any], list[tuple[Any, Any]]]
 
 def _struct_to_arrow(spark_type: StructType) -> Callable[[Any], dict[str, Any]]:
     names = spark_type.names
-    converters = [_optional(_nested_to_arrow(field.dataType)) for field in spark_type.fields]
+    converters = [_part_to_arrow(field.dataType) for field in spark_type.fields]
     return lambda v: {name: c(x) for name, c, x in zip(names, converters, _parts(v, names), strict=True)}
 
 
