@@ -15,6 +15,7 @@ from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.functions.key_types import mixed_times, refused_type
+from spark_state_ext.functions.missing import column_of
 from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.functions.tables import as_table, cast_column, is_table
 
@@ -173,7 +174,7 @@ def _column(given: Any, who: str) -> pa.Array:
     if isinstance(given, (pa.Array, pa.ChunkedArray)):
         return flat(given)
     try:
-        return pa.array(list(given))
+        return flat(column_of(list(given)))
     except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
         why = conversion_reason(error)
         raise StateValueError(f"{who} was given keys that are of no one type: {why}") from error

@@ -12,17 +12,21 @@ import pyarrow as pa
 __all__ = ["column_of", "is_missing"]
 
 _VALUES = frozenset({str, int, bool, bytes, list, dict, tuple})
-_TIMES = (np.datetime64, np.timedelta64)
 
 
-def is_missing(value: object) -> bool:
-    """Whether a value stands for NULL: None, NaN of any kind of number, and the NA and NaT of pandas and NumPy."""
+def is_missing(value: object, or_nan: bool = True) -> bool:
+    """Whether a value stands for NULL: None, the NA and NaT of pandas and NumPy, and, with `or_nan`, NaN of a float.
+
+    A decimal NaN is missing in any case, as no column of decimals has one.
+    """
     if value is None:
         return True
     if type(value) in _VALUES:
         return False
-    if isinstance(value, (float, np.floating, *_TIMES)):
-        return bool(value != value)  # as NaN and NaT do
+    if isinstance(value, (float, np.floating)):
+        return or_nan and bool(value != value)
+    if isinstance(value, (np.datetime64, np.timedelta64)):
+        return bool(np.isnat(value))
     if isinstance(value, decimal.Decimal):
         return value.is_nan()
     if isinstance(value, pa.Scalar):
@@ -40,6 +44,16 @@ def column_of(values: Any) -> Any:
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return values
     try:
-        return pa.array(values)
+        found = pa.array(values)
+        # PyArrow takes NaT for the first day of the year 1, as a class of NaT's is that of dates.
+        if "date32" not in str(found.type) or _is_typed(values):
+            return found
     except (pa.ArrowException, TypeError, ValueError):
-        return pa.array(values, from_pandas=True)
+        pass
+    # `from_pandas` finds missing values within lists and others.
+    return pa.array([None if is_missing(value) else value for value in values], from_pandas=True)
+
+
+def _is_typed(values: Any) -> bool:
+    """Whether a column has a type of its own, and so holds no Python objects."""
+    return getattr(values, "dtype", np.dtype(object)) != np.dtype(object)

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from arrow_schemas.columns import shown
 from arrow_schemas.errors import StateValueError
 from arrow_schemas.spark_types import normal_type
+from spark_state_ext.functions.missing import column_of
 from spark_state_ext.functions.reasons import conversion_reason
 
 __all__ = [
@@ -72,7 +73,7 @@ def as_table(given: Any, who: str) -> pa.Table:
         refuse_scalars(given, who)
     try:
         if isinstance(given, Mapping):
-            return pa.table(dict(given))
+            return pa.table({name: column_of(column) for name, column in given.items()})
         if is_table(given):
             if _is_pandas(given):
                 # A frame's index is no column.
@@ -133,6 +134,7 @@ def cast_column(column: Any, field: pa.Field, role: str) -> Any:
         When a value does not fit.
     """
     if column.type != field.type:
+        column = _nan_as_null(column, field.type)
         _refuse_reading(column, field, role)
         try:
             if isinstance(column, pa.ChunkedArray):
@@ -160,6 +162,14 @@ def _first_refused(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> str
     if _can_cast(column.slice(start, 1), kind):
         return ""
     return f" (the first such value is {_SHORT.repr(shown(column, start))}, in row {start})"
+
+
+def _nan_as_null(column: Any, kind: pa.DataType) -> Any:
+    """A column for a type that has no NaN, of which Arrow would make the text "nan", or an error."""
+    types = pa.types
+    if not types.is_floating(column.type) or types.is_floating(kind):
+        return column
+    return pc.if_else(pc.is_nan(column.cast(pa.float64())), pa.scalar(None, column.type), column)
 
 
 def _can_cast(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> bool:
@@ -207,9 +217,9 @@ def _misread(given: pa.DataType, kind: pa.DataType) -> tuple[pa.DataType, pa.Dat
 
 
 def _is_read_as(given: pa.DataType, kind: pa.DataType) -> bool:
-    """Whether Arrow finds numbers, times and the like in text, counts booleans, finds numbers true, or takes a number
-    for a time in whatever unit that has. Functions over rows may give none of these; they may give booleans for floats.
-    """
+    """Whether Arrow finds numbers or times in text, makes text of times, counts booleans, finds numbers true, or takes
+    a number for a time in whatever unit that has. Functions over rows may give none of these; they may give booleans
+    for floats."""
     types = pa.types
     if _is_text(given):
         return not _is_text(kind)
@@ -217,7 +227,7 @@ def _is_read_as(given: pa.DataType, kind: pa.DataType) -> bool:
         return bool(types.is_integer(kind))
     if is_number(given):
         return bool(types.is_boolean(kind) or types.is_temporal(kind))
-    return bool(types.is_temporal(given) and is_number(kind))
+    return bool(types.is_temporal(given) and (is_number(kind) or _is_text(kind)))
 
 
 def is_number(kind: pa.DataType) -> bool:
@@ -248,6 +258,7 @@ def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
         return _cast_to_date(column, kind)
     if types.is_floating(column.type) and types.is_floating(kind):
         return _cast_floats(column, kind)
+    column = _nan_as_null(column, kind)
     if types.is_map(column.type) and types.is_list(kind):
         column = _entries(column)
     lists = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from arrow_schemas.spark_types import flat_name, state_fields
 from spark_state_ext.errors import StateValueError, UnsupportedTypeError, UsageError
+from spark_state_ext.functions.missing import is_missing
 from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.functions.tables import as_table, cast_column, is_table, refuse_nulls
 from spark_state_ext.testing.ddl import ddl_struct
@@ -182,7 +183,7 @@ class Rows:
         schema = None if self.json is None else pa.schema(self._fields())
         self._refuse_others(rows, schema)
         try:
-            return pa.Table.from_pylist(rows, schema)
+            return pa.Table.from_pylist([_without_missing(row) for row in rows], schema)
         except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise StateValueError(f"batches has rows that make no table: {conversion_reason(error)}") from error
 
@@ -196,3 +197,8 @@ class Rows:
                     f"batches has a row with the columns {', '.join(map(str, row))}; the input has "
                     f"{', '.join(map(str, names))}: give each row all of them, None for NULL"
                 )
+
+
+def _without_missing(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row with None for `pandas.NaT`, which PyArrow takes for a date, and for other missing values but NaN."""
+    return {name: None if is_missing(value, or_nan=False) else value for name, value in row.items()}

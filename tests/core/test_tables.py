@@ -138,6 +138,27 @@ def test_what_a_column_may_be(column: Any) -> None:
     assert as_table({"n": column}, "it gave").to_pydict() == {"n": [7]}
 
 
+MISSING = [pd.NA, pd.NaT, float("nan"), np.datetime64("NaT"), np.timedelta64("NaT", "s"), decimal.Decimal("NaN"), None]
+
+
+@pytest.mark.parametrize("form", [list, tuple, pd.Series, lambda it: np.array(it, dtype=object)], ids=str)
+def test_missing_values_of_pandas_and_numpy_are_null(form: Callable[[Any], Any]) -> None:
+    for present, kind in (("x", pa.string()), (7, pa.int64()), (dt.date(2024, 1, 2), pa.date32()), (b"x", pa.binary())):
+        for missing in MISSING:
+            table = conformed({"v": form([present, missing])}, [pa.field("v", kind)], "the function gave")
+            assert table.to_pydict() == {"v": [present, None]}, (present, missing)
+    nested = as_table({"v": form([["x", float("nan"), pd.NA], None])}, "the function gave")
+    assert nested.to_pydict() == {"v": [["x", None, None], None]}
+    # Of which PyArrow alone would make the first day of the year 1.
+    dates = as_table({"v": form([[dt.date(2024, 1, 2), pd.NaT], None])}, "the function gave")
+    assert dates.to_pydict() == {"v": [[dt.date(2024, 1, 2), None], None]}
+
+
+def test_nan_among_numbers_stays_nan() -> None:
+    column = as_table({"v": [1.5, float("nan"), None]}, "the function gave").column("v")
+    assert repr(column.to_pylist()) == "[1.5, nan, None]"
+
+
 def test_columns_are_found_by_name_and_two_of_one_name_by_place() -> None:
     found = conformed(TABLE.select(["n", "k"]), FIELDS, "it gave")
     assert found.schema == pa.schema(FIELDS)
@@ -431,7 +452,6 @@ def test_maps_of_structs() -> None:
 
 REFUSED: list[tuple[str, pa.Array, pa.DataType]] = [
     ("a fraction", pa.array([1.5]), pa.int64()),
-    ("NaN", pa.array([float("nan")]), pa.int64()),
     ("too large", pa.array([300]), pa.int8()),
     ("not exact as a double", pa.array([2**53 + 1]), pa.float64()),
     ("too many digits", pa.array([decimal.Decimal("1.25")]), pa.decimal128(5, 1)),
@@ -548,6 +568,10 @@ READ: list[tuple[str, pa.Array, pa.DataType, str]] = [
     ("a time for a number", pa.array([0], INSTANT), pa.int64(), r"1970-01-01 00:00:00\+00:00 \(timestamp\[us, tz=UTC\]\) is not made"),
     ("a duration for a number", pa.array([7], pa.duration("ms")), pa.int64(), r"0:00:00.007000 \(duration\[ms\]\) is not made int64"),
     ("a time beyond Python's", pa.array([1 << 60], INSTANT), pa.int64(), r"'115292150460.*\(timestamp\[us, tz=UTC\]\) is not made"),
+    ("a time for text", pa.array([0], INSTANT), pa.string(), r"1970-01-01 00:00:00\+00:00 \(timestamp\[us, tz=UTC\]\) is not made string"),
+    ("a date for text", pa.array([0], pa.date32()), pa.string(), r"1970-01-01 \(date32\[day\]\) is not made string"),
+    ("a duration for text", pa.array([7], pa.duration("ms")), pa.string(), r"0:00:00.007000 \(duration\[ms\]\) is not made string"),
+    ("times for text in a list", pa.array([[0]], pa.list_(INSTANT)), pa.list_(pa.string()), r": timestamp\[us, tz=UTC\] is not made string"),
     ("in a list", pa.array([["7"]]), pa.list_(pa.int64()), ": string is not made int64 by itself"),
     ("in a large list", pa.array([["7"]], pa.large_list(pa.string())), pa.list_(pa.int64()), ": string is not made int64"),
     ("in a struct", pa.array([{"y": 1, "x": "7"}]), pa.struct([("x", pa.int64()), ("y", pa.int64())]), ": string is not made int64"),
@@ -582,6 +606,11 @@ def test_values_are_not_read_as_something_else(column: pa.Array, kind: pa.DataTy
             INSTANT,
             [dt.datetime(1970, 1, 1, 0, 0, 0, 7_000, tzinfo=dt.timezone.utc)],
         ),
+        (pa.array([1.5, float("nan"), None]), pa.string(), ["1.5", None, None]),
+        (pa.array(np.array([1.5, np.nan], np.float16)), pa.string(), ["1.5", None]),
+        (pa.array([[float("nan")]]), pa.list_(pa.string()), [[None]]),
+        (pa.array([7.0, float("nan")]), pa.int64(), [7, None]),
+        (pa.array([None], INSTANT), pa.string(), [None]),
         (pa.nulls(2, pa.string()), pa.int64(), [None, None]),
         (pa.array([], pa.string()), INSTANT, []),
     ],
@@ -593,6 +622,11 @@ def test_values_are_not_read_as_something_else(column: pa.Array, kind: pa.DataTy
         "a boolean as a float",
         "dates as times",
         "times of another unit",
+        "NaN as text",
+        "a half float's NaN as text",
+        "NaN as text in a list",
+        "NaN as a whole number",
+        "NaT as text",
         "NULLs",
         "no rows",
     ],

@@ -42,9 +42,9 @@ _WITH_NAN = (FloatType, DoubleType)
 # Types whose values are never missing, but for None.
 _PRESENT = {int, bool, str, bytes, bytearray, datetime.date, datetime.datetime, list, tuple, dict, type(None)}
 # Types of values that go to a string column as they are.
-_TEXTS = {str, bytes, type(None)}
+_TEXTS: set[type] = {str, bytes, type(None)}
 # Types of values that go to an integer column as they are.
-_WHOLE = {int, type(None)}
+_WHOLE: set[type] = {int, type(None)}
 # And to a column of dates.
 _DATES = {datetime.date, datetime.datetime, type(None)}
 # Types of elements that need no conversion, by the type of an array's elements.
@@ -155,15 +155,10 @@ def _column_of(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataT
     try:
         return _floats(values, arrow_type) if isinstance(spark_type, FloatType) else pa.array(values, arrow_type)
     except (pa.ArrowException, TypeError):
-        plain = [_without_missing(v) for v in values]
+        plain = [None if is_missing(v, or_nan=False) else v for v in values]
         if plain.count(None) == values.count(None):
             raise
         return _column_of(plain, spark_type, arrow_type)
-
-
-def _without_missing(value: Any) -> Any:
-    """A value for a column of floats, in which NaN is a number and other missing values are NULL."""
-    return value if isinstance(value, (float, np.floating)) or not is_missing(value) else None
 
 
 def changeable(spark_type: StructType) -> list[int]:
@@ -402,14 +397,14 @@ def _part_to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
     """Converter of a value within another one, which may be missing."""
     convert = _nested_to_arrow(spark_type)
     if isinstance(spark_type, _WITH_NAN):
-        return lambda v: None if _without_missing(v) is None else convert(v)
+        return lambda v: None if is_missing(v, or_nan=False) else convert(v)
     return lambda v: None if is_missing(v) else convert(v)
 
 
 def _array_to_arrow(spark_type: ArrayType) -> Callable[[Any], list[Any]]:
     kind = spark_type.elementType
     element = _part_to_arrow(kind)
-    as_they_are = _WHOLE if isinstance(kind, IntegralType) else _PLAIN_ELEMENTS.get(type(kind), frozenset())
+    as_they_are = _WHOLE if isinstance(kind, IntegralType) else _PLAIN_ELEMENTS.get(type(kind), set())
 
     def convert(value: Any) -> list[Any]:
         given = list(_elements(value))
