@@ -22,6 +22,7 @@ __all__ = [
     "conformed",
     "is_number",
     "is_table",
+    "misread_types",
     "normal_rows",
     "refuse_nulls",
     "refuse_scalars",
@@ -183,7 +184,7 @@ def _can_cast(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> bool:
 
 def _refuse_reading(column: Any, field: pa.Field, role: str) -> None:
     """Raise a StateValueError where Arrow would read values as something that they are not."""
-    found = _misread(column.type, field.type)
+    found = misread_types(column.type, field.type)
     # A column of nothing but NULLs has whatever type its library gives those.
     if found is not None and column.null_count < len(column):
         given, kind = found
@@ -199,7 +200,7 @@ def _first_value(column: Any) -> str:
     return reprlib.repr(value) if isinstance(value, (str, bytes)) else str(value)
 
 
-def _misread(given: pa.DataType, kind: pa.DataType) -> tuple[pa.DataType, pa.DataType] | None:
+def misread_types(given: pa.DataType, kind: pa.DataType) -> tuple[pa.DataType, pa.DataType] | None:
     """The first two types, at any depth, of which Arrow would read the one as the other."""
     types = pa.types
     if types.is_dictionary(given):
@@ -213,7 +214,7 @@ def _misread(given: pa.DataType, kind: pa.DataType) -> tuple[pa.DataType, pa.Dat
         pairs = [(given.value_type, kind.value_type)]
     elif _is_read_as(given, kind):
         return given, kind
-    return next(filter(None, (_misread(*pair) for pair in pairs)), None)
+    return next(filter(None, (misread_types(*pair) for pair in pairs)), None)
 
 
 def _is_read_as(given: pa.DataType, kind: pa.DataType) -> bool:

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from spark_state_ext.errors import ResultTypeError, StateValueError
 from spark_state_ext.functions.reasons import conversion_reason
+from spark_state_ext.functions.tables import misread_types
 from spark_state_ext.spark.shuffle.output import unpack
 
 if TYPE_CHECKING:
@@ -86,7 +87,12 @@ def _column(values: Any, field: pa.Field, timezone: str) -> pa.Array:
 
 def _as_type(values: Any, kind: pa.DataType) -> pa.Array:
     """As Spark converts by default: by Arrow, which may cut off digits, and with a cast where that takes one."""
+    mask = None if hasattr(values.array, "__arrow_array__") else values.isna()
     try:
-        return pa.Array.from_pandas(values, type=kind, safe=False)
+        return pa.Array.from_pandas(values, type=kind, safe=False, mask=mask)
     except (pa.ArrowException, TypeError):
-        return pa.Array.from_pandas(values).cast(kind, safe=False)
+        found = pa.Array.from_pandas(values, mask=mask)
+        misread = misread_types(found.type, kind)
+        if misread is not None and pa.types.is_string(misread[1]):
+            raise TypeError(f"{misread[0]} is not made text by itself") from None
+        return found.cast(kind, safe=False)

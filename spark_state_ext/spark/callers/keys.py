@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import GeneratorType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-from pyspark.sql.types import BooleanType, NumericType, StructField, StructType
+from pyspark.sql.types import BooleanType, NumericType, StringType, StructField, StructType
 
 from arrow_schemas.equality import IndexArray
 from arrow_schemas.row import RowSchema
-from arrow_schemas.spark_types import state_fields
 from spark_state_ext.errors import ResultTypeError, StateValueError
 from spark_state_ext.functions.tables import refuse_scalars, refuse_uneven
 from spark_state_ext.spark.callers.group_state import NO_TIMEOUT, KeyState
 from spark_state_ext.spark.callers.groups import CallContext, Groups
+from spark_state_ext.spark.callers.output_frames import first_without_text, frame_of_rows, is_converted, plain_frame
 from spark_state_ext.spark.callers.pandas_values import (
     empty_frame,
     key_scalars,
@@ -50,7 +48,6 @@ _FRAME_BYTES_MAX = 1 << 30
 # Frames of so few rows are taken apart, into values of these types.
 _SMALL_ROWS_MAX = 8
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
-_DTYPES: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
 # What nearly all columns in dicts are; others are looked at.
 _COLUMNS = frozenset({list, tuple, pd.Series})
 # Columns that hold no text, and what they do not hold.
@@ -114,11 +111,11 @@ class KeyCaller(PerKeyCaller):
         self, calls: Iterable[Call], timed_out: bool, context: CallContext, changes: Changes
     ) -> Iterator[pd.DataFrame]:
         function, output = self._function, self._output
-        outputs = _Outputs(list(output.names), self._copied, output.strict, output.type, lambda at: self._keys[at])
+        outputs = _Outputs(output, self._copied, self._timezone, lambda at: self._keys[at])
         clock, after_key = self._clock(context, timed_out, self._state_type), context.after_key
         note_position, note_value = changes.positions.append, self._value_noter(changes)
         note_timeout = changes.timeouts.append
-        waiting, keep, keep_key = outputs.waiting, outputs.waiting.append, outputs.waiting_keys.append
+        waiting, keep, keep_owner = outputs.waiting, outputs.waiting.append, outputs.waiting_owners.append
         for position, key, pdfs, before in _in_portions(calls):
             state = KeyState(before, clock)
             try:
@@ -127,14 +124,14 @@ class KeyCaller(PerKeyCaller):
                 for item in result if type(result) is GeneratorType else checked_result(result):
                     if type(item) is pd.DataFrame and len(item):
                         keep(item)
-                        keep_key(key)
+                        keep_owner(position)
                         if len(waiting) >= _PORTION_KEYS:
                             yield from outputs.take_apart()
                     elif not isinstance(item, pd.DataFrame):
                         yield from outputs.add_rows(item, position)
                     elif len(item) or len(item.columns):
                         # Odd, at least: Spark shall judge it, and raise its own error.
-                        outputs.check(item, key)
+                        outputs.check(item, position)
                         yield item
                 if state.touched or state.timeout_ms != NO_TIMEOUT:
                     note_position(position)
@@ -214,42 +211,42 @@ class _Outputs:
 
     Parameters
     ----------
-    names
+    output
         The output's columns.
     copied
         Positions of those whose values the function may change after it has given them in rows.
-    strict
-        Refuse frames with a column of another name.
-    types
-        Spark's type of a row; None: values are not looked at.
+    timezone
+        The session's time zone.
     key_of
         The key of a call, for errors.
     """
 
     def __init__(
         self,
-        names: list[str],
+        output: OutputColumns,
         copied: frozenset[int],
-        strict: bool = False,
-        types: StructType | None = None,
+        timezone: str = "UTC",
         key_of: Callable[[int], tuple[Any, ...]] = lambda at: (),
     ) -> None:
         self._key_of = key_of
-        self._names = names
-        self._types = types
+        self._names = list(output.names)
+        self._types = output.type
         self._copied = copied
-        self._strict = strict
+        self._strict = output.strict
+        self._timezone = timezone
+        fields = [] if output.type is None else output.type.fields
+        self._texts = {field.name: field for field in fields if isinstance(field.dataType, StringType)}
         self.waiting: list[pd.DataFrame] = []
         """Frames to be taken apart, whenever there are some; each has rows."""
-        self.waiting_keys: list[tuple[Any, ...]] = []
-        """Whose they are."""
+        self.waiting_owners: list[int] = []
+        """Which calls gave them."""
         self.wrong_key: tuple[Any, ...] | None = None
         """Whose frame was refused."""
         self._labels: Any = None
         self._columns: list[Any] = []
         self._rows: list[Any] = []
-        # Which calls gave them, and where the rows of each begin, for errors; of rows that were given as such. (As
-        # numbers: thousands of keys that are held on to would cost the garbage collector more than the calls.)
+        # Which calls gave them, and where the rows of each begin, for errors. (As numbers: thousands of keys that are
+        # held on to would cost the garbage collector more than the calls.)
         self._row_owners: list[int] = []
         self._row_starts: list[int] = []
         self._frames: list[pd.DataFrame] = []
@@ -258,16 +255,16 @@ class _Outputs:
 
     def take_apart(self) -> Iterator[pd.DataFrame]:
         """The frames that wait become rows, as far as they are small and plain; yields what is due."""
-        frames, keys = self.waiting.copy(), self.waiting_keys.copy()
+        frames, owners = self.waiting.copy(), self.waiting_owners.copy()
         self.waiting.clear()
-        self.waiting_keys.clear()
+        self.waiting_owners.clear()
         for at, frame in enumerate(frames):
             if len(frame) <= _SMALL_ROWS_MAX:
                 if self._labels is None or not same_labels(frame.columns, self._labels):
-                    self.check(frame, keys[at])
+                    self.check(frame, owners[at])
                     columns = list(frame.columns)
                     if not all(type(label) is str for label in columns):
-                        yield from self._add_whole(frame)
+                        yield from self._add_whole(frame, owners[at])
                         continue
                     yield from self._joined()
                     self._labels, self._columns = labels_of(frame.columns), columns
@@ -279,20 +276,22 @@ class _Outputs:
                 else:
                     if self._frames:
                         yield from self._joined()
+                    self._row_owners.append(owners[at])
+                    self._row_starts.append(len(self._rows))
                     self._rows += rows
                     continue
             else:
-                self.check(frame, keys[at])
-            yield from self._add_whole(frame)
+                self.check(frame, owners[at])
+            yield from self._add_whole(frame, owners[at])
         if len(self._rows) >= _ROWS_MAX:
             yield from self._joined()
 
-    def check(self, frame: pd.DataFrame, key: tuple[Any, ...]) -> None:
+    def check(self, frame: pd.DataFrame, owner: int) -> None:
         """Refuse a column that the output does not have, or that has no name. Spark would pass over it, and store NULL
         for the one that was meant: it joins a frame with the output's columns to it, and so never goes by places."""
         wrong = [label for label in frame.columns if label not in self._names] if self._strict else []
         if wrong:
-            self.wrong_key = key
+            self.wrong_key = self._key_of(owner)
             raise StateValueError(
                 f"the function gave a frame with the columns {', '.join(map(str, frame.columns))}; the output schema "
                 f"has {', '.join(self._names)} and no {wrong[0]!r}: name it as there, or set strict_output=False for "
@@ -357,9 +356,10 @@ class _Outputs:
             rows, self._rows = self._rows, []
             if self._labels is None:
                 self._refuse_values(rows)
-                self._row_owners.clear()
-                self._row_starts.clear()
-            yield _frame_of(rows, self._columns, widen=NUMBERS_JOIN and self._labels is not None)
+            self._refuse_objects_as_text(rows)
+            self._row_owners.clear()
+            self._row_starts.clear()
+            yield frame_of_rows(rows, self._columns, widen=NUMBERS_JOIN and self._labels is not None)
 
     def _refuse_values(self, rows: Sequence[Any]) -> None:
         """Refuse rows that were given as such for a value that Spark would fail to convert, without a word of the key.
@@ -369,14 +369,36 @@ class _Outputs:
         for values, field in zip(zip(*rows, strict=True), self._types.fields, strict=True):
             if isinstance(field.dataType, _NO_TEXT) and not _NO_VALUES.isdisjoint(map(type, values)):
                 for at, value in enumerate(values):
-                    if type(value) in _NO_VALUES and not _is_converted(value, field):
-                        self.wrong_key = self._key_of(self._row_owners[bisect.bisect_right(self._row_starts, at) - 1])
-                        raise ResultTypeError(
-                            f"output column {field.name!r} of type {field.dataType.simpleString()} cannot hold "
-                            f"{short(value)} ({type(value).__name__}), in the row {short(rows[at])}"
-                        )
+                    if type(value) in _NO_VALUES and not is_converted(value, field):
+                        self._refuse(field, value, self._owner_of(at), f", in the row {short(rows[at])}")
 
-    def _add_whole(self, frame: pd.DataFrame) -> Iterator[pd.DataFrame]:
+    def _refuse_objects_as_text(self, rows: Sequence[Any]) -> None:
+        """Refuse rows with a value in a string column that is neither text nor a number."""
+        for place, label in enumerate(self._columns):
+            field = self._texts.get(label)
+            if field is not None:
+                at = first_without_text([row[place] for row in rows])
+                if at is not None:
+                    self._refuse(field, rows[at][place], self._owner_of(at), f", in the row {short(rows[at])}")
+
+    def _owner_of(self, row: int) -> int:
+        """Which call gave a row that waits."""
+        return self._row_owners[bisect.bisect_right(self._row_starts, row) - 1]
+
+    def _refuse(self, field: StructField, value: Any, owner: int, where: str = "") -> NoReturn:
+        self.wrong_key = self._key_of(owner)
+        raise ResultTypeError(
+            f"output column {field.name!r} of type {field.dataType.simpleString()} cannot hold "
+            f"{short(value)} ({type(value).__name__}){where}"
+        )
+
+    def _add_whole(self, frame: pd.DataFrame, owner: int) -> Iterator[pd.DataFrame]:
+        frame = plain_frame(frame, self._types, self._timezone)
+        for label in self._texts.keys() & set(frame.columns):
+            values = frame[label]
+            at = first_without_text(values) if isinstance(values, pd.Series) else None
+            if at is not None:
+                self._refuse(self._texts[label], values.iloc[at], owner)
         if self._rows or (self._frames and len(frame.columns) != self._width):
             yield from self._joined()
         self._width = len(frame.columns)
@@ -397,47 +419,6 @@ class _Outputs:
         return tuple([copy.deepcopy(value) if at in self._copied else value for at, value in enumerate(row)])
 
 
-def _frame_of(rows: Sequence[Any], names: list[Any], widen: bool) -> pd.DataFrame:
-    """Rows as a frame. A column of numbers of one type has that as its dtype, any other holds Python values.
-
-    With `widen`, whole numbers and None beside floats become floats: columns of the frames that the rows came from were
-    of the one type or the other, and this is how pandas 2, and so Spark, joins them.
-    """
-    columns = {}
-    for at, values in enumerate(zip(*rows, strict=True)):
-        kinds = set(map(type, values))
-        if widen and len(kinds) > 1 and _become_floats(values, kinds):
-            kinds = {float}
-            values = tuple(math.nan if value is None else value for value in values)
-        dtype = _DTYPES.get(kinds.pop(), object) if len(kinds) == 1 else object
-        try:
-            columns[at] = np.fromiter(values, dtype=dtype, count=len(rows))
-        except OverflowError:  # a whole number beyond 64 bits
-            columns[at] = np.fromiter(values, dtype=object, count=len(rows))
-    frame = pd.DataFrame(columns, index=pd.RangeIndex(len(rows)), copy=False)
-    frame.columns = pd.Index(names)
-    return frame
-
-
-def _is_converted(value: Any, field: StructField) -> bool:
-    """Whether Spark's conversion, which is Arrow's with a cast or without, takes a value of a row."""
-    (arrow,) = state_fields(StructType([field]).json(), "output")
-    for cast in (False, True):
-        with contextlib.suppress(pa.ArrowException, TypeError, ValueError, OverflowError):
-            _ = pa.array([value]).cast(arrow.type) if cast else pa.array([value], arrow.type)
-            return True
-    return False
-
-
-def _become_floats(values: Sequence[Any], kinds: set[type]) -> bool:
-    """Whether pandas 2 makes floats of them all. Columns without any value but NaN or None have no say."""
-    return (
-        kinds <= {int, float, type(None)}
-        and any(type(value) is float and not math.isnan(value) for value in values)
-        and all(type(value) is not int or -(1 << 63) <= value < 1 << 63 for value in values)
-    )
-
-
 def as_frames(result: Any, output_type: StructType) -> Iterator[pd.DataFrame]:
     """What a user's function returned, all of it as frames; rows that come one after the other are in one.
 
@@ -453,7 +434,7 @@ def as_frames(result: Any, output_type: StructType) -> Iterator[pd.DataFrame]:
     StateValueError
         When it is something that `KeyCaller` does not take either.
     """
-    outputs = _Outputs(output_type.names, frozenset(changeable(output_type)))
+    outputs = _Outputs(OutputColumns(tuple(output_type.names)), frozenset(changeable(output_type)))
     for item in checked_result(result):
         if isinstance(item, pd.DataFrame):
             yield from outputs.rest()

@@ -35,7 +35,7 @@ from spark_state_ext.errors import StateValueError
 from spark_state_ext.functions.missing import is_missing
 from spark_state_ext.spark.compat import STATE_BINARY
 
-__all__ = ["changeable", "column_to_values", "row_keeper", "values_to_column"]
+__all__ = ["changeable", "column_to_values", "row_keeper", "text_of", "values_to_column"]
 
 # Columns in which NaN is a value of its own.
 _WITH_NAN = (FloatType, DoubleType)
@@ -131,7 +131,7 @@ def _column_of(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataT
     """As `values_to_column`, with whatever error comes."""
     if isinstance(spark_type, StringType):
         if not _TEXTS.issuperset(map(type, values)):
-            values = [None if is_missing(v) else _text(v) for v in values]
+            values = [None if is_missing(v) else text_of(v) for v in values]
         return pa.array(values, arrow_type)
     if not isinstance(spark_type, _WITH_NAN) and not _PRESENT.issuperset(map(type, values)):
         values = [None if is_missing(v) else v for v in values]
@@ -267,7 +267,7 @@ def _float(value: Any) -> Any:
     return plain
 
 
-def _text(value: Any) -> str | bytes:
+def text_of(value: Any) -> str | bytes:
     """A value for a string column: text as it is, numbers and booleans as the JVM writes them."""
     plain = value.as_py() if isinstance(value, pa.Scalar) else value
     if isinstance(plain, (str, bytes)):
@@ -378,7 +378,7 @@ def _to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
     return _PLAIN_TO_ARROW.get(type(spark_type), _identity)
 
 
-_PLAIN_TO_ARROW: dict[type[DataType], Callable[[Any], Any]] = {DateType: _date, FloatType: _float, StringType: _text}
+_PLAIN_TO_ARROW: dict[type[DataType], Callable[[Any], Any]] = {DateType: _date, FloatType: _float, StringType: text_of}
 
 
 def _nested_to_arrow(spark_type: DataType) -> Callable[[Any], Any]:
