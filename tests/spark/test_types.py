@@ -183,21 +183,32 @@ def test_state_of_every_type(
     assert rows[2] == expected
 
 
+AT = dt.datetime(2024, 1, 2, 3, 4, 5, 6)
 OTHERS = (5, True, False, 0.1, 1e7, -1.25e-5, 12345678.9, 0.001, float("nan"), float("-inf"), DECIMAL("1.50"), 2**70)
 
 
 @CLASSIC
 def test_a_string_column_has_the_jvms_text_of_other_values(session: Any, operator: str, tmp_path: Path) -> None:
+    """NaN is text in Spark's own, and NULL in ours, whose output frames may have columns of Arrow's types, too."""
+    text, times, whole = pa.string(), pa.timestamp("us"), pa.int64()
+
     def keep(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         if state.exists:
-            yield pd.DataFrame({"text": list(state.get)})
+            columns = {"text": state.get, "at": [AT, None] * 6, "n": [2**60 + 1, None] * 6}
+            arrow = dict(zip(columns, map(pd.ArrowDtype, (text, times, whole)), strict=True))
+            kinds = {"text": object, "at": object, "n": object} if operator == "spark" else arrow
+            yield pd.DataFrame({name: pd.Series(list(columns[name]), dtype=kind) for name, kind in kinds.items()})
         else:
             state.update(OTHERS)
 
-    columns = ", ".join(f"c{at} string" for at in range(len(OTHERS)))
-    rows = Job(session, operator, tmp_path, keep, state=columns).run(keyed("a"), keyed("a"))
-    expected = ["5", "true", "false", "0.1", "1.0E7", "-1.25E-5", "1.23456789E7", "0.001", "NaN", "-Infinity", "1.50"]
-    assert rows[1] == sorted([(text,) for text in [*expected, str(2**70)]], key=repr)
+    state = ", ".join(f"c{at} string" for at in range(len(OTHERS)))
+    job = Job(session, operator, tmp_path, keep, "text string, at timestamp_ntz, n bigint", state)
+    rows = job.run(keyed("a"), keyed("a"))
+    nan = "NaN" if operator == "spark" else None
+    expected = ["5", "true", "false", "0.1", "1.0E7", "-1.25E-5", "1.23456789E7", "0.001", nan, "-Infinity", "1.50"]
+    others = [(AT, 2**60 + 1), (None, None)] * 6
+    texts = [*expected, str(2**70)]
+    assert rows[1] == sorted([(text, *other) for text, other in zip(texts, others, strict=True)], key=repr)
 
 
 @CLASSIC

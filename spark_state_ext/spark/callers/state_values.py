@@ -10,6 +10,7 @@ import datetime
 import decimal
 import math
 import numbers
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ _FLOAT_MAX = float(np.finfo(np.float32).max)
 # What can be iterated, and is no list of what it gives then.
 _NO_LISTS = (str, bytes, bytearray, memoryview, Mapping)
 _EPOCH_UTC = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
+_TIMESTAMP = TimestampType()
 _MICROSECOND = datetime.timedelta(microseconds=1)
 _INTEGER_TEMPORAL: dict[type[DataType], pa.DataType] = {
     TimestampType: pa.int64(),
@@ -87,7 +89,7 @@ def column_to_values(column: pa.Array, spark_type: DataType, role: str = "state 
 def _column_to_values(column: pa.Array, spark_type: DataType) -> list[Any]:
     as_integer = _INTEGER_TEMPORAL.get(type(spark_type))
     if as_integer is not None:
-        from_internal = spark_type.fromInternal
+        from_internal = _local_time if isinstance(spark_type, TimestampType) else spark_type.fromInternal
         return [None if v is None else from_internal(v) for v in column.cast(as_integer).to_pylist()]
     values: list[Any] = column.to_pylist()
     if isinstance(spark_type, BinaryType) and STATE_BINARY is not bytes:
@@ -96,6 +98,17 @@ def _column_to_values(column: pa.Array, spark_type: DataType) -> list[Any]:
         convert = _nested_from_arrow(spark_type)
         return [None if v is None else convert(v) for v in values]
     return values
+
+
+def _local_time(us: int) -> datetime.datetime:
+    """A timestamp's microseconds since 1970 as Spark's Python value: in the machine's zone, and without it."""
+    try:
+        found: datetime.datetime = _TIMESTAMP.fromInternal(us)
+    except ValueError:
+        # Of the first day of the year 1 Python looks at the day before, which it does not have.
+        local = time.localtime(us // 1_000_000)
+        found = datetime.datetime(*local[:6], us % 1_000_000)  # noqa: DTZ001
+    return found
 
 
 def values_to_column(
@@ -141,7 +154,7 @@ def _column_of(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataT
         given = [number for number in numbers if number is not None]
         for extreme in (min(given), max(given)) if given else ():
             # What lies beyond Python's years in the session's zone could be stored, and never be read again.
-            spark_type.fromInternal(extreme)
+            _local_time(extreme) if isinstance(spark_type, TimestampType) else spark_type.fromInternal(extreme)
         return pa.array(numbers, pa.int64()).cast(arrow_type)
     if isinstance(spark_type, (ArrayType, MapType, StructType, DecimalType)):
         convert = _to_arrow(spark_type)
@@ -329,8 +342,7 @@ def _nested_from_arrow(spark_type: DataType, as_key: bool = False) -> Callable[[
     With `as_key` to what can be a key of a dict, which neither a list nor a bytearray can.
     """
     if isinstance(spark_type, TimestampType):
-        ltz = spark_type.fromInternal
-        return lambda v: ltz((v - _EPOCH_UTC) // _MICROSECOND)
+        return lambda v: _local_time((v - _EPOCH_UTC) // _MICROSECOND)
     if isinstance(spark_type, TimestampNTZType):
         return _identity
     if isinstance(spark_type, BinaryType) and STATE_BINARY is not bytes and not as_key:

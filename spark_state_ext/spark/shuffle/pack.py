@@ -49,6 +49,9 @@ _OUTPUT = pa.schema(
         (OTHERS_COLUMN, pa.int32()),
     ]
 )
+# The latest event time of a payload goes through Spark's Python worker, which holds times as pandas does: in 64 bits of
+# nanoseconds, made local before. Two days are more than any zone is from UTC.
+_EVENT_TIME_US_MAX = (2**63 - 1) // 1000 - 2 * 86_400_000_000
 # Rows are held back until there are this many bytes, so that payloads are not cut small by Spark's input batches.
 _HELD_BYTES_MAX = 32 << 20
 # What one packing task sends through the shuffle before it turns to spill files.
@@ -233,11 +236,16 @@ class _Packer:
 
     @staticmethod
     def _latest(times: pa.ChunkedArray | None, start: int, stop: int) -> int | None:
-        """Latest event time of some rows; None when any has none, as such a row is never late."""
+        """Latest event time of some rows, by which Spark drops payloads; None where the call is to see to each row.
+
+        A row without event time is never late, and one of the far past or future has a time that Spark's worker does not
+        hold.
+        """
         if times is None:
             return None
         piece = times.slice(start, stop - start)
-        return None if piece.null_count else pc.max(piece).as_py()
+        latest: int | None = None if piece.null_count else pc.max(piece).as_py()
+        return None if latest is None or abs(latest) > _EVENT_TIME_US_MAX else latest
 
 
 def _cut(data: pa.RecordBatch, start: int, stop: int, bytes_max: int) -> int:
