@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from arrow_schemas.bucket_map import BY_STREAM_AND_PARTITION
@@ -119,6 +120,35 @@ def test_each_attempt_at_a_task_sends_the_same(tmp_path: Path, monkeypatch: pyte
     sent, again = (list(pack(job(tmp_path).to_plain(), iter([rows]))) for _ in range(2))
     assert sum(batch.num_rows for batch in sent) == 2 * BUCKETS
     assert [batch.to_pydict() for batch in sent] == [batch.to_pydict() for batch in again]
+
+
+@pytest.mark.parametrize(
+    ("times", "latest"),
+    [
+        (["2024-01-01", "2024-01-02"], "2024-01-02"),
+        (["2024-01-01", "9999-12-01"], None),
+        (["0001-01-01", "0001-01-02"], None),
+        (["0001-01-01", "1969-12-31"], "1969-12-31"),
+        (["2262-04-11", "2024-01-01"], None),
+        (["2262-04-01", "2024-01-01"], "2262-04-01"),
+        (["1677-09-21", "1677-09-21"], None),
+        (["2024-01-01", None], None),
+    ],
+)
+def test_a_payloads_event_time_is_one_that_sparks_worker_holds(
+    tmp_path: Path, times: list[str | None], latest: str | None
+) -> None:
+    """Spark's Python worker makes local nanoseconds of it, in whatever zone; without one the call judges each row."""
+    kind = pa.timestamp("us", "UTC")
+    rows = pa.record_batch(
+        {"c0": pa.array([1, 2]), "c1": pa.array(times).cast(pa.timestamp("us")).cast(kind), "__hash": pa.array([5, 5])}
+    )
+    timed = replace(job(tmp_path), event_time_position=1)
+    (sent,) = pack(timed.to_plain(), iter([rows]))
+    found = sent.column("event_time")
+    assert [None if time is None else str(time.date()) for time in found.to_pylist()] == [latest]
+    for zone in ("Pacific/Kiritimati", "Pacific/Pago_Pago"):
+        pc.local_timestamp(found.cast(pa.timestamp("us", zone))).cast(pa.timestamp("ns"))
 
 
 # -- by source partition -----------------------------------------------------------------------------------------

@@ -291,6 +291,9 @@ FIRST_AND_LAST = {
 WINDOW = {"n": Agg.count(), "total": Agg.sum("value"), "latest": Agg.max("at")}
 
 
+FAR_S, OLD_S = 253_399_622_400.0, -62_135_596_800.0
+
+
 def slide() -> Any:
     return F.window("at", "20 seconds", "10 seconds")
 
@@ -338,8 +341,10 @@ def one(what: str, df: Any, folder: Path, ours: bool) -> Any:
 
 @CLASSIC
 def test_operators_that_give_rows_once(session: Any, tmp_path: Path) -> None:
-    """Late rows, several open sessions of a key, and a restart; in every batch the rows of Spark's operators."""
+    """Late rows, several open sessions of a key, a restart, and times of the years 1 and 9999; in every batch the rows
+    of Spark's operators."""
     batches = random_events(1, 6)
+    far = events(("far", FAR_S, 1), ("far", FAR_S + 1, 2), ("a", OLD_S, 3), ("old", OLD_S, 4))
 
     def work(what: str, ours: bool) -> Found:
         folder = tmp_path / f"{what} {ours}"
@@ -347,6 +352,8 @@ def test_operators_that_give_rows_once(session: Any, tmp_path: Path) -> None:
         plan = functools.partial(one, what, folder=folder, ours=ours)
         # Sessions close late.
         fed = batches if SOAK or what == "sessions" else batches[:4]
+        # After it every row is late.
+        fed = [*fed[:-2], pa.concat_tables([fed[-2], far]), fed[-1]]
         return run(session, folder, fed, plan, "append", restart_after=3)
 
     # A batch waits more than it works. Half of them would be without rows.

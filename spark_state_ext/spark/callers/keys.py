@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow as pa
 from pyspark.sql.types import BooleanType, NumericType, StringType, StructField, StructType
 
+from arrow_schemas.columns import shown
 from arrow_schemas.equality import IndexArray
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import ResultTypeError, StateValueError
@@ -23,11 +24,12 @@ from spark_state_ext.spark.callers.groups import CallContext, Groups
 from spark_state_ext.spark.callers.output_frames import first_without_text, frame_of_rows, is_converted, plain_frame
 from spark_state_ext.spark.callers.pandas_values import (
     empty_frame,
+    first_beyond_pandas,
     key_scalars,
     null_flags,
     table_to_frame,
 )
-from spark_state_ext.spark.callers.per_key import Call, Changes, PerKeyCaller, reraise
+from spark_state_ext.spark.callers.per_key import Call, Changes, PerKeyCaller, reraise, shown_key
 from spark_state_ext.spark.callers.results import OutputColumns, checked_result, short
 from spark_state_ext.spark.callers.state_values import changeable
 from spark_state_ext.spark.compat import (
@@ -150,7 +152,33 @@ class KeyCaller(PerKeyCaller):
     # -- frames ------------------------------------------------------------------------------------
 
     def _key_tuples(self, keys: Sequence[pa.Array]) -> list[tuple[Any, ...]]:
-        return list(zip(*(key_scalars(key, self._timezone, SPARK_VERSION) for key in keys), strict=True))
+        try:
+            return list(zip(*(key_scalars(key, self._timezone, SPARK_VERSION) for key in keys), strict=True))
+        except (pa.ArrowException, ValueError, OverflowError):
+            names = [field.name for field in self._schema.keys]
+            self._refuse_times(names, keys, lambda row: tuple(shown(key, row) for key in keys))
+            raise
+
+    def _frame(self, rows: pa.Table, key_of: Callable[[int], tuple[Any, ...]]) -> pd.DataFrame:
+        """Rows as a frame; `key_of` gives the key of a row, for an error."""
+        try:
+            return table_to_frame(rows, self._columns, self._timezone, SPARK_VERSION)
+        except (pa.ArrowException, ValueError, OverflowError):
+            self._refuse_times(self._columns, rows.columns, key_of)
+            raise
+
+    def _refuse_times(
+        self, names: Sequence[str], columns: Sequence[Any], key_of: Callable[[int], tuple[Any, ...]]
+    ) -> None:
+        """Raise a StateValueError if a column has a time that frames do not hold."""
+        for name, column in zip(names, columns, strict=True):
+            at = first_beyond_pandas(column, self._timezone, SPARK_VERSION)
+            if at is not None:
+                raise StateValueError(
+                    f"column {name!r} has the value {shown(column, at)} for key {shown_key(key_of(at))}, and pandas "
+                    "holds times of the years 1678 to 2261 only: drop or cap such times before withWatermark, or use "
+                    "apply_rows_with_state or apply_in_arrow_with_state, which take them"
+                )
 
     def _frames(self, groups: Groups) -> Iterator[tuple[int, Iterable[pd.DataFrame]]]:
         """For each key its frames. dtypes are those of the key alone: keys are converted together only when the columns
@@ -162,7 +190,7 @@ class KeyCaller(PerKeyCaller):
         if groups.count == 1 and groups.rows.nbytes > _FRAME_BYTES_MAX:
             large[:] = True
         for at in np.flatnonzero(large).tolist():
-            yield at, self._pieces(groups.rows.slice(int(starts[at]), int(sizes[at])))
+            yield at, self._pieces(groups.rows.slice(int(starts[at]), int(sizes[at])), self._keys[at])
         if large.all():
             return
         patterns = _null_patterns(groups.rows, starts)
@@ -174,10 +202,11 @@ class KeyCaller(PerKeyCaller):
                 chosen = np.zeros(groups.count, dtype=np.bool_)
                 chosen[members] = True
                 rows = groups.rows.filter(pa.array(np.repeat(chosen, sizes)))
-            yield from zip(members.tolist(), self._split(rows, sizes[members]), strict=True)
+            yield from zip(members.tolist(), self._split(rows, sizes[members], members), strict=True)
 
-    def _split(self, rows: pa.Table, sizes: IndexArray) -> Iterator[Iterable[pd.DataFrame]]:
-        whole = table_to_frame(rows, self._columns, self._timezone, SPARK_VERSION)
+    def _split(self, rows: pa.Table, sizes: IndexArray, members: IndexArray) -> Iterator[Iterable[pd.DataFrame]]:
+        ends = np.cumsum(sizes)
+        whole = self._frame(rows, lambda row: self._keys[members[np.searchsorted(ends, row, side="right")]])
         if len(self._columns):
             # Makes pandas note where the columns lie, which the pieces inherit; else each piece finds out anew.
             whole.iloc[:, 0]
@@ -189,11 +218,11 @@ class KeyCaller(PerKeyCaller):
             frame.index = indexes[n].view()
             yield (f for f in (frame,))
 
-    def _pieces(self, rows: pa.Table) -> Iterator[pd.DataFrame]:
+    def _pieces(self, rows: pa.Table, key: tuple[Any, ...]) -> Iterator[pd.DataFrame]:
         step = min(self._rows_max, max(1, rows.num_rows * _FRAME_BYTES_MAX // max(1, rows.nbytes)))
         for offset in range(0, rows.num_rows, step):
             piece = rows.slice(offset, step)
-            yield table_to_frame(piece, self._columns, self._timezone, SPARK_VERSION)
+            yield self._frame(piece, lambda row: key)
 
 
 def _in_portions(calls: Iterable[Call]) -> Iterator[Call]:

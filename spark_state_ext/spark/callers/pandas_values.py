@@ -36,11 +36,14 @@ __all__ = [
     "column_to_series",
     "dtype_depends_on_nulls",
     "empty_frame",
+    "first_beyond_pandas",
     "key_scalars",
     "null_flags",
     "table_to_frame",
 ]
 
+# What Arrow and pandas raise for a time beyond 64 bits of nanoseconds.
+_BEYOND_PANDAS = (pa.ArrowInvalid, pd.errors.OutOfBoundsDatetime, OverflowError)
 Flags = npt.NDArray[np.bool_]
 Convert = Callable[[Any], Any]
 
@@ -132,6 +135,31 @@ def table_to_frame(table: pa.Table, names: list[str], timezone: str, version: tu
     frame = pd.DataFrame(columns, index=pd.RangeIndex(table.num_rows), copy=False)
     frame.columns = pd.Index(names)
     return frame
+
+
+def first_beyond_pandas(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> int | None:
+    """The first row that cannot be converted, as it has a time that pandas does not hold; None if there is none.
+
+    Parameters
+    ----------
+    column, timezone, version
+        As for `column_to_series`.
+    """
+
+    def converts(start: int, stop: int) -> bool:
+        try:
+            column_to_series(column.slice(start, stop - start), timezone, version)
+        except _BEYOND_PANDAS:
+            return False
+        return True
+
+    start, stop = 0, len(column)
+    if converts(start, stop):
+        return None
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        start, stop = (middle, stop) if converts(start, middle) else (start, middle)
+    return start
 
 
 def empty_frame(names: list[str]) -> pd.DataFrame:

@@ -238,8 +238,7 @@ class _Packer:
     def _latest(times: pa.ChunkedArray | None, start: int, stop: int) -> int | None:
         """Latest event time of some rows, by which Spark drops payloads; None where the call is to see to each row.
 
-        A row without event time is never late, and one of the far past or future has a time that Spark's worker does not
-        hold.
+        A row without event time is never late, and Spark's worker does not hold times of the far past or future.
         """
         if times is None:
             return None
