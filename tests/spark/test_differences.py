@@ -147,6 +147,8 @@ def test_arrays_and_maps(session: Any, operator: str, tmp_path: Path, schema: st
 UNFIT = {
     "text for a number": ("int", "many", "None", None),
     "a boolean for a number": ("int", True, "None", None),
+    "NaN for text": ("string", float("nan"), "'NaN'", "None"),
+    "NaN for a number": ("bigint", float("nan"), "None", "None"),
     "a number beyond a float": ("float", 1e300, "inf", None),
     "an int for a double": ("double", 1, "None", "1.0"),
     "an int for a float": ("float", 1, "None", "1.0"),
