@@ -109,7 +109,7 @@ def with_rescaling(spark: SparkSession, job: Job) -> Job:
 def _rescaled(spark: SparkSession, job: Job, reader: StateReader) -> Job:
     options = job.options
     store = next((it for it in reader.stores() if it.operator == job.operator), None)
-    if store is None or (options.bucket_by is None and store.buckets == options.buckets):
+    if store is None:
         return job
     told = {
         **place_of(options),
