@@ -8,19 +8,22 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from reading_support import as_model, operator_file
+import reading_support
+from reading_support import Job, as_model, operator_file
 from rescaled_query import RescaledQuery, job_from
 from small_root import NAMES, QUERY, SmallRoot, fixed_ids, savepoint_of, small_root
 
 from arrow_schemas import BucketMap
 from arrow_schemas.erase import EraseDone, EraseRequest
 from arrow_schemas.operator import operator_file_name
+from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext import Savepoint
 from spark_state_ext.__main__ import main
 from spark_state_ext.cli.commands import verify
@@ -34,6 +37,7 @@ from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.rescale.notes import note_free
 from spark_state_ext.rescale.parents import PARENTS_FOLDER
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint
+from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from spark_state_ext.testing.model import Row
 
 
@@ -96,6 +100,58 @@ def test_a_folder_without_state_is_not_verified(tmp_path: Path, capsys: pytest.C
         assert main(["verify", str(tmp_path / "documents")]) == 2
         assert f"documents has no state: none of the {files} files below it" in capsys.readouterr().err
         (letters / "one.txt").write_text("Dear Ann")
+
+
+@pytest.mark.parametrize(
+    ("streams", "group_by", "several"),
+    [
+        ({"": 4}, "partition", 3),
+        # A key may have a state in each stream: two of these three have one in either.
+        ({"a": 2, "b": 2}, "stream_and_partition", 1),
+    ],
+)
+def test_a_key_in_two_buckets_is_found(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    streams: dict[str, int],
+    group_by: str,
+    several: int,
+) -> None:
+    """As of a source that has grown to a number which the state cannot follow."""
+    bucket_map = BucketMap.of_partitions(streams, group_by)
+    job = Job(tmp_path / "root", tmp_path)
+    job.folder.put(operator_file_name(0), operator_file("counts", "query", 4).with_map(bucket_map).encode())
+    keys: list[Any] = [(f"user {at}", 0.0) for at in range(2_000)]
+    grown = {keys[7]: 2, keys[1_234]: 1, keys[1_500]: 3}
+    places = {key: at % 4 for at, key in enumerate(keys)}
+    assert [places[key] for key in grown] == [3, 2, 0]
+    monkeypatch.setattr(reading_support, "bucket_of", lambda key, _: places[key])
+    job.batch({key: Row(1) for key in keys})
+    job.batch({key: Row(2) for key in keys[::3]})
+    folder, savepoint = Path(job.folder.root), tmp_path / "savepoint"
+    assert said(capsys, "verify", folder) == []
+    places |= grown
+    job.batch({key: Row(1) for key in grown})
+    # Files tell of a batch once a later one has begun.
+    job.batch({key: Row(3) for key in keys[:40]})
+    savepoint_of(job, savepoint)
+    manifest = read_manifest(Folder(str(savepoint)))
+    operators = {"counts": manifest.header.operators["counts"].with_map(bucket_map)}
+    named = SavepointManifest(replace(manifest.header, operators=operators), manifest.buckets)
+    (savepoint / MANIFEST_NAME).write_bytes(encode_manifest(named))
+    for path in (folder, tmp_path / "root", savepoint):
+        (row,) = said(capsys, "verify", path, code=1)
+        assert (row["status"], row["kind"]) == ("damaged", "keys")
+        assert row["path"] == str(savepoint / "counts" if path == savepoint else folder)
+        assert f"{several} keys lie in several buckets" in row["problem"]
+        assert "such as {'name': 'user " in row["problem"]
+    # Its hold is gone, and a key that was removed from the wrong bucket is in one only.
+    assert list((folder / "holds").glob("*")) == []
+    job.batch(dict.fromkeys(grown))
+    job.batch({key: Row(4) for key in keys[:40]})
+    assert said(capsys, "verify", folder) == []
+    job.close()
 
 
 def test_what_a_query_was_rescaled_from_is_its_own(

@@ -9,6 +9,7 @@ import pyarrow as pa
 import typer
 
 from spark_state_ext.cli.exits import DONE, NO
+from spark_state_ext.cli.key_places import key_checks
 from spark_state_ext.cli.output import Output, progress, say, table_of, write_table
 from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_of
 from spark_state_ext.cli.targets import given_folder, target_of
@@ -38,18 +39,21 @@ def command(
     storage_options: StorageOptions = "{}",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Read every byte of each file against its digests, and say which is damaged.
+    """Read every byte of each file against its digests, and say which is damaged, and whether a key is in two buckets.
 
     Of a savepoint, each file must be the one that the manifest names. Which files a running query needs only Spark
-    knows: files that are gone from a query folder are not missed.
+    knows: files that are gone from a query folder are not missed. Where buckets are the partitions of the source, each
+    key of the newest state must be in one bucket (kind keys).
     """
-    target = target_of(given_folder(path, options_of(storage_options)))
+    options = options_of(storage_options)
+    target = target_of(given_folder(path, options))
     checks = checks_of(target, scratch_folder(local_dir))
     if all(check.read is None for check in checks):
         raise UsageError(
             f"{target.folder.root} has no state: none of the {len(checks)} files below it is one of this package. Give "
             "a root as ArrowState has it, a query folder below it, or a savepoint"
         )
+    checks += key_checks(target, local_dir, options)
     found = _carried_out(checks)
     shown = [it for it in found if every or it.status not in (WHOLE, GONE)]
     rows = [{**asdict(it), "bytes": it.size_bytes, "problem": it.problem or None} for it in shown]
