@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,7 @@ from arrow_schemas.errors import CorruptFileError, PartitionsChangedError, Usage
 
 __all__ = [
     "PARTITIONS_FORMAT",
+    "PARTITIONS_PAGE",
     "BeforeExpansion",
     "PartitionAssignment",
     "StreamPartitions",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 PARTITIONS_FORMAT = 1
+PARTITIONS_PAGE = "docs/operating/source-partitions.md"
 # More than any source has; what a plan declares is a table of all of them.
 _PARTITIONS_MAX = 1 << 17
 _NAME = re.compile(r"partitions_(0|[1-9][0-9]{0,8})\.json")
@@ -89,6 +91,8 @@ class StreamPartitions:
         How many partitions it had when the query began, and has grown to, or may grow to; ascending.
     buckets
         The bucket of every partition below the last count.
+    reached
+        The largest of the counts that the stream is known to have had; 0: the first one.
 
     Raises
     ------
@@ -99,9 +103,16 @@ class StreamPartitions:
     stream: str
     counts: tuple[int, ...]
     buckets: tuple[int, ...]
+    reached: int = 0
 
     def __post_init__(self) -> None:
         _check_counts(self.counts, _of(self.stream))
+        if self.reached == 0:
+            object.__setattr__(self, "reached", self.counts[0])
+        if type(self.reached) is not int or self.reached not in self.counts:
+            raise UsageError(
+                f"reached{_of(self.stream)} must be one of counts={shown_counts(self.counts)}, not {self.reached!r}"
+            )
         if len(self.buckets) != self.counts[-1] or not all(type(it) is int and it >= 0 for it in self.buckets):
             raise UsageError(f"{self.counts[-1]} partitions{_of(self.stream)} cannot be in buckets {self.buckets[:8]}")
 
@@ -126,7 +137,34 @@ class StreamPartitions:
                 f"in bucket {wanted.buckets[moved]}, where there is no state of them: give before_expansion as it was"
             )
         counts = tuple(sorted({*self.counts, *wanted.counts}))
-        return StreamPartitions(self.stream, counts, wanted.buckets)
+        return StreamPartitions(self.stream, counts, wanted.buckets, max(self.reached, wanted.reached))
+
+    def reached_by(self, largest: int) -> StreamPartitions:
+        """The same after a batch in which `largest` is the largest partition that rows come from.
+
+        A partition beyond the known count proves that the stream has grown, but not to which number. Only the last
+        partition of a declared count is taken as proof of that count.
+
+        Raises
+        ------
+        PartitionsChangedError
+            When the rows do not prove a declared count.
+        """
+        if largest < self.reached:
+            return self
+        count = next(it for it in self.counts if it > largest)
+        if largest == count - 1:
+            return replace(self, reached=count)
+        which, first = _of(self.stream), self.counts[0]
+        reached = f"{{{self.stream!r}: {count}}}" if self.stream else str(count)
+        raise PartitionsChangedError(
+            f"rows come from partition {largest}{which}, and none from partition {count - 1}: the source has grown "
+            f"from {self.reached} partitions, and the rows do not show whether to {count}, as the plan declares. "
+            f"Nothing of this batch was written. Look up how many partitions the source has now. If it has {count}, "
+            f"start the query again with reached={reached}. If it has another multiple of {first}, add that to counts "
+            "and give it as reached. Any other number cannot be followed, unless before_expansion is right for it: see "
+            f'"A number that cannot be followed" in {PARTITIONS_PAGE}'
+        )
 
 
 @dataclass(frozen=True)
@@ -153,7 +191,10 @@ class PartitionAssignment:
 
     @staticmethod
     def declared(
-        bucket_map: BucketMap, counts: Mapping[str, Sequence[int]], before: BeforeExpansion | None
+        bucket_map: BucketMap,
+        counts: Mapping[str, Sequence[int]],
+        before: BeforeExpansion | None,
+        reached: Mapping[str, int] | None = None,
     ) -> PartitionAssignment:
         """The assignment by the counts that a plan declares.
 
@@ -165,7 +206,9 @@ class PartitionAssignment:
             All counts of each stream, by its name.
         before
             Which partition held a partition's keys when the query began; None: `partition_before_expansion`, and each
-            count is a multiple of the one before.
+            count is a multiple of the first one.
+        reached
+            The count that a stream is known to have had, by its name; by default the first one.
 
         Returns
         -------
@@ -186,7 +229,8 @@ class PartitionAssignment:
             held = _by_rest(mine, _of(stream)) if before is None else _by_function(mine, before, _of(stream))
             first = bucket_map.first_of(stream)
             assert mine[0] == initial, "a map has the first counts"
-            found.append(StreamPartitions(stream, mine, tuple(first + it for it in held)))
+            buckets = tuple(first + it for it in held)
+            found.append(StreamPartitions(stream, mine, buckets, (reached or {}).get(stream, 0)))
         return PartitionAssignment(tuple(found))
 
     @property
@@ -220,9 +264,39 @@ class PartitionAssignment:
         grown = tuple(mine.grown_to(asked) for mine, asked in zip(self.streams, wanted.streams, strict=True))
         return self if grown == self.streams else PartitionAssignment(grown)
 
+    def knows(self, largest: Mapping[str, int]) -> bool:
+        """Whether all these partitions, the largest of each stream, are below the counts that are known."""
+        return all(largest.get(it.stream, -1) < it.reached for it in self.streams)
+
+    def reached_by(self, largest: Mapping[str, int]) -> PartitionAssignment:
+        """The assignment after a batch with rows of these partitions.
+
+        Parameters
+        ----------
+        largest
+            The largest partition of each stream that rows of the batch come from.
+
+        Returns
+        -------
+        PartitionAssignment
+            This one when no count is newly proven.
+
+        Raises
+        ------
+        PartitionsChangedError
+            When a stream has grown, and the rows do not prove a declared count.
+        """
+        if self.knows(largest):
+            return self
+        return PartitionAssignment(tuple(it.reached_by(largest.get(it.stream, -1)) for it in self.streams))
+
     def encode(self) -> bytes:
         """The file's bytes; equal contents give equal bytes."""
-        streams = {it.stream: {"counts": list(it.counts), "buckets": list(it.buckets)} for it in self.streams}
+        streams: dict[str, dict[str, Any]] = {}
+        for it in self.streams:
+            streams[it.stream] = {"counts": list(it.counts), "buckets": list(it.buckets)}
+            if it.reached != it.counts[0]:
+                streams[it.stream]["reached"] = it.reached
         return sealed_document({"format": PARTITIONS_FORMAT, "streams": streams})
 
     @staticmethod
@@ -249,7 +323,12 @@ class PartitionAssignment:
             try:
                 return PartitionAssignment(
                     tuple(
-                        StreamPartitions(stream, tuple(told["counts"]), tuple(told["buckets"]))
+                        StreamPartitions(
+                            stream,
+                            tuple(told["counts"]),
+                            tuple(told["buckets"]),
+                            told.get("reached", told["counts"][0]),
+                        )
                         for stream, told in fields["streams"].items()
                     )
                 )
@@ -258,13 +337,16 @@ class PartitionAssignment:
 
     def to_plain(self) -> dict[str, Any]:
         """As builtin values."""
-        return {it.stream: [list(it.counts), list(it.buckets)] for it in self.streams}
+        return {it.stream: [list(it.counts), list(it.buckets), it.reached] for it in self.streams}
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> PartitionAssignment:
         """Inverse of `to_plain`."""
         return PartitionAssignment(
-            tuple(StreamPartitions(name, tuple(counts), tuple(buckets)) for name, (counts, buckets) in plain.items())
+            tuple(
+                StreamPartitions(name, tuple(counts), tuple(buckets), reached)
+                for name, (counts, buckets, reached) in plain.items()
+            )
         )
 
 
@@ -282,12 +364,15 @@ def _check_counts(counts: tuple[int, ...], which: str) -> None:
 
 
 def _by_rest(counts: tuple[int, ...], which: str) -> list[int]:
-    for before, after in pairwise(counts):
-        if after % before:
+    first = counts[0]
+    for count in counts[1:]:
+        if count % first:
             raise UsageError(
-                f"counts{which} have {after} after {before}, which is no multiple of it: by hash(key) % {after} keys "
-                f"of one partition come from several of {before}. Grow to {2 * before}, or give before_expansion if "
-                "the producer partitions otherwise"
+                f"counts{which} have {count}, which is no multiple of {first}, the number that the query began with: "
+                f"by hash(key) % {count} the keys of one partition come from several of {first}. If the source has not "
+                f"grown yet, let it grow to {2 * first} or another multiple. If it has {count} partitions already, it "
+                f'cannot be followed: see "A number that cannot be followed" in {PARTITIONS_PAGE}. Give '
+                "before_expansion if the producer partitions otherwise"
             )
     return [partition_before_expansion(index, counts[-1], counts[0]) for index in range(counts[-1])]
 

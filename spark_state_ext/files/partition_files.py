@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from arrow_schemas.partitions import PartitionAssignment, parse_partitions_name, partitions_name
 from spark_state_ext.errors import PartitionsChangedError, StorageError
 from spark_state_ext.files.folder import Folder
 
-__all__ = ["newest_assignment", "record_assignment", "refuse_assignment"]
+__all__ = ["newest_assignment", "record_assignment", "record_growth", "refuse_assignment"]
 
 # Each round ends with the file of one plan written, and a plan writes one.
 _ROUNDS_MAX = 5
@@ -78,22 +80,65 @@ def record_assignment(query_folder: Folder, wanted: PartitionAssignment, *, has_
     StorageError
         When it cannot be recorded.
     """
+
+    def grown(recorded: PartitionAssignment | None) -> PartitionAssignment:
+        if recorded is not None:
+            return recorded.grown_to(wanted)
+        if has_state:
+            raise _without_assignment(query_folder)
+        return wanted
+
+    return _recorded(query_folder, grown)
+
+
+def record_growth(query_folder: Folder, largest: Mapping[str, int]) -> PartitionAssignment:
+    """Record the counts that a batch's rows prove, before any of them reaches a function.
+
+    Parameters
+    ----------
+    query_folder
+        The query folder, which has an assignment.
+    largest
+        The largest partition of each stream that rows of the batch come from.
+
+    Returns
+    -------
+    PartitionAssignment
+        The one in force.
+
+    Raises
+    ------
+    PartitionsChangedError
+        When a stream has grown, and the rows do not prove a declared count.
+    StorageError
+        When it cannot be recorded.
+    """
+
+    def grown(recorded: PartitionAssignment | None) -> PartitionAssignment:
+        if recorded is None:
+            raise _without_assignment(query_folder)
+        return recorded.reached_by(largest)
+
+    return _recorded(query_folder, grown)
+
+
+def _recorded(
+    query_folder: Folder, grown: Callable[[PartitionAssignment | None], PartitionAssignment]
+) -> PartitionAssignment:
     for _ in range(_ROUNDS_MAX):
         newest = newest_assignment(query_folder)
-        if newest is None:
-            if has_state:
-                raise PartitionsChangedError(
-                    f"{query_folder.root} has state by source partition, and no {partitions_name(0)}, which tells the "
-                    "bucket of each partition: bring the file back, or start from a new checkpoint location"
-                )
-            number, grown = 0, wanted
-        else:
-            number, grown = newest[0] + 1, newest[1].grown_to(wanted)
-            if grown is newest[1]:
-                return grown
-        if query_folder.create(partitions_name(number), grown.encode()):
-            return grown
+        number, recorded = (-1, None) if newest is None else newest
+        wanted = grown(recorded)
+        if wanted is recorded or query_folder.create(partitions_name(number + 1), wanted.encode()):
+            return wanted
     raise StorageError(
         f"the assignment of partitions cannot be written to {query_folder.root}: the store says that there is one, and "
         "does not list it. Start again."
+    )
+
+
+def _without_assignment(query_folder: Folder) -> PartitionsChangedError:
+    return PartitionsChangedError(
+        f"{query_folder.root} has state by source partition, and no {partitions_name(0)}, which tells the bucket of "
+        "each partition: bring the file back, or start from a new checkpoint location"
     )

@@ -16,7 +16,7 @@ from spark_state_ext.errors import CorruptFileError, UsageError, VersionSkewErro
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
 
-__all__ = ["kafka_offsets", "starting_offsets"]
+__all__ = ["kafka_offsets", "kafka_partitions", "starting_offsets"]
 
 _NOTHING = "-"
 
@@ -108,6 +108,46 @@ def kafka_offsets(log: str, source: int | str | None, where: str) -> str:
             "docs/operating/savepoints.md says what a new query reads of other sources."
         )
     return json.dumps(found, sort_keys=True, separators=(",", ":"))
+
+
+def kafka_partitions(log: str, where: str) -> tuple[dict[str, int], bool]:
+    """How many partitions each Kafka topic of a query has, and whether there are sources without offsets yet.
+
+    Spark's Kafka source names all partitions of its topics in every batch, also those without new rows.
+
+    Parameters
+    ----------
+    log
+        What Spark wrote of a batch.
+    where
+        How to call it in messages.
+
+    Raises
+    ------
+    UsageError
+        When the offsets do not name all partitions of a topic.
+    CorruptFileError, VersionSkewError
+        When the log cannot be read.
+    """
+    counts: dict[str, int] = {}
+    unread = False
+    for text in _sources(log, where).values():
+        if text == _NOTHING:
+            unread = True
+            continue
+        try:
+            offsets = json.loads(text)
+        except ValueError:
+            continue
+        for topic, partitions in offsets.items() if _is_kafkas(offsets) else ():
+            if {int(number) for number in partitions} != set(range(len(partitions))):
+                raise UsageError(
+                    f"{where} names the partitions {', '.join(sorted(partitions, key=int))} of topic {topic!r}, and "
+                    "not all below them, so it does not show how many the topic has: leave checkpoint_location out if "
+                    "the query reads chosen partitions only (Spark's option assign)"
+                )
+            counts[topic] = max(counts.get(topic, 0), len(partitions))
+    return counts, unread
 
 
 def _sources(log: str, where: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,13 @@ from spark_state_ext.engine.folders import operator_folder
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.source_partition import SourcePartition
-from spark_state_ext.errors import PartitionsChangedError
+from spark_state_ext.engine.task import TaskInfo
+from spark_state_ext.errors import PartitionsChangedError, UsageError
 from spark_state_ext.operators.arrays import KeyedRows
 from spark_state_ext.spark.shuffle import pack as packing
 from spark_state_ext.spark.shuffle.combine import Combiner
 from spark_state_ext.spark.shuffle.pack import pack
-from spark_state_ext.spark.shuffle.payload import decode
+from spark_state_ext.spark.shuffle.payload import decode, seen_partitions
 from tests.helpers.jobs import job_of
 
 BUCKETS = 3
@@ -206,6 +208,66 @@ def test_rows_are_in_the_bucket_of_their_partition(tmp_path: Path, combine: bool
         wanted[key, bucket] += n
     assert found == wanted
     assert arrived == (len(wanted) if combine and keys < rows else rows)
+
+
+def test_every_bucket_learns_which_new_partitions_a_batch_has(tmp_path: Path) -> None:
+    """The calls decide by all tasks' rows whether the source may have grown so; each attempt sends the same."""
+    batch, _ = _partitioned(12, 3_000)
+
+    def notes(source: SourcePartition) -> list[tuple[int, dict[str, int]]]:
+        the_job = job_of(replace(job(tmp_path).options, bucket_by=source), columns=("k", "n"), key_schema=_KEY)
+        found = []
+        for packed in pack(the_job.to_plain(), iter([batch.slice(0, 2_000), batch.slice(2_000)])):
+            for label, payload in zip(*packed.select(["bucket", "payload"]).to_pydict().values(), strict=True):
+                largest = seen_partitions(payload)
+                if largest is not None:
+                    found.append((label_bucket(label), largest))
+        return found
+
+    assert notes(_SOURCE) == [(bucket, {"a": 3}) for bucket in range(5)] == notes(_SOURCE)
+    assert notes(replace(_SOURCE, reached={"a": 4})) == []
+    assert notes(replace(_SOURCE, checkpoint_location="/checkpoint")) == []
+
+
+@pytest.mark.parametrize(
+    ("offsets", "query", "error", "text"),
+    [
+        ('{"a":{"0":1,"1":1,"2":1,"3":0},"b":{"0":1,"1":0,"2":0}}', "query", None, ""),
+        ('{"a":{"0":1,"1":1,"2":1},"b":{"0":1,"1":0,"2":0}}', "query", PartitionsChangedError, "'a' has 3 partitions"),
+        ('{"a":{"0":1,"1":1,"2":1,"3":0},"b":{"0":1,"1":0,"2":0}}', "other", UsageError, "with id other, and this is"),
+        ('{"logOffset":2}', "query", UsageError, "does not name a stream 'a'"),
+        (None, "query", UsageError, "has no offsets, though a batch runs"),
+    ],
+)
+def test_the_offsets_of_a_batch_are_compared_before_its_rows_are_read(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    offsets: str | None,
+    query: str,
+    error: type[Exception] | None,
+    text: str,
+) -> None:
+    monkeypatch.setattr(packing, "TaskContext", SimpleNamespace(get=lambda: SimpleNamespace(partitionId=lambda: 0)))
+    monkeypatch.setattr(packing, "current_task", lambda _: TaskInfo("query", "run", 12))
+    checkpoint = tmp_path / "checkpoint"
+    (checkpoint / "offsets").mkdir(parents=True)
+    (checkpoint / "metadata").write_text(json.dumps({"id": query}))
+    if offsets is not None:
+        # The newest one by its number counts; Hadoop writes a checksum beside each.
+        for name, log in (("9", '{"a":{"0":1},"b":{"0":1}}'), ("12", offsets)):
+            (checkpoint / "offsets" / name).write_text(f"v1\n{{}}\n{log}")
+            (checkpoint / "offsets" / f".{name}.crc").write_bytes(b"crc")
+    source = replace(_SOURCE, checkpoint_location=str(checkpoint))
+    the_job = job_of(replace(job(tmp_path).options, bucket_by=source), columns=("k", "n"), key_schema=_KEY)
+    batch, _ = _partitioned(12, 3_000)
+    rows = iter([batch])
+    packed = pack(the_job.to_plain(), rows)
+    if error is None:
+        assert sum(it.num_rows for it in packed) > 5
+        return
+    with pytest.raises(error, match=text):
+        list(packed)
+    assert list(rows) == [batch]
 
 
 def test_a_row_of_no_declared_partition_goes_nowhere(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +30,12 @@ from arrow_schemas.partitions import (
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.source_partition import SourcePartition
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.partition_files import newest_assignment, record_assignment, refuse_assignment
+from spark_state_ext.files.partition_files import (
+    newest_assignment,
+    record_assignment,
+    record_growth,
+    refuse_assignment,
+)
 from tests.helpers.soak import examples
 
 # However slow the machine is.
@@ -112,8 +119,33 @@ def test_broken_mappings_lose_counts() -> None:
     grown = _produced([2, 3], range(6))
     for table in ((0, 1, 0), (0, 1, 1)):
         assert set(_counted_by_bucket(grown, table.__getitem__)[6:]) == {1, 2}
-    with pytest.raises(UsageError, match="3 after 2"):
+    with pytest.raises(UsageError, match="3, which is no multiple of 2"):
         SourcePartition("partition", [2, 3])
+
+
+@_UNHURRIED
+@given(st.integers(1, 4), st.lists(st.integers(1, 40), max_size=6, unique=True).map(sorted), _HASHES)
+def test_whatever_a_source_grows_to_no_count_is_wrong(first: int, grown: list[int], hashes: list[int]) -> None:
+    """Offsets let only a number pass that goes right, and rows none that the source has not had."""
+    counts = [first, *(first * it for it in (2, 4, 8))]
+    source = SourcePartition("p", counts, checkpoint_location="/checkpoint")
+    table, known = source.assignment.streams[0].buckets, source.assignment
+    state: Counter[tuple[int, int]] = Counter()
+    for times, count in enumerate([first, *(it for it in grown if first < it <= counts[-1])], 1):
+        partitions = [key % count for key in set(hashes)]
+        _, new = source.buckets_of(pa.chunked_array([pa.array(partitions, pa.int64())]), None)
+        try:
+            known = known.reached_by(new)
+            assert max(partitions) < known.streams[0].reached <= count
+        except PartitionsChangedError:
+            assert max(partitions) + 1 not in counts
+        if count % first:
+            with pytest.raises(PartitionsChangedError, match="cannot be followed"):
+                source.refuse_counts({"topic": count}, False, "offsets/0")
+            break
+        source.refuse_counts({"topic": count}, False, "offsets/0")
+        state.update((key, table[key % count]) for key in set(hashes))
+        assert set(state.values()) == {times}
 
 
 # -- assignments and tables ------------------------------------------------------------------------
@@ -123,6 +155,10 @@ def test_broken_mappings_lose_counts() -> None:
 @given(st.dictionaries(_NAMES, _GROWTH, min_size=1, max_size=4), st.sampled_from([BY_PARTITION, "s"]), st.data())
 def test_tables_of_rows(counts: dict[str, list[int]], group_by: str, data: st.DataObject) -> None:
     group_by = BY_PARTITION if group_by == BY_PARTITION else BY_STREAM_AND_PARTITION
+    if group_by == BY_PARTITION:
+        # They began alike, and have grown each by itself.
+        began = next(iter(counts.values()))[0]
+        counts = {name: [began * it // mine[0] for it in mine] for name, mine in counts.items()}
     source = SourcePartition("p", counts, stream="s", group_by=group_by)
     names, first = sorted(counts), 0
     model: dict[tuple[str, int], int] = {}
@@ -135,10 +171,13 @@ def test_tables_of_rows(counts: dict[str, list[int]], group_by: str, data: st.Da
     halves = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     partitions = pa.chunked_array([pa.array([index for _, index in half], pa.int64()) for half in halves])
     streams = pa.chunked_array([pa.array([name for name, _ in half], pa.string()) for half in halves])
-    assert source.buckets_of(partitions, streams).tolist() == [model[row] for row in rows]
+    buckets, new = source.buckets_of(partitions, streams)
+    assert buckets.tolist() == [model[row] for row in rows]
+    largest = {name: max([index for stream, index in rows if stream == name], default=-1) for name in names}
+    assert new == {name: index for name, index in largest.items() if index >= counts[name][0]}
     carried = StateOptions.from_plain(StateOptions(root="/state", bucket_by=source).to_plain())
     assert carried.source_partition is not None
-    assert carried.source_partition.buckets_of(partitions, streams).tolist() == [model[row] for row in rows]
+    assert carried.source_partition.buckets_of(partitions, streams)[0].tolist() == [model[row] for row in rows]
     assert carried.bucket_map == source.bucket_map
     assert carried.buckets == (max if group_by == BY_PARTITION else sum)(it[0] for it in counts.values())
 
@@ -146,10 +185,12 @@ def test_tables_of_rows(counts: dict[str, list[int]], group_by: str, data: st.Da
 @_UNHURRIED
 @given(st.dictionaries(_NAMES, _GROWTH, min_size=1, max_size=3))
 def test_assignments_are_read_as_they_were_written(counts: dict[str, list[int]]) -> None:
-    found = SourcePartition("p", counts, stream="s").assignment
+    reached = {name: mine[-1] for name, mine in list(counts.items())[1:]}
+    options: dict[str, Any] = {"stream": "s", "group_by": BY_STREAM_AND_PARTITION, "reached": reached}
+    found = SourcePartition("p", counts, **options).assignment
     data = found.encode()
     assert PartitionAssignment.decode(data, "partitions_0.json") == found
-    assert SourcePartition("p", dict(reversed(counts.items())), stream="s").assignment.encode() == data
+    assert SourcePartition("p", dict(reversed(counts.items())), **options).assignment.encode() == data
     assert PartitionAssignment.from_plain(json.loads(json.dumps(found.to_plain()))) == found
 
 
@@ -190,7 +231,8 @@ def test_a_partition_never_goes_to_another_bucket() -> None:
 @pytest.mark.parametrize(
     ("counts", "function", "text"),
     [
-        ([2, 3], None, "3 after 2, which is no multiple"),
+        ([2, 3], None, r"have 3, which is no multiple of 2, .* has 3 partitions already, it cannot be followed"),
+        ([2, 4, 7], None, "have 7, which is no multiple of 2"),
         ([4, 2], None, "ascend"),
         ([2, 2], None, "ascend"),
         ([], None, "a number of partitions"),
@@ -223,7 +265,19 @@ def test_there_is_no_such_source(counts: object, function: str | None, text: str
         ({"stream": "s"}, "stream names the column"),
         ({"stream": "s", "counts": {}}, "names the streams"),
         ({"stream": "s", "counts": {"": 2}}, "names the streams"),
-        ({"stream": "s", "counts": {"a": [2, 3]}}, "counts of stream 'a' have 3 after 2"),
+        ({"stream": "s", "counts": {"a": [2, 3]}}, "counts of stream 'a' have 3, which is no multiple of 2"),
+        (
+            {"stream": "s", "counts": {"a": 2, "b": 2, "c": 4}},
+            "stream 'a' began with 2 partitions and stream 'c' with 4, .* two states",
+        ),
+        ({"stream": "s", "counts": {"a": [2, 4], "b": [4, 8]}, "before_expansion": f"{HERE}:by_halves"}, "two states"),
+        ({"reached": 4}, r"reached must be one of counts=\[2\]"),
+        ({"reached": True, "counts": 1}, r"reached must be one of counts=\[1\]"),
+        ({"reached": {"a": 2}}, "reached is a mapping of streams"),
+        ({"stream": "s", "counts": {"a": [2, 4]}, "reached": 4}, "reached is a mapping of streams"),
+        ({"stream": "s", "counts": {"a": [2, 4]}, "reached": {"b": 4}}, "reached of stream 'b' must be one of"),
+        ({"checkpoint_location": ""}, "the query's checkpointLocation"),
+        ({"checkpoint_location": "checkpoint"}, "checkpoint_location must be a URL or an absolute path"),
         ({"group_by": "task"}, "grouped by"),
         ({"before_expansion": "nothing"}, "an import path"),
         ({"before_expansion": len}, "an import path"),
@@ -255,11 +309,81 @@ def test_arguments_are_checked(given: dict[str, object], text: str) -> None:
 def test_rows_of_no_such_partition(
     partitions: list[int | None], streams: list[str | None], error: type[Exception], text: str
 ) -> None:
-    source = SourcePartition("p", {"a": [2, 4], "b": 1}, stream="s")
+    source = SourcePartition("p", {"a": [2, 4], "b": 1}, stream="s", group_by=BY_STREAM_AND_PARTITION)
     with pytest.raises(error, match=text):
         source.buckets_of(
             pa.chunked_array([pa.array(partitions, pa.int64())]), pa.chunked_array([pa.array(streams, pa.string())])
         )
+
+
+_GROWN = StreamPartitions("", (2, 4, 8), (0, 1) * 4)
+
+
+@pytest.mark.parametrize(
+    ("reached", "largest", "proven"),
+    [(2, 1, 2), (2, 3, 4), (4, 0, 4), (4, 3, 4), (2, 7, 8), (8, 6, 8), (2, 2, None), (2, 4, None), (4, 6, None)],
+)
+def test_the_last_partition_proves_a_count(reached: int, largest: int, proven: int | None) -> None:
+    before = PartitionAssignment((replace(_GROWN, reached=reached),))
+    if proven is not None:
+        after = before.reached_by({"": largest})
+        assert after.streams[0].reached == proven
+        assert (after is before) == (proven == reached)
+        return
+    count = 4 if largest < 4 else 8
+    with pytest.raises(
+        PartitionsChangedError,
+        match=f"from partition {largest}, and none from partition {count - 1}: .* grown from {reached} .* "
+        f"reached={count}.* multiple of 2, .*cannot be followed",
+    ):
+        before.reached_by({"": largest})
+
+
+@pytest.mark.parametrize(
+    ("topics", "error", "text"),
+    [
+        ({"t": 2}, None, ""),
+        ({"t": 4, "u": 8}, None, ""),
+        # Right without being declared: its rows go to the buckets of their keys.
+        ({"t": 6}, None, ""),
+        (
+            {"t": 3},
+            PartitionsChangedError,
+            "'t' has 3 partitions now, .* 3 is no multiple of 2, so it cannot be follow",
+        ),
+        ({"t": 2, "u": 5}, PartitionsChangedError, "topic 'u' has 5 partitions now"),
+        ({"t": 1}, PartitionsChangedError, "1 is no multiple of 2"),
+        ({"t": 10}, PartitionsChangedError, r"Start the query again with counts=\[2, 4, 8, 10\]"),
+        ({}, UsageError, "does not name the source's partitions.*Leave checkpoint_location out"),
+    ],
+)
+def test_a_real_number_is_compared_with_the_plan(
+    topics: dict[str, int], error: type[Exception] | None, text: str
+) -> None:
+    source = SourcePartition("p", [2, 4, 8], checkpoint_location="file:/checkpoint/")
+    assert source.checkpoint_location == "/checkpoint"
+    source.refuse_counts({}, True, "offsets/7")
+    if error is None:
+        source.refuse_counts(topics, False, "offsets/7")
+        return
+    with pytest.raises(error, match=text) as caught:
+        source.refuse_counts(topics, False, "offsets/7")
+    assert "offsets/7" in str(caught.value)
+
+
+def test_real_numbers_of_streams() -> None:
+    source = SourcePartition("p", {"a": [3, 6], "b": 3}, stream="s", checkpoint_location="/checkpoint")
+    source.refuse_counts({"a": 6, "b": 3, "of another source": 5}, False, "offsets/7")
+    source.refuse_counts({"a": 6}, True, "offsets/7")
+    with pytest.raises(PartitionsChangedError, match=r"Start the query again with counts=\[3, 6\] of stream 'b'"):
+        source.refuse_counts({"a": 3, "b": 6}, False, "offsets/7")
+    with pytest.raises(UsageError, match=r"does not name a stream 'b', .* Kafka topics a, c\. .* column 'topic'"):
+        source.refuse_counts({"a": 3, "c": 3}, False, "offsets/7")
+    # Only the function knows what other numbers are right.
+    by_halves = SourcePartition("p", [2, 5], before_expansion=f"{HERE}:by_halves", checkpoint_location="/checkpoint")
+    by_halves.refuse_counts({"t": 5}, False, "offsets/7")
+    with pytest.raises(PartitionsChangedError, match=r"If before_expansion is right for 4, .*counts=\[2, 4, 5\]"):
+        by_halves.refuse_counts({"t": 4}, False, "offsets/7")
 
 
 def test_an_option_is_a_map_or_a_source() -> None:
@@ -273,7 +397,10 @@ def test_an_option_is_a_map_or_a_source() -> None:
 
 
 def test_damaged_assignments() -> None:
-    data = SourcePartition("p", {"a": [2, 4], "b": 3}, stream="s").assignment.encode()
+    counts: dict[str, int | list[int]] = {"a": [2, 4], "b": 3}
+    reached = {"a": 4}
+    made = SourcePartition("p", counts, stream="s", group_by=BY_STREAM_AND_PARTITION, reached=reached)
+    data = made.assignment.encode()
     for at in range(len(data)):
         for bit in (0x01, 0x20):
             damaged = bytearray(data)
@@ -298,6 +425,8 @@ def test_damaged_assignments() -> None:
         {"": {"counts": [2], "buckets": [0, "1"]}},
         {"": {"counts": [True], "buckets": [0]}},
         {"": {"buckets": [0]}},
+        {"": {"counts": [2], "buckets": [0, 1], "reached": 4}},
+        {"": {"counts": [1], "buckets": [0], "reached": True}},
         {"b": {"counts": [1], "buckets": [0]}, "a": {"counts": [1], "buckets": [0]}},
         [],
     ],
@@ -348,6 +477,14 @@ def test_numbered_files(tmp_path: Path) -> None:
     with pytest.raises(PartitionsChangedError, match="streams and first counts"):
         record_assignment(files, _told(4, 8), has_state=True)
     assert sorted(it.name for it in tmp_path.iterdir()) == [f"partitions_{n}.json" for n in range(3)]
+    # What rows prove is recorded once, and stays in force whatever a plan says.
+    for _ in range(2):
+        assert record_growth(files, {"": 3}).streams[0].reached == 4
+    with pytest.raises(PartitionsChangedError, match="from partition 4, and none from partition 7"):
+        record_growth(files, {"": 4})
+    assert record_assignment(files, _told(2, 8), has_state=True).streams[0].reached == 4
+    assert sorted(it.name for it in tmp_path.iterdir()) == [f"partitions_{n}.json" for n in range(4)]
+    (tmp_path / "partitions_3.json").unlink()
     (tmp_path / "partitions_2.json").write_bytes(b"{}")
     with pytest.raises(CorruptFileError, match=r"partitions_2.json is no assignment .* Bring it back"):
         newest_assignment(files)
@@ -388,5 +525,5 @@ def test_what_the_public_names_are() -> None:
     counts: Mapping[str, int] = {"clicks": 3, "orders": 3}
     assert repr(SourcePartition("p", counts, stream="s")) == (
         "SourcePartition(column='p', counts={'clicks': (3,), 'orders': (3,)}, stream='s', group_by='partition', "
-        "before_expansion=None)"
+        "before_expansion=None, reached=None, checkpoint_location=None)"
     )

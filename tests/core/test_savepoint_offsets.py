@@ -14,7 +14,7 @@ from spark_state_ext import RetainedCheckpoint, Savepoint, starting_offsets
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, UsageError, VersionSkewError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
-from spark_state_ext.savepoints.offsets import kafka_offsets
+from spark_state_ext.savepoints.offsets import kafka_offsets, kafka_partitions
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "savepoint-1" / "native"
 METADATA = '{"batchWatermarkMs":208000,"batchTimestampMs":1795581478461,"conf":{"spark.sql.shuffle.partitions":"1"}}'
@@ -73,6 +73,18 @@ def test_sources_with_names(savepoint: Path) -> None:
     assert starting_offsets(savepoint, "orders") == starting_offsets(savepoint, 1) == SORTED
     with pytest.raises(UsageError, match="has no source 'kafka'; it has files, orders"):
         starting_offsets(savepoint, "kafka")
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_partitions_of_topics(version: str) -> None:
+    """Of all Kafka sources of a query, whatever others it has."""
+    named = [f"{name}:" if version == "v2" else "" for name in ("files", "one", "other", "text")]
+    sources = [FILES, KAFKA, '{"orders":{"0":1,"1":1,"2":1,"3":0}}', "no JSON"]
+    log = _log(*(name + text for name, text in zip(named, sources, strict=True)), version=version)
+    assert kafka_partitions(log, "offsets/3") == ({"orders": 4, "refunds": 1}, False)
+    assert kafka_partitions(_log(FILES, "-"), "offsets/3") == ({}, True)
+    with pytest.raises(UsageError, match=r"names the partitions 0, 2 of topic 't', .* option assign"):
+        kafka_partitions(_log('{"t":{"0":1,"2":1}}'), "offsets/3")
 
 
 def test_a_file_source_has_no_starting_offsets(savepoint: Path) -> None:

@@ -54,10 +54,10 @@ class Log:
 
     folder: Path
 
-    def ends(self) -> dict[str, int]:
-        """How many rows each partition has."""
+    def ends(self) -> dict[str, dict[str, int]]:
+        """How many rows each partition of each stream has, in the form of Kafka's offsets."""
         path = self.folder / "ends.json"
-        found: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
+        found: dict[str, dict[str, int]] = json.loads(path.read_text()) if path.exists() else {}
         return found
 
     def produce(self, keys: Sequence[str], count: int, stream: str = "") -> None:
@@ -69,7 +69,8 @@ class Log:
             name = f"{stream}-{partition}"
             with (self.folder / name).open("a") as file:
                 file.writelines(f"{key}\n" for key in rows)
-            ends[name] = ends.get(name, 0) + len(rows)
+            of_stream = ends.setdefault(stream, {})
+            of_stream[str(partition)] = of_stream.get(str(partition), 0) + len(rows)
         hidden = self.folder / ".ends"
         hidden.write_text(json.dumps(ends))
         # All of it is one batch: readers see all rows or none.
@@ -95,14 +96,19 @@ if int(pyspark.__version__.split(".")[0]) >= 4:
         def __init__(self, log: Log) -> None:
             self._log = log
 
-        def initialOffset(self) -> dict[str, int]:
+        def initialOffset(self) -> dict[str, Any]:
             return {}
 
-        def latestOffset(self) -> dict[str, int]:  # type: ignore[override]  # newer releases may tell a limit
+        def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]  # newer releases may tell a limit
             return self._log.ends()
 
-        def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
-            return [_Range(name, start.get(name, 0), last) for name, last in end.items() if last > start.get(name, 0)]
+        def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+            return [
+                _Range(f"{stream}-{partition}", first, last)
+                for stream, ends in end.items()
+                for partition, last in ends.items()
+                if last > (first := start.get(stream, {}).get(partition, 0))
+            ]
 
         def read(self, partition: Any) -> Iterator[tuple[str, str, int]]:
             return iter(self._log.rows(partition.name, partition.start, partition.end))

@@ -18,6 +18,7 @@ pytestmark = [
 ]
 
 LETTERS = list("abcdefghijklmnopqrstuvwxyz")
+SMALL = [key for key in LETTERS if partition_of(key, 17) < 2]
 MOVED = [key for key in LETTERS if (partition_of(key, 2), partition_of(key, 4)) == (1, 3)]
 
 
@@ -45,9 +46,11 @@ class Counting:
         return writer.option("checkpointLocation", str(self._folder / "checkpoint")).start()
 
 
-def run(counting: Counting, steps: list[tuple[list[str], int]]) -> list[dict[str, int]]:
-    """What the query tells after each step, in which so many partitions get rows."""
-    found = []
+def run(
+    counting: Counting, steps: list[tuple[list[str], int]], found: list[dict[str, int]] | None = None
+) -> list[dict[str, int]]:
+    """What the query tells after each step, in which so many partitions get rows; also in `found`."""
+    found = [] if found is None else found
     query = counting.start()
     try:
         for keys, partitions in steps:
@@ -67,14 +70,17 @@ STEPS = [
     (LETTERS, 4),
     (MOVED * 3, 4),
     (LETTERS, 8),
-    (LETTERS[4:], 8),
 ]
 
 
 def test_counts_while_a_source_grows(spark: Any, tmp_path: Path) -> None:
-    """2, 4, 8 partitions in one run of the query; 16 are not declared, and the next start has them."""
+    """2, 4, 8 partitions in one run of the query; 16 are not declared, and the next start has them. 17 cannot be had.
+
+    The offsets of each batch show how many there are, as Kafka's do.
+    """
     (tmp_path / "log").mkdir()
-    counting = Counting(spark, tmp_path, SourcePartition("partition", [2, 4, 8]))
+    location = str(tmp_path / "checkpoint")
+    counting = Counting(spark, tmp_path, SourcePartition("partition", [2, 4, 8], checkpoint_location=location))
     assert MOVED
     fed = [keys for keys, _ in STEPS]
     assert run(counting, STEPS) == counted(*fed)
@@ -82,10 +88,16 @@ def test_counts_while_a_source_grows(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(PySparkException, match=r"(?s)PartitionsChangedError.*counts=\[2, 4, 8, 16\]"):
         run(counting, [(LETTERS, 16)])
     assert counting.told == []
-    again = Counting(spark, tmp_path, SourcePartition("partition", [2, 4, 8, 16]))
+    again = Counting(
+        spark, tmp_path, SourcePartition("partition", [2, 4, 8, 16, 32], checkpoint_location=f"file:{location}")
+    )
     fed += [LETTERS, MOVED]
-    # The batch that failed first: the log has its rows.
-    assert run(again, [([], 16), (MOVED, 16)]) == counted(*fed)[-2:]
+    # The batch that failed first: the log has its rows. Then one whose rows do not show that there are 17.
+    told: list[dict[str, int]] = []
+    with pytest.raises(PySparkException, match=r"(?s)PartitionsChangedError.*17 is no multiple of 2, so it cannot be"):
+        run(again, [([], 16), (MOVED, 16), (SMALL, 17)], told)
+    assert told == counted(*fed)[-2:]
+    assert again.told == []
 
 
 def test_a_bucket_for_each_partition_loses_counts(spark: Any, tmp_path: Path) -> None:

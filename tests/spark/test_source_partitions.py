@@ -67,7 +67,7 @@ def batches_of(job: Job, *tables: Any) -> list[dict[str, int]]:
     return [dict(them) for them in job.run(*tables).values()]
 
 
-def refused(job: Job, error: str, text: str, *tables: Any) -> None:
+def refused(job: Job, error: str, text: str, *tables: Any, new: Sequence[str] = ()) -> None:
     """A start of the query fails, and its state and Spark's checkpoint are as before."""
     (query_folder,) = (it for it in (job.folder / "root" / "tested").iterdir() if it.name.count("-") == 4)
     files = [it for it in query_folder.rglob("*") if it.is_file() and it.parent.name not in ("lease", "holds")]
@@ -77,8 +77,8 @@ def refused(job: Job, error: str, text: str, *tables: Any) -> None:
     assert "UserFunctionError" not in str(caught.value)
     for path, data in before.items():
         assert path.read_bytes() == data
-    new = [it for it in query_folder.rglob("*") if it.is_file() and it not in before]
-    assert [it.name for it in new if it.parent.name not in ("lease", "holds")] == []
+    there = [it for it in query_folder.rglob("*") if it.is_file() and it not in before]
+    assert [it.name for it in there if it.parent.name not in ("lease", "holds")] == list(new)
 
 
 def recorded(job: Job) -> list[dict[str, Any]]:
@@ -100,10 +100,9 @@ def test_a_source_grows_between_starts(session: Any, tmp_path: Path) -> None:
         assert by_bucket == {key: partition_of(key, 2) for key in LETTERS}
     # A batch that has none of the new partitions, and plans that are none of this state.
     fed.append(LETTERS[5:])
-    job.options["bucket_by"] = SourcePartition("partition", 3)
-    refused(job, "BucketMapChangedError", "began with 2 partitions and the plan says 3: give a list", rows(fed[-1], 2))
+    text = r"began with 2 partitions and the plan says 4: give counts=\[2, 4\]"
     job.options["bucket_by"] = SourcePartition("partition", 4)
-    refused(job, "BucketMapChangedError", r"began with 2 partitions and the plan says 4: give counts=\[2, 4\]")
+    refused(job, "BucketMapChangedError", text, rows(fed[-1], 2))
     job.options["bucket_by"] = None
     refused(
         job, "BucketMapChangedError", "has its state in 2 buckets by source partition and the job asks for 2 buckets"
@@ -118,6 +117,8 @@ def test_a_source_grows_between_starts(session: Any, tmp_path: Path) -> None:
     assert recorded(job) == [
         {"": {"counts": [2], "buckets": [0, 1]}},
         {"": {"counts": [2, 4], "buckets": [0, 1, 0, 1]}},
+        # Rows of the last partition have come.
+        {"": {"counts": [2, 4], "buckets": [0, 1, 0, 1], "reached": 4}},
     ]
     # It never shrinks, and no partition goes elsewhere.
     fed.append(MOVED)
@@ -130,7 +131,17 @@ def test_a_source_grows_between_starts(session: Any, tmp_path: Path) -> None:
     job.options["bucket_by"] = SourcePartition("partition", [2, 4, 8])
     fed.append(LETTERS)
     assert batches_of(job, rows(LETTERS, 8)) == counted(*fed)[-3:]
-    assert len(recorded(job)) == 3
+    assert len(recorded(job)) == 5
+    # It grows to a number between, which the plan has declared to be 16 in advance.
+    job.options["bucket_by"] = SourcePartition("partition", [2, 4, 8, 16])
+    assert max(partition_of(key, 11) for key in LETTERS) == 10
+    refused(
+        job,
+        "PartitionsChangedError",
+        "from partition 10, and none from partition 15: .* grown from 8 partitions.* cannot be followed",
+        rows(LETTERS, 11),
+        new=["partitions_5.json"],
+    )
 
 
 def test_partitions_that_each_have_a_bucket_lose_counts(spark: Any, tmp_path: Path) -> None:
@@ -212,7 +223,7 @@ def test_two_streams_of_which_one_grows(spark: Any, tmp_path: Path) -> None:
     )
     assert recorded(job)[-1] == {
         "clicks": {"counts": [3], "buckets": [0, 1, 2]},
-        "orders": {"counts": [3, 6], "buckets": [0, 1, 2, 0, 1, 2]},
+        "orders": {"counts": [3, 6], "buckets": [0, 1, 2, 0, 1, 2], "reached": 6},
     }
 
 
@@ -374,7 +385,10 @@ def test_a_savepoint_has_the_map(spark: Any, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         new = job_of(spark, tmp_path / name, source, start_from=Savepoint(start))
         assert batches_of(new, *[rows(keys, 4) for keys in fed[2:]]) == counted(*begun)[2:]
-        assert recorded(new) == [{"": {"counts": [2, 4], "buckets": [0, 1, 0, 1]}}]
+        assert recorded(new) == [
+            {"": {"counts": [2, 4], "buckets": [0, 1, 0, 1]}},
+            {"": {"counts": [2, 4], "buckets": [0, 1, 0, 1], "reached": 4}},
+        ]
 
 
 @reads_state
@@ -404,10 +418,13 @@ def test_what_another_query_left_has_an_assignment(spark: Any, tmp_path: Path) -
             continue
         with pytest.raises(PySparkException, match=r"(?s)PartitionsChangedError"):
             new.run(rows(["b", "d"], 2))
-    assert recorded(old) == [
-        {"": {"counts": [2, 4], "buckets": [0, 1, 0, 1]}},
-        {"": {"counts": [2, 4, 8], "buckets": [0, 1, 0, 1, 0, 1, 0, 1]}},
+    assert [(found[""]["counts"], found[""].get("reached")) for found in recorded(old)] == [
+        ([2, 4], None),
+        ([2, 4], 4),
+        ([2, 4, 8], 4),
+        ([2, 4, 8], 8),
     ]
+    assert recorded(old)[-1][""]["buckets"] == [0, 1] * 4
 
 
 def test_what_else_finds_a_key_or_a_file(spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,10 +41,11 @@ from spark_state_ext.spark.executor.opening import (
     open_bucket,
     refuse_without_import,
 )
+from spark_state_ext.spark.executor.packing_notes import KnownCounts, PackingNotes
 from spark_state_ext.spark.executor.rescaling import Move, Rescales
 from spark_state_ext.spark.shuffle.observed import numbers_of
 from spark_state_ext.spark.shuffle.pack import event_times
-from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, heartbeat_nonce
+from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.store.committed import CommittedRecord, write_committed
 from spark_state_ext.worker.memory import settle
@@ -153,14 +154,14 @@ class _BucketCall:
         self._rescales = worker.own(Rescales)
         self._finishing = worker.own(Finishing)
         self._detaching = worker.own(Detaching)
+        self._known_counts = worker.own(KnownCounts)
         self._info = info
         self._job = info.job
         self._task = info.task
         self._function = function
         self._state = state
         self._cpu = cpu
-        # The number that came with the heartbeat; None: there was none.
-        self._heartbeat: bytes | None = None
+        self._notes = PackingNotes()
         # What a bucket without state begins with, where the job says so.
         self._beginning: Beginning | None = None
         # Before the call has come so far, there is nothing to end.
@@ -213,7 +214,7 @@ class _BucketCall:
             self._fill(sorter, frames, folders.operator)
         # An imported bucket's first batch may have no rows, and so no heartbeat.
         imported = self._info.imported.nonce if self._info.imported is not None else b""
-        nonce = self._heartbeat or imported
+        nonce = self._notes.heartbeat or imported
         opened = self._opened = open_bucket(self._shared, self._info, folders, nonce, self._beginning)
         self._call.query_id = self._task.query_id or opened.query_folder
         clean_ups = self._clean_ups(opened, folders.operator)
@@ -221,6 +222,7 @@ class _BucketCall:
         clean_ups.probe(opened.pointer, self._job.plan_id)
         if self._info.stored is not None and move is None:
             self._fill(sorter, frames, folders.operator)
+        self._notes.record_growth(self._known_counts, self._job, opened.files)
         work, bucket, erase_turn = self._key_work(opened), opened.bucket, self._erase_turn(opened)
         rows = SpillBuffer(folders.scratch, self._job.options.memory_bytes_max)
         # Also a bucket without rows is restored, so that no later batch has to wait for it.
@@ -305,7 +307,7 @@ class _BucketCall:
         self._fill(sorter, frames, folders.operator)
         if move.stored is None:
             return False
-        if self._heartbeat is None:
+        if self._notes.heartbeat is None:
             # Not every bucket is called: they all go on as they were.
             self._job = move.as_before()
             self._info = replace(self._info, job=self._job)
@@ -382,7 +384,7 @@ class _BucketCall:
         if clean_ups.probed():
             # Where another backend than the root has lost the operator's files too.
             opened.prepare()
-        has_heartbeat = self._heartbeat is not None
+        has_heartbeat = self._notes.heartbeat is not None
         expected = partitioning.expected(opened.pointer, opened.files) if has_heartbeat else frozenset[int]()
         may_defer = end.may_leave(number, expected)
         room_bytes = options.task_inline_bytes_max - end.inline_bytes
@@ -447,9 +449,7 @@ class _BucketCall:
                 if not isinstance(payload, (bytes, bytearray)):
                     raise CorruptFileError(f"a payload of bucket {self._info.bucket} is {type(payload).__name__}")
                 payload = bytes(payload)
-                nonce = heartbeat_nonce(payload)
-                if nonce is not None:
-                    self._heartbeat = nonce
+                if self._notes.take(payload):
                     continue
                 for batch in decode(payload, load_spilled):
                     yield batch if late_until_us is None else self._on_time(batch, late_until_us)

@@ -32,9 +32,11 @@ from spark_state_ext.spark.shuffle.payload import (
     STREAM_COLUMN,
     encode,
     heartbeat,
+    partitions_seen,
     payload_bytes_max,
     spilled,
 )
+from spark_state_ext.spark.shuffle.source_counts import refuse_uncounted
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.worker.retry import retried
 
@@ -95,14 +97,13 @@ def pack(
     partition = context.partitionId() if context is not None else 0
     packer = _Packer(job, task, inline_share(partition), combiner)
     if context is not None and partition == 0:
+        # Before the calls, and so before any row of the batch reaches a function.
+        refuse_uncounted(job, task)
         # Every bucket is called in every batch with data: to restore, to time out, to be cleaned up.
         # Of a query that is rescaled, those that it had before too, which give their state away.
         called = max(job.options.buckets, job.rescaled_buckets)
-        labels = [bucket_label(bucket) for bucket in range(called)]
-        empty = pa.nulls(called, _OUTPUT.field("event_time").type)
-        others = pa.array([_begun_beside(job, task)] * called, pa.int32())
-        payloads = pa.array([heartbeat(f"{job.application_id} {job.plan_id} {task.stage}")] * called)
-        yield pa.RecordBatch.from_arrays([pa.array(labels, pa.int32()), payloads, empty, others], schema=_OUTPUT)
+        origin = f"{job.application_id} {job.plan_id} {task.stage}"
+        yield _to_all(called, heartbeat(origin), _begun_beside(job, task))
     held: list[pa.RecordBatch] = []
     held_bytes = 0
     for batch in batches:
@@ -115,6 +116,20 @@ def pack(
     if held:
         yield from packer.packed(pa.Table.from_batches(held))
     packer.close()
+    if packer.largest:
+        yield _to_all(job.options.buckets, partitions_seen(packer.largest))
+
+
+def _to_all(buckets: int, payload: bytes, others: int | None = None) -> pa.RecordBatch:
+    """One payload for each bucket."""
+    labels = [bucket_label(bucket) for bucket in range(buckets)]
+    columns = [
+        pa.array(labels, pa.int32()),
+        pa.array([payload] * buckets, pa.binary()),
+        pa.nulls(buckets, _OUTPUT.field("event_time").type),
+        pa.array([others] * buckets, pa.int32()),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=_OUTPUT)
 
 
 def _begun_beside(job: Job, task: TaskInfo) -> int | None:
@@ -141,6 +156,8 @@ class _Packer:
         self._bucket_bytes_max = bucket_bytes_max
         self._bucket_bytes = [0] * job.options.buckets
         self._spill: _SpillFile | None = None
+        # Of each stream that has rows from a new partition; the calls decide whether the source may have grown so.
+        self.largest: dict[str, int] = {}
 
     def packed(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
         table, buckets = self._in_buckets(table)
@@ -192,7 +209,9 @@ class _Packer:
         buckets, source = None, self._job.options.source_partition
         if source is not None:
             streams = None if source.stream is None else table.column(STREAM_COLUMN)
-            buckets = source.buckets_of(table.column(PARTITION_COLUMN), streams)
+            buckets, largest = source.buckets_of(table.column(PARTITION_COLUMN), streams)
+            if source.checkpoint_location is None:
+                self.largest |= {name: max(index, self.largest.get(name, 0)) for name, index in largest.items()}
             beside = [PARTITION_COLUMN] if streams is None else [PARTITION_COLUMN, STREAM_COLUMN]
             table = table.drop_columns(beside)
         if self._combiner is not None:

@@ -4,7 +4,9 @@ Packing keeps every value as it is; Spark's own path to pandas would turn a buck
 payload is ``b"A"`` and an LZ4-compressed Arrow IPC stream, or ``b"S"`` and JSON naming a spill file, its offset and
 length, with the CRC-32 of these in between: damaged Arrow bytes can crash a process. Or it is ``b"H"`` and 16 bytes
 that no other packing stage has, the same for all buckets: the heartbeat that makes Spark call every bucket in every
-batch with data. Output of functions that give Arrow goes on as ``b"O"``, checksum and an Arrow IPC stream (`output`).
+batch with data. Or it is ``b"P"``, checksum and JSON: the largest source partition of each stream that a packing task
+has rows of, for every bucket (`partitions_seen`). Output of functions that give Arrow goes on as ``b"O"``, checksum and
+an Arrow IPC stream (`output`).
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import hashlib
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pyarrow as pa
 
@@ -33,7 +35,9 @@ __all__ = [
     "encode_output",
     "heartbeat",
     "heartbeat_nonce",
+    "partitions_seen",
     "payload_bytes_max",
+    "seen_partitions",
     "spilled",
     "stored_payload",
 ]
@@ -45,7 +49,7 @@ PAYLOAD_SCHEMA = "bucket int, payload binary, event_time timestamp, __others int
 # `records_per_batch` where Spark is told no limit.
 NO_ROW_LIMIT = 2**31 - 1
 _PAYLOAD_BYTES_MAX = 1 << 20
-_INLINE, _SPILLED, _OUTPUT, _HEARTBEAT = b"A", b"S", b"O", b"H"
+_INLINE, _SPILLED, _OUTPUT, _HEARTBEAT, _PARTITIONS = b"A", b"S", b"O", b"H", b"P"
 # What the operator gives, and the payloads in it that are numbers for Spark's progress (`observed`).
 OUTPUT_COLUMN = "payload"
 NUMBERS = b"N"
@@ -84,6 +88,31 @@ def heartbeat_nonce(payload: bytes) -> bytes | None:
     return payload[1:] if payload[:1] == _HEARTBEAT else None
 
 
+def partitions_seen(largest: Mapping[str, int]) -> bytes:
+    """A payload with the largest source partition of each stream that a packing task has rows of.
+
+    Parameters
+    ----------
+    largest
+        The partition by the stream's name; only streams with rows from a partition that they did not begin with.
+    """
+    return _signed(_PARTITIONS, json.dumps(dict(largest), sort_keys=True).encode())
+
+
+def seen_partitions(payload: bytes) -> dict[str, int] | None:
+    """Inverse of `partitions_seen`; None for any other payload.
+
+    Raises
+    ------
+    CorruptFileError
+        When it is damaged.
+    """
+    if payload[:1] != _PARTITIONS:
+        return None
+    largest: dict[str, int] = json.loads(_checked(payload, _PARTITIONS).to_pybytes())
+    return largest
+
+
 def encode(batch: pa.RecordBatch) -> bytes:
     """Rows as an inline payload."""
     sink = pa.BufferOutputStream()
@@ -105,7 +134,7 @@ def decode(payload: bytes, load: Callable[[str, int, int], bytes]) -> Iterator[p
     CorruptFileError
         When it is damaged.
     """
-    if payload[:1] == _HEARTBEAT:
+    if payload[:1] in (_HEARTBEAT, _PARTITIONS):
         return
     body = stored_payload(payload, load) if payload[:1] == _SPILLED else payload
     with pa.ipc.open_stream(_checked(body, _INLINE), options=_READ_OPTIONS) as reader:

@@ -1,0 +1,93 @@
+"""What packing tells a bucket's call besides rows: the heartbeat, and which new source partitions the batch has."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from arrow_schemas.partitions import PartitionAssignment
+from spark_state_ext.engine.job import Job
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.partition_files import record_growth
+from spark_state_ext.spark.shuffle.payload import heartbeat_nonce, seen_partitions
+from spark_state_ext.worker.retry import retried
+
+__all__ = ["KnownCounts", "PackingNotes"]
+
+
+class KnownCounts:
+    """The assignments that a process has seen in force: how many partitions streams are known to have had."""
+
+    _MAX = 64
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, str], PartitionAssignment] = OrderedDict()
+
+    def record_growth(self, job: Job, files: Folder, largest: dict[str, int]) -> None:
+        """Record what new partitions prove, unless it is known.
+
+        Parameters
+        ----------
+        job
+            The job, whose plan has declared the partitions.
+        files
+            The query folder.
+        largest
+            The largest new partition of each stream that has rows of one in the batch.
+
+        Raises
+        ------
+        PartitionsChangedError
+            When a stream has grown, and the rows do not prove a declared count.
+        StorageError
+            When it cannot be recorded.
+        """
+        place = files.root, job.plan_id
+        known = self._known.get(place)
+        if known is not None and known.knows(largest):
+            return
+        timeout_s = job.options.commit.commit_timeout_ms / 1000
+        self._known[place] = retried(lambda: record_growth(files, largest), timeout_s=timeout_s)
+        while len(self._known) > self._MAX:
+            self._known.popitem(last=False)
+
+
+class PackingNotes:
+    """The notes among the payloads of one call."""
+
+    def __init__(self) -> None:
+        # The number that came with the heartbeat; None: there was none.
+        self.heartbeat: bytes | None = None
+        # Every bucket gets the same, whatever rows it has.
+        self._largest: dict[str, int] = {}
+
+    def take(self, payload: bytes) -> bool:
+        """Keep a payload if it is a note; False if it holds rows.
+
+        Raises
+        ------
+        CorruptFileError
+            When it is damaged.
+        """
+        nonce = heartbeat_nonce(payload)
+        if nonce is not None:
+            self.heartbeat = nonce
+            return True
+        largest = seen_partitions(payload)
+        if largest is None:
+            return False
+        for stream, index in largest.items():
+            self._largest[stream] = max(index, self._largest.get(stream, 0))
+        return True
+
+    def record_growth(self, known: KnownCounts, job: Job, files: Folder) -> None:
+        """Refuse a batch with new partitions that do not prove a declared count; record what they prove.
+
+        Parameters
+        ----------
+        known
+            The process's.
+        job, files
+            As for `KnownCounts.record_growth`, which says what is raised.
+        """
+        if self._largest:
+            known.record_growth(job, files, self._largest)
