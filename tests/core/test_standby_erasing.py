@@ -13,7 +13,7 @@ from test_erase_scan import TEXT
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.erasing import history
+from spark_state_ext.erasing.past import rewrite
 from spark_state_ext.standby.roots import RootFollower
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
@@ -40,14 +40,12 @@ def test_a_replica_begins_again_from_files_without_the_keys(tmp_path: Path, monk
         assert follower.drain(WAIT_S)
         follower.tick()
 
-    real = history.rewrite
-
     def rewritten(*given: Any) -> int:
         follow()
-        return real(*given)
+        return rewrite(*given)
 
     follow()
-    monkeypatch.setattr(history, "rewrite", rewritten)
+    monkeypatch.setattr("spark_state_ext.erasing.history.rewrite", rewritten)
     assert erase(life).files > 2
     follow()
     (key,) = follower.held()
