@@ -19,7 +19,7 @@ from spark_state_ext.backends.replication import is_held
 from spark_state_ext.commit.cadence import snapshot_overdue, with_unconfirmed_snapshot
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.snapshots import Snapshots
-from spark_state_ext.errors import StateError
+from spark_state_ext.errors import CorruptStoreError, StateError
 from spark_state_ext.files.erasure import snapshot_asked, with_snapshot
 from spark_state_ext.files.sealed import SealedFile, seal
 from spark_state_ext.store import LocalStore, View
@@ -212,6 +212,9 @@ class SnapshotWriter:
         except BaseException as error:
             # Whoever waits for it should have another one made.
             self._snapshots.not_sent(header.ref, names, str(error) or repr(error))
+            if isinstance(error, CorruptStoreError):
+                # No call may ever read this part of the store, and then no snapshot would ever be made.
+                self._store.rebuild()
             raise
         finally:
             self._bucket.unpin(pin)

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -281,11 +281,17 @@ class BucketFollower:
         )
 
     def _measure(self) -> None:
-        """See how large the copy is; while a task prunes it that cannot be told, and is as before."""
+        """Note how large the copy is. While a task prunes it, the size stays as it was."""
         if self._loaded is not None:
-            with suppress(MissingRunError, CorruptStoreError):
-                view = self.store().view(self._loaded)
+            store = self.store()
+            try:
+                view = store.view(self._loaded)
                 self._size = (view.size_bytes, view.rows_max)
+            except MissingRunError:
+                pass  # a task prunes it just now
+            except CorruptStoreError as error:
+                self._rebuild(store, error)
+                self._forget()
 
     def _follow(self, listing: Listing, candidates: Sequence[CheckpointRef]) -> dict[CheckpointRef, StateError]:
         """Load the newest files, in the order in which they were written; returns what went wrong with which."""

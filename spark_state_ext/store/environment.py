@@ -37,6 +37,7 @@ from spark_state_ext.errors import (
     StoreFullError,
     TooManyOpenFilesError,
 )
+from spark_state_ext.store.damage import can_be_mapped, rebuild_if_damaged
 from spark_state_ext.store.forks import check_process, keep_for_ever
 from spark_state_ext.store.gate import Gate
 from spark_state_ext.store.local_disk import DATA_FILE, make_private, refuse_full, set_aside, storage_error, translated
@@ -83,11 +84,9 @@ class Environment:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             refuse_full(folder)
             env = _open(folder, map_bytes)
-        except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
-            raise CorruptStoreError(f"the local store {folder} is damaged: {error}") from error
         except (lmdb.Error, OSError) as error:
-            if "data format" in str(error):  # py-lmdb 3 has no class of its own for files of another LMDB
-                raise CorruptStoreError(f"the local store {folder} cannot be read: {error}") from error
+            if isinstance(error, lmdb.MemoryError) and can_be_mapped(folder / DATA_FILE, map_bytes):
+                raise CorruptStoreError(f"the local store {folder} announces more pages than it has") from error
             raise storage_error(folder, error) from error
         try:
             file = os.open(folder / DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
@@ -181,11 +180,7 @@ class Environment:
                         shutil.rmtree(stale, ignore_errors=True)
         except OSError as error:
             raise storage_error(folder, error) from error
-        try:
-            return cls._opened(folder, map_bytes)
-        except CorruptStoreError:
-            set_aside(folder)
-            return cls._opened(folder, map_bytes)
+        return rebuild_if_damaged(lambda: cls._opened(folder, map_bytes), lambda: set_aside(folder))
 
     @classmethod
     def _close_idle(cls, most: int) -> int:

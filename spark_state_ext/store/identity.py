@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from arrow_schemas.row import RowSchema
-from spark_state_ext.errors import CorruptStoreError
+from spark_state_ext.store.damage import rebuild_if_damaged
 from spark_state_ext.store.shared import SharedEnvironment
 from spark_state_ext.store.transaction import Reader, Writing
 
@@ -34,15 +34,13 @@ def check_identity(environment: SharedEnvironment, schema: RowSchema) -> None:
         if txn.get(b"meta", b"identity") is None:
             txn.put(b"meta", b"identity", identity)
 
-    try:
+    def noted() -> bytes | None:
         found = environment.read(stored)
         if found is None:
             environment.write(record)
             found = environment.read(stored)
-    except CorruptStoreError:
-        environment.discard()
-        environment.write(record)
-        found = environment.read(stored)
-    if found != identity:
+        return found
+
+    if rebuild_if_damaged(noted, environment.discard) != identity:
         environment.discard()
         environment.write(record)

@@ -27,6 +27,7 @@ from spark_state_ext.store.base_file import chunks_in, file_of, mapped
 from spark_state_ext.store.checksums import PartlyChecked
 from spark_state_ext.store.chunks import Chunks
 from spark_state_ext.store.compaction import COMPACTION_BYTES_MAX, choose_compacted, choose_runs, droppable, outgrown
+from spark_state_ext.store.damage import rebuild_if_damaged
 from spark_state_ext.store.environment import MAP_BYTES_MIN
 from spark_state_ext.store.identity import check_identity
 from spark_state_ext.store.incoming import Incoming, remove_abandoned
@@ -39,6 +40,7 @@ from spark_state_ext.store.view import View
 
 __all__ = ["LocalStore"]
 
+T = TypeVar("T")
 Store = TypeVar("Store", bound="LocalStore")
 
 _LOGGER = logging.getLogger("spark_state_ext")
@@ -79,8 +81,7 @@ class LocalStore:
         self._chunk_rows = chunk_rows
         self._compaction_bytes_max = compaction_bytes_max
         self._chunks = Chunks(schema, notes=environment.writes)
-        self._closed = False
-        self._incoming = Incoming()
+        self._closed, self._incoming = False, Incoming()
         self._environment = environment
         # What of its runs is not here yet.
         self.lazy = LazyRuns(environment, schema, self._chunks, self._incoming)
@@ -137,11 +138,11 @@ class LocalStore:
 
     def has(self, ref: CheckpointRef) -> bool:
         """Whether some run ends at this checkpoint."""
-        return self._environment.read(lambda txn: any(run.newest == ref for run in manifest.every(txn)))
+        return any(run.newest == ref for run in self.runs())
 
     def runs(self) -> list[Run]:
         """All runs here, in no order."""
-        return self._environment.read(lambda txn: list(manifest.every(txn)))
+        return self._rebuild_if_damaged(lambda: self._environment.read(lambda txn: list(manifest.every(txn))))
 
     # -- writing -----------------------------------------------------------------------------------
 
@@ -345,7 +346,7 @@ class LocalStore:
 
     def unpin(self, name: str) -> None:
         """Release a pin."""
-        self._environment.write(lambda txn: pins.release(txn, name))
+        self._rebuild_if_damaged(lambda: self._environment.write(lambda txn: pins.release(txn, name)))
         self._stay_closed()
 
     def record(self, written: Mapping[str, bytes], removed: Collection[str] = ()) -> None:
@@ -355,12 +356,12 @@ class LocalStore:
             records.remove(txn, removed)
             records.put(txn, written)
 
-        self._environment.write(work)
+        self._rebuild_if_damaged(lambda: self._environment.write(work))
         self._stay_closed()
 
     def records(self) -> dict[str, bytes]:
         """All records, by name."""
-        return self._environment.read(records.every)
+        return self._rebuild_if_damaged(lambda: self._environment.read(records.every))
 
     def rebuild(self) -> None:
         """Set a damaged environment aside and begin with an empty one."""
@@ -422,6 +423,9 @@ class LocalStore:
         self._environment.read(with_txn)
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _rebuild_if_damaged(self, work: Callable[[], T]) -> T:
+        return rebuild_if_damaged(work, self.rebuild) if self._environment.writes else work()
 
     def _remove_abandoned(self) -> None:
         def known() -> set[str] | None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import lmdb
 
-from spark_state_ext.errors import CorruptStoreError, StorageError, StoreFullError
+from spark_state_ext.errors import CorruptStoreError, StateError, StorageError, StoreFullError
+from spark_state_ext.store.damage import is_damage
 from spark_state_ext.worker import descriptors
 
 __all__ = ["DATA_FILE", "make_private", "refuse_full", "set_aside", "storage_error", "translated"]
@@ -43,13 +44,11 @@ def make_private(folder: Path) -> None:
 
 @contextlib.contextmanager
 def translated(folder: Path) -> Iterator[None]:
-    """Raise what LMDB says of a store as errors of ours, but that its map is full or was resized."""
+    """Raise LMDB's errors as this package's own, except those that report a full or resized map."""
     try:
         yield
     except (lmdb.MapResizedError, lmdb.MapFullError):
         raise
-    except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError) as error:
-        raise CorruptStoreError(f"the local store {folder} is damaged: {error}") from error
     except lmdb.Error as error:
         raise storage_error(folder, error) from error
 
@@ -75,13 +74,15 @@ def refuse_full(folder: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def storage_error(folder: Path, error: Exception) -> StorageError:
-    """What the system or LMDB said of a local store, as an error that says what to do."""
+def storage_error(folder: Path, error: Exception) -> StateError:
+    """Return the error to raise for what the system or LMDB reports about a local store; its text says what to do."""
+    if is_damage(error):
+        return CorruptStoreError(f"the local store {folder} is damaged: {error}")
     if descriptors.used_up(error):
         return descriptors.too_many(f"the local store {folder} cannot be opened")
     text = str(error)
     number = getattr(error, "errno", None)
-    # A write that the disk took in part only is an "Input/output error" to LMDB.
+    # If the disk takes only a part of a write, LMDB reports an "Input/output error".
     full = "Input/output error" in text and _free_bytes(folder) < _FREE_BYTES_MIN
     if full or number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "quota" in text:
         return StoreFullError(
@@ -91,5 +92,10 @@ def storage_error(folder: Path, error: Exception) -> StorageError:
         return StoreFullError(
             f"no address space to map the local store {folder}: {text}. Raise spark.executor.pyspark.memory, or "
             "use more buckets."
+        )
+    if "MDB_" in text:  # LMDB's own words, which say nothing about the disk
+        return StorageError(
+            f"the local store {folder} failed: {text}. Start again; if that fails too, remove this folder: it is a "
+            "cache, and is rebuilt from the checkpoint files."
         )
     return StorageError(f"the local store {folder} failed: {text}. Set local_dir to a writable local disk.")

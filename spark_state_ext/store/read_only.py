@@ -20,6 +20,7 @@ from spark_state_ext.errors import (
     StorageError,
     UsageError,
 )
+from spark_state_ext.store.damage import is_damage
 from spark_state_ext.store.environment import READERS_MAX, Environment
 from spark_state_ext.store.forks import check_process
 from spark_state_ext.store.gate import Gate
@@ -207,8 +208,6 @@ def _opened(folder: Path) -> Any:
         except lmdb.MapResizedError:  # by the job, between two looks at the file
             if not attempts_left:
                 raise
-        except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
-            raise CorruptStoreError(f"the local store {folder} is damaged, or being made: {error}") from error
         except (lmdb.Error, OSError) as error:
             if not (folder / DATA_FILE).exists():
                 raise _gone(folder) from error
@@ -216,6 +215,8 @@ def _opened(folder: Path) -> Any:
                 raise UsageError(
                     f"this process has the local store {folder} open already: share one LiveState"
                 ) from error
+            if is_damage(error):
+                raise CorruptStoreError(f"the local store {folder} is damaged, or being made: {error}") from error
             raise storage_error(folder, error) from error
     raise AssertionError("unreachable: the last attempt returns or raises")
 

@@ -26,6 +26,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import seal
 from spark_state_ext.restore.trace import Trace
 from spark_state_ext.store import LocalStore
+from spark_state_ext.store.transaction import Writing
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, good_hash
 from spark_state_ext.worker import memory
 from spark_state_ext.worker.spill import SpillBuffer
@@ -344,18 +345,19 @@ def test_memory_of_a_backlog_is_given_back(replica: Replica, monkeypatch: pytest
     assert after_bytes > len(KEYS) * 10_000
 
 
+def _spoil_chunks(txn: Writing) -> None:
+    for key, value in [(key, bytes(value)) for key, value in txn.items(b"chunks")]:
+        txn.put(b"chunks", key, value[:-1] + bytes([value[-1] ^ 0xFF]))
+
+
 def test_a_damaged_local_store_does_not_stop_the_job(replica: Replica) -> None:
     """The local store is a cache: whatever is wrong with it, the checkpoint files are whole."""
     pointers, models = replica.history(9)
     store = replica.machine()
 
-    def spoil(txn: object) -> None:
-        for key, value in [(k, bytes(v)) for k, v in txn.items(b"chunks")]:  # type: ignore[attr-defined]
-            txn.put(b"chunks", key, value[:-1] + bytes([value[-1] ^ 0xFF]))  # type: ignore[attr-defined]
-
     for step in ("read", "commit", "merge"):
         store._chunks.forget_all()
-        store._environment.write(spoil)
+        store._environment.write(_spoil_chunks)
         if step == "read":
             assert replica.state(pointers[-1]) == models[-1]
         else:
@@ -372,15 +374,26 @@ def test_a_damaged_local_store_is_noticed_by_the_snapshot(replica: Replica) -> N
     store = replica.machine()
     store._chunks.forget_all()
 
-    def spoil(txn: object) -> None:
-        for key, value in [(k, bytes(v)) for k, v in txn.items(b"chunks")]:  # type: ignore[attr-defined]
-            txn.put(b"chunks", key, value[:-1] + bytes([value[-1] ^ 0xFF]))  # type: ignore[attr-defined]
-
-    store._environment.write(spoil)
+    store._environment.write(_spoil_chunks)
     pointer = replica.commit(pointers[3], {KEYS[0]: Row(3)})
     assert len(pointer.lineage) == 1, "the snapshot was written"
     assert replica.state(pointer, "fresh") == changed(models[3], {KEYS[0]: Row(3)})
     assert replica.state(pointer) == changed(models[3], {KEYS[0]: Row(3)})
+
+
+@pytest.mark.usefixtures("often")
+def test_damage_that_only_a_snapshot_reads_is_mended(replica: Replica, caplog: pytest.LogCaptureFixture) -> None:
+    """Runs that are too large to be merged are not read by calls that change other keys."""
+    store = replica.machines["a"] = LocalStore.at(replica.local / "a", SCHEMA, chunk_rows=4, compaction_bytes_max=1)
+    pointers, models = replica.history(3)
+    store._chunks.forget_all()
+    store._environment.write(_spoil_chunks)
+    pointer, model = pointers[3], models[3]
+    for number in range(4):
+        changes: Changes = {KEYS[0]: Row(number)}
+        pointer, model = replica.commit(pointer, changes), changed(model, changes)
+    assert caplog.text.count("differ from theirs") == 1, "the next snapshot was made"
+    assert replica.state(pointer, "fresh") == replica.state(pointer) == model
 
 
 def test_pruning_by_another_process_in_the_middle_of_a_read(replica: Replica) -> None:

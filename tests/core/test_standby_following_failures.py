@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,27 @@ def test_a_store_that_was_removed_or_replaced_is_filled_again(world: World) -> N
     # Taken for damaged, by a task.
     world.task().rebuild()
     assert world.follower.step().files_read == 3
+    assert world.adopted() == 0
+
+
+def test_a_replica_whose_pages_are_damaged_is_rebuilt(world: World) -> None:
+    """LMDB notices a header of zeros wherever it reads or changes such a page; the service has the file open."""
+    for number in range(9):
+        world.batch(changes(number))
+    assert world.follower.step().is_caught_up
+    page_bytes, files = os.sysconf("SC_PAGE_SIZE"), 0
+    (path,) = world.follower.store_folder.glob("*/data.mdb")
+    for page in range(2, path.stat().st_size // page_bytes):
+        # A replica that was rebuilt may be smaller.
+        if page < path.stat().st_size // page_bytes:
+            with path.open("r+b") as file:
+                file.seek(page * page_bytes)
+                file.write(bytes(16))
+        world.batch(changes(page))
+        found = world.follower.step()
+        assert (found.error, found.is_caught_up) == (None, True), f"page {page}"
+        files += found.files_read
+    assert files > 2 * page, "it was rebuilt more than once"
     assert world.adopted() == 0
 
 
