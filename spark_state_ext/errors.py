@@ -75,6 +75,7 @@ __all__ = [
     "StorageError",
     "StoreFullError",
     "TooManyOpenFilesError",
+    "UnsafeFolderError",
     "UnsupportedPlanError",
     "UnsupportedTypeError",
     "UploadFailedError",
@@ -166,6 +167,10 @@ class StorageError(StateError, OSError):
 
 class StoreFullError(StorageError):
     """The disk of the local store is full, or the address space for its map is used up."""
+
+
+class UnsafeFolderError(StorageError):
+    """A folder is a symbolic link, or others may write to it, so nothing is written there or removed behind it."""
 
 
 class CannotHoldError(StorageError):

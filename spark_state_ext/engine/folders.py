@@ -11,6 +11,7 @@ from spark_state_ext.backends.registry import FSSPEC
 from spark_state_ext.engine.job import Job
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.worker.private_folder import make_private
 from spark_state_ext.worker.process import namespace
 
 __all__ = [
@@ -68,33 +69,28 @@ def root_id(root: str) -> str:
 
 def scratch_folder(local_dir: str | None) -> Path:
     """A folder for temporary files, on a local disk."""
-    folder = stores_folder(local_dir) / "scratch"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"the local folder {folder} cannot be made: {error}. Set local_dir elsewhere.") from error
-    return folder
+    return _private(stores_folder(local_dir) / "scratch")
 
 
 def stores_folder(local_dir: str | None) -> Path:
     """Where the local stores lie: our folder, mode 0700, in `local_dir` or else in Spark's first folder for scratch."""
-    folder = stores_path(local_dir)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise StorageError(
-                f"the local folder {folder} belongs to another user; set local_dir to a folder of your own"
-            )
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(
-            f"the local folder {folder} cannot be used: {error}. Set local_dir to a writable local disk."
-        ) from error
-    return folder
+    return _private(stores_path(local_dir))
 
 
 def stores_path(local_dir: str | None) -> Path:
     """The same, whether or not it is there."""
     base = local_dir or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or tempfile.gettempdir()
     return Path(base) / f"spark_state_ext-{os.getuid()}"
+
+
+def _private(folder: Path) -> Path:
+    """Make or check a folder of this user alone, and return it."""
+    try:
+        make_private(folder)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"the local folder {folder} cannot be used: {error}. Set local_dir to a writable local disk."
+        ) from error
+    return folder

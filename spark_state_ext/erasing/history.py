@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +44,7 @@ from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Found, RunIdentity
 from spark_state_ext.rescale.parents import PARENTS_FOLDER, has_parents
+from spark_state_ext.worker.removal import refuse_links, remove_tree
 
 __all__ = ["ErasedHistory", "erase_history"]
 
@@ -442,12 +442,14 @@ def _drop_stores(local_dir: Path, root: str, operator: str, query_folder: str) -
         if not re.fullmatch(r"[0-9a-f]{16}-" + re.escape(operator), operators.name):
             continue
         stores = operators / query_folder
+        # What is in a folder elsewhere would be missed, or belongs to somebody else.
+        refuse_links(stores, local_dir)
         if stores.is_dir() and (operators.name.startswith(mine) or not _used_lately(stores)):
             # Renamed first: whoever opens it now makes a new one, and none sees half of it.
             stores.rename(operators / f"{_GONE}{uuid.uuid4().hex}")
             dropped += 1
         for gone in operators.glob(f"{_GONE}*"):
-            shutil.rmtree(gone)
+            remove_tree(gone, local_dir)
     return dropped
 
 

@@ -20,6 +20,7 @@ from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.sealed_body import NOT_ARROW, SealedBody, open_sealed, write_sealed
 from spark_state_ext.store.runs import CHUNK_ROWS, cut
+from spark_state_ext.worker.removal import remove_file
 from spark_state_ext.worker.spill import local_errors
 
 __all__ = ["BucketPast", "FilePast", "read_past", "rewrite"]
@@ -152,7 +153,7 @@ def rewrite(
         allowed()
         past.files.put_file(past.name, made)
     finally:
-        made.unlink(missing_ok=True)
+        remove_file(made, missing_ok=True)
     return removed
 
 
@@ -175,4 +176,4 @@ def _opened(files: Folder, name: str, scratch: Path) -> Iterator[SealedBody]:
     except NOT_ARROW as error:
         raise CorruptFileError(f"{where} cannot be read: {error}") from error
     finally:
-        copy.unlink(missing_ok=True)
+        remove_file(copy, missing_ok=True)

@@ -36,6 +36,7 @@ from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import decode_manifest
 from spark_state_ext.savepoints.records import START_NAME, start_of
 from spark_state_ext.store.local_disk import DATA_FILE, LOCK_FILE
+from spark_state_ext.worker.removal import remove_file
 from spark_state_ext.worker.spill import local_errors
 
 __all__ = ["erase_scan"]
@@ -365,7 +366,7 @@ class _Scan:
         except NOT_ARROW as error:
             raise CorruptFileError(f"{where} cannot be read: {error}") from error
         finally:
-            copy.unlink(missing_ok=True)
+            remove_file(copy, missing_ok=True)
         if rows != body.record.rows:
             raise CorruptFileError(f"{where} holds {rows} rows and announces {body.record.rows}")
 

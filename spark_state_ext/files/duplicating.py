@@ -15,6 +15,7 @@ from typing import Any
 from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext.files.publishing import client_of, is_there
+from spark_state_ext.worker.removal import is_link, remove_file
 
 __all__ = ["duplicated", "duplicates"]
 
@@ -77,6 +78,10 @@ def duplicated(source: Any, path: str, target: Any, target_path: str, make_folde
 
 
 def _linked(path: str, target_path: str) -> bool:
+    # A link to the bytes, and never to a symbolic link, whose target may go.
+    path = os.path.realpath(path, strict=True)
+    if is_link(target_path):
+        remove_file(target_path)
     try:
         os.link(path, target_path)
     except FileExistsError:

@@ -28,6 +28,7 @@ from spark_state_ext.files import duplicating, publishing
 from spark_state_ext.files.advice import advice_on, extra_for
 from spark_state_ext.files.listing import Entry, entry_of, listed_whole
 from spark_state_ext.files.readable import Duplicable, Listed, Readable
+from spark_state_ext.worker import removal
 from spark_state_ext.worker.descriptors import too_many, used_up
 
 __all__ = ["Duplicable", "Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_relative", "taken"]
@@ -356,20 +357,41 @@ class Folder:
             self._fs.mv(posixpath.join(self._path, name), path)
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens when it is gone already."""
+        """Remove a file; nothing happens when it is gone already.
+
+        Raises
+        ------
+        UnsafeFolderError
+            When a folder on the way to it, below the one that the user named, is a symbolic link.
+        """
+        with self._translated(f"removing {self.where(name)}"), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._removable(name))
+
+    def remove_own(self, name: str) -> None:
+        """As `remove`, of a file that a process of the query wrote by the same path, through links if need be."""
         with self._translated(f"removing {self.where(name)}"), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(posixpath.join(self._path, name))
 
     def remove_tree(self, name: str) -> None:
-        """Remove a folder and what is in it; nothing happens when it is gone already."""
+        """Remove a folder and what is in it; nothing happens when it is gone already. Links are as for `remove`."""
         with self._translated(f"removing {self.where(name)}"), contextlib.suppress(FileNotFoundError):
-            self._fs.rm(posixpath.join(self._path, name), recursive=True)
+            path = self._removable(name)
+            removal.remove_tree(path) if self._local else self._fs.rm(path, recursive=True)
 
     def remove_if_empty(self, *names: str) -> None:
         """Remove a folder in which nothing is; one that has something stays. Object stores have no folders."""
         if not self._atomic_put:
             with contextlib.suppress(OSError):
-                self._fs.rmdir(posixpath.join(self._path, *names))
+                self._fs.rmdir(self._removable(*names))
+
+    def refuse_links(self, folder: str = "") -> None:
+        """Raise an UnsafeFolderError if a folder in this one, or one between it and the user's, is a symbolic link."""
+        if self._local:
+            removal.refuse_links(posixpath.join(self._path, folder), self._top)
+
+    def _removable(self, *names: str) -> str:
+        self.refuse_links(posixpath.dirname(posixpath.join("", *names)))
+        return posixpath.join(self._path, *names)
 
     def _is_there(self, path: str) -> bool:
         return publishing.is_there(self._fs, path)

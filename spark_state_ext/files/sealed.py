@@ -22,6 +22,7 @@ from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.worker.removal import remove_file
 from spark_state_ext.worker.spill import SpillBuffer, local_errors
 
 __all__ = ["SealedFile", "SealedFiles", "publish", "seal"]
@@ -101,7 +102,7 @@ class _Owner:
 def _remove(path: Path, pid: int) -> None:
     # Not when a process that was forked from the file's ends.
     if os.getpid() == pid:
-        path.unlink(missing_ok=True)
+        remove_file(path, missing_ok=True)
 
 
 class SealedFiles:

@@ -36,6 +36,7 @@ from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.committed import CommittedRecord, committed_bytes, operator_of
 from spark_state_ext.store.read_only import ReadOnlyEnvironment
 from spark_state_ext.worker.boot import boot_id
+from spark_state_ext.worker.private_folder import check_private
 from spark_state_ext.worker.process import namespace
 
 __all__ = ["LiveRows", "LiveState", "open_live"]
@@ -109,6 +110,8 @@ def open_live(
     ------
     StateGoneError
         When no task of this host has worked on such an operator since the machine started.
+    UnsafeFolderError
+        When the folder of local stores is a symbolic link, or another user's.
 
     Examples
     --------
@@ -119,6 +122,8 @@ def open_live(
     41 820 [{'user': 'ada', 'clicks': 7, 'timeout_ms': None}]
     """
     stores = stores_path(local_dir)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        check_private(stores)
     named = rf"{re.escape(root_id(root))}-" if root is not None else "[0-9a-f]{16}-"
     found = [
         (_last_use_s(folder), folder)

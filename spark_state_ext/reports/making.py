@@ -18,6 +18,7 @@ from spark_state_ext.reports.page import page_of
 from spark_state_ext.reports.sections import of_batches, of_files, summary
 from spark_state_ext.reports.skew import loads_of
 from spark_state_ext.worker.metrics import FILES, SCHEMA, read
+from spark_state_ext.worker.removal import remove_file
 
 __all__ = ["report"]
 
@@ -110,6 +111,6 @@ def _write(target: Path, page: str) -> None:
             made.write_text(page, encoding="utf-8")
             made.replace(target)
         finally:
-            made.unlink(missing_ok=True)
+            remove_file(made, missing_ok=True)
     except OSError as error:
         raise StorageError(f"the report cannot be written to {target}: {error}") from error

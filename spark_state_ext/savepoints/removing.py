@@ -36,7 +36,15 @@ def delete_files(
     -------
     int
         How many checkpoint files there were.
+
+    Raises
+    ------
+    UnsafeFolderError
+        When a folder of the savepoint is a symbolic link: nothing is deleted then.
     """
+    for bucket in manifest.buckets:
+        # All of them before the first file goes.
+        savepoint.child(bucket.operator, str(bucket.bucket)).refuse_links()
     replaced = replaced_in(savepoint)
     if replaced is not None and replaced.savepoint_id == manifest.header.id:
         drop_replaced(savepoint, replaced, manifest, lambda: still_ours(False))

@@ -22,6 +22,7 @@ from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from spark_state_ext.errors import CorruptFileError, CorruptStoreError
 from spark_state_ext.worker.boot import boot_id
+from spark_state_ext.worker.removal import remove_file
 
 __all__ = ["CommittedRecord", "committed_bytes", "operator_of", "read_committed", "write_committed"]
 
@@ -123,7 +124,7 @@ def _put_operator(folder: Path, operator: OperatorFile) -> None:
         written.chmod(0o600)
         written.replace(folder / _OPERATOR)
     finally:
-        written.unlink(missing_ok=True)
+        remove_file(written, missing_ok=True)
 
 
 @functools.cache

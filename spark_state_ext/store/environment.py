@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +43,7 @@ from spark_state_ext.store.local_disk import DATA_FILE, make_private, refuse_ful
 from spark_state_ext.store.transaction import DATABASES, Reader, Writing
 from spark_state_ext.worker import descriptors
 from spark_state_ext.worker.boot import boot_id
+from spark_state_ext.worker.removal import remove_tree
 
 __all__ = ["MAP_BYTES_MIN", "READERS_MAX", "Environment"]
 
@@ -177,7 +177,7 @@ class Environment:
             with contextlib.suppress(FileNotFoundError):  # another process takes it for unused just now
                 for stale in bucket_folder.iterdir():
                     if stale.name != folder.name:
-                        shutil.rmtree(stale, ignore_errors=True)
+                        remove_tree(stale, ignore_errors=True)
         except OSError as error:
             raise storage_error(folder, error) from error
         return rebuild_if_damaged(lambda: cls._opened(folder, map_bytes), lambda: set_aside(folder))

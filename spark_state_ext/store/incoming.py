@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from spark_state_ext.store.local_disk import storage_error
+from spark_state_ext.worker.removal import remove_file
 
 __all__ = ["Incoming", "remove_abandoned"]
 
@@ -56,7 +57,7 @@ class Incoming:
 
     def end(self, path: Path) -> None:
         """It has become a run, or will not: remove what is left of it."""
-        path.unlink(missing_ok=True)
+        remove_file(path, missing_ok=True)
         lock = self._locks.pop(path, None)
         if lock is not None:
             os.close(lock)
@@ -84,7 +85,7 @@ def remove_abandoned(folder: Path, known: Callable[[], Collection[str] | None]) 
         for path in found:
             with contextlib.suppress(FileNotFoundError):  # another process was first
                 if path.name not in names and (alone or path.stat().st_mtime < young_s):
-                    path.unlink()
+                    remove_file(path)
 
 
 @contextlib.contextmanager

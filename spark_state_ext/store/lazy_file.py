@@ -29,6 +29,7 @@ from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingR
 from spark_state_ext.store.base_file import file_of, mapped
 from spark_state_ext.store.local_disk import storage_error
 from spark_state_ext.worker.background import Foreground, Runner
+from spark_state_ext.worker.removal import remove_file
 
 if TYPE_CHECKING:
     from spark_state_ext.store.runs import Run
@@ -267,7 +268,7 @@ class LazyFile:
         if len(self.absent()):
             return False
         try:
-            marks_of(self._folder, self.run.key).unlink(missing_ok=True)
+            remove_file(marks_of(self._folder, self.run.key), missing_ok=True)
         except OSError as error:
             raise storage_error(self._folder, error) from error
         return True

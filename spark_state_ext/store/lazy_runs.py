@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import uuid
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from spark_state_ext.store.lazy_file import FetchPieces, LazyFile, marks_of
 from spark_state_ext.store.lazy_lookup import Places, columns, ensured, places
 from spark_state_ext.store.runs import Run
 from spark_state_ext.store.shared import SharedEnvironment
+from spark_state_ext.worker.removal import remove_file
 
 __all__ = ["LazyRuns", "files_of", "remove_files"]
 
@@ -214,5 +214,4 @@ def files_of(folder: Path, run_key: str) -> tuple[Path, ...]:
 def remove_files(folder: Path, run_key: str) -> None:
     """Remove the files of a run; whoever has them mapped goes on reading them."""
     for path in files_of(folder, run_key):
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+        remove_file(path, missing_ok=True)

@@ -15,6 +15,7 @@ import lmdb
 from spark_state_ext.errors import CorruptStoreError, StateError, StorageError, StoreFullError
 from spark_state_ext.store.damage import is_damage
 from spark_state_ext.worker import descriptors
+from spark_state_ext.worker.removal import remove_tree
 
 __all__ = ["DATA_FILE", "make_private", "refuse_full", "set_aside", "storage_error", "translated"]
 
@@ -30,7 +31,7 @@ def set_aside(folder: Path) -> None:
     away = folder.with_name(f"damaged-{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):  # another process was first
         folder.rename(away)
-    shutil.rmtree(away, ignore_errors=True)
+    remove_tree(away, ignore_errors=True)
 
 
 def make_private(folder: Path) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
+import stat
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from spark_state_ext.worker.boot import boot_id
+from spark_state_ext.worker.removal import is_link, real_folders, remove_empty, remove_file, remove_tree
 
 __all__ = ["note_use", "reclaim"]
 
@@ -57,33 +58,55 @@ def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = No
     """
     now_s = time.time() if now_s is None else now_s
     removed: list[Path] = []
-    for bucket in stores.glob("*/*/s*/*"):
-        if bucket.name.startswith(_GONE):
-            # Somebody died while removing it.
-            shutil.rmtree(bucket, ignore_errors=True)
-        elif bucket.is_dir() and _last_use_s(bucket) + keep_s < now_s:
-            gone = bucket.with_name(f"{_GONE}{uuid.uuid4().hex}")
-            # Renamed first: whoever opens it now makes a new one, and none sees half of it.
-            with _going_on(bucket):
-                bucket.rename(gone)
-                shutil.rmtree(gone, ignore_errors=True)
-                removed.append(bucket)
-                _LOGGER.info("the local store %s was not used for %d s and is removed", bucket, keep_s)
-        elif bucket.is_file():  # about the buckets beside it
-            with _going_on(bucket):
-                if bucket.stat().st_mtime + keep_s < now_s:
-                    bucket.unlink()
-    for folder in (*stores.glob("*/*/s*"), *stores.glob("*/*"), *stores.glob("*")):
-        if folder != scratch and scratch not in folder.parents:
-            with contextlib.suppress(OSError):  # only empty ones go
-                folder.rmdir()
+    if not _is_linked(stores):
+        removed += _reclaim_stores(stores, scratch, keep_s, now_s)
+    if not _is_linked(scratch):
+        removed += _reclaim_scratch(scratch, keep_s, now_s)
+    return removed
+
+
+def _is_linked(folder: Path) -> bool:
+    linked = is_link(folder)
+    if linked:
+        _LOGGER.warning("%s is a symbolic link: nothing is removed there", folder)
+    return linked
+
+
+def _reclaim_stores(stores: Path, scratch: Path, keep_s: float, now_s: float) -> list[Path]:
+    removed: list[Path] = []
+    operators = [it for it in real_folders(stores) if it != scratch]
+    query_folders = [it for operator in operators for it in real_folders(operator)]
+    schemas = [it for folder in query_folders for it in real_folders(folder) if it.name.startswith("s")]
+    for schema in schemas:
+        for bucket in real_folders(schema):
+            if bucket.name.startswith(_GONE):
+                # Somebody died while removing it.
+                remove_tree(bucket, ignore_errors=True)
+            elif _last_use_s(bucket) + keep_s < now_s:
+                gone = bucket.with_name(f"{_GONE}{uuid.uuid4().hex}")
+                # Renamed first: whoever opens it now makes a new one, and none sees half of it.
+                with _going_on(bucket):
+                    bucket.rename(gone)
+                    remove_tree(gone, ignore_errors=True)
+                    removed.append(bucket)
+                    _LOGGER.info("the local store %s was not used for %d s and is removed", bucket, keep_s)
+        for file in schema.glob("*"):  # about the buckets beside it
+            with _going_on(file):
+                found = file.lstat()
+                if not stat.S_ISDIR(found.st_mode) and found.st_mtime + keep_s < now_s:
+                    remove_file(file)
+    for folder in (*schemas, *query_folders, *operators):
+        with contextlib.suppress(OSError):  # only empty ones go
+            remove_empty(folder)
+    return removed
+
+
+def _reclaim_scratch(scratch: Path, keep_s: float, now_s: float) -> list[Path]:
+    removed = []
     for left in scratch.glob("*"):
         with _going_on(left):
-            if left.stat().st_mtime + max(keep_s, _SCRATCH_KEPT_S_MIN) < now_s:
-                if left.is_dir():
-                    shutil.rmtree(left, ignore_errors=True)
-                else:
-                    left.unlink()
+            if left.lstat().st_mtime + max(keep_s, _SCRATCH_KEPT_S_MIN) < now_s:
+                remove_tree(left)
                 removed.append(left)
     return removed
 

@@ -7,7 +7,6 @@ The calls are those of executors (`spark.executor.call`): on local stores, with 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from spark_state_ext.spark.shuffle.combine import Combiner
 from spark_state_ext.spark.shuffle.pack import pack
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, heartbeat
 from spark_state_ext.testing import WAIT_S
+from spark_state_ext.worker.removal import remove_tree
 from spark_state_ext.worker.worker import Worker
 
 __all__ = ["Buckets"]
@@ -156,7 +156,7 @@ class Buckets:
         local = Path(self.job.options.local_dir or "")
         # Not there before a bucket was called.
         if local.exists():
-            shutil.rmtree(local)
+            remove_tree(local)
         local.mkdir()
         self._worker = Worker()
 

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from spark_state_ext.worker.host import host_name
+from spark_state_ext.worker.removal import remove_file
 from spark_state_ext.worker.telemetry import Telemetry
 from spark_state_ext.worker.threads import DaemonPool
 
@@ -277,7 +278,7 @@ class MetricsLog:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         old = sorted(self._folder.glob(FILES), key=lambda path: path.stat().st_mtime)
         for path in old[: max(0, len(old) + 1 - _FILES_MAX)]:
-            path.unlink(missing_ok=True)
+            remove_file(path, self._folder.parent, missing_ok=True)
         path = self._folder / f"{int(time.time() * 1000)}-{os.getpid()}-{uuid.uuid4().hex[:8]}.arrows"
         self._stream = path.open("wb")
         self._writer = pa.ipc.new_stream(self._stream, SCHEMA)
