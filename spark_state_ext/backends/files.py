@@ -287,6 +287,6 @@ class FilesAdmin:
         probe, content = f"probe-{uuid.uuid4().hex}", b"spark_state_ext"
         self._query_folder.put(probe, content)
         found = self._query_folder.get(probe)
-        self._query_folder.remove_own(probe)
+        self._query_folder.as_named().remove(probe)
         if found != content:
             raise StorageError(f"{self._query_folder.where(probe)} reads otherwise than it was written")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ from spark_state_ext.files.folder import Folder, is_temporary
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER
 from spark_state_ext.ownership.holds import HOLDS_FOLDER
 from spark_state_ext.worker.process import is_running, namespace, start_of
+from spark_state_ext.worker.removal import remove_tree
 
 __all__ = ["scratch_with_keys", "unfinished_files"]
 
@@ -70,7 +70,7 @@ def _remove_dead() -> None:
             # Temporary folders are shared: neither another user's nor what a link leads to.
             found = path.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
-                shutil.rmtree(path)
+                remove_tree(path)
         except FileNotFoundError:
             continue  # another run removes it too
         except OSError as error:

@@ -160,7 +160,7 @@ class EraseFolder:
 
     def take_back(self, number: int) -> None:
         """A request is not done any more, as the query went back."""
-        self.files.remove_own(done_name(number))
+        self.files.as_named().remove(done_name(number))
 
     def replace(self, number: int, request: EraseRequest) -> None:
         """Have a request name other keys, where nobody carries it out, or none.
@@ -215,4 +215,4 @@ class EraseFolder:
 
     def drop(self, number: int) -> None:
         """Remove a request; the record that it is done stays."""
-        self.files.remove_own(request_name(number))
+        self.files.as_named().remove(request_name(number))

@@ -7,6 +7,7 @@ on object stores, a PUT is atomic. A file's name holds its identity, so writing 
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import hashlib
 import importlib
@@ -74,6 +75,8 @@ class Folder:
         # Folders of which the names survive a power failure, from this one on; those below it know them too.
         self._top = self._path
         self._durable: set[str] = set()
+        # Above this one a symbolic link is the user's choice; below it nothing is removed behind one.
+        self._named = self._path
 
     @property
     def is_local(self) -> bool:
@@ -129,6 +132,12 @@ class Folder:
             made.root, made._path = f"{scheme}{path}", path
             found.append(made)
         return found
+
+    def as_named(self) -> Folder:
+        """Return this folder as if the user had named it: for removing what the query itself wrote by the same path."""
+        made = copy.copy(self)
+        made._named = made._path
+        return made
 
     def where(self, name: str) -> str:
         """How to call a file in messages."""
@@ -357,23 +366,12 @@ class Folder:
             self._fs.mv(posixpath.join(self._path, name), path)
 
     def remove(self, name: str) -> None:
-        """Remove a file; nothing happens when it is gone already.
-
-        Raises
-        ------
-        UnsafeFolderError
-            When a folder on the way to it, below the one that the user named, is a symbolic link.
-        """
+        """Remove a file; nothing happens when it is gone already. Links on the way are refused: `refuse_links`."""
         with self._translated(f"removing {self.where(name)}"), contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._removable(name))
 
-    def remove_own(self, name: str) -> None:
-        """As `remove`, of a file that a process of the query wrote by the same path, through links if need be."""
-        with self._translated(f"removing {self.where(name)}"), contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(posixpath.join(self._path, name))
-
     def remove_tree(self, name: str) -> None:
-        """Remove a folder and what is in it; nothing happens when it is gone already. Links are as for `remove`."""
+        """Remove a folder and what is in it; nothing happens when it is gone already. As for links, see `remove`."""
         with self._translated(f"removing {self.where(name)}"), contextlib.suppress(FileNotFoundError):
             path = self._removable(name)
             removal.remove_tree(path) if self._local else self._fs.rm(path, recursive=True)
@@ -387,7 +385,7 @@ class Folder:
     def refuse_links(self, folder: str = "") -> None:
         """Raise an UnsafeFolderError if a folder in this one, or one between it and the user's, is a symbolic link."""
         if self._local:
-            removal.refuse_links(posixpath.join(self._path, folder), self._top)
+            removal.refuse_links(posixpath.join(self._path, folder), self._named)
 
     def _removable(self, *names: str) -> str:
         self.refuse_links(posixpath.dirname(posixpath.join("", *names)))

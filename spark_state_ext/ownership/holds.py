@@ -143,7 +143,7 @@ class Hold:
             renewed = replace(record, number=record.number + 1)
             # Another process may renew it at the same moment, to the same bytes: then that file stays.
             self._files.create(renewed.name, renewed.encode())
-            self._files.remove_own(name)
+            self._files.as_named().remove(name)
             return renewed
         raise MissingCheckpointError(
             f"the hold {self.id} is gone from {self._files.root}, as it was not renewed in time: files that were to be "
@@ -153,7 +153,7 @@ class Hold:
     def release(self) -> None:
         """It is over; nothing happens when it is already."""
         for number in self._numbers():
-            self._files.remove_own(_name(self.id, number))
+            self._files.as_named().remove(_name(self.id, number))
 
     def _numbers(self) -> list[int]:
         """Of its files: one, or two while somebody renews it."""
@@ -234,7 +234,7 @@ class HoldWatch:
         _LOGGER.warning(
             "the hold of %s on %s was not renewed for %.0f s: it is removed", record.holder, files.root, now_s - since_s
         )
-        files.remove_own(entry.name)
+        files.as_named().remove(entry.name)
         with self._lock:
             self._seen.pop(key, None)
         return None

@@ -116,7 +116,7 @@ class LeaseLog:
             elif record.format_1_too:
                 self._query_folder.put(_FORMAT_1_FILE, record.encode_format_1(number))
             elif self._has_format_1 or (after is not None and after.record.claim is not None):
-                self._query_folder.remove_own(_FORMAT_1_FILE)
+                self._query_folder.as_named().remove(_FORMAT_1_FILE)
                 self._has_format_1 = False
             self._drop_before(number - _KEPT + 1)
         return made
@@ -124,7 +124,7 @@ class LeaseLog:
     def _drop_before(self, number: int) -> None:
         for name in self._names():
             if _number(name) < number:
-                self._files.remove_own(name)
+                self._files.as_named().remove(name)
 
     def _names(self) -> list[str]:
         return [name for name in self._files.names() if _NAME.fullmatch(name)]

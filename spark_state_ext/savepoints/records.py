@@ -158,4 +158,4 @@ def held_for(query_folder: Folder) -> list[str]:
 
 def note_let_go(query_folder: Folder, captured: str) -> None:
     """The hold is no more."""
-    query_folder.remove_own(f"{_HELD}{captured}")
+    query_folder.as_named().remove(f"{_HELD}{captured}")

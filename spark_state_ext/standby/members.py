@@ -316,7 +316,7 @@ class Membership:
             When the store fails. Others go by the newest record, so the next call makes up for it.
         """
         for other in sorted(self._mine - {self._name}):
-            self._files.remove_own(other)
+            self._files.as_named().remove(other)
             self._mine.discard(other)
 
     def look(self) -> Members:
@@ -355,7 +355,7 @@ class Membership:
         for text in seen.old:
             if text not in self._mine:
                 _LOGGER.warning("%s was not renewed for long: it is removed", self._files.where(text))
-                self._files.remove_own(text)
+                self._files.as_named().remove(text)
         heartbeats = {host: name.heartbeat for host, name in seen.alive.items()}
         return Members(
             tuple(records[host] for host in sorted(records)),
@@ -392,7 +392,7 @@ class Membership:
             When the store fails.
         """
         for name in sorted(self._mine):
-            self._files.remove_own(name)
+            self._files.as_named().remove(name)
             self._mine.discard(name)
         self._told = None
 

@@ -205,6 +205,10 @@ def test_a_folder_removes_nothing_behind_a_link(tmp_path: Path, precious: Path) 
         Folder(str(tmp_path / "root")).remove("operator/query/thesis.txt")
     query_folder.remove_if_empty("thesis.txt")
     assert precious.exists()
+    # What the query wrote by the same path, such as its lease, it may remove.
+    query_folder.put("lease", b"record")
+    query_folder.as_named().remove("lease")
+    assert [*precious.parent.iterdir()] == [precious]
     # The link itself may go.
     Folder(str(tmp_path / "root")).child("operator").remove_tree("query")
     assert precious.exists()
