@@ -34,13 +34,13 @@ def check_identity(environment: SharedEnvironment, schema: RowSchema) -> None:
         if txn.get(b"meta", b"identity") is None:
             txn.put(b"meta", b"identity", identity)
 
-    def noted() -> bytes | None:
+    def read_or_record() -> bytes | None:
         found = environment.read(stored)
         if found is None:
             environment.write(record)
             found = environment.read(stored)
         return found
 
-    if rebuild_if_damaged(noted, environment.discard) != identity:
+    if rebuild_if_damaged(read_or_record, environment.discard) != identity:
         environment.discard()
         environment.write(record)
