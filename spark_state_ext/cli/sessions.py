@@ -156,7 +156,10 @@ def refuse_taken(path: str, storage_options: Mapping[str, Any], what: str) -> No
     StorageError
         When it cannot be listed.
     """
-    if _REMOTE not in os.environ and Folder(path, storage_options).names():
+    if _REMOTE in os.environ:
+        # Another machine may see another folder of that name.
+        return
+    if Folder(path, storage_options).names():
         raise UsageError(f"{path} has something already: give a folder for {what} that does not exist yet")
 
 
