@@ -11,7 +11,6 @@ from spark_state_ext.cli.output import say
 from spark_state_ext.cli.parameters import options_of
 from spark_state_ext.cli.targets import as_given, given_folder
 from spark_state_ext.errors import UsageError
-from spark_state_ext.reading.finding import find_state
 from spark_state_ext.reading.opening import open_state
 from spark_state_ext.reading.state import OpenState
 
@@ -112,8 +111,11 @@ def _opened_by_spark(
         raise UsageError("--unproven does not go with --checkpoint, by which all that is read is committed")
     if query_folder is not None:
         raise UsageError("--query-folder does not go with --checkpoint, whose pointers name the folder: leave it out")
-    # Before Spark starts.
-    find_state(given_folder(path, storage_options), operator, None)
+    # Before Spark starts. Which operator is meant only its pointers say.
+    if not given_folder(path, storage_options).names():
+        raise UsageError(
+            f"there is no folder {path}, or it is empty: give a root as ArrowState has it, or a query folder"
+        )
     # PySpark is imported by nothing else here.
     from spark_state_ext.cli.query_folders import session
     from spark_state_ext.spark.source.exact import open_committed
