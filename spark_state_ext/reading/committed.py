@@ -20,6 +20,7 @@ from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.last_run import LastRun
 from spark_state_ext.reading.history import BucketFiles, read_side_by_side
 from spark_state_ext.reading.runs import START, Heads, heads_by_run
+from spark_state_ext.rescale.parents import PARENTS_FOLDER, Origins
 
 __all__ = ["BATCH", "HEARTBEAT", "START", "Clock", "Line", "Timeline", "timeline"]
 
@@ -69,6 +70,10 @@ class Line:
         Files of other queries here are what this one began with, and nothing else.
     unsure
         Later checkpoints of runs before the last one, which it has given up or not: files do not tell.
+    since
+        When the bucket had the state that it began with, where that is made of parts of others; None: it is not.
+    origin
+        What the bucket began with then; None: without state.
     """
 
     files: BucketFiles
@@ -76,6 +81,8 @@ class Line:
     clock: Clock
     copied: bool
     unsure: tuple[CheckpointRef, ...] = ()
+    since: int | None = None
+    origin: CheckpointRef | None = None
 
     @property
     def through(self) -> int | None:
@@ -102,7 +109,11 @@ class Line:
             return at - 1
         # The parent's file is on its way still, or gone: when it was made is not known.
         known = [ref for ref in head.lineage if ref in self.files]
-        return self.clock.at(self.files.header(known[-1])) if known else at - 1
+        if known:
+            return self.clock.at(self.files.header(known[-1]))
+        if self.since is not None and self.origin in head.lineage and head.parent != self.origin:
+            return self.since
+        return at - 1
 
     def _is_start(self, header: LineageHeader) -> bool:
         return self.clock.unit == BATCH and header.writer.query_id != self.clock.query_id
@@ -131,7 +142,18 @@ class Line:
                 "began, was committed: wait until the query has changed the bucket, have Spark say it, with "
                 "open_committed (--checkpoint), or read with unproven=True"
             )
-        return None
+        return self._begun_with(batch)
+
+    def _begun_with(self, batch: int) -> CheckpointRef | None:
+        """What the bucket had before its first change."""
+        if self.since is not None and batch < self.since:
+            raise MissingCheckpointError(
+                f"the files of bucket {self.files.bucket} in {self.files.folder.root} do not reach back to "
+                f"{self.clock.unit} {batch}: the query was rescaled since, and has the state after {self.clock.unit} "
+                f"{self.since} there at the earliest. Choose a later one, or have Spark say what is committed, with "
+                "open_committed (--checkpoint)"
+            )
+        return self.origin
 
     def _untold(self) -> MissingCheckpointError:
         return MissingCheckpointError(
@@ -159,7 +181,11 @@ class Line:
                 self._refuse_gap(head, found, batch)
                 return found
             if head.parent is None:
-                return None
+                return self._begun_with(batch)
+            if not refs and self.origin is not None and self.origin in head.lineage:
+                if head.parent != self.origin and batch != self.since:
+                    raise self._gap(head.lineage[1], self.origin, batch)
+                return self._begun_with(batch)
             if not refs:
                 raise MissingCheckpointError(
                     f"the files of bucket {self.files.bucket} in {self.files.folder.root} do not reach back to "
@@ -173,24 +199,30 @@ class Line:
         """What came next must be known to be later, unless the checkpoint is of that very batch."""
         after = head.lineage[head.lineage.index(found) + 1 :]
         if after and after[0] not in self.files and self.clock.at(self.files.header(found)) != batch:
-            raise MissingCheckpointError(
-                f"there is no file of checkpoint {after[0]} in {self.files.folder.root}, so it is not known whether "
-                f"{found} or that one is the state after {self.clock.unit} {batch}: try again in a moment"
-            )
+            raise self._gap(after[0], found, batch)
+
+    def _gap(self, missing: CheckpointRef, found: CheckpointRef, batch: int) -> MissingCheckpointError:
+        return MissingCheckpointError(
+            f"there is no file of checkpoint {missing} in {self.files.folder.root}, so it is not known whether "
+            f"{found} or that one is the state after {self.clock.unit} {batch}: try again in a moment"
+        )
 
     def oldest(self) -> int:
         """The first batch whose state can be loaded from what is there; of a bucket without files, any."""
-        found = START
+        start = START if self.since is None else self.since
+        found = start
         for head in self.heads[:1]:
             header = self.files.header(head)
             found = self.clock.at(header)
             while True:
                 for ref in (header.ref, *reversed(header.lineage)):
+                    if ref == self.origin:
+                        return start
                     if ref not in self.files:
                         return found
                     made = self.files.header(ref)
                     if made.parent is None and DELTA in self.files.kinds[ref]:
-                        return START
+                        return start
                     if SNAPSHOT in self.files.kinds[ref]:
                         found = self.clock.at(made)
                 if not header.lineage:
@@ -213,17 +245,20 @@ class Timeline:
         The newest batch of which there is a file; None where there is no file at all.
     last
         The bucket and the checkpoint that was written last; None where there is none.
+    since
+        As of `Line`.
     """
 
     lines: tuple[Line, ...]
     clock: Clock
     begun: int | None
     last: tuple[int, CheckpointRef] | None = None
+    since: int | None = None
 
     def newest(self, unproven: bool) -> int | None:
         """The newest batch as of which all buckets can be read; None where nothing is known to be committed."""
         if self.begun is None:
-            return None
+            return self.since
         known = [through for line in self.lines if (through := line.through) is not None]
         newest = max(START, self.begun - 1) if unproven else min(known)
         return newest if newest > START or self._has_start() else None
@@ -244,6 +279,8 @@ class Timeline:
 
     def _has_start(self) -> bool:
         """Whether the query began with the state of another one."""
+        if self.since is not None:
+            return True
         heads = [line.files.header(head) for line in self.lines for head in line.heads]
         if self.clock.unit == HEARTBEAT:
             return False
@@ -251,7 +288,12 @@ class Timeline:
         return any(it.writer.query_id != self.clock.query_id for it in (*heads, *before))
 
 
-def timeline(buckets: Sequence[BucketFiles], query_folder: str, noted: LastRun | None = None) -> Timeline:
+def timeline(
+    buckets: Sequence[BucketFiles],
+    query_folder: str,
+    noted: LastRun | None = None,
+    origins: Origins | None = None,
+) -> Timeline:
     """Tell from files which lineages a query is on.
 
     Parameters
@@ -262,6 +304,8 @@ def timeline(buckets: Sequence[BucketFiles], query_folder: str, noted: LastRun |
         Name of the query folder: the id of the query that began it.
     noted
         What was written down before files were written anew; None: none were.
+    origins
+        What the buckets began with, where that is made of parts of others; None: it is not.
 
     Raises
     ------
@@ -270,7 +314,9 @@ def timeline(buckets: Sequence[BucketFiles], query_folder: str, noted: LastRun |
     """
     last = [(files, ref) for files in buckets if (ref := files.written_last()) is not None]
     if not last:
-        return Timeline(tuple(Line(files, (), Clock(BATCH, ""), False) for files in buckets), Clock(BATCH, ""), None)
+        since = _since(Clock(BATCH, ""), origins)
+        none = [Line(files, (), Clock(BATCH, ""), False, (), since, _origin(origins, files)) for files in buckets]
+        return Timeline(tuple(none), Clock(BATCH, ""), None, since=since)
     tops = [(files, ref) for files in buckets for ref in files.of_newest_version()]
     read_side_by_side(list(dict.fromkeys([*tops, *last])))
     files, ref = _written_last(buckets, last, noted)
@@ -282,9 +328,32 @@ def timeline(buckets: Sequence[BucketFiles], query_folder: str, noted: LastRun |
         heads = {it.bucket: Heads(tuple(it.of_newest_version())) for it in buckets}
     else:
         heads = heads_by_run(buckets, latest, clock.at, noted)
-    lines = tuple(Line(it, heads[it.bucket].certain, clock, copied, unsure=heads[it.bucket].unsure) for it in buckets)
+    since = _since(clock, origins)
+    lines = tuple(
+        Line(it, heads[it.bucket].certain, clock, copied, heads[it.bucket].unsure, since, _origin(origins, it))
+        for it in buckets
+    )
     begun = max(clock.at(line.files.header(head)) for line in lines for head in line.heads)
-    return Timeline(lines, clock, begun, (files.bucket, ref))
+    return Timeline(lines, clock, begun, (files.bucket, ref), since)
+
+
+def _since(clock: Clock, origins: Origins | None) -> int | None:
+    """When the parents had the state that buckets began with, by a clock."""
+    if origins is None:
+        return None
+    if clock.unit == HEARTBEAT:
+        return origins.heartbeat
+    return origins.batch if origins.in_place else START
+
+
+def _origin(origins: Origins | None, files: BucketFiles) -> CheckpointRef | None:
+    if origins is None or files.bucket in origins.refs or files.kinds:
+        return None if origins is None else origins.refs.get(files.bucket)
+    raise MissingCheckpointError(
+        f"bucket {files.bucket} begins with parts of other buckets, which are not all in {PARENTS_FOLDER}/ beside "
+        f"{files.folder.root}: the rescaling did not come to its end, or somebody has removed them. Read the folder "
+        "that the query was rescaled from, or bring them back"
+    )
 
 
 def _written_last(

@@ -16,6 +16,7 @@ from spark_state_ext.reading.finding import find_state
 from spark_state_ext.reading.holding import ReaderHold
 from spark_state_ext.reading.opening import open_pointers
 from spark_state_ext.reading.state import OpenState
+from spark_state_ext.rescale.folders import first_folder
 
 __all__ = ["ExactBatch", "Told", "open_exact"]
 
@@ -142,6 +143,11 @@ def _refuse_incomplete(exact: ExactBatch, told: Told, operator: OperatorFile) ->
             "was imported and its first batch came later. Choose a later batch"
         )
     other = {it.query_folder for it in exact.pointers.values()} - {told.query_folder}
+    if any(first_folder(name) == first_folder(told.query_folder) for name in other):
+        raise MissingCheckpointError(
+            f"{where} has its state in {', '.join(sorted(other))}, as the query was rescaled between that batch and "
+            f"those in {told.query_folder}: read one of the two at a time, with batch=…"
+        )
     if other:
         raise CorruptFileError(
             f"{where} has pointers to {', '.join(sorted(other))} beside those to {told.query_folder}: a query has one "

@@ -86,7 +86,9 @@ def sources_in(
     )
 
 
-def pointer_to(files: BucketFiles, ref: CheckpointRef | None, operator: OperatorFile) -> Pointer:
+def pointer_to(
+    files: BucketFiles, ref: CheckpointRef | None, operator: OperatorFile, origin: CheckpointRef | None = None
+) -> Pointer:
     """A pointer as Spark holds one, as far as a load needs it, made from a file's header.
 
     Parameters
@@ -97,6 +99,8 @@ def pointer_to(files: BucketFiles, ref: CheckpointRef | None, operator: Operator
         The checkpoint; None: the bucket has no state.
     operator
         The operator file in force.
+    origin
+        What the bucket began with, where that is made of parts of others: there is no file of it.
 
     Raises
     ------
@@ -106,6 +110,8 @@ def pointer_to(files: BucketFiles, ref: CheckpointRef | None, operator: Operator
     made = Pointer(operator.operator, files.bucket, operator.buckets, operator.schema_id, -1, None)
     if ref is None:
         return made
+    if ref == origin:
+        return replace(made, lineage=(LineageEntry(ref, 0),), parents=ref)
     header = files.header(ref)
     lineage = (*header.lineage, ref)
     # Loads begin at the newest snapshot that is there. Where none is, the delta's own header leads further back.

@@ -20,6 +20,7 @@ from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.reading.holding import ReaderHold
 from spark_state_ext.reading.loading import pointer_to
 from spark_state_ext.reading.state import AsOf, OpenState, StateFiles
+from spark_state_ext.rescale.parents import origins_in
 from spark_state_ext.savepoints.manifest_file import read_manifest
 
 __all__ = ["open_pointers", "open_state"]
@@ -156,23 +157,27 @@ def _query_folder(
     scratch: Scratch,
 ) -> OpenState:
     listed = [BucketFiles.listed(folder, bucket) for bucket in range(operator.buckets)]
-    found = timeline(listed, folder.name, last_run_of(folder))
+    found = timeline(listed, folder.name, last_run_of(folder), origins_in(folder, operator.bucket_map))
     newest = found.newest(unproven)
-    if newest is None or found.begun is None:
+    begun = found.since if found.begun is None else found.begun
+    if newest is None or begun is None:
         raise MissingCheckpointError(_nothing(folder, found))
     wanted = newest if batch is None else batch
     if wanted > newest:
         raise _unreadable(folder, found, wanted, newest)
     try:
         refs = found.state_at(wanted, unproven)
-        pointers = {files.bucket: pointer_to(files, refs[files.bucket], operator) for files in listed}
+        pointers = {
+            line.files.bucket: pointer_to(line.files, refs[line.files.bucket], operator, line.origin)
+            for line in found.lines
+        }
         if batch is not None and wanted < found.oldest():
             raise _unreadable(folder, found, wanted, newest)
     except MissingCheckpointError as error:
         if batch is None:
             raise
         raise _unreadable(folder, found, wanted, newest) from error
-    as_of = AsOf(wanted, found.clock.unit, newest, found.oldest, found.begun, not unproven)
+    as_of = AsOf(wanted, found.clock.unit, newest, found.oldest, begun, not unproven)
     files = StateFiles(folder, operator, pointers, {it.bucket: it for it in listed})
     return OpenState(files, as_of, hold, scratch)
 
@@ -197,6 +202,12 @@ def _unreadable(folder: Folder, found: Timeline, wanted: int, newest: int) -> Mi
         f"{found.clock.unit} {wanted} of {folder.root} cannot be read: the files tell of {found.clock.unit} {oldest} "
         f"to {newest}. Choose one of these; later ones may be committed already, which only Spark knows: "
         "open_committed (--checkpoint) asks it."
+        + (
+            f" The query was rescaled after {found.clock.unit} {found.since}: those before are in the folder that it "
+            "was rescaled from, as long as that is there (query_folder=…)."
+            if found.since is not None and wanted < found.since
+            else ""
+        )
     )
 
 

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,14 +24,17 @@ from arrow_schemas.savepoint import SavedBucket, SavedFile
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.readable import document_in
+from spark_state_ext.rescale.folders import first_folder
 
 __all__ = [
     "PARENTS_FOLDER",
     "PARENT_FORMAT",
+    "Origins",
     "Parent",
     "has_parents",
     "note_parent",
     "origin_of",
+    "origins_in",
     "parent_files",
     "parent_of",
     "parents_in",
@@ -213,6 +216,61 @@ def parents_in(query_folder: Folder, bucket_map: BucketMap, bucket: int) -> list
     first = _read(folder, numbers[0])
     wanted = bucket_map.overlapping(first.operator_file.bucket_map, bucket)
     return [first if number == first.bucket else _read(folder, number) for number in wanted]
+
+
+@dataclass(frozen=True)
+class Origins:
+    """What the buckets of a rescaled query begin with.
+
+    Parameters
+    ----------
+    refs
+        The origin of each bucket whose parents are all there; None of one that begins without state.
+    batch, heartbeat
+        The batch after which the parents had this state, and its heartbeat.
+    in_place
+        Whether the query made that batch itself, and not another one whose snapshot it started from.
+    """
+
+    refs: Mapping[int, CheckpointRef | None]
+    batch: int
+    heartbeat: int
+    in_place: bool
+
+
+def origins_in(query_folder: Folder, bucket_map: BucketMap) -> Origins | None:
+    """What the buckets of a query begin with; None where it has no parents.
+
+    Parameters
+    ----------
+    query_folder
+        The query folder.
+    bucket_map
+        The query's map.
+
+    Raises
+    ------
+    CorruptFileError, VersionSkewError, StorageError
+        When a parent cannot be read.
+    """
+    folder = query_folder.child(PARENTS_FOLDER)
+    parents = {
+        int(match[1]): _read(folder, int(match[1])) for name in folder.names() if (match := _NAME.fullmatch(name))
+    }
+    if not parents:
+        return None
+    before = next(iter(parents.values())).operator_file.bucket_map
+    refs: dict[int, CheckpointRef | None] = {}
+    for bucket in range(bucket_map.buckets):
+        numbers = bucket_map.overlapping(before, bucket)
+        if parents.keys() >= set(numbers):
+            refs[bucket] = origin_of([parents[number] for number in numbers], bucket_map, bucket)
+    return Origins(
+        refs,
+        max(parent.pointer.batch for parent in parents.values()),
+        max(parent.pointer.heartbeats for parent in parents.values()),
+        query_folder.name != first_folder(query_folder.name),
+    )
 
 
 def _read(folder: Folder, bucket: int) -> Parent:

@@ -232,6 +232,20 @@ class StateReader:
                 table = state.where(_IS_POINTER).select(POINTER)
             yield table
 
+    def query_folder_at(self, store: StoreOfState, batch: int) -> str | None:
+        """The query folder that the pointers of a batch name; None where the batch has none.
+
+        Raises
+        ------
+        StorageError
+            When Spark cannot read its state.
+        CorruptPointerError, VersionSkewError
+            When what looks like a pointer cannot be read.
+        """
+        with self._translated():
+            first = self.pointers(store, batch).head()
+        return None if first is None else Pointer.decode(bytes(first.pointer)).query_folder
+
     def by_bucket(self, store: StoreOfState, batch: int) -> dict[int, Pointer]:
         """The pointers that a batch made, read now.
 

@@ -78,7 +78,7 @@ def open_committed(
     store = store_of(reader, operator)
     return open_exact(
         path,
-        told_of(reader, store),
+        told_of(reader, store, batch),
         lambda: with_batch(reader, batch, lambda committed: exact_batch(reader, store, committed)),
         hold=hold,
         scratch=Scratch(local_dir, memory_map),
@@ -130,9 +130,27 @@ def store_of(reader: StateReader, operator: str | None) -> StoreOfState:
     return found
 
 
-def told_of(reader: StateReader, store: StoreOfState) -> Told:
-    """Whose state it is, by Spark."""
-    return Told(store.operator, store.query_folder, reader.location)
+def told_of(reader: StateReader, store: StoreOfState, batch: int | None = None) -> Told:
+    """Whose state it is, by Spark.
+
+    Parameters
+    ----------
+    reader, store
+        Of the checkpoint.
+    batch
+        The batch that is read, which may be from before the query was rescaled; None: the last one.
+
+    Raises
+    ------
+    MissingCheckpointError
+        When Spark does not retain the batch.
+    StorageError
+        When Spark cannot read its state.
+    """
+    folder = store.query_folder
+    if batch is not None:
+        folder = reader.query_folder_at(store, reader.batch(batch).batch) or folder
+    return Told(store.operator, folder, reader.location)
 
 
 def exact_batch(reader: StateReader, store: StoreOfState, committed: CommittedBatch) -> ExactBatch:

@@ -153,7 +153,8 @@ def _planned_exactly(
         rows = [(at, it.encode()) for at, one in enumerate(exact) for it in one.pointers.values()]
         ranges = [(it.batch, it.oldest, it.newest) for it in exact]
         frame = spark.createDataFrame(rows, "at int, pointer binary").coalesce(1)
-        found = frame.mapInArrow(_planner(told, asdict(told_of(reader, store)), ranges), _PLAN).collect()[0]
+        by_spark = asdict(told_of(reader, store, asked.batch if asked.from_batch is None else None))
+        found = frame.mapInArrow(_planner(told, by_spark, ranges), _PLAN).collect()[0]
         # The hold is there now. What Spark retains still, no clean-up has touched before.
         reader.batch(batches[0].batch)
         return found
