@@ -18,7 +18,8 @@ from spark_state_ext.backends.registry import FSSPEC
 from spark_state_ext.backends.replication import Restorable
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.start_from import CLAIM
-from spark_state_ext.errors import UsageError
+from spark_state_ext.errors import ChangedJobError, UsageError
+from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale.notes import note_free
 from spark_state_ext.rescale.parents import Parent, note_parent, origin_of, parent_files
@@ -33,19 +34,65 @@ __all__ = [
     "begun_pointer",
     "combined_pointer",
     "divided_pointer",
-    "may_be_divided",
+    "refuse_requests",
+    "refuse_rescaling",
 ]
 
 # Kind of the record of a query's start, where it was rescaled in place.
 RESCALE = "rescale"
 
 
-def may_be_divided(stored: BucketMap, asked: BucketMap) -> bool:
-    """Whether buckets of one map are to be divided into those of another, and can be.
+def refuse_rescaling(
+    query_folder: Folder, stored: OperatorFile, wanted: OperatorFile, case_sensitive: bool = False
+) -> None:
+    """Refuse to rescale a query in place, as far as files tell when it is planned.
 
-    By source partition nothing can be divided: calls are refused as without a rescaling.
+    Parameters
+    ----------
+    query_folder
+        The folder that the query's pointers name.
+    stored
+        Its operator file in force.
+    wanted
+        The operator file that the job asks for, with the new map.
+    case_sensitive
+        As for `OperatorFile.begins`.
+
+    Raises
+    ------
+    BucketMapChangedError, SchemaChangedError, FunctionChangedError
+        When the state cannot serve the job.
+    ChangedJobError
+        When there are erase requests that are not done.
+    StorageError
+        When the store fails.
     """
-    return stored != asked and stored.by_hash and asked.by_hash
+    asked = wanted.bucket_map
+    if not (stored.bucket_map.by_hash and asked.by_hash):
+        # No hash tells the new bucket of a row.
+        stored.refuse_other_map(asked)
+    stored.with_map(asked).begins(wanted, case_sensitive=case_sensitive)
+    refuse_requests(query_folder, stored)
+
+
+def refuse_requests(query_folder: Folder, stored: OperatorFile) -> None:
+    """Refuse to rescale while an erase request waits: requests are numbered by query folder.
+
+    Raises
+    ------
+    ChangedJobError
+        When there are erase requests that are not done.
+    StorageError
+        When the store fails.
+    """
+    numbers = EraseFolder(query_folder).numbers()
+    waiting = sorted(numbers.requests - numbers.done)
+    if waiting:
+        raise ChangedJobError(
+            f"operator {stored.operator!r} is not rescaled, as erase request {waiting[0]} in {query_folder.root} is "
+            f"not done yet: go on with {stored.bucket_map} and erase_requests=True until erase_status says that it is, "
+            "or withdraw it"
+        )
 
 
 def combined_pointer(operator: str, bucket_map: BucketMap, bucket: int, parents: Sequence[Parent]) -> Pointer:

@@ -72,6 +72,8 @@ def test_what_is_not_rescaled_is_not_held(tmp_path: Path, buckets: int) -> None:
         "query_folder": pointers[0].query_folder,
         "holder": "the plan",
         "rescales": True,
+        "wanted": job.operator_file(pointers[0].query_folder).encode().decode(),
+        "case": False,
     }
     held = Folder(str(tmp_path)).child("counts", pointers[0].query_folder, HOLDS_FOLDER)
     before = held.names()

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint
-from spark_state_ext.errors import MissingCheckpointError, OperatorChangedError, StateError
+from spark_state_ext.errors import (
+    BucketCountChangedError,
+    BucketMapChangedError,
+    ChangedJobError,
+    FunctionChangedError,
+    MissingCheckpointError,
+    OperatorChangedError,
+    SchemaChangedError,
+    StateError,
+)
 from spark_state_ext.savepoints.captured import captured_name
 from spark_state_ext.savepoints.rows import ANSWER
 from spark_state_ext.spark.client.shim import task_entry
@@ -26,6 +35,13 @@ __all__ = ["captured", "with_rescaling"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _OURS = re.compile(r"spark_state_ext\.errors\.\w+: ([^\n]+)")
+_REFUSALS = (
+    BucketCountChangedError,
+    BucketMapChangedError,
+    FunctionChangedError,
+    SchemaChangedError,
+    ChangedJobError,
+)
 
 # From when a query is planned until its first batch; then calls renew it.
 _CAPTURED_HOLD_MS = 3_600_000
@@ -91,22 +107,32 @@ def with_rescaling(spark: SparkSession, job: Job) -> Job:
         The session.
     job
         The job as planned.
+
+    Raises
+    ------
+    ChangedJobError
+        When the query cannot be rescaled.
     """
     location = job.options.rescale
     if location is None:
         return job
     try:
-        return _rescaled(spark, job, StateReader(spark, location))
+        rescaled = _rescaled(spark, job, StateReader(spark, location))
     except StateError as error:
         why = str(error)
     except Exception as error:
         # Spark's errors have no class that all releases share.
         why = _said(str(error))
+    else:
+        if isinstance(rescaled, ChangedJobError):
+            raise rescaled
+        return rescaled
     _LOGGER.info("operator %r is not rescaled, as the last batch of %s was not read: %s", job.operator, location, why)
     return replace(job, not_rescaled=f"the last batch of {location} was not read when the query was planned: {why}")
 
 
-def _rescaled(spark: SparkSession, job: Job, reader: StateReader) -> Job:
+def _rescaled(spark: SparkSession, job: Job, reader: StateReader) -> Job | ChangedJobError:
+    """The job with the pointers of its query's last batch; or why the query cannot be rescaled."""
     options = job.options
     store = next((it for it in reader.stores() if it.operator == job.operator), None)
     if store is None:
@@ -118,6 +144,8 @@ def _rescaled(spark: SparkSession, job: Job, reader: StateReader) -> Job:
         "holder": f"the rescaling of operator {job.operator!r} below {options.root}",
         "lasts_ms": _CAPTURED_HOLD_MS,
         "rescales": True,
+        "wanted": job.operator_file(store.query_folder).encode().decode(),
+        "case": job.case_sensitive,
         "file": captured_name(int(time.time() * 1000), job.plan_id),
         "target": {
             "root": options.root,
@@ -133,6 +161,9 @@ def _rescaled(spark: SparkSession, job: Job, reader: StateReader) -> Job:
         )
     if "stays" in begun:
         return job
+    if "refused" in begun:
+        name, text = begun["refused"]
+        return next(it for it in _REFUSALS if it.__name__ == name)(text)
     told |= begun
     try:
         committed = reader.batch()

@@ -22,14 +22,14 @@ from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import NATIVE
 from spark_state_ext.backends.registry import FSSPEC, Backend
 from spark_state_ext.backends.replication import Restorable, close_all
+from spark_state_ext.engine.folders import operator_folder
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.engine.start_from import NO_CLAIM
-from spark_state_ext.errors import ChangedJobError, CorruptFileError, LineageError, MissingCheckpointError
-from spark_state_ext.files.erase_requests import EraseFolder
+from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
-from spark_state_ext.rescale.dividing import RESCALE, Division, begun_pointer, divided_pointer
+from spark_state_ext.rescale.dividing import RESCALE, Division, begun_pointer, divided_pointer, refuse_requests
 from spark_state_ext.rescale.folders import is_rescaled_by, rescaled_folder
 from spark_state_ext.rescale.origin import origin_beside
 from spark_state_ext.rescale.parents import Parent, note_parent, parent_files, parent_of
@@ -202,7 +202,8 @@ class Move:
         if self.stored is None:
             return
         if self.bucket == 0:
-            self._refuse_requests()
+            # One may have come since the query was planned.
+            refuse_requests(self.plan.old_folder, self.plan.operator_file)
         parent = self._parent(self.bucket, self.stored, replicas, scratch)
         if parent.pointer.ref != self.stored.ref:
             raise self._gone_on(f"bucket {self.bucket} is at checkpoint {self.stored.ref}, not {parent.pointer.ref}")
@@ -213,17 +214,6 @@ class Move:
             "Nothing is lost: plan the query anew, as the program does that is started again. The same DataFrame "
             "started again fails again"
         )
-
-    def _refuse_requests(self) -> None:
-        """Requests to erase keys are numbered by query folder, and the new one has none."""
-        numbers = EraseFolder(self.plan.old_folder).numbers()
-        waiting = sorted(numbers.requests - numbers.done)
-        if waiting:
-            raise ChangedJobError(
-                f"operator {self.job.operator!r} is not rescaled, as erase request {waiting[0]} in "
-                f"{self.plan.old_folder.root} is not done yet: go on with {self.plan.operator_file.bucket_map} until "
-                "erase_status says that it is, or withdraw it"
-            )
 
     def beginning(self) -> Division:
         """What the bucket begins with, as far as it can be told without reading."""
@@ -250,7 +240,8 @@ class Move:
             self._parent(number, truth.get(number), replicas, scratch)
             for number in asked.overlapping(stored, self.bucket)
         ]
-        note_start(self._new_folder, self._record())
+        # With the root, where the rest of what tells of a query folder is; the parents may lie with another backend.
+        note_start(operator_folder(self.job).child(self.folder), self._record())
         return Begun(begun_pointer(self.job, self._new_folder, self.bucket, parents))
 
     def _record(self) -> StartRecord:

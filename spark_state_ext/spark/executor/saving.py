@@ -25,14 +25,14 @@ from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.job import Job, refuse_other_release
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.shared import Shared
-from spark_state_ext.errors import LiveRunError, MissingCheckpointError, StateError, UsageError
+from spark_state_ext.errors import ChangedJobError, LiveRunError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER, newest_operator
 from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Found
-from spark_state_ext.rescale.dividing import may_be_divided
+from spark_state_ext.rescale.dividing import refuse_rescaling
 from spark_state_ext.rescale.origin import origin_beside
 from spark_state_ext.rescale.unfit_start import refuse_unfit_start
 from spark_state_ext.savepoints.captured import Captured
@@ -59,7 +59,8 @@ def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[
     """Hold the query folder; before that, see that the savepoint's folder is free.
 
     Answers with the id of the hold, and the number of the lease's newest record. Nothing is held where the query is to
-    be rescaled and has no state here (the answer is the folder), or has the buckets already that are asked for.
+    be rescaled and has no state here (the answer is the folder), has the buckets already that are asked for, or cannot
+    be rescaled (the answer is the error's name and text).
     """
     for _ in batches:
         pass
@@ -69,8 +70,13 @@ def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[
         if operator is None:
             yield answer({"nothing_in": files.root})
             return
-        if not may_be_divided(operator.bucket_map, options.bucket_map):
+        if operator.bucket_map == options.bucket_map:
             yield answer({"stays": True})
+            return
+        try:
+            refuse_rescaling(files, operator, OperatorFile.decode(plain["wanted"].encode(), files.root), plain["case"])
+        except ChangedJobError as error:
+            yield answer({"refused": [type(error).__name__, str(error)]})
             return
     if plain.get("savepoint"):
         refuse_existing(_savepoint(plain))
