@@ -105,7 +105,8 @@ def erase_keys(
         A table with the operator's key columns (PyArrow, pandas, polars, or a dict of lists); where there is one key
         column, a list of its values will do. At most a million keys.
     query_folder
-        Name of the query folder. By default all that the operator has are asked.
+        Name of the query folder. By default all that the operator has are asked; of a rescaled query the one in force,
+        whose requests the query takes along when it goes on in another one.
 
     Returns
     -------
@@ -127,6 +128,13 @@ def erase_keys(
     [AskedErasure(operator='count', query_folder='6f1d…', number=1, keys=1)]
     """
     folders = query_folders_below(root, operator, query_folder, storage_options)
+    if query_folder is not None:
+        in_force = [it.name for it in query_folders_below(root, operator, None, storage_options)]
+        if query_folder not in in_force:
+            raise UsageError(
+                f"{folders[0].files.root} is a folder of a query that was rescaled, and the query does not go on "
+                f"there, so the request would wait for ever: leave out query_folder, or name {', '.join(in_force[:5])}"
+            )
     # All are looked at before the first one is asked.
     asked = [keys_as_stored(keys, folder.schema, "erase_keys()") for folder in folders]
     if any(it.num_rows > KEYS_MAX for it in asked):

@@ -18,6 +18,7 @@ from spark_state_ext.functions.key_types import mixed_times, refused_type
 from spark_state_ext.functions.missing import column_of
 from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.functions.tables import as_table, cast_column, is_table
+from spark_state_ext.rescale.in_force import folders_in_force
 
 __all__ = ["QueryFolder", "keys_as_stored", "query_folders_below"]
 
@@ -52,7 +53,12 @@ class QueryFolder:
 
 
 def query_folders_below(
-    root: str, operator: str, query_folder: str | None, storage_options: Mapping[str, Any] | None
+    root: str,
+    operator: str,
+    query_folder: str | None,
+    storage_options: Mapping[str, Any] | None,
+    *,
+    in_force: bool = True,
 ) -> list[QueryFolder]:
     """The query folders of an operator.
 
@@ -62,6 +68,9 @@ def query_folders_below(
         As `ArrowState` has them.
     query_folder
         Name of the one that is meant; None: all.
+    in_force
+        Where none is named, leave out folders of a rescaled query that are not in force: the query does not go on
+        there.
 
     Raises
     ------
@@ -86,13 +95,18 @@ def query_folders_below(
         raise UsageError(
             f"{below.root} has no query folder {query_folder!r}; it has: {', '.join(names[:10]) or 'none'}"
         )
+    listed = {name: below.child(name).names() for name in (names if query_folder is None else [query_folder])}
+    files = {
+        name: [number for number in map(parse_operator_file_name, inside) if number is not None]
+        for name, inside in listed.items()
+    }
+    wanted = [name for name, numbers in files.items() if numbers]
+    if in_force and query_folder is None:
+        wanted = sorted(folders_in_force({name: listed[name] for name in wanted}))
     found = []
-    for name in names if query_folder is None else [query_folder]:
-        files = below.child(name)
-        numbers = [number for number in map(parse_operator_file_name, files.names()) if number is not None]
-        if numbers:
-            file = operator_file_name(max(numbers))
-            found.append(QueryFolder(files, OperatorFile.decode(files.get(file), files.where(file))))
+    for name in wanted:
+        folder, file = below.child(name), operator_file_name(max(files[name]))
+        found.append(QueryFolder(folder, OperatorFile.decode(folder.get(file), folder.where(file))))
     if not found:
         raise UsageError(f"no query has state below {below.root} yet: there is no operator file")
     return found

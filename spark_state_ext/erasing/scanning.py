@@ -45,6 +45,8 @@ KEYS_MAX = 1_000
 # Larger files are read from a local copy.
 _IN_MEMORY_BYTES_MAX = 64 << 20
 _CAPTURED = ".start.arrow"
+# Of a batch without data in which a query waits to be rescaled.
+_NOTED = ".pointer"
 _SPARK_STATE = "state/"
 _STORES = "spark_state_ext-*"
 _NAMED_MAX = 10
@@ -101,7 +103,7 @@ def erase_scan(
     >>> receipt = erase_scan("/state", ["Jane Doe"], operator="count")  # doctest: +SKIP
     >>> receipt.absent, receipt.to_table()  # doctest: +SKIP
     """
-    folders = query_folders_below(root, operator, None, storage_options)
+    folders = query_folders_below(root, operator, None, storage_options, in_force=False)
     # A change of schema keeps the keys; state columns are read as the newest has them.
     wanted = Wanted.of(keys_as_stored(keys, folders[0].schema, "erase_scan()"))
     if wanted.keys.num_rows > KEYS_MAX:
@@ -224,6 +226,8 @@ class _Scan:
                 self._request(folder, entry)
             elif parts[0] == STARTING_FOLDER and parts[-1].endswith(_CAPTURED):
                 self._pointers("start", folder, entry, schema, _captured)
+            elif parts[0] == STARTING_FOLDER and parts[-1].endswith(_NOTED):
+                self._pointers("start", folder, entry, schema, _noted)
             else:
                 self._bytes("other file", folder, entry)
         if spills:
@@ -424,6 +428,10 @@ class _Scan:
 
 def _captured(data: bytes, where: str) -> Iterator[tuple[Pointer, RowSchema | None]]:
     yield from ((pointer, None) for pointer in Captured.decode(data, where).pointers.values())
+
+
+def _noted(data: bytes, where: str) -> Iterator[tuple[Pointer, RowSchema | None]]:
+    yield Pointer.decode(data), None
 
 
 def _saved(data: bytes, where: str) -> Iterator[tuple[Pointer, RowSchema | None]]:

@@ -11,6 +11,7 @@ from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, Usa
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.last_written import last_written_ms
+from spark_state_ext.rescale.in_force import folders_in_force
 
 __all__ = ["StateFolder", "find_state"]
 
@@ -99,9 +100,15 @@ def _chosen(
         raise UsageError(
             f"{operator_folder.root} has no query folder {query_folder!r}; it has {_shown(sorted(queries))}"
         )
-    name = query_folder or _written_last(operator_folder, queries)
+    name = query_folder or _written_last(operator_folder, _in_force_of(queries))
     folder = operator_folder.child(name)
     return StateFolder(folder, _in_force(folder, queries[name], operator))
+
+
+def _in_force_of(queries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
+    """The query folders without those of rescalings that are not, or no longer, in force."""
+    in_force = folders_in_force({name: [entry.name for entry in entries] for name, entries in queries.items()})
+    return {name: entries for name, entries in queries.items() if name in in_force}
 
 
 def _written_last(operator_folder: Folder, queries: dict[str, list[Entry]]) -> str:

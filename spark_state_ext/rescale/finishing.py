@@ -17,13 +17,14 @@ from dataclasses import replace
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.replication import needs_parents
 from spark_state_ext.errors import OwnershipError, StateError
-from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.rescale.folders import first_folder
+from spark_state_ext.rescale.folders import first_folder, rescaled_folder
+from spark_state_ext.rescale.in_force import parent_folder, take_requests
 from spark_state_ext.rescale.notes import FREE, ParentsNote, note_free, note_needed, notes_among
 from spark_state_ext.rescale.parents import PARENTS_FOLDER, has_parents
+from spark_state_ext.savepoints.records import is_detached, start_of
 from spark_state_ext.worker.background import Runner
 
 __all__ = ["Finishing", "may_remove"]
@@ -50,20 +51,6 @@ def may_remove(heartbeats: int, batches_retained: int, buckets: int, notes: Coll
     return whole and max(note.heartbeats for note in notes) < heartbeats - recent_heartbeats(batches_retained + 1)
 
 
-def _has_waiting_requests(query_folder: Folder) -> bool:
-    """Whether somebody has asked for keys to be erased in a query folder that is to go, and nobody has done so."""
-    numbers = EraseFolder(query_folder).numbers()
-    waiting = sorted(numbers.requests - numbers.done)
-    if waiting:
-        _LOGGER.warning(
-            "%s is not removed, as erase request %d there came while the query was rescaled: ask again, which asks the "
-            "query's new folder too, and withdraw that one",
-            query_folder.root,
-            waiting[0],
-        )
-    return bool(waiting)
-
-
 def _others(places: Sequence[Folder], name: str) -> Iterator[tuple[Folder, str]]:
     """All other folders that the query has had: where, and by which name."""
     for place in places:
@@ -72,20 +59,25 @@ def _others(places: Sequence[Folder], name: str) -> Iterator[tuple[Folder, str]]
                 yield place, other
 
 
-def _tell_left(places: Sequence[Folder], name: str) -> None:
-    """Say what lies beside the folder of a rescaled query, and nothing in reach says when it is needed no more."""
-    if name == first_folder(name):
-        return
-    for place, other in _others(places, name):
-        # One with parents is being rescaled into, or was left by such a start.
-        if not has_parents(place.child(other)):
-            _LOGGER.warning(
-                "%s is left of a rescaling, and the query goes on in %s: a process that outlived the rescaling wrote "
-                "there after it was removed, or what the query was rescaled from lies with a backend that it has not "
-                "any more. It is removed in time after a start with that backend, or after the next rescaling",
-                place.child(other).root,
-                name,
-            )
+def _dead(root: Folder, name: str, plan_id: str, others: Collection[str]) -> set[str]:
+    """The folders beside the one in force that are of rescalings of other plans which came to nothing."""
+    ancestor, kept = parent_folder(root.child(name)), {name, first_folder(name), rescaled_folder(name, plan_id)}
+    while ancestor is not None and ancestor not in kept:
+        kept.add(ancestor)
+        ancestor = parent_folder(root.child(ancestor))
+    return {other for other in others if other not in kept and not is_detached(root.child(other))}
+
+
+def _tell_left(others: Sequence[tuple[Folder, str]], name: str) -> None:
+    """Log what lies beside the folder of a rescaled query when nothing in reach says how long it is needed."""
+    for place, other in others if name != first_folder(name) else ():
+        _LOGGER.warning(
+            "%s is left of a rescaling, and the query goes on in %s: a process that outlived the rescaling wrote "
+            "there after it was removed, or what the query was rescaled from lies with a backend that it has not "
+            "any more. It is removed in time after a start with that backend, or after the next rescaling",
+            place.child(other).root,
+            name,
+        )
 
 
 class Finishing:
@@ -176,7 +168,8 @@ class Finishing:
 
         def work() -> None:
             try:
-                if self._finished(places, name, committed, batches_retained, still_ours, held):
+                finished = self._finished(places, name, committed, batches_retained, still_ours, held)
+                if finished and self._is_alone(places, name, plan_id, committed, batches_retained, still_ours, held):
                     self._without.add(key)
             except OwnershipError:
                 raise
@@ -199,7 +192,6 @@ class Finishing:
         query_folders = {it.child(name): it.child(name, PARENTS_FOLDER).names() for it in places}
         query_folder = next((it for it, names in query_folders.items() if names), None)
         if query_folder is None:
-            _tell_left(places, name)
             return True
         notes = notes_among(query_folders[query_folder])
         if len(notes) == len(query_folders[query_folder]):
@@ -212,10 +204,15 @@ class Finishing:
         left = False
         for place, other in _others(places, name):
             old = place.child(other)
-            if self._is_written(old) or held(other) or _has_waiting_requests(old):
+            if self._is_written(old) or held(other):
                 left = True
                 continue
             still_ours()
+            if other == parent_folder(places[0].child(name)) and not take_requests(
+                places[0].child(other), places[0].child(name), waiting_only=True
+            ):
+                left = True
+                continue
             place.remove_tree(other)
             _LOGGER.info("%s is removed: the query was rescaled, and goes on in %s", old.root, name)
         if left:
@@ -228,6 +225,40 @@ class Finishing:
         query_folder.remove_tree(PARENTS_FOLDER)
         _LOGGER.info("%s needs nothing any more of what it was rescaled from", query_folder.root)
         return True
+
+    def _is_alone(
+        self,
+        places: Sequence[Folder],
+        name: str,
+        plan_id: str,
+        committed: Pointer,
+        batches_retained: int,
+        still_ours: Callable[[], None],
+        held: Callable[[str], bool],
+    ) -> bool:
+        """Remove what rescalings left that came to nothing, once Spark retains no batch of their time; whether nothing
+        of these is left."""
+        retained, alone = max(batches_retained, committed.retained), True
+        # The root's last, as its records tell what the others are.
+        others = list(_others(places[::-1], name))
+        dead = _dead(places[0], name, plan_id, {other for _, other in others}) if others else set()
+        for place, other in [it for it in others if it[1] in dead]:
+            record = start_of(places[0].child(other))
+            # The folder may have been committed, and the query gone back to before; somebody may undo that.
+            recent = record is not None and committed.batch <= record.batch + 1 + retained
+            if recent or self._is_written(place.child(other)) or held(other):
+                alone = False
+                continue
+            still_ours()
+            place.remove_tree(other)
+            _LOGGER.info(
+                "%s is removed: it is of a rescaling that came to nothing, and the query goes on in %s",
+                place.child(other).root,
+                name,
+            )
+        if alone:
+            _tell_left([it for it in others if it[1] not in dead], name)
+        return alone
 
     def _is_written(self, query_folder: Folder) -> bool:
         """Whether somebody may write to a query folder: its lease is another one than when it was looked at before."""

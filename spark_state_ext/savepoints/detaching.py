@@ -52,17 +52,21 @@ class Detaching:
 
         def work() -> None:
             try:
+                self._begin(job, query_folder, still_ours)
                 detach(job, query_folder, still_ours)
             except OwnershipError:
                 raise
             except StateError as error:
-                _LOGGER.warning("%s does not say yet that it needs no snapshot any more: %s", query_folder.root, error)
+                _LOGGER.warning("%s does not say yet that a batch is committed: %s", query_folder.root, error)
                 with self._lock:
                     self._done.discard(key)
 
         if not background.submit(f"detaching of {query_folder.root}", work):
             with self._lock:
                 self._done.discard(key)
+
+    def _begin(self, job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> None:
+        """What comes first; it is done again where it, or what follows, fails."""
 
 
 def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> None:

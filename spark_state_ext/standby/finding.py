@@ -12,6 +12,7 @@ from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, is_query_folder
 from spark_state_ext.ownership.last_written import last_written_ms
 from spark_state_ext.rescale.folders import first_folder
+from spark_state_ext.rescale.in_force import folders_in_force
 
 __all__ = ["Finder", "FoundBuckets", "written"]
 
@@ -82,6 +83,8 @@ class Finder:
         names = [it.name for it in folder.entries() if it.folder and it.name not in _NOT_QUERIES]
         listed = {name: folder.child(name).entries() for name in names if is_query_folder(name)}
         queries = {name: entries for name, entries in listed.items() if _operator_numbers(entries)}
+        in_force = folders_in_force({name: [it.name for it in entries] for name, entries in queries.items()})
+        queries = {name: entries for name, entries in queries.items() if name in in_force}
         found: dict[BucketKey, OperatorFile] = {}
         times_ms = {}
         if len(queries) > 1:

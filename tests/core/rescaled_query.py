@@ -107,6 +107,7 @@ class RescaledQuery:
     scratch: Path
     model: Model
     name: str = "new"
+    query_id: str = WRITER.query_id
     retained: int = 2
     runner: Later = field(default_factory=Later)
     pointers: list[Pointer] = field(default_factory=list)
@@ -150,7 +151,7 @@ class RescaledQuery:
                 store,
                 sole_replica(files, self.scratch, backend.name),
                 pointer,
-                replace(WRITER, batch=pointer.batch + 1),
+                replace(WRITER, query_id=self.query_id, batch=pointer.batch + 1),
                 CommitContext(self.scratch, batches_retained=self.retained, runner=self.runner),
                 sources=() if origin is None else (origin,),
             )

@@ -40,6 +40,7 @@ from spark_state_ext.rescale.finishing import Finishing, may_remove
 from spark_state_ext.rescale.notes import FREE, NEEDED, ParentsNote, note_free, notes_among
 from spark_state_ext.rescale.origin import Origin, rows_of_parents
 from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, note_parent, parent_files
+from spark_state_ext.savepoints.records import StartRecord, note_start
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.store import View
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, expired_in, model_of
@@ -177,21 +178,21 @@ def test_what_is_left_where_the_parents_are_out_of_reach_is_told(
         place.child(name, "0").put("1_a.delta.arrow", b"")
     pointer = Pointer("counts", 0, 1, 0, 90, None, query_folder=ours[0], heartbeats=90)
 
-    def told_of(name: str) -> list[str]:
+    def told_of(name: str, plan: str = "plan") -> list[str]:
+        background, nothing, finishing = Later(), lambda *_: None, Finishing()
         caplog.clear()
-        background, nothing = Later(), lambda *_: None
-        Finishing().in_turn([place], name, "plan", pointer, 2, nothing, bool, background)
-        background.do()
+        # A folder in which somebody may write is looked at twice.
+        for _ in range(2):
+            finishing.in_turn([place], name, plan, pointer, 2, nothing, lambda _: False, background)
+            background.do()
         return sorted(it.getMessage().split(" is left of a rescaling")[0] for it in caplog.records)
 
-    assert told_of(ours[0]) == [place.child(it).root for it in ("query", ours[1])]
-    # One that the query is being rescaled into is in use.
-    place.child(ours[1], PARENTS_FOLDER).put("0.parent.json", b"")
+    # One that this plan rescales into is in use; of others that came to nothing none is.
+    assert told_of("query", f"{'1' * 12}{'0' * 20}") == []
+    assert place.names() == ["query", ours[0], "theirs"]
     assert told_of(ours[0]) == [place.child("query").root]
-    # That was never rescaled: a start with another number came to nothing.
-    assert told_of("query") == []
     assert told_of("theirs") == []
-    assert all(place.child(name, "0").names() for name in ("query", *ours, "theirs"))
+    assert place.names() == ["query", ours[0], "theirs"]
 
 
 def test_what_is_there_of_another_attempt_must_be_the_same(tmp_path: Path, old: OldJob) -> None:
@@ -411,18 +412,18 @@ def test_what_cannot_keep_its_promise_is_refused(tmp_path: Path, old: OldJob) ->
         replace(strict, start_from=None, rescale="/checkpoint")
 
 
-def test_an_old_folder_stays_while_somebody_waits_for_it(tmp_path: Path, old: OldJob) -> None:
+def test_an_old_folder_goes_with_its_requests_taken_along(tmp_path: Path, old: OldJob) -> None:
     """Somebody asked for keys to be erased in the midst of a rescaling. And a removal that was stopped goes on."""
     query = rescaled(tmp_path, old, BucketMap(2))
     query.name = "query.r0123456789ab"
     query.start()
     operator = Folder(query.job.options.root).child("counts")
     before = operator.child("query")
-    request = EraseFolder(before)
-    nothing = pa.RecordBatch.from_arrays(
-        [pa.array([], field.type) for field in SCHEMA.keys], schema=pa.schema(list(SCHEMA.keys))
-    )
-    request.add(EraseRequest("ab" * 16, "counts", 1, nothing, "0"))
+    note_start(query.folder, StartRecord("rescale", before.root, "", 0, "no_claim", "counts"))
+    keys = pa.RecordBatch.from_arrays([pa.array(["a"]), pa.array([1.5])], schema=pa.schema(list(SCHEMA.keys)))
+    requests = EraseFolder(before)
+    requests.add(EraseRequest("ab" * 16, "counts", 1, keys, "0"))
+    requests.files.put("00000002.keys.arrow", b"damaged")
     notes = query.folder.child(PARENTS_FOLDER)
     for bucket in range(2):
         notes.create(f"{bucket}.free-1", b"")
@@ -444,11 +445,13 @@ def test_an_old_folder_stays_while_somebody_waits_for_it(tmp_path: Path, old: Ol
 
     for _ in range(3):
         turn()
-    assert "query" in operator.names()
+    assert "query" in operator.names(), "a request there cannot be read"
     assert len(notes.names()) > 2
-    request.files.remove("00000001.keys.arrow")
+    requests.files.remove("00000002.keys.arrow")
     turn()
     assert operator.names() == [query.name]
+    assert EraseFolder(query.folder).request(1).id == "ab" * 16
+    assert not EraseFolder(query.folder).numbers().requests - {1}
     assert notes.names() == []
     for bucket in range(2):
         notes.create(f"{bucket}.free-1", b"")

@@ -27,6 +27,7 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.records import note_detached
 from spark_state_ext.standby.finding import Finder, written
 from spark_state_ext.standby.following import BucketFollower
 from spark_state_ext.standby.roots import Pace, RootFollower, next_wait_s
@@ -198,6 +199,9 @@ def test_a_query_that_moved_on_is_followed_there(tmp_path: Path, job: Job) -> No
     host.pass_time()
     moved = Path(job.folder.root).with_name("query.r0123456789ab")
     shutil.copytree(job.folder.root, moved)
+    # Until a batch there is known to be committed, the folder before is followed.
+    assert {key.query_folder for key in host.follower.find().operators} == {"query"}
+    note_detached(Folder(str(moved)))
     later_s = moved.stat().st_mtime + 100
     for path in moved.rglob("*"):
         os.utime(path, (later_s, later_s))

@@ -21,7 +21,17 @@ from savepoint_job import AFTER_ITS_TASKS, IN_A_TASK, OPERATOR, Query, batch_com
 from streams import finish
 
 from arrow_schemas import BucketMap
-from spark_state_ext import Backend, RetainedCheckpoint, Savepoint, open_committed, take_savepoint
+from spark_state_ext import (
+    Backend,
+    OpenState,
+    RetainedCheckpoint,
+    Savepoint,
+    erase_keys,
+    open_committed,
+    open_state,
+    take_savepoint,
+)
+from spark_state_ext.errors import ChangedJobError
 from spark_state_ext.files.operator_catalog import STARTING_FOLDER
 from tests.helpers.soak import SOAK
 from tests.helpers.waiting import eventually
@@ -53,7 +63,11 @@ def state_of(it: Query, spark: Any) -> dict[int, tuple[int, int]]:
     """All its state, as Spark has committed it."""
     (backend,) = it.options.get("backends", (it,))
     with open_committed(spark, backend.root, str(it.checkpoint)) as state:
-        return {row["key"]: (row["n"], row["total"]) for row in state.scan().read_all().to_pylist()}
+        return state_by_key(state)
+
+
+def state_by_key(state: OpenState) -> dict[int, tuple[int, int]]:
+    return {row["key"]: (row["n"], row["total"]) for row in state.scan().read_all().to_pylist()}
 
 
 def expected(files: Iterable[int]) -> dict[int, tuple[int, int]]:
@@ -137,6 +151,13 @@ def test_one_heavy_bucket_is_split_alone(spark: Any, tmp_path: Path) -> None:
     assert state_of(it, spark) == expected(range(4))
     with open_committed(spark, it.root, str(it.checkpoint)) as state:
         assert state.bucket_map == BucketMap(6)
+    with open_state(it.root) as state:
+        assert state.buckets == 6
+        assert state_by_key(state) == expected(range(state.batch + 1))
+    # Spark retains a batch from before, whose state is in the folder before.
+    with open_committed(spark, it.root, str(it.checkpoint), batch=1) as state:
+        assert state.buckets == 3
+        assert state_by_key(state) == expected(range(2))
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in the root", "in a backend"])
@@ -287,6 +308,12 @@ def test_what_is_asked_for_by_mistake(spark: Any, tmp_path: Path) -> None:
     wrong.feed([2])
     with pytest.raises(StreamingQueryException, match="give the checkpointLocation of this query"):
         wrong.run(spark)
+    # What the plan can know is refused before anything runs.
+    erase_keys(it.root, [1], operator=OPERATOR)
+    there = sorted(path.name for path in (Path(it.root) / OPERATOR).iterdir())
+    with pytest.raises(ChangedJobError, match=r"erase request 1 in .* is not done yet"):
+        in_place(it, 5).run(spark)
+    assert sorted(path.name for path in (Path(it.root) / OPERATOR).iterdir()) == there
     it.run(spark)
     assert state_of(it, spark) == expected(range(3))
 

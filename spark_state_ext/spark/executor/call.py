@@ -31,7 +31,7 @@ from spark_state_ext.files.retention import clean_up_due
 from spark_state_ext.ownership.claim_notes import note_handed_over
 from spark_state_ext.rescale.dividing import DividingStarts, Division
 from spark_state_ext.rescale.finishing import Finishing
-from spark_state_ext.savepoints.detaching import Detaching
+from spark_state_ext.rescale.in_force import DetachingRescaled
 from spark_state_ext.savepoints.starting import Beginning
 from spark_state_ext.spark.executor.key_work import KeyWork
 from spark_state_ext.spark.executor.opening import (
@@ -153,7 +153,7 @@ class _BucketCall:
         self._starts = worker.own(DividingStarts)
         self._rescales = worker.own(Rescales)
         self._finishing = worker.own(Finishing)
-        self._detaching = worker.own(Detaching)
+        self._detaching = worker.own(DetachingRescaled)
         self._known_counts = worker.own(KnownCounts)
         self._info = info
         self._job = info.job

@@ -1,0 +1,162 @@
+"""Which folder of a rescaled query is in force: the one that Spark's pointers name.
+
+A rescaling may be refused, fail or be killed in its first batch, and leaves its new folder behind then. Only a pointer
+that Spark hands out says that this batch was committed. So the first call that gets a pointer to the new folder writes
+`detached.json` there, which makes the folder the one in force; until then the old one is. A query that goes back to a
+batch from before it was rescaled takes the file away again. Readers, erase requests and clean-up go by it, and by no
+time of a file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from spark_state_ext.engine.folders import operator_folders
+from spark_state_ext.engine.job import Job
+from spark_state_ext.errors import CorruptFileError, VersionSkewError
+from spark_state_ext.files.erase_requests import EraseFolder
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.rescale.dividing import RESCALE
+from spark_state_ext.rescale.folders import first_folder, rescaled_folder
+from spark_state_ext.savepoints.detaching import Detaching
+from spark_state_ext.savepoints.records import DETACHED_NAME, is_detached, note_detached, start_of
+
+__all__ = ["DetachingRescaled", "folders_in_force", "is_rescaled", "parent_folder", "put_in_force", "take_requests"]
+
+_LOGGER = logging.getLogger("spark_state_ext")
+
+
+def is_rescaled(query_folder: str) -> bool:
+    """Whether a query folder, by its name, is one that a query was to go on in when it was rescaled in place."""
+    return query_folder != first_folder(query_folder)
+
+
+def folders_in_force(listed: Mapping[str, Collection[str]]) -> frozenset[str]:
+    """The query folders that are in force.
+
+    Parameters
+    ----------
+    listed
+        The query folders of an operator that have an operator file: by name, the names of what lies in each.
+
+    Returns
+    -------
+    frozenset of str
+        One folder of each query; two while it goes from one to the next. Where the folder is gone that the query
+        began in, and no rescaling is known to be committed, all that is left of the query.
+    """
+    queries: dict[str, set[str]] = {}
+    for name in listed:
+        queries.setdefault(first_folder(name), set()).add(name)
+    found: set[str] = set()
+    for first, names in queries.items():
+        committed = {name for name in names if is_rescaled(name) and DETACHED_NAME in listed[name]}
+        found |= committed or names & {first} or names
+    return frozenset(found)
+
+
+class DetachingRescaled(Detaching):
+    """As `Detaching`; the folder is put in force first."""
+
+    def _begin(self, job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> None:
+        put_in_force(operator_folders(job), query_folder.name, job.plan_id, still_ours)
+
+
+def put_in_force(places: Sequence[Folder], name: str, plan_id: str, still_ours: Callable[[], None]) -> None:
+    """Write down that Spark hands out pointers to a query folder; erase requests that wait elsewhere come along.
+
+    Parameters
+    ----------
+    places
+        The operator's folders in all file systems that have its state, first the root's.
+    name
+        Name of the query folder.
+    plan_id
+        Id of the plan whose call was handed the pointer.
+    still_ours
+        Raises when another run has taken the state over.
+
+    Raises
+    ------
+    StateError
+        When a store fails, or the state is another run's; it may be repeated.
+    """
+    operator = places[0]
+    files = operator.child(name)
+    others = [it for it in operator.names() if it != name and first_folder(it) == first_folder(name)]
+    if rescaled_folder(name, plan_id) in others:
+        # A late call: by this plan the query was rescaled, or is being rescaled, from here.
+        return
+    before = [it for it in others if is_rescaled(it) and is_detached(operator.child(it))]
+    if others:
+        still_ours()
+        parent = parent_folder(files)
+        for other in dict.fromkeys([*(it for it in others if it == parent), *before]):
+            # Where the query went back, what was done in the other folder is not done here.
+            take_requests(operator.child(other), files, waiting_only=other == parent)
+    # The root last: once it says so, nothing is left to do.
+    for place in places[::-1] if is_rescaled(name) else ():
+        note_detached(place.child(name))
+    if before:
+        still_ours()
+    for other in before:
+        for place in places[::-1]:
+            place.child(other).remove(DETACHED_NAME)
+
+
+def parent_folder(query_folder: Folder) -> str | None:
+    """Name of the query folder that one was rescaled from; None: it was not, or that is not written down."""
+    record = start_of(query_folder)
+    return None if record is None or record.kind != RESCALE else record.source.rpartition("/")[2]
+
+
+def take_requests(source: Folder, target: Folder, *, waiting_only: bool) -> bool:
+    """Ask for the keys of one query folder's erase requests in another folder, which keeps their ids.
+
+    Parameters
+    ----------
+    source, target
+        The query folders.
+    waiting_only
+        Leave out the requests that are done.
+
+    Returns
+    -------
+    bool
+        False where a request cannot be read, which stays where it is.
+
+    Raises
+    ------
+    StorageError
+        When a store fails; it may be repeated.
+    """
+    requests, into = EraseFolder(source), EraseFolder(target)
+    numbers = requests.numbers()
+    asked = sorted(numbers.requests - numbers.done if waiting_only else numbers.requests)
+    if not asked:
+        return True
+    known, there = into.numbers(), set()
+    for number in known.requests | known.done:
+        try:
+            there.add(into.id_of(number))
+        except (CorruptFileError, VersionSkewError) as error:
+            _LOGGER.warning("erase request %d of %s cannot be read: %s", number, target.root, error)
+    whole = True
+    for number in asked:
+        try:
+            request = requests.request(number)
+        except (CorruptFileError, VersionSkewError) as error:
+            _LOGGER.warning(
+                "erase request %d of %s cannot be read, so the query, which goes on in %s, does not carry it out: %s. "
+                "Ask again for its keys, and withdraw it",
+                number,
+                source.root,
+                target.root,
+                error,
+            )
+            whole = False
+            continue
+        if request.keys.num_rows and request.id not in there:
+            into.add(request)
+    return whole

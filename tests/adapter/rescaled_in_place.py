@@ -1,0 +1,73 @@
+"""A query without Spark that is rescaled in place, by the code of its calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from reading_support import Job as OldJob
+from rescaled_query import RescaledQuery, job_from
+
+from arrow_schemas import BucketMap, Pointer
+from spark_state_ext.commit.uploads import WorkerUploads
+from spark_state_ext.engine.replicas import Replicas
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.operator_catalog import STARTING_FOLDER, OperatorCatalog
+from spark_state_ext.rescale.folders import rescaled_folder
+from spark_state_ext.rescale.in_force import put_in_force
+from spark_state_ext.savepoints.captured import Captured, captured_name
+from spark_state_ext.spark.executor.rescaling import Rescales
+from spark_state_ext.worker.background import Background
+
+__all__ = ["InPlace", "plan_of", "rescaled_in_place"]
+
+
+def plan_of(number: int) -> str:
+    """The id of a plan."""
+    return f"{number:012x}" + 20 * "0"
+
+
+class InPlace(RescaledQuery):
+    """The query with its new buckets, in a folder beside the old one."""
+
+    old: list[Pointer]
+
+    @property
+    def operator(self) -> Folder:
+        """The folder in which both lie."""
+        return Folder(self.job.options.root).child(self.job.operator)
+
+    def begin(self) -> None:
+        """What the calls of the first batch do before they change the state."""
+        replicas, rescales = Replicas(Background(), WorkerUploads()), Rescales()
+        for pointer in self.old:
+            move = rescales.of(self.job, pointer.bucket, pointer)
+            assert move is not None
+            move.give(replicas, self.scratch)
+        before = max(pointer.batch for pointer in self.old)
+        self.pointers = []
+        for bucket in range(self.bucket_map.buckets):
+            move = rescales.of(self.job, bucket, self.old[bucket] if bucket < len(self.old) else None)
+            assert move is not None
+            wanted = move.beginning().begins(self.job, self.name)
+            OperatorCatalog().admit(self.operator, wanted, False, with_state=True)
+            self.pointers.append(replace(move.begun(replicas, self.scratch).pointer, batch=before))
+
+    def put_in_force(self) -> None:
+        """What the first bucket does once Spark has handed out a pointer of the query."""
+        put_in_force([self.operator], self.name, self.job.plan_id, lambda: None)
+
+
+def rescaled_in_place(folder: Path, old: OldJob, bucket_map: BucketMap, plan: int = 1) -> InPlace:
+    """Plan an old query with another map; its calls have not begun."""
+    root = Path(old.folder.root).parent.parent
+    pointers = [replace(it, query_folder=old.query_id) for it in old.pointers[-1]]
+    name = captured_name(1, plan_of(plan))
+    captured = Captured(old.operator, pointers[0].batch, (), "", 0, {it.bucket: it for it in pointers})
+    Folder(str(root)).child(old.operator, STARTING_FOLDER).put(name, captured.encode())
+    job = job_from(root, old, bucket_map, None, plan_id=plan_of(plan), rescaled_from=name, rescaled_buckets=old.buckets)
+    made = InPlace(
+        job, folder, old.models[-1], name=rescaled_folder(old.query_id, plan_of(plan)), query_id=old.query_id
+    )
+    made.old = pointers
+    return made
