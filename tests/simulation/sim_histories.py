@@ -50,7 +50,9 @@ _RESCALE_KINDS = {
     "gap": 2,
     "restart": 2,
     "rescale": 6,
-    "killed": 2,
+    "killed": 3,
+    "ask": 2,
+    "read": 3,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Removals", "check_nothing_is_left", "in_pieces", "left_of"]
 
-_NUMBERED = re.compile(r"q0(?:\.r([0-9a-f]{12}))?")
 _REMOVE_TREE = Folder.remove_tree
 
 
@@ -99,10 +97,9 @@ def left_of(job: Job) -> set[str]:
 def check_nothing_is_left(world: RescaleWorld) -> None:
     """Nothing of the folders before the one that the query goes on in, nor of parents.
 
-    A folder of a plan that came later, and of which the query went back or that committed nothing, stays until the
-    query is rescaled again. So does what a process that outlived the rescaling writes once a folder was removed, such
-    as one whose snapshot waited. What was there before stays where the parents lie with a backend that the query has
-    not any more, as nobody knows then when they are needed no more.
+    What a process that outlived the rescaling writes once a folder was removed stays, such as a snapshot that waited. So
+    does what was there before where the parents lie with a backend that the query has not any more, as nobody knows then
+    when they are needed no more.
     """
     (current,) = {held.pointer.query_folder for held in world.spark.at(world.batch).values()}
     places = operator_folders(world.job)
@@ -120,21 +117,13 @@ def check_nothing_is_left(world: RescaleWorld) -> None:
                 continue
             if place.where(name) in world.removed:
                 world.counted["removed folders that late processes wrote in"] += 1
-            elif _number(name) < _number(current):
-                raise WrongStateError(f"{place.where(name)} is left, and the query goes on in {current}")
             else:
-                world.counted["folders left of plans that came to nothing"] += 1
+                raise WrongStateError(f"{place.where(name)} is left, and the query goes on in {current}")
     world.counted["queries that finished calmly"] += current != "q0"
 
 
 def _parents(place: Folder, name: str) -> list[str]:
     return place.child(name, PARENTS_FOLDER).names()
-
-
-def _number(name: str) -> int:
-    match = _NUMBERED.fullmatch(name)
-    assert match is not None, name
-    return int(match[1] or "0", 16)
 
 
 def in_pieces() -> list[tuple[Any, str, Any]]:

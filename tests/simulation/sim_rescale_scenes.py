@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from sim_parts import Built, Call, Numbers, WrongStateError
-from sim_rescale_parts import ALL_KEYS, PlannedAttempt, RescaleConfig, keys_of, only
+from sim_rescale_parts import ALL_KEYS, MovedMade, PlannedAttempt, RescaleConfig, keys_of, only
 from sim_rescale_savepoints import Saving
 from sim_rescales import RescaleWorld, beside_rescaling
 from sim_spark import Made
@@ -285,7 +285,37 @@ def saved_meanwhile(scene: RescaleScene) -> None:
     saving.copy()
 
 
+def refused_and_gone_on(scene: RescaleScene) -> None:
+    """A request comes between plan and batch, when a part of the calls have begun in the new folder; readers and askers
+    come straight after. Then the query goes on as it was, and is rescaled later, with a request on the way."""
+    onlookers = scene.world.onlookers
+    scene.go(1)
+    scene.start(3)
+    onlookers.ask(_QUIET)
+    made = scene.world._run(scene.attempt(0, 2), None, _QUIET)
+    if not isinstance(made, MovedMade) or made.groups != {1}:
+        raise WrongStateError("the query is rescaled while a request waits")
+    for _ in range(2):
+        onlookers.read()
+        onlookers.ask(_QUIET)
+        scene.start(3)
+        scene.go(3)
+    # What waits is done within two batches.
+    for _ in range(2):
+        scene.go(4)
+    scene.start(3)
+    made = scene.run(scene.attempt(0, 4))
+    onlookers.ask(_QUIET)
+    scene.commit(made)
+    onlookers.read()
+    for value in range(5, 9):
+        scene.go(value)
+        onlookers.read()
+        scene.work()
+
+
 RESCALE_SCENES = (
+    refused_and_gone_on,
     overwritten_since_the_plan,
     without_data_first,
     begun_twice,

@@ -35,6 +35,7 @@ from sim_parts import (
     changed,
 )
 from sim_rescale_finishing import Removals, check_nothing_is_left, in_pieces
+from sim_rescale_onlookers import Onlookers
 from sim_rescale_parts import (
     COUNTS,
     HASHES,
@@ -67,13 +68,15 @@ from spark_state_ext.engine.folders import operator_folders
 from spark_state_ext.engine.job import ARROW, Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.shared import Shared
-from spark_state_ext.errors import LineageError, LiveRunError, MissingCheckpointError, StorageError
+from spark_state_ext.errors import ChangedJobError, LineageError, LiveRunError, MissingCheckpointError, StorageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import STARTING_FOLDER, OperatorCatalog
+from spark_state_ext.files.operator_catalog import STARTING_FOLDER, OperatorCatalog, newest_operator
+from spark_state_ext.rescale import in_force
+from spark_state_ext.rescale.dividing import refuse_requests
 from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.rescale.folders import rescaled_folder
 from spark_state_ext.rescale.origin import Origin, origin_in
-from spark_state_ext.rescale.parents import parent_of
+from spark_state_ext.rescale.parents import has_parents, parent_of
 from spark_state_ext.restore import needed
 from spark_state_ext.savepoints.captured import Captured, captured_name
 from spark_state_ext.spark.executor.rescaling import Move, Rescales
@@ -97,6 +100,8 @@ RESCALE_STEPS = (
     "rescale",  # the query starts again where it was, with another number of buckets
     "killed",  # attempts at the next batch, and then the driver dies
     "savepoint",  # somebody takes one, and another query starts from it
+    "ask",  # somebody asks for a key to be erased
+    "read",  # somebody reads by the root
 )
 
 
@@ -119,6 +124,8 @@ class _Process:
         self.rescales = Rescales()
         self.finishing = Finishing()
         self.catalog = OperatorCatalog()
+        # Folders that it has put in force, each for a plan.
+        self.in_force: set[tuple[str, str]] = set()
 
 
 class RescaleWorld(World):
@@ -160,6 +167,7 @@ class RescaleWorld(World):
         self.operator = self.yard.root("a").child(OPERATOR)
         first = OperatorFile(OPERATOR, "q0", config.buckets, KEY_SCHEMA, STATE_SCHEMA)
         self.operator.child("q0").put(operator_file_name(0), first.encode())
+        self.onlookers = Onlookers(self)
         self.job = self._planned_with(config.buckets)
 
     def _numbered(self) -> range:
@@ -217,6 +225,23 @@ class RescaleWorld(World):
             lambda name: name in self.held,
             Removals(self, executor, numbers, not (self._calm or self._steady)),  # type: ignore[arg-type]
         )
+
+    def put_in_force(self, attempt: PlannedAttempt, pointer: Pointer, numbers: Numbers) -> None:
+        """What a call of the first bucket writes down, beside the batch, of the folder that it was handed a pointer of."""
+        job, process = attempt.planned, self._process_of(attempt)
+        if (pointer.query_folder, job.plan_id) in process.in_force:
+            return
+        happens = "" if self._calm or self._steady else ("dies", "fails", "", "")[numbers.below(4)]
+        try:
+            with trapped(Trap(numbers.below(4), happens)) if happens else nullcontext():
+                in_force.put_in_force(
+                    operator_folders(job), pointer.query_folder, job.plan_id, lambda: self._check_ours(job)
+                )
+        except (LiveRunError, StorageError):
+            # It is logged, and done in the next turn.
+            self.counted["folders not put in force at once"] += 1
+            return
+        process.in_force.add((pointer.query_folder, job.plan_id))
 
     def _check_ours(self, job: Job) -> None:
         """The lease: who runs a plan that is over has lost it to the one that came after."""
@@ -298,13 +323,29 @@ class RescaleWorld(World):
 
     def _starts(self, count: int) -> None:
         """The query starts again; before its first batch it has no state that could be rescaled."""
-        self.job = self._planned_with(count if self.batch >= 0 else self.count)
+        self.job = self._planned_with(count if self.batch >= 0 and not self._is_refused(count) else self.count)
         # Attempts of the run before do not count any more.
         self._beside.clear()
+
+    def _is_refused(self, count: int) -> bool:
+        """Whether the plan finds that it cannot rescale the query."""
+        if count == self.count:
+            return False
+        name = next(iter(self.spark.at(self.batch).values())).pointer.query_folder
+        stored = newest_operator(self.operator.child(name))
+        assert stored is not None, "it has an operator file"
+        try:
+            refuse_requests(self.operator.child(name), stored)
+        except ChangedJobError:
+            self.counted["plans refused"] += 1
+            return True
+        return False
 
     def _restart(self, numbers: Numbers) -> None:
         before, oldest = self.batch, self.count
         super()._restart(numbers)
+        if self.batch < before:
+            self.onlookers.go_back(self.batch)
         self.counted["goings back"] += self.batch < before
         self.counted["goings back to other buckets"] += self.count != oldest
         self._starts(self.count if numbers.yes() else COUNTS[numbers.below(len(COUNTS))])
@@ -358,6 +399,25 @@ class RescaleWorld(World):
     def _savepoint(self, numbers: Numbers) -> None:
         if self.batch >= 0:
             save_and_start(self, numbers)
+
+    def _ask(self, numbers: Numbers) -> None:
+        self.onlookers.ask(numbers)
+
+    def _read(self, numbers: Numbers) -> None:
+        self.onlookers.read()
+
+    def root_has(self, pointer: Pointer) -> bool:
+        """Whether all of a bucket's state is with the query's root, the parents that it needs included."""
+        if pointer.ref is None or self._holds("a", pointer):
+            return True
+        status = pointer.replication.get("a")
+        if (
+            pointer.parents is None
+            or status is None
+            or (status.since, status.through) != (pointer.parents, pointer.ref)
+        ):
+            return False
+        return has_parents(self.operator.child(pointer.query_folder))
 
     def _process(self, executor: Executor) -> _Process:
         return self._processes.setdefault(executor.uploads.owner, _Process())
@@ -511,6 +571,7 @@ class RescaleWorld(World):
         made = self._noted(attempt, pointer, made, numbers)
         self._note_state(made[0].pointer, pointer, attempt.calls[number])
         if number == 0 and pointer.batch >= 0:
+            self.put_in_force(attempt, pointer, numbers)
             self.finish(attempt, pointer, numbers)
         move = self._process(self.executors[attempt.executor]).rescales.of(attempt.planned, number, pointer)
         if move is not None:
@@ -602,12 +663,20 @@ class RescaleWorld(World):
         except LineageError as error:
             self._check_refused(attempt, error)
             raise _RefusedError from error
+        except ChangedJobError as error:
+            # Somebody has asked for a key to be erased since the query was planned.
+            self.counted["calls refused for a request"] += 1
+            raise _RefusedError from error
         except StorageError as error:
             raise _FailedError from error
 
     def _meanwhile(self, attempt: PlannedAttempt, numbers: Numbers) -> None:
         """While a call stands still, another attempt at its task runs, or what waits in backgrounds is done."""
         self.counted["calls that stood still"] += 1
+        if numbers.below(4) == 0:
+            with trapped(Trap(-1, "")):
+                self.onlookers.ask(numbers)
+                self.onlookers.read()
         if numbers.yes() or attempt.planned is not self.job or attempt.batch != self.batch + 1:
             self._work(numbers)
             return
@@ -652,6 +721,7 @@ class RescaleWorld(World):
                 frozenset().union(*(part.removed for part in parts)),
             ),
         )
+        self.onlookers.commit(batch, data=self.planned[batch][0])
 
     def _complete(self, batch: int, done: list[Made], numbers: Numbers) -> list[Made]:
         """Attempts of the query as it was planned last, of which some task of each partition succeeded."""
@@ -762,6 +832,7 @@ class RescaleWorld(World):
             if held.pointer.parents is not None:
                 raise WrongStateError(f"bucket {held.pointer.bucket} still needs {held.pointer.parents}")
         check_nothing_is_left(self)
+        self.onlookers.check_calm()
 
 
 def _groups(made: Made, partitions: int) -> frozenset[int]:

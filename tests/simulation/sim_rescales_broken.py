@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,18 @@ from spark_state_ext.backends.replication import needs_parents
 from spark_state_ext.commit import cadence, committer, decisions, snapshot_writer
 from spark_state_ext.engine.folders import operator_folder, operator_folders
 from spark_state_ext.engine.job import Job
+from spark_state_ext.erasing import folders
 from spark_state_ext.errors import LineageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.rescale import dividing, finishing, origin, parents
+from spark_state_ext.reading import finding
+from spark_state_ext.rescale import dividing, finishing, in_force, origin, parents
 from spark_state_ext.rescale.finishing import Finishing, may_remove
 from spark_state_ext.rescale.folders import first_folder, rescaled_folder
 from spark_state_ext.rescale.notes import FREE, ParentsNote, notes_among
 from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent
 from spark_state_ext.savepoints import taking
+from spark_state_ext.savepoints.records import note_detached
+from spark_state_ext.savepoints.starting import Begun
 from spark_state_ext.spark.executor import rescaling
 from spark_state_ext.spark.executor.rescaling import Move
 from spark_state_ext.store.runs import hashes_of
@@ -227,6 +231,31 @@ def _blind_to_holds(
     return _FINISHED(self, places, name, committed, batches_retained, still_ours, lambda name: False)
 
 
+def _with_an_operator_file(listed: Mapping[str, Collection[str]]) -> frozenset[str]:
+    """A folder counts from the moment at which a call of the first batch writes its operator file."""
+    return frozenset(listed)
+
+
+def _left_behind(source: Folder, target: Folder, *, waiting_only: bool) -> bool:
+    """Erase requests stay where they were made."""
+    return True
+
+
+def _put_in_force_when_begun(self: Move, replicas: Any, scratch: Path) -> Begun:
+    """A call of the first batch puts the new folder in force itself."""
+    made = _BEGUN(self, replicas, scratch)
+    note_detached(self._new_folder)
+    return made
+
+
+def _dead_stay(self: Finishing, *args: Any) -> bool:
+    """Nobody removes what a rescaling left that came to nothing."""
+    return True
+
+
+_BEGUN = Move.begun
+
+
 def _patched(*patches: tuple[Any, str, Any]) -> Built:
     return Built(patches=patches)
 
@@ -267,5 +296,13 @@ BROKEN_RESCALES: dict[str, Built] = {
     "the first bucket's note counted for all": _patched((finishing, "may_remove", _by_the_first_bucket)),
     "notes that parents are needed not counted": _patched((finishing, "may_remove", _by_free_notes)),
     "notes taken back": _patched((finishing, "note_needed", _taken_back)),
+    "a refused rescaling is taken for the query": _patched(
+        *((module, "folders_in_force", _with_an_operator_file) for module in (finding, folders))
+    ),
+    "in force with the first call": _patched((Move, "begun", _put_in_force_when_begun)),
+    "erase requests left behind": _patched(
+        *((module, "take_requests", _left_behind) for module in (finishing, in_force))
+    ),
+    "refused rescalings never removed": _patched((Finishing, "_is_alone", _dead_stay)),
     "finishing blind to holds": _patched((Finishing, "_finished", _blind_to_holds)),
 }

@@ -48,6 +48,10 @@ FOUND_BY = {
     "parents removed without a horizon": "finished_with_what_was_retained",
     "the first bucket's note counted for all": "finished_by_the_first_bucket",
     "finishing blind to holds": "saved_meanwhile",
+    "a refused rescaling is taken for the query": "refused_and_gone_on",
+    "in force with the first call": "refused_and_gone_on",
+    "erase requests left behind": "refused_and_gone_on",
+    "refused rescalings never removed": "refused_and_gone_on",
 }
 
 
@@ -78,4 +82,6 @@ def test_histories_are_of_the_kind_that_matters() -> None:
     for name in ("plans that rescale", "batches that moved the state", "parents without a snapshot of their own"):
         assert seen[name] > 10, name
     for name in ("killed in a first batch", "switches of backends", "queries begun with a savepoint", "goings back"):
+        assert seen[name] > 0, name
+    for name in ("plans refused", "calls refused for a request", "reads through parents", "requests"):
         assert seen[name] > 0, name
