@@ -314,8 +314,19 @@ def refused_and_gone_on(scene: RescaleScene) -> None:
         scene.work()
 
 
+def refused_for_good(scene: RescaleScene) -> None:
+    """A rescaling that is refused in its first batch is not tried again."""
+    scene.go(1)
+    scene.start(3)
+    scene.world.onlookers.ask(_QUIET)
+    scene.world._run(scene.attempt(0, 2), None, _QUIET)
+    scene.start(2)
+    scene.go(3)
+
+
 RESCALE_SCENES = (
     refused_and_gone_on,
+    refused_for_good,
     overwritten_since_the_plan,
     without_data_first,
     begun_twice,

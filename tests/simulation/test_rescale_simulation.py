@@ -51,7 +51,7 @@ FOUND_BY = {
     "a refused rescaling is taken for the query": "refused_and_gone_on",
     "in force with the first call": "refused_and_gone_on",
     "erase requests left behind": "refused_and_gone_on",
-    "refused rescalings never removed": "refused_and_gone_on",
+    "refused rescalings never removed": "refused_for_good",
 }
 
 
