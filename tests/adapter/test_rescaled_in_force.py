@@ -23,6 +23,7 @@ from spark_state_ext.errors import ChangedJobError, MissingCheckpointError, Usag
 from spark_state_ext.reading.exact import ExactBatch, Told, open_exact
 from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.rescale.in_force import folders_in_force, put_in_force, take_requests
+from spark_state_ext.rescale.parents import PARENTS_FOLDER
 from spark_state_ext.savepoints.records import StartRecord, note_start
 from spark_state_ext.spark.executor import saving
 from spark_state_ext.testing.model import KEYS, Row
@@ -31,7 +32,6 @@ MAPS = {
     "up": BucketMap(9),
     "down": BucketMap(2),
     "split": BucketMap.split(4, {1: 3}),
-    "to one": BucketMap(1),
 }
 
 
@@ -100,6 +100,9 @@ def test_state_is_read_from_the_first_batch_of_a_rescaling_on(
     told = Told("counts", query.name, "/checkpoint")
     with open_exact(root, told, lambda: ExactBatch(4, 2, 4, pointers)) as state:
         assert state_of(state) == query.model
+    query.folder.child(PARENTS_FOLDER).remove("0.parent.json")
+    with pytest.raises(MissingCheckpointError), open_state(root) as state:
+        state_of(state)
 
 
 def test_commands_read_a_rescaled_query_straight_after(tmp_path: Path, old: OldJob) -> None:

@@ -24,16 +24,15 @@ from small_root import savepoint_of
 
 from arrow_schemas import BucketMap, Pointer
 from arrow_schemas.erase import EraseRequest
-from arrow_schemas.operator import operator_file_name
 from arrow_schemas.savepoint import CANONICAL, NATIVE
-from spark_state_ext import Savepoint, open_state
+from spark_state_ext import Savepoint
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit import cadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.errors import LiveRunError, MissingCheckpointError, UsageError
+from spark_state_ext.errors import LiveRunError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale.finishing import Finishing, may_remove
@@ -271,21 +270,6 @@ def test_when_parents_may_go(heartbeats: int, retained: int, buckets: int, notes
     recent = any(note.heartbeats >= first_handed_out for note in notes)
     assert may_remove(heartbeats, retained, buckets, notes) == (all(free) and not recent)
     assert notes_among([*(note.name for note in notes), "0.parent.json", "0", "00.free-1", "0.free-"]) == notes
-
-
-def test_state_is_read_while_parents_are_needed(tmp_path: Path, old: OldJob) -> None:
-    query = rescaled(tmp_path, old, BucketMap(5))
-    query.start()
-    query.folder.put(operator_file_name(0), query.job.operator_file("new").encode())
-    for at in range(3):
-        query.batch({key: Row(at) for key in KEYS})
-    assert not list((tmp_path / "new").rglob("*.snapshot.arrow"))
-    with open_state(query.folder.root, hold=False) as state:
-        assert {row["count"] for row in state.scan().read_all().to_pylist()} == {1}
-        assert state.get(KEYS[0]).num_rows == 1
-    shutil.rmtree(Path(query.folder.child(PARENTS_FOLDER).root))
-    with open_state(query.folder.root, hold=False) as state, pytest.raises(MissingCheckpointError):
-        state.scan().read_all()
 
 
 def test_a_backend_that_no_pointer_names_gets_all_of_it(tmp_path: Path, old: OldJob) -> None:
