@@ -242,8 +242,8 @@ class StateReader:
         CorruptPointerError, VersionSkewError
             When what looks like a pointer cannot be read.
         """
-        with self._translated():
-            first = self.pointers(store, batch).head()
+        with self.pointers(store, batch) as table, self._translated():
+            first = table.head()
         return None if first is None else Pointer.decode(bytes(first.pointer)).query_folder
 
     def by_bucket(self, store: StoreOfState, batch: int) -> dict[int, Pointer]:
