@@ -141,7 +141,9 @@ def test_what_a_column_may_be(column: Any) -> None:
 MISSING = [pd.NA, pd.NaT, float("nan"), np.datetime64("NaT"), np.timedelta64("NaT", "s"), decimal.Decimal("NaN"), None]
 
 
-@pytest.mark.parametrize("form", [list, tuple, pd.Series, lambda it: np.array(it, dtype=object)], ids=str)
+@pytest.mark.parametrize(
+    "form", [list, tuple, pd.Series, lambda it: np.array(it, dtype=object)], ids=["list", "tuple", "series", "array"]
+)
 def test_missing_values_of_pandas_and_numpy_are_null(form: Callable[[Any], Any]) -> None:
     for present, kind in (("x", pa.string()), (7, pa.int64()), (dt.date(2024, 1, 2), pa.date32()), (b"x", pa.binary())):
         for missing in MISSING:
