@@ -368,9 +368,9 @@ def _by_rest(counts: tuple[int, ...], which: str) -> list[int]:
     for count in counts[1:]:
         if count % first:
             raise UsageError(
-                f"counts{which} have {count}, which is no multiple of {first}, the number that the query began with: "
-                f"by hash(key) % {count} the keys of one partition come from several of {first}. If the source has not "
-                f"grown yet, let it grow to {2 * first} or another multiple. If it has {count} partitions already, it "
+                f"counts{which} has {count}, which is no multiple of the first number, {first}: with {count} "
+                "partitions a key may move to a partition whose bucket does not have its state. If the source has not "
+                f"grown, let it grow to {2 * first} or another multiple. If it has {count} partitions already, it "
                 f'cannot be followed: see "A number that cannot be followed" in {PARTITIONS_PAGE}. Give '
                 "before_expansion if the producer partitions otherwise"
             )

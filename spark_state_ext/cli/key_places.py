@@ -85,8 +85,8 @@ def _refuse_keys_in_two_buckets(
         count, example = _keys_in_two_buckets(state)
     if count:
         raise PartitionsChangedError(
-            f"{count} keys lie in several buckets, and so have several states, such as {example}: the source has had "
-            'them in partitions that do not belong together. See "A number that cannot be followed" in '
+            f"{count} keys lie in several buckets, and so have several states, such as {example}: the number of "
+            'partitions changed in a way that the state could not follow. See "A number that cannot be followed" in '
             "docs/operating/source-partitions.md"
         )
 

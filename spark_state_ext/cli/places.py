@@ -11,9 +11,11 @@ from typing import Any
 
 from spark_state_ext.cli.check import findings
 from spark_state_ext.cli.settings import Diagnosis
-from spark_state_ext.errors import StateError
+from spark_state_ext.engine.folders import stores_path
+from spark_state_ext.errors import StateError, UnsafeFolderError
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.worker import descriptors
+from spark_state_ext.worker.private_folder import check_private
 
 __all__ = ["diagnoses_of_machine", "diagnoses_of_root"]
 
@@ -38,7 +40,9 @@ def diagnoses_of_root(root: str, storage_options: Mapping[str, Any], settings: M
         refuse_relative(root, "root")
         folder = Folder(root, storage_options)
     except StateError as error:
-        return [Diagnosis("root", root, f"{type(error).__name__}: {error}", "Give the root as ArrowState has it.")]
+        return [
+            Diagnosis("root", root, f"{type(error).__name__}: {error}", "Do what the problem says, then look again.")
+        ]
     found = [_shared(folder, settings)]
     name = f"{_PROBE}{uuid.uuid4().hex}"
     try:
@@ -115,6 +119,13 @@ def diagnoses_of_machine(local_dir: Path, buckets: int) -> list[Diagnosis]:
         Diagnosis(it.what, it.seen, it.problem, f"{it.problem[:1].upper()}{it.problem[1:]}." if it.problem else "")
         for it in findings(local_dir)
     ]
+    stores = stores_path(str(local_dir))
+    try:
+        check_private(stores)
+    except FileNotFoundError:
+        pass  # the first task makes it
+    except (UnsafeFolderError, OSError) as error:
+        found.append(Diagnosis("local_dir", str(stores), str(error), "Do what the problem says, then look again."))
     return [*found, _open_files(buckets), _address_space(), *_room(local_dir)]
 
 

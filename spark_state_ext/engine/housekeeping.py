@@ -21,7 +21,14 @@ from spark_state_ext.engine.in_transit import spill_is_stale
 from spark_state_ext.engine.probes import Probes
 from spark_state_ext.engine.replicas import Leases
 from spark_state_ext.engine.task import TaskInfo
-from spark_state_ext.errors import CleanUpFailedError, LostFilesError, OwnershipError, StateError, StorageError
+from spark_state_ext.errors import (
+    CleanUpFailedError,
+    LostFilesError,
+    OwnershipError,
+    StateError,
+    StorageError,
+    UnsafeFolderError,
+)
 from spark_state_ext.files.erasure import is_marked
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
@@ -248,10 +255,11 @@ class CleanUps:
         except OwnershipError:
             raise
         except StateError as error:
-            if isinstance(error, StorageError) and not is_retriable(error):
+            # A link that an earlier release followed is no reason to stop a query: files stay, and the log says why.
+            if isinstance(error, StorageError) and not isinstance(error, UnsafeFolderError) and not is_retriable(error):
                 self._shared.failed[key] = error
             # Of no harm to a batch.
-            _LOGGER.warning("nothing is cleaned up in %s: %s; another call will try again", replica.name, error)
+            _LOGGER.warning("nothing is cleaned up in %s: %s; a later call tries again", replica.name, error)
 
     def _is_held(self) -> bool:
         """Whether somebody copies from the query folder."""

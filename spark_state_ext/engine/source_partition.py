@@ -318,11 +318,18 @@ def _reached(reached: Any, stream: str | None, by_stream: Mapping[str, tuple[int
     if reached is None:
         return {}
     if isinstance(reached, Mapping) != (stream is not None):
-        raise UsageError(f"reached is a mapping of streams to counts as counts is, not {reached!r}")
+        wanted = "one number, because counts is for one stream"
+        if stream is not None:
+            wanted = f"a dict by stream, such as {{{next(iter(by_stream))!r}: 4}}, because counts is one"
+        raise UsageError(f"reached must be {wanted}; it is {reached!r}")
     given = dict(reached) if isinstance(reached, Mapping) else {"": reached}
     for name, count in given.items():
         whole = isinstance(count, (int, np.integer)) and not isinstance(count, bool)
-        if name not in by_stream or not whole or count not in by_stream[name]:
+        if name not in by_stream:
+            raise UsageError(
+                f"reached names the stream {name!r}, which counts does not have: it has {', '.join(by_stream)}"
+            )
+        if not whole or count not in by_stream[name]:
             which = f" of stream {name!r}" if name else ""
             raise UsageError(
                 f"reached{which} must be one of counts={shown_counts(by_stream.get(name, ()))}, which the source "

@@ -18,6 +18,7 @@ from arrow_schemas.erase import EraseRequest
 from spark_state_ext.erasing.folders import keys_as_stored, query_folders_below
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, UsageError, VersionSkewError
 from spark_state_ext.files.erase_requests import EraseFolder
+from spark_state_ext.rescale.folders import first_folder
 from spark_state_ext.version import __version__
 
 __all__ = ["AskedErasure", "EraseStatus", "erase_keys", "erase_status", "withdraw_erasure"]
@@ -135,15 +136,20 @@ def erase_keys(
                 f"{folders[0].files.root} is a folder of a query that was rescaled, and the query does not go on "
                 f"there, so the request would wait for ever: leave out query_folder, or name {', '.join(in_force[:5])}"
             )
-    # All are looked at before the first one is asked.
-    asked = [keys_as_stored(keys, folder.schema, "erase_keys()") for folder in folders]
-    if any(it.num_rows > KEYS_MAX for it in asked):
-        raise UsageError(f"erase_keys() was given more than {KEYS_MAX:,} keys: ask for them in several calls")
-    made = []
-    for folder, batch in zip(folders, asked, strict=True):
-        request = EraseRequest(uuid.uuid4().hex, operator, int(time.time() * 1000), batch, __version__)
-        number = EraseFolder(folder.files).add(request)
-        made.append(AskedErasure(operator, folder.name, number, batch.num_rows))
+    made: list[AskedErasure] = []
+    while folders:
+        # All are looked at before the first one is asked.
+        asked = [keys_as_stored(keys, folder.schema, "erase_keys()") for folder in folders]
+        if any(it.num_rows > KEYS_MAX for it in asked):
+            raise UsageError(f"erase_keys() was given more than {KEYS_MAX:,} keys: ask for them in several calls")
+        for folder, batch in zip(folders, asked, strict=True):
+            request = EraseRequest(uuid.uuid4().hex, operator, int(time.time() * 1000), batch, __version__)
+            number = EraseFolder(folder.files).add(request)
+            made.append(AskedErasure(operator, folder.name, number, batch.num_rows))
+        # A query that was rescaled meanwhile may have looked for requests to take along before this one was there.
+        names, queries = {it.query_folder for it in made}, {first_folder(it.query_folder) for it in made}
+        now = query_folders_below(root, operator, None, storage_options)
+        folders = [it for it in now if it.name not in names and first_folder(it.name) in queries]
     return made
 
 

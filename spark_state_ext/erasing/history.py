@@ -39,7 +39,7 @@ from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.files.last_run import note_last_run
 from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HoldWatch
-from spark_state_ext.ownership.last_written import ERASER, note_last_written
+from spark_state_ext.ownership.last_written import ERASER, is_eraser_last, note_last_written
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Found, RunIdentity
@@ -177,10 +177,12 @@ def erase_history(
         for path in (savepoints if write_savepoints else ())
     ]
     unfinished = unfinished_files(places)
+    # A run before this one may have been stopped after it had rewritten the last file.
+    again = is_eraser_last(folder.files)
     with scratch_with_keys() as scratch, _leased(folder.files) as lease:
         work = _Work(folder, places, wanted, scratch, lease)
         work.refuse_waiting()
-        files, rows = work.erase_files(inline_batches)
+        files, rows = work.erase_files(inline_batches, again)
         requests = work.erase_requests()
         work.remove(unfinished)
         stores = sum(_drop_stores(Path(path), root, operator, folder.name) for path in local_dirs)
@@ -314,8 +316,11 @@ class _Work:
                     "the query until erase_status() says so, and stop it"
                 )
 
-    def erase_files(self, inline_batches: int) -> tuple[int, int]:
-        """Write all checkpoint files anew that have a key; how many these were, and how many rows they lost."""
+    def erase_files(self, inline_batches: int, again: bool) -> tuple[int, int]:
+        """Write all checkpoint files anew that have a key; how many these were, and how many rows they lost.
+
+        `again`: an earlier run may have been stopped half-way.
+        """
         buckets = [self._past(bucket) for bucket in range(self._folder.operator.buckets)]
         lines = query_lines(self._folder.files, buckets)
         committed = lines.committed(self._done_heartbeat)
@@ -340,7 +345,7 @@ class _Work:
             for it in past.with_keys():
                 rows += rewrite(it, self._folder.schema, self._keys, self._scratch, self._allowed)
                 files += 1
-        if files:
+        if files or again:
             # Standby services go on while the query is stopped, and have begun with the files as they were.
             self._leave_local_stores()
         return files, rows

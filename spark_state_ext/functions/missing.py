@@ -43,15 +43,28 @@ def column_of(values: Any) -> Any:
     """
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return values
+    if not hasattr(values, "__len__"):
+        # They are gone through twice.
+        values = list(values)
     try:
         found = pa.array(values)
         # PyArrow takes NaT for the first day of the year 1, as a class of NaT's is that of dates.
         if "date32" not in str(found.type) or _is_typed(values):
             return found
+        return pa.array([_without_nat(value) for value in values])
     except (pa.ArrowException, TypeError, ValueError):
         pass
     # `from_pandas` finds missing values within lists and others.
     return pa.array([None if is_missing(value) else value for value in values], from_pandas=True)
+
+
+def _without_nat(value: Any) -> Any:
+    """A value with None for what is missing at any depth, but for NaN."""
+    if is_missing(value, or_nan=False):
+        return None
+    if isinstance(value, (list, tuple)):
+        return [_without_nat(it) for it in value]
+    return {key: _without_nat(it) for key, it in value.items()} if isinstance(value, dict) else value
 
 
 def _is_typed(values: Any) -> bool:

@@ -15,6 +15,7 @@ _UNKNOWN = object()
 _CLASS = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>")
 # What Python says of text in which it finds no number, and no date or time.
 _NO_NUMBER = re.compile(r"invalid literal for int|could not convert string to float")
+_TOO_PRECISE = re.compile(r"precision|rescal", re.IGNORECASE)
 _NO_TIME = re.compile(r"isoformat|does not match format")
 
 
@@ -36,6 +37,8 @@ def conversion_reason(error: BaseException, value: Any = _UNKNOWN) -> str:
     internal = isinstance(error, (AttributeError, IndexError, KeyError, TypeError))
     if not text or (internal and not isinstance(error, pa.ArrowException)):
         return "it is of another type" if value is _UNKNOWN else f"it is of type {type(value).__name__}"
+    if isinstance(error, pa.ArrowException) and _TOO_PRECISE.search(text):
+        return "it has more digits than the column"
     if _NO_NUMBER.search(text):
         return "it is no number"
     if _NO_TIME.search(text):

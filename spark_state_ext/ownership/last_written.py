@@ -14,7 +14,14 @@ from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.readable import document_in
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER, LeaseLog
 
-__all__ = ["ERASER", "LAST_WRITTEN_NAME", "decode_last_written_ms", "last_written_ms", "note_last_written"]
+__all__ = [
+    "ERASER",
+    "LAST_WRITTEN_NAME",
+    "decode_last_written_ms",
+    "is_eraser_last",
+    "last_written_ms",
+    "note_last_written",
+]
 
 # What the lease calls whoever erases keys.
 ERASER = "erase history"
@@ -48,7 +55,7 @@ def last_written_ms(query_folder: Folder, entries: Iterable[Entry]) -> int | Non
     known = list(entries)
     if any(it.name == ERASE_FOLDER for it in known):
         noted_ms = document_in(query_folder.child(ERASE_FOLDER), LAST_WRITTEN_NAME, decode_last_written_ms)
-        if noted_ms is not None and _is_eraser_last(query_folder):
+        if noted_ms is not None and is_eraser_last(query_folder):
             return noted_ms
     known.extend(query_folder.child(LEASE_FOLDER).entries())
     told = [it.modified_s for it in known if it.modified_s is not None]
@@ -65,7 +72,7 @@ def note_last_written(query_folder: Folder) -> None:
     StorageError
         When it could not be written.
     """
-    if _is_eraser_last(query_folder):
+    if is_eraser_last(query_folder):
         # He was stopped, or does it again: what he noted the first time holds.
         return
     at_ms = last_written_ms(query_folder, query_folder.entries())
@@ -89,7 +96,7 @@ def decode_last_written_ms(data: bytes, where: str) -> int:
     raise AssertionError("unreachable: readable raises what it catches")
 
 
-def _is_eraser_last(query_folder: Folder) -> bool:
+def is_eraser_last(query_folder: Folder) -> bool:
     """Whether the last one who held the lease erased keys."""
     found = LeaseLog(query_folder).newest(first=True)
     return found is not None and found.record.owner.application == ERASER

@@ -133,7 +133,9 @@ def _column(value: Any, field: pa.Field) -> pa.Array:
         if value.tzinfo is None:
             value = value.replace(tzinfo=datetime.timezone.utc)
         return _stored_as(pa.int64(), (value - _EPOCH) // _MICROSECOND, data_type)
-    why = refused_type(pa.array([value]).type, data_type)
+    # A decimal may have a whole number that no type of its own holds.
+    is_whole = type(value) is int and types.is_decimal(data_type)
+    why = "" if is_whole else refused_type(pa.array([value]).type, data_type)
     if why:
         raise ValueError(why)
     normal = RowSchema((field,), ()).normalise_keys([pa.array([value], data_type)])

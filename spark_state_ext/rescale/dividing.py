@@ -90,8 +90,8 @@ def refuse_requests(query_folder: Folder, stored: OperatorFile) -> None:
     if waiting:
         raise ChangedJobError(
             f"operator {stored.operator!r} is not rescaled, as erase request {waiting[0]} in {query_folder.root} is "
-            f"not done yet: go on with {stored.bucket_map} and erase_requests=True until erase_status says that it is, "
-            "or withdraw it"
+            f"not done yet: go on with {stored.bucket_map} and erase_requests=True until erase_status says that it is "
+            "done, and rescale then. A request that was withdrawn needs such a run too"
         )
 
 

@@ -208,9 +208,7 @@ class Finishing:
                 left = True
                 continue
             still_ours()
-            if other == parent_folder(places[0].child(name)) and not take_requests(
-                places[0].child(other), places[0].child(name), waiting_only=True
-            ):
+            if not take_requests(places[0].child(other), places[0].child(name), waiting_only=True):
                 left = True
                 continue
             place.remove_tree(other)
@@ -252,7 +250,7 @@ class Finishing:
             still_ours()
             place.remove_tree(other)
             _LOGGER.info(
-                "%s is removed: it is of a rescaling that came to nothing, and the query goes on in %s",
+                "%s is removed: it is of a rescaling that failed, and the query goes on in %s",
                 place.child(other).root,
                 name,
             )

@@ -94,5 +94,5 @@ def _as_type(values: Any, kind: pa.DataType) -> pa.Array:
         found = pa.Array.from_pandas(values, mask=mask)
         misread = misread_types(found.type, kind)
         if misread is not None and pa.types.is_string(misread[1]):
-            raise TypeError(f"{misread[0]} is not made text by itself") from None
+            raise ValueError(f"{misread[0]} is not made text by itself") from None
         return found.cast(kind, safe=False)

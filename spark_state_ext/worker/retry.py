@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 
 import tenacity
 
-from spark_state_ext.errors import InterruptedRestoreError, MissingError, StateError, StorageError, StoreFullError
+from spark_state_ext.errors import (
+    InterruptedRestoreError,
+    MissingError,
+    StateError,
+    StorageError,
+    StoreFullError,
+    UnsafeFolderError,
+)
 
 __all__ = ["causes_of", "is_retriable", "retried", "status_of"]
 
@@ -34,7 +41,7 @@ _HOPELESS_NUMBERS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EA
 def is_retriable(error: BaseException) -> bool:
     """Whether doing the same once more may go well: connections, timeouts, and servers that are busy or failed."""
     if isinstance(error, StateError):
-        if not isinstance(error, StorageError) or isinstance(error, (StoreFullError, MissingError)):
+        if not isinstance(error, StorageError) or isinstance(error, (StoreFullError, MissingError, UnsafeFolderError)):
             return False
         # Ours wrap what a file system raised. One of our own making, as of a torn upload, may go well another time.
         return error.__cause__ is None or is_retriable(error.__cause__)

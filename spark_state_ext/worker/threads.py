@@ -24,7 +24,6 @@ T = TypeVar("T")
 _IDLE_S = 60.0
 # How long what was begun ahead, and is not wanted any more, is waited for; and what a thread does as the process ends.
 _END_S = 5.0
-_END_LOOK_S = 0.01
 # How often whoever waits does what there is to do meanwhile.
 _LOOK_S = 0.5
 
@@ -53,7 +52,7 @@ class DaemonPool(Executor):
         self._lock = threading.Lock()
         # Work submitted and not done, callbacks included: a thread that has just taken some is not free for more.
         self._outstanding = 0
-        self._threads = 0
+        self._threads: set[threading.Thread] = set()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if self._pid != os.getpid():
@@ -61,7 +60,7 @@ class DaemonPool(Executor):
             self._forget()
         future: Future[Any] = Future()
         with self._lock:
-            if self._outstanding >= self._threads and self._threads < self.threads_max:
+            if self._outstanding >= len(self._threads) < self.threads_max:
                 self._add_thread()
             self._outstanding += 1
             self._work.put((future, lambda: fn(*args, **kwargs)))
@@ -78,24 +77,26 @@ class DaemonPool(Executor):
                     if taken is not None:
                         taken[0].cancel()
                         self._outstanding -= 1
-            for _ in range(self._threads):
+            for _ in self._threads:
                 self._work.put(None)
 
     def _end_thread(self) -> None:
-        self._threads -= 1
+        self._threads.discard(threading.current_thread())
         if not self._threads:
             atexit.unregister(self._end_at_exit)
 
     def _end_at_exit(self) -> None:
-        """Wait some seconds for the work under way.
+        """Wait some seconds for threads to end, idle ones too.
 
         Python ends a daemon thread when it next asks for the interpreter's lock. If that is inside Arrow, which calls
-        Python's files, the whole process is aborted: "terminate called without an active exception".
+        Python's files, or in a thread that has just been woken, the whole process may be aborted: "terminate called
+        without an active exception".
         """
         if self._pid == os.getpid():
+            threads = list(self._threads)
             self.close()
-            while self._outstanding and self.exit_left_s() > 0:
-                time.sleep(_END_LOOK_S)
+            for thread in threads:
+                thread.join(self.exit_left_s())
 
     @staticmethod
     def exit_left_s() -> float:
@@ -106,9 +107,10 @@ class DaemonPool(Executor):
 
     def _add_thread(self) -> None:
         try:
-            threading.Thread(target=self._loop, name=f"spark_state_ext {self._name}", daemon=True).start()
-            self._threads += 1
-            if self._threads == 1:
+            thread = threading.Thread(target=self._loop, name=f"spark_state_ext {self._name}", daemon=True)
+            thread.start()
+            self._threads.add(thread)
+            if len(self._threads) == 1:
                 atexit.register(self._end_at_exit)
         except RuntimeError as error:  # no address space for its stack
             if not self._threads:

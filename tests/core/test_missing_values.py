@@ -90,6 +90,42 @@ TYPES: list[tuple[Any, list[Any], str, list[Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("kind", [ARROW(pa.timestamp("us")), ARROW(pa.timestamp("us", "UTC"))], ids=str)
+@pytest.mark.parametrize("rows", [3, 30])
+def test_values_stay_in_their_rows_whatever_the_labels(kind: Any, rows: int) -> None:
+    """A filtered, sorted or labelled frame has other labels than 0, 1, 2."""
+    times = [WHEN + dt.timedelta(days=day) for day in range(rows)]
+    frame = pd.DataFrame({"n": range(rows), "at": pd.Series(times[::-1], dtype=ARROW(pa.timestamp("us"))).astype(kind)})
+    frames = [frame.tail(2), frame[frame.n % 2 == 1], frame.sort_values("at"), frame.set_axis(["x"] * rows)]
+
+    def give(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        yield from frames
+
+    done = run(
+        give,
+        [[{"k": 1}]],
+        "k",
+        "n long, at timestamp",
+        "n long",
+        timezone=ZONE if kind.pyarrow_dtype.tz is None else "UTC",
+    )
+    ahead = dt.timedelta(hours=5 if kind.pyarrow_dtype.tz is None else 0)
+    expected = [(n, times[rows - 1 - n]) for one in frames for n in one.n]
+    found = zip(done.output["n"].to_pylist(), done.output["at"].to_pylist(), strict=True)
+    assert [(n, at.replace(tzinfo=None) - ahead) for n, at in found] == expected
+
+
+def test_nested_maps_of_arrow_frames_are_dicts() -> None:
+    kind = pa.struct([("m", pa.list_(pa.map_(pa.string(), pa.int64())))])
+    frame = pd.DataFrame({"v": pd.Series([{"m": [[("x", 1)], None]}, None], dtype=ARROW(kind))})
+
+    def give(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        yield frame
+
+    done = run(give, [[{"k": 1}]], "k", "v struct<m: array<map<string, bigint>>>", "n long")
+    assert done.output["v"].to_pylist() == [{"m": [[("x", 1)], None]}, None]
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 def test_frames_of_any_types_as_output_and_input(rows: int) -> None:
     """All columns in one frame, a small one and one that goes to Spark as a whole; and the same frame as a batch."""

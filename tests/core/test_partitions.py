@@ -119,7 +119,7 @@ def test_broken_mappings_lose_counts() -> None:
     grown = _produced([2, 3], range(6))
     for table in ((0, 1, 0), (0, 1, 1)):
         assert set(_counted_by_bucket(grown, table.__getitem__)[6:]) == {1, 2}
-    with pytest.raises(UsageError, match="3, which is no multiple of 2"):
+    with pytest.raises(UsageError, match="3, which is no multiple of the first number, 2"):
         SourcePartition("partition", [2, 3])
 
 
@@ -231,8 +231,12 @@ def test_a_partition_never_goes_to_another_bucket() -> None:
 @pytest.mark.parametrize(
     ("counts", "function", "text"),
     [
-        ([2, 3], None, r"have 3, which is no multiple of 2, .* has 3 partitions already, it cannot be followed"),
-        ([2, 4, 7], None, "have 7, which is no multiple of 2"),
+        (
+            [2, 3],
+            None,
+            r"has 3, which is no multiple of the first number, 2: .* has 3 partitions already, it cannot be followed",
+        ),
+        ([2, 4, 7], None, "has 7, which is no multiple of the first number, 2"),
         ([4, 2], None, "ascend"),
         ([2, 2], None, "ascend"),
         ([], None, "a number of partitions"),
@@ -265,7 +269,10 @@ def test_there_is_no_such_source(counts: object, function: str | None, text: str
         ({"stream": "s"}, "stream names the column"),
         ({"stream": "s", "counts": {}}, "names the streams"),
         ({"stream": "s", "counts": {"": 2}}, "names the streams"),
-        ({"stream": "s", "counts": {"a": [2, 3]}}, "counts of stream 'a' have 3, which is no multiple of 2"),
+        (
+            {"stream": "s", "counts": {"a": [2, 3]}},
+            "counts of stream 'a' has 3, which is no multiple of the first number, 2",
+        ),
         (
             {"stream": "s", "counts": {"a": 2, "b": 2, "c": 4}},
             "stream 'a' began with 2 partitions and stream 'c' with 4, .* two states",
@@ -273,9 +280,18 @@ def test_there_is_no_such_source(counts: object, function: str | None, text: str
         ({"stream": "s", "counts": {"a": [2, 4], "b": [4, 8]}, "before_expansion": f"{HERE}:by_halves"}, "two states"),
         ({"reached": 4}, r"reached must be one of counts=\[2\]"),
         ({"reached": True, "counts": 1}, r"reached must be one of counts=\[1\]"),
-        ({"reached": {"a": 2}}, "reached is a mapping of streams"),
-        ({"stream": "s", "counts": {"a": [2, 4]}, "reached": 4}, "reached is a mapping of streams"),
-        ({"stream": "s", "counts": {"a": [2, 4]}, "reached": {"b": 4}}, "reached of stream 'b' must be one of"),
+        (
+            {"reached": {"a": 2}},
+            "reached must be (a dict by stream, such as|one number, because counts is for one stream)",
+        ),
+        (
+            {"stream": "s", "counts": {"a": [2, 4]}, "reached": 4},
+            "reached must be (a dict by stream, such as|one number, because counts is for one stream)",
+        ),
+        (
+            {"stream": "s", "counts": {"a": [2, 4]}, "reached": {"b": 4}},
+            "reached names the stream 'b', which counts does not have: it has a",
+        ),
         ({"checkpoint_location": ""}, "the query's checkpointLocation"),
         ({"checkpoint_location": "checkpoint"}, "checkpoint_location must be a URL or an absolute path"),
         ({"group_by": "task"}, "grouped by"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import decimal
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MappingProxyType
@@ -17,6 +18,7 @@ import pytest
 
 from arrow_schemas.columns import aggregated
 from arrow_schemas.errors import StateValueError
+from spark_state_ext.functions.missing import column_of
 from spark_state_ext.functions.tables import as_table, cast_column, conformed, is_table, refuse_nulls
 
 TABLE = pa.table({"k": ["a", "b"], "n": [1, None]})
@@ -154,6 +156,17 @@ def test_missing_values_of_pandas_and_numpy_are_null(form: Callable[[Any], Any])
     # Of which PyArrow alone would make the first day of the year 1.
     dates = as_table({"v": form([[dt.date(2024, 1, 2), pd.NaT], None])}, "the function gave")
     assert dates.to_pydict() == {"v": [[dt.date(2024, 1, 2), None], None]}
+
+
+def test_values_that_can_be_gone_through_once_are_all_there() -> None:
+    days = ["2024-01-01", "2024-01-02"]
+    assert column_of(map(dt.date.fromisoformat, days)).to_pylist() == [
+        dt.date(2024, 1, 1),
+        dt.date(2024, 1, 2),
+    ]
+    first, second = column_of([{"d": dt.date(2024, 1, 1), "x": float("nan")}, {"d": pd.NaT, "x": 1.0}]).to_pylist()
+    assert math.isnan(first["x"]), "NaN of a float stays NaN beside a date"
+    assert second == {"d": None, "x": 1.0}
 
 
 def test_nan_among_numbers_stays_nan() -> None:

@@ -264,8 +264,13 @@ def test_threads_end_when_there_is_no_work_and_do_not_keep_a_process(tmp_path: P
 
 
 _ENDS_INSIDE_ARROW = """
+import atexit
 import threading
 import pyarrow as pa
+
+# What is registered first is called last.
+atexit.register(lambda: print([it.name for it in threading.enumerate() if it.name.startswith("spark_state_ext")]))
+from spark_state_ext.worker.threads import DaemonPool
 from spark_state_ext.worker.{module} import {pool}
 
 begun = threading.Event()
@@ -278,6 +283,8 @@ def write():
     print("written")
 
 {pool}().submit("p", write) if {pool}.__name__ == "Background" else {pool}("p").submit(write)
+idle = DaemonPool("idle")
+idle.submit(int).result()
 begun.wait()
 """
 
@@ -292,7 +299,7 @@ def test_a_process_that_ends_while_a_thread_is_inside_arrow_is_not_aborted(modul
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "written\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "written\n[]\n", ""), "busy and idle threads have ended"
 
 
 def test_a_pool_gives_results_and_errors_on() -> None:
@@ -333,7 +340,7 @@ def test_a_thread_that_has_just_taken_work_is_not_free_for_more() -> None:
     work.go_on.set()
     # Now it hangs in its work, and the other thread is free: no third is needed, nor allowed.
     assert [pool.submit(pow, 2, n).result(WAIT_S) for n in range(5)] == [1, 2, 4, 8, 16]
-    assert pool._threads == 2
+    assert len(pool._threads) == 2
     hanging.set()
     assert first.result(WAIT_S)
 

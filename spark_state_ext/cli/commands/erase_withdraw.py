@@ -31,4 +31,4 @@ def command(
     options = options_of(storage_options)
     root, operator = operator_at(root, operator, options)
     withdraw_erasure(root, number, operator=operator, query_folder=query_folder, storage_options=options)
-    say(f"withdrawn: request {number} of operator {operator} names no key")
+    say(f"request {number} of operator {operator} is withdrawn: it names no key, and is done after the next batches")

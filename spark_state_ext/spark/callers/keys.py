@@ -43,6 +43,7 @@ __all__ = ["KeyCaller", "as_frames"]
 
 UserFunction = Callable[[tuple[Any, ...], Iterable[pd.DataFrame], KeyState], Iterable[Any]]
 
+_MAKE_TEXT = ": it is neither text nor a number; make text of it in the function"
 # Keys whose frames are made, and joined, together. Spark would join thousands of frames; few are still in the cache.
 _PORTION_KEYS = 32
 # Rows of one key beyond this come in several frames, as they would from Spark.
@@ -427,7 +428,7 @@ class _Outputs:
             values = frame[label]
             at = first_without_text(values) if isinstance(values, pd.Series) else None
             if at is not None:
-                self._refuse(self._texts[label], values.iloc[at], owner)
+                self._refuse(self._texts[label], values.iloc[at], owner, _MAKE_TEXT)
         if self._rows or (self._frames and len(frame.columns) != self._width):
             yield from self._joined()
         self._width = len(frame.columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,14 +103,16 @@ def _plain(column: pd.Series[Any], spark_type: DataType | None, timezone: str) -
         values = flat(pa.array(column.array))
         kind = values.type
         if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
-            times = pd.Series(values.to_pandas(), index=column.index)
+            # By position: `to_pandas` gives a Series with labels of its own.
+            times = pd.Series(values.to_pandas().array, index=column.index)
             if pa.types.is_timestamp(kind) and kind.tz is None and isinstance(spark_type, TimestampType):
                 # As Spark does with NumPy's.
                 return times.dt.tz_localize(timezone, ambiguous=False)
             return times
         objects = np.empty(len(values), dtype=object)
-        for at, value in enumerate(values.to_pylist(maps_as_pydicts="strict")):  # lists stay lists
-            objects[at] = value
+        with_dicts = _with_dicts(kind)
+        for at, value in enumerate(values.to_pylist()):  # lists stay lists
+            objects[at] = value if with_dicts is None or value is None else with_dicts(value)
         return pd.Series(objects, index=column.index, dtype=object)
     if isinstance(dtype, pd.CategoricalDtype):
         whole = dtype.categories.dtype.kind in "iu"
@@ -118,6 +120,28 @@ def _plain(column: pd.Series[Any], spark_type: DataType | None, timezone: str) -
     if isinstance(dtype, pd.StringDtype) and dtype.storage == "pyarrow" and PANDAS_MAJOR < 3:
         return column.astype(object)
     return None
+
+
+def _with_dicts(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """What makes dicts of the entries of maps in a value; None if its type has no map. (PyArrow 20 and newer can.)"""
+    if pa.types.is_map(kind):
+        item = _with_dicts(kind.item_type) or _itself
+        return lambda entries: {key: None if value is None else item(value) for key, value in entries}
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        of_one = _with_dicts(kind.value_type)
+        return None if of_one is None else lambda values: [None if it is None else of_one(it) for it in values]
+    if pa.types.is_struct(kind):
+        found = {field.name: made for field in kind if (made := _with_dicts(field.type)) is not None}
+        return (
+            (lambda value: {k: found[k](v) if k in found and v is not None else v for k, v in value.items()})
+            if found
+            else None
+        )
+    return None
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def first_without_text(values: pd.Series[Any] | Sequence[Any]) -> int | None:

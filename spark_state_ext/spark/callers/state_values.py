@@ -34,6 +34,7 @@ from pyspark.sql.types import (
 
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.functions.missing import is_missing
+from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.spark.compat import STATE_BINARY
 
 __all__ = ["changeable", "column_to_values", "row_keeper", "text_of", "values_to_column"]
@@ -63,6 +64,10 @@ _INTEGER_TEMPORAL: dict[type[DataType], pa.DataType] = {
     TimestampNTZType: pa.int64(),
     DateType: pa.int32(),
 }
+
+
+class _UnfitError(TypeError):
+    """A value does not fit its column; the text is for the user."""
 
 
 def column_to_values(column: pa.Array, spark_type: DataType, role: str = "state column") -> list[Any]:
@@ -137,7 +142,8 @@ def values_to_column(
         decimal.InvalidOperation,
     ) as error:
         culprit = _culprit(values, spark_type, arrow_type, whose)
-        raise StateValueError(f"{column} of type {spark_type.simpleString()} cannot hold {culprit}: {error}") from error
+        why = str(error) if isinstance(error, _UnfitError) else conversion_reason(error)
+        raise StateValueError(f"{column} of type {spark_type.simpleString()} cannot hold {culprit}: {why}") from error
 
 
 def _column_of(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType) -> pa.Array:
@@ -245,13 +251,13 @@ def _part_keeper(spark_type: DataType) -> Callable[[Any], Any]:
 def _whole(value: Any) -> int:
     plain = value.item() if hasattr(value, "item") else value
     if isinstance(plain, bool) or plain != int(plain):
-        raise TypeError(f"{plain!r} is no whole number")
+        raise _UnfitError(f"{plain!r} is no whole number")
     return int(plain)
 
 
 def _elements(value: Any) -> Iterable[Any]:
     if isinstance(value, _NO_LISTS):
-        raise TypeError("it is no list")
+        raise _UnfitError("it is no list")
     elements: Iterable[Any] = value
     return elements
 
@@ -261,7 +267,7 @@ def _date(value: Any) -> Any:
         return value.astype("datetime64[D]").item()
     # NaT is a date by its class, and equals nothing.
     if not isinstance(value, datetime.date) or value != value:
-        raise TypeError("it is no date")
+        raise _UnfitError("it is no date")
     return value
 
 
@@ -276,7 +282,7 @@ def _floats(values: Sequence[Any], arrow_type: pa.DataType) -> pa.Array:
 def _float(value: Any) -> Any:
     plain = value.item() if hasattr(value, "item") else value
     if isinstance(plain, float) and abs(plain) > _FLOAT_MAX and not math.isinf(plain):
-        raise OverflowError("it is more than a float holds")
+        raise _UnfitError("it is more than a float holds")
     return plain
 
 
@@ -296,7 +302,7 @@ def text_of(value: Any) -> str | bytes:
         return _float_text(plain)
     if isinstance(plain, numbers.Number) and not is_time:
         return str(plain)
-    raise TypeError("it is neither text nor a number; make text of it in the function")
+    raise _UnfitError("it is neither text nor a number; make text of it in the function")
 
 
 def _float_text(value: float) -> str:
@@ -312,7 +318,7 @@ def _float_text(value: float) -> str:
 
 def _decimal(value: Any) -> decimal.Decimal:
     if isinstance(value, (str, bool)):
-        raise TypeError("it is no number")
+        raise _UnfitError("it is no number")
     return decimal.Decimal(value)
 
 

@@ -356,7 +356,7 @@ class LeaseKeeper:
         with self._lock:
             if not self._stops_at_exit:
                 self._stops_at_exit = True
-                atexit.register(self.stop)
+                atexit.register(self._end_at_exit)
             it = next((it for it in self._sessions if it.session() is session), None)
             if it is None:
                 it = _Session(weakref.ref(session))
@@ -375,6 +375,12 @@ class LeaseKeeper:
     def stop(self) -> None:
         """Ask no session any more, as they end."""
         self._stopped.set()
+
+    def _end_at_exit(self) -> None:
+        """Stop, and wait for the thread: one that Python ends as it wakes may abort the process."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(DaemonPool.exit_left_s())
 
     def _loop(self) -> None:
         while True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 
+from arrow_schemas.damage import damage_in
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CorruptFileError, UsageError
@@ -78,4 +79,6 @@ def _query_id(folder: Folder) -> str:
     try:
         return str(json.loads(folder.get(_METADATA))["id"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{where} does not hold a query's id: {error!r}. Bring the file back") from error
+        raise CorruptFileError(
+            f"{where} does not hold a query's id: {damage_in(error)}. Bring the file back"
+        ) from error
