@@ -16,10 +16,12 @@ from rescaled_query import Later
 from typer.testing import CliRunner
 
 from arrow_schemas import BucketMap
+from arrow_schemas.erase import EraseRequest
 from arrow_schemas.operator import operator_file_name
 from spark_state_ext import SourcePartition, erase_keys, erase_scan, erase_status, open_state, withdraw_erasure
 from spark_state_ext.cli.app import application
 from spark_state_ext.errors import ChangedJobError, MissingCheckpointError, UsageError
+from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.reading.exact import ExactBatch, Told, open_exact
 from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.rescale.in_force import folders_in_force, put_in_force, take_requests
@@ -206,6 +208,24 @@ def test_requests_go_to_the_folder_in_force_and_come_along(tmp_path: Path, old: 
     assert keys_asked(root) == {"query": ["waiting", "waiting"]}
     with open_state(str(root)) as state:
         assert state.buckets == 4
+
+
+def test_a_request_that_comes_as_the_query_goes_on_is_asked_for_there_too(
+    tmp_path: Path, old: OldJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, add = rescaled_in_place(tmp_path, old, BucketMap(9)), EraseFolder.add
+    query.begin()
+    query.batch({KEYS[0]: Row(7)})
+
+    def add_as_the_query_goes_on(self: EraseFolder, request: EraseRequest) -> int:
+        monkeypatch.setattr(EraseFolder, "add", add)
+        # Nothing waits yet, so nothing is taken along.
+        query.put_in_force()
+        return add(self, request)
+
+    monkeypatch.setattr(EraseFolder, "add", add_as_the_query_goes_on)
+    assert asked(tmp_path / "root") == ["query", query.name]
+    assert keys_asked(tmp_path / "root") == {query.name: ["waiting"]}
 
 
 def folder_beside(query: InPlace, plan: int) -> str:

@@ -14,6 +14,8 @@ from arrow_schemas.standby import BucketKey
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.erasing.past import rewrite
+from spark_state_ext.errors import StorageError
+from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.roots import RootFollower
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
@@ -23,7 +25,10 @@ from tests.helpers.erased_bytes import files_with
 from tests.helpers.waiting import WAIT_S
 
 
-def test_a_replica_begins_again_from_files_without_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_replica_begins_again_from_files_without_the_keys(
+    stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The service goes on while the query is stopped, and looks at the files as soon as a new operator file is there."""
     life = life_at(tmp_path)
     lived(life)
@@ -46,7 +51,24 @@ def test_a_replica_begins_again_from_files_without_the_keys(tmp_path: Path, monk
 
     follow()
     monkeypatch.setattr("spark_state_ext.erasing.history.rewrite", rewritten)
-    assert erase(life).files > 2
+    if stopped:
+        # As if the run was stopped after it had rewritten the last file: the second operator file is not made.
+        made, create = [], Folder.create
+
+        def create_once(self: Folder, name: str, data: bytes) -> bool:
+            if name.startswith("operator_"):
+                made.append(name)
+                if len(made) == 2:
+                    raise StorageError("stopped")
+            return create(self, name, data)
+
+        with monkeypatch.context() as patched, pytest.raises(StorageError, match="stopped"):
+            patched.setattr(Folder, "create", create_once)
+            erase(life)
+        follow()
+        assert erase(life).files == 0, "no file has the keys any longer"
+    else:
+        assert erase(life).files > 2
     follow()
     (key,) = follower.held()
     assert key == BucketKey("counts", PLACE.rpartition("/")[2], 3)
