@@ -83,5 +83,5 @@ def test_histories_are_of_the_kind_that_matters() -> None:
         assert seen[name] > 10, name
     for name in ("killed in a first batch", "switches of backends", "queries begun with a savepoint", "goings back"):
         assert seen[name] > 0, name
-    for name in ("plans refused", "calls refused for a request", "reads through parents", "requests"):
+    for name in ("plans refused", "calls refused for a request", "reads", "requests"):
         assert seen[name] > 0, name
