@@ -72,7 +72,9 @@ def test_a_request_is_withdrawn(small: SmallRoot, capsys: pytest.CaptureFixture[
     (status,) = said(capsys, "erase", "status", small.root)
     assert status["state"] == "unreadable"
     assert main(["erase", "withdraw", str(small.root), "1", "--operator", "counts"]) == 0
-    assert capsys.readouterr().err == "withdrawn: request 1 of operator counts names no key\n"
+    assert capsys.readouterr().err == (
+        "request 1 of operator counts is withdrawn: it names no key, and is done after the next batches\n"
+    )
     (status,) = said(capsys, "erase", "status", small.root, code=1)
     assert (status["state"], status["keys"]) == ("waiting", 0)
     assert main(["erase", "withdraw", str(small.root / "nothing"), "1"]) == 2
