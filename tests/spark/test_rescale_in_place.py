@@ -147,8 +147,8 @@ def test_one_heavy_bucket_is_split_alone(spark: Any, tmp_path: Path) -> None:
     with open_committed(spark, it.root, str(it.checkpoint)) as state:
         assert state.bucket_map == BucketMap.split(3, {1: 4})
     # As many buckets, but of one size: maps are compared, not numbers.
-    it = fed(in_place(it, 6), 3, 4, spark)
-    assert state_of(it, spark) == expected(range(4))
+    it = fed(in_place(it, 6), 3, 5, spark)
+    assert state_of(it, spark) == expected(range(5))
     with open_committed(spark, it.root, str(it.checkpoint)) as state:
         assert state.bucket_map == BucketMap(6)
     with open_state(it.root) as state:
