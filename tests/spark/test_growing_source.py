@@ -98,15 +98,3 @@ def test_counts_while_a_source_grows(spark: Any, tmp_path: Path) -> None:
         run(again, [([], 16), (MOVED, 16), (SMALL, 17)], told)
     assert told == counted(*fed)[-2:]
     assert again.told == []
-
-
-def test_a_bucket_for_each_partition_loses_counts(spark: Any, tmp_path: Path) -> None:
-    """The broken variant: partition i in bucket i of 8. A key that moves from 1 to 3 starts from 0."""
-    (tmp_path / "log").mkdir()
-    counting = Counting(spark, tmp_path, SourcePartition("partition", 8))
-    first, second, third = run(counting, [(LETTERS, 2), (LETTERS, 4), (LETTERS, 8)])
-    assert first == dict.fromkeys(LETTERS, 1)
-    assert {key: second[key] for key in MOVED} == dict.fromkeys(MOVED, 1)
-    places = {key: [partition_of(key, count) for count in (2, 4, 8)] for key in LETTERS}
-    assert second == {key: 1 + (at[0] == at[1]) for key, at in places.items()}
-    assert third == {key: at[:2].count(at[2]) + 1 for key, at in places.items()}
