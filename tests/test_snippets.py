@@ -213,7 +213,10 @@ def test_few_snippets_are_not_run_and_say_why() -> None:
         "erasing.md",
         "erasing.md",
         "erasing.md",
+        "poisoned-watermarks.md",
+        "poisoned-watermarks.md",
         "savepoints.md",
+        "source-partitions.md",
         "reading.md",
         "reading.md",
     ]
