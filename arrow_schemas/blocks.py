@@ -88,15 +88,7 @@ class PieceDigest(_Crcs):
 
 
 def blocks_of_pieces(pieces: CrcArray, length: int) -> list[int]:
-    """CRC-32 of each block, by arithmetic from those of its pieces (zlib's `crc32_combine`, for all blocks at once).
-
-    Parameters
-    ----------
-    pieces
-        CRC-32 of each piece, as many as `length` has.
-    length
-        Number of bytes.
-    """
+    """CRC-32 of each block, by arithmetic from those of its pieces (zlib's `crc32_combine`, for all blocks at once)."""
     if not len(pieces):
         return []
     # In rows of a block each. What lacks at the last one's front counts for nothing: no bytes have the CRC-32 0.

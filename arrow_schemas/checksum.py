@@ -28,26 +28,7 @@ def sealed_document(fields: dict[str, Any]) -> bytes:
 
 
 def opened_document(data: bytes, where: str, known_format: int, mend: str = "") -> dict[str, Any]:
-    """Inverse of `sealed_document`; call it, and use what it gives, within `readable`.
-
-    Parameters
-    ----------
-    data
-        The bytes.
-    where
-        How to call it in messages.
-    known_format
-        The largest format number that this release reads.
-    mend
-        What to do about one that is damaged: a sentence.
-
-    Raises
-    ------
-    CorruptFileError
-        When its checksum is wrong.
-    VersionSkewError
-        When a newer release wrote it.
-    """
+    """Inverse of `sealed_document`; call it, and use what it gives, within `readable`."""
     fields: dict[str, Any] = json.loads(data)
     refuse_newer(fields["format"], known_format, where)
     if fields.pop("checksum", None) != checksum_of(fields):
@@ -56,13 +37,7 @@ def opened_document(data: bytes, where: str, known_format: int, mend: str = "") 
 
 
 def refuse_newer(found: int, known_format: int, where: str) -> None:
-    """Refuse a format that this release does not know.
-
-    Raises
-    ------
-    VersionSkewError
-        When it is larger than what is known.
-    """
+    """Refuse a format that this release does not know."""
     if found > known_format:
         raise VersionSkewError(
             f"{where} has format {found}; this release reads up to {known_format}. Use a newer release."
@@ -70,15 +45,7 @@ def refuse_newer(found: int, known_format: int, where: str) -> None:
 
 
 def whole_number(fields: Mapping[str, Any], name: str, least: int, most: int = INT64_MAX) -> int:
-    """A number of a document that was read, which must be a whole one within bounds.
-
-    Raises
-    ------
-    KeyError
-        When there is no such field.
-    ValueError
-        When it is no such number.
-    """
+    """A number of a document that was read, which must be a whole one within bounds."""
     value = fields[name]
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} must be a whole number from {least} to {most}, not {value!r}")
@@ -87,22 +54,7 @@ def whole_number(fields: Mapping[str, Any], name: str, least: int, most: int = I
 
 @contextmanager
 def readable(where: str, what: str, mend: str = "") -> Iterator[None]:
-    """Have what a document of another shape raises told as one that is damaged.
-
-    Parameters
-    ----------
-    where
-        How to call it in messages.
-    what
-        What it should be.
-    mend
-        What to do: a sentence.
-
-    Raises
-    ------
-    CorruptFileError
-        When a field is missing or of another type, or it is no JSON at all.
-    """
+    """Have what a document of another shape raises told as one that is damaged."""
     try:
         yield
     except StateError:

@@ -15,13 +15,7 @@ __all__ = ["aggregated", "child_of", "event_times_us", "flat", "shown", "shown_r
 
 
 def flat(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    """A column as one array; a copy only where it has several chunks.
-
-    Raises
-    ------
-    UnsupportedTypeError
-        For text, bytes or lists of more than 2 GiB, which no one array of Arrow's plain types holds.
-    """
+    """A column as one array; a copy only where it has several chunks."""
     if isinstance(column, pa.Array):
         return column
     if column.num_chunks == 1:
@@ -46,18 +40,7 @@ def _too_much(column: pa.ChunkedArray) -> UnsupportedTypeError:
 
 
 def event_times_us(column: pa.Array | pa.ChunkedArray) -> Any:
-    """Timestamps, or the ends of windows, as microseconds since 1970.
-
-    Parameters
-    ----------
-    column
-        Timestamps of any unit and zone, or structs with a timestamp ``end``.
-
-    Returns
-    -------
-    pyarrow.Array or pyarrow.ChunkedArray
-        int64, as many chunks as came; NULL where there is no time.
-    """
+    """Timestamps, or the ends of windows, as microseconds since 1970."""
     if pa.types.is_struct(column.type):
         column = pc.struct_field(column, "end")
     if pa.types.is_timestamp(column.type) and column.type.unit != "us":
@@ -66,27 +49,7 @@ def event_times_us(column: pa.Array | pa.ChunkedArray) -> Any:
 
 
 def aggregated(table: pa.Table, group: str, aggregations: Sequence[Any]) -> pa.Table:
-    """Arrow's grouped aggregation, a row a group, ascending by group.
-
-    Parameters
-    ----------
-    table
-        Rows in ascending order of the group.
-    group
-        Name of the column with the group's number.
-    aggregations
-        As for `pyarrow.TableGroupBy.aggregate`.
-
-    Returns
-    -------
-    pyarrow.Table
-        The aggregates' columns, and `group`.
-
-    Raises
-    ------
-    StateValueError
-        For a column whose name begins with a dot.
-    """
+    """Arrow's grouped aggregation, a row a group, ascending by group."""
     # PyArrow takes a name that begins with a dot for a path, and has no other way to name a column here.
     for columns, *_ in aggregations:
         for name in [columns] if isinstance(columns, str) else columns:

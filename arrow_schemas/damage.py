@@ -6,13 +6,7 @@ __all__ = ["damage_in"]
 
 
 def damage_in(error: BaseException) -> str:
-    """Say what keeps fields of a file from being read.
-
-    Parameters
-    ----------
-    error
-        What was raised where they were read.
-    """
+    """Say what keeps fields of a file from being read."""
     if isinstance(error, KeyError) and error.args:
         return f"it lacks {error.args[0]!r}"
     if isinstance(error, RecursionError):

@@ -116,19 +116,7 @@ def group_by_key(hashes: HashArray, keys: Sequence[pa.Array]) -> tuple[IndexArra
 def _split_collisions(
     order: IndexArray, boundary: BoolArray, hash_ids: IndexArray, places: IndexArray, keys: Sequence[pa.Array]
 ) -> None:
-    """Order rows by key within each hash that different keys share, and mark where keys begin.
-
-    Parameters
-    ----------
-    order, boundary
-        As of hashes alone; changed in place.
-    hash_ids
-        Number of each row's hash, in that order.
-    places
-        Where in that order the rows of shared hashes are, ascending.
-    keys
-        Key columns.
-    """
+    """Order rows by key within each hash that different keys share, and mark where keys begin."""
     rows = order[places]
     taken = pa.array(rows)
     codes = _joint_codes([_codes(column.take(taken)) for column in keys])

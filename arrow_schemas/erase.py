@@ -95,22 +95,11 @@ class EraseMark:
 
         Where the calls of the next heartbeat do not look, that heartbeat does not tell that the other buckets have
         dealt with what this one has. So the mark is as if this one had done so then.
-
-        Parameters
-        ----------
-        before, heartbeats
-            Those of the call's input pointer, and those of its own.
         """
         return replace(self, heartbeat=heartbeats) if before <= self.heartbeat else self
 
     def done(self, heartbeats: int) -> int:
-        """Up to which request *every* bucket has dealt with them, told by the mark of a committed pointer.
-
-        Parameters
-        ----------
-        heartbeats
-            Those of the pointer.
-        """
+        """Up to which request *every* bucket has dealt with them, told by the mark of a committed pointer."""
         return self.through if heartbeats > self.heartbeat else self.settled
 
 
@@ -155,24 +144,7 @@ class EraseRequest:
 
     @staticmethod
     def of(schema: pa.Schema, batches: Iterable[pa.RecordBatch], where: str) -> EraseRequest:
-        """A request as it is read.
-
-        Parameters
-        ----------
-        schema
-            Schema of the file.
-        batches
-            Its rows, of which the checksum was right.
-        where
-            How to call the file in messages.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is not whole.
-        VersionSkewError
-            When a newer release wrote it.
-        """
+        """A request as it is read."""
         text = header_text(schema.metadata, _KEY, where, "header of an erase request", _MEND)
         try:
             fields: Mapping[str, Any] = json.loads(text)
@@ -199,13 +171,7 @@ class EraseRequest:
         return replace(self, id=request_id or self.id, keys=self.keys.slice(0, 0))
 
     def columns(self, fields: Sequence[pa.Field], where: str) -> list[pa.Array]:
-        """The key columns, where they are those of an operator.
-
-        Raises
-        ------
-        CorruptFileError
-            When they have other types.
-        """
+        """The key columns, where they are those of an operator."""
         found, wanted = [column.type for column in self.keys.columns], [field.type for field in fields]
         if found != wanted:
             raise CorruptFileError(f"{where} has keys of the types {found}, and the operator's are {wanted}. {_MEND}.")
@@ -243,15 +209,7 @@ class EraseDone:
 
     @staticmethod
     def decode(data: bytes, where: str) -> EraseDone:
-        """Read a record.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is damaged.
-        VersionSkewError
-            When a newer release wrote it.
-        """
+        """Read a record."""
         with readable(where, "record of an erase request"):
             fields = opened_document(data, where, DONE_FORMAT)
             return EraseDone(

@@ -19,26 +19,7 @@ def header_metadata(key: bytes, fields: dict[str, Any]) -> dict[bytes, bytes]:
 
 
 def header_text(metadata: Mapping[bytes, bytes] | None, key: bytes, where: str, header: str, lacking: str) -> bytes:
-    """The JSON of a header whose checksum is right.
-
-    Parameters
-    ----------
-    metadata
-        That of a schema.
-    key
-        Under which it stands.
-    where
-        How to call the file in messages.
-    header
-        How to call the header.
-    lacking
-        What a file without it is.
-
-    Raises
-    ------
-    CorruptFileError
-        When there is none, or its checksum differs.
-    """
+    """The JSON of a header whose checksum is right."""
     text = (metadata or {}).get(key)
     if text is None:
         raise CorruptFileError(f"{where} has no {header}: {lacking}")

@@ -56,15 +56,7 @@ class ImportMark:
 
     @staticmethod
     def decode(data: bytes) -> ImportMark | None:
-        """Read a mark; None where the bytes are none, and so are a pointer.
-
-        Raises
-        ------
-        CorruptPointerError
-            When the bytes are damaged.
-        VersionSkewError
-            When a newer release wrote them.
-        """
+        """Read a mark; None where the bytes are none, and so are a pointer."""
         if not data.startswith(MAGIC):
             return None
         if len(data) < _HEAD.size + _CRC.size:

@@ -47,22 +47,7 @@ class MessageHead:
 
 
 def message_at(read: Callable[[int, int], bytes], at: int, where: str) -> MessageHead:
-    """Read the head of the message that begins at a byte of a file.
-
-    Parameters
-    ----------
-    read
-        Gives so many bytes from a byte on.
-    at
-        Where the message begins.
-    where
-        How to call the file in errors.
-
-    Raises
-    ------
-    CorruptFileError
-        When no message of a schema or of a record batch begins there.
-    """
+    """Read the head of the message that begins at a byte of a file."""
     prefix = read(at, _PREFIX.size)
     continuation, metadata_bytes = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (0, 0)
     if continuation != -1 or not 0 < metadata_bytes <= _METADATA_BYTES_MAX:
@@ -72,20 +57,7 @@ def message_at(read: Callable[[int, int], bytes], at: int, where: str) -> Messag
 
 
 def message_head(metadata: bytes, where: str) -> MessageHead:
-    """Read the metadata of a message of a schema or of a record batch.
-
-    Parameters
-    ----------
-    metadata
-        The FlatBuffer, without the eight bytes before it.
-    where
-        How to call the file in errors.
-
-    Raises
-    ------
-    CorruptFileError
-        When it is none, or the message is of another type.
-    """
+    """Read the metadata of a message of a schema or of a record batch."""
     try:
         (root,) = struct.unpack_from("<I", metadata, 0)
         message = _Table(metadata, root)

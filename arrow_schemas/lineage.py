@@ -82,13 +82,7 @@ class CheckpointRef:
 
 
 def check_ascending(refs: Sequence[CheckpointRef], where: str) -> None:
-    """Ancestors have smaller versions; so a lineage has no cycle, and following it comes to an end.
-
-    Raises
-    ------
-    LineageError
-        When a version is not larger than the one before.
-    """
+    """Ancestors have smaller versions; so a lineage has no cycle, and following it comes to an end."""
     for older, newer in pairwise(refs):
         if older.version >= newer.version:
             raise LineageError(f"{where}: its lineage has {newer} after {older}; versions must ascend")

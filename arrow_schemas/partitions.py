@@ -93,11 +93,6 @@ class StreamPartitions:
         The bucket of every partition below the last count.
     reached
         The largest of the counts that the stream is known to have had; 0: the first one.
-
-    Raises
-    ------
-    UsageError
-        When these do not fit each other.
     """
 
     stream: str
@@ -117,13 +112,7 @@ class StreamPartitions:
             raise UsageError(f"{self.counts[-1]} partitions{_of(self.stream)} cannot be in buckets {self.buckets[:8]}")
 
     def grown_to(self, wanted: StreamPartitions) -> StreamPartitions:
-        """The same with the counts of a plan beside those that are known.
-
-        Raises
-        ------
-        PartitionsChangedError
-            When the stream has shrunk, or a partition would go to another bucket.
-        """
+        """The same with the counts of a plan beside those that are known."""
         which = _of(self.stream)
         if wanted.counts[-1] < self.counts[-1]:
             raise PartitionsChangedError(
@@ -144,11 +133,6 @@ class StreamPartitions:
 
         A partition beyond the known count proves that the stream has grown, but not to which number. Only the last
         partition of a declared count is taken as proof of that count.
-
-        Raises
-        ------
-        PartitionsChangedError
-            When the rows do not prove a declared count.
         """
         if largest < self.reached:
             return self

@@ -77,23 +77,7 @@ class PeerSecret:
 
     @staticmethod
     def of(text: str) -> PeerSecret:
-        """That of a text, without white space around it.
-
-        Parameters
-        ----------
-        text
-            At least 16 characters that nobody guesses.
-
-        Raises
-        ------
-        UsageError
-            When there are fewer.
-
-        Examples
-        --------
-        >>> PeerSecret.of("correct horse battery staple")
-        PeerSecret()
-        """
+        """That of a text, without white space around it."""
         stripped = text.strip()
         if len(stripped) < _SECRET_CHARACTERS_MIN:
             raise UsageError(
@@ -103,28 +87,14 @@ class PeerSecret:
         return PeerSecret(hashlib.sha256(stripped.encode()).digest())
 
     def proof(self, what: bytes, *parts: bytes | memoryview) -> bytes:
-        """A proof of bytes.
-
-        Parameters
-        ----------
-        what
-            What they are: no proof of one thing is one of another.
-        parts
-            All but the last of them of a fixed length.
-        """
+        """A proof of bytes."""
         digest = hashlib.blake2b(key=self.key, digest_size=_PROOF_BYTES, person=what)
         for part in parts:
             digest.update(part)
         return digest.digest()
 
     def check(self, proof: bytes | memoryview, what: bytes, *parts: bytes | memoryview) -> None:
-        """See that a proof is one, in a time that does not tell how wrong it is.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is not.
-        """
+        """See that a proof is one, in a time that does not tell how wrong it is."""
         if not hmac.compare_digest(bytes(proof), self.proof(what, *parts)):
             raise CorruptFileError(
                 f"{what.decode()} of a peer fails its proof: the two have different secrets, or bytes were changed"
@@ -150,11 +120,6 @@ class PeerQuestion:
         Numbers of pieces, first and end. The answers come in their order.
     nonce
         Random, so that no answer is one to another question.
-
-    Raises
-    ------
-    UsageError
-        When one is of another type, or out of bounds.
     """
 
     key: BucketKey
@@ -197,22 +162,7 @@ class PeerQuestion:
 
     @staticmethod
     def decode(data: bytes, secret: PeerSecret) -> PeerQuestion:
-        """Inverse of `encode`.
-
-        Parameters
-        ----------
-        data
-            The bytes, of which nothing is read before they are proven.
-        secret
-            The secret.
-
-        Raises
-        ------
-        CorruptFileError
-            When who asks does not have the secret, or asks for what there cannot be.
-        VersionSkewError
-            When a newer release asks.
-        """
+        """Inverse of `encode`."""
         where = "a question of a peer"
         if not _PROOF_BYTES < len(data) <= QUESTION_BYTES_MAX:
             raise CorruptFileError(f"{where} has {len(data)} bytes")
@@ -248,11 +198,6 @@ class PeerDelta:
         Its bytes.
     nonce
         As for `PeerQuestion`.
-
-    Raises
-    ------
-    UsageError
-        When it is too large, or no delta's.
     """
 
     key: BucketKey
@@ -322,29 +267,13 @@ class PeerAnswer:
     data: bytes | memoryview = b""
 
     def encode(self, secret: PeerSecret, nonce: bytes, number: int) -> bytes:
-        """The body of a result.
-
-        Parameters
-        ----------
-        secret
-            The secret.
-        nonce
-            Of the question.
-        number
-            The answer's place among those to the question, from 0 on.
-        """
+        """The body of a result."""
         order = _ORDER.pack(number, self.status)
         return b"".join((secret.proof(_ANSWER, nonce, order, self.data), order[-1:], self.data))
 
     @staticmethod
     def decode(data: memoryview, secret: PeerSecret, nonce: bytes, number: int) -> PeerAnswer:
-        """Inverse of `encode`.
-
-        Raises
-        ------
-        CorruptFileError
-            When who answers does not have the secret, or answers another question.
-        """
+        """Inverse of `encode`."""
         if len(data) <= _PROOF_BYTES or data[_PROOF_BYTES] not in _STATUSES:
             raise CorruptFileError(f"an answer of a peer has {len(data)} bytes, and no status")
         answer = PeerAnswer(data[_PROOF_BYTES], data[_PROOF_BYTES + 1 :])
@@ -354,18 +283,7 @@ class PeerAnswer:
 
 
 def in_questions(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Ranges of pieces, each of the size that a question may have, as those of one question after the other.
-
-    Parameters
-    ----------
-    ranges
-        In any number.
-
-    Examples
-    --------
-    >>> [len(it) for it in in_questions([(at, at + 256) for at in range(0, 1536, 256)])]
-    [4, 2]
-    """
+    """Ranges of pieces, each of the size that a question may have, as those of one question after the other."""
     some: list[tuple[int, int]] = []
     pieces = 0
     for first, end in ranges:

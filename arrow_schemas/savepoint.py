@@ -156,15 +156,7 @@ class SavepointHeader:
 
     @staticmethod
     def decode(metadata: Mapping[bytes, bytes] | None, where: str) -> SavepointHeader:
-        """Read a header from schema metadata.
-
-        Raises
-        ------
-        CorruptFileError
-            When there is none, its checksum differs or a field is missing or wrong.
-        VersionSkewError
-            When a newer release wrote it.
-        """
+        """Read a header from schema metadata."""
         text = header_text(
             metadata, _HEADER_KEY, where, "header of a savepoint", "it is no savepoint of spark_state_ext"
         )
@@ -251,24 +243,7 @@ class SavepointManifest:
 
     @staticmethod
     def of(schema: pa.Schema, batches: Iterable[pa.RecordBatch], where: str) -> SavepointManifest:
-        """A manifest as it is read.
-
-        Parameters
-        ----------
-        schema
-            Schema of the file.
-        batches
-            Its rows, of which the checksum was right.
-        where
-            How to call the file in messages.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is not whole.
-        VersionSkewError
-            When a newer release wrote it.
-        """
+        """A manifest as it is read."""
         header = SavepointHeader.decode(schema.metadata, where)
         if not schema.remove_metadata().equals(_ROWS):
             raise CorruptFileError(f"{where} has the columns {schema.names}, which no manifest has")
@@ -298,25 +273,7 @@ def _saved_bucket(row: Mapping[str, Any], where: str) -> SavedBucket:
 
 
 def relocatable(pointer: Pointer, lineage: Sequence[LineageEntry]) -> Pointer:
-    """A pointer without what names a place: it can be moved, and used by any query.
-
-    Parameters
-    ----------
-    pointer
-        As Spark's state holds it.
-    lineage
-        The checkpoints from one whose state is there for certain to the committed one.
-
-    Returns
-    -------
-    Pointer
-        Whose files are all that it needs: nothing is inline, nothing is presumed.
-
-    Raises
-    ------
-    LineageError
-        When the lineage ends with another checkpoint.
-    """
+    """A pointer without what names a place: it can be moved, and used by any query."""
     last: CheckpointRef | None = lineage[-1].ref if lineage else None
     if last != pointer.ref:
         raise LineageError(f"the pointer of bucket {pointer.bucket} is at {pointer.ref}, and its files end at {last}")

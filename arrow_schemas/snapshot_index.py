@@ -137,22 +137,7 @@ class SnapshotIndex:
         return blocks_of_pieces(self.pieces, self.body_bytes)
 
     def check(self, first: int, data: bytes | memoryview, where: str) -> None:
-        """Compare bytes of the body with their checksums.
-
-        Parameters
-        ----------
-        first
-            Number of the piece that they begin with.
-        data
-            Whole pieces; the body's last one may be shorter.
-        where
-            How to call the file in messages.
-
-        Raises
-        ------
-        CorruptFileError
-            When one differs.
-        """
+        """Compare bytes of the body with their checksums."""
         view = memoryview(data)
         count = -(-len(view) // PIECE_BYTES)
         if min((first + count) * PIECE_BYTES, self.body_bytes) - first * PIECE_BYTES != len(view):
@@ -163,24 +148,7 @@ class SnapshotIndex:
 
     @staticmethod
     def decode(data: bytes, record: IndexRecord, body_digest: str, where: str) -> SnapshotIndex:
-        """Read an index section.
-
-        Parameters
-        ----------
-        data
-            Its bytes.
-        record
-            What the footer says of it.
-        body_digest
-            What the footer says of the body.
-        where
-            How to call the file in messages.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is damaged, or another file's.
-        """
+        """Read an index section."""
         if len(data) != record.size_bytes or _digest(data) != record.digest:
             raise CorruptFileError(f"the index of {where} fails its checksum")
         try:

@@ -28,18 +28,7 @@ _DIGITS_OF_A_LONG = 18
 
 
 def key_hash(columns: Sequence[pa.Array]) -> int:
-    """Hash of a key, as the column ``key_hash`` of checkpoint files has it: unsigned.
-
-    Parameters
-    ----------
-    columns
-        One array of one row for each key column, normalised (`RowSchema.normalise_keys`).
-
-    Raises
-    ------
-    UnsupportedTypeError
-        For a type that no key column has.
-    """
+    """Hash of a key, as the column ``key_hash`` of checkpoint files has it: unsigned."""
     seed = _SEED
     for column in columns:
         seed = _hash(column[0], seed)

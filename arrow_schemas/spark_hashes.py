@@ -34,28 +34,7 @@ _LONG_DIGITS = 18
 
 
 def key_hashes(columns: Sequence[pa.Array | pa.ChunkedArray]) -> HashArray:
-    """The hash of each row of some key columns.
-
-    Parameters
-    ----------
-    columns
-        In the order of the keys, of types that keys may have (`spark_types.key_fields`).
-
-    Returns
-    -------
-    numpy.ndarray
-        uint64.
-
-    Raises
-    ------
-    UnsupportedTypeError
-        For a type that no key has.
-
-    Examples
-    --------
-    >>> key_hashes([pa.array([1, None])]).view("int64").tolist()
-    [-7001672635703045582, 42]
-    """
+    """The hash of each row of some key columns."""
     hashes: HashArray = np.full(len(columns[0]), _SEED, dtype=np.uint64)
     with np.errstate(over="ignore"):
         for column in columns:

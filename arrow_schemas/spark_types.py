@@ -96,13 +96,7 @@ def normal_type(data_type: pa.DataType) -> pa.DataType:
 
 
 def flat_name(data_type: pa.DataType) -> str | None:
-    """Spark's name of a type without parts or digits; None for any other type.
-
-    Parameters
-    ----------
-    data_type
-        A type of Arrow, in whatever form.
-    """
+    """Spark's name of a type without parts or digits; None for any other type."""
     return _NAMES.get(normal_type(data_type))
 
 

@@ -32,17 +32,7 @@ _MEMBER_MEND = "Its host writes the next one soon; remove it when that host has 
 
 
 class BucketKey(NamedTuple):
-    """Which bucket.
-
-    Parameters
-    ----------
-    operator
-        Name of the operator.
-    query_folder
-        Name of the query folder.
-    bucket
-        Number of the bucket.
-    """
+    """Which bucket."""
 
     operator: str
     query_folder: str
@@ -64,16 +54,6 @@ class StandbySettings:
         How many a bucket has, beside the state of its active task.
     heartbeat_s
         How often a host writes its record.
-
-    Raises
-    ------
-    UsageError
-        When one is of another type, or out of range.
-
-    Examples
-    --------
-    >>> StandbySettings(standby_replicas=2).heartbeat_s
-    10.0
     """
 
     enabled: bool = True
@@ -106,22 +86,7 @@ class StandbySettings:
 
     @staticmethod
     def decode(data: bytes, where: str) -> StandbySettings:
-        """Inverse of `encode`.
-
-        Parameters
-        ----------
-        data
-            The bytes.
-        where
-            How to call them in messages.
-
-        Raises
-        ------
-        CorruptFileError
-            When they are damaged.
-        VersionSkewError
-            When a newer release wrote them.
-        """
+        """Inverse of `encode`."""
         with readable(where, "settings of standby", _SETTINGS_MEND), _checked(where, _SETTINGS_MEND):
             fields = opened_document(data, where, STANDBY_SETTINGS_FORMAT, _SETTINGS_MEND)
             return StandbySettings(fields["enabled"], fields["standby_replicas"], fields["heartbeat_s"])
@@ -146,11 +111,6 @@ class StandbyReplica:
         Host in the header of the newest file that it has seen; None where it has seen none.
     lag_versions, lag_bytes, lag_s
         What it has seen and does not have: versions, bytes, and for how long by its own clock.
-
-    Raises
-    ------
-    UsageError
-        When one is of another type, or negative.
     """
 
     key: BucketKey
@@ -211,11 +171,6 @@ class MemberRecord:
         By bucket why this host could not follow it when it last tried. Of many buckets some reasons are empty.
     doubled
         Whether another service writes records under the same host name.
-
-    Raises
-    ------
-    UsageError
-        When one is of another type, or a bucket is there twice.
     """
 
     host: str
@@ -311,22 +266,7 @@ class MemberRecord:
 
     @staticmethod
     def decode(data: bytes, where: str) -> MemberRecord:
-        """Inverse of `encode`.
-
-        Parameters
-        ----------
-        data
-            The bytes.
-        where
-            How to call them in messages.
-
-        Raises
-        ------
-        CorruptFileError
-            When they are damaged.
-        VersionSkewError
-            When a newer release wrote them.
-        """
+        """Inverse of `encode`."""
         with readable(where, "record of a member", _MEMBER_MEND), _checked(where, _MEMBER_MEND):
             fields = opened_document(data, where, MEMBER_FORMAT, _MEMBER_MEND)
             hosts = [*fields["active_hosts"], None]

@@ -78,17 +78,7 @@ def _bucket_folder(context: BackendContext) -> Folder:
 
 
 class FilesBackup:
-    """Puts files into a folder.
-
-    Parameters
-    ----------
-    folder
-        The bucket's.
-    context
-        Whose executor uploads run on.
-    known
-        What clean-ups of this process have found out; by default each manager finds out for itself.
-    """
+    """Puts files into a folder."""
 
     def __init__(self, folder: Folder, context: BackendContext, known: KnownFiles | None = None) -> None:
         self.folder = folder
@@ -179,15 +169,7 @@ class FilesBackup:
 
 
 class FilesRestore:
-    """Reads files of a folder.
-
-    Parameters
-    ----------
-    folder
-        The bucket's.
-    timeout_s
-        How long a read is tried again.
-    """
+    """Reads files of a folder."""
 
     def __init__(self, folder: Folder, timeout_s: float) -> None:
         self._folder = folder
@@ -255,15 +237,7 @@ def sole_replica(folder: Folder, scratch: Path, name: str = "files") -> list[Rep
 
 
 class FilesAdmin:
-    """Looks after an operator's folder.
-
-    Parameters
-    ----------
-    query_folder
-        The folder.
-    resources
-        What it has to hold, by name.
-    """
+    """Looks after an operator's folder."""
 
     def __init__(self, query_folder: Folder, resources: Mapping[str, bytes]) -> None:
         self._query_folder = query_folder

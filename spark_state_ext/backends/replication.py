@@ -62,13 +62,7 @@ class Replica:
 
 
 def close_all(replicas: Iterable[Restorable]) -> None:
-    """Close what nobody keeps, such as backends of another query that was only read.
-
-    Parameters
-    ----------
-    replicas
-        Them.
-    """
+    """Close what nobody keeps, such as backends of another query that was only read."""
     for replica in replicas:
         replica.close()
 

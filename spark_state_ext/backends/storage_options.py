@@ -48,20 +48,7 @@ _S3_CONFIG = "botocore.config.Config.OPTION_DEFAULTS"
 
 
 def refuse_misspelt(root: str, options: Mapping[str, Any]) -> None:
-    """Raise a UsageError for storage options that the file system of a root cannot take.
-
-    Parameters
-    ----------
-    root
-        A folder as the user gave it. Of chained URLs, ``simplecache::s3://…``, nothing is looked at.
-    options
-        Its storage options.
-
-    Raises
-    ------
-    UsageError
-        It names the option, what was meant most likely, and all that is known to be taken.
-    """
+    """Raise a UsageError for storage options that the file system of a root cannot take."""
     given = set(options) - {"implementation"}
     if not given or "::" in root:
         return

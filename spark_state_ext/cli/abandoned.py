@@ -100,17 +100,6 @@ def judge(found: Found, query_folders: QueryFolders, now_s: float, older_than_s:
     """Whether a folder is `ABANDONED`, `NAMED` by a checkpoint, too `RECENT` to tell, or `UNKNOWN`.
 
     Unknown is what is none of ours, and what only pointers can name, where `query_folders` are not complete.
-
-    Parameters
-    ----------
-    found
-        The folder.
-    query_folders
-        What checkpoints name.
-    now_s
-        The time, seconds since 1970.
-    older_than_s
-        For how long nobody has written to it, where `query_folders` are not complete; else a day will do.
     """
     # A query that is rescaled goes on in a folder that is called after its first one, and removes the others itself.
     named = {first_folder(name) for name in query_folders.names}
@@ -187,15 +176,7 @@ def _newest_s(entries: Iterable[Entry]) -> float | None:
 
 
 def remove(root: Folder, found: Found) -> None:
-    """Remove a folder, what makes it ours last, so that a removal that was stopped can be taken up again.
-
-    Raises
-    ------
-    LiveRunError
-        When somebody has written to it since it was looked at.
-    StorageError
-        When removing failed.
-    """
+    """Remove a folder, what makes it ours last, so that a removal that was stopped can be taken up again."""
     now = _found(root, found.operator, found.query_folder)
     if now != found:
         raise LiveRunError(
@@ -214,15 +195,7 @@ def remove(root: Folder, found: Found) -> None:
 
 
 def query_folders_by_metadata(checkpoints: Iterable[Folder]) -> QueryFolders:
-    """What the file ``metadata`` of each checkpoint names.
-
-    Raises
-    ------
-    UsageError
-        When a location is no checkpoint: the state of its query would look abandoned.
-    CorruptFileError
-        When a file cannot be read.
-    """
+    """What the file ``metadata`` of each checkpoint names."""
     names = set()
     for checkpoint in checkpoints:
         try:
@@ -239,13 +212,6 @@ def refuse_operators_without_metadata(checkpoint: Folder) -> None:
     """Refuse a checkpoint with state that Spark's reader would pass over, without an error.
 
     Spark 4 finds operators by ``state/<operator>/_metadata``, which Spark 3.5 does not write.
-
-    Raises
-    ------
-    UsageError
-        When there is an operator without it.
-    StorageError
-        When the checkpoint cannot be listed.
     """
     states = checkpoint.child(STATE)
     for operator in (name for name in states.names() if name.isdecimal()):
@@ -259,20 +225,7 @@ def refuse_operators_without_metadata(checkpoint: Folder) -> None:
 def query_folders_of_checkpoints(
     locations: Sequence[str], storage_options: Mapping[str, Any], with_spark: bool
 ) -> QueryFolders:
-    """Folders that checkpoints name.
-
-    Parameters
-    ----------
-    locations, storage_options
-        The checkpoints, and options of their file system.
-    with_spark
-        Read their state, too, with Spark 4.
-
-    Raises
-    ------
-    StateError
-        When one is no checkpoint, or cannot be read.
-    """
+    """Folders that checkpoints name."""
     checkpoints = [Folder(location, storage_options) for location in locations]
     found = query_folders_by_metadata(checkpoints)
     if not with_spark:
@@ -288,15 +241,5 @@ def query_folders_of_checkpoints(
 
 
 def reason_of(found: Found, verdict: str, query_folders: QueryFolders) -> str:
-    """What would tell more of a folder that is unknown; empty where there is nothing to say.
-
-    Parameters
-    ----------
-    found
-        The folder.
-    verdict
-        As `judge` has it.
-    query_folders
-        What checkpoints name.
-    """
+    """What would tell more of a folder that is unknown; empty where there is nothing to say."""
     return "needs --spark" if verdict == UNKNOWN and found.ours and _needs_spark(found, query_folders) else ""

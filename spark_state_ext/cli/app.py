@@ -170,13 +170,7 @@ def application() -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit code (`spark_state_ext.cli.exits`).
-
-    Parameters
-    ----------
-    arguments
-        Those of the command line; None: those of this process.
-    """
+    """Run a command, and return its exit code (`spark_state_ext.cli.exits`)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = get_command(application()).main(args=given, prog_name=PROGRAM, standalone_mode=False)

@@ -51,13 +51,7 @@ class CheckpointEntry:
 
 
 def checkpoint_files(buckets: Sequence[tuple[int, Folder]]) -> list[CheckpointEntry]:
-    """The checkpoint files of buckets, by two small reads each; in order of bucket, version, id and kind.
-
-    Raises
-    ------
-    StorageError
-        When a store fails.
-    """
+    """The checkpoint files of buckets, by two small reads each; in order of bucket, version, id and kind."""
     found = [
         (bucket, folder, entry, parsed)
         for bucket, folder in buckets
@@ -88,17 +82,6 @@ def suggested_pointer(
 
     Only Spark knows the committed pointer. That one has counted no fewer heartbeats, so that the next clean-up deletes
     no less than it would by this one, where the newest checkpoint is of the attempt that was committed.
-
-    Parameters
-    ----------
-    files
-        The bucket's files.
-    operator
-        The operator file in force.
-    bucket
-        Its number.
-    batches_retained
-        Spark's ``minBatchesToRetain``.
     """
     readable = [it.header for it in files if it.header is not None]
     none = Pointer(operator.operator, bucket, operator.buckets, operator.schema_id, -1, None)

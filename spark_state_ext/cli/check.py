@@ -57,13 +57,7 @@ class Finding:
 
 
 def findings(local_dir: Path) -> list[Finding]:
-    """Look at this Python and this machine.
-
-    Parameters
-    ----------
-    local_dir
-        Where local stores would lie.
-    """
+    """Look at this Python and this machine."""
     found = [Finding("spark_state_ext", f"{version_and_build()} in {Path(__file__).parents[1]}"), _python(), _pyspark()]
     found += [_package(name) for name in _NEEDED]
     found += [Finding(name, version) for name in _OPTIONAL if (version := _version(name))]

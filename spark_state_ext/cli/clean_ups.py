@@ -47,24 +47,7 @@ class BucketCleanUp:
 def clean_up_of(
     bucket: int, folder: Folder, operator: OperatorFile, batches_retained: int, pointers: Mapping[int, Pointer] | None
 ) -> BucketCleanUp:
-    """Decide for a bucket.
-
-    Parameters
-    ----------
-    bucket, folder
-        Which one.
-    operator
-        The operator file in force.
-    batches_retained
-        Spark's ``minBatchesToRetain``.
-    pointers
-        Committed pointers by bucket; None: they are not known, and the newest files are gone by.
-
-    Raises
-    ------
-    StorageError
-        When a store fails.
-    """
+    """Decide for a bucket."""
     entries = folder.entries()
     pointer = (
         suggested_pointer(checkpoint_files([(bucket, folder)]), operator, bucket, batches_retained)

@@ -38,28 +38,7 @@ class CopiedSavepoint:
 def copy_savepoint(
     source: Folder, manifest: SavepointManifest, target: Folder, advance: Callable[[int], None] = lambda size: None
 ) -> CopiedSavepoint:
-    """Copy a savepoint. What a copy that failed has left is no savepoint.
-
-    Parameters
-    ----------
-    source, manifest
-        The savepoint, and what is in it.
-    target
-        The copy's folder.
-    advance
-        Told of the bytes of each file.
-
-    Raises
-    ------
-    UsageError
-        When there is something at the target.
-    ClaimedError
-        When a query has claimed the savepoint, as it deletes it.
-    MissingCheckpointError, CorruptFileError
-        When a file is not there, or not the one that is named.
-    StorageError
-        When a store fails.
-    """
+    """Copy a savepoint. What a copy that failed has left is no savepoint."""
     refuse_existing(target)
     refuse_claimed(source)
     scratch = scratch_folder(None)

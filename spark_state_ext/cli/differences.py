@@ -39,22 +39,7 @@ class Compared:
 
 
 def compared(first: OpenState, second: OpenState, columns: Sequence[str] | None = None) -> Compared:
-    """Compare two states by key.
-
-    Parameters
-    ----------
-    first, second
-        The states: before, and after.
-    columns
-        State columns to compare, and `timeout_ms`; None: all.
-
-    Raises
-    ------
-    UsageError
-        When their keys have other columns, or one of the columns is not in both.
-    StateError
-        While the differences are read, as `OpenState.scan`.
-    """
+    """Compare two states by key."""
     keys = [field.name for field in first.key_schema]
     if not first.key_schema.equals(second.key_schema):
         raise UsageError(

@@ -55,22 +55,7 @@ LocalDirsOption = Annotated[
 
 
 def operator_at(root: str, operator: str | None, storage_options: Mapping[str, Any]) -> tuple[str, str]:
-    """A root, absolute and without a slash at its end, and the operator that is meant.
-
-    Parameters
-    ----------
-    root, storage_options
-        As `ArrowState` has them.
-    operator
-        Its name; None: the only one.
-
-    Raises
-    ------
-    UsageError
-        When this is no root, has no such operator, or several where none is named.
-    StorageError
-        When it cannot be listed.
-    """
+    """A root, absolute and without a slash at its end, and the operator that is meant."""
     root = absolute(root)
     found = sorted(operators_below(Folder(root, storage_options), () if operator is None else (operator,)))
     if len(found) > 1:
@@ -86,22 +71,7 @@ def keys_of(
     as_json: Sequence[str] | None,
     storage_options: Mapping[str, Any],
 ) -> pa.Table:
-    """The keys that were named, by an operator's key columns.
-
-    Parameters
-    ----------
-    root, operator, query_folder, storage_options
-        Whose; None: any query folder of the operator.
-    words
-        A word for each key column of each key.
-    as_json
-        Keys as JSON objects.
-
-    Raises
-    ------
-    UsageError
-        When there is no such operator, or these are no keys of it.
-    """
+    """The keys that were named, by an operator's key columns."""
     fields = query_folders_below(root, operator, query_folder, storage_options)[0].schema.keys
     schema = pa.schema([field.with_nullable(True).remove_metadata() for field in fields])
     columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
@@ -121,26 +91,12 @@ def keys_of(
 
 
 def backends_of(roots: Sequence[str] | None, options: str) -> list[Backend]:
-    """Backends by their roots, all with the same options of fsspec.
-
-    Raises
-    ------
-    UsageError
-        When one is none.
-    """
+    """Backends by their roots, all with the same options of fsspec."""
     return [Backend(root, storage_options=options_of(options)) for root in roots or ()]
 
 
 def write_receipt(receipt: EraseReceipt, output: Output) -> int:
-    """Print a receipt, what has a key first; gives the exit code.
-
-    Parameters
-    ----------
-    receipt
-        The receipt.
-    output
-        In which form.
-    """
+    """Print a receipt, what has a key first; gives the exit code."""
     write_table(receipt.to_table(), output)
     looked_at = sum(it.files for it in receipt.scanned)
     say(

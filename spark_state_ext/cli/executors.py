@@ -31,13 +31,7 @@ _INSTALL = (
 
 
 def diagnoses_of_spark(settings: Mapping[str, str]) -> list[Diagnosis]:
-    """What is wrong with the executors that a session gets.
-
-    Parameters
-    ----------
-    settings
-        Spark settings for the session, where this process has none yet.
-    """
+    """What is wrong with the executors that a session gets."""
     # PySpark is imported by nothing else of the doctor's.
     from spark_state_ext.cli.sessions import session_with
 
@@ -50,13 +44,7 @@ def diagnoses_of_spark(settings: Mapping[str, str]) -> list[Diagnosis]:
 
 
 def reason_in(text: str) -> str:
-    """What is at the bottom of an error of Spark's: its last cause, or else its first line.
-
-    Parameters
-    ----------
-    text
-        All that it says.
-    """
+    """What is at the bottom of an error of Spark's: its last cause, or else its first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     causes = [line for line in lines if line.startswith(_CAUSE)]
     return causes[-1].removeprefix(_CAUSE) if causes else next(iter(lines), "it does not say why")
@@ -76,19 +64,7 @@ def versions_here() -> dict[str, str | None]:
 
 
 def asked(spark: SparkSession) -> list[dict[str, str | None]]:
-    """Ask the executors, with as many tasks as Spark has for so small a table, which is one for each core.
-
-    Parameters
-    ----------
-    spark
-        A session.
-
-    Returns
-    -------
-    list of dict
-        A row for each host and Python that a task ran with: ``host``, ``executable``, and versions by name, None where
-        something is missing.
-    """
+    """Ask the executors, with as many tasks as Spark has for so small a table, which is one for each core."""
     names = ("host", "executable", *_SEEN)
     columns = ", ".join(f"`{name}` string" for name in names)
     rows = spark.range(1_000).mapInPandas(_looker(), columns).distinct().collect()
@@ -136,15 +112,7 @@ def _looker() -> Callable[[Iterable[pd.DataFrame]], Iterator[pd.DataFrame]]:
 
 
 def diagnoses_of_executors(rows: Iterable[Mapping[str, str | None]], here: Mapping[str, str | None]) -> list[Diagnosis]:
-    """What is missing on executors, or another one than the client's, or than that of other executors.
-
-    Parameters
-    ----------
-    rows
-        From `asked`.
-    here
-        The client's versions of this package, Python and PyArrow.
-    """
+    """What is missing on executors, or another one than the client's, or than that of other executors."""
     rows = list(rows)
     pythons = sorted({f"{row['host']} ({row['executable']})" for row in rows})
     found = [Diagnosis("executors", f"{len(pythons)} asked: {', '.join(pythons)}")]

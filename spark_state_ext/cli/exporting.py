@@ -25,24 +25,7 @@ FORMS = (".parquet", ".arrow")
 def exported(
     schema: pa.Schema, batches: Iterable[pa.RecordBatch], to: str, storage_options: Mapping[str, Any], overwrite: bool
 ) -> int:
-    """Write rows to a file, batch by batch; how many there were.
-
-    Parameters
-    ----------
-    schema, batches
-        The rows.
-    to, storage_options
-        The file, and options of its file system.
-    overwrite
-        Also where it is there.
-
-    Raises
-    ------
-    UsageError
-        When the file is there, or its name tells no format.
-    StateError
-        From `batches`; `StorageError` when it cannot be written.
-    """
+    """Write rows to a file, batch by batch; how many there were."""
     ending = posixpath.splitext(to)[1]
     if ending not in FORMS:
         raise UsageError(f"the name of the file says in which format: it must end in {' or '.join(FORMS)}, not {to!r}")

@@ -30,22 +30,7 @@ _HOW = "write it as in: count > 10 and name in ('ann', 'bob') and not (note is N
 
 
 def filter_of(text: str, schema: pa.Schema) -> pc.Expression:
-    """A filter.
-
-    Parameters
-    ----------
-    text
-        Comparisons of columns with values, and ``and``, ``or``, ``not``, ``in``, ``is None``. A column whose name is no
-        name of Python's is written as ``col('its name')``. Values of dates, times, decimals and bytes are text, as in
-        JSON.
-    schema
-        The columns.
-
-    Raises
-    ------
-    UsageError
-        When it is none, or names a column that there is not.
-    """
+    """A filter."""
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

@@ -33,15 +33,7 @@ __all__ = ["key_checks"]
 
 
 def key_checks(target: Target, local_dir: str | None, storage_options: dict[str, Any]) -> list[Check]:
-    """A check of each state in buckets by partition; none of others, and of what the check of its files reports.
-
-    Parameters
-    ----------
-    target
-        A root, a query folder or a savepoint.
-    local_dir, storage_options
-        As for `open_state`.
-    """
+    """A check of each state in buckets by partition; none of others, and of what the check of its files reports."""
     found = []
     for folder, operator in _operators(target):
         if operator.bucket_map.by_hash:

@@ -13,13 +13,7 @@ __all__ = ["read_metrics", "refuse_nothing"]
 
 
 def refuse_nothing(folder: Path) -> None:
-    """Refuse a folder without metrics.
-
-    Raises
-    ------
-    UsageError
-        When it is none, or has none.
-    """
+    """Refuse a folder without metrics."""
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}{', that is a file' if folder.exists() else ''}")
     if next(folder.rglob(FILES), None) is None:
@@ -27,12 +21,6 @@ def refuse_nothing(folder: Path) -> None:
 
 
 def read_metrics(folder: Path) -> pa.Table:
-    """The calls that are noted in a folder and those below it.
-
-    Raises
-    ------
-    UsageError
-        When it is none, or has none.
-    """
+    """The calls that are noted in a folder and those below it."""
     refuse_nothing(folder)
     return read(folder)

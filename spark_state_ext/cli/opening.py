@@ -64,18 +64,7 @@ def opened(
     storage_options: str = "{}",
     checkpoint: str | None = None,
 ) -> OpenState:
-    """Open a state, to be closed.
-
-    Parameters
-    ----------
-    path, at, operator, query_folder, unproven, hold, storage_options, checkpoint
-        As the options of commands say.
-
-    Raises
-    ------
-    StateError
-        As `open_state`, or `open_committed`.
-    """
+    """Open a state, to be closed."""
     if checkpoint is not None:
         return _opened_by_spark(
             path, checkpoint, at, operator, query_folder, unproven, hold, options_of(storage_options)

@@ -125,28 +125,12 @@ def _escaped_in_json(character: str) -> str:
 
 
 def write_table(table: pa.Table, output: Output) -> None:
-    """Print rows.
-
-    Parameters
-    ----------
-    table
-        The rows.
-    output
-        In which form.
-    """
+    """Print rows."""
     write_rows(table.schema, table.to_batches(), output)
 
 
 def write_rows(schema: pa.Schema, batches: Iterable[pa.RecordBatch], output: Output) -> int:
-    """Print rows, one batch after the other; returns how many there were.
-
-    Parameters
-    ----------
-    schema, batches
-        The rows.
-    output
-        In which form.
-    """
+    """Print rows, one batch after the other; returns how many there were."""
     rows = 0
     # What is wrong with the first rows is an error before anything was printed.
     batches = iter(batches)
@@ -200,17 +184,7 @@ def _pages(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.
 
 
 def write_record(record: Mapping[str, Any], schema: pa.Schema, output: Output) -> None:
-    """Print one thing with its properties.
-
-    Parameters
-    ----------
-    record
-        Its properties by name.
-    schema
-        Their types. In a table lists of structures are tables of their own, below the others.
-    output
-        In which form.
-    """
+    """Print one thing with its properties."""
     (batch,) = table_of([record], schema).to_batches()
     if output is Output.TABLE:
         with _to_stdout():
@@ -225,15 +199,7 @@ def write_record(record: Mapping[str, Any], schema: pa.Schema, output: Output) -
 
 
 def write_cells(headings: Sequence[str], right: Sequence[bool], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table for people, whose cells are text already.
-
-    Parameters
-    ----------
-    headings, right
-        Of each column what it is called, and whether it stands on the right, as numbers do.
-    rows
-        The cells.
-    """
+    """Print a table for people, whose cells are text already."""
     with _to_stdout():
         _print(list(headings), list(right), map(tuple, rows))
         sys.stdout.flush()
@@ -295,20 +261,7 @@ def _to_stdout() -> Iterator[None]:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr while long work is done, on a terminal only.
-
-    Parameters
-    ----------
-    what
-        What is done.
-    total
-        Steps in all.
-
-    Yields
-    ------
-    callable
-        To be told how many steps were done.
-    """
+    """A bar on stderr while long work is done, on a terminal only."""
     if not sys.stderr.isatty():
         yield lambda steps: None
         return

@@ -53,22 +53,7 @@ class Owned:
 
 
 def owner_of(folder: Folder, name: str, storage_options: Mapping[str, Any], batches_retained: int) -> Owned:
-    """Find out whose a file is.
-
-    Parameters
-    ----------
-    folder, name
-        Where it lies, and its name.
-    storage_options
-        Options of its file system.
-    batches_retained
-        Spark's ``minBatchesToRetain``.
-
-    Raises
-    ------
-    StateError
-        When what would tell cannot be read.
-    """
+    """Find out whose a file is."""
     above = _above(folder, storage_options)
     if name == MANIFEST_NAME:
         return Owned("manifest", _YOU, STAYS, "without it there is no savepoint here; savepoint delete removes it last")

@@ -22,25 +22,13 @@ _SUFFIX = "_options"
 
 
 def json_object(text: str) -> str:
-    """A JSON object, as it was given.
-
-    Raises
-    ------
-    typer.BadParameter
-        When it is none.
-    """
+    """A JSON object, as it was given."""
     options_of(text)
     return text
 
 
 def options_of(text: str) -> dict[str, Any]:
-    """The options in a JSON object.
-
-    Raises
-    ------
-    typer.BadParameter
-        When it is none. The error does not repeat the text, which may have secrets.
-    """
+    """The options in a JSON object."""
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -51,15 +39,7 @@ def options_of(text: str) -> dict[str, Any]:
 
 
 def options_for(whose: str, *names: str) -> Any:
-    """An option as ``--storage-options``, of something else.
-
-    Parameters
-    ----------
-    whose
-        Of what, for the help.
-    *names
-        Its names; by default that of the parameter.
-    """
+    """An option as ``--storage-options``, of something else."""
     return typer.Option(*names, metavar="JSON", callback=json_object, help=f"as --storage-options, of {whose}")
 
 

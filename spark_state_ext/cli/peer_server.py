@@ -52,24 +52,7 @@ class PeerOptions:
 def serve_peers(
     options: PeerOptions, followers: Sequence[RootFollower], environ: Mapping[str, str] = os.environ
 ) -> PeerServer | None:
-    """Begin to give peers what the replicas of this host have; None where that is not wanted.
-
-    Parameters
-    ----------
-    options
-        As the command line has them.
-    followers
-        Of each root.
-    environ
-        Where the secret may be.
-
-    Raises
-    ------
-    UsageError
-        When something is missing, or cannot be used.
-    StorageError
-        When nothing can listen there.
-    """
+    """Begin to give peers what the replicas of this host have; None where that is not wanted."""
     if options.listen is None:
         others = (options.address, options.secret_file, options.certificate, options.key)
         if any(it is not None for it in others):
@@ -90,15 +73,7 @@ def serve_peers(
 
 
 def address_of(server: PeerServer | None, options: PeerOptions) -> dict[str, str]:
-    """What this host's record tells of where peers are answered.
-
-    Parameters
-    ----------
-    server
-        The server; None: there is none.
-    options
-        As the command line has them.
-    """
+    """What this host's record tells of where peers are answered."""
     if server is None:
         return {}
     return {ADDRESS_KIND: f"{server.scheme}://{options.address or machine_name()}:{server.port}"}

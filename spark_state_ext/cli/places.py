@@ -27,15 +27,7 @@ _PROBE = "_doctor-"
 
 
 def diagnoses_of_root(root: str, storage_options: Mapping[str, Any], settings: Mapping[str, str]) -> list[Diagnosis]:
-    """Whether a root can be written, and what its store can do. What is written is removed.
-
-    Parameters
-    ----------
-    root, storage_options
-        As `ArrowState` has them.
-    settings
-        Spark settings.
-    """
+    """Whether a root can be written, and what its store can do. What is written is removed."""
     try:
         refuse_relative(root, "root")
         folder = Folder(root, storage_options)
@@ -106,15 +98,7 @@ def _shared(folder: Folder, settings: Mapping[str, str]) -> Diagnosis:
 
 
 def diagnoses_of_machine(local_dir: Path, buckets: int) -> list[Diagnosis]:
-    """Whether this Python and this machine can run tasks.
-
-    Parameters
-    ----------
-    local_dir
-        Where local stores would lie.
-    buckets
-        How many of them a worker may have.
-    """
+    """Whether this Python and this machine can run tasks."""
     found = [
         Diagnosis(it.what, it.seen, it.problem, f"{it.problem[:1].upper()}{it.problem[1:]}." if it.problem else "")
         for it in findings(local_dir)

@@ -14,22 +14,7 @@ __all__ = ["pointers_of", "query_folders_of", "session"]
 
 
 def session(*checkpoints: str) -> SparkSession:
-    """A session of this process, or a new one; what can be checked before Spark starts is checked first.
-
-    Parameters
-    ----------
-    *checkpoints
-        Checkpoint locations that will be read.
-
-    Raises
-    ------
-    UsageError
-        On Spark 3.5, which has no reader of state; or when a location is no checkpoint.
-    EnvironmentSetupError
-        When there is no Java.
-    StorageError
-        When Spark does not start.
-    """
+    """A session of this process, or a new one; what can be checked before Spark starts is checked first."""
     if int(__version__.partition(".")[0]) < 4:
         raise UsageError(
             f"Spark {__version__} cannot read the state of a checkpoint: use Spark 4, or leave out what asks for Spark"
@@ -42,24 +27,7 @@ def session(*checkpoints: str) -> SparkSession:
 
 
 def pointers_of(spark: SparkSession, location: str, operator: str, query_folder: str) -> dict[int, Pointer]:
-    """The pointers of a query's last committed batch, by bucket.
-
-    Parameters
-    ----------
-    spark
-        A session.
-    location
-        The checkpoint location, as Spark knows it.
-    operator, query_folder
-        Whose: names of the operator, and of the folder that its pointers have to name.
-
-    Raises
-    ------
-    UsageError
-        When the checkpoint is not of the query with that folder.
-    StorageError
-        When Spark cannot read its state.
-    """
+    """The pointers of a query's last committed batch, by bucket."""
     reader = StateReader(spark, location)
     stores = [it for it in reader.stores() if (it.operator, it.query_folder) == (operator, query_folder)]
     if not stores:
@@ -71,22 +39,7 @@ def pointers_of(spark: SparkSession, location: str, operator: str, query_folder:
 
 
 def query_folders_of(spark: SparkSession, location: str) -> frozenset[str]:
-    """The query folders in the pointers of a checkpoint; none where it has no operator of ours.
-
-    Parameters
-    ----------
-    spark
-        A session.
-    location
-        The checkpoint location, as Spark knows it.
-
-    Raises
-    ------
-    StorageError
-        When Spark cannot read its state.
-    CorruptPointerError, VersionSkewError
-        When what looks like a pointer cannot be read.
-    """
+    """The query folders in the pointers of a checkpoint; none where it has no operator of ours."""
     try:
         return StateReader(spark, location).query_folders()
     except StorageError as error:

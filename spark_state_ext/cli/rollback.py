@@ -77,30 +77,7 @@ def plan_rollback(
     where: str,
     partitions: int | None = None,
 ) -> Rollback:
-    """Decide what must go for a batch to be the last one.
-
-    Parameters
-    ----------
-    entries
-        All files below the checkpoint location, named by their path there.
-    to_batch
-        The batch.
-    ids
-        What each commit log up to that batch tells (`state_ids`).
-    where
-        The location, for messages.
-    partitions
-        How many partitions the query had in that batch (`shuffle_partitions`); None: it is not told.
-
-    Raises
-    ------
-    UsageError
-        When this is no checkpoint, or the batch is not among its committed ones.
-    MissingCheckpointError
-        When state that the batch left, or the offsets before it, are not there any more.
-    CorruptFileError
-        When something lies there that Spark is not known to write.
-    """
+    """Decide what must go for a batch to be the last one."""
     entries = list(entries)
     parsed = {entry.name: parse_path(entry.name) for entry in entries}
     unknown = sorted(name for name, file in parsed.items() if file is None)
@@ -201,13 +178,7 @@ def _partitions(stores: Iterable[str], committed: Mapping[str, frozenset[str]]) 
 
 
 def check_idle(plan: Rollback, now_s: float, idle_s: float, where: str) -> None:
-    """Refuse while somebody writes.
-
-    Raises
-    ------
-    LiveRunError
-        When the checkpoint was written less than `idle_s` ago.
-    """
+    """Refuse while somebody writes."""
     written = written_ago_s(plan, now_s, idle_s)
     if written is not None:
         raise LiveRunError(
@@ -217,39 +188,14 @@ def check_idle(plan: Rollback, now_s: float, idle_s: float, where: str) -> None:
 
 
 def written_ago_s(plan: Rollback, now_s: float, idle_s: float) -> float | None:
-    """How long ago the checkpoint was written; None where that is long enough, or the file system does not tell.
-
-    Parameters
-    ----------
-    plan
-        What would be taken out.
-    now_s
-        The time, seconds since 1970.
-    idle_s
-        How long is long enough.
-    """
+    """How long ago the checkpoint was written; None where that is long enough, or the file system does not tell."""
     if plan.newest_s is None or now_s - plan.newest_s >= idle_s:
         return None
     return max(0.0, now_s - plan.newest_s)
 
 
 def carry_out(checkpoint: Folder, plan: Rollback, aside: str | None) -> int:
-    """Take the files out; returns how many there were.
-
-    Parameters
-    ----------
-    checkpoint
-        The checkpoint location.
-    plan
-        What to take out.
-    aside
-        Folder below the location to move them to, under their paths. None: delete them.
-
-    Raises
-    ------
-    StorageError
-        When moving or deleting failed; the command can be run again.
-    """
+    """Take the files out; returns how many there were."""
     done = 0
     for step in plan.steps:
         work = checkpoint.remove if aside is None else partial(_put_aside, checkpoint, aside)
@@ -263,13 +209,7 @@ def _put_aside(checkpoint: Folder, aside: str, path: str) -> None:
 
 
 def planned(checkpoint: Folder, to_batch: int) -> Rollback:
-    """`plan_rollback` of what lies in a checkpoint location.
-
-    Raises
-    ------
-    StateError
-        As `plan_rollback`; `StorageError` where it cannot be listed or read.
-    """
+    """`plan_rollback` of what lies in a checkpoint location."""
     _refuse_other_folder(checkpoint)
     entries = checkpoint.tree()
     logs = [file for file in (parse_path(entry.name) for entry in entries) if file is not None and file.kind == COMMITS]

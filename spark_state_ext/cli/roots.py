@@ -17,24 +17,7 @@ _NAMED_MAX = 10
 def operators_below(
     root: Folder, wanted: Collection[str] = (), *, may_lack_all: bool = False
 ) -> dict[str, list[Entry]]:
-    """What lies in the folders of the operators of a root.
-
-    Parameters
-    ----------
-    root
-        The root.
-    wanted
-        Names of operators; by default all.
-    may_lack_all
-        A root that no job has written to yet has none.
-
-    Raises
-    ------
-    UsageError
-        When this is no root, or has no such operator.
-    StorageError
-        When something cannot be listed.
-    """
+    """What lies in the folders of the operators of a root."""
     here = root.entries()
     if not here and not may_lack_all:
         raise UsageError(f"there is no folder {root.root}, or it is empty: give the root, as ArrowState has it")

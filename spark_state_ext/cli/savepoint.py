@@ -41,20 +41,7 @@ class Status:
 
 
 def status_of(savepoint: Folder, roots: Sequence[str], storage_options: Mapping[str, Any]) -> Status:
-    """Look at a savepoint, and below roots for queries that were started from it.
-
-    Parameters
-    ----------
-    savepoint
-        Its folder.
-    roots, storage_options
-        Roots of `ArrowState`, and options of their file system.
-
-    Raises
-    ------
-    StateError
-        When it is none, or a root is none.
-    """
+    """Look at a savepoint, and below roots for queries that were started from it."""
     folders = [_root(root, storage_options) for root in roots]
     manifest = read_manifest(savepoint)
     started = tuple(it for root in folders for it in started_below(root, savepoint.root, manifest.header.id))
@@ -71,20 +58,7 @@ def _root(path: str, storage_options: Mapping[str, Any]) -> Folder:
 
 
 def release(folder: Folder, force: bool) -> str:
-    """Free a claim; says whose it was, and which claim to a query folder counts again.
-
-    Parameters
-    ----------
-    folder
-        Of a savepoint, or a query folder.
-    force
-        Of a query folder: also where a first batch may be committed.
-
-    Raises
-    ------
-    StateError
-        When there is none, or it is used already.
-    """
+    """Free a claim; says whose it was, and which claim to a query folder counts again."""
     names = set(folder.names())
     if LEASE_FOLDER in names and names.isdisjoint({MANIFEST_NAME, CLAIM_FOLDER}):
         freed = release_query_folder(folder, force=force)
@@ -93,22 +67,7 @@ def release(folder: Folder, force: bool) -> str:
 
 
 def delete(savepoint: Folder, roots: Sequence[str], storage_options: Mapping[str, Any], force: bool) -> int:
-    """Delete what the manifest of a savepoint names; how many checkpoint files that were.
-
-    Parameters
-    ----------
-    savepoint, roots, storage_options
-        As for `status_of`.
-    force
-        Also where a query may still need it.
-
-    Raises
-    ------
-    NotClaimableError
-        When somebody may need it.
-    UsageError
-        When it has no manifest.
-    """
+    """Delete what the manifest of a savepoint names; how many checkpoint files that were."""
     if MANIFEST_NAME not in savepoint.names():
         for root in roots:
             _root(root, storage_options)

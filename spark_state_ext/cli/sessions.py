@@ -36,20 +36,7 @@ _REASON = re.compile(r"(?:Exception in thread \"[^\"]*\"|Caused by:|Error:)\s*(.
 
 
 def session_with(settings: Mapping[str, str]) -> SparkSession:
-    """The session of this process, or a new one without a progress bar, whose JVM prints nothing to this terminal.
-
-    Parameters
-    ----------
-    settings
-        Spark settings. Those that a running application cannot change are of no effect where there is a session.
-
-    Raises
-    ------
-    EnvironmentSetupError
-        When there is no Java.
-    StorageError
-        When Spark does not start.
-    """
+    """The session of this process, or a new one without a progress bar, whose JVM prints nothing to this terminal."""
     _refuse_no_java()
     _quiet_errors()
     builder: Any = SparkSession.builder
@@ -131,13 +118,7 @@ def local_path(location: str) -> Path | None:
 
 
 def refuse_no_checkpoint(location: str) -> None:
-    """Refuse a location that is no Spark checkpoint, if this machine can tell: before Spark is started for it.
-
-    Raises
-    ------
-    UsageError
-        When it is a local path without a checkpoint.
-    """
+    """Refuse a location that is no Spark checkpoint, if this machine can tell: before Spark is started for it."""
     path = local_path(location)
     if path is not None and not (path / METADATA).is_file():
         raise UsageError(
@@ -147,15 +128,7 @@ def refuse_no_checkpoint(location: str) -> None:
 
 
 def refuse_taken(path: str, storage_options: Mapping[str, Any], what: str) -> None:
-    """Refuse a place that must be free, and has something: before Spark is started.
-
-    Raises
-    ------
-    UsageError
-        When something is there.
-    StorageError
-        When it cannot be listed.
-    """
+    """Refuse a place that must be free, and has something: before Spark is started."""
     if _REMOTE in os.environ:
         # Another machine may see another folder of that name.
         return
@@ -165,13 +138,7 @@ def refuse_taken(path: str, storage_options: Mapping[str, Any], what: str) -> No
 
 @contextmanager
 def errors_of_tasks() -> Iterator[None]:
-    """Raise what a task raised, in place of the error that Spark made of it, or that its JVM did.
-
-    Raises
-    ------
-    StateError
-        Of the class that the text names; or `StorageError`, where Spark itself failed.
-    """
+    """Raise what a task raised, in place of the error that Spark made of it, or that its JVM did."""
     try:
         yield
     except Exception as error:

@@ -178,20 +178,7 @@ def _rules(buckets: int) -> list[_Rule]:
 
 
 def diagnoses_of_settings(settings: Mapping[str, str], buckets: int) -> list[Diagnosis]:
-    """What each setting that matters is, and what is wrong with it.
-
-    Parameters
-    ----------
-    settings
-        Settings by name; what is not there has Spark's default.
-    buckets
-        Number of buckets of the query.
-
-    Raises
-    ------
-    UsageError
-        When a number is none.
-    """
+    """What each setting that matters is, and what is wrong with it."""
     rules = _rules(buckets)
     return [rule.on(settings) for rule in rules] + list(_misspelt(settings, [rule.name for rule in rules]))
 
@@ -208,15 +195,7 @@ def _misspelt(settings: Mapping[str, str], known: Iterable[str]) -> Iterable[Dia
 
 
 def read_properties(path: Path) -> dict[str, str]:
-    """The settings in a file such as ``spark-defaults.conf``: a name and a value a line, ``#`` begins a comment.
-
-    Raises
-    ------
-    StorageError
-        When it cannot be read.
-    UsageError
-        When a line has no value.
-    """
+    """The settings in a file such as ``spark-defaults.conf``: a name and a value a line, ``#`` begins a comment."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -81,13 +81,7 @@ class SparkFile:
 
 
 def parse_path(path: str) -> SparkFile | None:
-    """What a file is; None where it is nothing that Spark is known to write.
-
-    Parameters
-    ----------
-    path
-        Below the checkpoint location, with ``/``.
-    """
+    """What a file is; None where it is nothing that Spark is known to write."""
     folder, name = posixpath.split(path)
     plain = _without_checksum(name)
     top = path.partition("/")[0]
@@ -114,13 +108,7 @@ def _without_checksum(name: str) -> str:
 
 
 def query_id(metadata: bytes, where: str) -> str:
-    """The query's id, from the checkpoint's file ``metadata``.
-
-    Raises
-    ------
-    CorruptFileError
-        When there is none in it.
-    """
+    """The query's id, from the checkpoint's file ``metadata``."""
     try:
         return str(json.loads(metadata)["id"])
     except (KeyError, TypeError, ValueError) as error:
@@ -130,20 +118,7 @@ def query_id(metadata: bytes, where: str) -> str:
 
 
 def state_ids(commit: bytes, where: str) -> dict[str, frozenset[str]]:
-    """Which state a batch committed, by its operator and partition; empty under checkpoint format 1, where names tell.
-
-    Parameters
-    ----------
-    commit
-        The file ``commits/<batch>``.
-    where
-        Its name in messages.
-
-    Raises
-    ------
-    CorruptFileError
-        When it cannot be read.
-    """
+    """Which state a batch committed, by operator and partition; empty under checkpoint format 1, where names tell."""
     try:
         _, _, text = commit.decode().partition("\n")
         operators = json.loads(text.splitlines()[0]).get("stateUniqueIds") or {}
@@ -157,20 +132,7 @@ def state_ids(commit: bytes, where: str) -> dict[str, frozenset[str]]:
 
 
 def shuffle_partitions(offsets: bytes, where: str) -> int | None:
-    """How many partitions Spark's shuffle had in a batch, and so no more of an operator's state; None: it is not told.
-
-    Parameters
-    ----------
-    offsets
-        The file ``offsets/<batch>``.
-    where
-        Its name in messages.
-
-    Raises
-    ------
-    CorruptFileError
-        When it cannot be read.
-    """
+    """Number of partitions that Spark's shuffle had in a batch, the most that a state has; None: it is not told."""
     try:
         _, _, text = offsets.decode().partition("\n")
         told = json.loads(text.splitlines()[0]).get("conf", {}).get(_PARTITIONS)
@@ -182,17 +144,7 @@ def shuffle_partitions(offsets: bytes, where: str) -> int | None:
 def missing_version(
     files: Iterable[SparkFile], version: int, ids: Mapping[int, Sequence[str] | frozenset[str]]
 ) -> int | None:
-    """The newest version that is missing for loading one; None when everything is there.
-
-    Parameters
-    ----------
-    files
-        State of one store.
-    version
-        What is to be loaded.
-    ids
-        The ids that count of each version, where they are known; else any will do.
-    """
+    """The newest version that is missing for loading one; None when everything is there."""
     there: dict[int, set[bool]] = {}
     for file in files:
         counts = not file.id or not ids.get(file.number) or file.id in ids[file.number]

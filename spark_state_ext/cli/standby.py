@@ -100,15 +100,7 @@ _FOLDER_CHARACTERS = 6
 
 
 def root_at(root: str, storage_options: Mapping[str, Any]) -> Folder:
-    """The root that a command was given. There may be nothing in it, where no job has written there yet.
-
-    Raises
-    ------
-    UsageError
-        When it is a folder in one.
-    StorageError
-        When it cannot be listed.
-    """
+    """The root that a command was given. There may be nothing in it, where no job has written there yet."""
     folder = Folder(as_given(root), storage_options)
     operators_below(folder, may_lack_all=True)
     return folder

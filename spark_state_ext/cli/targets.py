@@ -68,13 +68,7 @@ class Target:
 
 
 def given_folder(path: str, storage_options: Mapping[str, Any]) -> Folder:
-    """A folder as somebody gave it; a relative path is of this process's folder.
-
-    Raises
-    ------
-    UsageError
-        When it cannot be opened.
-    """
+    """A folder as somebody gave it; a relative path is of this process's folder."""
     return Folder(as_given(path), storage_options)
 
 
@@ -84,13 +78,7 @@ def as_given(path: str) -> str:
 
 
 def absolute(path: str) -> str:
-    """A path that other processes understand too: a relative one is of this process's folder.
-
-    Raises
-    ------
-    UsageError
-        When it is a URL of a relative path.
-    """
+    """A path that other processes understand too: a relative one is of this process's folder."""
     given = as_given(path)
     found = given if "://" in given else os.path.abspath(given)
     refuse_relative(found, "a root or savepoint")
@@ -98,15 +86,7 @@ def absolute(path: str) -> str:
 
 
 def target_of(folder: Folder) -> Target:
-    """Find out what a folder is.
-
-    Raises
-    ------
-    UsageError
-        When it is none of these.
-    StorageError
-        When it cannot be listed.
-    """
+    """Find out what a folder is."""
     entries = folder.entries()
     if any(entry.name == MANIFEST_NAME and not entry.folder for entry in entries):
         return Target(folder, savepoint=True)
@@ -129,15 +109,7 @@ def _is_query_folder(entries: Sequence[Entry]) -> bool:
 
 
 def query_folder_at(folder: Folder) -> OperatorFile:
-    """The operator file in force of a query folder.
-
-    Raises
-    ------
-    UsageError
-        When it is no query folder.
-    CorruptFileError, VersionSkewError
-        When the file cannot be read.
-    """
+    """The operator file in force of a query folder."""
     numbers = [number for name in folder.names() if (number := parse_operator_file_name(name)) is not None]
     if not numbers:
         below = _query_folders_below(folder)
@@ -156,15 +128,7 @@ def query_folder_at(folder: Folder) -> OperatorFile:
 def query_folder_of(
     path: str, storage_options: Mapping[str, Any], operator: str | None, query_folder: str | None
 ) -> tuple[Folder, OperatorFile]:
-    """Find a query folder as `show` does: a path may be the folder itself, or a root.
-
-    Raises
-    ------
-    UsageError
-        When there is none, or several and none is named; or when this is a savepoint.
-    CorruptFileError, VersionSkewError
-        When the operator file cannot be read.
-    """
+    """Find a query folder as `show` does: a path may be the folder itself, or a root."""
     given = given_folder(path, storage_options)
     found = find_state(given, operator, query_folder)
     if found.operator is None:

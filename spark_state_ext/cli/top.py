@@ -63,26 +63,7 @@ RATES = _schema(
 
 
 def looked(folder: Path | str, now_ms: int | None = None) -> pa.Table:
-    """One look at a folder of metrics.
-
-    Parameters
-    ----------
-    folder
-        The folder; files below it are read too.
-    now_ms
-        When the look is, milliseconds since 1970; None: now.
-
-    Returns
-    -------
-    pa.Table
-        A row for each query and operator (`LOOK`): its newest batch, what its buckets hold after their newest calls,
-        the largest ages among these calls, and sums over all calls whose files are still there.
-
-    Examples
-    --------
-    >>> looked("/tmp/nothing-is-here").num_rows
-    0
-    """
+    """One look at a folder of metrics."""
     now_ms = int(time.time() * 1000) if now_ms is None else now_ms
     calls = read(folder)
     calls = calls.append_column("at", pa.array(range(calls.num_rows), pa.int64()))
@@ -106,20 +87,7 @@ def looked(folder: Path | str, now_ms: int | None = None) -> pa.Table:
 
 
 def rates(before: pa.Table, after: pa.Table) -> pa.Table:
-    """What happened between two looks.
-
-    Parameters
-    ----------
-    before, after
-        From `looked`. Without an earlier look give the same one twice.
-
-    Returns
-    -------
-    pa.Table
-        A row for each query and operator of `after` (`RATES`): its newest batch and what it holds, and between the two
-        looks the number of calls, of rows and so on, these by second, and mean times of a call. NULL where nothing can
-        be told: of an operator that is new, of no time, and of sums that became smaller as executors removed old files.
-    """
+    """What happened between two looks."""
     old = before.select([*_KEYS, "looked_ms", "calls", *_COUNTED, *_TIMED])
     both = after.join(old, list(_KEYS), join_type="left outer", right_suffix="_before")
     both = both.sort_by([(name, "ascending") for name in _KEYS])
@@ -202,13 +170,7 @@ _SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def shown(found: pa.Table) -> Table:
-    """A table for a terminal; times are means of a call.
-
-    Parameters
-    ----------
-    found
-        From `rates`.
-    """
+    """A table for a terminal; times are means of a call."""
     from rich.table import Table
     from rich.text import Text
 
@@ -246,13 +208,7 @@ _OF_A_BATCH: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def write_batches(found: pa.Table) -> None:
-    """Print what batches or calls did as a table for people, with units and without what few people look for.
-
-    Parameters
-    ----------
-    found
-        Calls, or sums of them by batch (`by_batch`).
-    """
+    """Print what batches or calls did as a table for people, with units and without what few people look for."""
     found = found.append_column("failed", pc.add(found["upload_failures"], found["snapshot_failures"]))
     columns = [column for column in _OF_A_BATCH if column[1] in found.column_names]
     write_cells(
@@ -269,21 +225,7 @@ def watch(
     console: Console | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show what operators are at, and look again until somebody interrupts it.
-
-    Parameters
-    ----------
-    folder
-        A folder of metrics.
-    every_s
-        How long to wait between two looks, seconds.
-    looks
-        How many looks there are; None: no end.
-    console
-        Where to show it; None: standard output.
-    pause
-        Waits so many seconds.
-    """
+    """Show what operators are at, and look again until somebody interrupts it."""
     from rich.live import Live
 
     before = looked(folder)

@@ -81,20 +81,7 @@ class Transformation:
 
 
 def changed_operator(operator: OperatorFile, wanted: Transformation) -> OperatorFile:
-    """The operator file after a transformation.
-
-    Parameters
-    ----------
-    operator
-        The one that is in force before.
-    wanted
-        The transformation.
-
-    Raises
-    ------
-    UsageError
-        When it cannot be.
-    """
+    """The operator file after a transformation."""
     keys, state = (json.loads(text) for text in (operator.key_schema, operator.state_schema))
     _refuse(operator, keys["fields"], state["fields"], wanted)
     kept = [field for field in state["fields"] if field["name"] not in wanted.drop]
@@ -161,30 +148,7 @@ def transformed(
     wanted: Transformation,
     advance: Callable[[int], None] = lambda buckets: None,
 ) -> tuple[int, int]:
-    """Write the new savepoint; how many rows the operator had, and has now.
-
-    Parameters
-    ----------
-    source, manifest
-        The savepoint, and what is in it.
-    target
-        Folder of the new one.
-    wanted
-        The transformation.
-    advance
-        Told of each bucket.
-
-    Raises
-    ------
-    UsageError
-        When it cannot be, or there is something at the target.
-    StateValueError
-        When a value would be another in its column's new type.
-    ClaimedError
-        When a query has claimed the savepoint, as it deletes it.
-    StateError
-        When the savepoint cannot be read, or a store fails.
-    """
+    """Write the new savepoint; how many rows the operator had, and has now."""
     operators = dict(manifest.header.operators)
     before = operators[wanted.operator]
     operators[wanted.operator] = after = changed_operator(before, wanted)
@@ -237,22 +201,7 @@ def _rewritten(made: str, files: Folder, saved: SavedBucket, into: Folder, rows:
 
 
 def as_type(column: pa.Array, wanted: pa.DataType, name: str) -> pa.Array:
-    """A column in another type, with the same values: Arrow refuses some changes of a value, and makes others.
-
-    Parameters
-    ----------
-    column
-        The column.
-    wanted
-        The type.
-    name
-        What the column is called.
-
-    Raises
-    ------
-    StateValueError
-        When a value cannot be had in the type, or would be another one.
-    """
+    """A column in another type, with the same values: Arrow refuses some changes of a value, and makes others."""
     if column.type == wanted:
         return column
     try:

@@ -49,13 +49,7 @@ class Node:
 
 
 def nodes_of(files: Sequence[CheckpointEntry]) -> list[Node]:
-    """The checkpoints of a bucket whose files can be read, in order of version.
-
-    Parameters
-    ----------
-    files
-        The bucket's files.
-    """
+    """The checkpoints of a bucket whose files can be read, in order of version."""
     by_ref: dict[CheckpointRef, list[CheckpointEntry]] = {}
     for file in files:
         if file.header is not None:
@@ -90,13 +84,7 @@ def _children(nodes: Sequence[Node]) -> tuple[list[Node], dict[CheckpointRef, li
 
 
 def text_lines(nodes: Sequence[Node]) -> Iterator[str]:
-    """A line for each checkpoint: those that only children follow stand below each other, branches are indented.
-
-    Parameters
-    ----------
-    nodes
-        The checkpoints.
-    """
+    """A line for each checkpoint: those that only children follow stand below each other, branches are indented."""
     roots, children = _children(nodes)
     # Depth first, without recursion: a lineage may be long. The one with the longest line goes last, not indented.
     left = [(node, "", "") for node in reversed(roots)]
@@ -118,24 +106,7 @@ def _short(ref: CheckpointRef) -> str:
 
 
 def drawn(nodes: Sequence[Node], title: str, path: Path) -> None:
-    """Draw the checkpoints: versions from left to right, branches above each other, snapshots as squares.
-
-    Parameters
-    ----------
-    nodes
-        The checkpoints.
-    title
-        What stands above.
-    path
-        The file; its ending says in which form.
-
-    Raises
-    ------
-    EnvironmentSetupError
-        When matplotlib is not installed.
-    StorageError
-        When the file cannot be written.
-    """
+    """Draw the checkpoints: versions from left to right, branches above each other, snapshots as squares."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

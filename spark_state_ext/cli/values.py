@@ -23,22 +23,7 @@ _ZULU = re.compile(r"Z$")
 
 
 def key_of(words: Sequence[str], text: str | None, schema: pa.Schema) -> dict[str, Any]:
-    """A key as it was written: words in the order of the key columns, or a JSON object.
-
-    Parameters
-    ----------
-    words
-        A word for each key column.
-    text
-        A JSON object of the key columns, which can have NULLs; None: there are words.
-    schema
-        The key columns.
-
-    Raises
-    ------
-    UsageError
-        When it is no key of such columns.
-    """
+    """A key as it was written: words in the order of the key columns, or a JSON object."""
     columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
     if (text is None) != bool(words):
         raise UsageError(f"give the key as words or as --json, one of both; its columns are {columns}")
@@ -66,20 +51,7 @@ def _refuse_date(value: Any, field: pa.Field) -> None:
 
 
 def parsed(word: str, field: pa.Field) -> Any:
-    """A word as a value of a column: as `-o json` would print it, without the quotes of text.
-
-    Parameters
-    ----------
-    word
-        The word.
-    field
-        The column.
-
-    Raises
-    ------
-    UsageError
-        When it is none.
-    """
+    """A word as a value of a column: as `-o json` would print it, without the quotes of text."""
     kind = field.type
     if pa.types.is_string(kind):
         return word

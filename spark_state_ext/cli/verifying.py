@@ -90,13 +90,7 @@ class Check:
     is_listed: Callable[[], bool] | None = None
 
     def carried_out(self) -> Checked:
-        """Read it.
-
-        Raises
-        ------
-        StorageError
-            When the store fails: then nothing is known of the file.
-        """
+        """Read it."""
         if self.read is None:
             return Checked(self.path, self.kind, self.size_bytes, UNKNOWN, "none of our files")
         try:
@@ -111,20 +105,7 @@ class Check:
 
 
 def checks_of(target: Target, scratch: Path) -> list[Check]:
-    """All files of a root, query folder or savepoint.
-
-    Parameters
-    ----------
-    target
-        Which.
-    scratch
-        Local folder for large files of other machines.
-
-    Raises
-    ------
-    StorageError
-        When something cannot be listed.
-    """
+    """All files of a root, query folder or savepoint."""
     if target.savepoint:
         return list(_of_savepoint(target.folder, scratch))
     return [check for it in target.query_folders for check in _of_query_folder(it, scratch)]

@@ -26,13 +26,6 @@ def snapshot_due(lineage: Sequence[LineageEntry], state_bytes: int) -> bool:
 
     A snapshot is due when the deltas since the last one weigh as much as the state itself: each row is then written
     about twice over its life in snapshots and deltas together, and a restore reads at most about twice the state.
-
-    Parameters
-    ----------
-    lineage
-        Checkpoints since the last snapshot, that one first.
-    state_bytes
-        Bytes of the whole state, as runs.
     """
     deltas = lineage[1:]
     if len(deltas) < DELTAS_MIN:

@@ -74,17 +74,7 @@ class Phase:
 
 
 class Committer:
-    """The commit of one bucket in one call.
-
-    Parameters
-    ----------
-    store
-        The bucket's local store, where records are.
-    replicas
-        The configured backends, in the order of configuration.
-    context
-        What the call gives to its commit.
-    """
+    """The commit of one bucket in one call."""
 
     def __init__(self, store: LocalStore, replicas: Sequence[Replica], context: CommitContext) -> None:
         self._context = context
@@ -97,25 +87,7 @@ class Committer:
     # -- what went before --------------------------------------------------------------------------
 
     def begin(self, pointer: Pointer) -> Phase:
-        """Settle what earlier commits left under way, and wait for it where it takes too long.
-
-        Parameters
-        ----------
-        pointer
-            The input pointer.
-
-        Returns
-        -------
-        Phase
-            The pointer with what has been confirmed since it was made.
-
-        Raises
-        ------
-        UploadFailedError
-            When an upload of an earlier commit failed for good, or a backend refuses full snapshots for long.
-        CommitTimeoutError
-            When one takes longer than ``commit_timeout_ms``.
-        """
+        """Settle what earlier commits left under way, and wait for it where it takes too long."""
         for replica in self._replicas.values():
             replica.backup.init(None if pointer.ref is None else Checkpoint(pointer.ref, pointer.markers))
         pointer = self._looked_at(taken_over(pointer, list(self._replicas.values())))
@@ -181,13 +153,7 @@ class Committer:
         return self._ended.of(self._context.run)
 
     def _resume(self, pointer: Pointer, mine: bool = False) -> list[Upload]:
-        """Begin anew what no living process has under way for this run; with `mine`, what this one does not.
-
-        Returns
-        -------
-        list of Upload
-            Those of this process.
-        """
+        """Begin anew what no living process has under way for this run; with `mine`, what this one does not."""
         if not pointer.inline:
             return []
         records = upload_records(self._store)
@@ -282,17 +248,7 @@ class Committer:
     # -- the new checkpoint ------------------------------------------------------------------------
 
     def hand_in(self, pointer: Pointer, sealed: SealedFile, may_defer: bool, room_bytes: int) -> HandedIn:
-        """Have the delta of a new checkpoint uploaded to every backend that keeps up; `finish` comes next.
-
-        Parameters
-        ----------
-        pointer
-            With the new checkpoint as its last.
-        sealed
-            Its delta.
-        may_defer, room_bytes
-            As for `decide`.
-        """
+        """Have the delta of a new checkpoint uploaded to every backend that keeps up; `finish` comes next."""
         assert pointer.ref is not None, "a delta has a checkpoint"
         inline_bytes = sum(len(delta.data) for delta in pointer.inline)
         how = decide(sealed.size_bytes, inline_bytes, room_bytes, may_defer, self._context.options)
@@ -317,15 +273,7 @@ class Committer:
         return HandedIn(how, sealed, tuple(uploads), tuple(before))
 
     def finish(self, pointer: Pointer, handed_in: HandedIn) -> Phase:
-        """The pointer to hand over; waits for uploads where it must.
-
-        Raises
-        ------
-        StorageError
-            When an upload that is waited for failed: what the backend raised.
-        CommitTimeoutError
-            When it takes longer than ``commit_timeout_ms``.
-        """
+        """The pointer to hand over; waits for uploads where it must."""
         assert pointer.ref is not None, "a delta has a checkpoint"
         sealed, uploads = handed_in.sealed, [*handed_in.before, *handed_in.uploads]
         if handed_in.how == How.INLINE:
@@ -337,15 +285,7 @@ class Committer:
         return Phase(made, waited_s, tuple(uploads) if handed_in.how == How.DEFERRED else ())
 
     def await_all(self, uploads: Sequence[Upload]) -> float:
-        """Wait until uploads are confirmed; returns how long, in seconds.
-
-        Raises
-        ------
-        StorageError
-            When one failed: what the backend raised.
-        CommitTimeoutError
-            When it takes longer than ``commit_timeout_ms``.
-        """
+        """Wait until uploads are confirmed; returns how long, in seconds."""
         return await_all(
             uploads, self._context.uploads, self._context.options, self._context.clock_s, self._context.while_waiting
         )

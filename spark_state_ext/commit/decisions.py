@@ -77,19 +77,7 @@ class How(enum.Enum):
 
 
 def decide(size_bytes: int, inline_bytes: int, room_bytes: int, may_defer: bool, options: CommitOptions) -> How:
-    """What becomes of a new delta.
-
-    Parameters
-    ----------
-    size_bytes
-        Its size.
-    inline_bytes
-        What is inline in this bucket already.
-    room_bytes
-        What may still go inline in this task.
-    may_defer
-        Whether it is certain that a later call of the task will wait.
-    """
+    """What becomes of a new delta."""
     if not options.inline:
         return How.WAITED
     fits = inline_bytes + size_bytes <= options.inline_bytes_max and size_bytes <= room_bytes
@@ -100,15 +88,7 @@ def decide(size_bytes: int, inline_bytes: int, room_bytes: int, may_defer: bool,
 
 
 def settled(pointer: Pointer, done: Mapping[tuple[str, str], Markers]) -> Pointer:
-    """The pointer with what backends have confirmed since it was made.
-
-    Parameters
-    ----------
-    pointer
-        Whose replication statuses are of configured backends only.
-    done
-        What backends said of files that they have confirmed, by backend and file.
-    """
+    """The pointer with what backends have confirmed since it was made."""
     replication: dict[str, ReplicationStatus] = {}
     markers = {name: dict(said) for name, said in pointer.markers.items()}
     for name, status in pointer.replication.items():
@@ -151,13 +131,6 @@ def lags(pointer: Pointer, batches_retained: int) -> bool:
 
     What a pointer that Spark may hand out needs of a backend's files ends below its oldest inline delta. Clean-up keeps
     that for so many heartbeats.
-
-    Parameters
-    ----------
-    pointer
-        The input pointer.
-    batches_retained
-        Spark's ``minBatchesToRetain``.
     """
     return any(delta.heartbeat + batches_retained <= pointer.heartbeats for _, delta in pending(pointer))
 

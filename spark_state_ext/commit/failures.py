@@ -43,28 +43,12 @@ class Run:
 
 
 def counts(noted: Run, run: Run, ended: int | None) -> bool:
-    """Whether what was noted still matters.
-
-    Parameters
-    ----------
-    noted
-        Who noted it.
-    run
-        Whose call it is now.
-    ended
-        The last stage of this run that told of a failure, where one did.
-    """
+    """Whether what was noted still matters."""
     return noted.id == run.id and not (ended is not None and noted.stage <= ended < run.stage)
 
 
 class Ended:
-    """The stage in which a run ended, for all buckets that have a local store in one folder.
-
-    Parameters
-    ----------
-    store
-        Folder of the local store of one of them.
-    """
+    """The stage in which a run ended, for all buckets that have a local store in one folder."""
 
     def __init__(self, store: Path) -> None:
         self._path = store.parent / _FILE

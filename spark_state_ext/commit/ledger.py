@@ -70,12 +70,6 @@ def record_name(backend: str, file: str) -> str:
 
 
 def upload_records(store: LocalStore) -> dict[str, UploadRecord]:
-    """The records about files in backends, by `record_name`.
-
-    Parameters
-    ----------
-    store
-        The bucket's local store.
-    """
+    """The records about files in backends, by `record_name`."""
     found = {name: UploadRecord.decode(value) for name, value in store.records().items()}
     return {name: record for name, record in found.items() if record is not None}

@@ -61,19 +61,7 @@ class Snapshotted(Protocol):
 
 
 class SnapshotWriter:
-    """Writes the snapshots of one bucket in one call.
-
-    Parameters
-    ----------
-    store
-        The bucket's local store.
-    context
-        What the call gives to its commit.
-    snapshots
-        Know what became of each, and send them.
-    bucket
-        The bucket.
-    """
+    """Writes the snapshots of one bucket in one call."""
 
     def __init__(self, store: LocalStore, context: CommitContext, snapshots: Snapshots, bucket: Snapshotted) -> None:
         self._store = store

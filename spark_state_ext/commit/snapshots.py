@@ -42,19 +42,7 @@ _REFUSED = "refused"
 
 
 class Snapshots:
-    """The snapshots of one bucket, in one call.
-
-    Parameters
-    ----------
-    store
-        The bucket's local store, where records are.
-    replicas
-        The configured backends, by name, in the order of configuration.
-    context
-        What the call gives to its commit.
-    counts
-        Whether what another call of that run, or of another one, was refused counts for this one.
-    """
+    """The snapshots of one bucket, in one call."""
 
     def __init__(
         self,
@@ -78,26 +66,13 @@ class Snapshots:
     # -- files that somebody has deleted -----------------------------------------------------------
 
     def lose(self, name: str, heartbeats: int) -> None:
-        """Note that a backend cannot give back what it had confirmed, as a clean-up found.
-
-        Parameters
-        ----------
-        name
-            The backend.
-        heartbeats
-            `Pointer.heartbeats` of the clean-up's pointer.
-        """
+        """Note that a backend cannot give back what it had confirmed, as a clean-up found."""
         # What was sent in full before may be among it.
         self._store.record({record_name(name, _LOST): str(heartbeats).encode()}, [record_name(name, _ANSWERED)])
 
     def without_lost(self, pointer: Pointer) -> Pointer:
         """The pointer without the replication statuses of backends from which somebody has deleted files: these are
         `behind`.
-
-        Parameters
-        ----------
-        pointer
-            The input pointer.
         """
         records = self._store.records()
         replication = dict(pointer.replication)
@@ -184,17 +159,7 @@ class Snapshots:
         return record.owner == self._context.uploads.owner or self._context.uploads.is_alive(record.owner)
 
     def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
-        """The pointer of which backends get a full snapshot.
-
-        Parameters
-        ----------
-        pointer
-            Whose last checkpoint it is of.
-        names
-            The backends.
-        known
-            They have confirmed it.
-        """
+        """The pointer of which backends get a full snapshot."""
         if not names:
             return pointer
         assert pointer.ref is not None, "there is a state to catch up with"
@@ -219,13 +184,7 @@ class Snapshots:
     # -- what becomes of it -------------------------------------------------------------------------
 
     def send(self, ref: CheckpointRef, sealed: SealedFile, names: Sequence[str]) -> None:
-        """Have backends keep a snapshot, side by side.
-
-        Raises
-        ------
-        StorageError
-            When one of them failed, or took longer than ``commit_timeout_ms``; the others have it.
-        """
+        """Have backends keep a snapshot, side by side."""
         failure: Exception | None = None
         futures: dict[str, Future[Markers]] = {}
         ended_s: dict[str, float] = {}
@@ -303,13 +262,7 @@ class Snapshots:
         }
 
     def to_repeat(self, pointer: Pointer) -> list[str]:
-        """Backends that hold everything but refused a snapshot, and should be sent another one by now.
-
-        Parameters
-        ----------
-        pointer
-            With the new checkpoint as its last.
-        """
+        """Backends that hold everything but refused a snapshot, and should be sent another one by now."""
         options, now_s = self._context.options, self._context.clock_s()
         delay_s, timeout_s = options.commit_delay_ms_max / 1000, options.commit_timeout_ms / 1000
         return [
@@ -319,13 +272,7 @@ class Snapshots:
         ]
 
     def taken_on(self, names: Sequence[str]) -> None:
-        """Backends are about to be sent a snapshot.
-
-        Parameters
-        ----------
-        names
-            The backends.
-        """
+        """Backends are about to be sent a snapshot."""
         for name, refused in self.refusals().items():
             if name in names:
                 self._record_refused(name, replace(refused, again_s=self._context.clock_s()))
@@ -394,11 +341,5 @@ class Snapshots:
 
 
 def check_name(backend: str, file: str) -> str:
-    """Name of the record that a process reads a file back which it has not sent.
-
-    Parameters
-    ----------
-    backend, file
-        As for `record_name`.
-    """
+    """Name of the record that a process reads a file back which it has not sent."""
     return record_name(backend, f"check {file}")

@@ -36,15 +36,7 @@ class Tallies:
         self._of: dict[str, Tally] = {}
 
     def add(self, store: LocalStore, more: Tally) -> None:
-        """Count what a bucket's process has seen.
-
-        Parameters
-        ----------
-        store
-            The bucket's local store.
-        more
-            What is added.
-        """
+        """Count what a bucket's process has seen."""
         with self._lock:
             it = self._of.get(str(store.folder), Tally())
             self._of[str(store.folder)] = Tally(
@@ -55,12 +47,6 @@ class Tallies:
             )
 
     def take(self, store: LocalStore) -> Tally:
-        """What was counted in this process since this was asked last.
-
-        Parameters
-        ----------
-        store
-            The bucket's local store.
-        """
+        """What was counted in this process since this was asked last."""
         with self._lock:
             return self._of.pop(str(store.folder), Tally())

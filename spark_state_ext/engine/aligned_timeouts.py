@@ -21,31 +21,13 @@ __all__ = ["next_call_ms", "has_nothing_due"]
 
 
 def next_call_ms(earliest_timeout_ms: int | None, now_ms: int, *, alone: bool) -> int | None:
-    """In how many milliseconds a bucket asks Spark to call it, under processing-time timeouts; None for never.
-
-    Parameters
-    ----------
-    earliest_timeout_ms
-        Lower bound of the timeouts of its keys; None without any.
-    now_ms
-        The batch's processing time.
-    alone
-        Spark tells attempts apart (checkpoint format 2), so that a bucket may be called without its neighbours.
-    """
+    """In how many milliseconds a bucket asks Spark to call it, under processing-time timeouts; None for never."""
     if not alone:
         return 1
     return None if earliest_timeout_ms is None else max(1, earliest_timeout_ms - now_ms)
 
 
 def has_nothing_due(pointer: Pointer, now_ms: int) -> bool:
-    """Whether a call for timeouts finds nothing to do, and hands the pointer on as it is.
-
-    Parameters
-    ----------
-    pointer
-        The pointer that was handed in. What is inline in it is seen to, so that it is not written in every batch.
-    now_ms
-        The batch's processing time.
-    """
+    """Whether a call for timeouts finds nothing to do, and hands the pointer on as it is."""
     due = pointer.earliest_timeout_ms is not None and pointer.earliest_timeout_ms < now_ms
     return not due and not pointer.inline

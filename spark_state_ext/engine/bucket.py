@@ -91,27 +91,7 @@ class CommitResult:
 
 
 class Bucket:
-    """State of one bucket, as of a pointer.
-
-    Parameters
-    ----------
-    store
-        The bucket's local store.
-    replicas
-        The backends that keep its checkpoint files.
-    pointer
-        The committed pointer that Spark handed out.
-    writer
-        Who is working, for file headers.
-    context
-        What the call gives to its commit.
-    restore_from
-        Name of the backend to restore from, when there is a choice.
-    memory
-        What the process's calls changed: memory is given back when large ones are over.
-    sources
-        Backends from which the state can be read too; nothing is written there, and no pointer names them.
-    """
+    """State of one bucket, as of a pointer."""
 
     def __init__(
         self,
@@ -173,11 +153,6 @@ class Bucket:
         """Run `work` on the state at the pointer; what the local store lacks is fetched first.
 
         `work` must be repeatable.
-
-        Raises
-        ------
-        MissingCheckpointError, CorruptFileError, LineageError
-            When neither the local store nor any checkpoint file has a part of the lineage, or they contradict it.
         """
         return self._reconciled(self.pointer, work)
 
@@ -192,32 +167,7 @@ class Bucket:
     def commit(
         self, rows: SpillBuffer, heartbeat: bool = True, *, may_defer: bool = False, room_bytes: int = 1 << 62
     ) -> CommitResult:
-        """Make a new checkpoint of changed rows.
-
-        Parameters
-        ----------
-        rows
-            Changed rows in run order, tombstones included. When there are none, the checkpoint stays the same, but is
-            renewed once in so many batches: clean-up goes by the age of files.
-        heartbeat
-            Whether the call came with one: then every bucket in this batch has one, in every attempt at it.
-        may_defer
-            A later call of the task will wait for `CommitResult.deferred`.
-        room_bytes
-            How many bytes may go inline.
-
-        Returns
-        -------
-        CommitResult
-            With the pointer to hand to Spark.
-
-        Raises
-        ------
-        StorageError
-            When a backend failed, now or since the commit before; `CommitTimeoutError` when one takes too long.
-        ForkedProcessError
-            In a child that was forked from the process that made this: the commit is its parent's.
-        """
+        """Make a new checkpoint of changed rows."""
         self._store.check_process()
         self._memory.note(str(self._store.folder), rows.size_bytes)
         # Counted before anything is written, so that each file tells its heartbeat.

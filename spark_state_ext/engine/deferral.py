@@ -97,15 +97,7 @@ class Partitioning:
         return None
 
     def expected(self, pointer: Pointer, query_folder: Folder) -> frozenset[int]:
-        """The buckets that this task calls for certain; empty where nothing is certain.
-
-        Parameters
-        ----------
-        pointer
-            The input pointer of a call with a heartbeat.
-        query_folder
-            The folder of the state.
-        """
+        """The buckets that this task calls for certain; empty where nothing is certain."""
         if not self.told or self.partitions is None or pointer.partitioning != (self.run_id, self.partitions):
             return frozenset()
         if not self.agrees(pointer.bucket):
@@ -122,13 +114,7 @@ class Partitioning:
         return frozenset(range(self.partition, self.buckets, self.partitions))
 
     def is_last(self, called: Collection[int]) -> bool:
-        """Whether a task with data has called all of its buckets, by what was told; for what need not be certain.
-
-        Parameters
-        ----------
-        called
-            The buckets whose calls are over.
-        """
+        """Whether a task with data has called all of its buckets, by what was told; for what need not be certain."""
         if self.partitions is None or self.partitions <= 0:
             return False
         return set(range(self.partition, self.buckets, self.partitions)) <= set(called)
@@ -172,13 +158,7 @@ class TaskEnd:
         options: CommitOptions,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> float:
-        """A call is over: wait, where no later one will; returns how long, in seconds.
-
-        Raises
-        ------
-        StorageError
-            When an upload failed, of this call or of one that left it.
-        """
+        """A call is over: wait, where no later one will; returns how long, in seconds."""
         self.left += left
         self.called.add(bucket)
         if not self.left or (bucket in expected and expected - self.called):

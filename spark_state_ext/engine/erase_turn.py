@@ -84,26 +84,7 @@ def new_requests(
     known: bool = True,
     done_heartbeat: Callable[[int], int] = lambda _: 0,
 ) -> NewRequests:
-    """Decide what is new to a bucket.
-
-    Parameters
-    ----------
-    listed
-        What is in the folder.
-    pointer
-        The input pointer, or the one that a bucket begins with.
-    where
-        The query folder, for messages.
-    known
-        Whether the pointer's mark is of the requests that are listed. One of others says nothing of these.
-    done_heartbeat
-        Gives the heartbeat at which a request was known to be done.
-
-    Raises
-    ------
-    MissingCheckpointError
-        When the state is from before a request that was done and is gone: its keys would be back.
-    """
+    """Decide what is new to a bucket."""
     before = pointer.erased.through if pointer.erased is not None and known else 0
     through = listed.through(before)
     asked = range(before + 1, through + 1)
@@ -118,15 +99,7 @@ def new_requests(
 
 
 def marked(pointer: Pointer, dealt: Dealt | None) -> Pointer:
-    """The pointer of a call that has dealt with requests.
-
-    Parameters
-    ----------
-    pointer
-        With this call's heartbeat counted.
-    dealt
-        What it has dealt with; None: nothing.
-    """
+    """The pointer of a call that has dealt with requests."""
     if dealt is None:
         return pointer
     if dealt.since is None:
@@ -146,15 +119,7 @@ class EraseWatch:
         self._lock = threading.Lock()
 
     def listed(self, query_folder: Folder, batch: Any) -> EraseNumbers:
-        """Which requests there are; listed once a batch.
-
-        Parameters
-        ----------
-        query_folder
-            The query folder.
-        batch
-            What tells the batch, and the run of the query, from all others that this process has seen.
-        """
+        """Which requests there are; listed once a batch."""
         key = query_folder.identity
         with self._lock:
             found = self._listings.get(key)
@@ -203,17 +168,6 @@ class EraseWatch:
         """Write down which requests are done, or are not any more, and remove those that nobody needs.
 
         For a query's first bucket. What fails is tried again in the next batch.
-
-        Parameters
-        ----------
-        query_folder, listed
-            As for `listed`.
-        committed
-            The input pointer of the call.
-        drops
-            Whether requests may be removed.
-        still_ours
-            Raises when another run has taken the state over.
         """
         if not listed.requests:
             return
@@ -323,20 +277,6 @@ class EraseTurn:
         """Carry out the requests that are new to the bucket; None: there is nothing new.
 
         One that cannot be read waits, and those after it.
-
-        Parameters
-        ----------
-        erase
-            Takes away the rows of some keys, given by their columns; gives how many there were.
-
-        Raises
-        ------
-        UsageError
-            When pointers are to be written that have no place for the mark that is there.
-        MissingCheckpointError
-            When the state is from before a request that is gone.
-        StorageError
-            When the store fails.
         """
         pointer, where = self.pointer, self.files.root
         if self.format_1_too and pointer.erased is not None:
@@ -363,15 +303,7 @@ class EraseTurn:
         return None if last is None else Dealt(*last, since)
 
     def marked(self, made: Pointer, dealt: Dealt | None) -> Pointer:
-        """The call's pointer, with its mark.
-
-        Parameters
-        ----------
-        made
-            With this call's heartbeat counted.
-        dealt
-            What `carry_out` gave.
-        """
+        """The call's pointer, with its mark."""
         if self.looks or made.erased is None:
             return marked(made, dealt)
         return replace(made, erased=made.erased.passed(self.pointer.heartbeats, made.heartbeats))

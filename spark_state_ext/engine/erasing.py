@@ -17,15 +17,7 @@ __all__ = ["ErasedRows", "matching", "places_of"]
 
 
 def matching(own: Sequence[pa.Array], wanted: Sequence[pa.Array]) -> BoolArray:
-    """Which of some keys are among others, by value.
-
-    Parameters
-    ----------
-    own
-        Columns of the keys to look at, no key twice; normalised.
-    wanted
-        Columns of the keys to look for.
-    """
+    """Which of some keys are among others, by value."""
     found: BoolArray = np.zeros(len(own[0]), dtype=np.bool_)
     at = places_of(wanted, own)
     found[at[at >= 0]] = True
@@ -54,15 +46,7 @@ def _is_flat(kind: pa.DataType) -> bool:
 
 
 class ErasedRows:
-    """The rows of a bucket that a call takes away before the function runs: their tombstones, in run order.
-
-    Parameters
-    ----------
-    schema
-        Of the stored rows.
-    rows
-        Tombstones, ascending by hash.
-    """
+    """The rows of a bucket that a call takes away before the function runs: their tombstones, in run order."""
 
     def __init__(self, schema: RowSchema, rows: pa.RecordBatch | None = None) -> None:
         self._schema = schema
@@ -73,17 +57,7 @@ class ErasedRows:
 
     @staticmethod
     def found(live: Iterable[pa.RecordBatch], keys: Sequence[pa.Array], schema: RowSchema) -> ErasedRows:
-        """Those of some keys.
-
-        Parameters
-        ----------
-        live
-            All live rows, ascending by hash.
-        keys
-            Columns of the keys.
-        schema
-            Of the stored rows.
-        """
+        """Those of some keys."""
         pieces = []
         for batch in live:
             found = matching(schema.key_columns(batch), keys)

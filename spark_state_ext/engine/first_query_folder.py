@@ -40,26 +40,7 @@ class FirstQueryFolders:
         self._known: OrderedDict[str, str] = OrderedDict()
 
     def of(self, operator: Folder, query_id: str, batch_ms: int, nonce: bytes) -> str:
-        """The folder in which a bucket without a pointer begins.
-
-        Parameters
-        ----------
-        operator
-            The folder ``<root>/<operator>``.
-        query_id
-            Spark's id of the query; empty where the task is not told it.
-        batch_ms
-            The batch's time, by Spark: the same in every attempt at the batch.
-        nonce
-            The number that came with the heartbeat; empty where none did.
-
-        Raises
-        ------
-        CorruptFileError
-            When the note about it is damaged.
-        StorageError
-            When the store fails.
-        """
+        """The folder in which a bucket without a pointer begins."""
         number = (nonce or uuid.uuid4().bytes).hex()
         name = f"{batch_ms}-{number}"
         key = f"{operator.identity} {name}"

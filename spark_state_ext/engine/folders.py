@@ -47,17 +47,7 @@ def local_folder(job: Job, query_folder: str, schema_id: int, bucket: int) -> Pa
 
 
 def store_folder(stores: Path, root: str, operator: str, query_folder: str, schema_id: int, bucket: int) -> Path:
-    """Folder of a bucket's local store: the root, operator, query folder, schema and bucket each have one of their own.
-
-    Parameters
-    ----------
-    stores
-        Where the local stores lie: `stores_folder`.
-    root
-        The root, as `ArrowState` has it.
-    operator, query_folder, schema_id, bucket
-        Which one.
-    """
+    """Folder of a bucket's local store: each root, operator, query folder, schema and bucket has its own."""
     return stores / f"{root_id(root)}-{operator}" / query_folder / f"s{schema_id}" / str(bucket)
 
 

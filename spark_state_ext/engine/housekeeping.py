@@ -55,15 +55,7 @@ _SPILL_LATE_S = 60.0
 
 
 class Housekeeping:
-    """What a process does besides its calls, and remembers from one to the next.
-
-    Parameters
-    ----------
-    background
-        Does it.
-    holds
-        What the process has seen of holds.
-    """
+    """What a process does besides its calls, and remembers from one to the next."""
 
     def __init__(self, background: Background, holds: HoldWatch) -> None:
         self.background = background
@@ -91,19 +83,6 @@ class Housekeeping:
     def drop_spill_files(self, folder: Folder, task: TaskInfo, calls: int, batch_ms: int) -> None:
         """Have earlier batches' spill files removed beside the batch; now and then at once, where no worker gets to
         that.
-
-        Parameters
-        ----------
-        folder
-            The operator's folder. Spill files lie with the query that tasks are told of, which may not be the state's
-            query folder; those of tasks that are not told theirs lie together, and every query of the operator looks
-            after them.
-        task
-            What the task was told.
-        calls
-            Calls of the bucket so far.
-        batch_ms
-            The batch's time by Spark.
         """
         background = self.background
         work = partial(_drop_stale, folder, task, batch_ms / 1000, time.monotonic(), calls % _SPILL_EVERY_CALLS == 0)
@@ -121,25 +100,7 @@ class Housekeeping:
 
 
 class CleanUps:
-    """Clean-ups of a bucket's backends.
-
-    Parameters
-    ----------
-    bucket
-        The bucket.
-    replicas
-        Its backends.
-    leases
-        The run's.
-    batches_retained
-        Spark's ``minBatchesToRetain``.
-    files
-        The query folder.
-    shared
-        The process's.
-    bring_back
-        Writes what the operator as a whole needs, where somebody has deleted it.
-    """
+    """Clean-ups of a bucket's backends."""
 
     def __init__(
         self,
@@ -173,13 +134,7 @@ class CleanUps:
         return bool(self._probes)
 
     def raise_failed(self) -> None:
-        """Tell of a clean-up that failed since.
-
-        Raises
-        ------
-        CleanUpFailedError
-            When one did, and trying again does not help.
-        """
+        """Tell of a clean-up that failed since."""
         for replica in self._replicas:
             failed = self._shared.failed.pop((self._key, replica.name), None)
             if failed is not None:
@@ -189,15 +144,7 @@ class CleanUps:
                 ) from failed
 
     def in_turn(self, committed: Pointer, new: Pointer) -> None:
-        """Have what no pointer leads to any more deleted, when it is this bucket's turn.
-
-        Parameters
-        ----------
-        committed
-            The input pointer.
-        new
-            The new one.
-        """
+        """Have what no pointer leads to any more deleted, when it is this bucket's turn."""
         due = clean_up_due(new.calls, committed.bucket, self._batches_retained)
         if not due and not is_marked(committed, new):
             return

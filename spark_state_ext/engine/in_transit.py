@@ -27,17 +27,6 @@ def spill_is_stale(name: str, batch: int | None, began_s: float, now_s: float) -
     Earlier batches are committed, or `batch` would not run. But a task may be told an earlier batch than its own, where
     a thread of a sink outlives the batch that has made it. So what was made since this batch began stays. Where batches
     are not known, a day must have passed.
-
-    Parameters
-    ----------
-    name
-        Of the folder.
-    batch
-        The batch that looks; None where tasks are not told theirs.
-    began_s
-        Its time by Spark, seconds since 1970.
-    now_s
-        The time now.
     """
     if found := _UNTOLD_SPILL.fullmatch(name):
         return int(found[1]) < now_s - _STALE_AFTER_S

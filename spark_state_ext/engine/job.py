@@ -25,16 +25,6 @@ def refuse_other_release(plain: Mapping[str, Any]) -> None:
     """Refuse what a client with another version or build of this package has sent, on an executor.
 
     Builds are compared for releases too. Only if one side was installed without its sources, the version alone decides.
-
-    Parameters
-    ----------
-    plain
-        Builtin values, ``package_version`` among them.
-
-    Raises
-    ------
-    VersionSkewError
-        When client and executor have different versions or builds of this package.
     """
     if plain["package_version"] == BUILD:
         return
@@ -154,13 +144,7 @@ class Job:
 
     @staticmethod
     def from_plain(plain: dict[str, Any]) -> Job:
-        """Inverse of `to_plain`, on an executor.
-
-        Raises
-        ------
-        VersionSkewError
-            When client and executor have different versions or builds of this package.
-        """
+        """Inverse of `to_plain`, on an executor."""
         refuse_other_release(plain)
         return Job(
             **{

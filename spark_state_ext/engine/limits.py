@@ -16,26 +16,14 @@ ERASE_WITHIN_S_MIN = 3_600
 
 
 def check_flags(**values: bool) -> None:
-    """Refuse what is neither True nor False, such as text, which would all be true; arguments by their names.
-
-    Raises
-    ------
-    UsageError
-        When one is something else.
-    """
+    """Refuse what is neither True nor False, such as text, which would all be true; arguments by their names."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise UsageError(f"{name} must be True or False, not {value!r}")
 
 
 def check_sizes(buckets: int, memory_bytes_max: int, inline_bytes_max: int, task_inline_bytes_max: int) -> None:
-    """Refuse what is no size, or none that works; arguments as for `ArrowState`.
-
-    Raises
-    ------
-    UsageError
-        When one cannot work.
-    """
+    """Refuse what is no size, or none that works; arguments as for `ArrowState`."""
     _check_whole(
         buckets=buckets,
         memory_bytes_max=memory_bytes_max,
@@ -53,13 +41,7 @@ def check_sizes(buckets: int, memory_bytes_max: int, inline_bytes_max: int, task
 
 
 def check_times(lease_ms: int, local_keep_s: float, commit_delay_ms_max: int, commit_timeout_ms: int) -> None:
-    """Refuse what is no time, or none that works; arguments as for `ArrowState`.
-
-    Raises
-    ------
-    UsageError
-        When one cannot work.
-    """
+    """Refuse what is no time, or none that works; arguments as for `ArrowState`."""
     _check_whole(lease_ms=lease_ms, commit_delay_ms_max=commit_delay_ms_max, commit_timeout_ms=commit_timeout_ms)
     if lease_ms < 100:
         raise UsageError(f"lease_ms must be at least 100, not {lease_ms}")
@@ -73,20 +55,7 @@ def check_times(lease_ms: int, local_keep_s: float, commit_delay_ms_max: int, co
 
 
 def erase_window_ms(erase_within_s: int | None, pointer_write: str, present: str, clean_up: bool) -> int | None:
-    """How far back a query may go whose removed keys' bytes have to be gone within a time, milliseconds.
-
-    Parameters
-    ----------
-    erase_within_s, pointer_write, clean_up
-        As for `ArrowState`.
-    present
-        The pointer format that has a place for times.
-
-    Raises
-    ------
-    UsageError
-        When the bound cannot be kept.
-    """
+    """How far back a query may go whose removed keys' bytes have to be gone within a time, milliseconds."""
     if erase_within_s is None:
         return None
     _check_whole(erase_within_s=erase_within_s)

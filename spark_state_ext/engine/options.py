@@ -45,16 +45,6 @@ class StateOptions:
         How commits are made.
     restore_from
         Name of the backend that state is restored from when there is a choice.
-
-    Raises
-    ------
-    UsageError
-        When one of them cannot work.
-
-    Examples
-    --------
-    >>> StateOptions(root="/state", backends=(Backend("/state"),)).buckets
-    16
     """
 
     root: str
@@ -178,20 +168,7 @@ class StateOptions:
         erase_within_s: int | None,
         **others: Any,
     ) -> StateOptions:
-        """Options as a user writes them.
-
-        Parameters
-        ----------
-        root, local_dir, storage_options, backends, restore_from, erase_within_s, others
-            As given to `ArrowState`.
-        commit
-            Those of `CommitOptions` that a user sets.
-
-        Raises
-        ------
-        UsageError
-            When an argument cannot work, or names a place that no executor could use.
-        """
+        """Options as a user writes them."""
         root = _path("root", root)
         local_dir = None if local_dir is None else _path("local_dir", local_dir)
         told = {**others, "local_dir": local_dir}

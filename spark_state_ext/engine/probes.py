@@ -49,26 +49,7 @@ class Probes:
         replicas: Sequence[Replica],
         lost: Callable[[str], None],
     ) -> list[Future[None]]:
-        """Probe whether backends have what they confirmed, unless this run did; returns at once.
-
-        Parameters
-        ----------
-        key
-            Of the bucket.
-        run_id
-            The run; another one where there is a reason to look again.
-        known
-            Gives the input pointer of the call, with what is known to have been confirmed since.
-        replicas
-            The configured backends.
-        lost
-            Called with the name of a backend that has not, in another thread.
-
-        Returns
-        -------
-        list of Future
-            What the commit waits for.
-        """
+        """Probe whether backends have what they confirmed, unless this run did; returns at once."""
         new = [replica for replica in replicas if self._seen.get((key, replica.name)) != run_id]
         pointer = known() if new else None
         begun: list[Future[None]] = []
@@ -87,15 +68,7 @@ class Probes:
         return begun
 
     def await_all(self, probes: Sequence[Future[None]], while_waiting: Callable[[], None] = lambda: None) -> None:
-        """Wait for probes, but not long where a store does not answer: what they find then, the next commit mends.
-
-        Parameters
-        ----------
-        probes
-            From `once`.
-        while_waiting
-            Called about once a second.
-        """
+        """Wait for probes, but not long where a store does not answer: what they find then, the next commit mends."""
         until_s = time.monotonic() + _WAIT_S_MAX
         while wait(probes, 0.0).not_done:
             now_s = time.monotonic()

@@ -32,15 +32,7 @@ _BUCKETS_MAX = 1_024
 
 
 class Replicas:
-    """The managers of a process's buckets, kept from call to call.
-
-    Parameters
-    ----------
-    background
-        Closes those that are not needed any more.
-    uploads
-        Gives backends their threads, and tells which of them are at work.
-    """
+    """The managers of a process's buckets, kept from call to call."""
 
     def __init__(self, background: Background, uploads: WorkerUploads) -> None:
         self._background = background
@@ -53,13 +45,7 @@ class Replicas:
         self._prepared_lock = threading.Lock()
 
     def of(self, job: Job, query_folder: str, bucket: int, scratch: Path) -> list[Replica]:
-        """The managers of a bucket's backends.
-
-        Raises
-        ------
-        ExecutorPackageError
-            When no package of this Python has a backend of the kind asked for.
-        """
+        """The managers of a bucket's backends."""
         key = (job.plan_id, query_folder, bucket)
         # Taken out and put in again: in the order of their last use.
         replicas = self._kept.pop(key, None)
@@ -76,24 +62,7 @@ class Replicas:
         return replicas
 
     def reading(self, backends: Sequence[Backend], pointer: Pointer, scratch: Path, timeout_s: float) -> list[Replica]:
-        """Managers of another query's bucket, to read from; nobody keeps them.
-
-        Parameters
-        ----------
-        backends
-            The other query's.
-        pointer
-            Of its bucket.
-        scratch
-            Local folder for temporary files.
-        timeout_s
-            How long a read is tried again.
-
-        Raises
-        ------
-        ExecutorPackageError
-            When no package of this Python has a backend of the kind asked for.
-        """
+        """Managers of another query's bucket, to read from; nobody keeps them."""
         found = []
         for at, backend in enumerate(backends):
             context = BackendContext(
@@ -154,17 +123,7 @@ class Replicas:
         )
 
     def prepare(self, job: Job, root: Folder, query_folder: str, scratch: Path, schema_id: int) -> None:
-        """Have every backend keep what is there for the operator as a whole; once a process, query folder and schema.
-
-        Parameters
-        ----------
-        job, root, query_folder
-            As for `Leases.of`.
-        scratch
-            Local folder for temporary files.
-        schema_id
-            Number of the operator file in force, which the root has.
-        """
+        """Have every backend keep what the operator as a whole has; once a process, query folder and schema."""
         others = [backend for backend in job.options.backends if not _is_root(job, backend)]
         with self._prepared_lock:
             # A plan may say that the source has grown.
@@ -189,22 +148,6 @@ class Replicas:
         ones.
 
         Copying all files to another place is a move: then the newest file that the pointer counts on is there.
-
-        Parameters
-        ----------
-        job, root
-            As for `Leases.of`.
-        pointer
-            The committed pointer of a bucket.
-        scratch
-            Local folder for temporary files.
-
-        Raises
-        ------
-        StateElsewhereError
-            When the state lies elsewhere, whatever the local store has of it.
-        StorageError
-            When that cannot be told.
         """
         if names_a_holder(job, pointer):
             return
@@ -237,15 +180,6 @@ class Replicas:
     ) -> None:
         """Write the operator file that is in force where somebody has deleted it, and the assignment of partitions;
         other backends get them as for `prepare`.
-
-        Parameters
-        ----------
-        root, query_folder
-            As for `Leases.of`.
-        operator
-            The file.
-        assignment
-            The plan's, which what was there could grow to; None: buckets do not go by partition.
         """
         files, name = root.child(query_folder), operator_file_name(operator.schema_id)
         if not files.exists(name):
@@ -288,19 +222,7 @@ class Leases:
         claim: Claim | None = None,
         claims: bool = False,
     ) -> Leases:
-        """Those of a task's run.
-
-        Parameters
-        ----------
-        job, task
-            The job, and what the task was told.
-        root
-            The operator's folder at the job's root, where `query_folder` lies.
-        registry
-            The process's leases.
-        claim, claims
-            As for `Lease`.
-        """
+        """Those of a task's run."""
         folders = [root.child(query_folder)]
         for backend in job.options.backends:
             if backend.kind == FSSPEC and not _is_root(job, backend):

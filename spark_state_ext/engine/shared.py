@@ -22,27 +22,7 @@ __all__ = ["Shared"]
 
 
 class Shared:
-    """Registries and bounded caches of a process's calls; a `Worker` owns them.
-
-    Attributes
-    ----------
-    background, uploads, filling
-        What runs beside batches; what is restored lazily is fetched in a thread of its own.
-    foreground
-        What batches wait for, while that thread stands back.
-    peers, taps
-        Who is asked before the store for what is restored lazily; and is sent deltas.
-    stores, memory
-        Local stores, and the bytes that calls changed.
-    leases, catalog, first_query_folders, holds
-        What is known of query folders.
-    replicas, housekeeping
-        Backends' managers, and what is done besides calls.
-    task_ends, differences
-        What calls of one task leave to its last one.
-    metrics
-        Where metrics are written.
-    """
+    """Registries and bounded caches of a process's calls; a `Worker` owns them."""
 
     def __init__(self) -> None:
         self.background = Background()
@@ -72,11 +52,6 @@ class Shared:
         """Let go of what calls have opened, once what they have under way is over.
 
         Spark's workers just end. This is for a process that goes on without them.
-
-        Parameters
-        ----------
-        timeout_s
-            How long that is waited for.
         """
         self.background.wait(timeout_s)
         self.uploads.close(timeout_s)

@@ -22,15 +22,7 @@ class Stores:
         return iter(self._kept)
 
     def at(self, folder: str, schema: RowSchema) -> LocalStore:
-        """The store object of a folder.
-
-        Parameters
-        ----------
-        folder
-            The bucket's.
-        schema
-            Of its rows.
-        """
+        """The store object of a folder."""
         # Taken out and put in again: in the order of their last use.
         store = self._kept.pop(folder, None)
         if store is not None and (not note_use(store.folder) or store.is_replaced()):

@@ -60,27 +60,7 @@ def query_folders_below(
     *,
     in_force: bool = True,
 ) -> list[QueryFolder]:
-    """The query folders of an operator.
-
-    Parameters
-    ----------
-    root, operator, storage_options
-        As `ArrowState` has them.
-    query_folder
-        Name of the one that is meant; None: all.
-    in_force
-        Where none is named, leave out folders of a rescaled query that are not in force: the query does not go on
-        there.
-
-    Raises
-    ------
-    UsageError
-        When there is none, or no root.
-    CorruptFileError, VersionSkewError
-        When an operator file cannot be read.
-    StorageError
-        When the store fails.
-    """
+    """The query folders of an operator."""
     refuse_relative(root, "root")
     top = Folder(root.rstrip("/") or root, storage_options)
     there = [entry.name for entry in top.entries() if entry.folder]
@@ -113,24 +93,7 @@ def query_folders_below(
 
 
 def keys_as_stored(given: Any, schema: RowSchema, who: str) -> pa.RecordBatch:
-    """A user's keys in the form in which they are stored.
-
-    Parameters
-    ----------
-    given
-        A table with the key columns, by their names; where there is one key column, its values will do.
-    schema
-        The operator's.
-    who
-        Who was given them, for errors.
-
-    Raises
-    ------
-    StateValueError
-        When they are no such keys.
-    UsageError
-        When there is none.
-    """
+    """A user's keys in the form in which they are stored."""
     names = [field.name for field in schema.keys]
     if is_table(given):
         table = as_table(given, f"{who} was given")

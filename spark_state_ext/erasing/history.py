@@ -270,21 +270,7 @@ def _leased(files: Folder) -> Iterator[Lease]:
 
 
 class _Work:
-    """What is done while the lease is held.
-
-    Parameters
-    ----------
-    folder
-        The query folder.
-    places
-        It, and the same in the other backends.
-    wanted
-        The keys.
-    scratch
-        Local folder for temporary files.
-    lease
-        The lease.
-    """
+    """What is done while the lease is held."""
 
     def __init__(
         self, folder: QueryFolder, places: Sequence[Folder], wanted: pa.RecordBatch, scratch: Path, lease: Lease

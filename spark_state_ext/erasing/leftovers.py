@@ -32,11 +32,6 @@ def unfinished_files(places: Iterable[Folder]) -> list[tuple[Folder, str]]:
 
     Called before the query's lease is taken. Whoever still writes one of them then has finished it, or is dead, once
     the lease is held. Spilled rows and holds are others' to remove.
-
-    Parameters
-    ----------
-    places
-        The query folder in each of its backends.
     """
     found = []
     for place in places:

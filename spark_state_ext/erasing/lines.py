@@ -65,13 +65,6 @@ class BucketLines:
 
         Which one is, only Spark knows. An attempt makes the checkpoint after the committed one, and none further. So it
         is one of the heads, or of those that they were built on.
-
-        Parameters
-        ----------
-        erased
-            Keys that a request names which is done: their tombstones are committed.
-        committed
-            Batches up to this heartbeat are committed: nothing that is so old is an attempt that failed.
         """
         headers = self.past.headers
         living: set[int] = set().union(*(self._living_at([it]) for it in self.heads))
@@ -128,36 +121,14 @@ class QueryLines:
         return max((it.heartbeat for it in self.buckets), default=0)
 
     def committed(self, done: int) -> int:
-        """Batches up to this heartbeat are committed.
-
-        Parameters
-        ----------
-        done
-            The last heartbeat at which a request was known to be done. It may be one of a line that was given up, as
-            far as another line has got there.
-        """
+        """Batches up to this heartbeat are committed."""
         # Somebody has begun the batch after those.
         begun = self.heartbeat - 1
         return begun if any(it.went_on_elsewhere(begun) for it in self.buckets) else max(begun, done)
 
 
 def query_lines(query_folder: Folder, buckets: Sequence[BucketPast]) -> QueryLines:
-    """Tell the lineages of a query from all its files.
-
-    Parameters
-    ----------
-    query_folder
-        The query folder.
-    buckets
-        The files of each bucket, in all backends.
-
-    Raises
-    ------
-    CorruptFileError
-        When the record of the last run is damaged.
-    StorageError
-        When the store fails.
-    """
+    """Tell the lineages of a query from all its files."""
     files = [
         # Of a file that several backends have, the root's tells when it was written: its time comes last.
         BucketFiles.read_before(

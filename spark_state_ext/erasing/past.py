@@ -77,26 +77,7 @@ class BucketPast:
 def read_past(
     files: Folder, entry: Entry, schema: RowSchema, keys: Sequence[pa.Array], scratch: Path
 ) -> FilePast | None:
-    """What a checkpoint file tells of some keys; None for a file that is none.
-
-    Parameters
-    ----------
-    files, entry
-        The bucket's folder, and the file.
-    schema
-        The operator's.
-    keys
-        Columns of the keys.
-    scratch
-        Local folder for temporary files.
-
-    Raises
-    ------
-    CorruptFileError
-        When it is damaged.
-    MissingCheckpointError
-        When it is gone.
-    """
+    """What a checkpoint file tells of some keys; None for a file that is none."""
     name = entry.name
     parsed = parse_file_name(name)
     if parsed is None or entry.folder:
@@ -115,22 +96,7 @@ def read_past(
 def rewrite(
     past: FilePast, schema: RowSchema, keys: Sequence[pa.Array], scratch: Path, allowed: Callable[[], None]
 ) -> int:
-    """Put a file in its own place without the rows of some keys; gives how many there were.
-
-    Parameters
-    ----------
-    past
-        The file.
-    schema, keys, scratch
-        As for `read_past`.
-    allowed
-        Asked right before it is published; raises where somebody else has the folder by now.
-
-    Raises
-    ------
-    StorageError
-        When it could not be written; the old one is there then.
-    """
+    """Put a file in its own place without the rows of some keys; gives how many there were."""
     made, removed = scratch / "rewritten", 0
 
     def others(body: SealedBody) -> Iterator[pa.RecordBatch]:

@@ -53,34 +53,7 @@ _NAMED_MAX = 10
 def savepoint_erasure(
     path: str, keys: Any, operator: str, query_folder: Folder, root: Folder, storage_options: Mapping[str, Any] | None
 ) -> SavepointErasure:
-    """See that keys can be erased from a savepoint; nothing is changed.
-
-    Parameters
-    ----------
-    path, storage_options
-        The savepoint.
-    keys, operator
-        The keys, as the user gave them, and whose they are.
-    query_folder
-        The query folder whose lease is held meanwhile.
-    root
-        A root below which queries may have been started from the savepoint.
-
-    Raises
-    ------
-    UsageError
-        When it has no such operator, or its store cannot do that.
-    StateValueError
-        When the keys are not the operator's.
-    ClaimedError
-        When somebody has claimed it.
-    LiveRunError
-        When a query is being started from it.
-    MissingCheckpointError, CorruptFileError, VersionSkewError
-        When there is no savepoint that can be read.
-    StorageError
-        When a store fails.
-    """
+    """See that keys can be erased from a savepoint; nothing is changed."""
     refuse_relative(path, "a savepoint")
     folder = Folder(path.rstrip("/") or path, storage_options)
     manifest = read_manifest(folder)
@@ -161,21 +134,7 @@ def _is_at(path: str, savepoint_id: str, storage_options: Mapping[str, Any] | No
 
 
 class SavepointErasure:
-    """A savepoint that keys are erased from.
-
-    Parameters
-    ----------
-    folder
-        Its folder.
-    operator
-        Whose keys.
-    wanted
-        The keys, in stored form.
-    claim
-        The claim that keeps others away. It is the same when it is run again.
-    root
-        A root below which queries may have been started from the savepoint.
-    """
+    """A savepoint that keys are erased from."""
 
     def __init__(
         self, folder: Folder, operator: str, wanted: pa.RecordBatch, claim: SavepointClaim, root: Folder
@@ -203,26 +162,7 @@ class SavepointErasure:
                 )
 
     def carry_out(self, lease: Lease, scratch: Path) -> bool:
-        """Erase the keys; whether there were any, or something was left of a run that was stopped.
-
-        Parameters
-        ----------
-        lease
-            That of the query folder, which is held.
-        scratch
-            Local folder for temporary files.
-
-        Raises
-        ------
-        ClaimedError
-            When somebody has claimed the savepoint, or another one lies there now.
-        LiveRunError
-            When a query has begun with it meanwhile.
-        CorruptFileError
-            When a file cannot be read. Nothing was changed then.
-        StorageError
-            When a store fails. Run it again: until then nobody can start from the savepoint.
-        """
+        """Erase the keys; whether there were any, or something was left of a run that was stopped."""
         lease.hold()
         if claim_of(self._folder) is None and not self._work(read_manifest(self._folder), scratch, lease).look().any:
             # What has no key is not touched at all.

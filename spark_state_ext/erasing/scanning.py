@@ -152,15 +152,7 @@ def erase_scan(
 
 
 class _Scan:
-    """A scan that is under way.
-
-    Parameters
-    ----------
-    wanted
-        The keys.
-    scratch
-        Local folder for temporary files.
-    """
+    """A scan that is under way."""
 
     def __init__(self, wanted: Wanted, scratch: Path) -> None:
         self._wanted = wanted

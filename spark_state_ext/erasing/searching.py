@@ -87,15 +87,7 @@ class Search:
     _seen: set[int] = field(default_factory=set)
 
     def in_rows(self, batch: pa.RecordBatch, schema: RowSchema) -> None:
-        """Compare rows with the keys, and search all that they hold for the keys' values.
-
-        Parameters
-        ----------
-        batch
-            Rows as they were written, under whatever schema of the state.
-        schema
-            The operator's.
-        """
+        """Compare rows with the keys, and search all that they hold for the keys' values."""
         self.compared += batch.num_rows
         if batch.num_rows:
             rows = conform(batch, schema)
@@ -116,15 +108,7 @@ class Search:
                 self._seen.add(at)
 
     def in_file(self, read: Callable[[int, int], bytes], size: int) -> None:
-        """Search a file as it is.
-
-        Parameters
-        ----------
-        read
-            Gives the bytes from one place of the file to another; fewer where it ends.
-        size
-            Size of the file.
-        """
+        """Search a file as it is."""
         longest = max(map(len, self.wanted.values), default=0)
         for at in range(0, size, _PIECE_BYTES):
             # As far into the next piece as a value may reach.

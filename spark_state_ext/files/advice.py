@@ -46,27 +46,13 @@ _EXTRAS = {
 
 
 def extra_for(root: str) -> str:
-    """What to install so that a root can be opened, as the end of a sentence; empty if no extra brings it.
-
-    Parameters
-    ----------
-    root
-        A URL.
-    """
+    """What to install so that a root can be opened, as the end of a sentence; empty if no extra brings it."""
     extra = _EXTRAS.get(root.partition("://")[0])
     return f": pip install 'spark_state_ext[{extra}]', on the client and where the workers run" if extra else ""
 
 
 def advice_on(error: BaseException, local: bool) -> str:
-    """A sentence that says what to do, without a full stop.
-
-    Parameters
-    ----------
-    error
-        What a file system raised.
-    local
-        It is one of this machine.
-    """
+    """A sentence that says what to do, without a full stop."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
         # Some file systems hand on whatever they are given, and complain when they first connect.

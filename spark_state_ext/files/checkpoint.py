@@ -125,13 +125,6 @@ def read_checkpoint(
 
     With `keep`, a large one is copied to that path, and the copy is what is read. It stays there, for the caller to use
     or to remove.
-
-    Raises
-    ------
-    MissingCheckpointError
-        When it does not exist.
-    CorruptFileError
-        When any check fails.
     """
     name = file_name(ref, kind)
     where = files.where(name)
@@ -148,13 +141,7 @@ def read_checkpoint(
 
 
 def verify_checkpoint(files: Readable, ref: CheckpointRef, kind: str, scratch: Path) -> LineageHeader:
-    """Check a file to the last byte without decoding its rows.
-
-    Raises
-    ------
-    MissingCheckpointError, CorruptFileError, LineageError
-        As `read_checkpoint`.
-    """
+    """Check a file to the last byte without decoding its rows."""
     name = file_name(ref, kind)
     where = files.where(name)
     found = verified(_open(files, name, scratch)[0], where)
@@ -209,15 +196,7 @@ def _open(files: Readable, name: str, scratch: Path, keep: Path | None = None) -
 
 
 def read_header(files: Readable, ref: CheckpointRef, kind: str) -> LineageHeader:
-    """Read only the lineage header of a file, with a ranged read.
-
-    Raises
-    ------
-    MissingCheckpointError
-        When the file does not exist.
-    CorruptFileError, LineageError
-        When it has no valid header, or that of another checkpoint: a lineage would lead in circles.
-    """
+    """Read only the lineage header of a file, with a ranged read."""
     name = file_name(ref, kind)
     where = files.where(name)
     head = files.get_range(name, 0, _HEAD_BYTES)
@@ -256,15 +235,7 @@ class Announced:
 
 
 def announced(files: Readable, ref: CheckpointRef, kind: str) -> Announced:
-    """What a checkpoint file says of itself, by two ranged reads; its body is not read.
-
-    Raises
-    ------
-    MissingCheckpointError
-        When it does not exist.
-    CorruptFileError, LineageError
-        When one of its ends is damaged, or it is another checkpoint's.
-    """
+    """What a checkpoint file says of itself, by two ranged reads; its body is not read."""
     name = file_name(ref, kind)
     where = files.where(name)
     size = files.size(name)

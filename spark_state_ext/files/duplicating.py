@@ -28,13 +28,7 @@ _NO_LINK = frozenset(
 
 
 def duplicates(source: Any, target: Any) -> bool:
-    """Whether files of one file system may be duplicated to another one; on local disks trying it tells.
-
-    Parameters
-    ----------
-    source, target
-        File systems of fsspec.
-    """
+    """Whether files of one file system may be duplicated to another one; on local disks trying it tells."""
     if isinstance(source, LocalFileSystem) and isinstance(target, LocalFileSystem):
         return True
     # One object a process for equal options: the same endpoint and the same account.
@@ -42,28 +36,7 @@ def duplicates(source: Any, target: Any) -> bool:
 
 
 def duplicated(source: Any, path: str, target: Any, target_path: str, make_folder: Callable[[str], None]) -> bool:
-    """Duplicate a file.
-
-    Parameters
-    ----------
-    source, path
-        File system of fsspec, and the file.
-    target, target_path
-        Where to, and under which path.
-    make_folder
-        Makes a local folder.
-
-    Returns
-    -------
-    bool
-        False where it is not possible. Where a file of that path is there already, it stays: names of checkpoint files
-        tell their content.
-
-    Raises
-    ------
-    Exception
-        What the file system raised; `FileNotFoundError` where the source is not there.
-    """
+    """Duplicate a file."""
     if not duplicates(source, target):
         return False
     if isinstance(target, LocalFileSystem):

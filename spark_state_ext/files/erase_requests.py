@@ -75,26 +75,12 @@ def encode_request(request: EraseRequest) -> bytes:
 
 
 def decode_request(data: bytes, where: str) -> EraseRequest:
-    """Read a request.
-
-    Raises
-    ------
-    CorruptFileError
-        When it is damaged, or none.
-    VersionSkewError
-        When a newer release wrote it.
-    """
+    """Read a request."""
     return unsealed_table(data, where, EraseRequest.of, lambda found: int(found.keys.num_rows))
 
 
 class EraseFolder:
-    """The requests of one query folder.
-
-    Parameters
-    ----------
-    query_folder
-        The query folder.
-    """
+    """The requests of one query folder."""
 
     def __init__(self, query_folder: Folder) -> None:
         self.files = query_folder.child(ERASE_FOLDER)
@@ -104,13 +90,7 @@ class EraseFolder:
         return EraseNumbers.of(self.files.names())
 
     def add(self, request: EraseRequest) -> int:
-        """Write a request down under the next number, which it gives.
-
-        Raises
-        ------
-        StorageError
-            When it could not be written.
-        """
+        """Write a request down under the next number, which it gives."""
         data = encode_request(request)
         for _ in range(_ROUNDS_MAX):
             numbers = self.numbers()
@@ -131,17 +111,7 @@ class EraseFolder:
         return decode_request(self.files.get(name), self.files.where(name)).id == request_id
 
     def request(self, number: int) -> EraseRequest:
-        """A request.
-
-        Raises
-        ------
-        MissingCheckpointError
-            When it is gone.
-        CorruptFileError, VersionSkewError
-            When it cannot be read.
-        StorageError
-            When the store fails.
-        """
+        """A request."""
         name = request_name(number)
         return decode_request(self.files.get(name), self.files.where(name))
 
@@ -163,25 +133,11 @@ class EraseFolder:
         self.files.as_named().remove(done_name(number))
 
     def replace(self, number: int, request: EraseRequest) -> None:
-        """Have a request name other keys, where nobody carries it out, or none.
-
-        Raises
-        ------
-        StorageError
-            When it could not be written.
-        """
+        """Have a request name other keys, where nobody carries it out, or none."""
         self.files.put(request_name(number), encode_request(request))
 
     def id_of(self, number: int) -> str | None:
-        """Id of a request, told by the record that it is done where there is one; None: nothing is there.
-
-        Raises
-        ------
-        CorruptFileError, VersionSkewError
-            When it cannot be read.
-        StorageError
-            When the store fails.
-        """
+        """Id of a request, told by the record that it is done where there is one; None: nothing is there."""
         record = self.done(number)
         if record is not None:
             return record.id
@@ -191,20 +147,7 @@ class EraseFolder:
             return None
 
     def withdraw(self, number: int, nothing: EraseRequest) -> None:
-        """Have a request name no key any more. The file stays: others wait for its number, and marks name its id.
-
-        Parameters
-        ----------
-        number
-            The request; one that is missing is made. A record that it is done goes where it cannot be read.
-        nothing
-            A request without keys. The id of the one that is there is kept where it can be read.
-
-        Raises
-        ------
-        StorageError
-            When it could not be written.
-        """
+        """Have a request name no key any more. The file stays: others wait for its number, and marks name its id."""
         with suppress(CorruptFileError, MissingCheckpointError):
             nothing = self.request(number).emptied()
         try:

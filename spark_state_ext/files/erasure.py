@@ -37,17 +37,7 @@ _CHANGED = 3
 
 
 def marked(pointer: Pointer, now_ms: int, window_ms: int | None) -> Pointer:
-    """The pointer of a call with its time noted.
-
-    Parameters
-    ----------
-    pointer
-        With this call's heartbeat counted.
-    now_ms
-        The batch's time by Spark.
-    window_ms
-        None: nothing is asked for.
-    """
+    """The pointer of a call with its time noted."""
     if window_ms is None:
         return pointer if pointer.ages is None else replace(pointer, ages=None)
     ages = pointer.ages
@@ -62,13 +52,7 @@ def marked(pointer: Pointer, now_ms: int, window_ms: int | None) -> Pointer:
 
 
 def is_marked(before: Pointer, after: Pointer) -> bool:
-    """Whether a call has noted a time, which is a clean-up's turn.
-
-    Parameters
-    ----------
-    before, after
-        The call's input pointer and its new one.
-    """
+    """Whether a call has noted a time, which is a clean-up's turn."""
     marks = after.ages.marks if after.ages is not None else ()
     return bool(marks) and (before.ages is None or marks[-1] not in before.ages.marks)
 
@@ -89,19 +73,7 @@ def with_change(ages: Ages, now_ms: int, changed: bool) -> Ages:
 
 
 def with_snapshot(ages: Ages, now_ms: int, changed: bool, arrived: bool) -> Ages:
-    """With a snapshot of the new checkpoint under way.
-
-    Parameters
-    ----------
-    ages
-        Those of the new checkpoint.
-    now_ms
-        The batch's time by Spark.
-    changed
-        The checkpoint may have removed rows.
-    arrived
-        The snapshot before is there.
-    """
+    """With a snapshot of the new checkpoint under way."""
     wanted = ages.snapshots_wanted
     if not changed and wanted > 1 and (arrived or wanted == _CHANGED):
         wanted -= 1
@@ -114,16 +86,6 @@ def erased_before(ages: Ages | None) -> int | None:
     These pointers are the newest one, and those that counted at any time within the window before it was made. What
     each of them needs of a file was made a quarter of the window before it at most. As time is taken from the newest
     pointer itself, nothing grows old while no batch comes.
-
-    Parameters
-    ----------
-    ages
-        Of an input pointer.
-
-    Returns
-    -------
-    int or None
-        None when nothing is asked for, or not for long enough.
     """
     if ages is None or not ages.marks:
         return None

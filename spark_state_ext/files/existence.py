@@ -15,13 +15,7 @@ _ROUNDS_MAX = 10
 
 
 def has_checkpoint(files: Readable, ref: CheckpointRef) -> bool:
-    """Whether a replica has a file of a checkpoint: its delta, or where the replica joined then, its snapshot.
-
-    Raises
-    ------
-    StorageError
-        When the replica does not tell.
-    """
+    """Whether a replica has a file of a checkpoint: its delta, or where the replica joined then, its snapshot."""
     return _has(files, ref, DELTA) or _has(files, ref, SNAPSHOT)
 
 
@@ -29,20 +23,6 @@ def has_state(files: Readable, pointer: Pointer, through: CheckpointRef) -> bool
     """Whether a replica has both ends of what leads to a state: its newest file, and that from which deltas go on.
 
     The newest alone would not tell that a root was removed under a running query, which goes on to send deltas there.
-
-    Parameters
-    ----------
-    files
-        The replica.
-    pointer
-        Whose lineage it is.
-    through
-        The newest checkpoint that the replica has confirmed.
-
-    Raises
-    ------
-    StorageError
-        When the replica does not tell.
     """
     if not has_checkpoint(files, through):
         return False

@@ -48,18 +48,7 @@ class Explanation:
 def explained(
     entries: Iterable[Entry], pointer: Pointer, batches_retained: int, now_s: float, headers: Headers
 ) -> Explanation:
-    """Decide for every file of a bucket's folder, and say why.
-
-    Parameters
-    ----------
-    entries, pointer, batches_retained, now_s, headers
-        As for `classify`.
-
-    Raises
-    ------
-    CorruptError, MissingError
-        From `headers`: then nothing would be deleted.
-    """
+    """Decide for every file of a bucket's folder, and say why."""
     entries = list(entries)
     decision = classify(entries, pointer, batches_retained, now_s, headers)
     names = [entry.name for entry in entries]

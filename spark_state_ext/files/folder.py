@@ -43,16 +43,7 @@ _RELATIVE_URL = re.compile(r"(?:.*::)?(?:file|local)://(?!/)")
 
 
 class Folder:
-    """A folder on a file system.
-
-    Parameters
-    ----------
-    root
-        URL or path of the folder; a path without a protocol is local and must be absolute.
-    storage_options
-        Options for `fsspec.filesystem`. With ``implementation``, the dotted name of a class, that one is used in place
-        of what fsspec has registered for the root's protocol, and gets the other options.
-    """
+    """A folder on a file system."""
 
     def __init__(self, root: str, storage_options: Mapping[str, Any] | None = None) -> None:
         self.root = root
@@ -148,11 +139,6 @@ class Folder:
 
         Where not `replaces`, there may be none of that name for a moment. Files that must be there at every moment go
         by `create` or `put_file`.
-
-        Raises
-        ------
-        StorageError
-            When it could not be written; no file of that name appeared.
         """
         with self._translated(f"writing {self.where(name)}", writes=True):
             target = posixpath.join(self._path, name)
@@ -174,11 +160,6 @@ class Folder:
 
         It takes the place of one that is there where the store `replaces`. Elsewhere that one stays, and is never
         absent; it is an error when it has other bytes.
-
-        Raises
-        ------
-        StorageError
-            When it could not be written, or another one is there that stays.
         """
         with self._translated(f"writing {self.where(name)}", writes=True):
             target = posixpath.join(self._path, name)
@@ -200,27 +181,7 @@ class Folder:
                 self._fs.rm_file(temporary)
 
     def duplicate(self, name: str, source: Folder) -> bool:
-        """Have a file of another folder here too, under its name, without reading it; `sync` comes when all are there.
-
-        Parameters
-        ----------
-        name
-            The file. One of that name that is here already stays.
-        source
-            The folder that has it.
-
-        Returns
-        -------
-        bool
-            False where the two have no such way: then it must be read and written.
-
-        Raises
-        ------
-        MissingCheckpointError
-            When the source does not have it.
-        StorageError
-            When it could not be done.
-        """
+        """Have another folder's file here, under its name, without reading it; `sync` follows when all are there."""
         with self._translated(f"duplicating {source.where(name)} to {self.root}", writes=True):
             paths = posixpath.join(source._path, name), posixpath.join(self._path, name)
             try:
@@ -241,26 +202,7 @@ class Folder:
                 publishing.sync_folder(self._path)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Publish a small file, only where none of its name is.
-
-        Parameters
-        ----------
-        name
-            The file.
-        data
-            Its bytes. Callers that must know who made the file put an id of their own into it.
-
-        Returns
-        -------
-        bool
-            True when this call made it, or one before it that sent the same bytes and did not get the answer; False
-            when there is another one. Where not `creates_exclusively`, two calls at one time may both get True.
-
-        Raises
-        ------
-        StorageError
-            When that cannot be told. The file may be there; another call with the same bytes tells.
-        """
+        """Publish a small file, only where none of its name is."""
         with self._translated(f"writing {self.where(name)}", writes=True):
             target = posixpath.join(self._path, name)
             if self._local:
@@ -268,15 +210,7 @@ class Folder:
             return publishing.create(self._fs, target, data, self._temporary(target))
 
     def get(self, name: str) -> bytes:
-        """A whole file.
-
-        Raises
-        ------
-        MissingCheckpointError
-            When there is no such file.
-        StorageError
-            When it could not be read.
-        """
+        """A whole file."""
         with self._translated(f"reading {self.where(name)}"):
             data: bytes = self._fs.cat_file(posixpath.join(self._path, name))
             return data
@@ -489,15 +423,7 @@ def _opened(root: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def refuse_relative(root: str, what: str) -> None:
-    """Raise a UsageError for a root that each process would look for in its own working folder.
-
-    Parameters
-    ----------
-    root
-        A folder as the user gave it.
-    what
-        Its name in the error.
-    """
+    """Raise a UsageError for a root that each process would look for in its own working folder."""
     if "://" not in root and not root.startswith("/"):
         raise UsageError(f"{what} must be a URL or an absolute path, as executors have other working folders: {root!r}")
     if _RELATIVE_URL.match(root):
@@ -508,13 +434,7 @@ def refuse_relative(root: str, what: str) -> None:
 
 
 def taken(where: str) -> StorageError:
-    """That a file is there with other bytes than it must have, and stays.
-
-    Parameters
-    ----------
-    where
-        How to call it.
-    """
+    """That a file is there with other bytes than it must have, and stays."""
     return StorageError(
         f"{where} is there with other bytes than it must have, as one that is damaged has, and this file system does "
         "not put one file in another's place. Nobody can use it: delete it, and start again."

@@ -17,15 +17,6 @@ def counted(pointer: Pointer, heartbeat: bool, batches_retained: int) -> Pointer
 
     Clean-up goes by the most batches that Spark was told to retain, until every pointer which Spark may hand out was
     made under the smaller number: so many heartbeats later as a checkpoint may be old that one names.
-
-    Parameters
-    ----------
-    pointer
-        That of the call before.
-    heartbeat
-        Whether the call came with one.
-    batches_retained
-        Spark's ``minBatchesToRetain`` now.
     """
     heartbeats = pointer.heartbeats + heartbeat
     made = replace(pointer, calls=pointer.calls + 1, heartbeats=heartbeats)

@@ -39,15 +39,7 @@ class KnownFiles:
         self._whole: OrderedDict[str, None] = OrderedDict()
 
     def origins(self, files: Listed, listed: Collection[CheckpointRef]) -> dict[CheckpointRef, Origin]:
-        """Where a folder's checkpoints come from, as far as that is known; to be added to.
-
-        Parameters
-        ----------
-        files
-            The folder.
-        listed
-            What is there; what is known of others is forgotten.
-        """
+        """Where a folder's checkpoints come from, as far as that is known; to be added to."""
         known = self._origins.pop(files.identity, {})
         # A copy, as threads of a clean-up that failed may still be adding to it.
         kept = {ref: origin for ref, origin in known.copy().items() if ref in listed}
@@ -90,17 +82,7 @@ def _where(files: Listed, ref: CheckpointRef, kind: str) -> str:
 
 
 class FileHeaders:
-    """Headers of a folder's files: the origins of all that are there, whole headers of some.
-
-    Parameters
-    ----------
-    files
-        The bucket's folder.
-    names
-        The listing.
-    known
-        What the process knows.
-    """
+    """Headers of a folder's files: the origins of all that are there, whole headers of some."""
 
     def __init__(self, files: Listed, names: Collection[str], known: KnownFiles) -> None:
         self._files = files

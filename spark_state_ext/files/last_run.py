@@ -44,15 +44,7 @@ class LastRun:
 
     @staticmethod
     def decode(data: bytes, where: str) -> LastRun:
-        """Read it.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is damaged.
-        VersionSkewError
-            When a newer release wrote it.
-        """
+        """Read it."""
         with readable(where, "record of a query's last run", _MEND):
             fields = opened_document(data, where, _FORMAT, _MEND)
             return LastRun(
@@ -64,26 +56,10 @@ class LastRun:
 
 
 def note_last_run(query_folder: Folder, last: LastRun) -> None:
-    """Write it down, in the place of what is there.
-
-    Raises
-    ------
-    StorageError
-        When it could not be written.
-    """
+    """Write it down, in the place of what is there."""
     query_folder.child(ERASE_FOLDER).put(LAST_RUN_NAME, last.encode())
 
 
 def last_run_of(query_folder: Folder) -> LastRun | None:
-    """What was written down; None: nothing, as no file was written anew.
-
-    Raises
-    ------
-    CorruptFileError
-        When it is damaged.
-    VersionSkewError
-        When a newer release wrote it.
-    StorageError
-        When the store fails.
-    """
+    """What was written down; None: nothing, as no file was written anew."""
     return document_in(query_folder.child(ERASE_FOLDER), LAST_RUN_NAME, LastRun.decode)

@@ -18,38 +18,13 @@ _FORMAT = 1
 
 
 def note_left_behind(query_folder: Folder, columns: Collection[str]) -> None:
-    """Write down which columns a query leaves behind; every bucket's first call writes the same.
-
-    Raises
-    ------
-    StorageError
-        When the store fails.
-    """
+    """Write down which columns a query leaves behind; every bucket's first call writes the same."""
     if columns:
         query_folder.create(LEFT_BEHIND_NAME, sealed_document({"format": _FORMAT, "columns": sorted(columns)}))
 
 
 def refuse_left_behind(query_folder: Folder, operator: str, columns: Collection[str]) -> None:
-    """Refuse state columns of names that were left behind.
-
-    Parameters
-    ----------
-    query_folder
-        The query's folder.
-    operator
-        Name of the operator.
-    columns
-        State columns that the job asks for.
-
-    Raises
-    ------
-    SchemaChangedError
-        When one of them was left behind.
-    CorruptFileError, VersionSkewError
-        When it cannot be read which these are.
-    StorageError
-        When the store fails.
-    """
+    """Refuse state columns of names that were left behind."""
     where = query_folder.where(LEFT_BEHIND_NAME)
     try:
         data = query_folder.get(LEFT_BEHIND_NAME)

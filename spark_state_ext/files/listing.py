@@ -42,18 +42,6 @@ def listed_whole(fs: AbstractFileSystem, path: str, is_object_store: bool) -> di
 
     fsspec's own ``find`` takes a folder that cannot be listed for an empty one (``walk`` omits what fails, and hands
     ``on_error`` to its first folder only). That of an object store lists everything in one go, or fails.
-
-    Parameters
-    ----------
-    fs, path
-        Where.
-    is_object_store
-        Whether the file system is known to be one.
-
-    Raises
-    ------
-    OSError
-        When a folder cannot be listed.
     """
     if is_object_store and _lists_at_once(fs):
         found: dict[str, Any] = fs.find(path, detail=True)
@@ -81,13 +69,7 @@ def _lists_at_once(fs: AbstractFileSystem) -> bool:
 
 
 def entry_of(info: Mapping[str, Any]) -> Entry:
-    """A file or folder, as a file system of fsspec tells of it.
-
-    Parameters
-    ----------
-    info
-        What its listing has.
-    """
+    """A file or folder, as a file system of fsspec tells of it."""
     # Each file system of fsspec has its own name for this.
     modified = next(
         (info[key] for key in ("mtime", "LastModified", "last_modified", "updated", "created") if key in info), None

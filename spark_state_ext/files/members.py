@@ -19,17 +19,7 @@ _HOST_MAX = 150
 
 
 class RecordName(NamedTuple):
-    """Name of a record's file.
-
-    Parameters
-    ----------
-    host
-        Whose record.
-    heartbeat
-        Its number: each record has one more than the one before.
-    generation
-        Records of one generation say the same, but for what does not matter to others.
-    """
+    """Name of a record's file."""
 
     host: str
     heartbeat: int
@@ -37,18 +27,7 @@ class RecordName(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The name.
-
-        Raises
-        ------
-        UsageError
-            When the host's name is empty, or too long for a file.
-
-        Examples
-        --------
-        >>> RecordName("a.example/1", 7, 3).text
-        'a.example=2F1.7.3.json'
-        """
+        """The name."""
         data = self.host.encode("utf-8", "surrogatepass")
         told = "".join(
             chr(byte) if byte in _SAFE and (at or byte != ord(".")) else f"={byte:02X}" for at, byte in enumerate(data)

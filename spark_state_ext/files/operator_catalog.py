@@ -62,37 +62,7 @@ class OperatorCatalog:
         leave_behind: bool = False,
         with_state: bool = False,
     ) -> OperatorFile:
-        """Compare a job with what is stored and write the operator file it needs. Done once a process and job.
-
-        Parameters
-        ----------
-        operator_files
-            The folder ``<root>/<operator>``.
-        wanted
-            The operator file the job asks for.
-        strict
-            Refuse to begin anew beside the state of another query.
-        again
-            Look at the files once more, whatever this process admitted before.
-        batch_ms
-            Time of the batch that a query without state begins with: other attempts at it are no other queries.
-        case_sensitive, leave_behind
-            As in `OperatorFile.succeeded_by`.
-        with_state
-            A query without state of its own begins with another one's: it may lie beside that.
-
-        Returns
-        -------
-        OperatorFile
-            The one in force.
-
-        Raises
-        ------
-        BucketCountChangedError, BucketMapChangedError, SchemaChangedError, FunctionChangedError
-            When the stored state cannot serve the job.
-        ExistingStateError
-            When `strict` and another query's state is there.
-        """
+        """Compare a job with what is stored and write the operator file it needs. Done once a process and job."""
         key = (operator_files.identity, wanted.encode())
 
         def look_beside() -> None:
@@ -156,18 +126,7 @@ def _admitted_by(
 
 
 def newest_operator(query_folder: Folder) -> OperatorFile | None:
-    """The operator file in force of a query folder; None where there is none.
-
-    Parameters
-    ----------
-    query_folder
-        The query folder.
-
-    Raises
-    ------
-    CorruptFileError, VersionSkewError
-        When it cannot be read.
-    """
+    """The operator file in force of a query folder; None where there is none."""
     stored = [n for n in map(parse_operator_file_name, query_folder.names()) if n is not None]
     if not stored:
         return None
@@ -188,13 +147,6 @@ def is_new_query_folder(name: str) -> bool:
 def query_folders_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:
     """The query folders that attempts at a first batch took, by the records that they left
     (`engine.first_query_folder`).
-
-    Parameters
-    ----------
-    operator_files
-        The folder ``<root>/<operator>``.
-    batch_ms
-        The batch's time.
     """
     notes = operator_files.child(STARTING_FOLDER)
     names = [name for name in notes.names() if name.startswith(f"{batch_ms}-")]
@@ -202,17 +154,7 @@ def query_folders_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:
 
 
 def others_beside(operator_files: Folder, query_id: str = "", batch_ms: int | None = None) -> list[str]:
-    """Ids of the other queries that have state in the folder ``<root>/<operator>``.
-
-    Parameters
-    ----------
-    operator_files
-        The folder.
-    query_id
-        The query's own.
-    batch_ms
-        Time of its first batch: other attempts at that are no other queries. None: it is not known, or not the first.
-    """
+    """Ids of the other queries that have state in the folder ``<root>/<operator>``."""
     mine = {query_id, STARTING_FOLDER, SPILL_FOLDER}
     names = [name for name in operator_files.names() if name not in mine]
     others = sorted(name for name in names if not _BEFORE_STATE.issuperset(operator_files.child(name).names()))

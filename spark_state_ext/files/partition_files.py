@@ -15,18 +15,7 @@ _ROUNDS_MAX = 5
 
 
 def newest_assignment(query_folder: Folder) -> tuple[int, PartitionAssignment] | None:
-    """The assignment in force, and its number; None where there is none.
-
-    Parameters
-    ----------
-    query_folder
-        The query folder.
-
-    Raises
-    ------
-    CorruptFileError, VersionSkewError
-        When it cannot be read.
-    """
+    """The assignment in force, and its number; None where there is none."""
     numbers = [number for number in map(parse_partitions_name, query_folder.names()) if number is not None]
     if not numbers:
         return None
@@ -38,18 +27,6 @@ def refuse_assignment(query_folder: Folder, wanted: PartitionAssignment) -> None
     """Refuse a plan that what is recorded cannot grow to; nothing is written.
 
     A plan of other streams, or of other first counts, is none of its business: the operator file tells of these.
-
-    Parameters
-    ----------
-    query_folder
-        The query folder.
-    wanted
-        What the plan declares.
-
-    Raises
-    ------
-    PartitionsChangedError
-        When a stream has shrunk, or a partition would go to another bucket.
     """
     newest = newest_assignment(query_folder)
     if newest is not None and newest[1].initial == wanted.initial:
@@ -57,29 +34,7 @@ def refuse_assignment(query_folder: Folder, wanted: PartitionAssignment) -> None
 
 
 def record_assignment(query_folder: Folder, wanted: PartitionAssignment, *, has_state: bool) -> PartitionAssignment:
-    """Compare a plan with what is recorded, and record what it adds.
-
-    Parameters
-    ----------
-    query_folder
-        The query folder.
-    wanted
-        What the plan declares.
-    has_state
-        The query has state already, and so must have an assignment.
-
-    Returns
-    -------
-    PartitionAssignment
-        The one in force.
-
-    Raises
-    ------
-    PartitionsChangedError
-        When the plan is none that the state can follow, or there is state and no assignment.
-    StorageError
-        When it cannot be recorded.
-    """
+    """Compare a plan with what is recorded, and record what it adds."""
 
     def grown(recorded: PartitionAssignment | None) -> PartitionAssignment:
         if recorded is not None:
@@ -92,27 +47,7 @@ def record_assignment(query_folder: Folder, wanted: PartitionAssignment, *, has_
 
 
 def record_growth(query_folder: Folder, largest: Mapping[str, int]) -> PartitionAssignment:
-    """Record the counts that a batch's rows prove, before any of them reaches a function.
-
-    Parameters
-    ----------
-    query_folder
-        The query folder, which has an assignment.
-    largest
-        The largest partition of each stream that rows of the batch come from.
-
-    Returns
-    -------
-    PartitionAssignment
-        The one in force.
-
-    Raises
-    ------
-    PartitionsChangedError
-        When a stream has grown, and the rows do not prove a declared count.
-    StorageError
-        When it cannot be recorded.
-    """
+    """Record the counts that a batch's rows prove, before any of them reaches a function."""
 
     def grown(recorded: PartitionAssignment | None) -> PartitionAssignment:
         if recorded is None:

@@ -37,41 +37,12 @@ Make = Callable[[Any, str, bytes, str], None]
 
 
 def creates_exclusively(fs: Any) -> bool:
-    """Whether of several callers of `create` for one name exactly one makes the file, for certain.
-
-    Parameters
-    ----------
-    fs
-        A file system of fsspec.
-    """
+    """Whether of several callers of `create` for one name exactly one makes the file, for certain."""
     return _how(fs)[1]
 
 
 def create(fs: Any, target: str, data: bytes, temporary: str) -> bool:
-    """Make a file where none of its name is.
-
-    Parameters
-    ----------
-    fs
-        A file system of fsspec.
-    target
-        The file's path.
-    data
-        Its bytes.
-    temporary
-        A path beside it of which nobody else knows.
-
-    Returns
-    -------
-    bool
-        Whether the file that is there is the one of this call, or has the very same bytes: a request may be sent again
-        by a client that did not get the first answer.
-
-    Raises
-    ------
-    Exception
-        What the file system raised; the file may be there nonetheless.
-    """
+    """Make a file where none of its name is."""
     make, _ = _how(fs)
     attempt = 0
     while True:
@@ -92,16 +63,7 @@ def create(fs: Any, target: str, data: bytes, temporary: str) -> bool:
 
 
 def make_folder(path: str, root: str) -> None:
-    """Make a local folder, so that its name and those of the folders it is in survive a power failure.
-
-    Parameters
-    ----------
-    path
-        The folder.
-    root
-        From this folder on, which is `path` or one that it is in, also those are made durable that are there: another
-        process may have made them a moment ago.
-    """
+    """Make a local folder, so that its name and those of the folders it is in survive a power failure."""
     made, at = [], path
     while not os.path.isdir(at):
         made.append(at)
@@ -226,20 +188,7 @@ def _by_rename(fs: Any, target: str, data: bytes, temporary: str) -> None:
 
 
 def renamed(fs: Any, temporary: str, target: str) -> bool:
-    """Give a file on a file system elsewhere its name.
-
-    Parameters
-    ----------
-    fs
-        A file system of fsspec.
-    temporary, target
-        Its path, and the one it gets.
-
-    Returns
-    -------
-    bool
-        False where another file has the name and keeps it; then it lies where it was.
-    """
+    """Give a file on a file system elsewhere its name."""
     try:
         fs.mv(temporary, target)
     except OSError:

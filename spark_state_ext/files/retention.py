@@ -135,31 +135,7 @@ def classify(
     damaged: frozenset[CheckpointRef] = frozenset(),
     head: CheckpointRef | None = None,
 ) -> Decision:
-    """Decide for every file of a bucket's folder.
-
-    Parameters
-    ----------
-    entries
-        The listing.
-    pointer
-        The *input* pointer of a call: committed for certain.
-    batches_retained
-        Spark's ``minBatchesToRetain`` now.
-    now_s
-        The time, seconds since 1970.
-    headers
-        Of the files in the listing.
-    damaged
-        Snapshots known to be damaged: not to be leaned on.
-    head
-        The newest checkpoint of the pointer's lineage that this place has for certain; that of the pointer when none is
-        given.
-
-    Raises
-    ------
-    CorruptError, MissingError
-        From `headers`: then nothing may be deleted.
-    """
+    """Decide for every file of a bucket's folder."""
     listing = _listing(entries, now_s)
     if listing.foreign:
         return Decision(doubt=f"{listing.foreign} is none of our files")
@@ -359,32 +335,7 @@ def clean_up(
     entries: Sequence[Entry] | None = None,
     known: KnownFiles | None = None,
 ) -> int:
-    """Delete what no retained pointer leads to; returns how many files. May be repeated, and stopped, at any time.
-
-    Parameters
-    ----------
-    files
-        The bucket's files.
-    request
-        What to go by.
-    scratch
-        Local folder for temporary files.
-    now_s
-        The time, for tests.
-    entries
-        A listing of the folder, where the caller has one; it may be of any time after the pointer was handed out.
-    known
-        What clean-ups before have found out; None: nothing.
-
-    Raises
-    ------
-    LostFilesError
-        When somebody has deleted what the committed state needs.
-    StorageError
-        When listing or deleting failed.
-    OwnershipError
-        From `CleanUp.still_ours`.
-    """
+    """Delete what no retained pointer leads to; returns how many files. May be repeated, and stopped, at any time."""
     if request.held():
         return 0
     entries = files.entries() if entries is None else entries

@@ -106,15 +106,7 @@ def _remove(path: Path, pid: int) -> None:
 
 
 class SealedFiles:
-    """Sealed files, to be read like any others.
-
-    Parameters
-    ----------
-    files
-        The files.
-    place
-        How to call the place they are in.
-    """
+    """Sealed files, to be read like any others."""
 
     def __init__(self, files: Iterable[SealedFile], place: str) -> None:
         self._files = {file.name: file for file in files}
@@ -160,22 +152,7 @@ class SealedFiles:
 
 
 def seal(header: LineageHeader, schema: RowSchema, batches: Iterable[pa.RecordBatch], scratch: Path) -> SealedFile:
-    """Make a checkpoint file.
-
-    Parameters
-    ----------
-    header
-        What it will say of itself.
-    schema, batches
-        Its rows, in run order.
-    scratch
-        Local folder for a large one.
-
-    Raises
-    ------
-    StoreFullError
-        When the local disk is full.
-    """
+    """Make a checkpoint file."""
     name = file_name(header.ref, header.kind)
     if isinstance(batches, SpillBuffer) and batches.size_bytes <= MEMORY_BYTES_MAX:
         buffer = io.BytesIO()
@@ -197,20 +174,7 @@ def seal(header: LineageHeader, schema: RowSchema, batches: Iterable[pa.RecordBa
 
 
 def publish(folder: Folder, file: SealedFile) -> None:
-    """Have a folder publish a sealed file under its name.
-
-    Parameters
-    ----------
-    folder
-        The folder. Where it does not `Folder.replaces`, a file that is there stays.
-    file
-        The file.
-
-    Raises
-    ------
-    StorageError
-        When it could not be written.
-    """
+    """Have a folder publish a sealed file under its name."""
     if file.path is not None:
         folder.put_file(file.name, file.path)
     elif folder.replaces:

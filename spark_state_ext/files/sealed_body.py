@@ -129,22 +129,7 @@ def write_sealed(
     algorithm: str,
     tombstones: Callable[[pa.RecordBatch], int] = lambda batch: 0,
 ) -> None:
-    """Write a file to an open binary file.
-
-    Parameters
-    ----------
-    target
-        The file.
-    schema
-        Its schema, whose metadata has `BODY_PLACEHOLDER` under `BODY_KEY`. Where it has `INDEX_PLACEHOLDER` under
-        `INDEX_KEY`, the rows are those of a snapshot, and an index of them is written too.
-    batches
-        Its record batches, of any metadata; one without rows is written where there is none.
-    algorithm
-        Of the checksum: `BLAKE2B`, with which columns are compressed, or `BLOCKCRC`, with which they are not.
-    tombstones
-        How many of a batch's rows are tombstones.
-    """
+    """Write a file to an open binary file."""
     indexed = INDEX_KEY in (schema.metadata or {})
     sink = _HashingSink(target, algorithm, indexed)
     chunks: list[IndexedChunk] = []
@@ -223,20 +208,7 @@ class SealedBody:
 
 
 def open_sealed(file: pa.NativeFile, where: str) -> SealedBody:
-    """Check the body of a file, and open it.
-
-    Parameters
-    ----------
-    file
-        The file.
-    where
-        How to call it in messages.
-
-    Raises
-    ------
-    CorruptFileError
-        When the body is not what the footer announces, or nothing that Arrow can read.
-    """
+    """Check the body of a file, and open it."""
     try:
         found = verified(file, where)
         record = found.record
@@ -253,13 +225,7 @@ def open_sealed(file: pa.NativeFile, where: str) -> SealedBody:
 
 
 def verified(file: pa.NativeFile, where: str) -> Verified:
-    """What a file says of itself, once its body and its index have the checksums that it announces.
-
-    Raises
-    ------
-    CorruptFileError
-        When they have not.
-    """
+    """What a file says of itself, once its body and its index have the checksums that it announces."""
     size = file.size()
     if size < len(PADDED_MAGIC) or file.read_at(len(PADDED_MAGIC), 0) != PADDED_MAGIC:
         raise CorruptFileError(f"{where} is no Arrow file: it is damaged or was not finished")
@@ -345,52 +311,20 @@ class _End:
 
 
 def announced_body(read: Callable[[int, int], bytes], size: int, where: str) -> BodyRecord:
-    """The body record of a file, whose body is not read.
-
-    Parameters
-    ----------
-    read
-        Gives the bytes from one place of the file to another.
-    size
-        Size of the file, bytes.
-    where
-        How to call it in messages.
-
-    Raises
-    ------
-    CorruptFileError
-        When there is none.
-    """
+    """The body record of a file, whose body is not read."""
     return _End(read, size, where).body
 
 
 def announced_index(
     read: Callable[[int, int], bytes], size: int, where: str
 ) -> tuple[BodyRecord, SnapshotIndex | None]:
-    """The body record of a file, and its index where it has one; most often by one read of fixed size.
-
-    Parameters
-    ----------
-    read, size, where
-        As for `announced_body`.
-
-    Raises
-    ------
-    CorruptFileError
-        When there is no body record, or the index is damaged.
-    """
+    """The body record of a file, and its index where it has one; most often by one read of fixed size."""
     end = _End(read, size, where)
     return end.body, end.index()
 
 
 def check_form(header: LineageHeader, record: BodyRecord, index: SnapshotIndex | None, where: str) -> None:
-    """See that a file has the checksum, and the index, that its format has.
-
-    Raises
-    ------
-    CorruptFileError
-        When it has not.
-    """
+    """See that a file has the checksum, and the index, that its format has."""
     if header.digest != record.algorithm:
         raise CorruptFileError(f"{where} has a checksum of another kind than its format has")
     if header.has_index != (index is not None):

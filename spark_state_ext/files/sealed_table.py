@@ -18,15 +18,7 @@ T = TypeVar("T")
 
 
 def sealed_table(schema: pa.Schema, rows: pa.RecordBatch) -> bytes:
-    """The file's bytes.
-
-    Parameters
-    ----------
-    schema
-        With the header in its metadata.
-    rows
-        What it holds.
-    """
+    """The file's bytes."""
     buffer = io.BytesIO()
     write_sealed(buffer, schema, [rows], BLAKE2B)
     return buffer.getvalue()
@@ -38,22 +30,7 @@ def unsealed_table(
     read: Callable[[pa.Schema, Iterable[pa.RecordBatch], str], T],
     count: Callable[[T], int],
 ) -> T:
-    """Read such a table, once its checksum was right.
-
-    Parameters
-    ----------
-    data, where
-        The file's bytes, and how to call it in messages.
-    read
-        Makes the value of schema, rows and `where`.
-    count
-        How many rows the value has, which must be as many as the file announces.
-
-    Raises
-    ------
-    CorruptFileError
-        When it is damaged, or none.
-    """
+    """Read such a table, once its checksum was right."""
     body = open_sealed(pa.BufferReader(pa.py_buffer(data)), where)
     try:
         found = read(body.reader.schema, body.reader, where)

@@ -15,20 +15,7 @@ __all__ = ["hold_floats", "key_positions", "nan_is_null", "positions_without_nan
 
 
 def key_positions(own: Sequence[pa.Array], wanted: Sequence[pa.Array]) -> IndexArray:
-    """Where each wanted key is.
-
-    Parameters
-    ----------
-    own
-        Columns of the keys to look in, no key twice.
-    wanted
-        Columns of the keys to look for, of the same types.
-
-    Returns
-    -------
-    numpy.ndarray
-        For each wanted key its position in `own`, or -1; int64 (number of wanted keys,).
-    """
+    """Where each wanted key is."""
     count = len(own[0])
     together = [pa.concat_arrays([a, b]) for a, b in zip(own, wanted, strict=True)]
     codes = _codes(together)
@@ -48,20 +35,7 @@ def hold_floats(columns: Sequence[pa.Array]) -> bool:
 
 
 def positions_without_nan(own: Sequence[pa.Array], wanted: Sequence[pa.Array]) -> tuple[IndexArray, BoolArray]:
-    """Where each wanted key is, if NaN and NULL are the same: pandas knows one of them only.
-
-    Parameters
-    ----------
-    own, wanted
-        As for `key_positions`.
-
-    Returns
-    -------
-    positions : numpy.ndarray
-        As of `key_positions`; the first one where several keys are the same.
-    several : numpy.ndarray
-        For each wanted key whether they are several; bool (number of wanted keys,).
-    """
+    """Where each wanted key is, if NaN and NULL are the same: pandas knows one of them only."""
     mine, other = [_without_nan(column) for column in own], [_without_nan(column) for column in wanted]
     positions, firsts = key_positions(mine, other), key_positions(mine, mine)
     shared = np.bincount(firsts, minlength=len(firsts)) > 1

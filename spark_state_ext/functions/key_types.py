@@ -20,15 +20,7 @@ _BYTES = frozenset({"binary", "large_binary", "binary_view"})
 
 
 def refused_type(given: pa.DataType, kind: pa.DataType) -> str:
-    """Why values of a type name no key in a column of another type; empty if they do.
-
-    Parameters
-    ----------
-    given
-        The type of the values.
-    kind
-        The type of the key column.
-    """
+    """Why values of a type name no key in a column of another type; empty if they do."""
     types = pa.types
     if types.is_dictionary(given):
         given = given.value_type
@@ -70,11 +62,6 @@ def mixed_times(values: Iterable[Any]) -> str:
 
     PyArrow takes the kind of the first value: it cuts times off after a date, and takes a time without a zone for UTC
     beside one with a zone.
-
-    Parameters
-    ----------
-    values
-        Python values.
     """
     kinds = {
         "dates" if not isinstance(it, datetime.datetime) else f"times with{'' if it.tzinfo else 'out'} a time zone"

@@ -18,19 +18,7 @@ UNCHANGED = -2
 
 
 class Outcome:
-    """What a function did to the keys of its batch; nothing can be done any more once `closed` is set.
-
-    Attributes
-    ----------
-    touched
-        Keys that were updated, removed or given a timeout, bool (number of keys,).
-    source
-        For each key its row in `updates`; `REMOVED` where it has no state any more, `UNCHANGED` where it is as before.
-    updates
-        Tables of state columns, one after the other.
-    timeouts_ms
-        Timeout of each key, milliseconds since 1970, or `NO_TIMEOUT`.
-    """
+    """What a function did to the keys of its batch; nothing can be done any more once `closed` is set."""
 
     def __init__(self, keys: int) -> None:
         self.touched: BoolArray = np.zeros(keys, dtype=np.bool_)

@@ -21,24 +21,7 @@ _PRODUCT, _SUMS = "product", frozenset({"sum", "mean"})
 
 
 def first_overflow(column: pa.ChunkedArray, sizes: IndexArray, function: str, found: pa.ChunkedArray) -> int | None:
-    """The first group for which a sum, product or mean of Arrow's is beyond its type.
-
-    Parameters
-    ----------
-    column
-        The values, rows of a group adjacent.
-    sizes
-        Number of rows of each group, none of them 0.
-    function
-        Name of Arrow's function.
-    found
-        What Arrow gave, one value a group.
-
-    Returns
-    -------
-    int or None
-        Position of the group; None when all are right, and for other functions and types.
-    """
+    """The first group for which a sum, product or mean of Arrow's is beyond its type."""
     kind, function = column.type, function.removeprefix("hash_")
     integer = bool(pa.types.is_signed_integer(kind))
     # Arrow means integers in doubles.

@@ -20,15 +20,7 @@ _NO_TIME = re.compile(r"isoformat|does not match format")
 
 
 def conversion_reason(error: BaseException, value: Any = _UNKNOWN) -> str:
-    """Say why a value was not converted, in words that need no knowledge of the code that tried.
-
-    Parameters
-    ----------
-    error
-        What the conversion raised.
-    value
-        The value, if it is known.
-    """
+    """Say why a value was not converted, in words that need no knowledge of the code that tried."""
     text = str(error)
     if isinstance(error, decimal.InvalidOperation):
         return "it is no decimal number that fits"

@@ -52,20 +52,7 @@ def _is_pandas(given: Any) -> bool:
 
 
 def as_table(given: Any, who: str) -> pa.Table:
-    """A table of what PyArrow, polars, DuckDB and others call one.
-
-    Parameters
-    ----------
-    given
-        `pyarrow.Table` or `RecordBatch`, a mapping of names to columns, or anything with Arrow's C stream.
-    who
-        Who gave it, for the error: "update() was given", "the function gave".
-
-    Raises
-    ------
-    StateValueError
-        When it is none of these, or a mapping of something else than columns of one length.
-    """
+    """A table of what PyArrow, polars, DuckDB and others call one."""
     if isinstance(given, pa.Table):
         return given
     if isinstance(given, pa.RecordBatch):
@@ -95,17 +82,7 @@ def as_table(given: Any, who: str) -> pa.Table:
 
 
 def refuse_scalars(columns: Mapping[Any, Any], who: str, otherwise: str = "") -> None:
-    """Raise a StateValueError for a mapping with a value that is no column: text would be taken letter by letter.
-
-    Parameters
-    ----------
-    columns
-        Columns by their names.
-    who
-        Who gave it, as for `as_table`.
-    otherwise
-        What else may be given in place of a dict, for the error.
-    """
+    """Raise a StateValueError for a mapping with a value that is no column: text would be taken letter by letter."""
     for name, column in columns.items():
         iterable = hasattr(column, "__iter__") or hasattr(column, "__arrow_c_array__")
         # NumPy's scalars, and its arrays of no dimension, which have `__iter__` too.
@@ -127,13 +104,7 @@ def refuse_uneven(columns: Mapping[Any, Any], who: str) -> None:
 
 
 def cast_column(column: Any, field: pa.Field, role: str) -> Any:
-    """A column as the type that was declared for it.
-
-    Raises
-    ------
-    StateValueError
-        When a value does not fit.
-    """
+    """A column as the type that was declared for it."""
     if column.type != field.type:
         column = _nan_as_null(column, field.type)
         _refuse_reading(column, field, role)
@@ -350,13 +321,7 @@ def _forbids_nulls(kind: pa.DataType) -> bool:
 
 
 def conformed(given: Any, fields: Sequence[pa.Field], who: str) -> pa.Table:
-    """A table with exactly these columns, found by name, in this order and of these types.
-
-    Raises
-    ------
-    StateValueError
-        When columns are missing or too many, or values do not fit.
-    """
+    """A table with exactly these columns, found by name, in this order and of these types."""
     table = as_table(given, who)
     names = [field.name for field in fields]
     if sorted(table.column_names) != sorted(names):

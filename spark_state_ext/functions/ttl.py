@@ -130,17 +130,7 @@ class Expiry:
         return pa.RecordBatch.from_arrays(columns, schema=self.stored.arrow)
 
     def read(self, lookup: Lookup, positions: IndexArray, written_ms: IndexArray) -> pa.RecordBatch | None:
-        """Rows to store of keys that a function left as they are, where reading extends their life.
-
-        Parameters
-        ----------
-        lookup
-            The keys' state, as functions see it.
-        positions
-            Which keys.
-        written_ms
-            For each key of the lookup when it was read.
-        """
+        """Rows to store of keys that a function left as they are, where reading extends their life."""
         if self.ttl is None or self.ttl.refresh != "read":
             return None
         at = lookup.index[positions]

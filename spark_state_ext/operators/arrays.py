@@ -179,20 +179,7 @@ class Segments:
 
 
 def sort_codes(column: pa.Array, descending: bool) -> list[IndexArray]:
-    """Integers that are ordered as Spark orders the values: NULL is the smallest, NaN the largest, -0.0 is 0.0.
-
-    Parameters
-    ----------
-    column
-        Values of any type that is not nested.
-    descending
-        The other way round.
-
-    Returns
-    -------
-    list of numpy.ndarray
-        One or two, to be compared one after the other; int64 (number of values,).
-    """
+    """Integers that are ordered as Spark orders the values: NULL is the smallest, NaN the largest, -0.0 is 0.0."""
     codes = [_value_codes(column)]
     if column.null_count:
         valid = bools(column.is_valid()).astype(np.int64)
@@ -212,20 +199,7 @@ def before(codes: Sequence[IndexArray], left: IndexArray, right: IndexArray) -> 
 
 
 def order_within(keys: IndexArray, codes: Sequence[IndexArray]) -> IndexArray:
-    """The order by key and then by codes; of equal rows those that are first stay first.
-
-    Parameters
-    ----------
-    keys
-        Positions of keys, from 0 on, int64 (number of rows,).
-    codes
-        To be compared one after the other, int64 (number of rows,).
-
-    Returns
-    -------
-    numpy.ndarray
-        A permutation of the rows, int64 (number of rows,).
-    """
+    """The order by key and then by codes; of equal rows those that are first stay first."""
     # One number a row, so that one stable sort does. It is fast where rows already come by key, as they do here.
     combined = keys
     for code in codes if len(keys) else ():

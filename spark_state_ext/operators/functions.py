@@ -50,15 +50,7 @@ _HALF = 0xFFFFFFFF
 
 
 class OverflowAt(Exception):  # noqa: N818  # made a StateValueError by whoever knows the key
-    """A sum or a mean is beyond its type.
-
-    Parameters
-    ----------
-    position
-        Of which segment, or of which of the merged buffers.
-    data_type
-        The type.
-    """
+    """A sum or a mean is beyond its type."""
 
     def __init__(self, position: int, data_type: pa.DataType) -> None:
         super().__init__(position, data_type)

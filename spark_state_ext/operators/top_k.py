@@ -80,18 +80,6 @@ class TopK:
 
         A column is looked at only where those before it leave rows equal that may be among the best: text, which takes
         longest to compare, mostly not at all.
-
-        Parameters
-        ----------
-        keys
-            The key of each row, int64 (number of rows,).
-        values
-            Gives a column's values at some rows.
-
-        Returns
-        -------
-        numpy.ndarray
-            Positions of rows, int64.
         """
         order = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
         keys = keys[order]

@@ -27,13 +27,6 @@ def note_handed_over(query_folder: Folder, claim_id: str) -> None:
     """Write down that Spark is given a pointer of the query that has claimed a folder, so that it may be committed.
 
     Every bucket's first call does, before it hands the pointer over.
-
-    Parameters
-    ----------
-    query_folder
-        The folder.
-    claim_id
-        The claim.
     """
     query_folder.child(CLAIMS_FOLDER).create(f"{claim_id}{_HANDED_OVER}", sealed_document({"format": _FORMAT}))
 
@@ -44,17 +37,7 @@ def is_handed_over(query_folder: Folder, claim_id: str) -> bool:
 
 
 def note_replaced_claim(query_folder: Folder, claim: Claim, after: Found | None) -> None:
-    """Write down which claim a new one replaces, before the record with the new one is made.
-
-    Parameters
-    ----------
-    query_folder
-        The folder.
-    claim
-        The new claim.
-    after
-        The record that the new one follows. Each attempt to make that record writes the same note.
-    """
+    """Write down which claim a new one replaces, before the record with the new one is made."""
     before = None if after is None else after.record.claim
     if after is None and claim.instead_of is not None:
         # Somebody removed the lease. The claim is known from the pointers that the new query begins with.
@@ -66,25 +49,7 @@ def note_replaced_claim(query_folder: Folder, claim: Claim, after: Found | None)
 
 
 def replaced_claim(query_folder: Folder, claim: Claim) -> Claim | None:
-    """The claim that another one replaced; None: it was claimed from the query that began the folder.
-
-    Parameters
-    ----------
-    query_folder
-        The folder.
-    claim
-        The claim that counts now.
-
-    Raises
-    ------
-    NotClaimableError
-        When an earlier build made the claim, and so did not write down what it replaced, and other queries had claimed
-        the folder before.
-    CorruptFileError, VersionSkewError
-        When the note cannot be read.
-    StorageError
-        When the store fails.
-    """
+    """The claim that another one replaced; None: it was claimed from the query that began the folder."""
     files = query_folder.child(CLAIMS_FOLDER)
     names = files.names()
     # An attempt that lost against another record left a note too. The last attempt is the one that made the claim.

@@ -22,32 +22,7 @@ _POLL_S = 0.2
 def until_free(
     log: LeaseLog, claim: str | None, live: Callable[[Found], LiveRunError], clock: Clock | None = None
 ) -> Found | None:
-    """Wait until the query with certain pointers holds its lease no more.
-
-    Parameters
-    ----------
-    log
-        The lease.
-    claim
-        Id of the claim that the query's pointers name; None: it began the folder itself.
-    live
-        Makes the error of the record of a query that runs.
-    clock
-        Where the time comes from.
-
-    Returns
-    -------
-    Found or None
-        The newest record; None: there is none. Without waiting where the folder is another query's by now: that may be
-        the one which asks, and plans again.
-
-    Raises
-    ------
-    LiveRunError
-        When the query runs.
-    StorageError
-        When the store fails.
-    """
+    """Wait until the query with certain pointers holds its lease no more."""
     clock, me = clock or Clock(), RunIdentity.here("who waits for a lease", uuid.uuid4().hex)
     watch: Watch | None = None
     while True:

@@ -69,15 +69,7 @@ class HoldRecord:
 
     @staticmethod
     def decode(data: bytes, number: int, where: str) -> HoldRecord:
-        """Read a hold.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is damaged.
-        VersionSkewError
-            When a newer release wrote it.
-        """
+        """Read a hold."""
         with readable(where, "hold", _MEND):
             fields = opened_document(data, where, HOLD_FORMAT, _MEND)
             return HoldRecord(str(fields["id"]), str(fields["holder"]), int(fields["lasts_ms"]), number)
@@ -85,15 +77,7 @@ class HoldRecord:
 
 
 class Hold:
-    """A hold on a query folder, from `place` to `release`. Whoever knows its id may renew and release it.
-
-    Parameters
-    ----------
-    query_folder
-        The folder.
-    hold_id
-        Which hold.
-    """
+    """A hold on a query folder, from `place` to `release`. Whoever knows its id may renew and release it."""
 
     def __init__(self, query_folder: Folder, hold_id: str) -> None:
         self._files = query_folder.child(HOLDS_FOLDER)
@@ -101,39 +85,14 @@ class Hold:
 
     @staticmethod
     def place(query_folder: Folder, holder: str, lasts_ms: int = HOLD_MS) -> Hold:
-        """Make a hold. When this returns, clean-ups that begin leave everything alone.
-
-        Parameters
-        ----------
-        query_folder
-            Folder of the state.
-        holder
-            Who copies, and where to: for people.
-        lasts_ms
-            How long it lasts without renewal.
-
-        Raises
-        ------
-        StorageError
-            When it could not be written.
-        """
+        """Make a hold. When this returns, clean-ups that begin leave everything alone."""
         record = HoldRecord(uuid.uuid4().hex, holder, lasts_ms)
         made = Hold(query_folder, record.id)
         made._files.put(record.name, record.encode())
         return made
 
     def renew(self) -> HoldRecord:
-        """It lasts as long again; gives what it says.
-
-        Raises
-        ------
-        MissingCheckpointError
-            When it is not there any more: it was not renewed in time, and files may be gone.
-        CorruptFileError, VersionSkewError
-            When it cannot be read.
-        StorageError
-            When the store fails.
-        """
+        """It lasts as long again; gives what it says."""
         while numbers := self._numbers():
             name = _name(self.id, max(numbers))
             try:
@@ -166,15 +125,7 @@ def _name(hold_id: str, number: int) -> str:
 
 
 class HoldWatch:
-    """What a process has seen of holds; a `Worker` owns it.
-
-    Parameters
-    ----------
-    clock_s
-        A clock that only goes forward.
-    wall_s
-        The time, seconds since 1970.
-    """
+    """What a process has seen of holds; a `Worker` owns it."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic, wall_s: Callable[[], float] = time.time) -> None:
         self._clock_s = clock_s
@@ -184,20 +135,7 @@ class HoldWatch:
         self._lock = threading.Lock()
 
     def living(self, query_folder: Folder) -> list[HoldRecord]:
-        """Holds that must be respected. Those that nobody renewed for their time are removed.
-
-        Parameters
-        ----------
-        query_folder
-            Folder of the state.
-
-        Raises
-        ------
-        CorruptFileError, VersionSkewError
-            When one cannot be read: then nothing may be deleted.
-        StorageError
-            When the store fails.
-        """
+        """Holds that must be respected. Those that nobody renewed for their time are removed."""
         files = query_folder.child(HOLDS_FOLDER)
         newest: dict[str, tuple[int, Entry]] = {}
         for entry in files.entries():

@@ -31,27 +31,7 @@ _MEND = "Remove it, and name the query folder that you want to read."
 
 
 def last_written_ms(query_folder: Folder, entries: Iterable[Entry]) -> int | None:
-    """When a query last wrote; None: its store does not tell.
-
-    Parameters
-    ----------
-    query_folder
-        The query folder.
-    entries
-        What lies in it.
-
-    Returns
-    -------
-    int
-        Milliseconds since 1970, by the store's clock.
-
-    Raises
-    ------
-    CorruptFileError, VersionSkewError
-        When the note or the lease cannot be read.
-    StorageError
-        When the store fails.
-    """
+    """When a query last wrote; None: its store does not tell."""
     known = list(entries)
     if any(it.name == ERASE_FOLDER for it in known):
         noted_ms = document_in(query_folder.child(ERASE_FOLDER), LAST_WRITTEN_NAME, decode_last_written_ms)
@@ -63,15 +43,7 @@ def last_written_ms(query_folder: Folder, entries: Iterable[Entry]) -> int | Non
 
 
 def note_last_written(query_folder: Folder) -> None:
-    """Write down when a query last wrote, before somebody else does who erases keys from its past.
-
-    Raises
-    ------
-    CorruptFileError, VersionSkewError
-        When the lease cannot be read.
-    StorageError
-        When it could not be written.
-    """
+    """Write down when a query last wrote, before somebody else does who erases keys from its past."""
     if is_eraser_last(query_folder):
         # He was stopped, or does it again: what he noted the first time holds.
         return
@@ -82,15 +54,7 @@ def note_last_written(query_folder: Folder) -> None:
 
 
 def decode_last_written_ms(data: bytes, where: str) -> int:
-    """Read the note.
-
-    Raises
-    ------
-    CorruptFileError
-        When it is damaged.
-    VersionSkewError
-        When a newer release wrote it.
-    """
+    """Read the note."""
     with readable(where, "record of when a query last wrote", _MEND):
         return int(opened_document(data, where, _FORMAT, _MEND)["modified_ms"])
     raise AssertionError("unreachable: readable raises what it catches")

@@ -94,25 +94,7 @@ class _Request:
 
 
 class Lease:
-    """This process's hold on one query folder for one run.
-
-    Parameters
-    ----------
-    files
-        The query folder.
-    me
-        The run.
-    lease_ms
-        How long a lease lasts without renewal.
-    clock
-        Where the time comes from.
-    format_1_too
-        The lease is kept in format 1 too, for releases that know no other.
-    claim
-        The query's claim to the folder, where another query began it.
-    claims
-        The claim may be made now: the query has no state yet.
-    """
+    """This process's hold on one query folder for one run."""
 
     def __init__(
         self,
@@ -186,13 +168,6 @@ class Lease:
         A lease that this process holds is renewed beside what it does, so that nobody waits for a slow store. Only
         where that did not come to pass for long, as batches are far between or a renewal hangs, does a call see first
         that it is held; it waits for a third of the lease at most.
-
-        Raises
-        ------
-        LiveRunError
-            When another live run holds it, or has taken it over from this one.
-        ClaimedError
-            When the folder is another query's.
         """
         self._stop_if_lost(_STOP_ONE)
         if not self._state.asked:
@@ -220,15 +195,7 @@ class Lease:
             self._do_beside(self._renew_beside, self._renewing, 0.0)
 
     def check(self) -> None:
-        """See that nobody has taken the lease over; for work after the run's last task, which must not renew it.
-
-        Raises
-        ------
-        LiveRunError
-            When another run has taken it.
-        ClaimedError
-            When the folder is another query's.
-        """
+        """See that nobody has taken the lease over; for work after the run's last task, which must not renew it."""
         self._stop_if_lost(_NOT_DONE)
         if self._clock.monotonic_s() >= self._known_at_s + self._third_s:
             self._look(_NOT_DONE)
@@ -487,13 +454,7 @@ class LeaseRegistry:
         claim: Claim | None = None,
         claims: bool = False,
     ) -> Lease:
-        """The lease object of a folder.
-
-        Parameters
-        ----------
-        files, me, lease_ms, format_1_too, claim, claims
-            As for `Lease`.
-        """
+        """The lease object of a folder."""
         with self._lock:
             held = self._held.get(files.identity)
             if held is None or not held.is_of(me, claim):

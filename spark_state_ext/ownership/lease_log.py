@@ -26,13 +26,7 @@ _ROUNDS_MAX = 20
 
 
 class LeaseLog:
-    """The lease's files of one query folder.
-
-    Parameters
-    ----------
-    query_folder
-        The query folder.
-    """
+    """The lease's files of one query folder."""
 
     def __init__(self, query_folder: Folder) -> None:
         self._query_folder = query_folder
@@ -45,20 +39,7 @@ class LeaseLog:
         return self._query_folder.root
 
     def newest(self, *, first: bool = False) -> Found | None:
-        """The record that counts; None where there is none.
-
-        Parameters
-        ----------
-        first
-            Whoever asks does not hold the lease yet: a lease of format 1 counts, whoever holds the one of format 2.
-
-        Raises
-        ------
-        CorruptFileError, VersionSkewError
-            When it cannot be read.
-        StorageError
-            When the store fails.
-        """
+        """The record that counts; None where there is none."""
         found = self._newest_record()
         if found is not None and found.record.claim is not None:
             # Releases that write format 1 know no claims, and so none of them may hold it.
@@ -90,15 +71,7 @@ class LeaseLog:
         raise StorageError(f"the lease of {self.root} changes faster than it can be read: look who writes there")
 
     def append(self, after: Found | None, record: LeaseRecord) -> bool:
-        """Make the next record; whether it is the one that counts.
-
-        Parameters
-        ----------
-        after
-            The record that it follows.
-        record
-            What it says.
-        """
+        """Make the next record; whether it is the one that counts."""
         number = 1 if after is None else after.number + 1
         if record.claim is not None and _is_new(record.claim, after):
             note_replaced_claim(self._query_folder, record.claim, after)

@@ -76,16 +76,7 @@ class RunIdentity:
 
     @staticmethod
     def here(application: str, plan: str, query: str = "", *, local: bool = False) -> RunIdentity:
-        """The identity of the run that this worker process works for.
-
-        Parameters
-        ----------
-        application, plan, query
-            As told.
-        local
-            Spark runs in local mode, so that the JVM above this worker is the driver. On a cluster it is an executor,
-            whose end is not the end of the run.
-        """
+        """The identity of the run that this worker process works for."""
         me = RunIdentity(application, plan, query, machine_name())
         jvm = _java_above(os.getpid()) if local else 0
         if not jvm:
@@ -234,15 +225,7 @@ class LeaseRecord:
 
     @staticmethod
     def decode(data: bytes, where: str) -> LeaseRecord:
-        """Read a lease file.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is damaged.
-        VersionSkewError
-            When a newer release wrote it.
-        """
+        """Read a lease file."""
         with readable(where, "lease", _MEND):
             fields = opened_document(data, where, LEASE_FORMAT, _MEND)
             claim = fields["claim"] if fields["format"] > _FORMAT_2 else None
@@ -277,15 +260,7 @@ class LeaseRecord:
 
     @staticmethod
     def decode_format_1(data: bytes, where: str) -> LeaseRecord | None:
-        """Read what a release wrote that knows format 1 only; None where the file repeats a record of this release.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is damaged.
-        VersionSkewError
-            When a newer release wrote it.
-        """
+        """Read what a release wrote that knows format 1 only; None where the file repeats a record of this release."""
         with readable(where, "lease", _MEND):
             fields = json.loads(data)
             refuse_newer(fields["format"], _FORMAT_1, where)
@@ -353,48 +328,17 @@ class Decision(enum.Enum):
 
 
 def knows_claim(record: LeaseRecord, claim: str | None) -> bool:
-    """Whether a run with these pointers may have the folder at all, whoever holds the lease.
-
-    Parameters
-    ----------
-    record
-        The newest one.
-    claim
-        As for `decide`.
-    """
+    """Whether a run with these pointers may have the folder at all, whoever holds the lease."""
     return (None if record.claim is None else record.claim.id) == claim
 
 
 def takes_place(claim: Claim | None, record: LeaseRecord) -> bool:
-    """Whether a claim that may be made now may take the place of a record's, or of none.
-
-    Parameters
-    ----------
-    claim
-        The claim; None: the run makes none.
-    record
-        The newest one.
-    """
+    """Whether a claim that may be made now may take the place of a record's, or of none."""
     return knows_claim(record, None if claim is None else claim.instead_of)
 
 
 def refuse_written_since(claim: Claim | None, found: Found | None, where: str) -> None:
-    """Refuse a claim that is made now, where somebody has written a record since its pointers were read.
-
-    Parameters
-    ----------
-    claim
-        The claim; None: the run makes none.
-    found
-        The newest record; None where there is none.
-    where
-        The query folder, for the message.
-
-    Raises
-    ------
-    LiveRunError
-        When somebody has.
-    """
+    """Refuse a claim that is made now, where somebody has written a record since its pointers were read."""
     if claim is None or claim.after is None or (found is not None and not takes_place(claim, found.record)):
         return
     if claim.after != (0 if found is None else found.number):
@@ -416,23 +360,6 @@ def decide(
     """What a run may do.
 
     No two clocks are compared: whether an owner renews is watched for a whole lease, by the watcher's own clock.
-
-    Parameters
-    ----------
-    found
-        The newest record; None where there is none.
-    me
-        The run that asks.
-    watch
-        Since when it has watched which record; None: it has not yet.
-    now_s
-        Its monotonic clock.
-    lease_ms
-        Its own lease, milliseconds. The owner's counts where that is longer.
-    over
-        Whether the owner's driver is known to be gone.
-    claim
-        Id of the claim that the run's pointers name; None: it goes by the folder's first query, which claimed nothing.
     """
     if found is None:
         return Decision.RENEW

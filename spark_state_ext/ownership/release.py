@@ -24,33 +24,7 @@ __all__ = ["release_query_folder"]
 
 
 def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Clock | None = None) -> Claim:
-    """Free the claim to a query folder. It waits for a lease where it cannot tell whether the owner lives.
-
-    Parameters
-    ----------
-    query_folder
-        The folder.
-    force
-        Also where the owner's first batch may be committed, which is lost then.
-    clock
-        Where the time comes from.
-
-    Returns
-    -------
-    Claim
-        The one that counts no longer; its `instead_of` is the id of the claim that counts again, if there is one.
-
-    Raises
-    ------
-    MissingCheckpointError
-        When nobody has claimed it.
-    NotClaimableError
-        When its owner has built upon it: what the old query needs may be deleted.
-    LiveRunError
-        When its owner lives.
-    StorageError
-        When the store fails.
-    """
+    """Free the claim to a query folder. It waits for a lease where it cannot tell whether the owner lives."""
     log, clock = LeaseLog(query_folder), clock or Clock()
     me = RunIdentity.here("savepoint release", uuid.uuid4().hex)
 

@@ -12,23 +12,7 @@ _VARINT_BYTES_MAX = 5
 
 
 def decode_action(data: bytes) -> tuple[str, bytes]:
-    """The type and the body of an action.
-
-    Parameters
-    ----------
-    data
-        Its message.
-
-    Raises
-    ------
-    CorruptFileError
-        When it has anything else in it.
-
-    Examples
-    --------
-    >>> decode_action(b"\\x0a\\x04type\\x12\\x02hi")
-    ('type', b'hi')
-    """
+    """The type and the body of an action."""
     found = {_ACTION_TYPE: b"", _ACTION_BODY: b""}
     at = 0
     while at < len(data):
@@ -43,18 +27,7 @@ def decode_action(data: bytes) -> tuple[str, bytes]:
 
 
 def encode_result(body: bytes) -> bytes:
-    """The message of a result.
-
-    Parameters
-    ----------
-    body
-        Its body.
-
-    Examples
-    --------
-    >>> encode_result(b"hi")
-    b'\\n\\x02hi'
-    """
+    """The message of a result."""
     size, length = len(body), bytearray()
     while size > 0x7F:
         length.append(size & 0x7F | 0x80)

@@ -44,19 +44,7 @@ _LEFT_ALONE_MAX = 1_000
 
 
 class Peers:
-    """The peers of a root, as a worker process knows them; several threads may ask.
-
-    Parameters
-    ----------
-    root
-        Where the state of all operators lies.
-    settings
-        How they are asked.
-    host
-        This host.
-    clock_s
-        A clock that only goes forward.
-    """
+    """The peers of a root, as a worker process knows them; several threads may ask."""
 
     def __init__(
         self, root: Folder, settings: PeerSettings, host: str, clock_s: Callable[[], float] = time.monotonic
@@ -80,26 +68,7 @@ class Peers:
         beside: bool,
         raise_if_closed: Callable[[], None],
     ) -> None:
-        """Have peers give pieces of a file, and put them there; what they do not give lacks then as before.
-
-        Parameters
-        ----------
-        key
-            The bucket.
-        lazy
-            The file.
-        ranges
-            Numbers of pieces, first and end.
-        beside
-            Nobody waits for it: as for `asks_peers`.
-        raise_if_closed
-            Called before each question; what it raises ends it.
-
-        Raises
-        ------
-        StorageError
-            When the local disk does not take them.
-        """
+        """Have peers give pieces of a file, and put them there; what they do not give lacks then as before."""
         if not self._choice.asks_peers(beside):
             return
         digest = digest_of(lazy.run.blocks)
@@ -109,18 +78,7 @@ class Peers:
                 return
 
     def send(self, delta: PeerDelta) -> int:
-        """Send a delta to all peers that have replicas of its bucket, and wait for none of them for long.
-
-        Parameters
-        ----------
-        delta
-            The delta.
-
-        Returns
-        -------
-        int
-            How many have taken it.
-        """
+        """Send a delta to all peers that have replicas of its bucket, and wait for none of them for long."""
         taken, about = 0, f"delta {delta.key}"
         for address in self._having(delta.key, about, beside=True)[:_SENT_MAX]:
             try:
@@ -138,13 +96,7 @@ class Peers:
         return taken
 
     def note_store(self, requests: int, size_bytes: int, took_s: float) -> None:
-        """The store has given bytes, and nobody waited for them.
-
-        Parameters
-        ----------
-        requests, size_bytes, took_s
-            In how many requests, how many bytes, and how long that took, seconds.
-        """
+        """The store has given bytes, and nobody waited for them."""
         self._choice.note_store(requests, size_bytes, took_s)
 
     def close(self) -> None:
@@ -267,18 +219,7 @@ class PeersByRoot:
         self._peers: dict[str, Peers | None] = {}
 
     def of(self, root: str, storage_options: Mapping[str, Any]) -> Peers | None:
-        """The peers of a root; None where the environment has no secret. Nobody is asked for anything yet.
-
-        Parameters
-        ----------
-        root, storage_options
-            As `ArrowState` has them.
-
-        Raises
-        ------
-        UsageError
-            When the secret is none, or the root cannot be opened.
-        """
+        """The peers of a root; None where the environment has no secret. Nobody is asked for anything yet."""
         name = f"{root} {dict(storage_options)!r}"
         if name not in self._peers:
             settings = peer_settings()

@@ -33,27 +33,7 @@ class Measure:
 
 
 def asks_peers(peer: Measure | None, store: Measure | None, now_s: float, beside: bool) -> bool:
-    """Whether peers are asked first.
-
-    Parameters
-    ----------
-    peer, store
-        What was measured of each; None: nothing yet.
-    now_s
-        The time by the clock of the measures.
-    beside
-        Nobody waits for it. Then what is not known, or not any more, is measured: first the peers, then the store. A
-        batch waits for no measure: it asks peers unless they are known to be slower.
-
-    Examples
-    --------
-    >>> asks_peers(Measure(1e-9, 0.0), None, 1.0, beside=False)
-    True
-    >>> asks_peers(Measure(1e-9, 0.0), None, 1.0, beside=True)
-    False
-    >>> asks_peers(Measure(1e-9, 0.0), Measure(5e-10, 0.0), 1.0, beside=True)
-    False
-    """
+    """Whether peers are asked first."""
     if beside and (peer is None or peer.at_s < now_s - _OLD_S):
         return True
     if beside and (store is None or store.at_s < now_s - _OLD_S):
@@ -62,13 +42,7 @@ def asks_peers(peer: Measure | None, store: Measure | None, now_s: float, beside
 
 
 class Choice:
-    """The measures of a process, for one root; several threads may note.
-
-    Parameters
-    ----------
-    clock_s
-        A clock that only goes forward.
-    """
+    """The measures of a process, for one root; several threads may note."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s

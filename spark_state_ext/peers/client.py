@@ -29,20 +29,7 @@ _OPTIONS = [
 
 
 class PeerClient:
-    """A connection to one peer, which is made when it is first asked.
-
-    Parameters
-    ----------
-    address
-        As its host's record tells it.
-    ca
-        As for `PeerSettings`.
-
-    Raises
-    ------
-    PeerError
-        When the address is none.
-    """
+    """A connection to one peer, which is made when it is first asked."""
 
     def __init__(self, address: str, ca: bytes | None) -> None:
         self.address = address
@@ -57,22 +44,7 @@ class PeerClient:
         os.register_at_fork(after_in_child=partial(_never_free, weakref.ref(self._client)))
 
     def ask(self, question: bytes, timeout_s: float, action: str = PIECES_ACTION) -> Generator[memoryview, None, None]:
-        """The answers to a question, one after the other.
-
-        Parameters
-        ----------
-        question
-            As `PeerQuestion.encode` made it, or `PeerDelta.encode`.
-        timeout_s
-            How long all of them may take.
-        action
-            Of which kind it is.
-
-        Raises
-        ------
-        PeerError
-            When it cannot be reached, does not take the question, or takes longer.
-        """
+        """The answers to a question, one after the other."""
         options = flight.FlightCallOptions(timeout=timeout_s)
         try:
             for result in self._client.do_action(flight.Action(action, question), options):

@@ -23,18 +23,6 @@ def peers_below(root: Folder, host: str) -> Mapping[BucketKey, tuple[str, ...]]:
     """Addresses of peers by bucket: those that have all of it first.
 
     A host that has died is among them for a while, as one look does not tell who lives.
-
-    Parameters
-    ----------
-    root
-        Where the state of all operators lies.
-    host
-        This host, which is no peer of its own.
-
-    Raises
-    ------
-    StorageError
-        When the records cannot be listed.
     """
     files = root.child(STANDBY_FOLDER, MEMBERS_FOLDER)
     newest: dict[str, RecordName] = {}

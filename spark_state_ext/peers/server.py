@@ -73,26 +73,7 @@ def _options() -> list[tuple[str, int]]:
 
 
 class PeerServer:
-    """The server, in threads of gRPC from the beginning to `close`.
-
-    Parameters
-    ----------
-    host, port
-        Where it listens; port 0: any that is free.
-    secret
-        Who does not have it gets nothing.
-    shelf
-        What there is to give.
-    tls
-        None: bytes go over the line as they are.
-    take
-        What becomes of deltas that tasks send; by default nothing.
-
-    Raises
-    ------
-    StorageError
-        When it cannot listen there.
-    """
+    """The server, in threads of gRPC from the beginning to `close`."""
 
     def __init__(
         self,

@@ -39,13 +39,7 @@ class Shelf(Protocol):
     """What there is to give."""
 
     def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
-        """A snapshot that is here whole; None: it is not. Several threads may ask.
-
-        Raises
-        ------
-        StateError
-            When that cannot be told.
-        """
+        """A snapshot that is here whole; None: it is not. Several threads may ask."""
         ...
 
 

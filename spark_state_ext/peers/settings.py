@@ -37,18 +37,7 @@ class PeerSettings:
 
 
 def peer_settings(environ: Mapping[str, str] = os.environ) -> PeerSettings | None:
-    """What the environment says; None: peers are not asked, as there is no secret.
-
-    Parameters
-    ----------
-    environ
-        The variables.
-
-    Raises
-    ------
-    UsageError
-        When the secret is too short, or the certificates cannot be read.
-    """
+    """What the environment says; None: peers are not asked, as there is no secret."""
     text, ca = environ.get(SECRET_VARIABLE), environ.get(CA_VARIABLE)
     if not text:
         return None
@@ -56,20 +45,7 @@ def peer_settings(environ: Mapping[str, str] = os.environ) -> PeerSettings | Non
 
 
 def pem_file(path: str | os.PathLike[str], given_by: str) -> bytes:
-    """The bytes of a certificate's or a key's file.
-
-    Parameters
-    ----------
-    path
-        The file.
-    given_by
-        Which option or variable names it.
-
-    Raises
-    ------
-    UsageError
-        When it cannot be read, or is no PEM.
-    """
+    """The bytes of a certificate's or a key's file."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:

@@ -27,13 +27,7 @@ _WAITING_DELTAS_MAX, _WAITING_BYTES_MAX = 256, 32 << 20
 
 
 class DeltaTap:
-    """That of a worker process for one root; several threads may offer.
-
-    Parameters
-    ----------
-    peers
-        Who has replicas.
-    """
+    """That of a worker process for one root; several threads may offer."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -44,15 +38,7 @@ class DeltaTap:
         self.dropped = self.taken = 0
 
     def offer(self, key: BucketKey, name: str, data: bytes | None) -> None:
-        """Send a delta, unless there is too much to send. Waits for nothing, and raises nothing.
-
-        Parameters
-        ----------
-        key
-            The bucket.
-        name, data
-            The file, sealed; None: its bytes are not in memory.
-        """
+        """Send a delta, unless there is too much to send. Waits for nothing, and raises nothing."""
         with self._lock:
             if (
                 data is None
@@ -102,20 +88,7 @@ class Taps:
         self._taps: dict[Peers, DeltaTap] = {}
 
     def of(self, peers: Peers | None, environ: Mapping[str, str] = os.environ) -> DeltaTap | None:
-        """The tap to the peers of a root; None where there are none, or the environment does not ask for it.
-
-        Parameters
-        ----------
-        peers
-            Of a root; None: there is no secret.
-        environ
-            The variables.
-
-        Raises
-        ------
-        UsageError
-            When the variable says neither yes nor no.
-        """
+        """The tap to the peers of a root; None where there are none, or the environment does not ask for it."""
         given = environ.get(TAP_VARIABLE, "")
         if given not in ("", "0", "1"):
             raise UsageError(f"{TAP_VARIABLE} is {given!r}: give 1 to have deltas sent to standby replicas, or 0")

@@ -62,24 +62,7 @@ class Scratch:
 
 
 class Body:
-    """The rows of a checkpoint file whose bytes were checked.
-
-    Parameters
-    ----------
-    data
-        The whole file.
-    where
-        How to call it.
-    fetch
-        What it has to be.
-    schema
-        What its rows are to conform to.
-
-    Raises
-    ------
-    CorruptFileError, LineageError
-        When it is damaged, or another file.
-    """
+    """The rows of a checkpoint file whose bytes were checked."""
 
     def __init__(self, data: pa.Buffer, where: str, fetch: Fetch, schema: RowSchema) -> None:
         self.size_bytes = data.size
@@ -105,13 +88,7 @@ class Body:
         return self._record.rows
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """All rows, in run order; without a copy where the file is not compressed.
-
-        Raises
-        ------
-        CorruptFileError
-            When they are not what the header announces.
-        """
+        """All rows, in run order; without a copy where the file is not compressed."""
         rows = 0
         try:
             for batch in self._reader():
@@ -153,26 +130,7 @@ def hashes_in(batch: pa.RecordBatch) -> HashArray:
 
 
 def opened(files: Readable, fetch: Fetch, folder: Folder, schema: RowSchema, scratch: Scratch) -> Body:
-    """Open and check one file of a load plan.
-
-    Parameters
-    ----------
-    files
-        Who has it.
-    fetch
-        Which one.
-    folder
-        The bucket's folder: where that is who has it, on a disk of this machine, the file is mapped.
-    schema
-        What its rows are to conform to.
-    scratch
-        For a copy of a large file that lies elsewhere.
-
-    Raises
-    ------
-    MissingCheckpointError, CorruptFileError, LineageError, StorageError
-        When it is gone, damaged, another one, or cannot be read.
-    """
+    """Open and check one file of a load plan."""
     name = file_name(fetch.ref, fetch.kind)
     where = files.where(name)
     if scratch.memory_map and folder.is_local and where == folder.where(name):

@@ -24,39 +24,14 @@ _SAME = -1
 
 
 def changes_schema(state: OpenState) -> pa.Schema:
-    """The schema of changes: the columns of the state, and ``_change``.
-
-    Raises
-    ------
-    UsageError
-        When a column of the state is called so.
-    """
+    """The schema of changes: the columns of the state, and ``_change``."""
     if CHANGE in state.schema.names:
         raise UsageError(f"operator {state.operator!r} has a column {CHANGE!r}, so its changes cannot be told")
     return state.schema.append(pa.field(CHANGE, pa.string()))
 
 
 def changes_of_bucket(before: OpenState, after: OpenState, bucket: int) -> Iterator[pa.RecordBatch]:
-    """What became of the keys of a bucket. Both states of the bucket are in memory at once.
-
-    Parameters
-    ----------
-    before, after
-        The state after two batches of one query.
-    bucket
-        The bucket.
-
-    Returns
-    -------
-    Iterator of pyarrow.RecordBatch
-        The rows after, of keys that were inserted or updated; the rows before, of keys that were deleted. A key whose
-        state and timeout are the same is in none of these.
-
-    Raises
-    ------
-    MissingCheckpointError, CorruptFileError, LineageError, StorageError
-        As for `OpenState.scan`.
-    """
+    """What became of the keys of a bucket. Both states of the bucket are in memory at once."""
     if before.checkpoints.get(bucket) == after.checkpoints.get(bucket):
         return
     schema, fields = after.files.operator.row_schema(), changes_schema(after)

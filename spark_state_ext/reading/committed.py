@@ -86,15 +86,7 @@ class Line:
 
     @property
     def through(self) -> int | None:
-        """The last batch as of which the bucket's state is certain; None where it has no file.
-
-        Raises
-        ------
-        MissingCheckpointError
-            When it has files, and none of them is certain to count.
-        CorruptError, StorageError
-            When a header cannot be read.
-        """
+        """The last batch as of which the bucket's state is certain; None where it has no file."""
         if not self.heads:
             if self.unsure:
                 raise self._untold()
@@ -119,15 +111,7 @@ class Line:
         return self.clock.unit == BATCH and header.writer.query_id != self.clock.query_id
 
     def state_at(self, batch: int, unproven: bool) -> CheckpointRef | None:
-        """The checkpoint that the bucket had after a batch; None where it had no state.
-
-        Raises
-        ------
-        MissingCheckpointError
-            When the files do not reach that far back, or do not tell.
-        CorruptError, StorageError
-            When a header cannot be read.
-        """
+        """The checkpoint that the bucket had after a batch; None where it had no state."""
         if any(not self.heads or self.clock.at(self.files.header(it)) <= batch for it in self.unsure):
             raise self._untold()
         # The last written attempt first: of equals it is likelier the one that was committed.
@@ -268,13 +252,7 @@ class Timeline:
         return max(line.oldest() for line in self.lines)
 
     def state_at(self, batch: int, unproven: bool) -> dict[int, CheckpointRef | None]:
-        """The checkpoint of each bucket after a batch.
-
-        Raises
-        ------
-        MissingCheckpointError, CorruptError, StorageError
-            As `Line.state_at`.
-        """
+        """The checkpoint of each bucket after a batch."""
         return {line.files.bucket: line.state_at(batch, unproven) for line in self.lines}
 
     def _has_start(self) -> bool:
@@ -294,24 +272,7 @@ def timeline(
     noted: LastRun | None = None,
     origins: Origins | None = None,
 ) -> Timeline:
-    """Tell from files which lineages a query is on.
-
-    Parameters
-    ----------
-    buckets
-        The files of each bucket.
-    query_folder
-        Name of the query folder: the id of the query that began it.
-    noted
-        What was written down before files were written anew; None: none were.
-    origins
-        What the buckets began with, where that is made of parts of others; None: it is not.
-
-    Raises
-    ------
-    MissingCheckpointError, CorruptError, StorageError
-        When a header cannot be read.
-    """
+    """Tell from files which lineages a query is on."""
     last = [(files, ref) for files in buckets if (ref := files.written_last()) is not None]
     if not last:
         since = _since(Clock(BATCH, ""), origins)

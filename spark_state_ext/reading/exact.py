@@ -69,41 +69,7 @@ def open_exact(
     scratch: Scratch | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> OpenState:
-    """Open the state of an operator as of a batch whose pointers are read from Spark.
-
-    Parameters
-    ----------
-    path
-        A root, the folder of an operator, or a query folder.
-    told
-        Whose state it is.
-    read
-        Reads the pointers. It is called while the hold is there, so that their files stay.
-    hold
-        Keep the query's clean-up away from the files while the state is open.
-    scratch
-        For copies of large files that lie elsewhere.
-    storage_options
-        Options for the path's fsspec file system.
-
-    Returns
-    -------
-    OpenState
-        To be closed.
-
-    Raises
-    ------
-    UsageError
-        When the path has another state than the checkpoint.
-    MissingCheckpointError
-        When the batch made no pointers.
-    CorruptFileError
-        When it lacks those of some buckets.
-    ChangedJobError
-        When the query began again with a wider state schema while this was opened.
-    CannotHoldError, VersionSkewError, StorageError
-        As `open_state`.
-    """
+    """Open the state of an operator as of a batch whose pointers are read from Spark."""
     found = find_state(Folder(os.fspath(path), storage_options), told.operator, told.query_folder)
     if found.operator is None:
         raise UsageError(

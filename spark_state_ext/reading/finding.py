@@ -36,26 +36,7 @@ class StateFolder:
 
 
 def find_state(given: Folder, operator: str | None, query_folder: str | None) -> StateFolder:
-    """Find the state that is meant.
-
-    Parameters
-    ----------
-    given
-        The path.
-    operator
-        Name of the operator; None: the only one.
-    query_folder
-        Name of the query folder; None: the one written last.
-
-    Raises
-    ------
-    UsageError
-        When nothing is there, or several and none is named.
-    CorruptFileError, VersionSkewError
-        When an operator file cannot be read.
-    StorageError
-        When the store fails.
-    """
+    """Find the state that is meant."""
     here = given.entries()
     files = {entry.name for entry in here if not entry.folder}
     if MANIFEST_NAME in files:

@@ -17,19 +17,7 @@ _PARALLEL_MIN = 4
 
 
 class BucketFiles:
-    """What lies in a bucket's folder, as of one listing.
-
-    Parameters
-    ----------
-    folder
-        The folder.
-    bucket
-        The bucket.
-    entries
-        The listing.
-    files
-        What headers are read from; by default the folder.
-    """
+    """What lies in a bucket's folder, as of one listing."""
 
     def __init__(self, folder: Folder, bucket: int, entries: Iterable[Entry], files: Readable | None = None) -> None:
         self.folder = folder
@@ -50,27 +38,13 @@ class BucketFiles:
 
     @staticmethod
     def listed(query_folder: Folder, bucket: int) -> BucketFiles:
-        """The files of a bucket of a query folder, or of an operator in a savepoint.
-
-        Raises
-        ------
-        StorageError
-            When the folder cannot be listed.
-        """
+        """The files of a bucket of a query folder, or of an operator in a savepoint."""
         folder = query_folder.child(str(bucket))
         return BucketFiles(folder, bucket, folder.entries())
 
     @staticmethod
     def read_before(folder: Folder, bucket: int, files: Iterable[tuple[Entry, LineageHeader]]) -> BucketFiles:
-        """Files whose headers are known already. Where several are one checkpoint's, its last delta tells when.
-
-        Parameters
-        ----------
-        folder, bucket
-            The bucket's, for messages.
-        files
-            Each with its header.
-        """
+        """Files whose headers are known already. Where several are one checkpoint's, its last delta tells when."""
         known = list(files)
         made = BucketFiles(folder, bucket, [entry for entry, _ in known])
         made._headers = {header.ref: header for _, header in known}
@@ -93,17 +67,7 @@ class BucketFiles:
         return max(self.kinds, key=lambda ref: (self.modified_s(ref), ref.version), default=None)
 
     def header(self, ref: CheckpointRef) -> LineageHeader:
-        """What a checkpoint's file says of it: its delta, or its snapshot where there is no delta, or it is damaged.
-
-        Raises
-        ------
-        MissingCheckpointError
-            When there is no file of it.
-        CorruptError
-            When none can be read.
-        StorageError
-            When the store fails.
-        """
+        """What a checkpoint's file says of it: its delta, or its snapshot where there is no delta, or it is damaged."""
         if ref in self._headers:
             return self._headers[ref]
         failure: CorruptError | MissingCheckpointError | None = None
@@ -121,13 +85,7 @@ class BucketFiles:
 
 
 def read_side_by_side(wanted: Sequence[tuple[BucketFiles, CheckpointRef]]) -> None:
-    """Read several headers, so that asking for them is at once.
-
-    Raises
-    ------
-    MissingCheckpointError, CorruptError, StorageError
-        As `BucketFiles.header`.
-    """
+    """Read several headers, so that asking for them is at once."""
 
     def read(one: tuple[BucketFiles, CheckpointRef]) -> None:
         one[0].header(one[1])

@@ -21,26 +21,7 @@ _RENEWALS_A_TERM = 3
 
 
 class ReaderHold:
-    """A hold that is renewed in the background until it is released, or nobody refers to it any more.
-
-    Parameters
-    ----------
-    query_folder
-        The folder that is read.
-    lasts_ms
-        How long it lasts without renewal.
-    clock_s
-        A clock that only goes forward.
-    joined
-        Id of a hold that another process has placed, and that is only renewed; it ends by itself.
-
-    Raises
-    ------
-    CannotHoldError
-        When no record can be written.
-    MissingCheckpointError
-        When the other process's hold is over.
-    """
+    """A hold that is renewed in the background until it is released, or nobody refers to it any more."""
 
     def __init__(
         self,
@@ -72,15 +53,7 @@ class ReaderHold:
         return self._hold.id
 
     def check(self) -> None:
-        """See that the hold still lasts; it is renewed where that is due.
-
-        Raises
-        ------
-        MissingCheckpointError
-            When it was not renewed in time: files may be gone.
-        StorageError
-            When it is due, and cannot be renewed.
-        """
+        """See that the hold still lasts; it is renewed where that is due."""
         with self._lock:
             if self._lost is not None:
                 raise self._lost
@@ -94,13 +67,7 @@ class ReaderHold:
                 raise
 
     def release(self) -> None:
-        """Let clean-ups go on; nothing happens when they do already.
-
-        Raises
-        ------
-        StorageError
-            When the record cannot be removed: it ends by itself.
-        """
+        """Let clean-ups go on; nothing happens when they do already."""
         self._release()
 
     def leave(self) -> str:

@@ -398,15 +398,7 @@ class _OpenStore:
         return said[1]
 
     def at(self, ref: CheckpointRef | None, work: Callable[[View], T]) -> T:
-        """Work on the state at a checkpoint.
-
-        Raises
-        ------
-        _DroppedError
-            When runs of the view are gone that an earlier call has found. A new view may have others.
-        MissingRunError, CorruptStoreError, StorageError
-            When there is no state of that checkpoint, or it cannot be read.
-        """
+        """Work on the state at a checkpoint."""
         known = self._view
         if known is None or known[0] != ref:
             view = self.store.view(ref)

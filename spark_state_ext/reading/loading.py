@@ -62,21 +62,7 @@ class _FolderRestore:
 def sources_in(
     folder: Folder, pointer: Pointer, *beside: Restorable, files: Readable | None = None, in_thread: bool = False
 ) -> Sources:
-    """The files of a bucket's folder, what is inline in a pointer, and what else the state can be read from.
-
-    Parameters
-    ----------
-    folder
-        The bucket's folder.
-    pointer
-        What is restored.
-    beside
-        What else it can be read from.
-    files
-        The folder's files, where something lies between them and the reader.
-    in_thread
-        As for `Sources`.
-    """
+    """The files of a bucket's folder, what is inline in a pointer, and what else the state can be read from."""
     # Whatever other backends had: here is where one reads.
     status = {} if pointer.ref is None else {folder.root: ReplicationStatus(pointer.ref)}
     return Sources(
@@ -89,24 +75,7 @@ def sources_in(
 def pointer_to(
     files: BucketFiles, ref: CheckpointRef | None, operator: OperatorFile, origin: CheckpointRef | None = None
 ) -> Pointer:
-    """A pointer as Spark holds one, as far as a load needs it, made from a file's header.
-
-    Parameters
-    ----------
-    files
-        The bucket's.
-    ref
-        The checkpoint; None: the bucket has no state.
-    operator
-        The operator file in force.
-    origin
-        What the bucket began with, where that is made of parts of others: there is no file of it.
-
-    Raises
-    ------
-    MissingCheckpointError, CorruptError, StorageError
-        When the header cannot be read.
-    """
+    """A pointer as Spark holds one, as far as a load needs it, made from a file's header."""
     made = Pointer(operator.operator, files.bucket, operator.buckets, operator.schema_id, -1, None)
     if ref is None:
         return made
@@ -135,24 +104,7 @@ def pointer_to(
 def loaded(
     pointer: Pointer, sources: Sources, open_file: Callable[[Readable, Fetch], Body], in_parallel: bool
 ) -> list[Body]:
-    """The files that a pointer's state is made of, oldest first; the first one is whole by itself.
-
-    Parameters
-    ----------
-    pointer
-        The pointer.
-    sources
-        Where its files may be; what is inline in it, too.
-    open_file
-        Opens a file and checks it to the last byte.
-    in_parallel
-        Files are opened side by side.
-
-    Raises
-    ------
-    MissingCheckpointError, CorruptFileError, LineageError, StorageError
-        When no way leads to its state.
-    """
+    """The files that a pointer's state is made of, oldest first; the first one is whole by itself."""
     if pointer.ref is None:
         return []
     owners = (pointer.operator, *pointer.origins)

@@ -59,22 +59,7 @@ class WantedKey:
 
     @staticmethod
     def of(key: Any, names: Sequence[str], schema: RowSchema) -> WantedKey:
-        """A key as the user gave it.
-
-        Parameters
-        ----------
-        key
-            A value, where there is one key column; a tuple of values in the order of the columns; or a mapping.
-        names
-            Names of the key columns.
-        schema
-            The row schema.
-
-        Raises
-        ------
-        UsageError
-            When it is no key of this operator.
-        """
+        """A key as the user gave it."""
         columns = []
         for name, value, field in zip(names, _values(key, names, schema), schema.keys, strict=True):
             try:

@@ -16,15 +16,7 @@ __all__ = ["live_rows", "row_of_key"]
 
 
 def live_rows(bodies: Sequence[Body], schema: RowSchema) -> Iterator[pa.RecordBatch]:
-    """All live rows, ascending by hash. The oldest file streams; the others, which are smaller, are merged in memory.
-
-    Parameters
-    ----------
-    bodies
-        Files of one load plan, oldest first: the first holds everything up to its checkpoint.
-    schema
-        Their rows' schema.
-    """
+    """All live rows, ascending by hash. The oldest file streams; the others, which are smaller, merge in memory."""
     if not bodies:
         return
     changes = _newest_of(bodies[1:], schema)
@@ -51,15 +43,7 @@ def live_rows(bodies: Sequence[Body], schema: RowSchema) -> Iterator[pa.RecordBa
 
 
 def row_of_key(bodies: Sequence[Body], wanted: WantedKey, schema: RowSchema) -> pa.RecordBatch:
-    """The live row of one key, or none: the newest file that has the key decides.
-
-    Parameters
-    ----------
-    bodies, schema
-        As for `live_rows`.
-    wanted
-        The key.
-    """
+    """The live row of one key, or none: the newest file that has the key decides."""
     for body in reversed(bodies):
         for rows in body.with_hash(wanted.hash):
             # Mostly one; keys that differ in NULLs only have one hash.

@@ -120,27 +120,7 @@ def open_pointers(
     scratch: Scratch | None = None,
     saved: Mapping[int, Sequence[SavedFile]] | None = None,
 ) -> OpenState:
-    """Open the state at pointers that Spark has told, with what is inline in them.
-
-    Parameters
-    ----------
-    query_folder
-        The folder.
-    operator
-        The operator file in force.
-    pointers
-        By bucket; buckets that are not named have no state.
-    batch
-        The batch that made them.
-    retained
-        The oldest and the newest batch whose pointers can be had; None: there is only this one.
-    hold
-        A hold from before they were read.
-    scratch
-        For copies of large files that lie elsewhere.
-    saved
-        Of a savepoint, the files that its manifest names, by bucket.
-    """
+    """Open the state at pointers that Spark has told, with what is inline in them."""
     none = Pointer(operator.operator, 0, operator.buckets, operator.schema_id, batch, None)
     whole = {bucket: pointers.get(bucket, replace(none, bucket=bucket)) for bucket in range(operator.buckets)}
     oldest, newest = retained or (batch, batch)

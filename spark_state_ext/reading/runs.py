@@ -54,22 +54,6 @@ def heads_by_run(
     """The newest checkpoints of each bucket that the last run made, or went on from.
 
     All headers are read of those buckets alone in which another run has files of the newest version.
-
-    Parameters
-    ----------
-    buckets
-        The files of each bucket.
-    latest
-        A file of the last run.
-    at
-        When a checkpoint was made.
-    noted
-        What was written down before files were written anew; None: none were.
-
-    Raises
-    ------
-    MissingCheckpointError, CorruptError, StorageError
-        When a header cannot be read.
     """
     run_id = latest.writer.run_id
     mixed = [
@@ -96,17 +80,7 @@ def heads_by_run(
 
 
 class _Runs:
-    """What is known of the runs.
-
-    Parameters
-    ----------
-    last
-        The last one.
-    at
-        When a checkpoint was made.
-    noted
-        Runs whose files may have been written anew.
-    """
+    """What is known of the runs."""
 
     def __init__(self, last: str, at: Callable[[LineageHeader], int], noted: LastRun | None) -> None:
         self._last = last

@@ -24,11 +24,6 @@ class ShownColumns:
 
     A name that several columns have is told apart as in checkpoint files: ``key.<name>`` and ``state.<name>``, and by
     a number where keys share it.
-
-    Parameters
-    ----------
-    schema
-        Row schema of the operator file in force.
     """
 
     def __init__(self, schema: RowSchema) -> None:
@@ -51,13 +46,7 @@ class ShownColumns:
         return pa.schema([*self.key, *self.state, pa.field(TIMEOUT_MS, pa.int64())])
 
     def fields(self, columns: Sequence[str] | None) -> pa.Schema:
-        """The schema of some columns.
-
-        Raises
-        ------
-        UsageError
-            When there is no such column.
-        """
+        """The schema of some columns."""
         if columns is None:
             return self.default
         if isinstance(columns, str):
@@ -109,13 +98,7 @@ class ShownColumns:
 
 
 def filtered(rows: pa.RecordBatch, condition: pc.Expression) -> pa.Table:
-    """The rows that a condition over their columns is true of.
-
-    Raises
-    ------
-    UsageError
-        When it does not fit the columns.
-    """
+    """The rows that a condition over their columns is true of."""
     try:
         return pa.Table.from_batches([rows]).filter(condition)
     except (pa.ArrowException, TypeError, ValueError, KeyError) as error:

@@ -35,20 +35,7 @@ READ, ANCESTOR = "read", "ancestor"
 
 
 def files_table(buckets: Sequence[BucketFiles], read: Mapping[int, CheckpointRef | None]) -> pa.Table:
-    """The files of some buckets.
-
-    Parameters
-    ----------
-    buckets
-        The listings.
-    read
-        The checkpoint of each bucket that is read.
-
-    Raises
-    ------
-    MissingCheckpointError, CorruptFileError, LineageError, StorageError
-        When a file is gone, or damaged at one of its ends, or the store fails.
-    """
+    """The files of some buckets."""
     rows = []
     for files in buckets:
         ancestors = _ancestors(files, read.get(files.bucket))

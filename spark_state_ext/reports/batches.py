@@ -43,31 +43,14 @@ class OperatorBatches:
 
 
 def batches_of(calls: pa.Table) -> list[OperatorBatches]:
-    """The operators that metrics tell of.
-
-    Parameters
-    ----------
-    calls
-        From `spark_state_ext.worker.metrics.read`.
-    """
+    """The operators that metrics tell of."""
     calls = last_calls(calls)
     found = calls.group_by(list(_KEYS)).aggregate([]).sort_by([(name, "ascending") for name in _KEYS])
     return [_operator(calls, row["query_id"], row["operator"]) for row in found.to_pylist()]
 
 
 def last_calls(calls: pa.Table) -> pa.Table:
-    """The calls that count: of those that were made again, also by a later run of the query, the last one.
-
-    Parameters
-    ----------
-    calls
-        From `spark_state_ext.worker.metrics.read`.
-
-    Returns
-    -------
-    pa.Table
-        The same columns, in the same order, and ``at``: where each was.
-    """
+    """The calls that count: of those that were made again, also by a later run of the query, the last one."""
     calls = calls.append_column("at", pa.array(np.arange(calls.num_rows)))
     last = calls.group_by([*_KEYS, "batch", "bucket"]).aggregate([("at", "max")])
     return calls.take(pc.take(last["at_max"], pc.sort_indices(last["at_max"])))
@@ -101,21 +84,7 @@ def _held(calls: pa.Table, column: str, batches: pa.ChunkedArray) -> pa.Array:
 
 
 def thinned(batches: pa.Table, points_max: int) -> tuple[pa.Table, int]:
-    """Few enough rows for a chart, and how many batches each of them stands for.
-
-    Parameters
-    ----------
-    batches
-        As in `OperatorBatches`.
-    points_max
-        How many rows there may be.
-
-    Returns
-    -------
-    tuple
-        The table, in which each row has the largest values of its batches, so that no peak is lost, and sums of what
-        can be summed; and the number of batches of a row.
-    """
+    """Few enough rows for a chart, and how many batches each of them stands for."""
     each = -(-batches.num_rows // points_max) if batches.num_rows else 1
     if each == 1:
         return batches, 1

@@ -96,15 +96,7 @@ class Chart:
 
 
 def with_unit(value: float, unit: str) -> str:
-    """A value as people read it.
-
-    Parameters
-    ----------
-    value
-        The value.
-    unit
-        As in `Chart`.
-    """
+    """A value as people read it."""
     if unit == "bytes":
         size, at = value, 0
         while abs(size) >= 1024 and at < len(_BYTES) - 1:
@@ -116,25 +108,7 @@ def with_unit(value: float, unit: str) -> str:
 
 
 def svg_of(chart: Chart, name: str) -> str:
-    """Draw a chart.
-
-    Parameters
-    ----------
-    chart
-        What it shows.
-    name
-        An identifier that no other chart of the page has.
-
-    Returns
-    -------
-    str
-        An ``<svg>`` with a title and a description.
-
-    Raises
-    ------
-    EnvironmentSetupError
-        When matplotlib is not installed.
-    """
+    """Draw a chart."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

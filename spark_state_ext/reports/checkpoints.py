@@ -89,23 +89,7 @@ class _Found:
 
 
 def query_files_of(root: Folder) -> list[QueryFiles]:
-    """The state that lies below a root.
-
-    Parameters
-    ----------
-    root
-        As `ArrowState` has it.
-
-    Returns
-    -------
-    list of QueryFiles
-        By operator and query folder; empty where there is none.
-
-    Raises
-    ------
-    StorageError
-        When the root cannot be listed, or a header not be read.
-    """
+    """The state that lies below a root."""
     found = _sorted_by_folder(root.tree())
     work = [
         (operator, query_folder, bucket, files)
@@ -172,15 +156,7 @@ def _bucket(folder: Folder, bucket: int, files: list[tuple[CheckpointRef, str, E
 
 
 def deltas_upon_snapshot(header: LineageHeader, kinds: Mapping[CheckpointRef, set[str]]) -> int:
-    """How many deltas a load of a checkpoint lays upon a snapshot, or upon nothing where there is none.
-
-    Parameters
-    ----------
-    header
-        The checkpoint's.
-    kinds
-        Which files there are of each checkpoint.
-    """
+    """How many deltas a load of a checkpoint lays upon a snapshot, or upon nothing where there is none."""
     line = [*header.lineage, header.ref]
     upon = [at for at, ref in enumerate(line) if SNAPSHOT in kinds.get(ref, ())]
     return len(line) - 1 - upon[-1] if upon else len(line)

@@ -131,15 +131,7 @@ def recommend(keys: int, bytes_per_key: float, batch_interval_s: float, cores: i
 
 
 def calls_s(buckets: int, cores: int) -> float:
-    """Seconds that a batch takes for the calls of buckets, whatever rows they have.
-
-    Parameters
-    ----------
-    buckets
-        How many are called.
-    cores
-        How many work on them side by side.
-    """
+    """Seconds that a batch takes for the calls of buckets, whatever rows they have."""
     return BUCKET_BATCH_S * math.ceil(buckets / cores)
 
 

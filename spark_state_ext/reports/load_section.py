@@ -19,13 +19,7 @@ _HEAD = ("bucket", "rows", "of the top key", "changed rows", "keys at most", "st
 
 
 def of_load(it: OperatorLoad) -> Section:
-    """How evenly an operator's load lies on its buckets.
-
-    Parameters
-    ----------
-    it
-        Its load.
-    """
+    """How evenly an operator's load lies on its buckets."""
     heaviest = it.buckets.take(np.argsort(-it.buckets["rows"].to_numpy(), kind="stable")[:_BUCKETS_TOLD_MAX])
     few = it.buckets.num_rows > _BUCKETS_TOLD_MAX
     caption = f"Buckets, the {_BUCKETS_TOLD_MAX} with most rows of {it.buckets.num_rows:,}" if few else "Buckets"

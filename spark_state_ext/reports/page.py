@@ -85,32 +85,14 @@ def escape(text: str) -> str:
 
 
 def when(at_s: float | None) -> str:
-    """A time for people, by UTC.
-
-    Parameters
-    ----------
-    at_s
-        Seconds since 1970; None: nobody knows.
-    """
+    """A time for people, by UTC."""
     if at_s is None:
         return "unknown"
     return datetime.fromtimestamp(at_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def page_of(title: str, made_s: float, sources: Sequence[str], sections: Sequence[Section]) -> str:
-    """The whole page.
-
-    Parameters
-    ----------
-    title
-        Of the page.
-    made_s
-        When it was made, seconds since 1970.
-    sources
-        What it was made from.
-    sections
-        Its parts.
-    """
+    """The whole page."""
     parts = [_section(section, f"s{at}") for at, section in enumerate(sections)]
     came_from = "".join(f"<li>{escape(source)}</li>" for source in sources)
     return f"""<!DOCTYPE html>

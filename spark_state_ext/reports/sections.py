@@ -34,15 +34,7 @@ _COUNTED_HEAD = (
 
 
 def summary(operators: Sequence[OperatorBatches], files: Sequence[QueryFiles]) -> Section:
-    """What there is at all.
-
-    Parameters
-    ----------
-    operators
-        From metrics.
-    files
-        From a root.
-    """
+    """What there is at all."""
     tables = []
     if operators:
         rows = [_summed(it) for it in operators]
@@ -92,13 +84,7 @@ def _counted(it: QueryFiles) -> tuple[str, ...]:
 
 
 def of_batches(it: OperatorBatches) -> Section:
-    """What metrics tell of an operator.
-
-    Parameters
-    ----------
-    it
-        Its batches.
-    """
+    """What metrics tell of an operator."""
     few, each = thinned(it.batches, _POINTS_MAX)
     say = f" Each point is the highest of {each} batches." if each > 1 else ""
     summed = f" Each point is the sum of {each} batches." if each > 1 else ""
@@ -225,13 +211,7 @@ def _series(batches: pa.Table, columns: dict[str, str]) -> tuple[Series, ...]:
 
 
 def of_files(it: QueryFiles) -> Section:
-    """What a root has of a query.
-
-    Parameters
-    ----------
-    it
-        Its files.
-    """
+    """What a root has of a query."""
     shown = it.buckets
     worst = sorted(shown, key=lambda bucket: (bucket.problem == "", -(bucket.chain or 0), bucket.bucket))
     notes = [f"Bucket {bucket.bucket}: {bucket.problem}" for bucket in worst[:_NAMED_MAX] if bucket.problem]

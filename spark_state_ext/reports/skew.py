@@ -132,17 +132,7 @@ class OperatorLoad:
 
 
 def loads_of(calls: pa.Table, batches: int = BATCHES, cores: int | None = None) -> list[OperatorLoad]:
-    """The load of each operator that metrics tell of.
-
-    Parameters
-    ----------
-    calls
-        From `spark_state_ext.worker.metrics.read`.
-    batches
-        How many of each operator's last batches are summed up.
-    cores
-        How many cores the job has; None: as many as worker processes were seen.
-    """
+    """The load of each operator that metrics tell of."""
     calls = last_calls(calls)
     found = (
         calls.group_by(["query_id", "operator"])
@@ -280,15 +270,7 @@ def _working(workers: int, cores: int | None) -> str:
 
 
 def told(findings: Sequence[Finding], told_max: int = _TOLD_MAX) -> list[str]:
-    """What to tell people: so many findings of each kind, and how many more there are.
-
-    Parameters
-    ----------
-    findings
-        All of them.
-    told_max
-        How many of a kind.
-    """
+    """What to tell people: so many findings of each kind, and how many more there are."""
     lines = []
     for kind in dict.fromkeys(finding.kind for finding in findings):
         mine = [finding.text for finding in findings if finding.kind == kind]

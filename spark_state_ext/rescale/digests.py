@@ -19,18 +19,7 @@ _DIGEST_BYTES = 16
 
 
 class RowsDigest:
-    """Counts rows, and hashes them.
-
-    Examples
-    --------
-    >>> whole, parts = RowsDigest(), RowsDigest()
-    >>> batch = pa.RecordBatch.from_pydict({"n": [1, None, 3]})
-    >>> whole.add(batch)
-    >>> parts.add(batch.slice(0, 1))
-    >>> parts.add(batch.slice(1))
-    >>> whole.value == parts.value
-    True
-    """
+    """Counts rows, and hashes them."""
 
     def __init__(self) -> None:
         self.rows = 0

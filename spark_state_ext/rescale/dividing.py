@@ -45,28 +45,7 @@ RESCALE = "rescale"
 def refuse_rescaling(
     query_folder: Folder, stored: OperatorFile, wanted: OperatorFile, case_sensitive: bool = False
 ) -> None:
-    """Refuse to rescale a query in place, as far as files tell when it is planned.
-
-    Parameters
-    ----------
-    query_folder
-        The folder that the query's pointers name.
-    stored
-        Its operator file in force.
-    wanted
-        The operator file that the job asks for, with the new map.
-    case_sensitive
-        As for `OperatorFile.begins`.
-
-    Raises
-    ------
-    BucketMapChangedError, SchemaChangedError, FunctionChangedError
-        When the state cannot serve the job.
-    ChangedJobError
-        When there are erase requests that are not done.
-    StorageError
-        When the store fails.
-    """
+    """Refuse to rescale a query in place, as far as files tell when it is planned."""
     asked = wanted.bucket_map
     if not (stored.bucket_map.by_hash and asked.by_hash):
         # No hash tells the new bucket of a row.
@@ -76,15 +55,7 @@ def refuse_rescaling(
 
 
 def refuse_requests(query_folder: Folder, stored: OperatorFile) -> None:
-    """Refuse to rescale while an erase request waits: requests are numbered by query folder.
-
-    Raises
-    ------
-    ChangedJobError
-        When there are erase requests that are not done.
-    StorageError
-        When the store fails.
-    """
+    """Refuse to rescale while an erase request waits: requests are numbered by query folder."""
     numbers = EraseFolder(query_folder).numbers()
     waiting = sorted(numbers.requests - numbers.done)
     if waiting:
@@ -96,22 +67,7 @@ def refuse_requests(query_folder: Folder, stored: OperatorFile) -> None:
 
 
 def combined_pointer(operator: str, bucket_map: BucketMap, bucket: int, parents: Sequence[Parent]) -> Pointer:
-    """What a bucket that is made of parts of others knows of its past, before it has a checkpoint.
-
-    Parameters
-    ----------
-    operator
-        Name of the operator.
-    bucket_map, bucket
-        The new map, and the bucket.
-    parents
-        Its parents, all as of one batch.
-
-    Returns
-    -------
-    Pointer
-        Without a history. Nothing is known to be dealt with of the keys' timeouts: they are looked at once more.
-    """
+    """What a bucket that is made of parts of others knows of its past, before it has a checkpoint."""
     pointers = [parent.pointer for parent in parents]
     names = dict.fromkeys(name for it in pointers for name in (*it.origins, it.operator))
     return Pointer(
@@ -134,24 +90,7 @@ def combined_pointer(operator: str, bucket_map: BucketMap, bucket: int, parents:
 
 
 def divided_pointer(job: Job, query_folder: str, bucket: int, parents: Sequence[Parent]) -> Pointer:
-    """The pointer of a bucket that begins with parts of others, as if it had been committed.
-
-    Parameters
-    ----------
-    job
-        The job, which has the bucket map.
-    query_folder
-        Name of the query's folder.
-    bucket
-        The bucket.
-    parents
-        Its parents, all as of one batch.
-
-    Returns
-    -------
-    Pointer
-        With a history that begins at the bucket's origin.
-    """
+    """The pointer of a bucket that begins with parts of others, as if it had been committed."""
     bucket_map = job.options.bucket_map
     origin = origin_of(parents, bucket_map, bucket)
     made = combined_pointer(job.operator, bucket_map, bucket, parents)
@@ -170,11 +109,6 @@ def divided_pointer(job: Job, query_folder: str, bucket: int, parents: Sequence[
 def begun_pointer(job: Job, query_folder: Folder, bucket: int, parents: Sequence[Parent]) -> Pointer:
     """As `divided_pointer`, with its parents in the query folder. Of a bucket without state it is noted that it needs
     none.
-
-    Raises
-    ------
-    StorageError
-        When the store fails.
     """
     pointer = divided_pointer(job, query_folder.name, bucket, parents)
     if pointer.parents is None:
@@ -206,13 +140,7 @@ class Division(Beginning):
         return self.record.kind != RESCALE and super().leaves_behind(job)
 
     def begins(self, job: Job, query_folder: str) -> OperatorFile:
-        """The first operator file of the query, which has the job's bucket map.
-
-        Raises
-        ------
-        ChangedJobError
-            When the saved state cannot serve the job.
-        """
+        """The first operator file of the query, which has the job's bucket map."""
         return self.operator_file.with_map(job.options.bucket_map).begins(
             job.operator_file(query_folder),
             leave_behind=self.leaves_behind(job),
@@ -222,22 +150,7 @@ class Division(Beginning):
     def detached_from(
         self, job: Job, query_folder: str, replicas: Sequence[Sequence[Restorable]], scratch: Path
     ) -> Begun:
-        """Have the parents in the query's folder, and the pointer to go on from.
-
-        Parameters
-        ----------
-        job, query_folder, scratch
-            As for `Beginning.detached`.
-        replicas
-            Of each parent, the backends of the other query, where it is a retained checkpoint.
-
-        Raises
-        ------
-        MissingCheckpointError, CorruptFileError, LineageError
-            When the saved state cannot be loaded.
-        StorageError
-            When a store fails.
-        """
+        """Have the parents in the query's folder, and the pointer to go on from."""
         backend = next(it for it in job.options.backends if it.kind == FSSPEC)
         folder = Folder(backend.root, backend.storage_options).child(job.operator, query_folder)
         parents = []

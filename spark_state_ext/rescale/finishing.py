@@ -33,19 +33,7 @@ _LOGGER = logging.getLogger("spark_state_ext")
 
 
 def may_remove(heartbeats: int, batches_retained: int, buckets: int, notes: Collection[ParentsNote]) -> bool:
-    """Whether no pointer that Spark may hand out needs parents.
-
-    Parameters
-    ----------
-    heartbeats
-        Of a committed pointer.
-    batches_retained
-        The most batches that Spark retains.
-    buckets
-        How many buckets the query has.
-    notes
-        Of its buckets.
-    """
+    """Whether no pointer that Spark may hand out needs parents."""
     whole = {note.bucket for note in notes if note.kind == FREE} >= set(range(buckets))
     # One batch more than elsewhere: where each batch has two heartbeats, a late note may be as old as two batches.
     return whole and max(note.heartbeats for note in notes) < heartbeats - recent_heartbeats(batches_retained + 1)
@@ -93,24 +81,7 @@ class Finishing:
     def noted(
         self, query_folders: Iterable[Folder], committed: Pointer, made: Pointer, still_ours: Callable[[], None]
     ) -> Pointer:
-        """The pointer that a call hands over, once it is noted what the one says that it was handed.
-
-        Parameters
-        ----------
-        query_folders
-            The bucket's query folder in each file system, first the one that its parents are read from.
-        committed
-            The input pointer.
-        made
-            The new one.
-        still_ours
-            Raises when another run has taken the state over.
-
-        Raises
-        ------
-        StorageError
-            When the store fails: then nothing may be handed over.
-        """
+        """The pointer that a call hands over, once it is noted what the one says that it was handed."""
         if committed.parents is None:
             return made
         folders = list(query_folders)
@@ -141,27 +112,7 @@ class Finishing:
         held: Callable[[str], bool],
         background: Runner,
     ) -> None:
-        """Have what is not needed any more removed beside the batch. A query's first bucket has it done, in its turn.
-
-        Parameters
-        ----------
-        places
-            The operator's folders in all file systems that have its state.
-        name
-            Name of the query folder.
-        plan_id
-            Id of the plan.
-        committed
-            The input pointer.
-        batches_retained
-            Spark's ``minBatchesToRetain``.
-        still_ours
-            Raises when another run has taken the state over.
-        held
-            Whether somebody copies from a query folder, by its name.
-        background
-            Does it.
-        """
+        """Remove beside the batch what is not needed any more. A query's first bucket does it, in its turn."""
         key = (places[0].child(name).identity, plan_id)
         if key in self._without:
             return

@@ -10,15 +10,7 @@ _RESCALED = re.compile(r"(.+)\.r[0-9a-f]{12}")
 
 
 def rescaled_folder(query_folder: str, plan_id: str) -> str:
-    """Name of the query folder that a query goes on in which a plan rescales.
-
-    Parameters
-    ----------
-    query_folder
-        Name of the one before.
-    plan_id
-        Id of the plan: 32 hexadecimal digits.
-    """
+    """Name of the query folder that a query goes on in which a plan rescales."""
     return f"{first_folder(query_folder)}.r{plan_id[:12]}"
 
 

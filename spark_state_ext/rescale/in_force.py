@@ -33,19 +33,7 @@ def is_rescaled(query_folder: str) -> bool:
 
 
 def folders_in_force(listed: Mapping[str, Collection[str]]) -> frozenset[str]:
-    """The query folders that are in force.
-
-    Parameters
-    ----------
-    listed
-        The query folders of an operator that have an operator file: by name, the names of what lies in each.
-
-    Returns
-    -------
-    frozenset of str
-        One folder of each query; two while it goes from one to the next. Where the folder is gone that the query
-        began in, and no rescaling is known to be committed, all that is left of the query.
-    """
+    """The query folders that are in force."""
     queries: dict[str, set[str]] = {}
     for name in listed:
         queries.setdefault(first_folder(name), set()).add(name)
@@ -64,24 +52,7 @@ class DetachingRescaled(Detaching):
 
 
 def put_in_force(places: Sequence[Folder], name: str, plan_id: str, still_ours: Callable[[], None]) -> None:
-    """Write down that Spark hands out pointers to a query folder; erase requests that wait elsewhere come along.
-
-    Parameters
-    ----------
-    places
-        The operator's folders in all file systems that have its state, first the root's.
-    name
-        Name of the query folder.
-    plan_id
-        Id of the plan whose call was handed the pointer.
-    still_ours
-        Raises when another run has taken the state over.
-
-    Raises
-    ------
-    StateError
-        When a store fails, or the state is another run's; it may be repeated.
-    """
+    """Write down that Spark hands out pointers to a query folder; erase requests that wait elsewhere come along."""
     operator = places[0]
     files = operator.child(name)
     others = [it for it in operator.names() if it != name and first_folder(it) == first_folder(name)]
@@ -112,25 +83,7 @@ def parent_folder(query_folder: Folder) -> str | None:
 
 
 def take_requests(source: Folder, target: Folder, *, waiting_only: bool) -> bool:
-    """Ask for the keys of one query folder's erase requests in another folder, which keeps their ids.
-
-    Parameters
-    ----------
-    source, target
-        The query folders.
-    waiting_only
-        Leave out the requests that are done.
-
-    Returns
-    -------
-    bool
-        False where a request cannot be read, which stays where it is.
-
-    Raises
-    ------
-    StorageError
-        When a store fails; it may be repeated.
-    """
+    """Ask for the keys of one query folder's erase requests in another folder, which keeps their ids."""
     requests, into = EraseFolder(source), EraseFolder(target)
     numbers = requests.numbers()
     asked = sorted(numbers.requests - numbers.done if waiting_only else numbers.requests)

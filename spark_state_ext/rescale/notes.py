@@ -44,55 +44,18 @@ class ParentsNote:
 
 
 def notes_among(names: Iterable[str]) -> list[ParentsNote]:
-    """The notes among names of files.
-
-    Parameters
-    ----------
-    names
-        Names in the folder `PARENTS_FOLDER`.
-
-    Examples
-    --------
-    >>> notes_among(["3.parent.json", "3.free-12"])
-    [ParentsNote(bucket=3, kind='free', heartbeats=12)]
-    """
+    """The notes among names of files."""
     found = (match for match in map(_NAME.fullmatch, names) if match is not None)
     return [ParentsNote(int(match[1]), match[2], int(match[3])) for match in found]
 
 
 def note_free(query_folder: Folder, bucket: int, heartbeats: int) -> None:
-    """Write down that a committed pointer of a bucket needs no parents.
-
-    Parameters
-    ----------
-    query_folder, bucket
-        The bucket's.
-    heartbeats
-        Of the pointer.
-
-    Raises
-    ------
-    StorageError
-        When the store fails.
-    """
+    """Write down that a committed pointer of a bucket needs no parents."""
     query_folder.child(PARENTS_FOLDER).create(ParentsNote(bucket, FREE, heartbeats).name, b"")
 
 
 def note_needed(query_folder: Folder, bucket: int, heartbeats: int) -> None:
-    """Write down that a committed pointer of a bucket needs parents, where it is noted that another one does not.
-
-    Parameters
-    ----------
-    query_folder, bucket
-        The bucket's.
-    heartbeats
-        Of the pointer.
-
-    Raises
-    ------
-    StorageError
-        When the store fails.
-    """
+    """Write down that a committed pointer of a bucket needs parents, where it is noted that another one does not."""
     folder = query_folder.child(PARENTS_FOLDER)
     mine = [note for note in notes_among(folder.names()) if note.bucket == bucket]
     if any(note.kind == FREE for note in mine):

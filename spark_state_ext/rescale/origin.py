@@ -41,21 +41,7 @@ __all__ = ["Origin", "origin_beside", "origin_in", "rows_of_parents"]
 
 
 class Origin:
-    """Where the state is that a rescaled bucket begins with: a backend of one file, to be read from only.
-
-    Parameters
-    ----------
-    query_folder
-        The folder of the bucket's query.
-    pointer
-        The bucket's. Where it does not tell the checkpoint that the bucket began with, its parents do.
-    bucket_map
-        The query's.
-    schema
-        Row schema of the operator file in force.
-    scratch
-        Local folder for temporary files.
-    """
+    """Where the state is that a rescaled bucket begins with: a backend of one file, to be read from only."""
 
     name = "the parents of a rescaled bucket"
     root = False
@@ -80,13 +66,7 @@ class Origin:
         return self._query_folder
 
     def is_there(self) -> bool:
-        """Whether the bucket has parents.
-
-        Raises
-        ------
-        CorruptFileError, VersionSkewError, StorageError
-            When one cannot be read.
-        """
+        """Whether the bucket has parents."""
         if self._known is None and has_parents(self._query_folder):
             bucket = self._pointer.bucket
             self._known = origin_of(parents_in(self._query_folder, self._bucket_map, bucket), self._bucket_map, bucket)
@@ -204,24 +184,7 @@ class _OriginRestore:
 def origin_in(
     backends: Sequence[Backend], pointer: Pointer, bucket_map: BucketMap, schema: RowSchema, scratch: Path
 ) -> Origin | None:
-    """What a rescaled bucket began with, in whichever backend has its parents; None where it needs them no more.
-
-    Parameters
-    ----------
-    backends
-        The query's, in any order.
-    pointer
-        The bucket's.
-    bucket_map, schema, scratch
-        As for `Origin`.
-
-    Raises
-    ------
-    StateElsewhereError
-        When none of the backends is a file system.
-    StorageError
-        When it cannot be told which has the parents.
-    """
+    """What a rescaled bucket began with, in whichever backend has its parents; None where it needs them no more."""
     if pointer.parents is None:
         return None
     folders = [
@@ -242,13 +205,7 @@ def origin_in(
 def origin_beside(
     backends: Sequence[Backend], pointer: Pointer, bucket_map: BucketMap, schema: RowSchema, scratch: Path
 ) -> list[Origin]:
-    """As `origin_in`: what a bucket can be read from beside its backends, if there is something.
-
-    Parameters
-    ----------
-    backends, pointer, bucket_map, schema, scratch
-        As for `origin_in`.
-    """
+    """As `origin_in`: what a bucket can be read from beside its backends, if there is something."""
     origin = origin_in(backends, pointer, bucket_map, schema, scratch)
     return [] if origin is None else [origin]
 
@@ -256,26 +213,7 @@ def origin_beside(
 def rows_of_parents(
     files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
-    """The live rows of a parent in a range of hashes, ascending.
-
-    Parameters
-    ----------
-    files
-        Where the parent's files lie.
-    parent
-        The parent.
-    low, high
-        The high 32 bits of the hashes: from `low` up to, and without, `high`.
-    schema
-        What the rows are to conform to.
-    scratch
-        Local folder for temporary files.
-
-    Raises
-    ------
-    MissingCheckpointError, CorruptFileError, LineageError, StorageError
-        When a file is gone or damaged, or the store fails.
-    """
+    """The live rows of a parent in a range of hashes, ascending."""
     for rows in _all_rows(files, parent, schema, scratch):
         hashes = hashes_of(rows) >> np.uint64(32)
         begin = int(np.searchsorted(hashes, np.uint64(low), side="left"))

@@ -89,15 +89,7 @@ class Parent:
 
     @staticmethod
     def decode(data: bytes, where: str) -> Parent:
-        """Inverse of `encode`.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is damaged.
-        VersionSkewError
-            When a newer release wrote it.
-        """
+        """Inverse of `encode`."""
         with readable(where, "record of a parent"):
             fields = opened_document(data, where, PARENT_FORMAT)
             operator = OperatorFile.decode(json.dumps(fields["operator_file"]).encode(), where)
@@ -114,27 +106,13 @@ def _record_name(bucket: int) -> str:
 
 
 def parse_parent_name(name: str) -> int | None:
-    """The number of the bucket whose record has a name; None: it is none.
-
-    Parameters
-    ----------
-    name
-        Of a file in `parents/`.
-    """
+    """The number of the bucket whose record has a name; None: it is none."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def parent_files(query_folder: Folder, bucket: int) -> Folder:
-    """Where a parent's files lie.
-
-    Parameters
-    ----------
-    query_folder
-        The folder of the query whose buckets begin with parts of it.
-    bucket
-        The parent's number.
-    """
+    """Where a parent's files lie."""
     return query_folder.child(PARENTS_FOLDER, str(bucket))
 
 
@@ -144,21 +122,7 @@ def has_parents(query_folder: Folder) -> bool:
 
 
 def note_parent(query_folder: Folder, parent: Parent) -> Parent:
-    """Write down what a parent is, once its files are there.
-
-    Returns
-    -------
-    Parent
-        What is written down. Of one checkpoint it may name other files, where a snapshot has arrived since, or another
-        backend was asked: their state is the same.
-
-    Raises
-    ------
-    LineageError
-        When another attempt at the first batch began with something else.
-    StorageError
-        When the store fails.
-    """
+    """Write down what a parent is, once its files are there."""
     folder, name, data = query_folder.child(PARENTS_FOLDER), _record_name(parent.bucket), parent.encode()
     if folder.create(name, data):
         return parent
@@ -179,33 +143,12 @@ def _without_lineage(pointer: Pointer) -> tuple[CheckpointRef | None, Pointer]:
 
 
 def parent_of(query_folder: Folder, bucket: int) -> Parent | None:
-    """A parent as it was written down; None where it was not.
-
-    Raises
-    ------
-    CorruptFileError, VersionSkewError, StorageError
-        When it cannot be read.
-    """
+    """A parent as it was written down; None where it was not."""
     return document_in(query_folder.child(PARENTS_FOLDER), _record_name(bucket), Parent.decode)
 
 
 def parents_in(query_folder: Folder, bucket_map: BucketMap, bucket: int) -> list[Parent]:
-    """The parents of a bucket, in the order of their hashes.
-
-    Parameters
-    ----------
-    query_folder
-        The bucket's query folder.
-    bucket_map, bucket
-        The query's map, and the bucket.
-
-    Raises
-    ------
-    MissingCheckpointError
-        When one is not there.
-    CorruptFileError, VersionSkewError, StorageError
-        When one cannot be read.
-    """
+    """The parents of a bucket, in the order of their hashes."""
     folder = query_folder.child(PARENTS_FOLDER)
     numbers = sorted(int(match[1]) for name in folder.names() if (match := _NAME.fullmatch(name)))
     if not numbers:
@@ -239,20 +182,7 @@ class Origins:
 
 
 def origins_in(query_folder: Folder, bucket_map: BucketMap) -> Origins | None:
-    """What the buckets of a query begin with; None where it has no parents.
-
-    Parameters
-    ----------
-    query_folder
-        The query folder.
-    bucket_map
-        The query's map.
-
-    Raises
-    ------
-    CorruptFileError, VersionSkewError, StorageError
-        When a parent cannot be read.
-    """
+    """What the buckets of a query begin with; None where it has no parents."""
     folder = query_folder.child(PARENTS_FOLDER)
     parents = {
         int(match[1]): _read(folder, int(match[1])) for name in folder.names() if (match := _NAME.fullmatch(name))
@@ -282,18 +212,6 @@ def origin_of(parents: Sequence[Parent], bucket_map: BucketMap, bucket: int) -> 
     """The checkpoint that a bucket begins with: the same whoever makes it of the same parents.
 
     Its version is beyond those of the parents, and so never 1, which a first delta has that is a whole state.
-
-    Parameters
-    ----------
-    parents
-        The bucket's.
-    bucket_map, bucket
-        The query's map, and the bucket.
-
-    Returns
-    -------
-    CheckpointRef or None
-        None where no parent has a state.
     """
     refs = [(parent.bucket, str(parent.pointer.ref)) for parent in parents if parent.pointer.ref is not None]
     if not refs:

@@ -215,24 +215,7 @@ def rescale_savepoint(
 
 
 def rescaling_of(source: Folder, bucket_map: BucketMap, operator: str | None = None) -> Rescaling:
-    """See what is to be made of a savepoint; nothing is changed.
-
-    Parameters
-    ----------
-    source
-        The savepoint.
-    bucket_map
-        The new map.
-    operator
-        The only operator that is rescaled; None: all.
-
-    Raises
-    ------
-    UsageError
-        When it cannot be, or there is nothing to do.
-    MissingCheckpointError, CorruptFileError, VersionSkewError, StorageError
-        When the manifest cannot be read.
-    """
+    """See what is to be made of a savepoint; nothing is changed."""
     if not isinstance(bucket_map, BucketMap) or not bucket_map.by_hash:
         raise UsageError(f"a savepoint is rescaled to a BucketMap of hashes, and not to {bucket_map!r}")
     if bucket_map.buckets > BUCKETS_MAX:
@@ -264,28 +247,7 @@ def rescaling_of(source: Folder, bucket_map: BucketMap, operator: str | None = N
 def write_rescaled(
     source: Folder, target: Folder, wanted: Rescaling, on_bucket: Callable[[SavedBucket], None] = lambda bucket: None
 ) -> RescaledSavepoint:
-    """Write the new savepoint.
-
-    Parameters
-    ----------
-    source, target
-        The savepoint, and the folder of the new one.
-    wanted
-        What is to be made.
-    on_bucket
-        Called with each bucket of the new savepoint once its files are there.
-
-    Raises
-    ------
-    UsageError
-        When there is something else at the target.
-    ClaimedError
-        When a query has claimed the savepoint, or keys are erased from it.
-    MissingCheckpointError, CorruptFileError, LineageError
-        When the savepoint is not whole.
-    StorageError
-        When a store fails, or what was written reads otherwise.
-    """
+    """Write the new savepoint."""
     manifest, scratch = wanted.manifest, scratch_folder(None)
     _refuse_others(target, wanted)
     refuse_claimed(source)

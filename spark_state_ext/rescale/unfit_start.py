@@ -16,18 +16,7 @@ class _Starts(DividingStarts):
 
 
 def refuse_unfit_start(job: Job) -> None:
-    """Raise what a query without state would raise in its first batch, as far as the snapshot tells.
-
-    Parameters
-    ----------
-    job
-        The job, with what was captured of a retained checkpoint.
-
-    Raises
-    ------
-    StateError
-        As `Starts.of`, and `Beginning.begins`.
-    """
+    """Raise what a query without state would raise in its first batch, as far as the snapshot tells."""
     beginning = _Starts().of(job, 0)
     if beginning is not None:
         beginning.begins(job, "")

@@ -64,41 +64,13 @@ def lazy_options(
     peers: PieceGiver | None = None,
     foreground: Foreground | None = None,
 ) -> LazyOptions:
-    """What the environment says of lazy restore.
-
-    Parameters
-    ----------
-    runner
-        What fills files beside batches.
-    environ
-        The variables.
-    peers
-        Who is asked before the store.
-    foreground
-        What batches of the process wait for; None: nothing that is known.
-
-    Raises
-    ------
-    UsageError
-        When one of them is no whole number above 0.
-    """
+    """What the environment says of lazy restore."""
     fill = _bytes_given(environ, _FILL_NAME, FILL_BYTES_PER_S_MAX)
     return LazyOptions(lazy_bytes_min(environ), fill, runner, peers, foreground or Foreground())
 
 
 def lazy_bytes_min(environ: Mapping[str, str] = os.environ) -> int:
-    """The smallest snapshot that is restored lazily, as the environment says, bytes.
-
-    Parameters
-    ----------
-    environ
-        The variables.
-
-    Raises
-    ------
-    UsageError
-        When it is no whole number above 0.
-    """
+    """The smallest snapshot that is restored lazily, as the environment says, bytes."""
     return _bytes_given(environ, _BYTES_MIN_NAME, BYTES_MIN)
 
 
@@ -134,21 +106,7 @@ class _UnwantedError(Exception):
 
 
 class LazyRestore:
-    """That of one bucket, in one call.
-
-    Parameters
-    ----------
-    store
-        The bucket's local store.
-    sources
-        Where its files are.
-    key
-        The bucket, as peers know it.
-    options
-        None: nothing is restored lazily. What another call has begun so is gone on with.
-    while_waiting
-        Called now and then while a lookup waits for pieces; what it raises ends the lookup.
-    """
+    """That of one bucket, in one call."""
 
     def __init__(
         self,
@@ -172,20 +130,7 @@ class LazyRestore:
     # -- beginning ----------------------------------------------------------------------------------
 
     def begun(self, files: Readable, ref: CheckpointRef) -> LazySnapshot | None:
-        """Both ends of a snapshot, where it is to be restored lazily; None where it is to be loaded whole.
-
-        Parameters
-        ----------
-        files
-            Who has it.
-        ref
-            Its checkpoint.
-
-        Raises
-        ------
-        MissingCheckpointError, CorruptFileError, LineageError, StorageError
-            When it is gone, damaged, another one, or cannot be read.
-        """
+        """Both ends of a snapshot, where it is to be restored lazily; None where it is to be loaded whole."""
         # One of which a part could not be had is loaded whole, which tells what is wrong.
         if self._options is None or ref in self._store.lazy.lost:
             return None
@@ -246,24 +191,7 @@ class LazyRestore:
         return f"filling {self._store.folder} {run.newest}"
 
     def fetch(self, lazy: LazyFile, pieces: IndexArray) -> None:
-        """Fetch pieces of a file, and put them there: from peers as far as these have them, the rest from backends.
-
-        Parameters
-        ----------
-        lazy
-            The file.
-        pieces
-            Numbers of those that lack, ascending.
-
-        Raises
-        ------
-        MissingRunError
-            When no backend has the file any more, or what it has is damaged: the run is dropped.
-        StorageError
-            When a backend that may have it cannot be reached.
-        StateError
-            What is raised while this waits.
-        """
+        """Fetch pieces of a file, and put them there: from peers as far as these have them, the rest from backends."""
         with nullcontext() if self._options is None else self._options.foreground.awaited():
             self._fetch(lazy, pieces, beside=False)
 
@@ -357,18 +285,7 @@ class LazyRestore:
             time.sleep(max(0.0, len(pieces) * PIECE_BYTES / options.fill_bytes_per_s_max - took_s))
 
     def complete(self, run: Run) -> None:
-        """Fetch all that lacks of a run, in order, one request after another, as fast as the files come.
-
-        Parameters
-        ----------
-        run
-            One that a task began.
-
-        Raises
-        ------
-        MissingRunError, StorageError, StateError
-            As `fetch` does.
-        """
+        """Fetch all that lacks of a run, in order, one request after another, as fast as the files come."""
         # Not until the store is closed: it opens itself again, and a process closes stores that wait for long.
         for lazy, pieces in self._lacking(run, lambda: True):
             self._sources.raise_if_closed()

@@ -48,13 +48,7 @@ class Chain:
         return Chain(refs, rooted=refs[0].version == 1)
 
     def extended(self, header: LineageHeader, where: str) -> Chain:
-        """The chain reaching as far back as the header of its first checkpoint tells.
-
-        Raises
-        ------
-        LineageError
-            When the header is of another checkpoint.
-        """
+        """The chain reaching as far back as the header of its first checkpoint tells."""
         first = self.refs[self.start]
         if header.ref != first:
             raise LineageError(f"{where} tells the lineage of {header.ref}; that of {first} was expected")
@@ -62,13 +56,7 @@ class Chain:
         return Chain((*header.lineage, *self.refs[self.start :]), rooted=header.parent is None)
 
     def check(self, header: LineageHeader, where: str) -> None:
-        """Compare a file's lineage with this one where both tell.
-
-        Raises
-        ------
-        LineageError
-            When the file was built on something else: it belongs to a sibling.
-        """
+        """Compare a file's lineage with this one where both tell."""
         at = self.refs.index(header.ref)
         if at == 0:
             if self.rooted and header.parent is not None:
@@ -90,23 +78,7 @@ class Fetch:
 
 
 def plan_load(chain: Chain, runs: Iterable[Run], gone: Collection[Fetch]) -> list[Fetch] | None:
-    """Which files to fetch so that the last checkpoint of a chain can be read, oldest first.
-
-    Parameters
-    ----------
-    chain
-        What is known of the lineage.
-    runs
-        Runs in the local store.
-    gone
-        Files known to be missing or damaged.
-
-    Returns
-    -------
-    list of Fetch or None
-        None when the chain as known does not lead to the state: the unconfirmed snapshot at its beginning is gone, or a
-        delta and every snapshot that could stand in for it.
-    """
+    """Which files to fetch so that the last checkpoint of a chain can be read, oldest first."""
     runs = list(runs)
     ending: dict[CheckpointRef, list[Run]] = {}
     for run in runs:

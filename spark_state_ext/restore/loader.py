@@ -52,25 +52,7 @@ _Read: TypeAlias = Future[_Found]
 
 
 class Loader:
-    """Fetches checkpoint files of one bucket.
-
-    Parameters
-    ----------
-    store
-        The bucket's local store.
-    sources
-        Where the bucket's checkpoint files are.
-    operators, bucket
-        Whose files these must be: of the operator, and of the one that began its state under another name.
-    scratch
-        Local folder for temporary files.
-    kept_ms
-        How far back a query may go, where files that no such batch needs are deleted by time, milliseconds.
-    while_waiting
-        Called now and then while files are waited for; what it raises ends the load.
-    lazy
-        Decides which snapshots are restored lazily; None: none is.
-    """
+    """Fetches checkpoint files of one bucket."""
 
     def __init__(
         self,
@@ -95,17 +77,7 @@ class Loader:
         self._lazy = lazy
 
     def load(self, chain: Chain) -> None:
-        """Fetch what the local store lacks of the last checkpoint of a chain.
-
-        Raises
-        ------
-        MissingCheckpointError, CorruptFileError, LineageError
-            When no way leads to its state. Nothing that is wrong was applied.
-        StorageError
-            When none does, and a backend that may have what the others lack cannot be reached.
-        InterruptedRestoreError
-            When the sources were closed meanwhile.
-        """
+        """Fetch what the local store lacks of the last checkpoint of a chain."""
         trace = Trace(self._sources, self._operators[0], self._bucket, self._kept_ms)
         try:
             while True:
@@ -126,20 +98,7 @@ class Loader:
             )
 
     def ingest(self, made: SealedFile, ref: CheckpointRef) -> None:
-        """Have the local store use a snapshot that was made of its runs in place of these.
-
-        Parameters
-        ----------
-        made
-            The snapshot's file; the rows of a small one go into the environment.
-        ref
-            The checkpoint.
-
-        Raises
-        ------
-        StorageError
-            When the local store cannot take it.
-        """
+        """Have the local store use a snapshot that was made of its runs in place of these."""
         keep = self._store.incoming()
         try:
             found = read_checkpoint(
@@ -153,43 +112,12 @@ class Loader:
             self._store.end_incoming(keep)
 
     def replace_runs(self, chain: Chain, ref: CheckpointRef) -> bool:
-        """Have the local store use the snapshot of a checkpoint in place of the runs that it has.
-
-        Parameters
-        ----------
-        chain
-            A lineage with the checkpoint.
-        ref
-            The checkpoint.
-
-        Returns
-        -------
-        bool
-            False where there is no snapshot of it, or it is of no use.
-
-        Raises
-        ------
-        StorageError
-            When the backends fail.
-        """
+        """Have the local store use the snapshot of a checkpoint in place of the runs that it has."""
         trace = Trace(self._sources, self._operators[0], self._bucket, self._kept_ms)
         return self._fetch_all(chain, [Fetch(ref, SNAPSHOT)], trace)
 
     def complete(self, view: View) -> None:
-        """Fetch what lacks of a view's runs that a task of this host began to restore lazily.
-
-        Parameters
-        ----------
-        view
-            Of the store.
-
-        Raises
-        ------
-        MissingRunError
-            When nobody has it any more: the run is dropped, and a load begins with another file.
-        StorageError
-            When a backend that may have it cannot be reached.
-        """
+        """Fetch what lacks of a view's runs that a task of this host began to restore lazily."""
         assert self._lazy is not None, "only who was given it completes"
         for run in self._store.lazy.among(view.runs):
             self._lazy.complete(run)

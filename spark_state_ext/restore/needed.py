@@ -57,23 +57,7 @@ class Needed:
 
 
 def needed_files(pointer: Pointer, sources: Sources, verified_in: Path | None = None) -> Needed:
-    """Find the files of a pointer's state. What is only presumed is looked for, and done without where it is not there.
-
-    Parameters
-    ----------
-    pointer
-        The pointer.
-    sources
-        Where its files may be; what is inline in it, too.
-    verified_in
-        Local folder for temporary files, where each file is to be read to the last byte. None: what it announces of
-        itself is read, and its rows are not.
-
-    Raises
-    ------
-    MissingCheckpointError, CorruptFileError, LineageError, StorageError
-        When no way leads to its state.
-    """
+    """Find the files of a pointer's state. What is only presumed to be there is looked for, and may be absent."""
     if pointer.ref is None:
         return Needed((), ())
     operators = (pointer.operator, *pointer.origins)

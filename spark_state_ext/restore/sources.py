@@ -203,17 +203,7 @@ class _Source:
 
 
 def restore_order(replicas: Sequence[Restorable], pointer: Pointer, restore_from: str | None) -> list[Restorable]:
-    """Backends in the order in which a restore asks them: the preferred one, then those that hold everything.
-
-    Parameters
-    ----------
-    replicas
-        As configured.
-    pointer
-        Whose checkpoint is restored.
-    restore_from
-        Name of the preferred backend.
-    """
+    """Backends in the order in which a restore asks them: the preferred one, then those that hold everything."""
 
     def rank(replica: Restorable) -> tuple[bool, bool]:
         return not is_complete(pointer.replication.get(replica.name)), replica.name != restore_from
@@ -222,22 +212,7 @@ def restore_order(replicas: Sequence[Restorable], pointer: Pointer, restore_from
 
 
 class Sources:
-    """The files of a bucket, wherever they are.
-
-    Parameters
-    ----------
-    replicas
-        Backends, in the order in which they are asked.
-    pointer
-        Whose inline deltas come first.
-    preferred
-        The backend that the job wants its state from; None when it does not say.
-    silent_s
-        A backend that gives neither an answer nor an error for so long is given up.
-    in_thread
-        Whoever asks for a file reads it himself, also the first one of a backend. He waits for a backend that gives
-        neither an answer nor an error, whatever `silent_s` and `close` say.
-    """
+    """The files of a bucket, wherever they are."""
 
     def __init__(
         self,
@@ -269,15 +244,7 @@ class Sources:
             self._tell(preferred, f"it does not have the whole state at checkpoint {pointer.ref}")
 
     def read(self, ref: CheckpointRef, kind: str, work: Callable[[Readable], T]) -> T:
-        """Run `work`, which reads and checks one file, on the first replica that gives it whole.
-
-        Raises
-        ------
-        CorruptError, MissingCheckpointError, StorageError
-            When none does: what tells most of it. That one cannot be reached counts before what others lack.
-        InterruptedRestoreError
-            When `close` was called.
-        """
+        """Run `work`, which reads and checks one file, on the first replica that gives it whole."""
         name = file_name(ref, kind)
         if name in self._inline:
             return work(self._inline)
@@ -341,13 +308,7 @@ class Sources:
         return [name for name in self._pointer.replication if name not in {replica.name for replica in self._replicas}]
 
     def report(self, what: str) -> None:
-        """Tell of each backend all files that it should have given, and others gave, since the last report.
-
-        Parameters
-        ----------
-        what
-            How to call what was restored.
-        """
+        """Tell of each backend all files that it should have given, and others gave, since the last report."""
         with self._lock:
             gaps, self._gaps = self._gaps, {}
         for name, files in gaps.items():
@@ -378,13 +339,7 @@ class Sources:
         return self._closed.is_set()
 
     def raise_if_closed(self) -> None:
-        """End a read or a wait.
-
-        Raises
-        ------
-        InterruptedRestoreError
-            When `close` was called.
-        """
+        """End a read or a wait."""
         if self._closed.is_set():
             raise InterruptedRestoreError(f"the restore of checkpoint {self._pointer.ref} was told to stop")
 

@@ -26,22 +26,7 @@ Failure = CorruptError | MissingCheckpointError
 
 
 def check_owner(header: LineageHeader, operators: Collection[str], bucket: int, where: str) -> None:
-    """See that a file is of the state that it was looked for in.
-
-    Parameters
-    ----------
-    header
-        What it says of itself.
-    operators, bucket
-        Whose state that is; an operator may have had other names.
-    where
-        How to call it in messages.
-
-    Raises
-    ------
-    LineageError
-        When it is of another one.
-    """
+    """See that a file is of the state that it was looked for in."""
     if header.operator not in operators or header.bucket != bucket:
         names = " or ".join(repr(name) for name in operators)
         raise LineageError(
@@ -51,17 +36,7 @@ def check_owner(header: LineageHeader, operators: Collection[str], bucket: int, 
 
 
 class Trace:
-    """What is found out about a checkpoint's files on the way to its state.
-
-    Parameters
-    ----------
-    sources
-        Where they are.
-    operator, bucket
-        Whose state it is.
-    kept_ms
-        How far back a query may go, where files that no such batch needs are deleted by time, milliseconds.
-    """
+    """What is found out about a checkpoint's files on the way to its state."""
 
     def __init__(self, sources: Sources, operator: str, bucket: int, kept_ms: int | None = None) -> None:
         self._sources = sources
@@ -78,13 +53,7 @@ class Trace:
             _LOGGER.warning("%s; the lineage before it is used in its place", failure)
 
     def further_back(self, chain: Chain) -> Chain:
-        """The chain as the delta of its first checkpoint continues it.
-
-        Raises
-        ------
-        MissingCheckpointError, CorruptFileError, LineageError, StorageError
-            When no way leads to the state.
-        """
+        """The chain as the delta of its first checkpoint continues it."""
         first = Fetch(chain.refs[chain.start], DELTA)
         if chain.rooted or any(fetch.kind == DELTA for fetch in self.gone):
             raise self._no_way(chain)

@@ -56,22 +56,7 @@ class LoggedBatch:
 
 
 def last_committed(offsets: frozenset[int], commits: frozenset[int], where: str) -> tuple[int, bool]:
-    """The last committed batch, and whether the one after it is planned.
-
-    Parameters
-    ----------
-    offsets, commits
-        Numbers in the two logs.
-    where
-        The checkpoint location, for messages.
-
-    Raises
-    ------
-    MissingCheckpointError
-        When no batch is committed.
-    CorruptFileError
-        When the logs do not go together.
-    """
+    """The last committed batch, and whether the one after it is planned."""
     if not commits:
         raise MissingCheckpointError(
             f"{where} has no committed batch, so there is no state to import: start the query on this package as it "
@@ -90,41 +75,14 @@ def last_committed(offsets: frozenset[int], commits: frozenset[int], where: str)
 
 
 def needed_offsets(batch: int, planned: bool) -> tuple[int, ...]:
-    """Batches whose offsets Spark reads to go on after one.
-
-    Parameters
-    ----------
-    batch
-        The last committed one.
-    planned
-        Whether the next one is planned.
-    """
+    """Batches whose offsets Spark reads to go on after one."""
     if planned:
         return batch, batch + 1
     return (batch - 1, batch) if batch else (batch,)
 
 
 def parsed_batch(batch: int, planned: bool, offsets: Mapping[int, str], commit: str, where: str) -> LoggedBatch:
-    """What the logs tell of the last committed batch.
-
-    Parameters
-    ----------
-    batch, planned
-        As `last_committed` tells.
-    offsets
-        The files of `needed_offsets`.
-    commit
-        The file ``commits/<batch>``.
-    where
-        The checkpoint location, for messages.
-
-    Raises
-    ------
-    CorruptFileError
-        When one is not what Spark writes.
-    VersionSkewError
-        When a newer Spark wrote one.
-    """
+    """What the logs tell of the last committed batch."""
     sources = set()
     for number, text in offsets.items():
         _, lines = _parsed(text, f"{where}/offsets/{number}")
@@ -148,40 +106,12 @@ def parsed_batch(batch: int, planned: bool, offsets: Mapping[int, str], commit: 
 
 
 def checkpoint_format_of(commit: str, where: str) -> int:
-    """Spark's number of the format in which a committed batch has left its state.
-
-    Parameters
-    ----------
-    commit
-        The file ``commits/<batch>``.
-    where
-        How to call it in messages.
-
-    Raises
-    ------
-    CorruptFileError, VersionSkewError
-        As for `parsed_batch`.
-    """
+    """Spark's number of the format in which a committed batch has left its state."""
     return 2 if _parsed(commit, where)[0].get("stateUniqueIds") else 1
 
 
 def with_state_ids(commit: str, written: str, where: str) -> str:
-    """A commit log that names the state of another one.
-
-    Parameters
-    ----------
-    commit
-        The log.
-    written
-        The one of the batch that wrote the state.
-    where
-        How to call the first in messages.
-
-    Raises
-    ------
-    CorruptFileError, VersionSkewError
-        As for `parsed_batch`.
-    """
+    """A commit log that names the state of another one."""
     metadata, _ = _parsed(commit, where)
     ids = _parsed(written, "the commit log of the batch that wrote the marks")[0].get("stateUniqueIds")
     if bool(ids) != bool(metadata.get("stateUniqueIds")):

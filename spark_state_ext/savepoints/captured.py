@@ -83,13 +83,7 @@ class Captured:
 
     @staticmethod
     def decode(data: bytes, where: str) -> Captured:
-        """Inverse of `encode`; written and read by the same release, within one start of a query.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is damaged.
-        """
+        """Inverse of `encode`; written and read by the same release, within one start of a query."""
         body = open_sealed(pa.BufferReader(pa.py_buffer(data)), where)
         schema, mend = body.reader.schema, "plan the query again"
         text = header_text(schema.metadata, _KEY, where, "header of a start", mend)

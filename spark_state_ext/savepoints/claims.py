@@ -75,15 +75,7 @@ class SavepointClaim:
 
     @staticmethod
     def decode(data: bytes, where: str) -> SavepointClaim:
-        """Read a claim.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is damaged.
-        VersionSkewError
-            When a newer release wrote it.
-        """
+        """Read a claim."""
         with readable(where, "claim to a savepoint"):
             fields = opened_document(data, where, _FORMAT)
             return SavepointClaim(str(fields["savepoint_id"]), str(fields["by"]), str(fields["id"]))
@@ -91,29 +83,7 @@ class SavepointClaim:
 
 
 def claim_savepoint(savepoint: Folder, claim: SavepointClaim, mine: Collection[str]) -> SavepointClaim:
-    """Claim a savepoint, or find that this query has.
-
-    Parameters
-    ----------
-    savepoint
-        Its folder.
-    claim
-        The claim to make.
-    mine
-        Ids under which earlier attempts at the query's first batch may have made it.
-
-    Returns
-    -------
-    SavepointClaim
-        The one that is there.
-
-    Raises
-    ------
-    NotClaimableError
-        When its store does not create exclusively.
-    ClaimedError
-        When another query has claimed it.
-    """
+    """Claim a savepoint, or find that this query has."""
     if not savepoint.creates_exclusively:
         raise NotClaimableError(
             f"the savepoint at {savepoint.root} cannot be claimed: its store does not let exactly one of several make "
@@ -133,13 +103,7 @@ def claim_savepoint(savepoint: Folder, claim: SavepointClaim, mine: Collection[s
 
 
 def refuse_claimed(savepoint: Folder) -> None:
-    """Refuse a savepoint that another query owns: it may be deleted while files are copied from it.
-
-    Raises
-    ------
-    ClaimedError
-        When a query has claimed it.
-    """
+    """Refuse a savepoint that another query owns: it may be deleted while files are copied from it."""
     there = claim_of(savepoint)
     if there is not None:
         raise _claimed(savepoint, there)
@@ -175,25 +139,7 @@ def is_consumed(savepoint: Folder) -> bool:
 
 
 def consume(savepoint: Folder, claim_id: str, still_ours: Callable[[], None], operator: str | None = None) -> int:
-    """Delete a claimed savepoint: what its manifest names, and nothing else. May be stopped and repeated at any time.
-
-    Parameters
-    ----------
-    savepoint
-        Its folder.
-    claim_id
-        Id of the claim; where another one is there, or none, nothing is deleted.
-    still_ours
-        Raises when another run has taken the query's state over.
-    operator
-        The operator that needs nothing of it any more. Files of others stay, and with them the manifest and the claim,
-        until each has said so. None: all of them.
-
-    Returns
-    -------
-    int
-        How many files were deleted.
-    """
+    """Delete a claimed savepoint: what its manifest names, nothing else. May be stopped and repeated at any time."""
     claim = claim_of(savepoint)
     if claim is None or claim.id != claim_id:
         return 0
@@ -272,15 +218,7 @@ def _remove_empty(savepoint: Folder) -> None:
 
 
 def release_claim(savepoint: Folder) -> SavepointClaim:
-    """Free a claim whose owner died.
-
-    Raises
-    ------
-    MissingCheckpointError
-        When there is none, or its owner has deleted the savepoint meanwhile.
-    NotClaimableError
-        When its owner has begun to delete the savepoint, or to write it anew without some keys.
-    """
+    """Free a claim whose owner died."""
     claim = claim_of(savepoint)
     if claim is None:
         raise MissingCheckpointError(f"nobody has claimed a savepoint at {savepoint.root}, or there is none")

@@ -37,28 +37,7 @@ def digest_text(body: BodyRecord) -> str:
 
 
 def copied(files: Readable, file: SavedFile, target: Folder, scratch: Path) -> How:
-    """Have a file in another folder too. May be repeated, and stopped, at any time.
-
-    Parameters
-    ----------
-    files
-        Who has it.
-    file
-        The file.
-    target
-        The folder that gets it; `Folder.sync` comes when all files are there.
-    scratch
-        Local folder for one that is streamed.
-
-    Raises
-    ------
-    MissingCheckpointError
-        When it is not there.
-    CorruptFileError
-        When it is not the file that was announced.
-    StorageError
-        When a store fails.
-    """
+    """Have a file in another folder too. May be repeated, and stopped, at any time."""
     if _is_there(target, file):
         return How.THERE
     if isinstance(files, Duplicable) and files.duplicate_to(target, file.name):
@@ -78,13 +57,7 @@ def copied(files: Readable, file: SavedFile, target: Folder, scratch: Path) -> H
 
 
 def put_whole(target: Folder, sealed: SealedFile) -> SavedFile:
-    """Publish a checkpoint file that was made here, unless another attempt at the same task has.
-
-    Returns
-    -------
-    SavedFile
-        The one that is there, as a manifest has it.
-    """
+    """Publish a checkpoint file that was made here, unless another attempt at the same task has."""
     there = _announced_in(target, sealed.name)
     if there is not None:
         return there
@@ -95,15 +68,7 @@ def put_whole(target: Folder, sealed: SealedFile) -> SavedFile:
 
 
 def refuse_incomplete(savepoint: Folder, manifest: SavepointManifest) -> None:
-    """Refuse a manifest whose files are not there, or are others: nobody could start from them.
-
-    Raises
-    ------
-    CorruptFileError
-        When one is missing, or is not what the manifest says.
-    StorageError
-        When the store fails.
-    """
+    """Refuse a manifest whose files are not there, or are others: nobody could start from them."""
     torn = first_other(savepoint, manifest)
     if torn is not None:
         folder, file = torn
@@ -115,13 +80,7 @@ def refuse_incomplete(savepoint: Folder, manifest: SavepointManifest) -> None:
 
 
 def first_other(savepoint: Folder, manifest: SavepointManifest) -> tuple[Folder, SavedFile] | None:
-    """The first file of a manifest that is not there, or is another one by its size and its end; with its folder.
-
-    Raises
-    ------
-    StorageError
-        When the store fails.
-    """
+    """The first file of a manifest that is not there, or is another one by its size and its end; with its folder."""
     return _first_other(
         [
             (savepoint.child(bucket.operator, str(bucket.bucket)), file)

@@ -31,19 +31,7 @@ class Detaching:
         self._lock = threading.Lock()
 
     def in_turn(self, job: Job, query_folder: Folder, still_ours: Callable[[], None], background: Background) -> None:
-        """Have it done beside the batch.
-
-        Parameters
-        ----------
-        job
-            The job.
-        query_folder
-            Folder of its state, of which a committed pointer was handed out.
-        still_ours
-            Raises when another run has taken the state over.
-        background
-            Does it.
-        """
+        """Have it done beside the batch."""
         key = (query_folder.identity, job.plan_id)
         with self._lock:
             if key in self._done:
@@ -70,18 +58,7 @@ class Detaching:
 
 
 def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> None:
-    """Say that a query needs nothing of the snapshot that it was started from, and let go of that.
-
-    Parameters
-    ----------
-    job, query_folder, still_ours
-        As for `Detaching.in_turn`.
-
-    Raises
-    ------
-    StateError
-        When a store fails; it may be repeated.
-    """
+    """Say that a query needs nothing of the snapshot that it was started from, and let go of that."""
     record, start = start_of(query_folder), job.options.start_from
     if record is not None and not is_detached(query_folder):
         still_ours()

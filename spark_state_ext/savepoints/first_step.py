@@ -36,21 +36,7 @@ __all__ = ["FirstStep"]
 
 
 class FirstStep:
-    """What a bucket's first call does before its state is opened.
-
-    Parameters
-    ----------
-    job
-        The job.
-    root
-        The folder ``<root>/<operator>``.
-    query_folder
-        Name of the query folder that the first batch agreed upon.
-    batch_ms
-        The batch's time by Spark: the same in every attempt at it.
-    beside
-        What a saved bucket can be read from beside the backends of its query, by its pointer and these.
-    """
+    """What a bucket's first call does before its state is opened."""
 
     def __init__(
         self,
@@ -73,24 +59,7 @@ class FirstStep:
         return beginning.pointer.query_folder if beginning.adopts else self._query_folder
 
     def claim(self, beginning: Beginning) -> Claim | None:
-        """Make the claim, where one is asked for; that to a query folder is made with its lease.
-
-        Returns
-        -------
-        Claim or None
-            To the query folder that is adopted.
-
-        Raises
-        ------
-        ExistingStateError
-            When `strict` and another query below the root was begun from the same.
-        ClaimedError
-            When another query has claimed it, whether this one asks for a claim or not.
-        NotClaimableError
-            When it cannot be claimed.
-        LiveRunError
-            When the other query has run since its checkpoint was read.
-        """
+        """Make the claim, where one is asked for; that to a query folder is made with its lease."""
         start = self._job.options.start_from
         by = self._root.child(self._query_folder).root
         if self._job.options.strict and not beginning.adopts:
@@ -168,19 +137,7 @@ class FirstStep:
         return query_folders_of_batch(self._root, self._batch_ms)
 
     def begun(self, beginning: Beginning, claim: Claim | None, replicas: Replicas, scratch: Path) -> Begun:
-        """The pointer to begin with; what it needs is in the query's folder, or is read from where it is.
-
-        Parameters
-        ----------
-        beginning
-            Where the state comes from.
-        claim
-            What `claim` gave.
-        replicas
-            Makes the other query's backends.
-        scratch
-            Local folder for temporary files.
-        """
+        """The pointer to begin with; what it needs is in the query's folder, or is read from where it is."""
         note_left_behind(self._root.child(self.folder_of(beginning)), beginning.left_behind(self._job))
         if self._job.captured is not None and beginning.captured is not None:
             note_held(self._root.child(self.folder_of(beginning)), self._job.captured)

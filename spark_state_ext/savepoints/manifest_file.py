@@ -29,15 +29,7 @@ def encode_manifest(manifest: SavepointManifest) -> bytes:
 
 
 def decode_manifest(data: bytes, where: str) -> SavepointManifest:
-    """Read a manifest.
-
-    Raises
-    ------
-    CorruptFileError
-        When it is damaged, or none.
-    VersionSkewError
-        When a newer release wrote it.
-    """
+    """Read a manifest."""
     return unsealed_table(data, where, SavepointManifest.of, lambda found: len(found.buckets))
 
 
@@ -46,13 +38,6 @@ def write_manifest(savepoint: Folder, manifest: SavepointManifest) -> None:
 
     Of several who do so for one folder at once, one succeeds. Each other one removes its files that are not in that
     savepoint.
-
-    Raises
-    ------
-    UsageError
-        When there is another savepoint.
-    StorageError
-        When it could not be written.
     """
     if not savepoint.create(MANIFEST_NAME, encode_manifest(manifest)):
         _remove_others(savepoint, manifest)
@@ -60,17 +45,7 @@ def write_manifest(savepoint: Folder, manifest: SavepointManifest) -> None:
 
 
 def finish_savepoint(savepoint: Folder, manifest: SavepointManifest) -> None:
-    """Make a savepoint of the files that lie in a folder, after a look at whether all are there.
-
-    Raises
-    ------
-    UsageError
-        When there is another savepoint, as for `write_manifest`.
-    CorruptFileError
-        When a file is missing, or is not what the manifest says.
-    StorageError
-        When a store fails.
-    """
+    """Make a savepoint of the files that lie in a folder, after a look at whether all are there."""
     try:
         refuse_incomplete(savepoint, manifest)
     except CorruptFileError:
@@ -102,13 +77,7 @@ def _files_of(manifest: SavepointManifest) -> set[tuple[str, str, str]]:
 
 
 def refuse_existing(savepoint: Folder) -> None:
-    """Refuse a folder in which there is a savepoint, or anything else, or which lies in the root of a query's state.
-
-    Raises
-    ------
-    UsageError
-        When there is.
-    """
+    """Refuse a folder in which there is a savepoint, or anything else, or which lies in the root of a query's state."""
     refuse_in_state(savepoint)
     names = savepoint.names()
     if MANIFEST_NAME in names:
@@ -125,17 +94,7 @@ def _there_is_one(savepoint: Folder) -> UsageError:
 
 
 def read_manifest(savepoint: Folder) -> SavepointManifest:
-    """The manifest of a savepoint.
-
-    Raises
-    ------
-    MissingCheckpointError
-        When there is none.
-    CorruptFileError, VersionSkewError
-        When it cannot be read.
-    StorageError
-        When the store fails.
-    """
+    """The manifest of a savepoint."""
     try:
         data = savepoint.get(MANIFEST_NAME)
     except MissingCheckpointError as error:

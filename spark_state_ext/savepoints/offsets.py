@@ -69,17 +69,7 @@ def starting_offsets(savepoint: Savepoint | str | os.PathLike[str], source: int 
 
 
 def kafka_offsets(log: str, source: int | str | None, where: str) -> str:
-    """The same of a log of offsets.
-
-    Parameters
-    ----------
-    log
-        What Spark wrote of a batch.
-    source
-        As for `starting_offsets`.
-    where
-        How to call what has it, in messages.
-    """
+    """The same of a log of offsets."""
     sources = _sources(log, where)
     if source is None and len(sources) > 1:
         raise UsageError(
@@ -114,20 +104,6 @@ def kafka_partitions(log: str, where: str) -> tuple[dict[str, int], bool]:
     """How many partitions each Kafka topic of a query has, and whether there are sources without offsets yet.
 
     Spark's Kafka source names all partitions of its topics in every batch, also those without new rows.
-
-    Parameters
-    ----------
-    log
-        What Spark wrote of a batch.
-    where
-        How to call it in messages.
-
-    Raises
-    ------
-    UsageError
-        When the offsets do not name all partitions of a topic.
-    CorruptFileError, VersionSkewError
-        When the log cannot be read.
     """
     counts: dict[str, int] = {}
     unread = False

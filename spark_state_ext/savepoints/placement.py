@@ -29,18 +29,7 @@ _THREADS = 16
 
 
 def refuse_in_state(savepoint: Folder) -> None:
-    """Refuse a folder for a savepoint that lies in the root of a query's state, at any depth.
-
-    Parameters
-    ----------
-    savepoint
-        The folder, which may not exist yet.
-
-    Raises
-    ------
-    UsageError
-        When it lies in one.
-    """
+    """Refuse a folder for a savepoint that lies in the root of a query's state, at any depth."""
     for above in savepoint.above():
         state = _state_in(above)
         if state is not None:

@@ -40,19 +40,7 @@ def scanned_rows(
     scratch: Path,
     restore_from: str | None = None,
 ) -> Iterator[Iterator[pa.RecordBatch]]:
-    """All live rows at a pointer, ascending by hash.
-
-    Parameters
-    ----------
-    pointer, restore_from
-        As for `Bucket`.
-    replicas
-        What the state can be read from.
-    schema
-        Row schema of the operator file in force.
-    scratch
-        Local folder for the store.
-    """
+    """All live rows at a pointer, ascending by hash."""
     with tempfile.TemporaryDirectory(prefix="savepoint-", dir=scratch) as folder:
         store = LocalStore.at(Path(folder) / "store", schema)
         context = CommitContext(Path(folder))
@@ -67,24 +55,7 @@ def scanned_rows(
 def saved_rows(
     files: Folder, pointer: Pointer, named: Sequence[SavedFile], schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
-    """All live rows of a bucket of a savepoint, ascending by hash.
-
-    Parameters
-    ----------
-    files
-        The bucket's folder in the savepoint.
-    pointer, named
-        The bucket's pointer and files, as the manifest has them.
-    schema
-        Row schema of the savepoint's operator file.
-    scratch
-        Local folder for temporary files.
-
-    Raises
-    ------
-    CorruptFileError
-        When a file is not the one that the manifest names, or is damaged.
-    """
+    """All live rows of a bucket of a savepoint, ascending by hash."""
     if pointer.ref is None:
         return
     refuse_other_files(files, named)
@@ -96,19 +67,7 @@ def saved_rows(
 def shown_rows(
     savepoint: Folder, saved: SavedBucket, schema: RowSchema, scratch: Path, with_defined: bool = False
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a bucket as they are shown: keys, state and ``timeout_ms``, without hash, marks and hidden columns.
-
-    Parameters
-    ----------
-    savepoint
-        The savepoint's folder.
-    saved
-        The bucket, as the manifest has it.
-    schema, scratch
-        As for `saved_rows`.
-    with_defined
-        With a last column ``defined``: whether the key has a state, or only a timeout.
-    """
+    """The rows of a bucket as they are shown: keys, state and ``timeout_ms``; no hash, marks or hidden columns."""
     shown, fields = schema.without_expiry(), _fields(schema)
     if with_defined:
         fields = fields.append(pa.field(DEFINED, pa.bool_()))
@@ -120,13 +79,7 @@ def shown_rows(
 
 
 def operator_named(manifest: SavepointManifest, name: str | None, path: str) -> str:
-    """The operator of a savepoint that is meant.
-
-    Raises
-    ------
-    UsageError
-        When there is none of that name, or there are several and none is named.
-    """
+    """The operator of a savepoint that is meant."""
     operators = manifest.header.operators
     if name is None and len(operators) > 1:
         raise UsageError(

@@ -75,15 +75,7 @@ class StartRecord:
 
     @staticmethod
     def decode(data: bytes, where: str) -> StartRecord:
-        """Read a record.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is damaged.
-        VersionSkewError
-            When a newer release wrote it.
-        """
+        """Read a record."""
         with readable(where, "record of what a query was started from"):
             fields = opened_document(data, where, START_FORMAT)
             return StartRecord(
@@ -99,15 +91,7 @@ class StartRecord:
 
 
 def note_start(query_folder: Folder, record: StartRecord) -> None:
-    """Write down what a query folder's state is begun with. A savepoint may have been moved between two attempts.
-
-    Raises
-    ------
-    LineageError
-        When another attempt at the first batch began with something else.
-    StorageError
-        When the store fails.
-    """
+    """Write down what a query folder's state is begun with. A savepoint may have been moved between two attempts."""
     if not query_folder.create(START_NAME, record.encode()):
         there = start_of(query_folder)
         if there is not None and record.source_id and there == replace(record, source=there.source):
@@ -139,15 +123,7 @@ def note_detached(query_folder: Folder) -> None:
 
 
 def note_held(query_folder: Folder, captured: str) -> None:
-    """Write down that a plan's hold is of use to this query: later plans of the query know only their own.
-
-    Parameters
-    ----------
-    query_folder
-        Folder of the query's state.
-    captured
-        Name of the file with what the plan captured, which tells the hold.
-    """
+    """Write down that a plan's hold is of use to this query: later plans of the query know only their own."""
     query_folder.create(f"{_HELD}{captured}", sealed_document({"format": START_FORMAT}))
 
 

@@ -20,27 +20,6 @@ def delete_files(
     """Delete files of buckets first, and the manifest last, so that who is stopped knows what is left to do.
 
     What a stopped erasure has left goes before all else, as the manifest does not lead there.
-
-    Parameters
-    ----------
-    savepoint
-        Its folder.
-    manifest
-        What is in it.
-    still_ours
-        Called before each file, and told whether it is the manifest; what it raises ends it.
-    operator
-        Delete files of this operator alone; the manifest stays as long as another one has files. None: of all.
-
-    Returns
-    -------
-    int
-        How many checkpoint files there were.
-
-    Raises
-    ------
-    UnsafeFolderError
-        When a folder of the savepoint is a symbolic link: nothing is deleted then.
     """
     for bucket in manifest.buckets:
         # All of them before the first file goes.

@@ -47,15 +47,7 @@ class Replaced:
 
     @staticmethod
     def decode(data: bytes, where: str) -> Replaced:
-        """Read it.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is damaged.
-        VersionSkewError
-            When a newer release wrote it.
-        """
+        """Read it."""
         with readable(where, "record of what takes the place of a savepoint's files", _MEND):
             fields = opened_document(data, where, _FORMAT, _MEND)
             files = {int(bucket): tuple(map(str, names)) for bucket, names in fields["files"].items()}
@@ -67,36 +59,14 @@ class Replaced:
 
 
 def replaced_in(savepoint: Folder) -> Replaced | None:
-    """The record that is there; None: no erasure was stopped.
-
-    Raises
-    ------
-    CorruptFileError
-        When it is damaged.
-    VersionSkewError
-        When a newer release wrote it.
-    StorageError
-        When the store fails.
-    """
+    """The record that is there; None: no erasure was stopped."""
     return document_in(savepoint.child(CLAIM_FOLDER), REPLACED_NAME, Replaced.decode)
 
 
 def drop_replaced(
     savepoint: Folder, replaced: Replaced, manifest: SavepointManifest, allowed: Callable[[], None]
 ) -> None:
-    """Remove the files of a record that the manifest does not name.
-
-    Parameters
-    ----------
-    savepoint
-        Its folder.
-    replaced
-        The record, of the savepoint that is there. (One of another savepoint, which lay there before, says nothing.)
-    manifest
-        What is there now.
-    allowed
-        Called before each file; what it raises ends it.
-    """
+    """Remove the files of a record that the manifest does not name."""
     named = {(it.operator, it.bucket, file.name) for it in manifest.buckets for file in it.files}
     # The record does not tell the operator. Names have random ids: they are none of another operator's.
     for operator in manifest.header.operators:

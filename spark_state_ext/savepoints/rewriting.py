@@ -23,33 +23,7 @@ __all__ = ["bucket_of_rows"]
 def bucket_of_rows(
     pointer: Pointer, checkpoint_id: str, schema: RowSchema, rows: Iterable[pa.RecordBatch], into: Folder, scratch: Path
 ) -> SavedBucket:
-    """Write a bucket's rows as one snapshot.
-
-    Parameters
-    ----------
-    pointer
-        As the savepoint has it; with the number of the operator file that the rows are of. It has a state.
-    checkpoint_id
-        Id of the new checkpoint. The version stays: the low watermark of timers goes by it.
-    schema
-        Row schema of that operator file.
-    rows
-        The rows, ascending by hash.
-    into
-        The bucket's folder; `Folder.sync` comes when all files are there.
-    scratch
-        Local folder for temporary files.
-
-    Returns
-    -------
-    SavedBucket
-        As the manifest has it.
-
-    Raises
-    ------
-    StorageError
-        When a store fails.
-    """
+    """Write a bucket's rows as one snapshot."""
     ref = CheckpointRef(pointer.version, checkpoint_id)
     heartbeat = pointer.lineage[-1].heartbeat
     header = LineageHeader(

@@ -114,13 +114,7 @@ class Beginning:
         ]
 
     def begins(self, job: Job, query_folder: str) -> OperatorFile:
-        """The first operator file of the query.
-
-        Raises
-        ------
-        ChangedJobError
-            When the saved state cannot serve the job.
-        """
+        """The first operator file of the query."""
         return self.operator_file.begins(
             job.operator_file(query_folder),
             leave_behind=self.leaves_behind(job),
@@ -139,23 +133,6 @@ class Beginning:
 
         Where no backend of the job is a file system, none can be given files. Then the call reads the state from where
         it is; as nothing of the job's holds it, the commit sends a full snapshot to each backend before it returns.
-
-        Parameters
-        ----------
-        job, query_folder
-            The job, and the folder.
-        replicas
-            Backends of the other query, where it is a retained checkpoint; as `borrowed` has them, where no backend of
-            the job is a file system.
-        scratch
-            Local folder for temporary files.
-
-        Raises
-        ------
-        MissingCheckpointError, CorruptFileError, LineageError
-            When the saved state cannot be loaded.
-        StorageError
-            When a store fails.
         """
         if self.pointer.ref is None:
             return Begun(self._renamed(job, query_folder, self.pointer, {}, {}))
@@ -224,13 +201,7 @@ class Beginning:
 
 
 def borrowed(name: str) -> str:
-    """What a pointer calls a backend from which only its first call reads; no backend of the query has this name.
-
-    Parameters
-    ----------
-    name
-        Its name there.
-    """
+    """What a pointer calls a backend from which only its first call reads; no backend of the query has this name."""
     return f"start_from {name}"
 
 
@@ -274,26 +245,7 @@ class Starts:
         self._said: set[str] = set()
 
     def of(self, job: Job, bucket: int) -> Beginning | None:
-        """Where a bucket's state comes from; None: it begins without.
-
-        Parameters
-        ----------
-        job
-            The job, whose options name the snapshot.
-        bucket
-            The bucket.
-
-        Raises
-        ------
-        OperatorChangedError
-            When the operator is not in the snapshot.
-        BucketCountChangedError, BucketMapChangedError, SchemaChangedError, FunctionChangedError, PartitionsChangedError
-            When its state cannot serve the job.
-        MissingCheckpointError, CorruptFileError, VersionSkewError
-            When the snapshot cannot be read.
-        StorageError
-            When the store fails.
-        """
+        """Where a bucket's state comes from; None: it begins without."""
         start = job.options.start_from
         if start is None:
             return None

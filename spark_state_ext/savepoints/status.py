@@ -59,19 +59,7 @@ def judged(
     looked_in: Sequence[str],
     operators: Collection[str] = (),
 ) -> Verdict:
-    """Decide.
-
-    Parameters
-    ----------
-    started
-        Queries that were started from it, as far as roots were looked in.
-    claim, consumed
-        Who has claimed it, and whether that one has begun to delete it.
-    looked_in
-        The roots that were looked in.
-    operators
-        Names of the operators in it.
-    """
+    """Decide."""
     if claim is not None and claim.erases:
         return Verdict(
             False, f"{claim.by} is writing it anew: wait until that is over, or run it again where it was stopped"
@@ -124,15 +112,7 @@ def claimed(savepoint: Folder) -> tuple[SavepointClaim | None, bool]:
 
 
 def started_below(root: Folder, source: str, source_id: str) -> Iterable[Started]:
-    """Queries below a root that were started from a snapshot.
-
-    Parameters
-    ----------
-    root
-        Root of an `ArrowState`.
-    source, source_id
-        Path and id of the savepoint; it may have been moved since. The id is empty for a query's folder.
-    """
+    """Queries below a root that were started from a snapshot."""
     for operator in (it for it in root.entries() if it.folder):
         folder = root.child(operator.name)
         for entry in folder.entries():

@@ -69,33 +69,7 @@ def save_bucket(
     reading: Reading = Reading(),
     writer: Writer | None = None,
 ) -> Copy:
-    """Copy what a bucket's state is made of into a folder. May be repeated, and stopped, at any time.
-
-    Parameters
-    ----------
-    pointer
-        A committed pointer, which a hold protects.
-    replicas
-        The query's backends, and what else the state can be read from.
-    target
-        The folder of the bucket: in a savepoint, or in the query folder of a query that starts from this one's state.
-    form
-        `NATIVE`: files as they are. `CANONICAL`: one compacted snapshot.
-    schema
-        Row schema of the operator file in force.
-    scratch
-        Local folder for temporary files.
-    reading
-        How the query's files are read.
-    writer
-        Who is working, for the header of a compacted snapshot.
-    Raises
-    ------
-    MissingCheckpointError, CorruptFileError, LineageError
-        When the state cannot be loaded.
-    StorageError
-        When a store fails.
-    """
+    """Copy what a bucket's state is made of into a folder. May be repeated, and stopped, at any time."""
     if pointer.ref is None:
         return Copy(SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, ()), ()))
     if form == CANONICAL:

@@ -66,13 +66,7 @@ def is_of_spark(error: BaseException) -> bool:
 
 
 def said_by_spark(text: str) -> str:
-    """The line of an error of Spark's that says what happened.
-
-    Parameters
-    ----------
-    text
-        All that it says.
-    """
+    """The line of an error of Spark's that says what happened."""
     # With a class of errors; or what Java said, below py4j's own line; or the first line.
     found = _ERROR_CLASS.search(text)
     if found is not None:

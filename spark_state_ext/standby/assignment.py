@@ -17,27 +17,7 @@ __all__ = ["active_hosts", "active_on", "assign", "shortfall", "to_hold", "unfol
 
 
 def active_hosts(buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> dict[BucketKey, str | None]:
-    """The host of each bucket's active task, as far as records tell: that of the newest file that anybody has seen.
-
-    Parameters
-    ----------
-    buckets
-        All buckets that are to have replicas.
-    members
-        Records of the hosts that live.
-
-    Returns
-    -------
-    dict
-        By bucket; None where nobody has seen a file of it.
-
-    Examples
-    --------
-    >>> key = BucketKey("counts", "q", 0)
-    >>> record = MemberRecord("host-2", replicas=(StandbyReplica(key, version=7, active="host-1"),))
-    >>> active_hosts([key], [record])[key]
-    'host-1'
-    """
+    """The host of each bucket's active task, as far as records tell: that of the newest file that anybody has seen."""
     newest = _newest(members)
     return {key: newest[key][1] if key in newest else None for key in sorted(buckets)}
 
@@ -47,20 +27,6 @@ def active_on(host: str, buckets: Iterable[BucketKey], members: Iterable[MemberR
 
     Nobody may follow such a bucket, as where there is no other host. Then only this record tells that its replica is
     not to be on this host.
-
-    Parameters
-    ----------
-    host
-        The host.
-    buckets
-        All buckets that are to have replicas.
-    members
-        Records of the hosts that live, its own among them.
-
-    Returns
-    -------
-    dict
-        By bucket the version of that file.
     """
     newest = _newest(members)
     return {key: newest[key][0] for key in sorted(buckets) if key in newest and newest[key][1] == host}
@@ -71,20 +37,6 @@ def unfollowed(host: str, buckets: Iterable[BucketKey], members: Iterable[Member
 
     Nobody sees when another host becomes active for them. So the host has to look at their newest file itself, without
     loading anything, and to leave those that another host wrote out of what it tells (`active_on`).
-
-    Parameters
-    ----------
-    host
-        The host.
-    buckets
-        All buckets that are to have replicas.
-    members
-        Records of the hosts that live, its own among them.
-
-    Returns
-    -------
-    frozenset of BucketKey
-        Those to look at.
     """
     records = list(members)
     followed = {replica.key for member in records for replica in member.replicas}
@@ -104,29 +56,7 @@ def _newest(members: Iterable[MemberRecord]) -> dict[BucketKey, tuple[int, str]]
 def assign(
     buckets: Mapping[BucketKey, str | None], members: Iterable[MemberRecord], settings: StandbySettings
 ) -> dict[BucketKey, tuple[str, ...]]:
-    """Who is to have a replica of which bucket.
-
-    Parameters
-    ----------
-    buckets
-        All buckets that are to have replicas, with the host of their active task (`active_hosts`).
-    members
-        Records of the hosts that live.
-    settings
-        How many replicas a bucket has.
-
-    Returns
-    -------
-    dict
-        By bucket the hosts, ascending. There are fewer than wanted where not enough hosts live: see `shortfall`.
-
-    Examples
-    --------
-    >>> buckets = {BucketKey("counts", "q", at): "host-1" for at in range(4)}
-    >>> members = [MemberRecord(f"host-{at}") for at in (1, 2, 3)]
-    >>> sorted(set(assign(buckets, members, StandbySettings(standby_replicas=2)).values()))
-    [('host-2', 'host-3')]
-    """
+    """Who is to have a replica of which bucket."""
     placing = Placing(buckets, members, settings.replicas)
     if placing.hosts and placing.total:
         placing.keep()
@@ -137,20 +67,7 @@ def assign(
 
 
 def shortfall(assignment: Mapping[BucketKey, tuple[str, ...]], settings: StandbySettings) -> str | None:
-    """What to tell where buckets have fewer replicas than wanted; None where none has.
-
-    Parameters
-    ----------
-    assignment
-        By bucket the hosts.
-    settings
-        How many replicas a bucket has.
-
-    Examples
-    --------
-    >>> shortfall({BucketKey("counts", "q", 0): ()}, StandbySettings()).split(": ")[0]
-    'too few hosts have a standby service'
-    """
+    """What to tell where buckets have fewer replicas than wanted; None where none has."""
     wanted = settings.replicas
     short = [wanted - len(hosts) for hosts in assignment.values() if len(hosts) < wanted]
     if not short:
@@ -168,31 +85,6 @@ def to_hold(
 
     A replica that moves stays with the host that has it until the one that gets it is in sync. Of several that have it
     without being assigned, as many stay as are not in sync yet: those that are furthest.
-
-    Parameters
-    ----------
-    host
-        The host.
-    assignment
-        By bucket the hosts, of all buckets.
-    members
-        The records that it was computed from.
-
-    Returns
-    -------
-    frozenset of BucketKey
-        The buckets. What else the host follows it gives up.
-
-    Examples
-    --------
-    >>> key = BucketKey("counts", "q", 0)
-    >>> has = MemberRecord("host-1", replicas=(StandbyReplica(key, 7, in_sync=True),))
-    >>> gets = MemberRecord("host-2", replicas=(StandbyReplica(key),))
-    >>> len(to_hold("host-1", {key: ("host-2",)}, [has, gets]))
-    1
-    >>> gets = MemberRecord("host-2", replicas=(StandbyReplica(key, 7, in_sync=True),))
-    >>> len(to_hold("host-1", {key: ("host-2",)}, [has, gets]))
-    0
     """
     known = {member.host: member for member in members}
     assigned = {key for key, hosts in assignment.items() if host in hosts}

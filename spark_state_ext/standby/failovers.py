@@ -81,19 +81,7 @@ class Sighting:
 
 
 def sighted(key: BucketKey, takeover: Takeover, records: Iterable[MemberRecord], alive: Mapping[str, int]) -> Sighting:
-    """A takeover that is seen for the first time.
-
-    Parameters
-    ----------
-    key
-        The bucket.
-    takeover
-        The takeover.
-    records
-        Those of hosts that live.
-    alive
-        By host the number of its newest record.
-    """
+    """A takeover that is seen for the first time."""
     followers = {record.host: it.in_sync for record in records for it in record.replicas if it.key == key}
     order = sorted(followers, key=lambda host: (host != takeover.now, host))
     heartbeats = {host: alive[host] for host in (takeover.before, takeover.now) if host in alive}
@@ -101,30 +89,7 @@ def sighted(key: BucketKey, takeover: Takeover, records: Iterable[MemberRecord],
 
 
 def judge(seen: Sighting, me: str, alive: Mapping[str, int], came_back: bool) -> Failover | None:
-    """What a takeover was, where it is this host's turn to count it.
-
-    Parameters
-    ----------
-    seen
-        The takeover.
-    me
-        The host that asks, which follows the bucket.
-    alive
-        By host whose service lives, this one included, the number of its newest record.
-    came_back
-        This host's service was started again since it followed the bucket before.
-
-    Returns
-    -------
-    Failover or None
-        None where another host is to count it, or where it is not clear yet who lives.
-
-    Examples
-    --------
-    >>> seen = Sighting(Takeover("a", "b", 7, 6, 0), ("b", "c"), True, {"b": 3}, looks=1)
-    >>> judge(seen, "b", {"b": 4, "c": 9}, came_back=False).outcome
-    'replica'
-    """
+    """What a takeover was, where it is this host's turn to count it."""
     takeover = seen.takeover
     turns = [host for host in seen.order if host in alive and host != me]
     before_me = [host for host in turns if seen.order.index(host) < _place(seen.order, me)]
@@ -184,16 +149,7 @@ class Failovers:
         return Failovers(Counter(self.takeovers), Counter(self.members_lost), dict(self.counted))
 
     def merge(self, records: Iterable[MemberRecord], keys: Container[BucketKey]) -> None:
-        """Learn what others have counted of some buckets.
-
-        Parameters
-        ----------
-        records
-            Theirs.
-        keys
-            The buckets that this host follows. Of others it need not know, and telling of them would have every host
-            read the records of all others whenever one of them counts.
-        """
+        """Learn what others have counted of some buckets."""
         for record in records:
             for key, version in record.counted.items():
                 if key in keys:

@@ -41,13 +41,7 @@ class FoundBuckets:
 
 
 class Finder:
-    """Looks at a root now and then.
-
-    Parameters
-    ----------
-    root
-        The root.
-    """
+    """Looks at a root now and then."""
 
     def __init__(self, root: Folder) -> None:
         self._root = root
@@ -56,13 +50,7 @@ class Finder:
         self._read: dict[str, OperatorFile] = {}
 
     def find(self) -> FoundBuckets:
-        """The buckets that have files, of each query that is not given up, in the folder that it writes now.
-
-        Raises
-        ------
-        StorageError
-            When the root cannot be listed.
-        """
+        """The buckets that have files, of each query that is not given up, in the folder that it writes now."""
         errors: dict[str, StateError] = {}
         entries = self._root.entries()
         # What begins with `_` or `.` is not an operator's.
@@ -108,11 +96,6 @@ def written(times_ms: Mapping[str, int | None]) -> list[str]:
 
     Of the folders that a query had one after the other, as it was rescaled, the one that was written last. Of several
     queries, those that were written within a day of the one that was written last. No clock but the store's is asked.
-
-    Parameters
-    ----------
-    times_ms
-        For each folder when it was written last, by the store's clock; None where that does not tell.
     """
     last = {name: -1 if at_ms is None else at_ms for name, at_ms in times_ms.items()}
     by_query: dict[str, str] = {}

@@ -76,27 +76,7 @@ class _Reading:
 
 
 class BucketFollower:
-    """Follows one bucket. One thread at a time may step.
-
-    Parameters
-    ----------
-    root
-        The root, and where the copy lies.
-    key
-        The bucket.
-    operator
-        The operator file in force, as far as is known.
-    stores
-        The process's local stores.
-    bandwidth
-        How fast files may be read.
-    stop
-        When it is set, a step ends soon.
-    clock
-        Monotonic, seconds.
-    tapped
-        Deltas that tasks have sent.
-    """
+    """Follows one bucket. One thread at a time may step."""
 
     def __init__(
         self,
@@ -174,13 +154,7 @@ class BucketFollower:
         self._succession = Succession(after)
 
     def step(self) -> Followed:
-        """Load what is new.
-
-        Returns
-        -------
-        Followed
-            How the copy stands. An error of a file or a store is in its `error`, and the next step tries again.
-        """
+        """Load what is new."""
         found, begun_s = Followed(self._key), self._clock()
         try:
             for _ in range(_LISTINGS_MAX):

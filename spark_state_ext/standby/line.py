@@ -59,13 +59,6 @@ def judged(line: Line | None, header: LineageHeader) -> tuple[Line, bool]:
     """The line once a file was seen, and whether the file may count.
 
     Files are to be judged in the order in which they were written, as far as that is known.
-
-    Parameters
-    ----------
-    line
-        The line; None: no file was seen yet.
-    header
-        The file's.
     """
     if line is None:
         return Line(header), True

@@ -18,19 +18,7 @@ _CANDIDATES_MAX = 16
 
 
 class Listing:
-    """A bucket's folder as of one listing.
-
-    Parameters
-    ----------
-    folder, bucket
-        The bucket's.
-    entries
-        The listing.
-    bandwidth
-        How fast its files may be read.
-    tapped
-        As for `MeteredFiles`.
-    """
+    """A bucket's folder as of one listing."""
 
     def __init__(
         self,
@@ -65,15 +53,7 @@ class Listing:
         return self.files.modified_s(ref), ref.version
 
     def lag(self, loaded: CheckpointRef | None, lacking: Collection[CheckpointRef]) -> Lag:
-        """How far a copy is behind.
-
-        Parameters
-        ----------
-        loaded
-            Its newest checkpoint.
-        lacking
-            Those that it lacks, the newest ones of them.
-        """
+        """How far a copy is behind."""
         if not lacking:
             return Lag()
         newest = max(lacking, key=lambda ref: (ref.version, self.files.modified_s(ref)))
@@ -98,21 +78,7 @@ class Listing:
         return next((ref for ref in reversed(lineage) if SNAPSHOT in self.files.kinds.get(ref, ())), None)
 
     def chain(self, header: LineageHeader, here: Collection[CheckpointRef]) -> Chain:
-        """What a load of a checkpoint begins with.
-
-        Parameters
-        ----------
-        header
-            The checkpoint's.
-        here
-            Checkpoints at which runs of the local store end.
-
-        Returns
-        -------
-        Chain
-            From the newest snapshot on. What lies before that is in it where reading the deltas since what is here is
-            less than reading the snapshot.
-        """
+        """What a load of a checkpoint begins with."""
         refs = (*header.lineage, header.ref)
         snapshot = self.newest_snapshot(refs)
         start = 0 if snapshot is None else refs.index(snapshot)

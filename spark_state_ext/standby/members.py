@@ -75,11 +75,6 @@ class MemberWatch:
 
     Time counts while this observer looks: of a longer time between two looks, as when its process stood still or the
     store did not answer, one heartbeat counts. Otherwise everybody would be dead at the first look thereafter.
-
-    Parameters
-    ----------
-    heartbeat_s
-        How often hosts write their records.
     """
 
     def __init__(self, heartbeat_s: float) -> None:
@@ -94,13 +89,7 @@ class MemberWatch:
         self._doubled: dict[str, deque[bool]] = {}
 
     def use(self, heartbeat_s: float) -> None:
-        """Go by another heartbeat. Until all hosts have read a shorter one, they are judged by the longer one.
-
-        Parameters
-        ----------
-        heartbeat_s
-            How often hosts write their records from now on.
-        """
+        """Go by another heartbeat. Until all hosts have read a shorter one, they are judged by the longer one."""
         if heartbeat_s < self.heartbeat_s:
             self._longer_s = self._alive_s / _ALIVE_HEARTBEATS
             self._longer_until_s = self._watched_s + _ALIVE_HEARTBEATS * self._longer_s
@@ -113,28 +102,7 @@ class MemberWatch:
         return _ALIVE_HEARTBEATS * max(self.heartbeat_s, longer_s)
 
     def observe(self, names: Iterable[str], now_s: float) -> Seen:
-        """Take in a listing.
-
-        Parameters
-        ----------
-        names
-            Names of all records.
-        now_s
-            The time, by the observer's own clock, which only goes forward.
-
-        Returns
-        -------
-        Seen
-            Who lives. Whoever is seen for the first time does, for three heartbeats at least.
-
-        Examples
-        --------
-        >>> watch = MemberWatch(heartbeat_s=10)
-        >>> sorted(watch.observe(["a.7.1.json", "b.3.1.json"], 0).alive)
-        ['a', 'b']
-        >>> [sorted(watch.observe([f"a.{8 + at}.1.json", "b.3.1.json"], 10 + 10 * at).alive) for at in range(3)]
-        [['a', 'b'], ['a', 'b'], ['a']]
-        """
+        """Take in a listing."""
         if self._looked_s is not None:
             self._watched_s += min(max(0.0, now_s - self._looked_s), self.heartbeat_s)
         self._looked_s = now_s
@@ -219,33 +187,7 @@ class Members:
 
 
 class Membership:
-    """A host among the others.
-
-    Parameters
-    ----------
-    root
-        Where the state of all operators lies.
-    host
-        The host's name.
-    heartbeat_s
-        How often hosts write their records.
-    clock_s
-        A clock that only goes forward.
-
-    Raises
-    ------
-    UsageError
-        When the name cannot be a file's.
-
-    Examples
-    --------
-    >>> me = Membership(Folder("memory://doc-members"), "host-1", heartbeat_s=10)
-    >>> me.heartbeat(MemberRecord("host-1", rack="a")).rack
-    'a'
-    >>> [it.host for it in me.look().records]
-    ['host-1']
-    >>> me.leave()
-    """
+    """A host among the others."""
 
     def __init__(
         self, root: Folder, host: str, heartbeat_s: float, clock_s: Callable[[], float] = time.monotonic
@@ -265,25 +207,7 @@ class Membership:
         self._read: dict[str, MemberRecord] = {}
 
     def heartbeat(self, record: MemberRecord) -> MemberRecord:
-        """Write the record under the next name, and delete the one before: `tell` and `tidy`.
-
-        Parameters
-        ----------
-        record
-            What to tell; its generation is set here.
-
-        Returns
-        -------
-        MemberRecord
-            As it was written.
-
-        Raises
-        ------
-        UsageError
-            When it is another host's.
-        StorageError
-            When the store fails. The next heartbeat makes up for it.
-        """
+        """Write the record under the next name, and delete the one before: `tell` and `tidy`."""
         written = self.tell(record)
         self.tidy()
         return written
@@ -308,30 +232,13 @@ class Membership:
         return written
 
     def tidy(self) -> None:
-        """Delete this host's records from before the last one.
-
-        Raises
-        ------
-        StorageError
-            When the store fails. Others go by the newest record, so the next call makes up for it.
-        """
+        """Delete this host's records from before the last one."""
         for other in sorted(self._mine - {self._name}):
             self._files.as_named().remove(other)
             self._mine.discard(other)
 
     def look(self) -> Members:
-        """See who lives: one listing, and a read for each host whose generation has changed, and once of who died.
-
-        Returns
-        -------
-        Members
-            This host is among them once it has written a record.
-
-        Raises
-        ------
-        StorageError
-            When the store fails.
-        """
+        """See who lives: one listing, and a read for each host whose generation has changed, and once of who died."""
         names = self._files.names()
         seen = self.watch.observe(names, self._clock_s())
         doubled = {host for host in seen.doubled if host != self._host}
@@ -367,13 +274,7 @@ class Membership:
         )
 
     def recall(self) -> MemberRecord | None:
-        """What a service before this one told under this host's name; None: nothing that can be read.
-
-        Raises
-        ------
-        StorageError
-            When the store fails.
-        """
+        """What a service before this one told under this host's name; None: nothing that can be read."""
         names = [it for it in map(RecordName.parse, self._files.names()) if it and it.host == self._host]
         for name in sorted(names, key=lambda it: -it.heartbeat):
             where = self._files.where(name.text)
@@ -384,13 +285,7 @@ class Membership:
         return None
 
     def leave(self) -> None:
-        """Delete this host's record. Others take the host for alive for up to three heartbeats more.
-
-        Raises
-        ------
-        StorageError
-            When the store fails.
-        """
+        """Delete this host's record. Others take the host for alive for up to three heartbeats more."""
         for name in sorted(self._mine):
             self._files.as_named().remove(name)
             self._mine.discard(name)
@@ -419,13 +314,7 @@ class Membership:
 
 
 def doubled_text(host: str) -> str:
-    """What to say of two services under one host name.
-
-    Parameters
-    ----------
-    host
-        The name.
-    """
+    """What to say of two services under one host name."""
     return (
         f"two standby services run under the host name {host!r}, and each takes the other's replicas for its own: stop "
         "one, or give each host a SPARK_STATE_EXT_HOST of its own"
@@ -433,18 +322,7 @@ def doubled_text(host: str) -> str:
 
 
 def record_numbers(root: Folder) -> dict[str, int]:
-    """By host, the number of its newest record.
-
-    Parameters
-    ----------
-    root
-        Where the state of all operators lies.
-
-    Raises
-    ------
-    StorageError
-        When the store fails.
-    """
+    """By host, the number of its newest record."""
     numbers: dict[str, int] = {}
     for name in map(RecordName.parse, root.child(STANDBY_FOLDER, MEMBERS_FOLDER).names()):
         if name is not None:
@@ -453,38 +331,10 @@ def record_numbers(root: Folder) -> dict[str, int]:
 
 
 def read_settings(root: Folder) -> StandbySettings:
-    """Settings of standby below a root; the defaults where nobody has written any.
-
-    Parameters
-    ----------
-    root
-        Where the state of all operators lies.
-
-    Raises
-    ------
-    CorruptFileError
-        When they are damaged.
-    VersionSkewError
-        When a newer release wrote them.
-    StorageError
-        When the store fails.
-    """
+    """Settings of standby below a root; the defaults where nobody has written any."""
     return document_in(root.child(STANDBY_FOLDER), _SETTINGS_NAME, StandbySettings.decode) or StandbySettings()
 
 
 def write_settings(root: Folder, settings: StandbySettings) -> None:
-    """Write them for all hosts.
-
-    Parameters
-    ----------
-    root
-        Where the state of all operators lies.
-    settings
-        What all hosts go by from their next heartbeats on.
-
-    Raises
-    ------
-    StorageError
-        When the store fails.
-    """
+    """Write them for all hosts."""
     root.child(STANDBY_FOLDER).put(_SETTINGS_NAME, settings.encode())

@@ -24,15 +24,6 @@ class Bandwidth:
 
     Who takes more than there are waits until they have come, and goes on then; so over any time no more is read than
     it allows, and one file, whatever its size, is never refused.
-
-    Parameters
-    ----------
-    max_bytes_s
-        Bytes per second; None: as many as come.
-    clock
-        Monotonic, seconds.
-    sleep
-        Waits so many seconds; may return early where nobody wants the bytes any more.
     """
 
     def __init__(
@@ -79,19 +70,7 @@ class Taken:
 
 
 class MeteredFiles:
-    """The files of a bucket's folder as of a listing, read through a meter.
-
-    Parameters
-    ----------
-    folder
-        The folder.
-    sizes
-        Sizes of its files, as listed, bytes.
-    bandwidth
-        How fast they may be read.
-    tapped
-        Files that need not be read, by name; one of another size than listed counts for nothing.
-    """
+    """The files of a bucket's folder as of a listing, read through a meter."""
 
     def __init__(
         self,

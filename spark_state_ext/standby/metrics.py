@@ -37,15 +37,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
 
 
 class StandbyCollector:
-    """Collects them, for a registry of ``prometheus_client``.
-
-    Parameters
-    ----------
-    service
-        The service.
-    peers
-        What it has given to peers; None: it gives nothing.
-    """
+    """Collects them, for a registry of ``prometheus_client``."""
 
     def __init__(self, service: StandbyService, peers: PeerWork | None = None) -> None:
         self._service = service

@@ -31,17 +31,7 @@ class _Placed:
 
 
 class Placing:
-    """An assignment in the making. Equal records make equal ones, in whatever order they come.
-
-    Parameters
-    ----------
-    buckets
-        All buckets, with the host of the active task, if that is known.
-    members
-        Records of the hosts that live.
-    wanted
-        How many replicas a bucket is to have.
-    """
+    """An assignment in the making. Equal records make equal ones, in whatever order they come."""
 
     def __init__(self, buckets: Mapping[BucketKey, str | None], members: Iterable[MemberRecord], wanted: int) -> None:
         records = {member.host: member for member in members}

@@ -48,20 +48,7 @@ class RestoreRate:
 
 
 def restore_rate(ended: Collection[Reading], under_way: Collection[Reading] = ()) -> RestoreRate:
-    """The rate over some readings. Time in which nothing was read does not count, and time of several counts once.
-
-    Parameters
-    ----------
-    ended
-        Readings that have ended.
-    under_way
-        Readings as far as they are; how many rows these have brought is not known before they end.
-
-    Examples
-    --------
-    >>> restore_rate([Reading(0.0, 2.0, 600, 6), Reading(1.0, 3.0, 300, 3), Reading(9.0, 10.0, 100, 1)])
-    RestoreRate(bytes_per_s=250.0, rows_per_s=2.5)
-    """
+    """The rate over some readings. Time in which nothing was read does not count, and time of several counts once."""
     brought = [it for it in (*ended, *under_way) if it.size_bytes]
     return RestoreRate(
         _over(sum(it.size_bytes for it in brought), brought),
@@ -109,45 +96,14 @@ class Readings:
 
 
 def recover_s(replica: StandbyReplica, bytes_per_s: float | None) -> float | None:
-    """How long a host needs until a replica has caught up, if it restores nothing else.
-
-    Parameters
-    ----------
-    replica
-        As its host tells of it.
-    bytes_per_s
-        What that restores in a second; None: not known.
-
-    Returns
-    -------
-    float or None
-        Seconds; 0 for one that lacks nothing. None: unknown, as no rate was measured, or the host has not been able to
-        see yet what it lacks.
-
-    Examples
-    --------
-    >>> from arrow_schemas.standby import BucketKey
-    >>> recover_s(StandbyReplica(BucketKey("counts", "q", 3), lag_versions=4, lag_bytes=600), 200.0)
-    3.0
-    """
+    """How long a host needs until a replica has caught up, if it restores nothing else."""
     if not replica.lag_versions:
         return 0.0 if replica.in_sync else None
     return replica.lag_bytes / bytes_per_s if bytes_per_s else None
 
 
 def recover_host_s(replicas: Iterable[StandbyReplica], bytes_per_s: float | None) -> float | None:
-    """How long a host needs until all of some replicas have caught up: they share its rate.
-
-    Parameters
-    ----------
-    replicas, bytes_per_s
-        As for `recover_s`.
-
-    Returns
-    -------
-    float or None
-        Seconds; None where it is unknown for one of them.
-    """
+    """How long a host needs until all of some replicas have caught up: they share its rate."""
     total_s = 0.0
     for replica in replicas:
         each_s = recover_s(replica, bytes_per_s)
@@ -158,18 +114,7 @@ def recover_host_s(replicas: Iterable[StandbyReplica], bytes_per_s: float | None
 
 
 def recover_all_s(held: Iterable[tuple[MemberRecord, Iterable[StandbyReplica]]]) -> float | None:
-    """How long until the last replica has caught up, as hosts restore side by side.
-
-    Parameters
-    ----------
-    held
-        Records of hosts, each with those of its replicas that count.
-
-    Returns
-    -------
-    float or None
-        Seconds; None where it is unknown for one of the hosts.
-    """
+    """How long until the last replica has caught up, as hosts restore side by side."""
     longest_s = 0.0
     for record, replicas in held:
         host_s = recover_host_s(replicas, record.restore_bytes_per_s)

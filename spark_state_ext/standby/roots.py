@@ -74,19 +74,7 @@ class Work:
 
 
 def next_wait_s(pace: Pace, last_wait_s: float, failed: bool, idle_s: float) -> float:
-    """How long a bucket is left alone after a step.
-
-    Parameters
-    ----------
-    pace
-        Bounds.
-    last_wait_s
-        How long it was before.
-    failed
-        The step went wrong.
-    idle_s
-        For how long nobody has written the bucket, as far as was seen.
-    """
+    """How long a bucket is left alone after a step."""
     if failed:
         return min(pace.failed_s_max, max(pace.poll_s, last_wait_s * _FAILED_FACTOR))
     return min(pace.idle_s_max, max(pace.poll_s, idle_s * _OF_IDLE))
@@ -115,28 +103,7 @@ class _Held:
 
 
 class RootFollower:
-    """Follows buckets of a root on this host. `tick` is to be called again and again, by one thread.
-
-    Parameters
-    ----------
-    root
-        The root, and where the copies lie.
-    threads_max
-        How many buckets are loaded at once.
-    bandwidth_max_bytes_s
-        How many bytes a second are read at most; None: as many as come.
-    pace
-        How often buckets are looked at.
-    clock
-        Monotonic, seconds.
-
-    Examples
-    --------
-    >>> follower = RootFollower(FollowedRoot("/state"))  # doctest: +SKIP
-    >>> follower.hold(follower.find().operators)  # doctest: +SKIP
-    >>> while True:  # doctest: +SKIP
-    ...     time.sleep(follower.tick())
-    """
+    """Follows buckets of a root on this host. `tick` is to be called again and again, by one thread."""
 
     def __init__(
         self,
@@ -169,13 +136,7 @@ class RootFollower:
         self._left: list[Future[Followed]] = []
 
     def find(self) -> FoundBuckets:
-        """Look for buckets to follow, and for newer operator files of those that are.
-
-        Raises
-        ------
-        StorageError
-            When the root cannot be listed.
-        """
+        """Look for buckets to follow, and for newer operator files of those that are."""
         found = self._finder.find()
         self._operators = found.operators
         return found
@@ -189,13 +150,7 @@ class RootFollower:
         return sorted(self._held)
 
     def store(self, key: BucketKey) -> LocalStore | None:
-        """The local store of a bucket that is followed; None: it is not. Several threads may ask.
-
-        Raises
-        ------
-        StorageError
-            When it cannot be opened.
-        """
+        """The local store of a bucket that is followed; None: it is not. Several threads may ask."""
         held = self._held.get(key)
         return None if held is None or self._stop.is_set() else held.follower.store()
 
@@ -212,20 +167,7 @@ class RootFollower:
         return True
 
     def hold(self, keys: Collection[BucketKey], since: Mapping[BucketKey, int] | None = None) -> None:
-        """Follow these buckets, and no others. The copies of others stay until they are reclaimed.
-
-        Parameters
-        ----------
-        keys
-            Some of those that `find` told last, or that are held already.
-        since
-            By bucket the version after which takeovers are told; of others those from now on.
-
-        Raises
-        ------
-        UsageError
-            When one of them is neither.
-        """
+        """Follow these buckets, and no others. The copies of others stay until they are reclaimed."""
         wanted = set(keys)
         for key in self._held.keys() - wanted:
             gone = self._held.pop(key)
@@ -249,13 +191,7 @@ class RootFollower:
             self._held[key] = _Held(follower, self._clock())
 
     def tick(self) -> float:
-        """Begin the steps that are due, and take in those that are done; waits for nothing.
-
-        Returns
-        -------
-        float
-            Seconds until the next step is due.
-        """
+        """Begin the steps that are due, and take in those that are done; waits for nothing."""
         for step in self._left:
             if step.done():
                 step.result()
@@ -303,13 +239,7 @@ class RootFollower:
         return {key: it for key, it in found.items() if it is not None}
 
     def overdue(self, longer_than_s: float) -> frozenset[BucketKey]:
-        """Buckets whose step was due so long ago and has not ended: what `followed` tells of them may be old.
-
-        Parameters
-        ----------
-        longer_than_s
-            Seconds.
-        """
+        """Buckets whose step was due so long ago and has not ended: what `followed` tells of them may be old."""
         since_s = self._clock() - longer_than_s
         return frozenset(
             key

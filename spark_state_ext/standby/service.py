@@ -66,21 +66,7 @@ class Round:
 
 
 class RootService:
-    """A host's part in the standby of one root.
-
-    Parameters
-    ----------
-    root
-        The root, and where this host's local stores of it lie.
-    host, rack
-        The host's name, and where it stands.
-    follower
-        Follows the root's buckets.
-    clock_s
-        A clock that only goes forward.
-    addresses
-        Where others reach this host, as its record tells them.
-    """
+    """A host's part in the standby of one root."""
 
     def __init__(
         self,
@@ -130,14 +116,7 @@ class RootService:
         return self._membership is not None
 
     def round(self) -> Round:
-        """Make a round.
-
-        Raises
-        ------
-        StateError
-            When the root cannot be listed or has nothing in it, or the record cannot be written. What was followed
-            goes on.
-        """
+        """Make a round."""
         settings = read_settings(self._root.folder)
         found = self.follower.find()
         if found.is_bare:
@@ -333,17 +312,7 @@ class RootService:
 
 
 class StandbyService:
-    """The service: all roots, round after round, until it is told to stop.
-
-    Parameters
-    ----------
-    roots
-        One for each root.
-    keep_s
-        How long local stores stay that no task and no follower uses, seconds.
-    clock_s
-        A clock that only goes forward.
-    """
+    """The service: all roots, round after round, until it is told to stop."""
 
     def __init__(
         self, roots: Sequence[RootService], keep_s: float, clock_s: Callable[[], float] = time.monotonic

@@ -14,13 +14,7 @@ __all__ = ["ReplicaShelf"]
 
 
 class ReplicaShelf:
-    """A shelf of `PeerServer`.
-
-    Parameters
-    ----------
-    followers
-        Of each root. Only buckets that they follow are looked for.
-    """
+    """A shelf of `PeerServer`."""
 
     def __init__(self, followers: Sequence[RootFollower]) -> None:
         self._followers = tuple(followers)

@@ -132,13 +132,7 @@ class StandbyStatus:
         return recover_all_s((record, self.held(host)) for host, record in self.records.items())
 
     def removal(self, host: str) -> Removal:
-        """What comes of taking a host away.
-
-        Parameters
-        ----------
-        host
-            Its name.
-        """
+        """What comes of taking a host away."""
         covered = {
             it.key for other, record in self.records.items() if other != host for it in record.replicas if it.in_sync
         }
@@ -154,22 +148,7 @@ def survey(
     clock_s: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> StandbyStatus:
-    """Read the records below a root, and wait until every host has written another one, or should have.
-
-    Parameters
-    ----------
-    root
-        The root.
-    buckets
-        All of its buckets.
-    clock_s, sleep
-        A clock that only goes forward, and waiting by it.
-
-    Raises
-    ------
-    StateError
-        When the root cannot be read.
-    """
+    """Read the records below a root, and wait until every host has written another one, or should have."""
     settings = read_settings(root)
     observer = Membership(root, _OBSERVER, settings.heartbeat_s, clock_s)
     deadline_s = clock_s() + _PATIENCE_HEARTBEATS * settings.heartbeat_s

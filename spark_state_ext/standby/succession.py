@@ -41,19 +41,7 @@ class Takeover:
 
 
 class Succession:
-    """What one follower knows of it.
-
-    Parameters
-    ----------
-    since
-        Takeovers up to this version are of no interest. None: those before the first look.
-
-    Examples
-    --------
-    >>> succession = Succession(since=None)
-    >>> succession.version, succession.takeovers
-    (0, ())
-    """
+    """What one follower knows of it."""
 
     def __init__(self, since: int | None) -> None:
         self._since = since
@@ -70,32 +58,11 @@ class Succession:
         return 0 if self._last is None else self._last.version
 
     def saw(self, header: LineageHeader, loaded: int | None) -> None:
-        """Note a checkpoint that may be committed later.
-
-        Parameters
-        ----------
-        header
-            Its file's.
-        loaded
-            The newest version of the copy before; None where the bucket was not followed before.
-        """
+        """Note a checkpoint that may be committed later."""
         self._seen.setdefault(header.ref, (header, loaded))
 
     def extend(self, committed: CheckpointRef | None, read: Callable[[CheckpointRef], LineageHeader]) -> None:
-        """Go on to a committed checkpoint.
-
-        Parameters
-        ----------
-        committed
-            The newest that is known to be.
-        read
-            Gives the header of a file that was not seen.
-
-        Raises
-        ------
-        StorageError
-            When the store fails; then nothing has changed.
-        """
+        """Go on to a committed checkpoint."""
         if committed is None or committed == self._last:
             return
         floor = self._since if self._last is None else self._last.version

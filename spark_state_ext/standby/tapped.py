@@ -19,15 +19,7 @@ _KEPT_S = 60.0
 
 
 class Tapped:
-    """Those of one root; several threads may use it.
-
-    Parameters
-    ----------
-    bytes_max
-        How much is kept; what came first goes first.
-    clock_s
-        A clock that only goes forward.
-    """
+    """Those of one root; several threads may use it."""
 
     def __init__(self, bytes_max: int = _BYTES_MAX, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._bytes_max = bytes_max

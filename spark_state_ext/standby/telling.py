@@ -22,17 +22,6 @@ def tell_committed(store_folder: Path, operator: OperatorFile, line: Line, notic
 
     Nothing is told of an operator with a time to live: only its calls know by which clock rows have expired. And
     nothing where a call on this host has told later: it is the active task's, which knows more.
-
-    Parameters
-    ----------
-    store_folder
-        The bucket's local store, which has the checkpoint.
-    operator
-        The operator file that its rows are written under.
-    line
-        The lineage that the bucket is on.
-    noticed_ms
-        When its newest file was seen, by this machine's clock, milliseconds since 1970.
     """
     if operator.row_schema().expires:
         return

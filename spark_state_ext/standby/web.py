@@ -76,26 +76,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class Web:
-    """The server, in a thread of its own from the beginning to `close`.
-
-    Parameters
-    ----------
-    address, port
-        Where it listens; port 0: any that is free.
-    ails
-        What keeps the service from doing its work, in words; empty: nothing.
-    collector
-        The metrics.
-    warnings
-        What else is wrong with it, a sentence each.
-
-    Raises
-    ------
-    UsageError
-        When ``prometheus_client`` is not installed.
-    StorageError
-        When the port is taken.
-    """
+    """The server, in a thread of its own from the beginning to `close`."""
 
     def __init__(
         self,

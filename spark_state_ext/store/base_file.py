@@ -34,17 +34,7 @@ def file_of(folder: Path, run_key: str) -> Path:
 
 
 def mapped(folder: Path, run: Run) -> pa.Buffer:
-    """The file of a run as memory.
-
-    Raises
-    ------
-    MissingRunError
-        When another process has dropped the run.
-    StoreFullError
-        When there is no address space left for it.
-    StorageError
-        When it cannot be opened.
-    """
+    """The file of a run as memory."""
     try:
         with pa.memory_map(str(file_of(folder, run.key))) as file:
             return file.read_buffer()
@@ -57,18 +47,7 @@ def mapped(folder: Path, run: Run) -> pa.Buffer:
 
 
 def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str, int]]) -> list[int]:
-    """Compare the blocks that a chunk lies in with their checksums, those that were not compared before.
-
-    Returns
-    -------
-    list of int
-        The blocks that were compared just now, ascending.
-
-    Raises
-    ------
-    CorruptStoreError
-        When one differs.
-    """
+    """Compare the blocks that a chunk lies in with their checksums, those that were not compared before."""
     if data.size < run.file_bytes:
         raise CorruptStoreError("a file of the local store is shorter than it was")
     compared = []
@@ -87,26 +66,7 @@ def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str
 def chunks_in(
     data: pa.Buffer, run: Run, schema: pa.Schema, where: str, index: SnapshotIndex | None = None
 ) -> tuple[Chunk, ...]:
-    """The chunks of the Arrow IPC file of a run, whose body was checked before.
-
-    Parameters
-    ----------
-    data
-        The file.
-    run
-        With the length of the file's body, and the number of its rows.
-    schema
-        Of its rows.
-    where
-        How to call it in messages.
-    index
-        Its index, checked; with it, nothing but the head of each batch is read.
-
-    Raises
-    ------
-    CorruptFileError
-        When these are not record batches of the schema, as many rows in all.
-    """
+    """The chunks of the Arrow IPC file of a run, whose body was checked before."""
     if index is not None:
         return _indexed(data, index, schema, where)
     view, length, rows = memoryview(data), run.file_bytes, run.rows

@@ -20,13 +20,7 @@ def checked(key: bytes, value: bytes) -> bytes:
 
 
 def opened(key: bytes, value: bytes | memoryview) -> bytes:
-    """Inverse of `checked`.
-
-    Raises
-    ------
-    CorruptStoreError
-        When key or value are not what they were.
-    """
+    """Inverse of `checked`."""
     data = bytes(value)
     if checked(key, data[CRC_BYTES:]) != data:
         raise CorruptStoreError(f"the entry {key!r} of the local store differs from its checksum")

@@ -51,20 +51,7 @@ def block_crcs(data: pa.Buffer | memoryview) -> bytes:
 
 
 def opened_crcs(stored: memoryview | None, size_bytes: int, crc: int) -> bytes:
-    """The checksums of a chunk as they are stored, once they are what the manifest says.
-
-    Parameters
-    ----------
-    stored
-        As `block_crcs` made them; None where they are gone.
-    size_bytes, crc
-        Bytes of the chunk, and the CRC-32 of its checksums.
-
-    Raises
-    ------
-    CorruptStoreError
-        When they are not.
-    """
+    """The checksums of a chunk as they are stored, once they are what the manifest says."""
     crcs = b"" if stored is None else bytes(stored)
     if len(crcs) != 4 * -(-size_bytes // CHECK_BYTES) or zlib.crc32(crcs) != crc:
         raise CorruptStoreError("the checksums of a chunk of the local store differ from theirs")
@@ -72,13 +59,7 @@ def opened_crcs(stored: memoryview | None, size_bytes: int, crc: int) -> bytes:
 
 
 def check_all(data: pa.Buffer | memoryview, crcs: bytes) -> None:
-    """Compare all blocks.
-
-    Raises
-    ------
-    CorruptStoreError
-        When one differs.
-    """
+    """Compare all blocks."""
     if block_crcs(data) != crcs:
         raise _differs()
 
@@ -135,19 +116,7 @@ class Compared:
 
 
 class PartlyChecked:
-    """A chunk of which is compared what is looked at; valid as long as its memory is.
-
-    Parameters
-    ----------
-    data
-        Its bytes, aligned.
-    compared
-        What is known of its blocks.
-    schema
-        Arrow schema of its rows.
-    hash_min, hash_max
-        Smallest and largest hash in it.
-    """
+    """A chunk of which is compared what is looked at; valid as long as its memory is."""
 
     def __init__(self, data: pa.Buffer, compared: Compared, schema: pa.Schema, hash_min: int, hash_max: int) -> None:
         self._data = memoryview(data)

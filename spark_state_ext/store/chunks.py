@@ -32,15 +32,7 @@ _UNKNOWN = _Unknown()
 
 
 class Chunks:
-    """What a process knows of the chunks of a store.
-
-    Parameters
-    ----------
-    schema
-        Row schema of the runs.
-    notes
-        Other processes are told which blocks of files it has compared.
-    """
+    """What a process knows of the chunks of a store."""
 
     def __init__(self, schema: RowSchema, notes: bool) -> None:
         self._schema = schema.arrow
@@ -60,24 +52,7 @@ class Chunks:
         return len(self._checked)
 
     def opened(self, folder: Path, txn: Reader, run: Run, index: int) -> pa.RecordBatch:
-        """A chunk, compared whole; valid as long as the transaction.
-
-        Parameters
-        ----------
-        folder
-            The environment's.
-        txn
-            A transaction of it.
-        run, index
-            Which chunk.
-
-        Raises
-        ------
-        MissingRunError
-            When the run was dropped.
-        CorruptStoreError
-            When it differs from its checksum.
-        """
+        """A chunk, compared whole; valid as long as the transaction."""
         chunk = run.chunks[index]
         if run.file_bytes:
             lazy = self.lazy(folder, run)

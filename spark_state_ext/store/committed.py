@@ -67,13 +67,7 @@ class CommittedRecord:
 
     @staticmethod
     def decode(data: bytes, where: str) -> CommittedRecord:
-        """Inverse of `encode`.
-
-        Raises
-        ------
-        CorruptStoreError
-            When it is damaged, or half written.
-        """
+        """Inverse of `encode`."""
         body = data[_CRC_BYTES:]
         if len(data) < _CRC_BYTES or zlib.crc32(body).to_bytes(_CRC_BYTES, "little") != data[:_CRC_BYTES]:
             raise CorruptStoreError(f"{where} differs from its checksum")
@@ -86,17 +80,7 @@ class CommittedRecord:
 
 
 def write_committed(bucket_folder: Path, record: CommittedRecord, operator: OperatorFile) -> None:
-    """Tell what is committed; where that cannot be written, nobody is told.
-
-    Parameters
-    ----------
-    bucket_folder
-        The bucket's.
-    record
-        What is committed. A late attempt at an earlier batch of the run does not take it back.
-    operator
-        The operator file in force, without which the rows of the store cannot be read.
-    """
+    """Tell what is committed; where that cannot be written, nobody is told."""
     folder = bucket_folder / boot_id()
     try:
         if not (folder / _OPERATOR).exists():
@@ -134,13 +118,7 @@ def _tell(text: str) -> None:
 
 
 def read_committed(bucket_folder: Path) -> CommittedRecord | None:
-    """What is committed; None where no call has told.
-
-    Raises
-    ------
-    CorruptStoreError
-        When the record is damaged, or being written just now.
-    """
+    """What is committed; None where no call has told."""
     data = committed_bytes(bucket_folder)
     return None if data is None else CommittedRecord.decode(data, str(bucket_folder))
 
@@ -158,13 +136,7 @@ def committed_bytes(bucket_folder: Path) -> bytes | None:
 
 
 def operator_of(bucket_folder: Path) -> OperatorFile | None:
-    """The operator file that the rows of a store are written under; None where no call has told.
-
-    Raises
-    ------
-    CorruptFileError, VersionSkewError
-        When it cannot be read.
-    """
+    """The operator file that the rows of a store are written under; None where no call has told."""
     path = bucket_folder / boot_id() / _OPERATOR
     try:
         data = path.read_bytes()

@@ -24,11 +24,6 @@ def choose_runs(runs: Iterable[Run], head: CheckpointRef | None) -> list[Run]:
     Runs form a graph (run → checkpoints it covers → parent). From the head, each step takes the run that ends
     exactly there and reaches deepest; a compacted run is thereby never used for a checkpoint inside it. Where that way
     breaks off, because processes merged at odds with each other, the next best is tried.
-
-    Raises
-    ------
-    MissingRunError
-        When every way breaks off; `ref` holds the checkpoint at which the best one did.
     """
     ending: dict[CheckpointRef, list[Run]] = {}
     for run in runs:
@@ -67,13 +62,6 @@ def outgrown(sizes: Sequence[int], bytes_max: int = COMPACTION_BYTES_MAX) -> boo
 
     Four runs that hold most of a state beyond a quarter of the bound can no longer be merged. Then it takes a snapshot,
     which goes through all of them anyway, to replace them.
-
-    Parameters
-    ----------
-    sizes
-        Bytes of a checkpoint's runs.
-    bytes_max
-        Bound of the bytes that one merge reads.
     """
     return sum(sizes) > bytes_max // 2
 
@@ -81,22 +69,7 @@ def outgrown(sizes: Sequence[int], bytes_max: int = COMPACTION_BYTES_MAX) -> boo
 def choose_compaction(
     sizes: Sequence[int], bytes_max: int = COMPACTION_BYTES_MAX, border: int = 0
 ) -> tuple[int, int] | None:
-    """Which neighbouring runs to merge now (tiered, so that a row is rewritten a logarithmic number of times).
-
-    Parameters
-    ----------
-    sizes
-        Bytes of the runs, newest first.
-    bytes_max
-        Bound of the bytes that one merge reads.
-    border
-        Place of a run that no merge may cover together with newer ones.
-
-    Returns
-    -------
-    tuple of int or None
-        Slice ``start, stop`` of the runs, at least `FANOUT` of them; None when nothing is due.
-    """
+    """Which neighbouring runs to merge now (tiered, so that a row is rewritten a logarithmic number of times)."""
     for start in range(len(sizes)):
         total, stop = sizes[start], start + 1
         end = border if start < border else len(sizes)
@@ -111,22 +84,7 @@ def choose_compaction(
 def choose_compacted(
     runs: Sequence[Run], bytes_max: int, unconfirmed: CheckpointRef | None, large: bool, keeps_files: bool
 ) -> Sequence[Run]:
-    """The neighbouring runs of a checkpoint to merge now; none when nothing is due.
-
-    Parameters
-    ----------
-    runs
-        Newest first.
-    bytes_max
-        Bound of the bytes that one merge reads.
-    unconfirmed
-        A checkpoint whose snapshot is a run here, or may still become one.
-    large
-        The runs are more than merging keeps small, so that snapshot is to replace those from its checkpoint down: none
-        is made that ends above it and begins below, as the snapshot would then lie beside the way from the head down.
-    keeps_files
-        So it is however small they are, and the file of a snapshot stays the run that it is.
-    """
+    """The neighbouring runs of a checkpoint to merge now; none when nothing is due."""
     place = next((at for at, run in enumerate(runs) if run.newest == unconfirmed), None)
     if not keeps_files:
         chosen = choose_compaction([run.size_bytes for run in runs], bytes_max, (place or 0) if large else 0)

@@ -72,17 +72,7 @@ class FileState:
 
 
 class ComparedBlocks:
-    """The marks of a run's file, as a process has it mapped. Get one with `ComparedBlocks.of`.
-
-    Parameters
-    ----------
-    folder
-        The environment's.
-    run
-        The run.
-    state
-        The file's when it was mapped.
-    """
+    """The marks of a run's file, as a process has it mapped. Get one with `ComparedBlocks.of`."""
 
     def __init__(self, folder: Path, run: Run, state: FileState) -> None:
         self._folder = folder
@@ -94,17 +84,7 @@ class ComparedBlocks:
 
     @staticmethod
     def of(folder: Path, run: Run, file: Path, before: FileState | None) -> ComparedBlocks | None:
-        """The marks of a file; None where nothing can be told of it, and every process has to compare for itself.
-
-        Parameters
-        ----------
-        folder, run
-            As for the class.
-        file
-            The run's file, which is mapped by now.
-        before
-            Its state before it was mapped.
-        """
+        """The marks of a file; None where nothing can be told of it, and every process has to compare for itself."""
         # Of boots that cannot be told apart, what was compared in one says nothing for the other.
         if before is None or boot_id() == UNKNOWN_BOOT or FileState.of(file) != before:
             return None
@@ -123,15 +103,7 @@ class ComparedBlocks:
         ]
 
     def note(self, file: Path, blocks: Sequence[int]) -> None:
-        """Tell that this process has compared some blocks.
-
-        Parameters
-        ----------
-        file
-            The run's file: where it was changed since it was mapped, nothing is told of it any more.
-        blocks
-            Their numbers, ascending.
-        """
+        """Tell that this process has compared some blocks."""
         if self._ended or not blocks:
             return
         if FileState.of(file) != self._state:

@@ -18,20 +18,7 @@ __all__ = ["check_process", "keep_for_ever"]
 
 
 def check_process(pid: int, folder: Path) -> None:
-    """See that this is the process that has a local store open.
-
-    Parameters
-    ----------
-    pid
-        The process that opened it.
-    folder
-        The store's.
-
-    Raises
-    ------
-    ForkedProcessError
-        When this is a child that was forked from it.
-    """
+    """See that this is the process that has a local store open."""
     if pid != os.getpid():
         raise ForkedProcessError(
             f"the local store {folder} was used in process {os.getpid()}, forked from worker {pid} that has it "

@@ -15,15 +15,7 @@ _STORE_FORMAT = 6
 
 
 def check_identity(environment: SharedEnvironment, schema: RowSchema) -> None:
-    """Note format and schema at the first opening; a store of others is not ours, and is begun anew.
-
-    Parameters
-    ----------
-    environment
-        The store's, open.
-    schema
-        Row schema of its runs.
-    """
+    """Note format and schema at the first opening; a store of others is not ours, and is begun anew."""
     identity = json.dumps({"format": _STORE_FORMAT, "schema": schema.arrow.to_string()}).encode()
 
     def stored(txn: Reader) -> bytes | None:

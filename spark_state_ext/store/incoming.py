@@ -33,13 +33,7 @@ class Incoming:
         self._locks: dict[Path, int | None] = {}
 
     def begin(self, folder: Path) -> Path:
-        """A path for a new one, in an environment's folder; until `end` nobody takes it for left over.
-
-        Raises
-        ------
-        StorageError
-            When the folder is gone or cannot be written to.
-        """
+        """A path for a new one, in an environment's folder; until `end` nobody takes it for left over."""
         path = folder / f"incoming-{uuid.uuid4().hex}"
         try:
             lock = _opened(folder)
@@ -64,15 +58,7 @@ class Incoming:
 
 
 def remove_abandoned(folder: Path, known: Callable[[], Collection[str] | None]) -> None:
-    """Remove files of processes that died between beginning one and naming it in the manifest.
-
-    Parameters
-    ----------
-    folder
-        The environment's.
-    known
-        Names that the manifest has; None when another environment has taken this one's place.
-    """
+    """Remove files of processes that died between beginning one and naming it in the manifest."""
     # Before the manifest is read: what is named meanwhile is found there.
     found = [path for pattern in _PATTERNS for path in folder.glob(pattern)]
     if not found:

@@ -94,19 +94,7 @@ def marks_of(folder: Path, run_key: str) -> Path:
 
 
 class LazyFile:
-    """Get one with `LazyFile.opened`.
-
-    Parameters
-    ----------
-    folder, run
-        The environment's folder, and the run.
-    index
-        Of the snapshot.
-    data, marks
-        The two files, open.
-    marks_at
-        Where the marks begin.
-    """
+    """Get one with `LazyFile.opened`."""
 
     def __init__(
         self, folder: Path, run: Run, index: SnapshotIndex, data: FileIO, marks: FileIO, marks_at: int
@@ -123,13 +111,7 @@ class LazyFile:
 
     @staticmethod
     def begin(folder: Path, run_key: str, path: Path, index: SnapshotIndex) -> None:
-        """Make the two files, the larger of them at a path that is still to be moved.
-
-        Raises
-        ------
-        StorageError
-            When that fails.
-        """
+        """Make the two files, the larger of them at a path that is still to be moved."""
         data = index.encode()
         try:
             with path.open("wb") as file:
@@ -141,15 +123,7 @@ class LazyFile:
 
     @staticmethod
     def opened(folder: Path, run: Run) -> LazyFile | None:
-        """The file of a run; None when it is whole.
-
-        Raises
-        ------
-        MissingRunError
-            When another process has dropped the run.
-        CorruptStoreError, StorageError
-            When what is here is not what was, or cannot be read.
-        """
+        """The file of a run; None when it is whole."""
         try:
             marks = FileIO(marks_of(folder, run.key), "r+")
         except FileNotFoundError:
@@ -178,13 +152,7 @@ class LazyFile:
         return LazyFile(folder, run, index, data, marks, _HEAD.size + size)
 
     def absent(self, first: int = 0, count: int | None = None) -> IndexArray:
-        """The pieces of a range that are not marked, ascending.
-
-        Parameters
-        ----------
-        first, count
-            The range; by default all.
-        """
+        """The pieces of a range that are not marked, ascending."""
         end = self.pieces if count is None else min(first + count, self.pieces)
         marks = os.pread(self._marks.fileno(), end - first, self._marks_at + first)
         if len(marks) != end - first:
@@ -193,18 +161,7 @@ class LazyFile:
         return found
 
     def lacking(self, wanted: IndexArray) -> IndexArray:
-        """Which of some pieces are not here; those that are were compared with their checksums then.
-
-        Parameters
-        ----------
-        wanted
-            Numbers of pieces, in any order.
-
-        Raises
-        ------
-        CorruptStoreError
-            When one that is here is not what was written.
-        """
+        """Which of some pieces are not here; those that are were compared with their checksums then."""
         if not len(wanted):
             return wanted
         pieces: IndexArray = np.unique(wanted)
@@ -225,24 +182,7 @@ class LazyFile:
         return lacking
 
     def put(self, first: int, data: bytes | memoryview, where: str) -> None:
-        """Write pieces that are not here.
-
-        Parameters
-        ----------
-        first
-            Number of the first one.
-        data
-            Their bytes.
-        where
-            How to call where they are from.
-
-        Raises
-        ------
-        CorruptFileError
-            When they are not what the index says.
-        StorageError
-            When they could not be written.
-        """
+        """Write pieces that are not here."""
         self.index.check(first, data, where)
         count = -(-len(data) // PIECE_BYTES)
         try:
@@ -258,13 +198,7 @@ class LazyFile:
         return not marks_of(self._folder, self.run.key).exists()
 
     def finish(self) -> bool:
-        """Whether every piece is here; then the marks are removed, and the run is as any other.
-
-        Raises
-        ------
-        StorageError
-            When they cannot be removed.
-        """
+        """Whether every piece is here; then the marks are removed, and the run is as any other."""
         if len(self.absent()):
             return False
         try:

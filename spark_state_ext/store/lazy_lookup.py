@@ -35,13 +35,7 @@ _Step = Callable[[IndexArray], None]
 
 
 def ensured(lazy: LazyFile, pieces: IndexArray, fetch: FetchPieces | None) -> None:
-    """Have pieces here.
-
-    Raises
-    ------
-    MissingRunError
-        When one lacks, and nobody is known who has it.
-    """
+    """Have pieces here."""
     lacking = lazy.lacking(pieces)
     if not len(lacking):
         return
@@ -56,16 +50,7 @@ def ensured(lazy: LazyFile, pieces: IndexArray, fetch: FetchPieces | None) -> No
 
 
 class Places:
-    """Where wanted hashes are in the chunks of a run.
-
-    Parameters
-    ----------
-    rank
-        For each wanted hash which one it is of all, ascending; int64 (n,).
-    found
-        By the number of a chunk: the rank of the first hash that it may have, and for that one and those behind it
-        the first row whose hash is at least that.
-    """
+    """Where wanted hashes are in the chunks of a run."""
 
     def __init__(self, rank: IndexArray, found: dict[int, tuple[int, IndexArray]]) -> None:
         self._rank = rank
@@ -79,20 +64,7 @@ class Places:
 
 
 def places(lazy: LazyFile, schema: RowSchema, hashes: HashArray, fetch: FetchPieces | None) -> Places:
-    """Have here what a lookup of hashes looks at, and tell where each is.
-
-    Parameters
-    ----------
-    lazy
-        The run's file.
-    schema
-        Row schema of the store.
-    hashes
-        In any order.
-    fetch
-        Gets what lacks.
-
-    """
+    """Have here what a lookup of hashes looks at, and tell where each is."""
     step = _step(lazy, fetch)
     order = np.argsort(hashes, kind="stable")
     ascending = hashes[order]
@@ -115,21 +87,7 @@ def places(lazy: LazyFile, schema: RowSchema, hashes: HashArray, fetch: FetchPie
 def columns(
     lazy: LazyFile, schema: RowSchema, chunks: Iterable[int], names: Collection[str], fetch: FetchPieces | None
 ) -> None:
-    """Have some columns of chunks here, all of each.
-
-    Parameters
-    ----------
-    lazy
-        The run's file.
-    schema
-        Row schema of the store.
-    chunks
-        Numbers of chunks.
-    names
-        Names of columns.
-    fetch
-        Gets what lacks.
-    """
+    """Have some columns of chunks here, all of each."""
     step, none = _step(lazy, fetch), np.empty(0, dtype=np.uint64)
     opened = [_Search(lazy, number, 0, none) for number in chunks]
     _open(lazy, opened, schema, step)
@@ -186,17 +144,7 @@ class _Window:
 
 
 class _Search:
-    """The wanted hashes that one chunk may have.
-
-    Parameters
-    ----------
-    lazy, number
-        The file, and which chunk.
-    first
-        Which of all hashes, ascending, the first of these is.
-    hashes
-        They.
-    """
+    """The wanted hashes that one chunk may have."""
 
     def __init__(self, lazy: LazyFile, number: int, first: int, hashes: HashArray) -> None:
         chunk = lazy.run.chunks[number]

@@ -29,19 +29,7 @@ __all__ = ["LazyRuns", "files_of", "remove_files"]
 
 
 class LazyRuns:
-    """Those of one store.
-
-    Parameters
-    ----------
-    environment
-        The store's.
-    schema
-        Row schema of its runs.
-    chunks
-        What the process knows of its chunks.
-    incoming
-        Files of this process that are on their way.
-    """
+    """Those of one store."""
 
     def __init__(self, environment: SharedEnvironment, schema: RowSchema, chunks: Chunks, incoming: Incoming) -> None:
         self._environment = environment
@@ -52,20 +40,7 @@ class LazyRuns:
         self.lost: set[CheckpointRef] = set()
 
     def ingest(self, index: SnapshotIndex, ref: CheckpointRef) -> Run:
-        """Take a snapshot as the run of a checkpoint that holds everything, none of whose rows is here.
-
-        Parameters
-        ----------
-        index
-            The index of its file, checked. The file's rows are of this store's schema.
-        ref
-            The checkpoint.
-
-        Raises
-        ------
-        StorageError
-            When the files cannot be made.
-        """
+        """Take a snapshot as the run of a checkpoint that holds everything, none of whose rows is here."""
         folder = self._environment.folder
         run = Run(
             key=uuid.uuid4().hex,
@@ -104,15 +79,7 @@ class LazyRuns:
         return self._chunks.lazy(self._environment.folder, run) if run.file_bytes else None
 
     def whole_file(self, ref: CheckpointRef, body_digest: str) -> tuple[Path, int] | None:
-        """Where the body of a snapshot lies, and its bytes; None where it is not here, not whole, or another one.
-
-        Parameters
-        ----------
-        ref
-            The snapshot's checkpoint.
-        body_digest
-            What its footer says of its body.
-        """
+        """Where the body of a snapshot lies, and its bytes; None where it is not here, not whole, or another one."""
         folder = self._environment.folder
         for run in self._environment.read(lambda txn: list(manifest.every(txn))):
             if run.newest == ref and run.base and run.file_bytes and digest_of(run.blocks) == body_digest:
@@ -120,22 +87,7 @@ class LazyRuns:
         return None
 
     def places(self, runs: Sequence[Run], hashes: HashArray, fetch: FetchPieces | None) -> dict[str, Places]:
-        """Have here what a lookup looks at, and tell where it is: by the key of each run that is not whole.
-
-        Parameters
-        ----------
-        runs
-            Those of a view.
-        hashes
-            Of the keys, in any order.
-        fetch
-            Gets what lacks.
-
-        Raises
-        ------
-        MissingRunError
-            When nobody has what lacks.
-        """
+        """Have here what a lookup looks at, and tell where it is: by the key of each run that is not whole."""
         found: dict[str, Places] = {}
         for run in runs:
             lazy = self.file(run)
@@ -145,39 +97,14 @@ class LazyRuns:
         return found
 
     def columns(self, run: Run, chunks: Sequence[int], names: Collection[str], fetch: FetchPieces | None) -> None:
-        """Have some columns of a run's chunks here, all of each; of a run that is whole they are.
-
-        Parameters
-        ----------
-        run
-            The run.
-        chunks
-            Numbers of chunks.
-        names
-            Names of columns.
-        fetch
-            Gets what lacks.
-
-        Raises
-        ------
-        MissingRunError
-            When nobody has what lacks.
-        """
+        """Have some columns of a run's chunks here, all of each; of a run that is whole they are."""
         lazy = self.file(run)
         if lazy is not None:
             self._environment.check_process()
             columns(lazy, self._schema, chunks, names, fetch)
 
     def complete(self, run: Run, fetch: FetchPieces | None) -> None:
-        """Have all of a run here; then it is as any other.
-
-        Parameters
-        ----------
-        run
-            The run.
-        fetch
-            Gets what lacks.
-        """
+        """Have all of a run here; then it is as any other."""
         lazy = self.file(run)
         if lazy is None:
             return
@@ -193,13 +120,7 @@ class LazyRuns:
         return whole
 
     def lose(self, run: Run) -> None:
-        """Drop a run of which nobody has what lacks here.
-
-        Parameters
-        ----------
-        run
-            The run.
-        """
+        """Drop a run of which nobody has what lacks here."""
         self.lost.add(run.newest)
         self._environment.write(lambda txn: manifest.drop(txn, run))
         self._chunks.forget_file(run.key)

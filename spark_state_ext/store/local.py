@@ -51,21 +51,7 @@ _ABANDONED_AFTER_S = 3600.0
 
 
 class LocalStore:
-    """Runs of one bucket. Several processes may have it open. Get one with `LocalStore.at`.
-
-    Parameters
-    ----------
-    folder
-        Folder of the bucket, on a local disk.
-    schema
-        Row schema of the runs.
-    environment
-        The folder's environment.
-    chunk_rows
-        Rows a chunk.
-    compaction_bytes_max
-        Most bytes that one commit may merge.
-    """
+    """Runs of one bucket. Several processes may have it open. Get one with `LocalStore.at`."""
 
     def __init__(
         self,
@@ -96,20 +82,7 @@ class LocalStore:
         chunk_rows: int = CHUNK_ROWS,
         compaction_bytes_max: int = COMPACTION_BYTES_MAX,
     ) -> Store:
-        """Open the store of a folder; runs of another format or schema are removed.
-
-        Parameters
-        ----------
-        folder, schema, chunk_rows, compaction_bytes_max
-            As for the class. The folder is made with mode 0700.
-        map_bytes
-            First size of the map; it doubles when needed.
-
-        Raises
-        ------
-        StorageError
-            When the folder cannot be used.
-        """
+        """Open the store of a folder; runs of another format or schema are removed."""
         environment = SharedEnvironment.at(Path(folder), map_bytes)
         made = cls(Path(folder), schema, environment, chunk_rows=chunk_rows, compaction_bytes_max=compaction_bytes_max)
         check_identity(environment, schema)
@@ -119,13 +92,7 @@ class LocalStore:
     # -- reading -----------------------------------------------------------------------------------
 
     def view(self, head: CheckpointRef | None) -> View:
-        """The state at a checkpoint (None: no state).
-
-        Raises
-        ------
-        MissingRunError
-            When a run of its lineage is absent; `ref` says at which checkpoint.
-        """
+        """The state at a checkpoint (None: no state)."""
         every = self._environment.read(lambda txn: list(manifest.every(txn)))
         # Who only reads prunes nothing: a file that was dropped takes room as long as somebody has it mapped.
         self._chunks.keep_files({run.key for run in every})
@@ -147,22 +114,7 @@ class LocalStore:
     # -- writing -----------------------------------------------------------------------------------
 
     def apply(self, batches: Iterable[pa.RecordBatch], ref: CheckpointRef, parent: CheckpointRef | None) -> Run:
-        """Add the run of a new checkpoint. Adding one that is there already changes nothing.
-
-        Parameters
-        ----------
-        batches
-            Rows of the run: ascending by hash over all batches, one row a key.
-        ref, parent
-            The checkpoint, and the one it was built on (None: no state).
-
-        Raises
-        ------
-        MissingRunError
-            When a run of the parent's lineage has gone meanwhile (checked inside the write transaction).
-        StorageError
-            When the disk is full or fails; nothing was added.
-        """
+        """Add the run of a new checkpoint. Adding one that is there already changes nothing."""
 
         def intact(txn: Reader) -> None:
             choose_runs(manifest.every(txn), parent)
@@ -177,15 +129,7 @@ class LocalStore:
         *,
         snapshot: bool,
     ) -> Run:
-        """Add a run read from a checkpoint file, whether or not its parent is here yet.
-
-        Parameters
-        ----------
-        batches, ref, parent
-            As for `apply`.
-        snapshot
-            The rows are the whole state, not a change of the parent's.
-        """
+        """Add a run read from a checkpoint file, whether or not its parent is here yet."""
         return self._add(
             batches,
             newest=ref,
@@ -213,26 +157,7 @@ class LocalStore:
         ref: CheckpointRef,
         index: SnapshotIndex | None = None,
     ) -> Run:
-        """Take a snapshot's file, at a path from `incoming`, as the run of a checkpoint that holds everything.
-
-        Parameters
-        ----------
-        path
-            An Arrow IPC file of this store's schema, uncompressed, its rows as for `apply`. It is moved.
-        body_bytes, blocks
-            Length of its body, and CRC-32 of each block of that, as just computed.
-        rows
-            Number of its rows.
-        ref
-            The checkpoint.
-        index
-            The file's index, checked: no row has to be looked at then.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is no such file.
-        """
+        """Take a snapshot's file, at a path from `incoming`, as the run of a checkpoint that holds everything."""
         folder = self._environment.folder
         run = Run(uuid.uuid4().hex, ref, ref, None, True, rows, 0, (), body_bytes, tuple(blocks))
         try:
@@ -259,18 +184,7 @@ class LocalStore:
     def compact(
         self, head: CheckpointRef | None, unconfirmed: CheckpointRef | None = None, keeps_bytes_min: int | None = None
     ) -> Run | None:
-        """Merge some runs of a *committed* checkpoint, if that is due; those that it covers stay until `prune`.
-
-        Parameters
-        ----------
-        head
-            The checkpoint.
-        unconfirmed
-            The checkpoint before it whose snapshot may still become a run here: see `choose_compacted`.
-        keeps_bytes_min
-            From so many bytes on snapshots are kept as the files that they are. None: only where the runs are too large
-            to be merged.
-        """
+        """Merge some runs of a *committed* checkpoint, if that is due; those that it covers stay until `prune`."""
         view = self.view(head)
         # Of a run that is not whole nothing is merged.
         runs = list(itertools.takewhile(lambda run: self.lazy.file(run) is None, view.runs))
@@ -331,13 +245,7 @@ class LocalStore:
         return name
 
     def renew(self, name: str, seconds: float) -> None:
-        """Let a pin expire later.
-
-        Raises
-        ------
-        StorageError
-            When it has expired, and what it held may be gone.
-        """
+        """Let a pin expire later."""
         # Most calls come long before the pin expires; they need not wait for the write lock.
         if self._environment.read(lambda txn: pins.expires_s(txn, name)) - time.time() > seconds / 2:
             return

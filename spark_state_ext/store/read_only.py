@@ -37,17 +37,7 @@ _RESIZES_MAX = 32
 
 
 class ReadOnlyEnvironment(SharedEnvironment):
-    """A bucket's environment as a process has it that only reads. Get one with `ReadOnlyEnvironment.of`.
-
-    Parameters
-    ----------
-    folder
-        The environment's folder.
-    env
-        The environment, open.
-    file
-        Its data file, open.
-    """
+    """A bucket's environment as a process has it that only reads. Get one with `ReadOnlyEnvironment.of`."""
 
     writes: ClassVar[bool] = False
 
@@ -62,17 +52,7 @@ class ReadOnlyEnvironment(SharedEnvironment):
 
     @staticmethod
     def of(bucket_folder: Path) -> ReadOnlyEnvironment:
-        """The environment of a bucket's folder for the machine's current boot.
-
-        Raises
-        ------
-        StateGoneError
-            When there is none.
-        UsageError
-            When this process writes it.
-        CorruptStoreError, StorageError
-            When it cannot be opened.
-        """
+        """The environment of a bucket's folder for the machine's current boot."""
         folder = bucket_folder / boot_id()
         if Environment.has_open(folder):
             raise UsageError(

@@ -42,20 +42,7 @@ def note_use(bucket_folder: Path) -> bool:
 
 
 def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = None) -> list[Path]:
-    """Remove stores that were not used for a while, and old temporary files; returns what was removed.
-
-    Parameters
-    ----------
-    stores
-        Folder that has bucket folders three levels below an operator's:
-        ``<operator>/<query folder>/<schema>/<bucket>``.
-    scratch
-        Folder of temporary files.
-    keep_s
-        How long to keep what nobody uses, seconds; temporary files are kept for a day at least.
-    now_s
-        The time, for tests.
-    """
+    """Remove stores that were not used for a while, and old temporary files; returns what was removed."""
     now_s = time.time() if now_s is None else now_s
     removed: list[Path] = []
     if not _is_linked(stores):

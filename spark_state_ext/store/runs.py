@@ -189,13 +189,7 @@ def describe(batch: pa.RecordBatch, size_bytes: int, crc: int, offset: int = 0) 
 
 
 def aligned(data: memoryview, chunk: Chunk) -> pa.Buffer:
-    """A chunk's bytes, as Arrow needs them.
-
-    Raises
-    ------
-    CorruptStoreError
-        When they are not as many as the manifest says.
-    """
+    """A chunk's bytes, as Arrow needs them."""
     if len(data) != chunk.size_bytes:
         raise CorruptStoreError("a chunk of the local store has another size than the manifest says")
     buffer = pa.py_buffer(data)
@@ -235,13 +229,7 @@ def _joined_off(held: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    """The rows of some batches as one.
-
-    Raises
-    ------
-    StorageError
-        When a column would exceed the 2 GiB that its 32-bit offsets reach.
-    """
+    """The rows of some batches as one."""
     if len(batches) == 1:
         return batches[0]
     try:
@@ -260,22 +248,7 @@ def find(
     keys: Sequence[pa.Array],
     at: IndexArray | None = None,
 ) -> tuple[IndexArray, pa.RecordBatch]:
-    """Look up many keys in one chunk.
-
-    Parameters
-    ----------
-    chunk
-        The chunk's rows.
-    hashes, keys
-        The wanted keys, ascending by hash.
-    at
-        The first row of each whose hash is at least that of the key, where that is known.
-
-    Returns
-    -------
-    wanted, rows
-        Positions among the wanted keys that were found, int64, and the chunk's rows of them, copied.
-    """
+    """Look up many keys in one chunk."""
     chunk_hashes = hashes_of(chunk)
     if at is None:
         at = first_at_least(chunk_hashes, hashes)

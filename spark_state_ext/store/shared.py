@@ -24,13 +24,6 @@ class SharedEnvironment:
     """A bucket's environment as one of its users has it: opened again whenever another one closed it.
 
     Get one with `SharedEnvironment.at`.
-
-    Parameters
-    ----------
-    bucket_folder, map_bytes
-        As for `Environment.at`.
-    opened
-        The environment as it was opened first.
     """
 
     writes: ClassVar[bool] = True
@@ -43,13 +36,7 @@ class SharedEnvironment:
 
     @staticmethod
     def at(bucket_folder: Path, map_bytes: int) -> SharedEnvironment:
-        """That of a bucket's folder, opened.
-
-        Parameters
-        ----------
-        bucket_folder, map_bytes
-            As for `Environment.at`.
-        """
+        """That of a bucket's folder, opened."""
         return SharedEnvironment(bucket_folder, map_bytes, Environment.at(bucket_folder, map_bytes))
 
     @property
@@ -61,13 +48,7 @@ class SharedEnvironment:
         return self._opened
 
     def check_process(self) -> None:
-        """See that this is not a child that was forked from the process that has it open.
-
-        Raises
-        ------
-        ForkedProcessError
-            When it is.
-        """
+        """See that this is not a child that was forked from the process that has it open."""
         check_process(self._pid, self._bucket_folder)
 
     @property

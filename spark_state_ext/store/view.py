@@ -74,15 +74,7 @@ class View:
         return sum(run.size_bytes for run in self.runs)
 
     def lookup(self, hashes: HashArray, keys: Sequence[pa.Array]) -> Lookup:
-        """Find many keys at once.
-
-        Parameters
-        ----------
-        hashes
-            Their hashes, uint64 (n,), in any order; no key twice.
-        keys
-            The key columns, normalised (`RowSchema.normalise_keys`), n rows each.
-        """
+        """Find many keys at once."""
         n = len(hashes)
         index: IndexArray = np.full(n, -1, dtype=np.int64)
         ascending = n < 2 or bool((hashes[1:] >= hashes[:-1]).all())
@@ -127,20 +119,7 @@ class View:
         return Lookup(index, _concatenated(taken, self._schema))
 
     def row(self, wanted: int, is_wanted: Callable[[pa.RecordBatch], bool]) -> pa.RecordBatch:
-        """Find one key, by a process that keeps nothing but a few blocks of each chunk in its memory.
-
-        Parameters
-        ----------
-        wanted
-            Its hash.
-        is_wanted
-            Whether a row with that hash is the key's.
-
-        Returns
-        -------
-        RecordBatch
-            One row, or none; memory of its own.
-        """
+        """Find one key, by a process that keeps nothing but a few blocks of each chunk in its memory."""
         found: pa.RecordBatch | None = None
 
         def work(open_partly: Callable[[Run, int], PartlyChecked]) -> None:
@@ -222,18 +201,7 @@ class View:
         after: int = -1,
         upto: int = 2**64 - 1,
     ) -> pa.RecordBatch:
-        """Live rows that time out before `now_ms`.
-
-        Parameters
-        ----------
-        now_ms
-            Threshold: rows with ``timeout_ms < now_ms``.
-        low_watermark_ms, low_watermark_version
-            In runs whose newest checkpoint is older than the version, rows that time out before the low watermark
-            are known to be dealt with and are not looked at again.
-        after, upto
-            Only rows with a hash in (after, upto].
-        """
+        """Live rows that time out before `now_ms`."""
 
         def chunks(run: Run) -> Iterator[tuple[int, int]]:
             low = _lowest(run, low_watermark_ms, low_watermark_version)
@@ -262,17 +230,7 @@ class View:
         after: int,
         upto: int,
     ) -> pa.RecordBatch:
-        """Live rows in a range of hashes in which a column is below a limit.
-
-        Parameters
-        ----------
-        column, limit
-            Rows with ``column < limit``.
-        chunks
-            For each run which chunks to look at, and from which value on; lower ones there are known to be void.
-        after, upto
-            Only rows with a hash in (after, upto].
-        """
+        """Live rows in a range of hashes in which a column is below a limit."""
         candidates: list[pa.RecordBatch] = []
 
         def rows_in(run: Run, open_chunk: OpenChunk) -> Iterator[tuple[pa.RecordBatch, IndexArray]]:

@@ -83,15 +83,7 @@ class RunResult:
 
 
 def event_time_position(event_time: str | None, input_type: StructType) -> int:
-    """Place of the column that has the watermark; -1 for none.
-
-    Raises
-    ------
-    UsageError
-        When there is no such column.
-    UnsupportedPlanError
-        When it has no times.
-    """
+    """Place of the column that has the watermark; -1 for none."""
     if event_time is None:
         return -1
     if event_time not in input_type.names:
@@ -115,26 +107,7 @@ def run_result(
     restart: bool | Collection[int],
     selected: Callable[[pa.Table], pa.Table] | None = None,
 ) -> RunResult:
-    """Run all batches.
-
-    Parameters
-    ----------
-    buckets
-        The operator's; they are closed.
-    tables
-        The rows of each batch; None for one without.
-    clock
-        Their times.
-    restart
-        Before which batches the job starts again.
-    selected
-        What the operator gets of a batch's rows; None: all columns.
-
-    Raises
-    ------
-    UsageError
-        When there is no batch.
-    """
+    """Run all batches."""
     found = tuple(_results(buckets, tables, clock, restart, selected))
     if not found:
         raise UsageError("batches has none: give at least one")
@@ -168,17 +141,7 @@ def _results(
 
 
 class Clock:
-    """The times that batches run at.
-
-    Parameters
-    ----------
-    event_time_position
-        Column that has the watermark, or -1.
-    delay_ms
-        How far the watermark stays behind it.
-    watermarks_ms, processing_times_ms
-        As they are given; None: they are made.
-    """
+    """The times that batches run at."""
 
     def __init__(
         self,
@@ -196,13 +159,7 @@ class Clock:
         self._watermark_ms = 0
 
     def of_batch(self, number: int) -> Times:
-        """The clock of a batch.
-
-        Raises
-        ------
-        UsageError
-            When a time was not given, or is none, or the watermark goes back.
-        """
+        """The clock of a batch."""
         now_ms = _time(next(self._times, None), number, "processing_times_ms")
         if self._given is not None:
             watermark_ms = _time(next(self._given, None), number, "watermarks_ms")

@@ -65,17 +65,7 @@ class _Held:
 
 
 class Buckets:
-    """The buckets of one operator, over the batches of a query.
-
-    Parameters
-    ----------
-    job
-        What a plan would send to executors.
-    function
-        The user's function.
-    combiner
-        Makes rows fewer before they are packed; None: they stay as they are.
-    """
+    """The buckets of one operator, over the batches of a query."""
 
     def __init__(self, job: Job, function: Callable[..., Any], combiner: Combiner | None = None) -> None:
         self.job = job
@@ -87,23 +77,7 @@ class Buckets:
         self._worker = Worker()
 
     def batch(self, number: int, table: pa.Table | None, times: Times) -> list[pd.DataFrame]:
-        """Run a batch.
-
-        Parameters
-        ----------
-        number
-            Of the batch.
-        table
-            Its rows: the packed columns, or what the combiner gets. None: it has none. Then only buckets are called
-            whose time is up.
-        times
-            Its clock.
-
-        Returns
-        -------
-        list of pandas.DataFrame
-            What goes to Spark.
-        """
+        """Run a batch."""
         if table is None:
             due = [bucket for bucket, held in enumerate(self._held) if self._is_due(held, times)]
             return [frame for bucket in due for frame in self._call(number, bucket, None, times)]
@@ -111,18 +85,7 @@ class Buckets:
         return [frame for bucket, mine in enumerate(payloads) for frame in self._call(number, bucket, mine, times)]
 
     def state(self, times: Times) -> pa.Table:
-        """The state after the last batch, in the order of the keys' hashes.
-
-        Parameters
-        ----------
-        times
-            Clock of the batch.
-
-        Returns
-        -------
-        pyarrow.Table
-            The keys, the state, and ``timeout_ms``. State is NULL where a key has nothing but a timeout.
-        """
+        """The state after the last batch, in the order of the keys' hashes."""
         schema = self._schema
         shown = schema.without_expiry()
         fields = [field.with_nullable(True) for field in (*shown.keys, *shown.state)]

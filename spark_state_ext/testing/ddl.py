@@ -41,32 +41,7 @@ _END = ("end", "")
 
 
 def ddl_struct(text: str, what: str) -> dict[str, Any]:
-    """The struct that a text describes.
-
-    Parameters
-    ----------
-    text
-        Columns as ``name type``, with commas between them; or ``struct<…>``.
-    what
-        What the schema is of, for errors.
-
-    Returns
-    -------
-    dict
-        As `StructType.jsonValue` gives it.
-
-    Raises
-    ------
-    UsageError
-        When it cannot be read.
-    UnsupportedTypeError
-        When a type is not among those that state, input and output may have.
-
-    Examples
-    --------
-    >>> [field["type"] for field in ddl_struct("user string, n bigint", "the state schema")["fields"]]
-    ['string', 'long']
-    """
+    """The struct that a text describes."""
     reader = _Reader(text, what)
     if re.match(r"\s*struct\s*<", text, re.IGNORECASE):
         found: dict[str, Any] = reader.type()

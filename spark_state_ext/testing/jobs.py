@@ -38,17 +38,7 @@ def check_delay(delay_ms: Any) -> None:
 
 
 def options_in(folder: str, buckets: int, ttl: Ttl | None, *, restart: Any, strict_output: bool = True) -> StateOptions:
-    """Where and how a run keeps state.
-
-    Parameters
-    ----------
-    folder
-        A folder of its own.
-    buckets, ttl, strict_output
-        As for `ArrowState`.
-    restart
-        Before which batches it starts again.
-    """
+    """Where and how a run keeps state."""
     return ArrowState(
         Path(folder) / "root",
         "run",
@@ -70,23 +60,7 @@ def job_of(
     output: StructType,
     **others: Any,
 ) -> Job:
-    """What a plan would send to executors; refuses what a plan refuses.
-
-    Parameters
-    ----------
-    options
-        Where and how state is kept.
-    api
-        How the function is called.
-    given
-        The columns that the function gets.
-    key_positions
-        Which of them are keys.
-    state, output
-        The state's columns and the output's.
-    **others
-        Of `Job`, what differs from run to run.
-    """
+    """What a plan would send to executors; refuses what a plan refuses."""
     fields = [given.fields[at] for at in key_positions]
     key_type = StructType([StructField(field.name, field.dataType, field.nullable) for field in fields])
     key_fields(key_type.json())

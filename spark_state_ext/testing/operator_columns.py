@@ -137,24 +137,7 @@ class OperatorRun:
 def planned_run(
     operator: Callable[..., Any], arguments: Mapping[str, Any], input_type: StructType, has_ttl: bool
 ) -> OperatorRun:
-    """Plan an operator for the columns of an input.
-
-    Parameters
-    ----------
-    operator
-        One of the built-in operators.
-    arguments
-        Its arguments by name, all of them, but the state and the frame.
-    input_type
-        The input's columns; the one with the watermark has its delay in its metadata, as on Spark.
-    has_ttl
-        Whether state has a time to live.
-
-    Raises
-    ------
-    UsageError, UnsupportedPlanError, UnsupportedTypeError
-        As on Spark.
-    """
+    """Plan an operator for the columns of an input."""
     given = dict(arguments)
     columns = _Columns(input_type, operator.__name__)
     if operator is aggregate:

@@ -19,39 +19,14 @@ __all__ = ["table_of_frames", "table_of_payloads"]
 
 
 def table_of_payloads(frames: Iterable[pd.DataFrame], fields: Sequence[pa.Field]) -> pa.Table:
-    """The rows in the payloads that functions over Arrow tables and over rows give.
-
-    Parameters
-    ----------
-    frames
-        With one column, the payloads.
-    fields
-        The output's columns.
-    """
+    """The rows in the payloads that functions over Arrow tables and over rows give."""
     payloads = [pa.record_batch([pa.array(frame.iloc[:, 0], pa.binary())], ["payload"]) for frame in frames]
     schema = pa.schema(fields)
     return pa.Table.from_batches([batch.cast(schema) for batch in unpack(payloads)], schema)
 
 
 def table_of_frames(frames: Iterable[pd.DataFrame], fields: Sequence[pa.Field], timezone: str) -> pa.Table:
-    """The rows of frames, each column as its type.
-
-    Parameters
-    ----------
-    frames
-        In any number.
-    fields
-        The output's columns.
-    timezone
-        The session's: times without a zone are in it.
-
-    Raises
-    ------
-    ResultTypeError
-        When a frame has another number of columns.
-    StateValueError
-        When a value does not fit.
-    """
+    """The rows of frames, each column as its type."""
     schema = pa.schema([field.with_nullable(True) for field in fields])
     tables = [_table(frame, schema, timezone) for frame in frames if len(frame) or len(frame.columns)]
     return pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()

@@ -20,22 +20,7 @@ __all__ = ["Rows", "struct_json"]
 
 
 def struct_json(given: Any, what: str) -> str:
-    """A schema in whatever form, as `StructType.json` writes it.
-
-    Parameters
-    ----------
-    given
-        A `StructType`, Spark's DDL, or a `pyarrow.Schema`.
-    what
-        What it is of, for errors.
-
-    Raises
-    ------
-    UsageError
-        When it is none of these, or DDL that cannot be read.
-    UnsupportedTypeError
-        When a type has no form in Spark.
-    """
+    """A schema in whatever form, as `StructType.json` writes it."""
     if isinstance(given, str):
         return json.dumps(ddl_struct(given, what))
     if isinstance(given, pa.Schema):
@@ -81,37 +66,13 @@ def _spark_type(kind: pa.DataType, path: str, what: str) -> Any:
 
 
 class Rows:
-    """Batches of input as tables of one schema.
-
-    Parameters
-    ----------
-    schema
-        JSON of the schema; None: that of the first batch that has columns.
-
-    Attributes
-    ----------
-    json
-        The schema, once it is known.
-    """
+    """Batches of input as tables of one schema."""
 
     def __init__(self, schema: str | None) -> None:
         self.json = schema
 
     def table(self, given: Any) -> pa.Table | None:
-        """A batch's rows; None where it has none.
-
-        Parameters
-        ----------
-        given
-            A table in any form, a list of dicts, or None.
-
-        Raises
-        ------
-        StateValueError
-            When it is something else, or does not have the schema's columns and types.
-        UnsupportedTypeError
-            When the first batch has a column of a type that Spark does not have.
-        """
+        """A batch's rows; None where it has none."""
         if given is None:
             return None
         table = as_table(given, "batches has") if is_table(given) else self._of_rows(given)
@@ -122,13 +83,7 @@ class Rows:
         return self._conformed(table) if table.num_rows else None
 
     def tables(self, batches: Iterable[Any]) -> Iterator[pa.Table | None]:
-        """The rows of all batches. So many are asked for at once as it takes until one has columns; then one by one.
-
-        Parameters
-        ----------
-        batches
-            As `table` takes each.
-        """
+        """The rows of all batches. So many are asked for at once as it takes until one has columns; then one by one."""
         source = iter(batches)
         first: list[pa.Table | None] = []
         while self.json is None and (given := next(source, self)) is not self:
@@ -136,13 +91,7 @@ class Rows:
         return itertools.chain(first, map(self.table, source))
 
     def known(self) -> str:
-        """The schema.
-
-        Raises
-        ------
-        UsageError
-            When nothing has told it.
-        """
+        """The schema."""
         if self.json is None:
             raise UsageError("no batch has columns that would tell the input's schema: give input_schema")
         return self.json

@@ -67,15 +67,7 @@ class Foreground:
                 self._condition.notify_all()
 
     def stand_back(self, quiet_s: float, s_max: float) -> None:
-        """Wait until no batch has waited for anything for a while.
-
-        Parameters
-        ----------
-        quiet_s
-            How long that is.
-        s_max
-            The longest wait, so that work beside batches goes on even if they always wait.
-        """
+        """Wait until no batch has waited for anything for a while."""
         until_s = time.monotonic() + s_max
         with self._condition:
             while (
@@ -109,20 +101,7 @@ class Background:
         self._pid = os.getpid()
 
     def submit(self, name: str, work: Work) -> bool:
-        """Have `work` run after what waits already.
-
-        Parameters
-        ----------
-        name
-            What it is, for the log. While work of the same name waits, it is not taken again.
-        work
-            Raises `StateError` for what may happen; that is logged, as is anything else.
-
-        Returns
-        -------
-        bool
-            False when it was not taken.
-        """
+        """Have `work` run after what waits already."""
         with self._condition:
             # First, as it may be what keeps work of this name, or too much of any, waiting.
             # A thread may also have ended: by what is no `Exception`, such as a library's exit.

@@ -49,13 +49,7 @@ def used_up(error: BaseException) -> bool:
 
 
 def too_many(what: str) -> TooManyOpenFilesError:
-    """The error for that, with the limit, and what holds the files.
-
-    Parameters
-    ----------
-    what
-        What could not be opened, or failed.
-    """
+    """The error for that, with the limit, and what holds the files."""
     most = limit()
     held = _held(min(most, _LOOKED_AT_MAX))
     stores = held.pop("of local stores", 0)

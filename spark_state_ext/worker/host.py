@@ -19,18 +19,7 @@ _BYTES_MAX = 150
 
 
 def host_name() -> str:
-    """Name of this process's host: the environment variable ``SPARK_STATE_EXT_HOST``, else the machine's name.
-
-    Raises
-    ------
-    UsageError
-        When it cannot be a part of a file's name.
-
-    Examples
-    --------
-    >>> host_name()  # doctest: +SKIP
-    'node-7'
-    """
+    """Name of this process's host: the environment variable ``SPARK_STATE_EXT_HOST``, else the machine's name."""
     given = os.environ.get(HOST_VARIABLE)
     name = machine_name() if given is None else given
     wrong = _wrong_with(name)

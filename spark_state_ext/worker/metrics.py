@@ -211,17 +211,7 @@ def timing(call: CallMetrics, column: str) -> Iterator[None]:
 
 
 class MetricsLog:
-    """Where a worker process writes its metrics.
-
-    Parameters
-    ----------
-    folder
-        Made when it is not there. Of the files of processes that have ended, the newest stay.
-    beside
-        Where what is held back is written.
-    telemetry
-        The process's way to OpenTelemetry.
-    """
+    """Where a worker process writes its metrics."""
 
     def __init__(self, folder: Path, beside: DaemonPool | None = None, telemetry: Telemetry | None = None) -> None:
         self._folder = folder
@@ -354,20 +344,7 @@ def read(folder: Path | str) -> pa.Table:
 
 
 def by_batch(calls: pa.Table) -> pa.Table:
-    """Sums over the buckets of each batch; of calls that were made again, the last one counts.
-
-    Parameters
-    ----------
-    calls
-        From `read`.
-
-    Returns
-    -------
-    pa.Table
-        One row a batch, ascending: sums of what can be summed, ``buckets`` (how many were called), ``cache_hits``, the
-        largest ``key_rows_max``, ``oldest_inline_ms``, ``lease_age_ms`` and ``job_buckets``, and ``ended_ms`` (the
-        last).
-    """
+    """Sums over the buckets of each batch; of calls that were made again, the last one counts."""
     calls = calls.append_column("at", pa.array(range(calls.num_rows), pa.int64()))
     last = calls.group_by([*_KEYS, "bucket"]).aggregate([("at", "max")]).column("at_max")
     calls = calls.take(last)

@@ -22,15 +22,7 @@ _OTHERS_WRITE = 0o022
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder for this user alone; one that is there must be real and this user's, and others lose their rights.
-
-    Raises
-    ------
-    UnsafeFolderError
-        If it is a link or another user's, or if others may have put something there.
-    OSError
-        If it cannot be made.
-    """
+    """Make a folder for this user alone; one that exists must be real and this user's, and others lose their rights."""
     _make_parents(folder.parent)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -39,13 +31,7 @@ def make_private(folder: Path) -> None:
 
 
 def check_private(folder: Path) -> int:
-    """Return the mode of a folder that is real and this user's.
-
-    Raises
-    ------
-    UnsafeFolderError
-        If it is not.
-    """
+    """Return the mode of a folder that is real and this user's."""
     found = os.lstat(folder)
     if stat.S_ISLNK(found.st_mode):
         raise UnsafeFolderError(

@@ -96,22 +96,7 @@ def _status_of(error: BaseException) -> int | None:
 
 
 def retried(work: Callable[[], T], timeout_s: float, stop: threading.Event | None = None) -> T:
-    """Run `work`, again after an error that is retriable, at random intervals that grow.
-
-    Parameters
-    ----------
-    work
-        What to do; repeatable.
-    timeout_s
-        After this time it is not tried again.
-    stop
-        Ends the trying when it is set, also in the middle of an interval.
-
-    Raises
-    ------
-    InterruptedRestoreError
-        When `stop` is set.
-    """
+    """Run `work`, again after an error that is retriable, at random intervals that grow."""
 
     def once() -> T:
         if stop is not None and stop.is_set():

@@ -25,15 +25,7 @@ _PIECE_ROWS = 16_384
 
 
 class SpillBuffer:
-    """Record batches of one schema, kept in order; re-iterable.
-
-    Parameters
-    ----------
-    folder
-        Where to spill; files have no name, so nothing is left behind.
-    memory_bytes_max
-        Most bytes held in memory.
-    """
+    """Record batches of one schema, kept in order; re-iterable."""
 
     def __init__(self, folder: Path, memory_bytes_max: int) -> None:
         self._folder = folder
@@ -46,13 +38,7 @@ class SpillBuffer:
         self.spilled_bytes = 0
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Add a batch.
-
-        Raises
-        ------
-        StoreFullError
-            When the local disk is full.
-        """
+        """Add a batch."""
         size = batch.get_total_buffer_size()
         self._held.append(batch)
         self._held_bytes += size
@@ -70,17 +56,7 @@ class SpillBuffer:
 
 
 class HashSorter:
-    """Sorts rows by a column of 64-bit hashes, taken as unsigned, within a memory budget.
-
-    Parameters
-    ----------
-    folder
-        Where to spill.
-    hash_column
-        Name of the column to sort by.
-    memory_bytes_max
-        About how many bytes of rows are held in memory, while they are taken and in each range given back.
-    """
+    """Sorts rows by a column of 64-bit hashes, taken as unsigned, within a memory budget."""
 
     def __init__(self, folder: Path, hash_column: str, memory_bytes_max: int) -> None:
         self._folder = folder
@@ -111,15 +87,7 @@ class HashSorter:
         return bool(self._pieces)
 
     def ranges(self) -> Iterator[tuple[int, pa.Table | None]]:
-        """All rows, by ascending ranges of hashes that together cover all hashes. Consumes the rows.
-
-        Yields
-        ------
-        upper
-            Last hash of the range.
-        table
-            Its rows, unsorted; None when there are none.
-        """
+        """All rows, by ascending ranges of hashes that together cover all hashes. Consumes the rows."""
         if not self._pieces:
             held, self._held = self._held, []
             yield 2**64 - 1, pa.Table.from_batches(held) if held else None

@@ -30,20 +30,7 @@ class Transitions(Generic[S, E]):
     table: Mapping[tuple[S, E], S]
 
     def next_state(self, state: S, event: E) -> S:
-        """How it stands after an event.
-
-        Parameters
-        ----------
-        state
-            How it stands.
-        event
-            What happens.
-
-        Raises
-        ------
-        AssertionError
-            When that cannot happen where it stands so.
-        """
+        """How it stands after an event."""
         found = self.table.get((state, event))
         if found is None:
             raise AssertionError(f"{self.subject} that is {state.name} {self.cannot} {event.name}")

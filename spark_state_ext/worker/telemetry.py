@@ -97,13 +97,7 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 
 
 class Telemetry:
-    """What a worker process tells an SDK of OpenTelemetry, if it has one.
-
-    Parameters
-    ----------
-    beside
-        Where exports are waited for; None: threads of its own. One that hangs keeps nothing else waiting.
-    """
+    """What a worker process tells an SDK of OpenTelemetry, if it has one."""
 
     def __init__(self, beside: DaemonPool | None = None) -> None:
         self._beside = beside or DaemonPool("telemetry")
@@ -144,14 +138,7 @@ class Telemetry:
             self._recorded += 1
 
     def flush(self, wait_s: float = FLUSH_WAIT_S_MAX) -> bool:
-        """Have what was recorded exported, beside the caller; whether it is.
-
-        Parameters
-        ----------
-        wait_s
-            How long to wait at most. Nobody waits while exports come one upon the other, nor after a wait in vain until
-            an export has come through.
-        """
+        """Have what was recorded exported, beside the caller; whether it is."""
         if _force_flush() is None:
             return False
         with self._changed:
@@ -249,11 +236,6 @@ def meter_provider() -> Any:
     A worker process makes it with its first call, so after Spark's daemon has forked it: each has an identity of its
     own (`service.instance.id`). All else is told by the variables of OpenTelemetry, such as
     ``OTEL_EXPORTER_OTLP_ENDPOINT``.
-
-    Raises
-    ------
-    ImportError
-        When the packages of the extra ``otlp`` are not installed.
     """
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
     from opentelemetry.sdk.metrics import MeterProvider

@@ -29,13 +29,7 @@ _LOOK_S = 0.5
 
 
 class DaemonPool(Executor):
-    """Threads that do not keep a process from ending, made when there is work and gone when there is none for long.
-
-    Parameters
-    ----------
-    name
-        Of its threads.
-    """
+    """Threads that do not keep a process from ending, made when there is work and gone when there is none for long."""
 
     _exit_until_s: ClassVar[float | None] = None
 
@@ -153,19 +147,7 @@ def side_by_side(
     items: Iterable[S],
     while_waiting: Callable[[], None] | None = None,
 ) -> list[T]:
-    """Results of `work` for each item, in their order, from threads that do not keep a process from ending.
-
-    Parameters
-    ----------
-    name
-        Of the threads.
-    threads
-        How many there are at most.
-    work, items
-        What to do, and for what. After an error no more is begun; the first in the order of items is raised.
-    while_waiting
-        Called twice a second until all is done. What it raises ends the wait; what has begun is left alone.
-    """
+    """Results of `work` for each item, in their order, from threads that do not keep a process from ending."""
     pool = DaemonPool(name)
     pool.threads_max = threads
     try:
@@ -183,17 +165,7 @@ def side_by_side(
 
 
 def ahead(name: str, threads: int, work: Callable[[S], T], items: Iterable[S]) -> Generator[T, None, None]:
-    """Results of `work` for each item, in their order, a few of them made before they are asked for.
-
-    Parameters
-    ----------
-    name
-        Of the threads.
-    threads
-        How many there are at most, and how many results wait.
-    work, items
-        What to do, and for what. An error is raised when it is its turn.
-    """
+    """Results of `work` for each item, in their order, a few of them made before they are asked for."""
     pool = DaemonPool(name)
     pool.threads_max = threads
     rest = iter(items)

@@ -17,14 +17,7 @@ T = TypeVar("T")
 
 
 class Worker:
-    """What a worker process has once.
-
-    Examples
-    --------
-    >>> worker = Worker()
-    >>> worker.own(list) is worker.own(list)
-    True
-    """
+    """What a worker process has once."""
 
     _current: ClassVar[Worker | None] = None
     _current_lock = threading.Lock()
@@ -49,13 +42,7 @@ class Worker:
             return cls._current
 
     def own(self, kind: type[T]) -> T:
-        """The worker's object of a class, made when it is first asked for.
-
-        Parameters
-        ----------
-        kind
-            The class, which takes no arguments.
-        """
+        """The worker's object of a class, made when it is first asked for."""
         with self._making:
             if kind not in self._made:
                 self._made[kind] = kind()

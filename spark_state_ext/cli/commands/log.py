@@ -76,13 +76,7 @@ def command(
 
 
 def files_of(folder: Folder, operator: OperatorFile, buckets: Sequence[int] | None) -> list[CheckpointEntry]:
-    """The checkpoint files of a query folder, or of some of its buckets.
-
-    Raises
-    ------
-    UsageError
-        When it has no such bucket.
-    """
+    """The checkpoint files of a query folder, or of some of its buckets."""
     wanted = bucket_folders(folder)
     unknown = sorted(number for number in buckets or () if not 0 <= number < operator.buckets)
     if unknown:

@@ -59,15 +59,7 @@ def command(
 
 
 def limited(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:
-    """The first rows; no more batches are read than these need.
-
-    Parameters
-    ----------
-    batches
-        The rows.
-    rows
-        How many.
-    """
+    """The first rows; no more batches are read than these need."""
     if not rows:
         return
     for batch in batches:

@@ -24,19 +24,7 @@ __all__ = ["BatchCaller"]
 
 
 class BatchCaller:
-    """Calls ``function(batch)`` with a `StateBatch`.
-
-    Parameters
-    ----------
-    function
-        The user's function. It returns a table, an iterable of tables, or None.
-    schema
-        Row schema of the state.
-    input_fields
-        The input's columns in Arrow, for calls without rows.
-    fields
-        The output's columns in Arrow.
-    """
+    """Calls ``function(batch)`` with a `StateBatch`."""
 
     together = True
 

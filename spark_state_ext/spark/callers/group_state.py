@@ -56,17 +56,6 @@ class KeyState(GroupState):
     """State of one key during one call.
 
     Every method and every error is Spark's; the methods that change something also note it in these attributes:
-
-    Attributes
-    ----------
-    touched
-        `update` or `remove` was called.
-    value
-        The state as it is now; None when there is none.
-    timeout_ms
-        The timeout set in this call, milliseconds since 1970, or `NO_TIMEOUT`. Spark begins every call without one,
-        so an
-        `update` that sets none clears the old.
     """
 
     # Spark's own constructor takes longer than many a function, so it waits until something needs it (`__getattr__`).

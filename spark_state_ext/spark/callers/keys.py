@@ -61,25 +61,7 @@ _ROWS_MAX = 10_000
 
 
 class KeyCaller(PerKeyCaller):
-    """Calls a user's function for many keys.
-
-    Parameters
-    ----------
-    function
-        The user's function.
-    schema
-        Row schema of the state.
-    state_type
-        Spark's type of the state.
-    columns
-        Names of the input's columns.
-    output
-        The output's columns.
-    timezone
-        The session's time zone.
-    frame_rows_max
-        Most rows of one frame.
-    """
+    """Calls a user's function for many keys."""
 
     def __init__(
         self,
@@ -238,17 +220,6 @@ class _Outputs:
 
     A small frame is taken apart at once, while it is in the processor's cache: joining many of them later would take
     longer than all else around the function. It goes with others whose columns are the same.
-
-    Parameters
-    ----------
-    output
-        The output's columns.
-    copied
-        Positions of those whose values the function may change after it has given them in rows.
-    timezone
-        The session's time zone.
-    key_of
-        The key of a call, for errors.
     """
 
     def __init__(
@@ -450,20 +421,7 @@ class _Outputs:
 
 
 def as_frames(result: Any, output_type: StructType) -> Iterator[pd.DataFrame]:
-    """What a user's function returned, all of it as frames; rows that come one after the other are in one.
-
-    Parameters
-    ----------
-    result
-        Whatever it was.
-    output_type
-        Spark's type of a row.
-
-    Raises
-    ------
-    StateValueError
-        When it is something that `KeyCaller` does not take either.
-    """
+    """What a user's function returned, all of it as frames; rows that come one after the other are in one."""
     outputs = _Outputs(OutputColumns(tuple(output_type.names)), frozenset(changeable(output_type)))
     for item in checked_result(result):
         if isinstance(item, pd.DataFrame):

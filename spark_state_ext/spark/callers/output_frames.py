@@ -67,17 +67,7 @@ def _become_floats(values: Sequence[Any], kinds: set[type]) -> bool:
 
 
 def plain_frame(frame: pd.DataFrame, types: StructType | None, timezone: str) -> pd.DataFrame:
-    """A frame with columns of NumPy's types for those that Spark fails to join, or to convert.
-
-    Parameters
-    ----------
-    frame
-        What the function gave. It stays as it is.
-    types
-        Spark's type of a row; None where it is not known.
-    timezone
-        The session's time zone, in which times without a zone are.
-    """
+    """A frame with columns of NumPy's types for those that Spark fails to join, or to convert."""
     found = {
         at: column
         for at, dtype in enumerate(frame.dtypes)

@@ -84,22 +84,7 @@ def _rules(version: tuple[int, int]) -> _Rules:
 
 
 def column_to_series(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> pd.Series[Any]:
-    """Convert rows that Spark would convert together, that is, one key's rows of one batch.
-
-    Parameters
-    ----------
-    column
-        The rows. Large variants of string and binary and timestamps of any time zone are accepted.
-    timezone
-        The session's time zone (``spark.sql.session.timeZone``).
-    version
-        Major and minor version of PySpark.
-
-    Returns
-    -------
-    pandas.Series
-        Without a name, with a `RangeIndex`, writable, not sharing memory with `column`.
-    """
+    """Convert rows that Spark would convert together, that is, one key's rows of one batch."""
     rules = _rules(version)
     column = _in_session_zone(column, timezone)
     kind = column.type
@@ -118,17 +103,7 @@ def column_to_series(column: pa.Array | pa.ChunkedArray, timezone: str, version:
 
 
 def table_to_frame(table: pa.Table, names: list[str], timezone: str, version: tuple[int, int]) -> pd.DataFrame:
-    """Convert one key's rows to the frame that the user's function gets.
-
-    Parameters
-    ----------
-    table
-        The rows; its own column names are not used.
-    names
-        The frame's column names, by position; duplicates are allowed.
-    timezone, version
-        As for `column_to_series`.
-    """
+    """Convert one key's rows to the frame that the user's function gets."""
     if len(names) != table.num_columns:
         raise ValueError(f"{len(names)} names for {table.num_columns} columns")
     columns = {i: column_to_series(table.column(i), timezone, version) for i in range(len(names))}
@@ -138,13 +113,7 @@ def table_to_frame(table: pa.Table, names: list[str], timezone: str, version: tu
 
 
 def first_beyond_pandas(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> int | None:
-    """The first row that cannot be converted, as it has a time that pandas does not hold; None if there is none.
-
-    Parameters
-    ----------
-    column, timezone, version
-        As for `column_to_series`.
-    """
+    """The first row that cannot be converted, as it has a time that pandas does not hold; None if there is none."""
 
     def converts(start: int, stop: int) -> bool:
         try:
@@ -183,31 +152,12 @@ def null_flags(column: pa.Array | pa.ChunkedArray) -> list[Flags]:
 
     Two sets of rows convert alike, so may be converted together, if each of these arrays has a True among the
     rows of both or of neither.
-
-    Returns
-    -------
-    list of numpy.ndarray of bool
-        One array per integer or boolean at any depth of the type, one element per row. Empty for a type
-        whose conversion does not depend on NULLs.
     """
     return _null_flags(flat(column))
 
 
 def key_scalars(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> list[object]:
-    """Convert each row as if alone, to the object that Spark puts into the key tuple of such a group.
-
-    Parameters
-    ----------
-    column
-        A key column, one row per key.
-    timezone, version
-        As for `column_to_series`.
-
-    Returns
-    -------
-    list of object
-        Numpy scalars (``np.float64(nan)`` for a NULL integer), `pandas.Timestamp`, `str`, `datetime.date`, ...
-    """
+    """Convert each row as if alone, to the object that Spark puts into the key tuple of such a group."""
     array = flat(column)
     classes = list(_classes(_null_flags(array), len(array)))
     if len(classes) == 1:

@@ -40,17 +40,7 @@ class Changes:
 
 
 class PerKeyCaller(abc.ABC):
-    """Calls a function for one key after the other.
-
-    Parameters
-    ----------
-    function
-        The user's function.
-    schema
-        Row schema of the state.
-    state_type
-        Spark's type of the state.
-    """
+    """Calls a function for one key after the other."""
 
     together = False
 
@@ -131,13 +121,7 @@ class PerKeyCaller(abc.ABC):
     def _changed(
         self, changes: Changes, hashes: HashArray, keys: Sequence[pa.Array], context: CallContext
     ) -> Changed | None:
-        """The changed keys as rows of a run (not yet in run order); None when there are none.
-
-        Raises
-        ------
-        StateValueError
-            When a value does not fit the state schema.
-        """
+        """The changed keys as rows of a run (not yet in run order); None when there are none."""
         if not changes.positions:
             return None
         positions = np.asarray(changes.positions, dtype=np.int64)

@@ -43,13 +43,7 @@ def short(value: object) -> str:
 
 
 def checked_result(result: Any) -> Iterable[Any]:
-    """What the user's function returned, if Spark would take it; and, which Spark would not, a dict of columns.
-
-    Raises
-    ------
-    ResultTypeError
-        When it cannot be gone through, or is one frame.
-    """
+    """What the user's function returned, if Spark would take it; and, which Spark would not, a dict of columns."""
     items: Iterable[Any]
     if isinstance(result, pd.DataFrame):
         raise ResultTypeError("the function returned a DataFrame: yield it, or return [frame]")

@@ -48,19 +48,7 @@ def row_class(name: str, columns: Sequence[str]) -> Callable[[Iterable[Any]], An
 
 
 class RowCaller(PerKeyCaller):
-    """Calls ``function(key, rows, state)``, in which `key` and each of `rows` is a named tuple.
-
-    Parameters
-    ----------
-    function
-        The user's function. It returns, or yields, tuples, or returns None.
-    schema
-        Row schema of the state.
-    state_type, input_type, key_type, output_type
-        Spark's types of the state, the input's columns, the keys and the output.
-    fields
-        The output's columns in Arrow.
-    """
+    """Calls ``function(key, rows, state)``, in which `key` and each of `rows` is a named tuple."""
 
     def __init__(
         self,

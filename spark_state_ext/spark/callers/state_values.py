@@ -71,13 +71,7 @@ class _UnfitError(TypeError):
 
 
 def column_to_values(column: pa.Array, spark_type: DataType, role: str = "state column") -> list[Any]:
-    """A state column as the values `GroupState.get` gives.
-
-    Raises
-    ------
-    StateValueError
-        For times that Python does not have, and text that is not UTF-8; `role` says of what.
-    """
+    """A state column as the values `GroupState.get` gives."""
     try:
         return _column_to_values(column, spark_type)
     except UnicodeDecodeError as error:
@@ -125,11 +119,6 @@ def values_to_column(
 ) -> pa.Array:
     """Python values, such as were given to `GroupState.update`, as a column; `column` and `whose` are for the error:
     what the column is called, and whose value one is.
-
-    Raises
-    ------
-    StateValueError
-        For a value that does not fit the column's type. (Spark writes NULL for many of these without a word.)
     """
     try:
         return _column_of(values, spark_type, arrow_type)
@@ -186,21 +175,7 @@ def changeable(spark_type: StructType) -> list[int]:
 
 
 def row_keeper(spark_type: StructType, columns: str) -> Callable[[Sequence[Any]], tuple[Any, ...]] | None:
-    """What copies a row, so that whoever gave it may change its values before they are converted.
-
-    Parameters
-    ----------
-    spark_type
-        Types of the columns. A row has as many values.
-    columns
-        What the columns are called in errors, such as "state column".
-
-    Returns
-    -------
-    callable or None
-        Gives the row as a tuple, and raises StateValueError for a value that is nothing like its column. None when no
-        value can be changed.
-    """
+    """What copies a row, so that whoever gave it may change its values before they are converted."""
     keepers = [(at, spark_type.fields[at], _keeper(spark_type.fields[at].dataType)) for at in changeable(spark_type)]
     if not keepers:
         return None

@@ -51,18 +51,6 @@ def captured(spark: SparkSession, job: Job) -> tuple[Job, str | None]:
     """The job with what it may start from, where that is a retained checkpoint, and the query folder that it claims.
 
     What cannot be read now is raised by the call that needs it, as a query that has state needs nothing.
-
-    Parameters
-    ----------
-    spark
-        The session.
-    job
-        The job as planned.
-
-    Raises
-    ------
-    OperatorChangedError
-        When the checkpoint does not have the operator.
     """
     start = job.options.start_from
     if not isinstance(start, RetainedCheckpoint):
@@ -100,18 +88,6 @@ def with_rescaling(spark: SparkSession, job: Job) -> Job:
     """The job with the pointers of its query's last batch, where the query may have to be rescaled.
 
     What cannot be read now is told by the call that would need it: at a query's first start there is nothing to read.
-
-    Parameters
-    ----------
-    spark
-        The session.
-    job
-        The job as planned.
-
-    Raises
-    ------
-    ChangedJobError
-        When the query cannot be rescaled.
     """
     location = job.options.rescale
     if location is None:

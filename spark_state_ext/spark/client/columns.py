@@ -164,20 +164,7 @@ def packable(
 
 
 def partition_columns(df: DataFrame, source: SourcePartition) -> list[Column]:
-    """The columns that tell a row's partition, as packing takes them.
-
-    Parameters
-    ----------
-    df
-        Has them.
-    source
-        Names them.
-
-    Raises
-    ------
-    UsageError
-        When there is no such column, or it is of another type.
-    """
+    """The columns that tell a row's partition, as packing takes them."""
     asked = [(source.column, PARTITION_COLUMN)]
     if source.stream is not None:
         asked.append((source.stream, STREAM_COLUMN))

@@ -118,20 +118,7 @@ class Kept:
             _LOGGER.exception("the leases below %s are not looked after", self.folder.root)
 
     def poll(self, active: Iterable[str], now_s: float, now_ms: int) -> None:
-        """Renew what belongs to active queries, and release what belongs to queries that were.
-
-        Parameters
-        ----------
-        active
-            Ids of the session's active queries.
-        now_s, now_ms
-            A monotonic clock, and the time.
-
-        Raises
-        ------
-        StateError
-            When it could be done for none of them.
-        """
+        """Renew what belongs to active queries, and release what belongs to queries that were."""
         if now_s < self._not_before_s:
             return
         active, ended = set(active), self._active - set(active)
@@ -338,21 +325,7 @@ class LeaseKeeper:
         adopted: str | None = None,
         rescales: bool = False,
     ) -> None:
-        """Look after the leases of queries that are started from a plan.
-
-        Parameters
-        ----------
-        session
-            The session, classic or Connect.
-        folders
-            Where leases are: the folder ``<root>/<operator>`` of each backend that has one.
-        application, plan, lease_ms
-            As in the plan.
-        adopted
-            Name of the query folder that a query of the plan claims, where it does.
-        rescales
-            Whether it may rescale its query.
-        """
+        """Look after the leases of queries that are started from a plan."""
         with self._lock:
             if not self._stops_at_exit:
                 self._stops_at_exit = True

@@ -21,11 +21,6 @@ def tell_of_others(root: str, storage_options: Mapping[str, Any], operator: str)
 
     No more than INFO: a query that is planned has no id yet, and an ordinary restart finds its own state there. It is
     done beside the planning, as the root may be slow, or out of the client's reach.
-
-    Returns
-    -------
-    threading.Thread or None
-        What looks; None where nobody would read it.
     """
     if not _LOGGER.isEnabledFor(logging.INFO):
         return None

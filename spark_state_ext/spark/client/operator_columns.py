@@ -222,15 +222,7 @@ def _told_by(column: Any) -> Any:
 
 
 def bound_to(specs: Mapping[str, Aggregate], narrow: StructType) -> tuple[Bound, ...]:
-    """The aggregates as functions of the columns that `values_of` names.
-
-    Parameters
-    ----------
-    specs
-        The aggregates.
-    narrow
-        The selected columns: keys, and those.
-    """
+    """The aggregates as functions of the columns that `values_of` names."""
     refuse_doubles(narrow.names, "keys")
     names = {known: name for known, (name, _) in values_of(specs).items()}
     bound = []

@@ -127,13 +127,7 @@ def check_top(k: Any, emit: Any, rank: Any) -> None:
 
 
 def timed_field(field: StructField) -> StructField:
-    """The column that sessions go by.
-
-    Raises
-    ------
-    UnsupportedPlanError
-        When it has no watermark.
-    """
+    """The column that sessions go by."""
     if WATERMARK_KEY not in (field.metadata or {}) or not isinstance(field.dataType, TimestampType):
         raise UnsupportedPlanError(
             f"sessionize gives a session when the watermark has reached its end, and {field.name!r} is no timestamp "
@@ -143,15 +137,7 @@ def timed_field(field: StructField) -> StructField:
 
 
 def ordering(names: Sequence[str | None], keys: Sequence[str]) -> tuple[str, ...]:
-    """Names of the columns that `top_k` orders by.
-
-    Parameters
-    ----------
-    names
-        Of the input's columns; None for what is none.
-    keys
-        Names of the keys: an order column that the key has too is kept beside it.
-    """
+    """Names of the columns that `top_k` orders by."""
     return tuple(
         name if name is not None and name not in keys else f"__order{place}" for place, name in enumerate(names)
     )
@@ -168,21 +154,7 @@ def aggregation(
     output_mode: str,
     combine: bool,
 ) -> OperatorPlan:
-    """The plan of `aggregate`.
-
-    Parameters
-    ----------
-    narrow
-        The selected columns, which begin with the keys.
-    keys
-        How many these are.
-    specs, bound
-        The aggregates as they are asked for, and with their columns.
-    output_mode
-        ``"update"`` or ``"append"``.
-    combine
-        Whether rows are aggregated before the shuffle.
-    """
+    """The plan of `aggregate`."""
     key_fields = narrow.fields[:keys]
     names = [field.name for field in key_fields]
     state = state_type_of(bound, narrow)
@@ -215,17 +187,7 @@ def aggregation(
 
 
 def deduplication(schema: StructType, timed_key: str | None, within_watermark: bool) -> OperatorPlan:
-    """The plan of `deduplicate`.
-
-    Parameters
-    ----------
-    schema
-        The input's columns, which are the output's.
-    timed_key
-        The key that has the watermark; None: none has.
-    within_watermark
-        Whether keys are forgotten by the watermark.
-    """
+    """The plan of `deduplicate`."""
     event_time = event_time_of(schema)
     function = Deduplication(key_time=timed_key)
     if within_watermark:
@@ -248,19 +210,7 @@ def deduplication(schema: StructType, timed_key: str | None, within_watermark: b
 def sessions(
     narrow: StructType, keys: int, specs: Mapping[str, Aggregate], bound: Sequence[Bound], gap_ms: int
 ) -> OperatorPlan:
-    """The plan of `sessionize`.
-
-    Parameters
-    ----------
-    narrow
-        The selected columns, which begin with the keys; `SESSION_END` is among them.
-    keys
-        How many these are.
-    specs, bound
-        The aggregates as they are asked for, and with their columns.
-    gap_ms
-        After how long without rows a session ends.
-    """
+    """The plan of `sessionize`."""
     key_fields = narrow.fields[:keys]
     names = [field.name for field in key_fields]
     kept = state_type_of(bound, narrow)
@@ -289,21 +239,7 @@ def top(
     rank: str,
     combine: bool,
 ) -> OperatorPlan:
-    """The plan of `top_k`.
-
-    Parameters
-    ----------
-    wide
-        The input's columns, keys that are none of them, and columns to order by that are none.
-    keys
-        Names of the keys.
-    given
-        Names of the columns that the output has, beside the rank.
-    order, k, emit, rank
-        As for `top_k`.
-    combine
-        Whether rows are left out before the shuffle.
-    """
+    """The plan of `top_k`."""
     refuse_doubles(wide.names, "columns of top_k, its own among them,")
     for name in order.columns:
         refuse_nested(wide[name], "order column")

@@ -124,25 +124,7 @@ class _Columns:
 
 
 def planned(options: StateOptions, asked: Request) -> DataFrame:
-    """Plan an operator.
-
-    Parameters
-    ----------
-    options
-        Where and how state is kept.
-    asked
-        What is asked for.
-
-    Returns
-    -------
-    DataFrame
-        What the function gives, a streaming DataFrame with the columns of the output schema.
-
-    Raises
-    ------
-    UnsupportedTypeError, UnsupportedPlanError, UsageError, OperatorChangedError
-        As for `ArrowState.apply_in_arrow_with_state`.
-    """
+    """Plan an operator."""
     if not asked.df.isStreaming:
         raise UnsupportedPlanError(
             f"{asked.name} is not supported with a batch DataFrame: state lives from micro-batch to "
@@ -203,24 +185,7 @@ def _with_partition(options: StateOptions, asked: Request) -> tuple[DataFrame, S
 def check_types(
     api: str, state_type: StructType, output_type: StructType, input_type: StructType, case_sensitive: bool
 ) -> None:
-    """Refuse schemas that an operator cannot have.
-
-    Parameters
-    ----------
-    api
-        How the function is called.
-    state_type, output_type, input_type
-        Types of the state, of the output and of the input.
-    case_sensitive
-        ``spark.sql.caseSensitive``.
-
-    Raises
-    ------
-    UnsupportedTypeError
-        When a type cannot be stored, or has no stable Arrow form.
-    UsageError
-        When two columns have one name, the state has none, or one of its names is taken.
-    """
+    """Refuse schemas that an operator cannot have."""
     state_fields(state_type.json())
     refuse_equal_names(state_type, "state", case_sensitive)
     refuse_equal_names(output_type, "output", case_sensitive=True)

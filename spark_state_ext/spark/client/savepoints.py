@@ -197,17 +197,7 @@ def _taken(
 
 
 def finished(spark: SparkSession, told: Mapping[str, Any], rows: Sequence[Any]) -> TakenSavepoint:
-    """Have a task write the manifest of what was saved.
-
-    Parameters
-    ----------
-    spark
-        A session.
-    told
-        What the manifest says beside its buckets, for the task.
-    rows
-        Rows of `SAVED`.
-    """
+    """Have a task write the manifest of what was saved."""
     frame = spark.createDataFrame([(row.saved, bytes(row.pointer)) for row in rows], SAVED).coalesce(1)
     answer = json.loads(frame.mapInArrow(task_entry("finish", dict(told)), ANSWER).collect()[0].answer)
     copies = copies_of((row.saved, row.pointer) for row in rows)

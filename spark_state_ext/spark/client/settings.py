@@ -28,33 +28,12 @@ _DEFAULTS: Mapping[str, str] = {_FORMAT: "1"}
 
 
 def format_setting(checkpoint_format: int) -> dict[str, str]:
-    """Give the setting with which Spark reads and writes state of a format.
-
-    Parameters
-    ----------
-    checkpoint_format
-        Spark's number of it.
-    """
+    """Give the setting with which Spark reads and writes state of a format."""
     return {_FORMAT: str(checkpoint_format)}
 
 
 def refuse_unread_format(location: str, checkpoint_format: int, version: tuple[int, int] = SPARK_VERSION) -> None:
-    """Refuse a checkpoint whose format this PySpark writes, and its reader of state does not read.
-
-    Parameters
-    ----------
-    location
-        The checkpoint location.
-    checkpoint_format
-        Spark's number of the format.
-    version
-        PySpark's.
-
-    Raises
-    ------
-    UsageError
-        For format 2 on PySpark 4.0.
-    """
+    """Refuse a checkpoint whose format this PySpark writes, and its reader of state does not read."""
     first = FIRST_READERS[checkpoint_format]
     if version < first:
         this, needed = (".".join(map(str, it)) for it in (version, first))
@@ -67,15 +46,7 @@ def refuse_unread_format(location: str, checkpoint_format: int, version: tuple[i
 
 @contextmanager
 def session_with(spark: SparkSession, conf: Mapping[str, str]) -> Iterator[SparkSession]:
-    """Give a session with some settings; the others are those of the user's session, which stays as it is.
-
-    Parameters
-    ----------
-    spark
-        The user's session. It is given itself if it has the settings already.
-    conf
-        The settings. One that no session may change stays as it is.
-    """
+    """Give a session with some settings; the others are those of the user's session, which stays as it is."""
     if all(spark.conf.get(name, _DEFAULTS.get(name)) == value for name, value in conf.items()):
         yield spark
         return

@@ -26,20 +26,7 @@ _LOGGER = logging.getLogger("spark_state_ext")
 
 
 def check_start(spark: SparkSession, job: Job) -> None:
-    """Refuse a start from an operator that is not in the snapshot, and log what else keeps a new query from starting.
-
-    Parameters
-    ----------
-    spark
-        The session.
-    job
-        The job, with what was captured of a retained checkpoint.
-
-    Raises
-    ------
-    OperatorChangedError
-        When the snapshot can be read, and does not have the operator.
-    """
+    """Refuse a start from an operator that the snapshot lacks, and log what else keeps a new query from starting."""
     start = job.options.start_from
     if start is None or (isinstance(start, RetainedCheckpoint) and job.captured is None):
         return

@@ -92,20 +92,7 @@ class CommittedBatch:
 
 
 class StateReader:
-    """Reads one checkpoint location.
-
-    Parameters
-    ----------
-    spark
-        A session, classic or Connect.
-    location
-        The checkpoint location, as Spark knows it.
-
-    Raises
-    ------
-    UsageError
-        On PySpark 3.5, which has no reader of state.
-    """
+    """Reads one checkpoint location."""
 
     def __init__(self, spark: SparkSession, location: str) -> None:
         if SPARK_VERSION < (4, 0):
@@ -125,13 +112,7 @@ class StateReader:
         return self._location
 
     def stores(self) -> list[StoreOfState]:
-        """The stores with pointers of ours; none where the query has no operator of ours, or no state yet.
-
-        Raises
-        ------
-        StorageError
-            When Spark cannot read its state.
-        """
+        """The stores with pointers of ours; none where the query has no operator of ours, or no state yet."""
         found = []
         with self._tables() as tables:
             for operator_id, store_name, pointers in tables:
@@ -143,13 +124,7 @@ class StateReader:
         return found
 
     def query_folders(self) -> frozenset[str]:
-        """The query folders that pointers name; none where the query has no operator of ours.
-
-        Raises
-        ------
-        StorageError
-            When Spark cannot read its state.
-        """
+        """The query folders that pointers name; none where the query has no operator of ours."""
         found: set[str] = set()
         with self._tables() as tables:
             for _, _, pointers in tables:
@@ -175,15 +150,7 @@ class StateReader:
                 ]
 
     def batch(self, batch: int | None = None) -> CommittedBatch:
-        """A committed batch whose state can be read; the last one by default.
-
-        Raises
-        ------
-        MissingCheckpointError
-            When there is none, or Spark has dropped it.
-        StorageError
-            When Spark cannot read its checkpoint.
-        """
+        """A committed batch whose state can be read; the last one by default."""
         with self._translated():
             rows = self._metadata()
             if not rows:
@@ -205,13 +172,7 @@ class StateReader:
         return CommittedBatch(query_id, wanted, tuple(range(wanted + 1, newest + 1)), offsets, operators, oldest)
 
     def has(self, batch: int) -> bool:
-        """Whether a batch's state can still be read.
-
-        Raises
-        ------
-        StorageError
-            When Spark cannot read its checkpoint.
-        """
+        """Whether a batch's state can still be read."""
         try:
             return self.batch(batch).batch == batch
         except MissingCheckpointError:
@@ -219,13 +180,7 @@ class StateReader:
 
     @contextmanager
     def pointers(self, store: StoreOfState, batch: int) -> Iterator[DataFrame]:
-        """A table of the pointers that a batch made, one column ``pointer``; read when it is used, within the context.
-
-        Raises
-        ------
-        StorageError
-            When Spark cannot read its state.
-        """
+        """A table of the pointers that a batch made, one column ``pointer``; read when used, within the context."""
         with self._session(batch) as spark:
             with self._translated():
                 state = self._state(spark, store.operator_id, store.store_name, batch)
@@ -233,29 +188,13 @@ class StateReader:
             yield table
 
     def query_folder_at(self, store: StoreOfState, batch: int) -> str | None:
-        """The query folder that the pointers of a batch name; None where the batch has none.
-
-        Raises
-        ------
-        StorageError
-            When Spark cannot read its state.
-        CorruptPointerError, VersionSkewError
-            When what looks like a pointer cannot be read.
-        """
+        """The query folder that the pointers of a batch name; None where the batch has none."""
         with self.pointers(store, batch) as table, self._translated():
             first = table.head()
         return None if first is None else Pointer.decode(bytes(first.pointer)).query_folder
 
     def by_bucket(self, store: StoreOfState, batch: int) -> dict[int, Pointer]:
-        """The pointers that a batch made, read now.
-
-        Raises
-        ------
-        StorageError
-            When Spark cannot read its state.
-        CorruptPointerError, VersionSkewError
-            When what looks like a pointer cannot be read.
-        """
+        """The pointers that a batch made, read now."""
         with self.pointers(store, batch) as table, self._translated():
             rows = table.collect()
         pointers = [Pointer.decode(bytes(row.pointer)) for row in rows]
@@ -328,22 +267,7 @@ def _fields(value: Any) -> set[str]:
 
 
 def with_batch(reader: StateReader, batch: int | None, use: Callable[[CommittedBatch], T]) -> T:
-    """Do something with a committed batch. The last one is looked for anew where Spark dropped it meanwhile.
-
-    Parameters
-    ----------
-    reader
-        Reads the checkpoint.
-    batch
-        The batch; None: the last one.
-    use
-        What is done; repeated with a later batch.
-
-    Raises
-    ------
-    MissingCheckpointError, StorageError
-        As `StateReader.batch`; and whatever else ``use`` raises.
-    """
+    """Do something with a committed batch. The last one is looked for anew where Spark dropped it meanwhile."""
     for left in reversed(range(_ROUNDS_MAX)):
         committed = None
         try:

@@ -162,20 +162,7 @@ class TableSavepoint:
 
 
 def save_table(chosen: DataFrame, wanted: TableSavepoint) -> TakenSavepoint:
-    """Make a savepoint of a table whose columns go by position: keys, state, and what `wanted` says.
-
-    Parameters
-    ----------
-    chosen
-        The table.
-    wanted
-        What is made of it.
-
-    Raises
-    ------
-    PySparkException
-        As for `write_savepoint`.
-    """
+    """Make a savepoint of a table whose columns go by position: keys, state, and what `wanted` says."""
     spark, told, file = chosen.sparkSession, wanted.told(), wanted.operator_file
     in_a_task(spark, "refuse", told)
     keys = len(file.row_schema().keys)
@@ -214,21 +201,7 @@ def read_savepoint(spark: SparkSession, savepoint: Savepoint | str | os.PathLike
 
 
 def saved_table(spark: SparkSession, given: Savepoint, with_defined: bool = False) -> DataFrame:
-    """The same table.
-
-    Parameters
-    ----------
-    spark, given
-        As for `read_savepoint`.
-    with_defined
-        With a last column, whether the key has a state, or only a timeout; and all columns are called ``c0``, ``c1``
-        and so on.
-
-    Raises
-    ------
-    PySparkException
-        As for `read_savepoint`.
-    """
+    """The same table."""
     told: dict[str, Any] = {
         "package_version": BUILD,
         "savepoint": given.path,

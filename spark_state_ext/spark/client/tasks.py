@@ -25,33 +25,13 @@ def place_of(options: StateOptions) -> dict[str, Any]:
 
 
 def in_a_task(spark: SparkSession, what: str, told: dict[str, Any], module: str = "saving") -> Any:
-    """Have one task do something of a module in `spark.executor`; gives its answer.
-
-    Parameters
-    ----------
-    spark
-        A session.
-    what
-        Name of the function.
-    told
-        What it is told.
-    module
-        The module.
-    """
+    """Have one task do something of a module in `spark.executor`; gives its answer."""
     frame = spark.range(1).coalesce(1).mapInArrow(task_entry(what, told, module), ANSWER)
     return json.loads(frame.collect()[0].answer)
 
 
 def let_go(spark: SparkSession, told: dict[str, Any]) -> None:
-    """Release a hold; where that fails, it is left to expire.
-
-    Parameters
-    ----------
-    spark
-        A session.
-    told
-        What the task was told that placed it, with its id.
-    """
+    """Release a hold; where that fails, it is left to expire."""
     try:
         in_a_task(spark, "end", told)
     except Exception as error:

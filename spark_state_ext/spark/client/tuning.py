@@ -26,18 +26,7 @@ class Change(NamedTuple):
 
 
 def tune(spark: SparkSession) -> dict[str, Change]:
-    """Set what is in `SETTINGS`, but for what this Spark does not know and what somebody has chosen.
-
-    Parameters
-    ----------
-    spark
-        A classic or Connect session.
-
-    Returns
-    -------
-    dict of str to Change
-        What was set.
-    """
+    """Set what is in `SETTINGS`, but for what this Spark does not know and what somebody has chosen."""
     changed: dict[str, Change] = {}
     for name, value in SETTINGS.items():
         if not spark.conf.isModifiable(name):
@@ -58,15 +47,7 @@ def tune(spark: SparkSession) -> dict[str, Change]:
 
 
 def untune(spark: SparkSession, changed: Mapping[str, Change]) -> None:
-    """Undo `tune`, but for what has another value by now.
-
-    Parameters
-    ----------
-    spark
-        The session.
-    changed
-        What `tune` returned.
-    """
+    """Undo `tune`, but for what has another value by now."""
     for name, change in changed.items():
         if spark.conf.get(name) == change.after:
             spark.conf.unset(name)

@@ -42,20 +42,7 @@ _RAISED = "Where it was raised:"
 def bordered(
     function: Callable[..., Any] | None, work: Callable[P, Iterator[T]], *args: P.args, **kwargs: P.kwargs
 ) -> Iterator[T]:
-    """Do a stage's work, and tell its errors anew.
-
-    Parameters
-    ----------
-    function
-        The user's function; None where there is none.
-    work
-        What to do, with its arguments.
-
-    Yields
-    ------
-    object
-        What the work does.
-    """
+    """Do a stage's work, and tell its errors anew."""
     try:
         yield from work(*args, **kwargs)
     except Exception as error:
@@ -72,22 +59,7 @@ def _hide_frames() -> None:
 
 
 def told(error: BaseException, function: Callable[..., Any] | None = None) -> Exception:
-    """An error of the same name whose text begins with what happened.
-
-    Parameters
-    ----------
-    error
-        What was raised.
-    function
-        The user's function.
-
-    Returns
-    -------
-    Exception
-        Its text has, in this order: the first line of the error's; the user's own line of code that it came from, if
-        there is one (else, for what the function gave or how it was called, where it begins); the rest of the
-        error's text; and its traceback, with those of its causes.
-    """
+    """An error of the same name whose text begins with what happened."""
     sentence, *more = _message_of(error).split("\n")
     own = _own_line(error, function) or (_first_line(function) if isinstance(error, _OVER) else [])
     lines = [sentence, *own, *more, "", _RAISED]

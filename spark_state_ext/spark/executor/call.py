@@ -69,25 +69,7 @@ def run_bucket(
     worker: Worker | None = None,
     task: TaskInfo | None = None,
 ) -> Iterator[pd.DataFrame]:
-    """Body of Spark's stateful function, keyed by bucket label.
-
-    Parameters
-    ----------
-    plain
-        `Job.to_plain`.
-    function
-        The user's function.
-    key
-        The bucket's label.
-    frames
-        Payload rows of the bucket; one empty frame when Spark calls for a timeout.
-    state
-        Spark's state of the bucket: the pointer.
-    worker
-        Whose registries the call uses; None: the process's.
-    task
-        The query and the batch; None: what Spark tells the task that runs in this process.
-    """
+    """Body of Spark's stateful function, keyed by bucket label."""
     settle()
     job = Job.from_plain(plain)
     task = task or current_task(job)
@@ -129,17 +111,7 @@ def _ask_for_next_call(state: GroupState, pointer: Pointer, now_ms: int, task: T
 
 
 class _BucketCall:
-    """One call, from its payloads to the pointer that it hands back.
-
-    Parameters
-    ----------
-    worker
-        Owns what the process's calls share.
-    info, function, state
-        The call, the user's function, and Spark's state of the bucket.
-    cpu
-        Processor time since the call began.
-    """
+    """One call, from its payloads to the pointer that it hands back."""
 
     def __init__(
         self,

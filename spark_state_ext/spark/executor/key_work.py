@@ -109,25 +109,7 @@ class _DataPass:
 
 
 class KeyWork:
-    """One call's work on its bucket's keys.
-
-    Parameters
-    ----------
-    job, function
-        The job and the user's function.
-    bucket
-        The bucket, at the pointer that was handed in.
-    schema
-        Row schema of the stored rows.
-    times
-        Clock of the batch.
-    batch
-        Number of the batch.
-    metrics
-        Where rows, keys and times are counted.
-    hold
-        To be called now and then: however long the function takes, the lease stays renewed.
-    """
+    """One call's work on its bucket's keys."""
 
     def __init__(
         self,
@@ -162,18 +144,7 @@ class KeyWork:
         )
 
     def erase(self, keys: Sequence[pa.Array]) -> int:
-        """Take keys' rows away before the function runs, besides others: it finds neither state nor timeouts of them.
-
-        Parameters
-        ----------
-        keys
-            Their columns, normalised.
-
-        Returns
-        -------
-        int
-            How many more of the bucket's rows that takes away.
-        """
+        """Take keys' rows away before the function runs: it finds neither state nor timeouts of them."""
         before = len(self._erased)
         self._erased = self._erased.with_those(ErasedRows.found(self._held(self._bucket.scan()), keys, self._schema))
         return len(self._erased) - before
@@ -185,20 +156,7 @@ class KeyWork:
             yield batch
 
     def run(self, ranges: Iterable[tuple[int, pa.Table | None]], rows: SpillBuffer) -> Iterator[pd.DataFrame]:
-        """Call the function for all keys that have rows or time out.
-
-        Parameters
-        ----------
-        ranges
-            The input rows by ascending ranges of hashes, each with its last one, as `HashSorter.ranges` gives them.
-        rows
-            Gets the changed rows, in run order.
-
-        Yields
-        ------
-        pandas.DataFrame
-            What goes to Spark.
-        """
+        """Call the function for all keys that have rows or time out."""
         borders = self._expired_borders()
         self._sweep = self._sweep_range()
         after = -1

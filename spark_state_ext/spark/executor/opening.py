@@ -173,13 +173,7 @@ class OpenBucket:
     origin: Origin | None = None
 
     def parents_at(self, job: Job) -> Iterator[Folder]:
-        """The query folder in each file system, first the one that the bucket's parents are read from.
-
-        Parameters
-        ----------
-        job
-            The query's.
-        """
+        """The query folder in each file system, first the one that the bucket's parents are read from."""
         yield self.files if self.origin is None else self.origin.query_folder
         yield from (it.child(self.query_folder) for it in operator_folders(job))
 
@@ -191,13 +185,7 @@ class OpenBucket:
 
 
 def refuse_without_import(call: CallInfo, beginning: Beginning | None) -> None:
-    """Refuse to begin an imported bucket with anything but the savepoint that its state was imported into.
-
-    Raises
-    ------
-    UsageError
-        When the job begins with another state, or with none.
-    """
+    """Refuse to begin an imported bucket with anything but the savepoint that its state was imported into."""
     mark, start = call.imported, call.job.options.start_from
     if mark is None or (beginning is not None and beginning.record.source_id == mark.savepoint_id):
         return
@@ -213,30 +201,7 @@ def refuse_without_import(call: CallInfo, beginning: Beginning | None) -> None:
 def open_bucket(
     shared: Shared, call: CallInfo, folders: CallFolders, nonce: bytes, beginning: Beginning | None = None
 ) -> OpenBucket:
-    """Take the lease, have the backends ready, and open the local store.
-
-    Parameters
-    ----------
-    shared
-        What the process's calls share.
-    call, folders
-        The call.
-    nonce
-        The number that came with the heartbeat; empty where none did.
-    beginning
-        What a bucket that has no state yet begins with; None: with nothing.
-
-    Raises
-    ------
-    ChangedJobError
-        When the state is another job's.
-    ClaimedError, NotClaimableError
-        When it is another query's, or cannot be claimed.
-    LiveRunError
-        When another run has it.
-    StorageError
-        When a store does not answer for as long as a commit may take.
-    """
+    """Take the lease, have the backends ready, and open the local store."""
     job, stored, root, scratch = call.job, call.stored, folders.operator, folders.scratch
     # What a new worker asks a store first is tried again for as long as a commit may take.
     tried = partial(retried, timeout_s=job.options.commit.commit_timeout_ms / 1000)

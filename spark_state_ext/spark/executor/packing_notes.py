@@ -23,24 +23,7 @@ class KnownCounts:
         self._known: OrderedDict[tuple[str, str], PartitionAssignment] = OrderedDict()
 
     def record_growth(self, job: Job, files: Folder, largest: dict[str, int]) -> None:
-        """Record what new partitions prove, unless it is known.
-
-        Parameters
-        ----------
-        job
-            The job, whose plan has declared the partitions.
-        files
-            The query folder.
-        largest
-            The largest new partition of each stream that has rows of one in the batch.
-
-        Raises
-        ------
-        PartitionsChangedError
-            When a stream has grown, and the rows do not prove a declared count.
-        StorageError
-            When it cannot be recorded.
-        """
+        """Record what new partitions prove, unless it is known."""
         place = files.root, job.plan_id
         known = self._known.get(place)
         if known is not None and known.knows(largest):
@@ -61,13 +44,7 @@ class PackingNotes:
         self._largest: dict[str, int] = {}
 
     def take(self, payload: bytes) -> bool:
-        """Keep a payload if it is a note; False if it holds rows.
-
-        Raises
-        ------
-        CorruptFileError
-            When it is damaged.
-        """
+        """Keep a payload if it is a note; False if it holds rows."""
         nonce = heartbeat_nonce(payload)
         if nonce is not None:
             self.heartbeat = nonce
@@ -80,14 +57,6 @@ class PackingNotes:
         return True
 
     def record_growth(self, known: KnownCounts, job: Job, files: Folder) -> None:
-        """Refuse a batch with new partitions that do not prove a declared count; record what they prove.
-
-        Parameters
-        ----------
-        known
-            The process's.
-        job, files
-            As for `KnownCounts.record_growth`, which says what is raised.
-        """
+        """Refuse a batch with new partitions that do not prove a declared count; record what they prove."""
         if self._largest:
             known.record_growth(job, files, self._largest)

@@ -69,34 +69,11 @@ class Rescales:
         """Whether a label stands for a bucket that the query had before it was rescaled, and has no more.
 
         Spark goes on calling it under that plan, also when nothing is left of what the plan has written down.
-
-        Parameters
-        ----------
-        job, bucket, stored
-            As for `of`.
         """
         return stored is None and job.options.buckets <= bucket < job.rescaled_buckets
 
     def of(self, job: Job, bucket: int, stored: Pointer | None) -> Move | None:
-        """What a call is to do; None: its bucket is not to be rescaled, or was before.
-
-        Parameters
-        ----------
-        job
-            The job.
-        bucket
-            Number of the bucket that the call's label stands for.
-        stored
-            The pointer that Spark hands out; None where it has none.
-
-        Raises
-        ------
-        LineageError
-            When Spark has no pointer of a bucket that had one: the query is another one than was read. And when what
-            the query was when it was planned is removed.
-        CorruptFileError, StorageError
-            When what the plan has written down cannot be read.
-        """
+        """What a call is to do; None: its bucket is not to be rescaled, or was before."""
         if job.rescaled_from is None:
             return None
         if stored is not None and is_rescaled_by(stored.query_folder, job.plan_id):
@@ -188,17 +165,7 @@ class Move:
         self.plan.notes.put(name, pointer.encode())
 
     def give(self, replicas: Replicas, scratch: Path) -> None:
-        """Have the old bucket's state among the parents, and see that it is what Spark hands out.
-
-        Raises
-        ------
-        LineageError
-            When the query has gone on since it was planned.
-        ChangedJobError
-            When there are erase requests that are not done.
-        StorageError
-            When a store fails.
-        """
+        """Have the old bucket's state among the parents, and see that it is what Spark hands out."""
         if self.stored is None:
             return
         if self.bucket == 0:
@@ -224,15 +191,7 @@ class Move:
         return Division(pointer, self.plan.operator_file, self._record(), self.plan.old_folder, None)
 
     def begun(self, replicas: Replicas, scratch: Path) -> Begun:
-        """The pointer to begin with; what it needs is in the query's new folder.
-
-        Raises
-        ------
-        MissingCheckpointError, CorruptFileError, LineageError
-            When the state of a parent cannot be loaded.
-        StorageError
-            When a store fails.
-        """
+        """The pointer to begin with; what it needs is in the query's new folder."""
         asked, stored = self.job.options.bucket_map, self.plan.operator_file.bucket_map
         # Spark's own word before what was written down.
         truth = {} if self.stored is None else {self.bucket: self.stored}

@@ -35,13 +35,7 @@ class TableSum:
 
 
 def table_sum(table: DataFrame) -> TableSum:
-    """Sum up a table of state: the last two columns are the timeout, and whether there is a state.
-
-    Parameters
-    ----------
-    table
-        The table, with columns of different names.
-    """
+    """Sum up a table of state: the last two columns are the timeout, and whether there is a state."""
     return _sum_of(table.agg(*_sums(table)).collect()[0].asDict())
 
 
@@ -50,11 +44,6 @@ def observed(table: DataFrame) -> tuple[DataFrame, Callable[[], TableSum]]:
 
     Spark may count a task's rows twice that it ran twice. So a sum that is what it should be says that all is well, and
     another one says nothing.
-
-    Parameters
-    ----------
-    table
-        As for `table_sum`.
     """
     observation = Observation()
     return table.observe(observation, *_sums(table)), lambda: _sum_of(observation.get)

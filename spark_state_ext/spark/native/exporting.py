@@ -76,15 +76,7 @@ def export_native(
 
 
 def refuse_operator(to: str) -> None:
-    """Refuse an operator of Spark's that cannot take the state of a savepoint.
-
-    Raises
-    ------
-    UnsupportedPlanError
-        For ``"applyInPandasWithState"``.
-    UsageError
-        For any other than ``"transformWithState"``, or on PySpark 3.5.
-    """
+    """Refuse an operator of Spark's that cannot take the state of a savepoint."""
     if to == APPLY_IN_PANDAS_WITH_STATE:
         raise UnsupportedPlanError(
             "the state of a savepoint cannot become that of Spark's own applyInPandasWithState: no release of PySpark "

@@ -31,28 +31,7 @@ _DUE_MS = 1
 def write_marks(
     spark: SparkSession, mark: ImportMark, buckets: int, logged: LoggedBatch, has_timeout: bool, places: tuple[str, str]
 ) -> None:
-    """Have Spark write the marks of all buckets.
-
-    Parameters
-    ----------
-    spark
-        A session.
-    mark
-        What each bucket's state is.
-    buckets
-        How many there are.
-    logged
-        The old query's batch.
-    has_timeout
-        Whether the old operator has timeouts.
-    places
-        A folder with text files to read, as a stream needs one; and the query's checkpoint location.
-
-    Raises
-    ------
-    StorageError
-        When the query fails.
-    """
+    """Have Spark write the marks of all buckets."""
     source, location = places
     conf = {
         **logged.conf,

@@ -48,18 +48,7 @@ class SparkState:
 
 
 def refuse_old_spark(version: tuple[int, int] = SPARK_VERSION) -> None:
-    """Refuse PySpark 3.5.
-
-    Parameters
-    ----------
-    version
-        PySpark's.
-
-    Raises
-    ------
-    UsageError
-        On PySpark 3.5, which has no reader of state.
-    """
+    """Refuse PySpark 3.5."""
     if version < FIRST_READERS[1]:
         raise UsageError(
             "PySpark 3.5 has no reader of Spark's state, which a job is imported with. Stop the job, and import it "
@@ -68,26 +57,7 @@ def refuse_old_spark(version: tuple[int, int] = SPARK_VERSION) -> None:
 
 
 def read_state(spark: SparkSession, location: str, batch: int) -> SparkState:
-    """The state of a query with one `applyInPandasWithState` and no other stateful operator; read when it is used.
-
-    Parameters
-    ----------
-    spark
-        A session.
-    location
-        The checkpoint location.
-    batch
-        A committed batch.
-
-    Raises
-    ------
-    UnsupportedPlanError
-        When the query has another stateful operator, or several.
-    UsageError
-        When the state is this package's own.
-    StorageError
-        When Spark cannot read it.
-    """
+    """The state of a query with one `applyInPandasWithState` and no other stateful operator; read when it is used."""
     with translated(location):
         operator_id = _only_operator(spark, location)
         reader = spark.read.format("statestore").option("operatorId", operator_id).option("batchId", batch)
@@ -141,20 +111,7 @@ def _only_operator(spark: SparkSession, location: str) -> int:
 
 @contextmanager
 def translated(location: str, version: tuple[int, int] = SPARK_VERSION) -> Iterator[None]:
-    """Spark's errors as ours, but for those of tasks in Python, which are ours already.
-
-    Parameters
-    ----------
-    location
-        The checkpoint location.
-    version
-        PySpark's.
-
-    Raises
-    ------
-    StorageError
-        In the place of Spark's error.
-    """
+    """Spark's errors as ours, but for those of tasks in Python, which are ours already."""
     try:
         yield
     except Exception as error:

@@ -68,17 +68,7 @@ class Combiner:
 def combined(
     table: pa.Table, combiner: Combiner, schema: RowSchema, buckets: IndexArray | None = None
 ) -> tuple[pa.Table, IndexArray | None]:
-    """Rows as they are packed, with their hash at the end, as fewer such rows; and the buckets of these.
-
-    Parameters
-    ----------
-    table
-        The combiner's columns, and the hash.
-    schema
-        Has the keys' types.
-    buckets
-        The bucket of each row, where its hash does not tell it: rows of two buckets stay apart.
-    """
+    """Rows as they are packed, with their hash at the end, as fewer such rows; and the buckets of these."""
     hashes: HashArray = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
     rows = normal_rows(table.select(list(range(len(combiner.columns)))), combiner.columns)
     if _worth_while(hashes):

@@ -48,13 +48,7 @@ def _number_at(payload: Column, start: int) -> Column:
 
 
 def with_start(packed: DataFrame, operator: str) -> DataFrame:
-    """Packed rows without `OTHERS_COLUMN`, which is in the progress as ``spark_state_ext.<operator>.start``.
-
-    Raises
-    ------
-    UsageError
-        When the query has an operator of that name already.
-    """
+    """Packed rows without `OTHERS_COLUMN`, which is in the progress as ``spark_state_ext.<operator>.start``."""
     name = f"spark_state_ext.{operator}.start"
     others = F.max(OTHERS_COLUMN).alias("begun_beside_queries")
     try:

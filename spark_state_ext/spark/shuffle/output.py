@@ -29,13 +29,7 @@ _ROWS_MAX = 10_000
 
 
 class Outbox:
-    """Collects output, and hands it over in frames that Spark's operator passes on.
-
-    Parameters
-    ----------
-    fields
-        The output's columns.
-    """
+    """Collects output, and hands it over in frames that Spark's operator passes on."""
 
     def __init__(self, fields: Sequence[pa.Field]) -> None:
         self._fields = tuple(fields)
@@ -43,13 +37,7 @@ class Outbox:
         self._bytes = 0
 
     def add(self, table: Any) -> Iterator[pd.DataFrame]:
-        """Take a table with the output's columns; yields frames that are due.
-
-        Raises
-        ------
-        StateValueError
-            When it is no such table.
-        """
+        """Take a table with the output's columns; yields frames that are due."""
         conform = conformed(table, self._fields, "the function gave")
         if not conform.num_rows:
             return

@@ -79,18 +79,7 @@ def inline_share(partition: int) -> int:
 def pack(
     plain: dict[str, Any], batches: Iterable[pa.RecordBatch], combiner: Combiner | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Body of the `mapInArrow` stage.
-
-    Parameters
-    ----------
-    plain
-        `Job.to_plain`.
-    batches
-        Input rows: the packed columns and then the hash; and behind it what tells their partition, where that tells
-        their bucket.
-    combiner
-        Makes rows fewer before they are packed; None: they stay as they are.
-    """
+    """Body of the `mapInArrow` stage."""
     job = Job.from_plain(plain)
     task = current_task(job)
     context = TaskContext.get()

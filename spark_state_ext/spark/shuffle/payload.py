@@ -72,14 +72,7 @@ def payload_bytes_max(records_per_batch: int) -> int:
 
 
 def heartbeat(origin: str) -> bytes:
-    """The heartbeat of a packing stage.
-
-    Parameters
-    ----------
-    origin
-        What no other stage has, and all attempts at this one. Spark compares what attempts at a task send through the
-        shuffle: from 4.2 on it fails a job of which they differ, where an executor was lost (SPARK-54830).
-    """
+    """The heartbeat of a packing stage."""
     return _HEARTBEAT + hashlib.blake2b(origin.encode(), digest_size=16).digest()
 
 
@@ -89,24 +82,12 @@ def heartbeat_nonce(payload: bytes) -> bytes | None:
 
 
 def partitions_seen(largest: Mapping[str, int]) -> bytes:
-    """A payload with the largest source partition of each stream that a packing task has rows of.
-
-    Parameters
-    ----------
-    largest
-        The partition by the stream's name; only streams with rows from a partition that they did not begin with.
-    """
+    """A payload with the largest source partition of each stream that a packing task has rows of."""
     return _signed(_PARTITIONS, json.dumps(dict(largest), sort_keys=True).encode())
 
 
 def seen_partitions(payload: bytes) -> dict[str, int] | None:
-    """Inverse of `partitions_seen`; None for any other payload.
-
-    Raises
-    ------
-    CorruptFileError
-        When it is damaged.
-    """
+    """Inverse of `partitions_seen`; None for any other payload."""
     if payload[:1] != _PARTITIONS:
         return None
     largest: dict[str, int] = json.loads(_checked(payload, _PARTITIONS).to_pybytes())
@@ -127,13 +108,7 @@ def spilled(name: str, offset: int, length: int) -> bytes:
 
 
 def decode(payload: bytes, load: Callable[[str, int, int], bytes]) -> Iterator[pa.RecordBatch]:
-    """Rows of a payload; `load(name, offset, length)` reads from spill files.
-
-    Raises
-    ------
-    CorruptFileError
-        When it is damaged.
-    """
+    """Rows of a payload; `load(name, offset, length)` reads from spill files."""
     if payload[:1] in (_HEARTBEAT, _PARTITIONS):
         return
     body = stored_payload(payload, load) if payload[:1] == _SPILLED else payload
@@ -150,13 +125,7 @@ def encode_output(table: pa.Table) -> bytes:
 
 
 def decode_output(payload: pa.Buffer) -> Iterator[pa.RecordBatch]:
-    """Inverse of `encode_output`; the rows are views of the payload.
-
-    Raises
-    ------
-    CorruptFileError
-        When it is damaged.
-    """
+    """Inverse of `encode_output`; the rows are views of the payload."""
     with pa.ipc.open_stream(_checked(payload, _OUTPUT), options=_READ_OPTIONS) as reader:
         yield from reader
 

@@ -22,24 +22,7 @@ _METADATA, _OFFSETS = "metadata", "offsets"
 
 
 def refuse_uncounted(job: Job, task: TaskInfo) -> None:
-    """Refuse a batch whose source has a number of partitions that the plan cannot follow.
-
-    Parameters
-    ----------
-    job
-        The job. Nothing is compared unless its plan names the checkpoint location.
-    task
-        The query, as far as the task is told it.
-
-    Raises
-    ------
-    PartitionsChangedError
-        When the source has such a number.
-    UsageError
-        When the location is another query's, or its offsets do not name partitions.
-    CorruptFileError, VersionSkewError, StorageError
-        When the offsets cannot be read.
-    """
+    """Refuse a batch whose source has a number of partitions that the plan cannot follow."""
     source = job.options.source_partition
     if source is None or source.checkpoint_location is None:
         return

@@ -37,13 +37,7 @@ class ArrowStateSource(DataSource):
         return _Reader(SourceOptions.of(self.options))
 
     def writer(self, schema: StructType, overwrite: bool) -> Any:
-        """Nothing writes it.
-
-        Raises
-        ------
-        UsageError
-            Always.
-        """
+        """Nothing writes it."""
         raise refused_writing()
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> Any:

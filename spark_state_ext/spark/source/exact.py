@@ -87,13 +87,7 @@ def open_committed(
 
 
 def reader_of(spark: SparkSession, checkpoint_location: str | os.PathLike[str]) -> StateReader:
-    """A reader of a query's checkpoint.
-
-    Raises
-    ------
-    UsageError
-        On PySpark 3.5.
-    """
+    """A reader of a query's checkpoint."""
     if SPARK_VERSION < (4, 0):
         raise UsageError(
             "PySpark 3.5 has no reader of Spark's state, which says what is committed. Read with PySpark 4.0 or newer: "
@@ -104,17 +98,7 @@ def reader_of(spark: SparkSession, checkpoint_location: str | os.PathLike[str]) 
 
 
 def store_of(reader: StateReader, operator: str | None) -> StoreOfState:
-    """The store with the pointers of an operator.
-
-    Raises
-    ------
-    UsageError
-        When there are several, and none is named; or none of that name.
-    MissingCheckpointError
-        When there is none at all.
-    StorageError
-        When Spark cannot read its state.
-    """
+    """The store with the pointers of an operator."""
     stores = reader.stores()
     if not stores:
         raise MissingCheckpointError(
@@ -131,22 +115,7 @@ def store_of(reader: StateReader, operator: str | None) -> StoreOfState:
 
 
 def told_of(reader: StateReader, store: StoreOfState, batch: int | None = None) -> Told:
-    """Whose state it is, by Spark.
-
-    Parameters
-    ----------
-    reader, store
-        Of the checkpoint.
-    batch
-        The batch that is read, which may be from before the query was rescaled; None: the last one.
-
-    Raises
-    ------
-    MissingCheckpointError
-        When Spark does not retain the batch.
-    StorageError
-        When Spark cannot read its state.
-    """
+    """Whose state it is, by Spark."""
     folder = store.query_folder
     if batch is not None:
         folder = reader.query_folder_at(store, reader.batch(batch).batch) or folder
@@ -154,14 +123,6 @@ def told_of(reader: StateReader, store: StoreOfState, batch: int | None = None) 
 
 
 def exact_batch(reader: StateReader, store: StoreOfState, committed: CommittedBatch) -> ExactBatch:
-    """A committed batch with its pointers.
-
-    Raises
-    ------
-    StorageError
-        When Spark cannot read its state.
-    CorruptPointerError, VersionSkewError
-        When a pointer cannot be read.
-    """
+    """A committed batch with its pointers."""
     newest = max((committed.batch, *committed.later))
     return ExactBatch(committed.batch, committed.oldest, newest, reader.by_bucket(store, committed.batch))

@@ -54,13 +54,7 @@ class SourceOptions:
 
     @staticmethod
     def of(given: Mapping[str, str]) -> SourceOptions:
-        """Read options; names in any case, and ``fromBatch`` as ``from_batch``.
-
-        Raises
-        ------
-        UsageError
-            When there is no such option, a value is none of its kind, or two exclude each other.
-        """
+        """Read options; names in any case, and ``fromBatch`` as ``from_batch``."""
         names = {name.replace("_", ""): name for name in SourceOptions.__dataclass_fields__}
         texts: dict[str, str] = {}
         for key, text in given.items():

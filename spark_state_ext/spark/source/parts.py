@@ -72,17 +72,7 @@ class Exact:
 def exact_of(
     told: Mapping[str, str], ranges: Sequence[tuple[int, int, int]], rows: Sequence[Mapping[str, Any]]
 ) -> Exact:
-    """What a client has read of Spark's state, as a task gets it.
-
-    Parameters
-    ----------
-    told
-        Fields of `Told`.
-    ranges
-        Of each batch its number, and the oldest and newest that Spark retains.
-    rows
-        Pointers, and at which of ``ranges`` their batch is.
-    """
+    """What a client has read of Spark's state, as a task gets it."""
     pointers: list[dict[int, Pointer]] = [{} for _ in ranges]
     for row in rows:
         pointer = Pointer.decode(row["pointer"])
@@ -91,22 +81,7 @@ def exact_of(
 
 
 def planned(options: SourceOptions, *, described: bool = False, exact: Exact | None = None) -> Planned:
-    """Plan a read.
-
-    Parameters
-    ----------
-    options
-        What is read.
-    described
-        Only the schema is wanted: no hold is left behind, and there are no parts.
-    exact
-        What Spark told is committed; None: it is told from files.
-
-    Raises
-    ------
-    UsageError, MissingCheckpointError, CannotHoldError, CorruptFileError, StorageError
-        As `open_state`.
-    """
+    """Plan a read."""
     hold = options.hold and not described
     last = options.to_batch if options.table == CHANGES else options.batch
     with _opened(options, last, hold, exact, -1) as after:
@@ -131,20 +106,7 @@ def planned(options: SourceOptions, *, described: bool = False, exact: Exact | N
 
 
 def read_part(part: str, storage_options: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
-    """The rows of one bucket.
-
-    Parameters
-    ----------
-    part
-        One of `Planned.parts`.
-    storage_options
-        Options for the path's fsspec file system, which may hold secrets: no part has them.
-
-    Raises
-    ------
-    MissingCheckpointError, CorruptFileError, LineageError, StorageError
-        As `OpenState.scan`.
-    """
+    """The rows of one bucket."""
     told = json.loads(part)
     refuse_other_release(told)
     folder = Folder(told["folder"], storage_options)
