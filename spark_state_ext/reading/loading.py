@@ -1,8 +1,7 @@
-"""From a pointer to the files that its state is made of, opened and checked; what is damaged is gone around."""
+"""A pointer made from the files of a bucket's folder, and the folder as a place to read its files from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef
@@ -10,18 +9,11 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer, ReplicationStatus
 from spark_state_ext.backends import Checkpoint, RestoreManager
 from spark_state_ext.backends.replication import Restorable
-from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder, Readable
-from spark_state_ext.reading.bodies import Body
 from spark_state_ext.reading.history import BucketFiles
-from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
 from spark_state_ext.restore.sources import Sources
-from spark_state_ext.restore.trace import Failure, Trace, check_owner
-from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["loaded", "pointer_to", "sources_in"]
-
-_PARALLEL_MAX = 8
+__all__ = ["pointer_to", "sources_in"]
 
 
 class _FolderAsBackend:
@@ -99,57 +91,3 @@ def pointer_to(
         parent=header.parent,
         origins=tuple(sorted(named - {operator.operator})),
     )
-
-
-def loaded(
-    pointer: Pointer, sources: Sources, open_file: Callable[[Readable, Fetch], Body], in_parallel: bool
-) -> list[Body]:
-    """The files that a pointer's state is made of, oldest first; the first one is whole by itself."""
-    if pointer.ref is None:
-        return []
-    owners = (pointer.operator, *pointer.origins)
-    kept_ms = pointer.ages.window_ms if pointer.ages is not None else None
-    trace = Trace(sources, pointer.operator, pointer.bucket, kept_ms)
-    chain, known = Chain.of(pointer), dict[Fetch, Body]()
-
-    def look(fetch: Fetch) -> Body | Failure:
-        try:
-            found = sources.read(fetch.ref, fetch.kind, lambda files: open_file(files, fetch))
-            check_owner(found.header, owners, pointer.bucket, sources.where(fetch.ref, fetch.kind))
-            return found
-        except (CorruptFileError, LineageError, MissingCheckpointError) as error:
-            return error
-
-    while True:
-        plan = plan_load(chain, (), trace.gone)
-        if plan is None:
-            chain = trace.further_back(chain)
-            continue
-        unknown = [fetch for fetch in plan if fetch not in known]
-        threads = min(_PARALLEL_MAX, len(unknown)) if in_parallel else 1
-        found = [look(it) for it in unknown] if threads < 2 else side_by_side("looks", threads, look, unknown)
-        for fetch, it in zip(unknown, found, strict=True):
-            if isinstance(it, Body):
-                known[fetch] = it
-            else:
-                trace.note(fetch, it)
-        if any(fetch not in known for fetch in plan):
-            continue
-        contradiction = _contradiction(chain, plan, known, sources)
-        if contradiction is None:
-            return [known[fetch] for fetch in plan]
-        fetch, error = contradiction
-        trace.note(fetch, error)
-        del known[fetch]
-
-
-def _contradiction(
-    chain: Chain, plan: list[Fetch], known: dict[Fetch, Body], sources: Sources
-) -> tuple[Fetch, LineageError] | None:
-    """The first file that was built on something else than the lineage says."""
-    for fetch in plan:
-        try:
-            chain.check(known[fetch].header, sources.where(fetch.ref, fetch.kind))
-        except LineageError as error:
-            return fetch, error
-    return None

@@ -22,11 +22,12 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.bodies import Body, Scratch, opened
 from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.reading.holding import ReaderHold
-from spark_state_ext.reading.loading import loaded, sources_in
+from spark_state_ext.reading.loading import sources_in
 from spark_state_ext.reading.lookup import WantedKey
 from spark_state_ext.reading.merging import live_rows, row_of_key
 from spark_state_ext.reading.shown import ShownColumns, filtered
 from spark_state_ext.reading.table_of_files import files_table
+from spark_state_ext.restore.resolving import THREADS_MAX, resolve
 from spark_state_ext.savepoints.copying import refuse_other_files
 from spark_state_ext.worker.threads import ahead
 
@@ -459,11 +460,11 @@ class OpenState:
         refuse_other_files(folder, self._files.saved.get(bucket, ()))
 
         def load(*beside: Restorable) -> list[Body]:
-            return loaded(
+            return resolve(
                 pointer,
                 sources_in(folder, pointer, *beside),
                 lambda files, fetch: opened(files, fetch, folder, schema, scratch),
-                in_parallel=not folder.is_local,
+                1 if folder.is_local else THREADS_MAX,
             )
 
         try:

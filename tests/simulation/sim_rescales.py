@@ -77,7 +77,7 @@ from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.rescale.folders import rescaled_folder
 from spark_state_ext.rescale.origin import Origin, origin_in
 from spark_state_ext.rescale.parents import has_parents, parent_of
-from spark_state_ext.restore import needed
+from spark_state_ext.restore import resolving
 from spark_state_ext.savepoints.captured import Captured, captured_name
 from spark_state_ext.spark.executor.rescaling import Move, Rescales
 from spark_state_ext.store import LocalStore
@@ -849,7 +849,7 @@ def _count(partition: Partition) -> int:
 
 def beside_rescaling(built: Built) -> AbstractContextManager[None]:
     """What is put in the place of threads, of folders' methods, and of what is broken."""
-    return replaced([*in_pieces(), *traps(), (needed, "side_by_side", in_turn), *built.patches])
+    return replaced([*in_pieces(), *traps(), (resolving, "side_by_side", in_turn), *built.patches])
 
 
 def simulate_rescales(history: History, built: Built = DEFAULT) -> RescaleWorld:

@@ -38,7 +38,7 @@ from spark_state_ext.engine.start_from import CLAIM, NO_CLAIM
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, NotClaimableError, StateError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.holds import HOLDS_FOLDER
-from spark_state_ext.restore import needed
+from spark_state_ext.restore import resolving
 from spark_state_ext.savepoints import claims
 from spark_state_ext.savepoints.claims import claim_of, is_consumed
 from spark_state_ext.savepoints.manifest_file import read_manifest
@@ -377,7 +377,7 @@ def in_turn(_: str, __: int, work: Callable[[Any], Any], items: Sequence[Any]) -
 
 def beside(patches: Sequence[tuple[Any, str, Any]]) -> AbstractContextManager[None]:
     """What is put in the place of Spark, and of what is broken."""
-    values = [*spark_parts(), *traps(), (needed, "side_by_side", in_turn)]
+    values = [*spark_parts(), *traps(), (resolving, "side_by_side", in_turn)]
     # Who is late looks only where that cannot be avoided.
     return replaced([*values, (claims, "_LOOK_S", math.inf), *patches])
 
