@@ -141,7 +141,7 @@ def _query_folder(
     newest = found.newest(unproven)
     begun = found.since if found.begun is None else found.begun
     if newest is None or begun is None:
-        raise MissingCheckpointError(_nothing(folder, found))
+        raise MissingCheckpointError(_nothing(folder, found, unproven))
     wanted = newest if batch is None else batch
     if wanted > newest:
         raise _unreadable(folder, found, wanted, newest)
@@ -162,14 +162,16 @@ def _query_folder(
     return OpenState(files, as_of, hold, scratch)
 
 
-def _nothing(folder: Folder, found: Timeline) -> str:
+def _nothing(folder: Folder, found: Timeline, unproven: bool) -> str:
     if found.begun is None:
         return f"there is no checkpoint file in {folder.root}: no batch has changed the state, or none was uploaded yet"
     return (
         f"the files in {folder.root} do not prove that a batch is committed: they tell that of a bucket once a later "
         f"batch has changed it, and a bucket with one file holds the others back. The newest that has left a file is "
         f"{found.clock.unit} {found.begun}. Wait for a batch that changes every bucket, or have Spark say what is "
-        "committed, with open_committed (--checkpoint), or read with unproven=True"
+        "committed, with open_committed (--checkpoint)"
+        # Which reads as of the batch before the newest one: of a first batch there is none.
+        + ("" if unproven else ", or read with unproven=True")
     )
 
 

@@ -256,9 +256,9 @@ def test_one_batch_proves_nothing(job: Job) -> None:
     with pytest.raises(MissingCheckpointError, match="no checkpoint file"):
         open_state(job.root)
     lived(job, 1)
-    with pytest.raises(MissingCheckpointError, match="do not prove"):
+    with pytest.raises(MissingCheckpointError, match=r"do not prove.*unproven=True$"):
         open_state(job.root)
-    with pytest.raises(MissingCheckpointError, match="do not prove"):
+    with pytest.raises(MissingCheckpointError, match=r"do not prove.*open_committed \(--checkpoint\)$"):
         open_state(job.root, unproven=True)
 
 
