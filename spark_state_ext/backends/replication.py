@@ -8,9 +8,20 @@ from typing import Protocol
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.pointer import Pointer, ReplicationStatus
-from spark_state_ext.backends import BackupManager, RestoreManager
+from spark_state_ext.backends import BackupManager, Checkpoint, RestoreManager
+from spark_state_ext.files.readable import Readable
 
-__all__ = ["Replica", "Restorable", "close_all", "is_complete", "is_held", "needs_parents", "taken_over", "version_of"]
+__all__ = [
+    "ReadOnly",
+    "Replica",
+    "Restorable",
+    "close_all",
+    "is_complete",
+    "is_held",
+    "needs_parents",
+    "taken_over",
+    "version_of",
+]
 
 
 class Restorable(Protocol):
@@ -22,13 +33,16 @@ class Restorable(Protocol):
         ...
 
     @property
-    def restore(self) -> RestoreManager:
-        """Its manager."""
-        ...
-
-    @property
     def root(self) -> bool:
         """As of `Replica`."""
+        ...
+
+    def files(self, checkpoint: Checkpoint | None = None) -> Readable:
+        """Its files; those of a checkpoint, where one is to be restored."""
+        ...
+
+    def stop(self) -> None:
+        """Have reads end, and whoever waits for them; from any thread."""
         ...
 
     def close(self) -> None:
@@ -55,10 +69,47 @@ class Replica:
     restore: RestoreManager
     root: bool = False
 
+    def files(self, checkpoint: Checkpoint | None = None) -> Readable:
+        """As of `Restorable`."""
+        if checkpoint is not None:
+            self.restore.init(checkpoint)
+        return self.restore.restore()
+
+    def stop(self) -> None:
+        """As of `Restorable`."""
+        self.restore.close()
+
     def close(self) -> None:
         """Close its managers."""
         self.restore.close()
         self.backup.close()
+
+
+@dataclass(frozen=True)
+class ReadOnly:
+    """Files that lie somewhere, such as a savepoint's, to be read as those of a backend.
+
+    Parameters
+    ----------
+    name
+        What pointers call it.
+    where
+        Who has them.
+    """
+
+    name: str
+    where: Readable
+    root: bool = True
+
+    def files(self, checkpoint: Checkpoint | None = None) -> Readable:
+        """They are found by their names."""
+        return self.where
+
+    def stop(self) -> None:
+        """Reads end when the file that is read does."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
 
 
 def close_all(replicas: Iterable[Restorable]) -> None:

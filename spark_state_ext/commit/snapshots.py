@@ -314,7 +314,7 @@ class Snapshots:
 
     def _check(self, name: str, ref: CheckpointRef) -> None:
         try:
-            verify_checkpoint(self._replicas[name].restore.restore(), ref, SNAPSHOT, self._context.scratch)
+            verify_checkpoint(self._replicas[name].files(), ref, SNAPSHOT, self._context.scratch)
             self._tell(ref, [name], self._noted(DONE))
         except CorruptError as error:
             _LOGGER.error("the backend %s did not catch up: %s. It gets another full snapshot.", name, error)
@@ -335,7 +335,7 @@ class Snapshots:
 
     def _has(self, name: str, file: str) -> bool:
         try:
-            return self._replicas[name].restore.restore().size(file) > 0
+            return self._replicas[name].files().size(file) > 0
         except MissingCheckpointError:
             return False
 

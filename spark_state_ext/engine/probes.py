@@ -61,7 +61,7 @@ class Probes:
             if len(self._seen) > _SEEN_MAX:
                 self._seen.popitem(last=False)
             try:
-                there = partial(has_state, replica.restore.restore(), pointer, status.through)
+                there = partial(has_state, replica.files(), pointer, status.through)
                 begun.append(self.beside.submit(self._probe, key, replica.name, there, lost, time.monotonic()))
             except StateError as error:
                 self._again(key, replica.name, error)

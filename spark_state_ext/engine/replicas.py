@@ -157,9 +157,7 @@ class Replicas:
             # All of it is in Spark's own state. The operator file was there before the first pointer.
             moved = files.exists(operator_file_name(pointer.schema_id))
         else:
-            there = [
-                replica.restore.restore() for replica in self.of(job, pointer.query_folder, pointer.bucket, scratch)
-            ]
+            there = [replica.files() for replica in self.of(job, pointer.query_folder, pointer.bucket, scratch)]
             moved = any(has_checkpoint(replica, ref) for replica in there for ref in confirmed if ref is not None)
         if not moved:
             old = ", ".join(pointer.replication)

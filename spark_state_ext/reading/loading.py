@@ -7,48 +7,12 @@ from dataclasses import replace
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer, ReplicationStatus
-from spark_state_ext.backends import Checkpoint, RestoreManager
-from spark_state_ext.backends.replication import Restorable
+from spark_state_ext.backends.replication import ReadOnly, Restorable
 from spark_state_ext.files.folder import Folder, Readable
 from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.restore.sources import Sources
 
 __all__ = ["pointer_to", "sources_in"]
-
-
-class _FolderAsBackend:
-    """A bucket's folder to read from, without what a backend brings along for writing."""
-
-    root = True
-
-    def __init__(self, folder: Folder, files: Readable) -> None:
-        self._folder = folder
-        self._files = files
-
-    @property
-    def name(self) -> str:
-        return self._folder.root
-
-    @property
-    def restore(self) -> RestoreManager:
-        return _FolderRestore(self._files)
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
-class _FolderRestore:
-    def __init__(self, files: Readable) -> None:
-        self._files = files
-
-    def init(self, checkpoint: Checkpoint) -> None:
-        """Nothing to do: files are found by their names."""
-
-    def restore(self) -> Readable:
-        return self._files
-
-    def close(self) -> None:
-        """Nothing to do."""
 
 
 def sources_in(
@@ -58,7 +22,7 @@ def sources_in(
     # Whatever other backends had: here is where one reads.
     status = {} if pointer.ref is None else {folder.root: ReplicationStatus(pointer.ref)}
     return Sources(
-        [_FolderAsBackend(folder, folder if files is None else files), *beside],
+        [ReadOnly(folder.root, folder if files is None else files), *beside],
         replace(pointer, replication=status),
         in_thread=in_thread,
     )

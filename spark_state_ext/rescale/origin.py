@@ -19,7 +19,7 @@ from arrow_schemas.bucket_map import BucketMap
 from arrow_schemas.lineage import SNAPSHOT, LineageHeader, Writer, file_name, parse_file_name
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
-from spark_state_ext.backends import Checkpoint, RestoreManager
+from spark_state_ext.backends import Checkpoint
 from spark_state_ext.backends.registry import FSSPEC, Backend
 from spark_state_ext.errors import (
     InterruptedRestoreError,
@@ -74,10 +74,13 @@ class Origin:
 
     # -- a backend that nobody writes to -----------------------------------------------------------
 
-    @property
-    def restore(self) -> RestoreManager:
-        """Reads it."""
-        return _OriginRestore(self)
+    def files(self, checkpoint: Checkpoint | None = None) -> Origin:
+        """Its one file, which is found by its name."""
+        return self
+
+    def stop(self) -> None:
+        """Have reads end."""
+        self.close()
 
     def tell(self, answered: Callable[[], None]) -> None:
         """Call this once the parents' records were read, as their rows may be many."""
@@ -161,24 +164,6 @@ class Origin:
     def _raise_if_closed(self) -> None:
         if self._closed.is_set():
             raise InterruptedRestoreError(f"the restore of checkpoint {self._known} was told to stop")
-
-
-class _OriginRestore:
-    """The restore manager of an `Origin`."""
-
-    def __init__(self, origin: Origin) -> None:
-        self._origin = origin
-
-    def init(self, checkpoint: Checkpoint) -> None:
-        """Nothing to do: the file is found by its name."""
-
-    def restore(self) -> Origin:
-        """The file."""
-        return self._origin
-
-    def close(self) -> None:
-        """Reads end."""
-        self._origin.close()
 
 
 def origin_in(

@@ -331,7 +331,7 @@ class Sources:
         """Have reads end, and whoever waits for them; from any thread. There are no further ones."""
         self._closed.set()
         for replica in self._replicas:
-            replica.restore.close()
+            replica.stop()
 
     @property
     def is_closed(self) -> bool:
@@ -353,9 +353,9 @@ class Sources:
     def _open(self, replica: Restorable) -> _Source:
         status = self._replication.get(replica.name)
         try:
-            if self._pointer.ref is not None:
-                replica.restore.init(Checkpoint(self._pointer.ref, self._pointer.markers))
-            return _Source(replica.name, replica.restore.restore(), status, self._silent_s)
+            pointer = self._pointer
+            wanted = None if pointer.ref is None else Checkpoint(pointer.ref, pointer.markers)
+            return _Source(replica.name, replica.files(wanted), status, self._silent_s)
         except StorageError as error:
             if len(self._replicas) == 1:
                 raise

@@ -182,7 +182,7 @@ def _refuse_elsewhere(start: RetainedCheckpoint, pointer: Pointer, sources: Sequ
     confirmed = {it.through for it in pointer.replication.values() if is_complete(it)}
     if not pointer.replication.keys().isdisjoint(named) or confirmed <= {None}:
         return
-    there = [source.restore.restore() for source in sources]
+    there = [source.files() for source in sources]
     if not any(has_checkpoint(files, ref) for files in there for ref in confirmed if ref is not None):
         raise StateElsewhereError(
             f"{start} has its state in {', '.join(pointer.replication)}, and start_from names {', '.join(named)}, "
