@@ -9,11 +9,11 @@ from typing import Any
 import pyarrow as pa
 
 from arrow_schemas.columns import flat
-from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
+from arrow_schemas.operator import OperatorFile, parse_operator_file_name
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, newest_operator
 from spark_state_ext.functions.key_types import mixed_times, refused_type
 from spark_state_ext.functions.missing import column_of
 from spark_state_ext.functions.reasons import conversion_reason
@@ -76,17 +76,11 @@ def query_folders_below(
             f"{below.root} has no query folder {query_folder!r}; it has: {', '.join(names[:10]) or 'none'}"
         )
     listed = {name: below.child(name).names() for name in (names if query_folder is None else [query_folder])}
-    files = {
-        name: [number for number in map(parse_operator_file_name, inside) if number is not None]
-        for name, inside in listed.items()
-    }
-    wanted = [name for name, numbers in files.items() if numbers]
+    wanted = [name for name, inside in listed.items() if any(parse_operator_file_name(it) is not None for it in inside)]
     if in_force and query_folder is None:
         wanted = sorted(folders_in_force({name: listed[name] for name in wanted}))
-    found = []
-    for name in wanted:
-        folder, file = below.child(name), operator_file_name(max(files[name]))
-        found.append(QueryFolder(folder, OperatorFile.decode(folder.get(file), folder.where(file))))
+    files = [(below.child(name), newest_operator(below.child(name), listed[name])) for name in wanted]
+    found = [QueryFolder(folder, operator_file) for folder, operator_file in files if operator_file is not None]
     if not found:
         raise UsageError(f"no query has state below {below.root} yet: there is no operator file")
     return found

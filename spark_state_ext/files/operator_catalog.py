@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
 from spark_state_ext.errors import ExistingStateError, StorageError
@@ -125,9 +125,10 @@ def _admitted_by(
     return in_force if made else None
 
 
-def newest_operator(query_folder: Folder) -> OperatorFile | None:
-    """The operator file in force of a query folder; None where there is none."""
-    stored = [n for n in map(parse_operator_file_name, query_folder.names()) if n is not None]
+def newest_operator(query_folder: Folder, names: Iterable[str] | None = None) -> OperatorFile | None:
+    """The operator file in force of a query folder, by the names in it; None where there is none."""
+    found = query_folder.names() if names is None else names
+    stored = [n for n in map(parse_operator_file_name, found) if n is not None]
     if not stored:
         return None
     name = operator_file_name(max(stored))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
+from arrow_schemas.operator import OperatorFile, parse_operator_file_name
 from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Entry, Folder
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, newest_operator
 from spark_state_ext.ownership.last_written import last_written_ms
 from spark_state_ext.rescale.in_force import folders_in_force
 
@@ -113,12 +113,11 @@ def _has_operator_file(entries: Iterable[Entry]) -> bool:
 
 
 def _in_force(folder: Folder, entries: Iterable[Entry], operator: str | None) -> OperatorFile:
-    numbers = [number for entry in entries if (number := parse_operator_file_name(entry.name)) is not None]
-    name = operator_file_name(max(numbers))
     try:
-        found = OperatorFile.decode(folder.get(name), folder.where(name))
+        found = newest_operator(folder, [entry.name for entry in entries])
     except MissingCheckpointError as error:
-        raise CorruptFileError(f"{folder.where(name)} was listed and is not there: open the state anew") from error
+        raise CorruptFileError(f"a file was listed and is not there: open the state anew ({error})") from error
+    assert found is not None, "only folders with an operator file are taken"
     if operator is not None and found.operator != operator:
         raise UsageError(f"{folder.root} has the state of operator {found.operator!r}, not {operator!r}")
     return found

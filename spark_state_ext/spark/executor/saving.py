@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from arrow_schemas.lineage import Writer
-from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
+from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedBucket, SavepointHeader, SavepointManifest
 from spark_state_ext.backends.replication import Restorable, close_all
@@ -171,13 +171,12 @@ def _renewed(holds: Sequence[Hold]) -> Iterator[None]:
 
 
 def _operator_in_force(files: Folder) -> OperatorFile:
-    numbers = [number for number in map(parse_operator_file_name, files.names()) if number is not None]
-    if not numbers:
+    found = newest_operator(files)
+    if found is None:
         raise MissingCheckpointError(
             f"there is no operator file in {files.root}: look at root and operator of the ArrowState that was given"
         )
-    name = operator_file_name(max(numbers))
-    return OperatorFile.decode(files.get(name), files.where(name))
+    return found
 
 
 def finish(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
