@@ -1,4 +1,4 @@
-"""What a peer is asked for pieces of a snapshot, what it is sent, and what it answers: bodies of Arrow Flight actions.
+"""What a peer is asked for pieces of a snapshot, and what it answers: bodies of Arrow Flight actions.
 
 A question is a proof and a JSON document; an answer is a proof, a status and the bytes of some pieces. A proof is a
 keyed BLAKE2b: only who has the secret can make one, and the secret itself never goes over the line. Each answer proves
@@ -21,14 +21,12 @@ from typing import Any
 from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES
 from arrow_schemas.checksum import readable, refuse_newer
 from arrow_schemas.errors import CorruptFileError, UsageError
-from arrow_schemas.lineage import DELTA, CheckpointRef, parse_file_name
+from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.standby import BucketKey
 
 __all__ = [
     "ANSWER_BYTES_MAX",
     "BUSY",
-    "DELTA_ACTION",
-    "DELTA_BYTES_MAX",
     "GIVEN",
     "GONE",
     "NONCE_BYTES",
@@ -36,7 +34,6 @@ __all__ = [
     "PIECES_ACTION",
     "QUESTION_BYTES_MAX",
     "PeerAnswer",
-    "PeerDelta",
     "PeerQuestion",
     "PeerSecret",
     "in_questions",
@@ -44,14 +41,11 @@ __all__ = [
 
 PEER_FORMAT = 1
 PIECES_ACTION = "spark_state_ext.pieces"
-DELTA_ACTION = "spark_state_ext.delta"
 # Of one question: its own bytes, its ranges, pieces of a range, and bytes of all answers to it.
 QUESTION_BYTES_MAX = 128 << 10
 RANGES_MAX = 1024
 RANGE_PIECES_MAX = BLOCK_BYTES // PIECE_BYTES
 ANSWER_BYTES_MAX = 16 << 20
-# Of a delta that is sent.
-DELTA_BYTES_MAX = 4 << 20
 NONCE_BYTES = 16
 # The peer does not have that snapshot (any more); it has too much to do.
 GIVEN, GONE, BUSY = range(3)
@@ -60,7 +54,6 @@ _PROOF_BYTES = 16
 _SECRET_CHARACTERS_MIN = 16
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _ORDER = struct.Struct("<IB")
-_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,7 @@ class PeerSecret:
             )
 
 
-_QUESTION, _DELTA, _ANSWER = b"a question", b"a delta", b"an answer"
+_QUESTION, _ANSWER = b"a question", b"an answer"
 
 
 @dataclass(frozen=True)
@@ -182,73 +175,6 @@ def _question(fields: dict[str, Any], where: str) -> PeerQuestion:
     key = BucketKey(fields["operator"], fields["query_folder"], fields["bucket"])
     ref = CheckpointRef(fields["version"], fields["id"])
     return PeerQuestion(key, ref, fields["body_digest"], ranges, bytes.fromhex(fields["nonce"]))
-
-
-@dataclass(frozen=True)
-class PeerDelta:
-    """A delta file that its task sends while it commits, so that nobody has to read it from the store.
-
-    Parameters
-    ----------
-    key
-        Of which bucket.
-    name
-        The file's name.
-    data
-        Its bytes.
-    nonce
-        As for `PeerQuestion`.
-    """
-
-    key: BucketKey
-    name: str
-    data: bytes
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
-
-    def __post_init__(self) -> None:
-        operator, query_folder, bucket = self.key
-        if not all(isinstance(it, str) and it for it in (operator, query_folder)) or not _is_count(bucket):
-            raise UsageError(f"a delta is of a bucket, not of {self.key!r}")
-        parsed = parse_file_name(self.name) if isinstance(self.name, str) else None
-        if parsed is None or parsed[1] != DELTA:
-            raise UsageError(f"{self.name!r} is no name of a delta")
-        if not isinstance(self.nonce, bytes) or len(self.nonce) != NONCE_BYTES:
-            raise UsageError(f"a delta has a nonce of {NONCE_BYTES} bytes")
-        if not 0 < len(self.data) <= DELTA_BYTES_MAX:
-            raise UsageError(f"a delta that is sent has up to {DELTA_BYTES_MAX} bytes, not {len(self.data)}")
-
-    def encode(self, secret: PeerSecret) -> bytes:
-        """The body of the action."""
-        fields = {
-            "format": PEER_FORMAT,
-            "operator": self.key.operator,
-            "query_folder": self.key.query_folder,
-            "bucket": self.key.bucket,
-            "name": self.name,
-            "nonce": self.nonce.hex(),
-        }
-        head = json.dumps(fields).encode()
-        body = b"".join((_LENGTH.pack(len(head)), head, self.data))
-        return secret.proof(_DELTA, body) + body
-
-    @staticmethod
-    def decode(data: bytes, secret: PeerSecret) -> PeerDelta:
-        """Inverse of `encode`; raises as `PeerQuestion.decode`."""
-        where = "a delta of a peer"
-        if not _PROOF_BYTES + _LENGTH.size < len(data) <= DELTA_BYTES_MAX + QUESTION_BYTES_MAX:
-            raise CorruptFileError(f"{where} has {len(data)} bytes")
-        body = memoryview(data)[_PROOF_BYTES:]
-        secret.check(data[:_PROOF_BYTES], _DELTA, body)
-        end = _LENGTH.size + _LENGTH.unpack_from(body)[0]
-        try:
-            with readable(where, "delta"):
-                fields = json.loads(bytes(body[_LENGTH.size : end]))
-                refuse_newer(fields["format"], PEER_FORMAT, where)
-                key = BucketKey(fields["operator"], fields["query_folder"], fields["bucket"])
-                return PeerDelta(key, fields["name"], bytes(body[end:]), bytes.fromhex(fields["nonce"]))
-        except UsageError as error:
-            raise CorruptFileError(f"{where} cannot be right: {error}") from error
-        raise AssertionError("unreachable: readable raises what it catches")
 
 
 @dataclass(frozen=True)

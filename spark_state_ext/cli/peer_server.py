@@ -68,8 +68,7 @@ def serve_peers(
         raise UsageError(
             f"--peer-listen needs grpcio: pip install 'spark_state_ext[standby]', or leave --peer-listen out ({error})"
         ) from error
-    shelf = ReplicaShelf(followers)
-    return PeerServer(match["host"], int(match["port"]), secret, shelf, tls, shelf.take)
+    return PeerServer(match["host"], int(match["port"]), secret, ReplicaShelf(followers), tls)
 
 
 def address_of(server: PeerServer | None, options: PeerOptions) -> dict[str, str]:

@@ -10,7 +10,6 @@ from functools import cached_property
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
 from arrow_schemas.pointer import InlineDelta, Pointer
-from arrow_schemas.standby import BucketKey
 from spark_state_ext.backends import STATE, Checkpoint, Markers
 from spark_state_ext.backends.replication import Replica, taken_over, version_of
 from spark_state_ext.commit.context import CommitContext
@@ -267,9 +266,6 @@ class Committer:
             raise
         for upload in uploads:
             upload.done.add_done_callback(lambda _: sealed.let_go())
-        if self._context.tap is not None:
-            key = BucketKey(pointer.operator, pointer.query_folder, pointer.bucket)
-            self._context.tap.offer(key, sealed.name, sealed.data)
         return HandedIn(how, sealed, tuple(uploads), tuple(before))
 
     def finish(self, pointer: Pointer, handed_in: HandedIn) -> Phase:

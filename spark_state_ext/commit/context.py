@@ -10,7 +10,6 @@ from pathlib import Path
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import NO_RUN, Run
 from spark_state_ext.commit.uploads import Uploads, WorkerUploads
-from spark_state_ext.peers.tap import DeltaTap
 from spark_state_ext.store.lazy_file import LazyOptions
 from spark_state_ext.worker.background import Inline, Runner
 
@@ -47,8 +46,6 @@ class CommitContext:
         commit.
     lazy
         How the call restores lazily; by default it does not.
-    tap
-        Sends deltas to standby replicas; by default they read them from the store.
     """
 
     scratch: Path
@@ -61,4 +58,3 @@ class CommitContext:
     clock_s: Callable[[], float] = time.monotonic
     while_waiting: Callable[[], None] = lambda: None
     lazy: LazyOptions | None = None
-    tap: DeltaTap | None = None

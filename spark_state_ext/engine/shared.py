@@ -12,7 +12,6 @@ from spark_state_ext.files.operator_catalog import OperatorCatalog
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.ownership.lease import LeaseRegistry
 from spark_state_ext.peers.asking import PeersByRoot
-from spark_state_ext.peers.tap import Taps
 from spark_state_ext.worker.background import Background, Foreground
 from spark_state_ext.worker.memory import Calls
 from spark_state_ext.worker.metrics import MetricsLogs
@@ -30,7 +29,6 @@ class Shared:
         self.foreground = Foreground()
         self.uploads = WorkerUploads()
         self.peers = PeersByRoot()
-        self.taps = Taps()
         self.stores = Stores()
         self.memory = Calls()
         self.leases = LeaseRegistry()
@@ -60,5 +58,4 @@ class Shared:
         self.housekeeping.probes.beside.close()
         self.background.close()
         self.filling.close()
-        self.taps.close()
         self.peers.close()

@@ -14,7 +14,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from arrow_schemas.blocks import PIECE_BYTES, digest_of
-from arrow_schemas.peers import BUSY, DELTA_ACTION, GIVEN, GONE, PeerAnswer, PeerDelta, PeerQuestion, in_questions
+from arrow_schemas.peers import BUSY, GONE, PeerAnswer, PeerQuestion, in_questions
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import CorruptFileError, PeerError, PeerGoneError, StateError
 from spark_state_ext.files.folder import Folder
@@ -38,8 +38,6 @@ _FAILED_S, _DAMAGED_S, _GONE_S = 60.0, 600.0, 10.0
 _KNOWN_S = 30.0
 # Peers that one fetch asks, one after the other.
 _ASKED_MAX = 2
-# Peers that a delta is sent to.
-_SENT_MAX = 4
 _LEFT_ALONE_MAX = 1_000
 
 
@@ -76,24 +74,6 @@ class Peers:
             lacking = [it for it in ranges if len(lazy.absent(it[0], it[1] - it[0]))]
             if not lacking or self._given(address, key, lazy, lacking, beside, raise_if_closed):
                 return
-
-    def send(self, delta: PeerDelta) -> int:
-        """Send a delta to all peers that have replicas of its bucket, and wait for none of them for long."""
-        taken, about = 0, f"delta {delta.key}"
-        for address in self._having(delta.key, about, beside=True)[:_SENT_MAX]:
-            try:
-                client, secret = self._client(address), self._settings.secret
-                timeout_s = self._timeout_s(len(delta.data))
-                with closing(client.ask(delta.encode(secret), timeout_s, DELTA_ACTION)) as answers:
-                    found = [PeerAnswer.decode(it, secret, delta.nonce, 0).status for it in answers]
-                taken += found == [GIVEN]
-                if found != [GIVEN]:
-                    self._leave_alone(address, about, _KNOWN_S)
-            except PeerError as error:
-                self._tell(address, _FAILED_S, error)
-            except CorruptFileError as error:
-                self._tell(address, _DAMAGED_S, error)
-        return taken
 
     def note_store(self, requests: int, size_bytes: int, took_s: float) -> None:
         """The store has given bytes, and nobody waited for them."""

@@ -43,11 +43,11 @@ class PeerClient:
             raise self._failed(error) from error
         os.register_at_fork(after_in_child=partial(_never_free, weakref.ref(self._client)))
 
-    def ask(self, question: bytes, timeout_s: float, action: str = PIECES_ACTION) -> Generator[memoryview, None, None]:
+    def ask(self, question: bytes, timeout_s: float) -> Generator[memoryview, None, None]:
         """The answers to a question, one after the other."""
         options = flight.FlightCallOptions(timeout=timeout_s)
         try:
-            for result in self._client.do_action(flight.Action(action, question), options):
+            for result in self._client.do_action(flight.Action(PIECES_ACTION, question), options):
                 yield memoryview(result.body)
         except (pa.ArrowException, OSError, KeyError) as error:
             raise self._failed(error) from error

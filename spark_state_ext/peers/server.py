@@ -19,25 +19,21 @@ import grpc
 from arrow_schemas.blocks import PIECE_BYTES
 from arrow_schemas.peers import (
     BUSY,
-    DELTA_ACTION,
-    DELTA_BYTES_MAX,
     GIVEN,
     GONE,
     PIECES_ACTION,
     QUESTION_BYTES_MAX,
     PeerAnswer,
-    PeerDelta,
     PeerQuestion,
     PeerSecret,
 )
 from spark_state_ext.errors import StateError, StorageError, UsageError
 from spark_state_ext.peers.action import decode_action, encode_result
-from spark_state_ext.peers.serving import PeerWork, Shelf, TakeDelta, Tls
+from spark_state_ext.peers.serving import PeerWork, Shelf, Tls
 
 __all__ = ["PeerServer"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-_SIZES_MAX = {PIECES_ACTION: QUESTION_BYTES_MAX, DELTA_ACTION: DELTA_BYTES_MAX + QUESTION_BYTES_MAX}
 # Questions that are answered at once. Each has a thread, and an answer in memory.
 _SLOTS = 8
 # Calls at once, including those that still send their request and those that are answered with "busy".
@@ -46,7 +42,7 @@ _CALLS_MAX = 4 * _SLOTS
 _CONNECTIONS_MAX = 1_000
 _CONNECTIONS_OF_FILES = 1 / 4
 # Larger requests are refused unread, as it is not known yet who asks.
-_REQUEST_BYTES_MAX = DELTA_BYTES_MAX + 2 * QUESTION_BYTES_MAX
+_REQUEST_BYTES_MAX = 2 * QUESTION_BYTES_MAX
 _SERVICE, _METHOD = "arrow.flight.protocol.FlightService", "DoAction"
 # How long answers that are under way may take when the service ends.
 _END_S_MAX = 5.0
@@ -82,11 +78,10 @@ class PeerServer:
         secret: PeerSecret,
         shelf: Shelf,
         tls: Tls | None = None,
-        take: TakeDelta = lambda _: False,
     ) -> None:
         self.work = PeerWork()
         self.scheme = "grpc" if tls is None else "grpc+tls"
-        self._actions = _Actions(secret, shelf, self.work, take)
+        self._actions = _Actions(secret, shelf, self.work)
         # gRPC answers "unimplemented" to all other methods, and reads nothing of their requests.
         methods = {_METHOD: grpc.unary_stream_rpc_method_handler(self._actions.answer)}
         self._server = grpc.server(
@@ -124,34 +119,25 @@ def _raise_if_taken(host: str, port: int) -> None:
 
 
 class _Actions:
-    """Answers two kinds of action, and refuses all others."""
+    """Answers questions for pieces, and refuses all other actions."""
 
-    def __init__(self, secret: PeerSecret, shelf: Shelf, work: PeerWork, take: TakeDelta) -> None:
-        self._secret, self._shelf, self._work, self._take = secret, shelf, work, take
+    def __init__(self, secret: PeerSecret, shelf: Shelf, work: PeerWork) -> None:
+        self._secret, self._shelf, self._work = secret, shelf, work
         self.slots = threading.BoundedSemaphore(_SLOTS)
 
     def answer(self, request: bytes, context: Any) -> Iterator[bytes]:
-        """Give the answers to a question or to a delta."""
+        """Give the answers to a question."""
         try:
             kind, body = decode_action(request)
-            if len(body) > _SIZES_MAX.get(kind, -1):
+            if kind != PIECES_ACTION or len(body) > QUESTION_BYTES_MAX:
                 raise UsageError(f"{len(body)} bytes of {kind[:40]!r} are not what peers are asked")
-            if kind == DELTA_ACTION:
-                answers = self._taken(PeerDelta.decode(body, self._secret))
-            else:
-                answers = self._answers(PeerQuestion.decode(body, self._secret))
+            answers = self._answers(PeerQuestion.decode(body, self._secret))
         except StateError as error:
             self._work.count("refused")
             _LOGGER.debug("a question from %s is refused: %s", context.peer(), error)
             # Why is nobody's business who does not have the secret.
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "refused: this needs the secret of its peers")
         return map(encode_result, answers)
-
-    def _taken(self, delta: PeerDelta) -> Iterator[bytes]:
-        taken = self._take(delta)
-        if taken:
-            self._work.take(len(delta.data))
-        return iter([PeerAnswer(GIVEN if taken else GONE).encode(self._secret, delta.nonce, 0)])
 
     def _answers(self, question: PeerQuestion) -> Iterator[bytes]:
         if not self.slots.acquire(blocking=False):

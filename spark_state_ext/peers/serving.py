@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from arrow_schemas.lineage import CheckpointRef
-from arrow_schemas.peers import PeerDelta
 from arrow_schemas.standby import BucketKey
 
-__all__ = ["OUTCOMES", "Found", "PeerWork", "Shelf", "TakeDelta", "Tls"]
+__all__ = ["OUTCOMES", "Found", "PeerWork", "Shelf", "Tls"]
 
 # What becomes of a question: all was given; it is not here; too many are answered at once; the secret is another one,
 # or it is no question; a file or a store fails; the one who asked did not wait.
@@ -43,10 +41,6 @@ class Shelf(Protocol):
         ...
 
 
-# Keeps a delta for a while, or says that it does not. Several threads may call it.
-TakeDelta: TypeAlias = Callable[[PeerDelta], bool]
-
-
 @dataclass(frozen=True)
 class Tls:
     """What a server shows, each as PEM.
@@ -68,19 +62,11 @@ class PeerWork:
         self._lock = threading.Lock()
         self.questions = dict.fromkeys(OUTCOMES, 0)
         self.given_bytes = 0
-        # Deltas that tasks have sent, and that were kept.
-        self.taken_deltas = self.taken_bytes = 0
 
     def count(self, outcome: str) -> None:
         """A question came to its end."""
         with self._lock:
             self.questions[outcome] += 1
-
-    def take(self, size_bytes: int) -> None:
-        """A delta was kept."""
-        with self._lock:
-            self.taken_deltas += 1
-            self.taken_bytes += size_bytes
 
     def give(self, size_bytes: int) -> None:
         """Bytes were given."""

@@ -43,7 +43,6 @@ from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.recovery import Reading
 from spark_state_ext.standby.succession import Succession
-from spark_state_ext.standby.tapped import Tapped
 from spark_state_ext.standby.telling import tell_committed
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 from spark_state_ext.store import LocalStore
@@ -87,9 +86,7 @@ class BucketFollower:
         bandwidth: Bandwidth | None = None,
         stop: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
-        tapped: Tapped | None = None,
     ) -> None:
-        self._tapped = tapped or Tapped()
         # Takeovers of before the first step are of no interest, unless somebody says so.
         self._succession = Succession(None)
         self._root = root
@@ -176,9 +173,7 @@ class BucketFollower:
         changed_ns = self._folder.changed_ns()
         if self._is_unchanged(changed_ns):
             return self._standing(before)
-        listing = Listing(
-            self._folder, self._key.bucket, self._folder.entries(), self._bandwidth, self._tapped.of(self._key)
-        )
+        listing = Listing(self._folder, self._key.bucket, self._folder.entries(), self._bandwidth)
         fresh = listing.refs - self._settled
         candidates = listing.candidates(fresh)
         lag = listing.lag(self._loaded, candidates)
@@ -189,8 +184,6 @@ class BucketFollower:
         if schema_id == self._operator.schema_id:
             # What nobody looked at is superseded. What failed is looked at again.
             self._settled = listing.refs - errors.keys()
-        # Whatever is wrong: the next step reads from the store.
-        self._tapped.drop(self._key, self._tapped.of(self._key) if errors else listing.sizes)
         error = next(iter(errors.values()), None)
         try:
             committed = None if self._line is None else self._line.committed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, file_name
 from spark_state_ext.files.folder import Entry, Folder
@@ -26,10 +26,9 @@ class Listing:
         bucket: int,
         entries: Sequence[Entry],
         bandwidth: Bandwidth,
-        tapped: Mapping[str, bytes] | None = None,
     ) -> None:
         self.sizes = {entry.name: entry.size_bytes for entry in entries}
-        self.meter = MeteredFiles(folder, self.sizes, bandwidth, tapped)
+        self.meter = MeteredFiles(folder, self.sizes, bandwidth)
         self.files = BucketFiles(folder, bucket, entries, self.meter)
 
     @property

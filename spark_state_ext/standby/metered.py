@@ -77,12 +77,11 @@ class MeteredFiles:
         folder: Folder,
         sizes: Mapping[str, int],
         bandwidth: Bandwidth,
-        tapped: Mapping[str, bytes] | None = None,
     ) -> None:
         self._folder = folder
         self._sizes = sizes
         self._bandwidth = bandwidth
-        self._whole = {name: data for name, data in (tapped or {}).items() if sizes.get(name) == len(data)}
+        self._whole: dict[str, bytes] = {}
         self._read: set[str] = set()
         self._bytes = 0
         self._lock = threading.Lock()

@@ -90,11 +90,7 @@ class StandbyCollector:
                 questions.add_metric([outcome], count)
             given = CounterMetricFamily(f"{_PREFIX}_peer_bytes", "Bytes of snapshots given to peers.")
             given.add_metric([], self._peers.given_bytes)
-            deltas = CounterMetricFamily(f"{_PREFIX}_peer_deltas", "Deltas that tasks have sent, and that were kept.")
-            deltas.add_metric([], self._peers.taken_deltas)
-            taken = CounterMetricFamily(f"{_PREFIX}_peer_delta_bytes", "Their bytes.")
-            taken.add_metric([], self._peers.taken_bytes)
-            yield from (questions, given, deltas, taken)
+            yield from (questions, given)
 
 
 def _by_operator(root: RootService) -> Iterator[tuple[str, list[Followed]]]:

@@ -18,7 +18,6 @@ from spark_state_ext.standby.followed_stores import FollowedStores
 from spark_state_ext.standby.following import BucketFollower
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.recovery import Reading, Readings, RestoreRate
-from spark_state_ext.standby.tapped import Tapped
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.reclaim import reclaim
@@ -128,7 +127,6 @@ class RootFollower:
         self._stores = FollowedStores()
         self._pool = DaemonPool("standby")
         self._pool.threads_max = threads_max
-        self._tapped = Tapped(clock_s=clock)
         self._finder = Finder(root.folder)
         self._operators: Mapping[BucketKey, OperatorFile] = {}
         self._held: dict[BucketKey, _Held] = {}
@@ -154,18 +152,6 @@ class RootFollower:
         held = self._held.get(key)
         return None if held is None or self._stop.is_set() else held.follower.store()
 
-    def take(self, key: BucketKey, name: str, data: bytes) -> bool:
-        """Keep a delta that a task has sent, and look at its bucket soon; False where that is not followed.
-
-        Several threads may call it. The delta counts once the store shows it.
-        """
-        held = self._held.get(key)
-        if held is None or self._stop.is_set():
-            return False
-        self._tapped.put(key, name, data)
-        held.due_s = min(held.due_s, self._clock())
-        return True
-
     def hold(self, keys: Collection[BucketKey], since: Mapping[BucketKey, int] | None = None) -> None:
         """Follow these buckets, and no others. The copies of others stay until they are reclaimed."""
         wanted = set(keys)
@@ -184,7 +170,6 @@ class RootFollower:
                 self._bandwidth,
                 self._stop,
                 self._clock,
-                self._tapped,
             )
             if since is not None and key in since:
                 follower.tell_takeovers(since[key])
@@ -284,9 +269,6 @@ class RootFollower:
             ended_s = found.begun_s + found.spent_s
             self._readings.add(Reading(found.begun_s, ended_s, found.bytes_read, found.rows_read))
         held.wait_s = next_wait_s(self._pace, held.wait_s, found.error is not None, now_s - held.written_s)
-        if found.error is None and self._tapped.of(found.key):
-            # The store does not show it yet.
-            held.wait_s = min(held.wait_s, self._pace.poll_s)
         held.due_s = now_s + held.wait_s
         told = "" if found.error is None else f"{type(found.error).__name__}: {found.error}"
         if told and told != held.told:

@@ -1,11 +1,10 @@
-"""What this host's replicas have to give to peers, and take: snapshots whose files lie in local stores; deltas."""
+"""What this host's replicas have to give to peers: snapshots whose files lie in local stores."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from arrow_schemas.lineage import CheckpointRef
-from arrow_schemas.peers import PeerDelta
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.peers.serving import Found
 from spark_state_ext.standby.roots import RootFollower
@@ -27,7 +26,3 @@ class ReplicaShelf:
             if found is not None:
                 return Found(*found)
         return None
-
-    def take(self, delta: PeerDelta) -> bool:
-        """Keep a delta where its bucket is followed: as `TakeDelta`."""
-        return sum(it.take(delta.key, delta.name, delta.data) for it in self._followers) > 0

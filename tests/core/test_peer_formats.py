@@ -14,14 +14,13 @@ from peer_support import KEY, SECRET, SECRET_TEXT, certified
 
 from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES
 from arrow_schemas.errors import CorruptFileError, UsageError, VersionSkewError
-from arrow_schemas.lineage import DELTA, CheckpointRef, file_name
+from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.peers import (
     ANSWER_BYTES_MAX,
     BUSY,
     GIVEN,
     GONE,
     PeerAnswer,
-    PeerDelta,
     PeerQuestion,
     PeerSecret,
     in_questions,
@@ -30,8 +29,6 @@ from spark_state_ext.cli.peer_server import PeerOptions, address_of, serve_peers
 from spark_state_ext.peers.asking import PeersByRoot
 from spark_state_ext.peers.choice import Choice, Measure, asks_peers
 from spark_state_ext.peers.settings import PeerSettings, peer_settings
-from spark_state_ext.peers.tap import Taps
-from spark_state_ext.standby.tapped import Tapped
 from spark_state_ext.worker.host import machine_name
 from tests.helpers.clock import VirtualClock
 
@@ -135,93 +132,6 @@ def test_ranges_are_asked_for_in_questions(sizes: list[tuple[int, int]]) -> None
     for some in found:
         assert PeerQuestion(KEY, QUESTION.ref, "0" * 32, some).ranges == some
         assert sum(end - first for first, end in some) * PIECE_BYTES <= ANSWER_BYTES_MAX
-
-
-DELTA_SENT = PeerDelta(KEY, file_name(CheckpointRef(7, "a" * 32), DELTA), b"some bytes", bytes(range(16)))
-
-
-def test_a_delta_goes_over_the_line() -> None:
-    data = DELTA_SENT.encode(SECRET)
-    assert PeerDelta.decode(data, SECRET) == DELTA_SENT
-    with pytest.raises(CorruptFileError, match="different secrets"):
-        PeerDelta.decode(data, ANOTHER)
-    # What is proven to be one thing is not another.
-    for wrong in (QUESTION.encode(SECRET), b"", data[:20], data + bytes(5 << 20)):
-        with pytest.raises(CorruptFileError):
-            PeerDelta.decode(wrong, SECRET)
-    with pytest.raises(CorruptFileError):
-        PeerQuestion.decode(data, SECRET)
-
-
-@given(at=st.integers(0, len(DELTA_SENT.encode(SECRET)) - 1), bit=st.integers(0, 7))
-def test_a_delta_of_which_a_bit_was_changed_is_refused(at: int, bit: int) -> None:
-    data = bytearray(DELTA_SENT.encode(SECRET))
-    data[at] ^= 1 << bit
-    with pytest.raises(CorruptFileError):
-        PeerDelta.decode(bytes(data), SECRET)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"bucket": -1},
-        {"operator": ""},
-        {"query_folder": None},
-        {"name": "../operator_0.json"},
-        {"name": DELTA_SENT.name.replace("delta", "snapshot")},
-        {"name": 5},
-        {"nonce": "00"},
-        {"format": "1"},
-    ],
-)
-def test_a_delta_that_cannot_be_right_is_refused(change: dict[str, Any]) -> None:
-    whole = DELTA_SENT.encode(SECRET)[16:]
-    length = int.from_bytes(whole[:4], "little")
-    head = json.dumps({**json.loads(whole[4 : 4 + length]), **change}).encode()
-    for size in (len(head), len(head) - 1, 2**32 - 1):
-        body = size.to_bytes(4, "little") + head + b"some bytes"
-        with pytest.raises(CorruptFileError, match="delta"):
-            PeerDelta.decode(SECRET.proof(b"a delta", body) + body, SECRET)
-
-
-def test_what_tasks_have_sent_is_kept_for_a_while() -> None:
-    clock = VirtualClock()
-    tapped = Tapped(bytes_max=10, clock_s=clock)
-    other = KEY._replace(bucket=4)
-    tapped.put(KEY, "a", bytes(4))
-    tapped.put(other, "a", bytes(4))
-    tapped.put(KEY, "b", bytes(2))
-    assert set(tapped.of(KEY)) == {"a", "b"}
-    # What came first goes first; the same once more counts once.
-    tapped.put(KEY, "b", bytes(3))
-    assert tapped.of(KEY) == {"b": bytes(3)}
-    assert tapped.of(other) == {"a": bytes(4)}
-    tapped.drop(other, ["a", "z"])
-    assert tapped.of(other) == {}
-    tapped.put(KEY, "c", bytes(11))
-    assert tapped.of(KEY) == {}, "larger than all that there may be"
-    tapped.put(KEY, "d", bytes(10))
-    clock.sleep(61.0)
-    assert tapped.of(KEY) == {}
-    tapped.put(KEY, "e", bytes(10))
-    assert tapped.of(KEY) == {"e": bytes(10)}
-
-
-def test_a_process_has_one_tap_to_the_peers_of_a_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPARK_STATE_EXT_PEER_SECRET", SECRET_TEXT)
-    known, taps = PeersByRoot(), Taps()
-    peers = known.of("memory://peers-tap", {})
-    for environ in ({}, {"SPARK_STATE_EXT_PEER_TAP": "0"}, {"SPARK_STATE_EXT_PEER_TAP": ""}):
-        assert taps.of(peers, environ) is None
-    on = {"SPARK_STATE_EXT_PEER_TAP": "1"}
-    assert taps.of(None, on) is None
-    tap = taps.of(peers, on)
-    assert tap is not None
-    assert taps.of(peers, on) is tap
-    with pytest.raises(UsageError, match="SPARK_STATE_EXT_PEER_TAP is 'yes'"):
-        taps.of(peers, {"SPARK_STATE_EXT_PEER_TAP": "yes"})
-    taps.close()
-    known.close()
 
 
 def test_no_text_shows_a_secret() -> None:

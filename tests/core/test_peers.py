@@ -24,7 +24,7 @@ from pyarrow import flight
 
 from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES, digest_of
 from arrow_schemas.lineage import CheckpointRef
-from arrow_schemas.peers import BUSY, DELTA_ACTION, GIVEN, PIECES_ACTION, PeerAnswer, PeerQuestion, PeerSecret
+from arrow_schemas.peers import BUSY, GIVEN, PIECES_ACTION, PeerAnswer, PeerQuestion, PeerSecret
 from arrow_schemas.standby import BucketKey, StandbySettings
 from spark_state_ext.errors import InterruptedRestoreError, PeerError, StorageError
 from spark_state_ext.files.folder import Folder
@@ -487,9 +487,9 @@ def takes_no_large_request(pid: int, address: str) -> None:
     plain = flight.FlightClient(f"grpc://{address}")
     compressing = flight.FlightClient(f"grpc://{address}", generic_options=[("grpc.default_compression_algorithm", 2)])
     calls: list[Callable[[], Any]] = [
-        lambda: list(plain.do_action(flight.Action(DELTA_ACTION, large))),
+        lambda: list(plain.do_action(flight.Action(PIECES_ACTION, large))),
         lambda: plain.do_get(flight.Ticket(large)).read_all(),
-        lambda: list(compressing.do_action(flight.Action(DELTA_ACTION, large))),
+        lambda: list(compressing.do_action(flight.Action(PIECES_ACTION, large))),
     ]
     for call in calls:
         with pytest.raises((pa.ArrowException, OSError)):

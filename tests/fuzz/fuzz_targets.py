@@ -37,7 +37,7 @@ from arrow_schemas.lineage import (
 )
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.partitions import PartitionAssignment
-from arrow_schemas.peers import PeerDelta, PeerQuestion, PeerSecret
+from arrow_schemas.peers import PeerQuestion, PeerSecret
 from arrow_schemas.pointer import BOTH, V1, V2, InlineDelta, LineageEntry, Pointer, ReplicationStatus
 from arrow_schemas.row import RowSchema
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbySettings
@@ -311,15 +311,6 @@ def _peer_questions() -> list[bytes]:
     return [PeerQuestion(_BUCKET, _REFS[0], "0" * 32, it, bytes(16)).encode(_SECRET)[16:] for it in ranges]
 
 
-def _peer_delta_proven(data: bytes) -> None:
-    delta = PeerDelta.decode(_SECRET.proof(b"a delta", data) + data, _SECRET)
-    assert PeerDelta.decode(delta.encode(_SECRET), _SECRET) == delta
-
-
-def _peer_deltas() -> list[bytes]:
-    return [PeerDelta(_BUCKET, file_name(_REFS[0], DELTA), b"its bytes", bytes(16)).encode(_SECRET)[16:]]
-
-
 def _lease(data: bytes) -> None:
     encoded = LeaseRecord.decode(data, "lease.json").encode()
     assert LeaseRecord.decode(encoded, "lease.json").encode() == encoded
@@ -398,7 +389,6 @@ TARGETS: dict[str, Target] = {
         _standby_settings_signed, lambda: _golden_beside("standby-settings-format-1.json"), changed_json
     ),
     "peer-question-proven": Target(_peer_question_proven, _peer_questions, changed_json),
-    "peer-delta-proven": Target(_peer_delta_proven, _peer_deltas),
     "lease": Target(_lease, _leases, changed_json),
     "lease-signed": Target(_lease_signed, _leases, changed_json),
     "run": Target(_run, _runs, changed_json),

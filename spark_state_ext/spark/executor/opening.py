@@ -285,7 +285,6 @@ def _context(shared: Shared, call: CallInfo, scratch: Path, leases: Leases) -> C
         # A run that has lost its state to another one need not read on.
         while_waiting=leases.hold,
         lazy=lazy_options(shared.filling, peers=peers, foreground=shared.foreground),
-        tap=shared.taps.of(peers),
     )
 
 
