@@ -14,8 +14,7 @@ from spark_state_ext.errors import UsageError
 from spark_state_ext.peers.finding import ADDRESS_KIND
 from spark_state_ext.peers.serving import Tls
 from spark_state_ext.peers.settings import SECRET_VARIABLE, pem_file
-from spark_state_ext.standby.roots import RootFollower
-from spark_state_ext.standby.shelf import ReplicaShelf
+from spark_state_ext.standby.roots import ReplicaShelf, RootFollower
 from spark_state_ext.worker.host import machine_name
 
 if TYPE_CHECKING:

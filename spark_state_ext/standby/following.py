@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,9 @@ from typing import TypeVar
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, file_name
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer
+from arrow_schemas.row import RowSchema
 from arrow_schemas.standby import BucketKey
+from spark_state_ext.engine.stores import Stores
 from spark_state_ext.errors import (
     CorruptStoreError,
     InterruptedRestoreError,
@@ -37,22 +39,22 @@ from spark_state_ext.rescale.origin import Origin
 from spark_state_ext.restore.lazy import LazyRestore
 from spark_state_ext.restore.load_plan import Chain, plan_load
 from spark_state_ext.restore.loader import Loader
-from spark_state_ext.standby.followed_stores import FollowedStores
 from spark_state_ext.standby.line import Line, judged
 from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.recovery import Reading
 from spark_state_ext.standby.succession import Succession
-from spark_state_ext.standby.telling import tell_committed
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 from spark_state_ext.store import LocalStore
+from spark_state_ext.store.committed import CommittedRecord, read_committed, write_committed
 from spark_state_ext.store.local_disk import DATA_FILE, storage_error
 from spark_state_ext.store.reclaim import note_use
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.host import host_name
 from spark_state_ext.worker.memory import give_back
+from spark_state_ext.worker.process import namespace
 
-__all__ = ["BucketFollower"]
+__all__ = ["BucketFollower", "FollowedStores"]
 
 T = TypeVar("T")
 
@@ -63,6 +65,8 @@ _LISTINGS_MAX = 3
 _SAME_TIME_S = 2.0
 # Tasks of this host may prune while we load.
 _ROUNDS_MAX = 5
+# In the place of a run's plan, in what is written down for readers.
+_STANDBY = "standby "
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,24 @@ class _Reading:
     begun_s: float
     listing: Listing
     lag: Lag
+
+
+class FollowedStores:
+    """The local stores that a service has open, a bounded number of them; several threads may ask."""
+
+    def __init__(self) -> None:
+        self._stores = Stores()
+        self._lock = threading.Lock()
+
+    def at(self, folder: Path, schema: RowSchema) -> LocalStore:
+        """The store of a folder, as `Stores.at`."""
+        with self._lock:
+            return self._stores.at(str(folder), schema)
+
+    def close(self) -> None:
+        """Close them all."""
+        with self._lock:
+            self._stores.close()
 
 
 class BucketFollower:
@@ -199,7 +221,7 @@ class BucketFollower:
         if fresh:
             self._measure()
             if self._line is not None and self._loaded == self._line.head.ref:
-                tell_committed(self._store_folder, self._operator, self._line, int(time.time() * 1000))
+                self._write_committed(self._line)
         self._seen = self._written()
         # Tidying may have found the copy damaged, and begun anew: then there are files, and nothing of them.
         lacks_all = self._loaded is None and bool(listing.refs)
@@ -403,6 +425,25 @@ class BucketFollower:
     def store(self) -> LocalStore:
         """The local store that the copy is in. Several threads may ask."""
         return self._stores.at(self.store_folder, self._operator.row_schema())
+
+    def _write_committed(self, line: Line) -> None:
+        """Write down beside the local store which checkpoint in it is committed, so that `open_live` answers from it.
+
+        Of an operator with a time to live only its calls know by which clock rows have expired, so nothing is written.
+        """
+        if self._operator.row_schema().expires:
+            return
+        noticed_ms = int(time.time() * 1000)
+        with suppress(CorruptStoreError):  # just being written, or never whole: it is written again
+            before = read_committed(self._store_folder)
+            # A later call on this host is the active task's, which knows more.
+            if before is not None and not before.plan_id.startswith(_STANDBY) and before.called_ms >= noticed_ms:
+                return
+        writer = line.head.writer
+        # What the newest file was built upon was the state before its batch.
+        plan_id = f"{_STANDBY}{writer.run_id}"
+        record = CommittedRecord(line.committed, writer.batch - 1, noticed_ms, plan_id, namespace())
+        write_committed(self._store_folder, record, self._operator)
 
     def _written(self) -> tuple[int, int, int] | None:
         """Which file the copy is in, and when somebody wrote it last; None: there is none."""

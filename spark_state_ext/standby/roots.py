@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import UsageError
+from spark_state_ext.peers.serving import Found
 from spark_state_ext.standby.finding import Finder, FoundBuckets
-from spark_state_ext.standby.followed_stores import FollowedStores
-from spark_state_ext.standby.following import BucketFollower
+from spark_state_ext.standby.following import BucketFollower, FollowedStores
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.recovery import Reading, Readings, RestoreRate
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
@@ -23,7 +24,7 @@ from spark_state_ext.store import LocalStore
 from spark_state_ext.store.reclaim import reclaim
 from spark_state_ext.worker.threads import DaemonPool
 
-__all__ = ["Pace", "RootFollower", "Work", "next_wait_s"]
+__all__ = ["Pace", "ReplicaShelf", "RootFollower", "Work", "next_wait_s"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # A bucket is asked for so much of the time for which nobody has written it.
@@ -276,3 +277,19 @@ class RootFollower:
         elif held.told and not told:
             _LOGGER.info("the copy of %s is followed again", found.key)
         held.told = told
+
+
+class ReplicaShelf:
+    """The snapshots in local stores of this host's replicas that a `PeerServer` gives."""
+
+    def __init__(self, followers: Sequence[RootFollower]) -> None:
+        self._followers = tuple(followers)
+
+    def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
+        """As `Shelf.find`."""
+        for follower in self._followers:
+            store = follower.store(key)
+            found = None if store is None else store.lazy.whole_file(ref, body_digest)
+            if found is not None:
+                return Found(*found)
+        return None

@@ -27,8 +27,7 @@ from spark_state_ext.peers.server import PeerServer
 from spark_state_ext.peers.serving import Shelf, Tls
 from spark_state_ext.peers.settings import PeerSettings
 from spark_state_ext.standby.members import Membership
-from spark_state_ext.standby.roots import RootFollower
-from spark_state_ext.standby.shelf import ReplicaShelf
+from spark_state_ext.standby.roots import ReplicaShelf, RootFollower
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
 from tests.helpers.clock import VirtualClock

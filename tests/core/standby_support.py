@@ -21,8 +21,7 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.standby.followed_stores import FollowedStores
-from spark_state_ext.standby.following import BucketFollower
+from spark_state_ext.standby.following import BucketFollower, FollowedStores
 from spark_state_ext.standby.line import Line
 from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.values import FollowedRoot

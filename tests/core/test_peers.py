@@ -34,8 +34,8 @@ from spark_state_ext.peers.server import PeerServer
 from spark_state_ext.peers.serving import Found
 from spark_state_ext.standby.members import write_settings
 from spark_state_ext.standby.metrics import StandbyCollector
+from spark_state_ext.standby.roots import ReplicaShelf
 from spark_state_ext.standby.service import StandbyService
-from spark_state_ext.standby.shelf import ReplicaShelf
 from spark_state_ext.standby.web import Web
 from spark_state_ext.store import LocalStore
 from tests.helpers.waiting import WAIT_S, eventually
@@ -577,7 +577,7 @@ client.close()
 def test_nothing_imports_flight_that_does_not_need_it() -> None:
     script = """
 import sys
-import spark_state_ext.engine.bucket, spark_state_ext.engine.shared, spark_state_ext.standby.shelf
+import spark_state_ext.engine.bucket, spark_state_ext.engine.shared, spark_state_ext.standby.roots
 import spark_state_ext.standby.metrics, spark_state_ext.cli.commands.standby_run
 found = [it for it in sys.modules if "flight" in it]
 assert not found, found

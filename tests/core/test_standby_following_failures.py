@@ -18,8 +18,7 @@ from spark_state_ext.errors import (
     StorageError,
 )
 from spark_state_ext.files.listing import Entry
-from spark_state_ext.standby.followed_stores import FollowedStores
-from spark_state_ext.standby.following import BucketFollower
+from spark_state_ext.standby.following import BucketFollower, FollowedStores
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.values import Lag
 from spark_state_ext.store import LocalStore
