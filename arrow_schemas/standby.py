@@ -158,15 +158,6 @@ class MemberRecord:
         known too where nobody follows them.
     restore_bytes_per_s, restore_rows_per_s
         What it has restored in a second, while it did; None where it has not measured that, and in records of format 1.
-    counted
-        By bucket the version up to which its takeovers are counted, by whatever host, as far as this one knows.
-    searched
-        By bucket the version up to which this host knows of no takeover that is still to be counted.
-    takeovers
-        How many takeovers this host has counted since its first record: by outcome, and by whether the host before had
-        failed.
-    members_lost
-        How many services of other hosts it has seen to die, by what these had.
     failing
         By bucket why this host could not follow it when it last tried. Of many buckets some reasons are empty.
     doubled
@@ -181,10 +172,6 @@ class MemberRecord:
     active: Mapping[BucketKey, int] = field(default_factory=dict)
     restore_bytes_per_s: float | None = None
     restore_rows_per_s: float | None = None
-    counted: Mapping[BucketKey, int] = field(default_factory=dict)
-    searched: Mapping[BucketKey, int] = field(default_factory=dict)
-    takeovers: Mapping[tuple[str, bool], int] = field(default_factory=dict)
-    members_lost: Mapping[str, int] = field(default_factory=dict)
     failing: Mapping[BucketKey, str] = field(default_factory=dict)
     doubled: bool = False
 
@@ -203,16 +190,6 @@ class MemberRecord:
         rates = (self.restore_bytes_per_s, self.restore_rows_per_s)
         if not all(it is None or (_is_number(it) and it >= 0) for it in rates):
             raise UsageError(f"rates of {self.host} must be numbers from 0 on, or None, not {rates!r}")
-        for what, versions in (("counted", self.counted), ("searched", self.searched)):
-            if not all(_is_key(key) and _is_count(version) for key, version in versions.items()):
-                raise UsageError(f"{self.host} has {what} what is no bucket up to a version: {dict(versions)!r}")
-        outcomes = all(_is_name(outcome) and type(failed) is bool for outcome, failed in self.takeovers)
-        counts = (*self.takeovers.values(), *self.members_lost.values())
-        if not outcomes or not all(map(_is_name, self.members_lost)) or not all(map(_is_count, counts)):
-            raise UsageError(
-                f"{self.host} counts by outcome and by role, from 0 on, not {dict(self.takeovers)}, "
-                f"{dict(self.members_lost)}"
-            )
         reasons = all(_is_key(key) and isinstance(reason, str) for key, reason in self.failing.items())
         if not reasons or type(self.doubled) is not bool:
             raise UsageError(
@@ -220,7 +197,7 @@ class MemberRecord:
                 f"{self.doubled!r}"
             )
         object.__setattr__(self, "replicas", ordered)
-        for name in ("active", "counted", "searched", "takeovers", "members_lost", "failing"):
+        for name in ("active", "failing"):
             object.__setattr__(self, name, dict(sorted(getattr(self, name).items())))
         object.__setattr__(self, "addresses", dict(sorted(self.addresses.items())))
 
@@ -232,22 +209,15 @@ class MemberRecord:
         record of each other one at every heartbeat.
         """
         held = tuple((it.key, it.in_sync, it.active) for it in self.replicas)
-        return self.rack, held, tuple(self.active), tuple(self.addresses.items()), tuple(self.counted.items())
+        return self.rack, held, tuple(self.active), tuple(self.addresses.items())
 
     def encode(self) -> bytes:
         """The file's bytes; equal contents give equal bytes."""
         active = sorted({it.active for it in self.replicas if it.active is not None})
         index: dict[str | None, int] = {host: at for at, host in enumerate(active)}
         grouped = groupby(self.replicas, key=lambda it: (it.key.operator, it.key.query_folder))
-        # What there is nothing of is left out: releases before this one had none of it.
-        counted: dict[str, Any] = {
-            "counted": _bucket_columns(self.counted, "versions"),
-            "searched": _bucket_columns(self.searched, "versions"),
-            "takeovers": [[outcome, failed, n] for (outcome, failed), n in self.takeovers.items()],
-            "members_lost": dict(self.members_lost),
-            "failing": _bucket_columns(self.failing, "reasons"),
-            "doubled": self.doubled,
-        }
+        # What there is nothing of is left out.
+        wrong: dict[str, Any] = {"failing": _bucket_columns(self.failing, "reasons"), "doubled": self.doubled}
         return sealed_document(
             {
                 "format": MEMBER_FORMAT,
@@ -260,7 +230,7 @@ class MemberRecord:
                 "active": _bucket_columns(self.active, "versions"),
                 "active_hosts": active,
                 "replicas": [_columns(folder, list(replicas), index) for folder, replicas in grouped],
-                **{name: told for name, told in counted.items() if told},
+                **{name: told for name, told in wrong.items() if told},
             }
         )
 
@@ -273,7 +243,6 @@ class MemberRecord:
             replicas = tuple(replica for columns in fields["replicas"] for replica in _rows(columns, hosts))
             # Format 1 does not tell them.
             names = ("restore_bytes_per_s", "restore_rows_per_s") if fields["format"] > 1 else ()
-            takeovers = fields.get("takeovers", [])
             return MemberRecord(
                 fields["host"],
                 fields["rack"],
@@ -281,10 +250,6 @@ class MemberRecord:
                 replicas,
                 fields["addresses"],
                 _bucket_rows(fields["active"], "versions", "a bucket that it is active for"),
-                counted=_bucket_rows(fields.get("counted", []), "versions", "a bucket whose takeovers are counted"),
-                searched=_bucket_rows(fields.get("searched", []), "versions", "a bucket that was searched"),
-                takeovers={(outcome, failed): n for outcome, failed, n in takeovers},
-                members_lost=fields.get("members_lost", {}),
                 failing=_bucket_rows(fields.get("failing", []), "reasons", "a bucket that fails"),
                 doubled=fields.get("doubled", False),
                 **{name: fields[name] for name in names},

@@ -206,11 +206,7 @@ class _Cluster:
         host.held = set(holding)
         host.active = active_on(host.name, self.keys, records)
         replicas = (StandbyReplica(key, 7, 10**8, key in host.in_sync, self.writer[key]) for key in sorted(host.held))
-        # As if each bucket had moved before: a record is never larger.
-        known = dict.fromkeys((*host.held, *host.active), 7)
-        record = MemberRecord(
-            host.name, host.rack, replicas=tuple(replicas), active=host.active, counted=known, searched=known
-        )
+        record = MemberRecord(host.name, host.rack, replicas=tuple(replicas), active=host.active)
         self.record_bytes_max = max(self.record_bytes_max, len(host.membership.heartbeat(record).encode()))
 
 

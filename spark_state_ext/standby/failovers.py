@@ -1,184 +1,140 @@
-"""Who takes over from whom, counted once by all hosts together, though any of them may die at any moment.
+"""Failovers that a standby service counts in its own process, from 0 on; a query adds up those of all hosts.
 
-Every follower of a bucket finds the same takeovers (`succession`). They are counted in turns: the host that has taken
-over comes first, where it follows the bucket, then the others by name. Who counts one writes so in its record, with
-its counts, and only then do they count; the others see it there. Where the one whose turn it is does not live, or does
-nothing for long, the next one counts. A service that was started again goes on with what its record says.
+Each round compares which host is active for each bucket, as records tell, with the round before. The service of the
+new host counts a failover, as it knows what the task found there. If no service lives on that host, the living host
+whose name comes first counts it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from arrow_schemas.standby import BucketKey, MemberRecord
-from spark_state_ext.standby.succession import Takeover
+from spark_state_ext.standby.members import Members
+from spark_state_ext.standby.values import Followed
 
-__all__ = [
-    "BEHIND",
-    "NO_REPLICA",
-    "NO_SERVICE",
-    "OUTCOMES",
-    "REPLICA",
-    "Failover",
-    "Failovers",
-    "Sighting",
-    "judge",
-    "sighted",
-]
+__all__ = ["BEHIND", "NO_REPLICA", "NO_SERVICE", "OUTCOMES", "REPLICA", "Failovers"]
 
-# What a task found on its new host.
+_LOGGER = logging.getLogger("spark_state_ext")
+# What a task found on its new host: a replica with all of the state; one that lacked checkpoints; none; no service.
 REPLICA, BEHIND, NO_REPLICA, NO_SERVICE = "replica", "behind", "no_replica", "no_service"
 OUTCOMES = (REPLICA, BEHIND, NO_REPLICA, NO_SERVICE)
-# So many looks a host is waited for that lives and whose turn it is.
-_PATIENCE_LOOKS = 10
 
 
 @dataclass(frozen=True)
-class Failover:
-    """What a task found on its new host.
+class _Failover:
+    """A bucket that moved between hosts; `heartbeats` are the numbers of the hosts' records when that was seen."""
 
-    Parameters
-    ----------
-    takeover
-        From whom to whom.
-    outcome
-        `REPLICA`: all of the state. `BEHIND`: a replica that lacked some checkpoints. `NO_REPLICA`: the host's service
-        did not follow the bucket. `NO_SERVICE`: no service lived there.
-    died
-        No service of the host before is alive: the host has failed, or its service has.
-    """
-
-    takeover: Takeover
+    key: BucketKey
+    before: str
+    now: str
     outcome: str
-    died: bool
-
-
-@dataclass(frozen=True)
-class Sighting:
-    """A takeover that is not counted yet, and what records told when this host saw it first.
-
-    Parameters
-    ----------
-    takeover
-        The takeover.
-    order
-        Whose turn it is to count it: the followers of the bucket.
-    replica
-        The new host's replica was in sync, or not; None where it had none.
-    heartbeats
-        Numbers of the records of the hosts before and now, where they lived.
-    looks
-        For how many looks it is known.
-    """
-
-    takeover: Takeover
-    order: tuple[str, ...]
-    replica: bool | None
     heartbeats: Mapping[str, int]
-    looks: int = 0
 
 
-def sighted(key: BucketKey, takeover: Takeover, records: Iterable[MemberRecord], alive: Mapping[str, int]) -> Sighting:
-    """A takeover that is seen for the first time."""
-    followers = {record.host: it.in_sync for record in records for it in record.replicas if it.key == key}
-    order = sorted(followers, key=lambda host: (host != takeover.now, host))
-    heartbeats = {host: alive[host] for host in (takeover.before, takeover.now) if host in alive}
-    return Sighting(takeover, tuple(order), followers.get(takeover.now), heartbeats)
-
-
-def judge(seen: Sighting, me: str, alive: Mapping[str, int], came_back: bool) -> Failover | None:
-    """What a takeover was, where it is this host's turn to count it."""
-    takeover = seen.takeover
-    turns = [host for host in seen.order if host in alive and host != me]
-    before_me = [host for host in turns if seen.order.index(host) < _place(seen.order, me)]
-    if seen.looks <= len(before_me) * _PATIENCE_LOOKS:
-        return None
-    # Whoever has told nothing new since then may be dead.
-    others = {takeover.before, takeover.now} - {me}
-    if any(host in alive and seen.heartbeats.get(host) == alive[host] for host in others):
-        return None
-    died = takeover.before != me and takeover.before not in alive
-    return Failover(takeover, _outcome(seen, me, alive, came_back), died)
-
-
-def _place(order: tuple[str, ...], host: str) -> int:
-    return order.index(host) if host in order else len(order)
-
-
-def _outcome(seen: Sighting, me: str, alive: Mapping[str, int], came_back: bool) -> str:
-    lag, now = seen.takeover.lag_versions, seen.takeover.now
-    if now == me:
-        if lag is None:
-            return NO_SERVICE if came_back else NO_REPLICA
-        return BEHIND if lag else REPLICA
-    if seen.replica is not None:
-        return REPLICA if seen.replica else BEHIND
-    return NO_REPLICA if now in alive else NO_SERVICE
-
-
-@dataclass
 class Failovers:
-    """What is counted: by this host since its first record, and of buckets by whatever host.
+    """The failovers and lost members that one service has seen since it started.
 
     Parameters
     ----------
-    takeovers
-        By outcome, and by whether the host before had failed.
-    members_lost
-        Services of other hosts that this one has seen to die: by whether they were active for a bucket, and whether
-        they had replicas.
-    counted
-        By bucket the version up to which takeovers are counted.
+    host
+        The service's host.
     """
 
-    takeovers: Counter[tuple[str, bool]] = field(default_factory=Counter)
-    members_lost: Counter[str] = field(default_factory=Counter)
-    counted: dict[BucketKey, int] = field(default_factory=dict)
+    def __init__(self, host: str) -> None:
+        # By outcome, and by whether the host before had failed.
+        self.takeovers: Counter[tuple[str, bool]] = Counter()
+        # Services of other hosts that have died, by what their hosts had.
+        self.members_lost: Counter[str] = Counter()
+        self._host = host
+        self._active: dict[BucketKey, str] = {}
+        # Not counted until it is known whether the services of both hosts live.
+        self._waiting: list[_Failover] = []
+        # Members of the round before.
+        self._members: dict[str, MemberRecord] = {}
+        # By host the number of its newest record, and whether it has had active tasks since it wrote that record.
+        self._had_active: dict[str, tuple[int, bool]] = {}
 
-    @staticmethod
-    def recalled(record: MemberRecord | None) -> Failovers:
-        """What a service before this one has counted."""
-        if record is None:
-            return Failovers()
-        return Failovers(Counter(record.takeovers), Counter(record.members_lost), dict(record.counted))
+    def unseen(
+        self, active: Mapping[BucketKey, str | None], followed: Mapping[BucketKey, Followed]
+    ) -> frozenset[BucketKey]:
+        """Buckets that moved to this host by other hosts' records, while the follower here has not seen that yet.
 
-    def copy(self) -> Failovers:
-        """The same counts, to go on with."""
-        return Failovers(Counter(self.takeovers), Counter(self.members_lost), dict(self.counted))
-
-    def merge(self, records: Iterable[MemberRecord], keys: Container[BucketKey]) -> None:
-        """Learn what others have counted of some buckets."""
-        for record in records:
-            for key, version in record.counted.items():
-                if key in keys:
-                    self.counted[key] = max(version, self.counted.get(key, version))
-
-    def keep(self, keys: Container[BucketKey]) -> None:
-        """Forget up to where takeovers of other buckets are counted."""
-        self.counted = {key: version for key, version in self.counted.items() if key in keys}
-
-    def is_counted(self, key: BucketKey, takeover: Takeover) -> bool:
-        """Whether somebody has counted it."""
-        return takeover.version <= self.counted.get(key, -1)
-
-    def add(self, key: BucketKey, failover: Failover) -> None:
-        """Count a takeover."""
-        self.takeovers[failover.outcome, failover.died] += 1
-        self.counted[key] = failover.takeover.version
-
-    def lost(self, active: bool, replicas: bool) -> None:
-        """Count a service that died."""
-        for role, had in (("active", active), ("standby", replicas)):
-            if had:
-                self.members_lost[role] += 1
-
-    def told_in(self, record: MemberRecord) -> MemberRecord:
-        """A record that tells them."""
-        return replace(
-            record,
-            counted=dict(self.counted),
-            takeovers={kind: n for kind, n in self.takeovers.items() if n},
-            members_lost={role: n for role, n in self.members_lost.items() if n},
+        The service keeps following them: only its follower tells how new the replica was that the task found.
+        """
+        return frozenset(
+            key for key, it in followed.items() if active.get(key) == self._host and it.host not in ("", self._host)
         )
+
+    def see(
+        self, active: Mapping[BucketKey, str | None], followed: Mapping[BucketKey, Followed], members: Members
+    ) -> None:
+        """Compare a round with the one before: `active` is the host of each bucket's active task as records tell."""
+        alive = dict(members.heartbeats)
+        # What a host tells is missing until its record is read.
+        if not members.unread:
+            self._see_moves(active, followed, alive)
+        self._count(alive)
+        self._count_lost(active, members, alive)
+
+    def _see_moves(
+        self,
+        active: Mapping[BucketKey, str | None],
+        followed: Mapping[BucketKey, Followed],
+        alive: Mapping[str, int],
+    ) -> None:
+        """Note failovers that this host may have to count."""
+        unseen = self.unseen(active, followed)
+        is_first = self._host == min((self._host, *alive))
+        known, self._active = self._active, {}
+        for key, now in active.items():
+            before = known.get(key)
+            # What is not known yet is compared again in the next round.
+            now = before if now is None or key in unseen else now
+            if now is not None:
+                self._active[key] = now
+            if now is None or before is None or now == before or not (now == self._host or is_first):
+                continue
+            outcome = _outcome(followed.get(key)) if now == self._host else NO_SERVICE
+            heartbeats = {host: alive[host] for host in (before, now) if host in alive}
+            self._waiting.append(_Failover(key, before, now, outcome, heartbeats))
+
+    def _count(self, alive: Mapping[str, int]) -> None:
+        """Count failovers once each host involved has written another record or is taken for dead."""
+        waiting, self._waiting = self._waiting, []
+        for it in waiting:
+            others = {it.before, it.now} - {self._host}
+            if any(host in alive and it.heartbeats.get(host) == alive[host] for host in others):
+                self._waiting.append(it)
+            elif it.now == self._host or it.now not in alive:
+                died = it.before != self._host and it.before not in alive
+                self.takeovers[it.outcome, died] += 1
+                why = f", and the service of {it.before} has died" if died else ""
+                _LOGGER.info("%s moved from %s to %s: %s%s", it.key, it.before, it.now, it.outcome, why)
+
+    def _count_lost(self, active: Mapping[BucketKey, str | None], members: Members, alive: Mapping[str, int]) -> None:
+        """Count members of the round before that are not alive; by then their tasks may have run elsewhere for long."""
+        has_active = set(active.values()) | {record.host for record in members.records if record.active}
+        for host, record in self._members.items():
+            if host not in alive and host != self._host:
+                _, had_active = self._had_active.get(host, (0, False))
+                for role, had in (("active", had_active), ("standby", bool(record.replicas))):
+                    if had:
+                        self.members_lost[role] += 1
+                _LOGGER.warning("the standby service of %s is no longer alive", host)
+        noted: dict[str, tuple[int, bool]] = {}
+        for host, number in alive.items():
+            before, had_active = self._had_active.get(host, (number, False))
+            noted[host] = number, host in has_active or (had_active and before == number)
+        self._had_active = noted
+        self._members = {record.host: record for record in members.records}
+
+
+def _outcome(followed: Followed | None) -> str:
+    """What a task found on this host; the follower saw the move if it followed the bucket then."""
+    if followed is None or followed.lacked is None:
+        return NO_REPLICA
+    return BEHIND if followed.lacked else REPLICA

@@ -43,7 +43,6 @@ from spark_state_ext.standby.line import Line, judged
 from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.recovery import Reading
-from spark_state_ext.standby.succession import Succession
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.committed import CommittedRecord, read_committed, write_committed
@@ -109,8 +108,6 @@ class BucketFollower:
         stop: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # Takeovers of before the first step are of no interest, unless somebody says so.
-        self._succession = Succession(None)
         self._root = root
         self._key = key
         self._operator = operator
@@ -138,6 +135,8 @@ class BucketFollower:
         # What a step that is under way reads; another thread looks at it.
         self._reading: _Reading | None = None
         self._rows_read = 0
+        # By host how many checkpoints the copy lacked when the bucket last moved there.
+        self._lacked: dict[str, int] = {}
 
     @property
     def key(self) -> BucketKey:
@@ -167,10 +166,6 @@ class BucketFollower:
             self._operator = operator
             self._store_folder = self._root.store_folder(self._key, operator.schema_id)
             self._forget()
-
-    def tell_takeovers(self, after: int) -> None:
-        """Tell takeovers after that version; to be called before the first step."""
-        self._succession = Succession(after)
 
     def step(self) -> Followed:
         """Load what is new."""
@@ -207,11 +202,6 @@ class BucketFollower:
             # What nobody looked at is superseded. What failed is looked at again.
             self._settled = listing.refs - errors.keys()
         error = next(iter(errors.values()), None)
-        try:
-            committed = None if self._line is None else self._line.committed
-            self._succession.extend(committed, listing.files.header)
-        except StateError as it:
-            error = error or it
         if self._untidied and self._line is not None and self._loaded == self._line.head.ref:
             try:
                 self._tidy(listing, self._line)
@@ -258,15 +248,13 @@ class BucketFollower:
         found = replace(found, newest=self._loaded, size_bytes=self._size[0], rows=self._size[1])
         if self._line is None:
             return found
-        writer, succession = self._line.head.writer, self._succession
+        writer = self._line.head.writer
         return replace(
             found,
             committed=self._line.committed,
             host=writer.host,
             batch=writer.batch,
-            takeovers=succession.takeovers,
-            searched=succession.version,
-            committed_host=succession.host,
+            lacked=self._lacked.get(writer.host),
         )
 
     def _measure(self) -> None:
@@ -287,10 +275,7 @@ class BucketFollower:
         errors: dict[CheckpointRef, StateError] = {}
         read = (self._tried(ref, errors, partial(listing.files.header, ref)) for ref in candidates)
         headers = [header for header in read if header is not None]
-        # Before the first step nobody knows how new the copy was.
-        loaded = None if self._line is None else 0 if self._loaded is None else self._loaded.version
-        for header in headers:
-            self._succession.saw(header, loaded)
+        self._note_moves(headers)
         # What another one is built upon comes with that.
         covered = {ref for header in headers for ref in header.lineage}
         tops = [header for header in headers if header.ref not in covered]
@@ -298,6 +283,17 @@ class BucketFollower:
         # A file that is damaged tells nothing any more once a newer one is loaded.
         newest = max((ref.version for ref in done if ref is not None), default=0)
         return {ref: error for ref, error in errors.items() if ref.version >= newest}
+
+    def _note_moves(self, headers: Sequence[LineageHeader]) -> None:
+        """Note how much the copy lacks if another host than before wrote a file, unless this is the first step."""
+        if self._line is None:
+            return
+        host, loaded = self._line.head.writer.host, 0 if self._loaded is None else self._loaded.version
+        for header in headers:
+            if header.writer.host != host:
+                parent = 0 if header.parent is None else header.parent.version
+                self._lacked[header.writer.host] = max(0, parent - loaded)
+            host = header.writer.host
 
     def _tried(self, ref: CheckpointRef, errors: dict[CheckpointRef, StateError], work: Callable[[], T]) -> T | None:
         """What `work` gives; None where it went wrong, which is noted. After an error of a store none is tried."""

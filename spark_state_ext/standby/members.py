@@ -59,15 +59,12 @@ class Seen:
         Names of records that nobody has renewed for long: to be removed.
     strange
         Names that are none of a record.
-    silent
-        The newest name of each host that does not live.
     """
 
     alive: dict[str, RecordName]
     doubled: tuple[str, ...] = ()
     old: tuple[str, ...] = ()
     strange: tuple[str, ...] = ()
-    silent: dict[str, RecordName] = field(default_factory=dict)
 
 
 class MemberWatch:
@@ -130,7 +127,6 @@ class MemberWatch:
             tuple(sorted(host for host, looks in self._doubled.items() if sum(looks) >= _DOUBLED_LOOKS)),
             tuple(text for text, since_s in self._since_s.items() if since_s <= old_s),
             tuple(text for text, name in parsed.items() if name is None),
-            {host: name for host, name in newest.items() if host not in alive},
         )
 
     def came_lately(self, name: str) -> bool:
@@ -172,8 +168,6 @@ class Members:
         Hosts that live and of which nothing has been read yet, as they wrote a new record just then.
     heartbeats
         By host that lives the number of its newest record.
-    silent
-        The records of other hosts that do not live, as far as they are still there and can be read.
     doubled
         Hosts under whose name two services write records.
     """
@@ -182,7 +176,6 @@ class Members:
     problems: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     heartbeats: Mapping[str, int] = field(default_factory=dict)
-    silent: tuple[MemberRecord, ...] = ()
     doubled: tuple[str, ...] = ()
 
 
@@ -207,13 +200,7 @@ class Membership:
         self._read: dict[str, MemberRecord] = {}
 
     def heartbeat(self, record: MemberRecord) -> MemberRecord:
-        """Write the record under the next name, and delete the one before: `tell` and `tidy`."""
-        written = self.tell(record)
-        self.tidy()
-        return written
-
-    def tell(self, record: MemberRecord) -> MemberRecord:
-        """Write the record under the next name. Parameters, result and errors are those of `heartbeat`."""
+        """Write the record under the next name, and delete the one before."""
         if record.host != self._host:
             raise UsageError(f"the record of {record.host} cannot be written by {self._host}")
         if self._number is None:
@@ -229,16 +216,13 @@ class Membership:
         self._mine.add(self._name)
         self._files.put(self._name, written.encode())
         self._told = written
-        return written
-
-    def tidy(self) -> None:
-        """Delete this host's records from before the last one."""
         for other in sorted(self._mine - {self._name}):
             self._files.as_named().remove(other)
             self._mine.discard(other)
+        return written
 
     def look(self) -> Members:
-        """See who lives: one listing, and a read for each host whose generation has changed, and once of who died."""
+        """See who lives: one listing, and a read for each host whose generation has changed."""
         names = self._files.names()
         seen = self.watch.observe(names, self._clock_s())
         doubled = {host for host in seen.doubled if host != self._host}
@@ -255,10 +239,7 @@ class Membership:
                 if found is None:
                     unread.append(host)
                 records[host] = found or MemberRecord(host, generation=name.generation)
-        # What is wrong with the record of a dead host needs nobody's help.
-        gone = [self._content(name, []) for host, name in sorted(seen.silent.items()) if host != self._host]
-        there = seen.alive.keys() | seen.silent.keys()
-        self._read = {host: record for host, record in self._read.items() if host in there}
+        self._read = {host: record for host, record in self._read.items() if host in seen.alive}
         for text in seen.old:
             if text not in self._mine:
                 _LOGGER.warning("%s was not renewed for long: it is removed", self._files.where(text))
@@ -269,7 +250,6 @@ class Membership:
             tuple(problems),
             tuple(unread),
             heartbeats,
-            tuple(record for record in gone if record is not None),
             tuple(sorted(doubled)),
         )
 

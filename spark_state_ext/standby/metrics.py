@@ -135,18 +135,16 @@ def _takeovers(roots: Iterable[RootService], family: Any) -> Iterator[Metric]:
         f"{_PREFIX}_takeovers",
         "Buckets whose tasks began to run on another host, by what these found there: a replica with all of the state, "
         "one that lacked checkpoints, no replica, or no standby service at all; failed tells whether the host before "
-        "has died. The hosts share them out, so sums over hosts are right.",
+        "has died. Mostly the service of the new host counts one: add up those of all hosts.",
         labels=["root", "outcome", "failed"],
     )
     lost = family(
         f"{_PREFIX}_members_lost",
         "Standby services of other hosts that this one has seen to die, by what their hosts had: each host counts all, "
-        "so take the largest.",
+        "so take the largest increase.",
         labels=["root", "role"],
     )
-    # What the service before this one has counted is known from the first round on: a 0 until then would look as if the
-    # counter had begun anew.
-    for root in (it for it in roots if it.has_begun):
+    for root in roots:
         counts = root.failovers.takeovers
         for outcome in OUTCOMES:
             for failed in (False, True):

@@ -153,7 +153,7 @@ class RootFollower:
         held = self._held.get(key)
         return None if held is None or self._stop.is_set() else held.follower.store()
 
-    def hold(self, keys: Collection[BucketKey], since: Mapping[BucketKey, int] | None = None) -> None:
+    def hold(self, keys: Collection[BucketKey]) -> None:
         """Follow these buckets, and no others. The copies of others stay until they are reclaimed."""
         wanted = set(keys)
         for key in self._held.keys() - wanted:
@@ -172,8 +172,6 @@ class RootFollower:
                 self._stop,
                 self._clock,
             )
-            if since is not None and key in since:
-                follower.tell_takeovers(since[key])
             self._held[key] = _Held(follower, self._clock())
 
     def tick(self) -> float:

@@ -11,13 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, StorageError, VersionSkewError
 from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.standby.assignment import active_hosts, active_on, assign, shortfall, to_hold, unfollowed
-from spark_state_ext.standby.failovers import Failovers, Sighting, judge, sighted
+from spark_state_ext.standby.failovers import Failovers
 from spark_state_ext.standby.members import Members, Membership, doubled_text, read_settings
 from spark_state_ext.standby.roots import RootFollower
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
@@ -27,8 +27,6 @@ __all__ = ["RootService", "Round", "StandbyService"]
 _LOGGER = logging.getLogger("spark_state_ext")
 # A replica is in sync for so long after it had all that there was: each batch makes it lag for a moment.
 _IN_SYNC_HEARTBEATS = 2
-# Of a round that takes longer the others have seen nothing new for about as long as the dead are taken to live.
-_LATE_HEARTBEATS = 2
 # A service that has not made a round for so long is stuck.
 _STUCK_HEARTBEATS = 10
 # Of so many buckets a record says why they fail, in so many characters each.
@@ -78,7 +76,7 @@ class RootService:
         addresses: Mapping[str, str] | None = None,
     ) -> None:
         self._addresses = dict(addresses or {})
-        self.failovers = Failovers()
+        self.failovers = Failovers(host)
         self.last = Round()
         self.follower = follower
         self._root, self._host, self._rack, self._clock_s = root, host, rack, clock_s
@@ -89,16 +87,6 @@ class RootService:
         self._active: Mapping[BucketKey, int] = {}
         # By bucket, when this host had all of it last.
         self._synced_s: dict[BucketKey, float] = {}
-        # What the service before this one followed, until it is known what moved meanwhile, and all of it is counted.
-        self._came_back: set[BucketKey] = set()
-        # Up to which version takeovers are known.
-        self._searched: dict[BucketKey, int] = {}
-        # Takeovers that nobody has counted yet, by bucket and version.
-        self._sightings: dict[tuple[BucketKey, int], Sighting] = {}
-        # As of the last round that was told.
-        self._alive: dict[str, MemberRecord] = {}
-        # By host the number of its newest record, and whether it has had active tasks since it wrote that one.
-        self._had_active: dict[str, tuple[int, bool]] = {}
 
     @property
     def name(self) -> str:
@@ -109,11 +97,6 @@ class RootService:
     def host(self) -> str:
         """The host's name."""
         return self._host
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has read what a service before it has counted."""
-        return self._membership is not None
 
     def round(self) -> Round:
         """Make a round."""
@@ -126,7 +109,6 @@ class RootService:
                 "Give the root as ArrowState has it, to the letter"
             )
         membership = self._as_member(settings)
-        looked_s = self._clock_s()
         members = membership.look()
         self._is_doubled = self._host in members.doubled
         self._looks += 1
@@ -134,33 +116,16 @@ class RootService:
         mine = self._record(followed, settings)
         records = [*(it for it in members.records if it.host != self._host), mine]
         buckets = active_hosts(found.operators, records)
-        self._note_active(buckets, members)
+        self.failovers.see(buckets, followed, members)
         assignment = assign(buckets, records, settings)
-        failovers = self.failovers.copy()
-        # Also what the dead have counted: of a bucket that nobody else followed only their records tell.
-        told = (*members.records, *members.silent)
-        failovers.merge(told, followed.keys() | self._came_back)
-        if not found.errors:
-            self._searched = {key: it for key, it in self._searched.items() if key in found.operators}
-            failovers.keep(found.operators)
-        self._sight(failovers, followed, members)
         # Who has just come has not been seen yet, and of a host of which nothing was read nobody knows what it has.
         if not settings.enabled:
             self.follower.hold(())
         elif self._looks > 1 and not members.unread:
-            mine_still = to_hold(self._host, assignment, records) | self._taken_over(followed, buckets)
-            self.follower.hold(mine_still, self._since(told))
+            kept = self.failovers.unseen(buckets, followed)
+            self.follower.hold(to_hold(self._host, assignment, records) | kept)
         self._active, unread = self._active_of(records)
-        # Whoever stood still since then may be taken for dead, and others count for it.
-        is_late = self._clock_s() - looked_s > _LATE_HEARTBEATS * settings.heartbeat_s
-        said = self._count(failovers, members, is_late)
-        written = membership.tell(failovers.told_in(self._record(followed, settings)))
-        # Not before: what no record tells would be lost with this service, and others would count it again. Nor later:
-        # nobody counts what the record tells, also where the one before cannot be deleted.
-        self.failovers, self._alive = failovers, {it.host: it for it in members.records}
-        for level, text in said:
-            _LOGGER.log(level, "%s", text)
-        membership.tidy()
+        written = membership.heartbeat(self._record(followed, settings))
         short = shortfall(assignment, settings)
         errors = [f"{name}: {error}" for name, error in found.errors.items()]
         errors += [f"{key}: {it.error}" for key, it in followed.items() if it.error is not None]
@@ -179,14 +144,9 @@ class RootService:
         if self._membership is None:
             membership = Membership(self._root.folder, self._host, settings.heartbeat_s, self._clock_s)
             before = membership.recall()
-            self.failovers = Failovers.recalled(before)
-            if before is not None:
-                # What it wrote last as an active host it knew.
-                self._searched = {**before.active, **before.searched}
-                self._came_back = {it.key for it in before.replicas}
-            if settings.enabled:
-                self.follower.hold(self._came_back & self.follower.known(), self._searched)
-            membership.heartbeat(self.failovers.told_in(self._record({}, settings)))
+            if settings.enabled and before is not None:
+                self.follower.hold({it.key for it in before.replicas} & self.follower.known())
+            membership.heartbeat(self._record({}, settings))
             self._membership = membership
         self._membership.watch.use(settings.heartbeat_s)
         return self._membership
@@ -214,7 +174,6 @@ class RootService:
             replicas=tuple(replicas),
             addresses=self._addresses,
             active=self._active,
-            searched=self._searched,
             restore_bytes_per_s=_rounded(rate.bytes_per_s),
             restore_rows_per_s=_rounded(rate.rows_per_s),
             failing={key: _reason(followed[key]) if at < _REASONS_MAX else "" for at, key in enumerate(failing)},
@@ -239,76 +198,6 @@ class RootService:
             except (CorruptError, MissingCheckpointError, VersionSkewError) as error:
                 unread.append(f"{key}: {error}")
         return active, unread
-
-    def _note_active(self, buckets: Mapping[BucketKey, str | None], members: Members) -> None:
-        """Note which hosts have active tasks. When a host is taken for dead, its tasks may long run elsewhere."""
-        active = set(buckets.values()) | {record.host for record in members.records if record.active}
-        # Those that have died since the last round are still to be counted.
-        noted = {host: it for host, it in self._had_active.items() if host in self._alive}
-        for host, number in members.heartbeats.items():
-            before, had_active = noted.get(host, (number, False))
-            noted[host] = number, host in active or (had_active and before == number)
-        self._had_active = noted
-
-    def _since(self, records: Sequence[MemberRecord]) -> dict[BucketKey, int]:
-        """By bucket from where on takeovers are looked for: from what this host knows, or else others."""
-        since: dict[BucketKey, int] = {}
-        for record in records:
-            for key, version in record.searched.items():
-                since[key] = max(version, since.get(key, version))
-        since.update(self._searched)
-        return {**since, **{key: max(it, since.get(key, it)) for key, it in self.failovers.counted.items()}}
-
-    def _taken_over(
-        self, followed: Mapping[BucketKey, Followed], buckets: Mapping[BucketKey, str | None]
-    ) -> frozenset[BucketKey]:
-        """Buckets that this host has become active for: it follows them until that is counted.
-
-        No other host knows how new its copy was. Another one may have seen the takeover first.
-        """
-        waiting = {key for (key, _), it in self._sightings.items() if it.takeover.now == self._host}
-        return frozenset(
-            key
-            for key, it in followed.items()
-            if key in waiting
-            or (self._host in (it.host, buckets.get(key)) and it.committed_host not in ("", self._host))
-        )
-
-    def _sight(self, failovers: Failovers, followed: Mapping[BucketKey, Followed], members: Members) -> None:
-        """Note takeovers that nobody has counted yet."""
-        before, self._sightings = self._sightings, {}
-        for key, it in followed.items():
-            uncounted = [takeover for takeover in it.takeovers if not failovers.is_counted(key, takeover)]
-            for takeover in uncounted:
-                seen = before.get((key, takeover.version))
-                seen = seen or sighted(key, takeover, members.records, members.heartbeats)
-                self._sightings[key, takeover.version] = replace(seen, looks=seen.looks + 1)
-            if it.searched:
-                self._searched[key] = min([it.searched, *(takeover.version - 1 for takeover in uncounted)])
-                if not uncounted:
-                    self._came_back.discard(key)
-
-    def _count(self, failovers: Failovers, members: Members, is_late: bool) -> list[tuple[int, str]]:
-        """Count takeovers where it is this host's turn, and members lost since the round before; what to say of it."""
-        said: list[tuple[int, str]] = []
-        alive = {self._host: 0, **members.heartbeats}
-        waiting: set[BucketKey] = set()
-        for (key, _), seen in sorted(self._sightings.items(), key=lambda it: it[0]):
-            found = None if is_late or key in waiting else judge(seen, self._host, alive, key in self._came_back)
-            if found is None:
-                # One after the other: whatever comes before the last that is counted is taken for counted.
-                waiting.add(key)
-                continue
-            failovers.add(key, found)
-            died = f", and the service of {found.takeover.before} has died" if found.died else ""
-            whence = f"{key} moved from {found.takeover.before} to {found.takeover.now}"
-            said.append((logging.INFO, f"{whence} in batch {found.takeover.batch}: {found.outcome}{died}"))
-        for host, record in self._alive.items():
-            if host not in alive:
-                _, had_active = self._had_active.get(host, (0, False))
-                failovers.lost(had_active, bool(record.replicas))
-                said.append((logging.WARNING, f"the standby service of {host} is not alive any more"))
-        return said
 
 
 class StandbyService:

@@ -12,7 +12,6 @@ from arrow_schemas.standby import BucketKey
 from spark_state_ext.engine.folders import scratch_folder, store_folder, stores_folder
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.standby.succession import Takeover
 
 __all__ = ["Followed", "FollowedRoot", "Lag"]
 
@@ -110,12 +109,8 @@ class Followed:
         There were files that the step before had not seen.
     error
         Why the copy is not as it should be; None: it is.
-    takeovers
-        Where the bucket's tasks have gone on elsewhere, the newest of them, ascending by version.
-    searched
-        Up to which version these are known.
-    committed_host
-        Which host wrote the checkpoint of that version. Empty: none is known.
+    lacked
+        How many checkpoints the copy lacked when the bucket moved to `host`; None: this follower did not see it move.
     """
 
     key: BucketKey
@@ -134,9 +129,7 @@ class Followed:
     rows: int = 0
     is_new: bool = False
     error: StateError | None = None
-    takeovers: tuple[Takeover, ...] = ()
-    searched: int = 0
-    committed_host: str = ""
+    lacked: int | None = None
 
     @property
     def is_caught_up(self) -> bool:

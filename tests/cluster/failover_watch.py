@@ -19,7 +19,7 @@ __all__ = ["Move", "Watch", "by_outcome", "moves_of", "told_in"]
 _PREFIX = "spark_state_ext_standby_"
 _LINE = re.compile(rf"{_PREFIX}(takeovers|members_lost)_total\{{(.*)\}} (\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
-_MOVED = re.compile(r"bucket (\d+) of \S+ moved from (\S+) to (\S+) in batch (\d+): (\w+)")
+_MOVED = re.compile(r"bucket (\d+) of \S+ moved from (\S+) to (\S+): (\w+)")
 _EVERY_S, _ANSWER_S_MAX = 0.3, 2.0
 
 # Takeovers by outcome and whether the host before had failed; members lost by role.
@@ -87,8 +87,8 @@ class Watch:
         self._ports = dict(ports)
         # By worker, what was told last.
         self._last: dict[str, Counts] = {worker: Counter() for worker in ports}
-        # Counters that went back.
-        self.shrunk: list[str] = []
+        # By worker, the sum of what its earlier services had counted: each begins at 0.
+        self._ended: dict[str, Counts] = {worker: Counter() for worker in ports}
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=self._look, args=(worker,), daemon=True) for worker in ports]
         for thread in self._threads:
@@ -103,9 +103,9 @@ class Watch:
     def takeovers(self) -> Counter[tuple[str, str]]:
         """By outcome and whether the host before had failed, the sum over all hosts."""
         total: Counter[tuple[str, str]] = Counter()
-        for counts in list(self._last.values()):
-            for (name, *labels), n in counts.items():
-                if name == "takeovers" and n:
+        for worker in self._ports:
+            for (name, *labels), n in self._counts(worker).items():
+                if name == "takeovers":
                     total[labels[0], labels[1]] += n
         return total
 
@@ -113,10 +113,14 @@ class Watch:
         """How many services all hosts have seen to die, each counted by each; without what one host has seen."""
         return sum(
             n
-            for worker, counts in list(self._last.items())
-            for (name, *_), n in counts.items()
+            for worker in self._ports
+            for (name, *_), n in self._counts(worker).items()
             if name == "members_lost" and worker != but
         )
+
+    def _counts(self, worker: str) -> Counts:
+        """The increase of a worker's counters over all of its services, as `increase` of Prometheus tells it."""
+        return self._ended[worker] + self._last[worker]
 
     def _look(self, worker: str) -> None:
         url = f"http://127.0.0.1:{self._ports[worker]}/metrics"
@@ -126,37 +130,49 @@ class Watch:
                     found = counts_in(answer.read().decode())
             except (OSError, urllib.error.URLError):
                 continue  # it is dead, or stands still
-            if not found:
-                continue  # it has just come, and has not read yet what the one before had counted
-            before, self._last[worker] = self._last[worker], found
-            fewer = [kind for kind, n in before.items() if found[kind] < n]
-            if fewer:
-                self.shrunk.append(f"{worker}: {fewer[0]} {before[fewer[0]]} -> {found[fewer[0]]}")
+            before = self._last[worker]
+            if any(found[kind] < n for kind, n in before.items()):
+                self._ended[worker] += before
+            self._last[worker] = found
 
 
-def told_in(log: Path) -> list[tuple[Move, str]]:
-    """Moves that a worker's services have counted, and what they say that tasks found there, from their log."""
+def told_in(log: Path) -> list[tuple[int, str, str, str]]:
+    """Moves that a worker's services have counted, from their log: bucket, host before, host now, outcome."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    return [(Move(int(it[1]), int(it[4]), it[2], it[3]), it[5]) for it in _MOVED.finditer(text)]
+    return [(int(it[1]), it[2], it[3], it[4]) for it in _MOVED.finditer(text)]
 
 
-def by_outcome(told: Iterable[tuple[Move, str]], calls: pa.Table) -> dict[str, dict[str, int]]:
+def by_outcome(
+    told: Iterable[tuple[int, str, str, str]], moves: Iterable[Move], calls: pa.Table
+) -> dict[str, dict[str, int]]:
     """By what services say: how many moves, and of these how many whose tasks fetched nothing from the store.
+
+    Services do not say in which batch a bucket moved. So tasks are looked at only where a bucket moved between two
+    hosts as often as services say.
 
     Parameters
     ----------
     told
         From `told_in`.
+    moves
+        From `moves_of`.
     calls
         The package's metrics of all hosts; of some that were killed the last ones are missing.
     """
     columns = ("batch", "bucket", "host", "restored_files")
     fetched = {tuple(it[:3]): it[3] for it in zip(*(calls.column(name).to_pylist() for name in columns), strict=True)}
+    batches: dict[tuple[int, str, str], list[int]] = {}
+    for move in sorted(moves, key=lambda it: it.batch):
+        batches.setdefault((move.bucket, move.before, move.now), []).append(move.batch)
+    outcomes: dict[tuple[int, str, str], list[str]] = {}
     found: dict[str, dict[str, int]] = {}
-    for move, outcome in told:
-        files = fetched.get((move.batch, move.bucket, move.now))
-        counts = found.setdefault(outcome, {"moves": 0, "fetched_nothing": 0, "fetched": 0})
-        counts["moves"] += 1
-        if files is not None:
-            counts["fetched" if files else "fetched_nothing"] += 1
+    for bucket, before, now, outcome in told:
+        outcomes.setdefault((bucket, before, now), []).append(outcome)
+        found.setdefault(outcome, {"moves": 0, "fetched_nothing": 0, "fetched": 0})["moves"] += 1
+    for (bucket, before, now), its in outcomes.items():
+        at = batches.get((bucket, before, now), [])
+        for batch, outcome in zip(at, its, strict=True) if len(at) == len(its) else ():
+            files = fetched.get((batch, bucket, now))
+            if files is not None:
+                found[outcome]["fetched" if files else "fetched_nothing"] += 1
     return dict(sorted(found.items()))
