@@ -1,6 +1,5 @@
 """What users, and packages that extend this one, test with: `run` runs a function without Spark, and `run_operator` a
-built-in operator; the contracts of backends and of local stores are suites for pytest (`testing.backends`,
-`testing.store`).
+built-in operator; the contract of backends is a suite for pytest (`testing.backends`).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from core_support import small_disk
+from local_store_contract import LocalStoreContract
 
 from arrow_schemas import CheckpointRef, RowSchema
 from arrow_schemas.equality import HashArray
@@ -28,7 +29,6 @@ from spark_state_ext.store.environment import Environment
 from spark_state_ext.store.pending import Pending
 from spark_state_ext.store.runs import cut, hashes_of
 from spark_state_ext.testing.model import KEYS, SCHEMA, Row, changed, run_of, scanned
-from spark_state_ext.testing.store import LocalStoreContract
 from tests.helpers.waiting import WAIT_S
 
 

@@ -1,15 +1,6 @@
-"""The contract of a local store, as tests.
+"""The contract of a local store, as tests: a subclass of `LocalStoreContract` says how a store is opened.
 
-Whoever builds another local store, or changes this one, subclasses `LocalStoreContract`, says how a store is opened,
-and runs pytest::
-
-    class TestMine(LocalStoreContract):
-        @staticmethod
-        def open(folder, **options):
-            return MyStore(folder, SCHEMA, **options)
-
-`SCHEMA`, of which the rows are, is in `spark_state_ext.testing.model`, with the model in plain Python that states are
-compared with. The class has to be importable, as other processes open stores too.
+The subclass has to be importable, as other processes open stores too.
 """
 
 from __future__ import annotations
@@ -28,7 +19,6 @@ import pytest
 from arrow_schemas import CheckpointRef
 from spark_state_ext.errors import MissingRunError
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing import WAIT_S
 from spark_state_ext.testing.model import (
     ALL_KEYS,
     HASHES,
@@ -50,6 +40,7 @@ from spark_state_ext.testing.model import (
     run_of,
     scanned,
 )
+from tests.helpers.waiting import WAIT_S
 
 __all__ = ["LocalStoreContract"]
 
