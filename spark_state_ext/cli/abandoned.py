@@ -10,15 +10,20 @@ taken for abandoned that was written within a long time.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from arrow_schemas.operator import OperatorFile, parse_operator_file_name
-from spark_state_ext.cli.roots import operators_below
+from spark_state_ext.cli.options import OutputOption, RootPath, StorageOptions, options_for
+from spark_state_ext.cli.output import Output, columns, say, write_records
+from spark_state_ext.cli.paths import operators_below
 from spark_state_ext.cli.spark_checkpoint import METADATA, STATE, query_id
 from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, UsageError
-from spark_state_ext.files.folder import Entry, Folder
+from spark_state_ext.files.folder import Entry, Folder, refuse_relative
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, is_new_query_folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.rescale.folders import first_folder
@@ -29,6 +34,7 @@ __all__ = [
     "RECENT_DAYS_MIN",
     "Found",
     "QueryFolders",
+    "abandoned",
     "judge",
     "look",
     "query_folders_by_metadata",
@@ -38,11 +44,71 @@ __all__ = [
     "remove",
 ]
 
+_ROWS = columns("verdict, operator, query, files int, bytes int, newest time_s, lease time_s, reason")
 ABANDONED, NAMED, RECENT, UNKNOWN = "abandoned", "named", "recent", "unknown"
 _DAY_S = 86_400.0
 # However sure it is: a lease is renewed far more often.
 RECENT_DAYS_MIN = 1.0
 OLDER_THAN_DAYS = 30.0
+
+
+def abandoned(
+    root: RootPath,
+    checkpoint: Annotated[
+        list[str],
+        typer.Option("--checkpoint", "-c", metavar="LOCATION", help="every checkpointLocation in use, on this root"),
+    ],
+    more: Annotated[
+        list[str] | None, typer.Argument(metavar="[LOCATION]...", help="further ones, after --checkpoint")
+    ] = None,
+    operator: Annotated[list[str] | None, typer.Option(metavar="NAME", help="look at this one only")] = None,
+    spark: Annotated[
+        bool,
+        typer.Option("--spark", help="read the checkpoints' state with Spark 4, which tells all that they name"),
+    ] = False,
+    older_than: Annotated[
+        float,
+        typer.Option(metavar="DAYS", min=RECENT_DAYS_MIN, help="without --spark: nobody has written there for so long"),
+    ] = OLDER_THAN_DAYS,
+    do_remove: Annotated[bool, typer.Option("--remove", help="remove what is abandoned")] = False,
+    *,
+    storage_options: StorageOptions,
+    checkpoint_options: Annotated[dict[str, Any], options_for("the checkpoints")],
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """List the folders of queries that no Spark checkpoint names. Without --remove nothing is changed."""
+    locations = [*checkpoint, *(more or [])]
+    for location in [root, *locations]:
+        refuse_relative(location, "a root or checkpoint")
+    folder = Folder(root, storage_options)
+    # Before Spark starts.
+    operators_below(folder, operator or ())
+    named = query_folders_of_checkpoints(locations, checkpoint_options, spark)
+    found = [(it, judge(it, named, time.time(), older_than * _DAY_S)) for it in look(folder, operator or ())]
+    write_records([_row(it, verdict, reason_of(it, verdict, named)) for it, verdict in found], _ROWS, output)
+    going = [it for it, verdict in found if verdict == ABANDONED]
+    say(f"folders={len(found)} abandoned={len(going)} bytes={sum(it.size_bytes for it in going)}")
+    if not do_remove:
+        say("nothing was removed: --remove removes what is abandoned")
+        return
+    for it in going:
+        remove(folder, it)
+        say(f"removed operator={it.operator} query={it.query_folder}")
+
+
+def _row(found: Found, verdict: str, reason: str) -> dict[str, object]:
+    return {
+        "verdict": verdict,
+        "operator": found.operator,
+        "query": found.query_folder,
+        "files": found.files,
+        "bytes": found.size_bytes,
+        "newest": None if found.newest_s is None else int(found.newest_s),
+        "lease": None if found.lease_s is None else int(found.lease_s),
+        "reason": reason or None,
+    }
+
+
 # Records of the present format; and the one file of formats 1 to 3.
 _LEASE = ("lease/", "lease.json")
 # Rows in transit, too.
@@ -52,47 +118,31 @@ _SPARK_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @dataclass(frozen=True)
 class QueryFolders:
-    """Folders that checkpoints name.
+    """Folders that checkpoints name."""
 
-    Parameters
-    ----------
-    names
-        The folders.
-    complete
-        There are no others that these checkpoints could name: their pointers were read.
-    """
-
+    # The folders.
     names: frozenset[str]
+    # There are no others that these checkpoints could name: their pointers were read.
     complete: bool
 
 
 @dataclass(frozen=True)
 class Found:
-    """A folder below ``<root>/<operator>``.
+    """A folder below ``<root>/<operator>``."""
 
-    Parameters
-    ----------
-    operator, query_folder
-        Where it lies.
-    ours
-        It has an operator file that names it; or a query's name, and only what a run leaves before its state begins.
-    files, size_bytes
-        What is in it.
-    newest_s
-        When the newest file in it was written, seconds since 1970; None where the file system does not tell.
-    lease_s
-        When a run last renewed its lease on it, the same.
-    claim
-        Folder that the query began in which has claimed it since; empty where none has, None where that cannot be read.
-    """
-
+    # Where it lies.
     operator: str
     query_folder: str
+    # It has an operator file that names it; or a query's name, and only what a run leaves before its state begins.
     ours: bool
+    # What is in it.
     files: int
     size_bytes: int
+    # When the newest file in it was written, seconds since 1970; None where the file system does not tell.
     newest_s: float | None
+    # When a run last renewed its lease on it, the same.
     lease_s: float | None
+    # Folder that the query began in which has claimed it since; empty where none has, None where that cannot be read.
     claim: str | None = ""
 
 
@@ -233,7 +283,7 @@ def query_folders_of_checkpoints(
     for checkpoint in checkpoints:
         refuse_operators_without_metadata(checkpoint)
     # PySpark is not needed for the rest.
-    from spark_state_ext.cli.query_folders import query_folders_of, session
+    from spark_state_ext.cli.sessions import query_folders_of, session
 
     spark = session(*locations)
     named = frozenset().union(*(query_folders_of(spark, location) for location in locations))

@@ -1,6 +1,6 @@
 """The application: finds a command by its name, and turns what it raises into a line and an exit code.
 
-Only the module of the command that is called is imported, so that quick commands start quickly.
+Only the module of the noun that is called is imported, so that quick commands start quickly.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from spark_state_ext.cli.exits import BUG, DONE, INTERRUPTED, REFUSED, WRONG_CALL
+from spark_state_ext.cli.options import as_typer_has_it
 from spark_state_ext.cli.output import say
-from spark_state_ext.cli.parameters import with_option_files
 from spark_state_ext.files.printable import printable
 
 __all__ = [
@@ -33,55 +33,54 @@ __all__ = [
 ]
 
 PROGRAM = "spark-state-ext"
-_HERE = "spark_state_ext.cli.commands"
-# Name, module, and what it does.
+# Name, module, and what it does. In its module it is the function of that name.
 COMMANDS: Mapping[str, tuple[str, str]] = {
-    "check": ("check", "what is installed, and whether this machine can run it (also without a command)"),
+    "check": ("doctor", "what is installed, and whether this machine can run it (also without a command)"),
     "doctor": ("doctor", "what is wrong with a configuration, and what to change"),
     "metrics": ("metrics", "what each batch did, from the files that executors write"),
-    "skew": ("skew", "how evenly the load lies on buckets: rows, state and time of each, and what mends it"),
-    "recommend": ("recommend", "how many buckets and shuffle partitions a job should have, and why"),
-    "report": ("report", "write one page about a job, from its metrics and its root"),
+    "skew": ("metrics", "how evenly the load lies on buckets: rows, state and time of each, and what mends it"),
+    "recommend": ("rescale", "how many buckets and shuffle partitions a job should have, and why"),
+    "report": ("metrics", "write one page about a job, from its metrics and its root"),
     "rollback": ("rollback", "make an older batch the last one of a Spark checkpoint"),
-    "show": ("show", "which state there is at a path, and which batches of it can be read"),
-    "get": ("get", "the state of one key"),
-    "scan": ("scan", "keys with their state, all or those that a filter is true of"),
-    "diff": ("diff", "what differs between two states, key by key"),
+    "show": ("state", "which state there is at a path, and which batches of it can be read"),
+    "get": ("state", "the state of one key"),
+    "scan": ("state", "keys with their state, all or those that a filter is true of"),
+    "diff": ("state", "what differs between two states, key by key"),
     "verify": ("verify", "read every byte of state, and say which file is damaged"),
-    "gc": ("gc", "which files the next clean-up would delete, and why it keeps the rest"),
-    "why": ("why", "what a file is, whose it is, and what keeps it"),
+    "gc": ("bucket_files", "which files the next clean-up would delete, and why it keeps the rest"),
+    "why": ("bucket_files", "what a file is, whose it is, and what keeps it"),
     "lineage": ("lineage", "how the checkpoints of a bucket were built upon each other, as text or as a picture"),
-    "log": ("log", "versions, batches and sizes of a query's checkpoint files, by time"),
-    "export": ("export", "write keys with their state to a Parquet or Arrow file"),
+    "log": ("bucket_files", "versions, batches and sizes of a query's checkpoint files, by time"),
+    "export": ("state", "write keys with their state to a Parquet or Arrow file"),
     "abandoned": ("abandoned", "list and remove state that no Spark checkpoint names"),
     "savepoint": ("savepoint", "what is known of a savepoint, and what can be done with it"),
     "rescale": ("rescale", "write a savepoint anew with more or fewer buckets, without Spark"),
     "erase": ("erase", "erase keys that you name, and look for what holds them"),
     "standby": ("standby", "keep copies of buckets' state on this host, and see how far copies are"),
-    "import-native": ("import_native", "bring a stopped job on Spark's own operator to this package, with Spark"),
-    "export-native": ("export_native", "write a savepoint's state for Spark's own transformWithState, with Spark"),
+    "import-native": ("native", "bring a stopped job on Spark's own operator to this package, with Spark"),
+    "export-native": ("native", "write a savepoint's state for Spark's own transformWithState, with Spark"),
 }
 SAVEPOINT_COMMANDS: Mapping[str, tuple[str, str]] = {
-    "status": ("savepoint_status", "what is in it, who was started from it, and whether it may be deleted"),
-    "create": ("savepoint_create", "take one of a query, with Spark"),
-    "verify": ("savepoint_verify", "read every byte of it, and say which file is damaged"),
-    "copy": ("savepoint_copy", "copy what its manifest names"),
-    "transform": ("savepoint_transform", "a new one with other columns or fewer keys, without Spark"),
-    "claim": ("savepoint_claim", "keep queries from it, until it is released"),
-    "release": ("savepoint_release", "free a claim whose query is gone for good"),
-    "delete": ("savepoint_delete", "delete what its manifest names, where it may go"),
+    "status": ("savepoint", "what is in it, who was started from it, and whether it may be deleted"),
+    "create": ("savepoint", "take one of a query, with Spark"),
+    "verify": ("savepoint", "read every byte of it, and say which file is damaged"),
+    "copy": ("savepoint", "copy what its manifest names"),
+    "transform": ("transform", "a new one with other columns or fewer keys, without Spark"),
+    "claim": ("savepoint", "keep queries from it, until it is released"),
+    "release": ("savepoint", "free a claim whose query is gone for good"),
+    "delete": ("savepoint", "delete what its manifest names, where it may go"),
 }
 ERASE_COMMANDS: Mapping[str, tuple[str, str]] = {
-    "keys": ("erase_keys", "ask a query to take keys out of its state, in its next batch"),
-    "status": ("erase_status", "what has become of what was asked"),
-    "scan": ("erase_scan", "look for what holds keys, and say what could not be looked at"),
-    "withdraw": ("erase_withdraw", "take back what was asked: a request then names no key"),
-    "history": ("erase_history", "erase keys from all checkpoint files of a stopped query"),
+    "keys": ("erase", "ask a query to take keys out of its state, in its next batch"),
+    "status": ("erase", "what has become of what was asked"),
+    "scan": ("erase", "look for what holds keys, and say what could not be looked at"),
+    "withdraw": ("erase", "take back what was asked: a request then names no key"),
+    "history": ("erase", "erase keys from all checkpoint files of a stopped query"),
 }
 STANDBY_COMMANDS: Mapping[str, tuple[str, str]] = {
-    "run": ("standby_run", "the service of this host, until it is told to stop (also `standby ROOT…`)"),
-    "status": ("standby_status", "which hosts live, how far their replicas are, and who can be taken away"),
-    "settings": ("standby_settings", "whether there are replicas, how many, and how often hosts tell of theirs"),
+    "run": ("standby_service", "the service of this host, until it is told to stop (also `standby ROOT…`)"),
+    "status": ("standby", "which hosts live, how far their replicas are, and who can be taken away"),
+    "settings": ("standby", "whether there are replicas, how many, and how often hosts tell of theirs"),
 }
 # Commands that are groups of others.
 GROUPS: Mapping[str, Mapping[str, tuple[str, str]]] = {
@@ -126,14 +125,17 @@ class _LazyGroup(TyperGroup):
             return None
         if cmd_name in GROUPS and self.known is COMMANDS:
             return _group(cmd_name)
-        module = importlib.import_module(f"{_HERE}.{self.known[cmd_name][0]}")
         app = typer.Typer(add_completion=False, **_TYPER)
-        app.command(cmd_name)(with_option_files(module.command))
+        app.command(cmd_name)(as_typer_has_it(_function(self.known[cmd_name][0], cmd_name)))
         return get_command(app)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, says) for name, (_, says) in self.known.items()])
+
+
+def _function(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"spark_state_ext.cli.{module}"), name.replace("-", "_"))
 
 
 def _group(name: str) -> Any:
@@ -159,7 +161,7 @@ def _root(
 ) -> None:
     """Look at the state of queries, and see to it: what is there, whether it is whole, and what may go."""
     if ctx.invoked_subcommand is None:
-        importlib.import_module(f"{_HERE}.check").command()
+        _function("doctor", "check")()
 
 
 def application() -> typer.Typer:

@@ -39,21 +39,14 @@ _FILES_FEW = 1_024
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    Parameters
-    ----------
-    what
-        What was looked at.
-    seen
-        What it is.
-    problem
-        Why this machine cannot run it so, and what to do; empty where it can.
-    """
+    """What was looked at, and what it is."""
 
     what: str
     seen: str
+    # What is wrong with it, or comes of it; empty where it is fine.
     problem: str = ""
+    # What to change it to: a sentence. Empty where the problem says it.
+    change: str = ""
 
 
 def findings(local_dir: Path) -> list[Finding]:
@@ -153,7 +146,7 @@ def _store(local_dir: Path) -> Finding:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report where the extra ``cli`` is missing; 0 where this machine can run it, 1 where not.
 
-    With it, ``commands/check.py`` is what runs.
+    With it, ``doctor.check`` is what runs.
     """
     parser = argparse.ArgumentParser(
         prog="spark_state_ext check", description="What is installed, and whether this machine can run it."

@@ -27,13 +27,14 @@ from spark_state_ext.files.printable import printable
 
 __all__ = [
     "Output",
+    "columns",
     "plain",
     "progress",
     "say",
     "shown",
-    "table_of",
     "write_cells",
     "write_record",
+    "write_records",
     "write_rows",
     "write_table",
 ]
@@ -94,7 +95,25 @@ def shown(value: Any) -> str:
     return printable(str(value))
 
 
-def table_of(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
+_KINDS = {
+    "": pa.string(),
+    "texts": pa.list_(pa.string()),
+    "bool": pa.bool_(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "time_s": pa.timestamp("s", "UTC"),
+    "time_ms": pa.timestamp("ms", "UTC"),
+}
+
+
+def columns(text: str, **tables: pa.Schema) -> pa.Schema:
+    """Columns of data as ``"path, files int"``, which are text where no kind is said; tables within come last."""
+    named = [it.strip().partition(" ") for it in text.split(",")]
+    within = [(name, pa.list_(pa.struct(list(schema)))) for name, schema in tables.items()]
+    return pa.schema([*((name, _KINDS[kind]) for name, _, kind in named), *within])
+
+
+def _table_of(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
     """Return rows as a table. The bytes of a name of a file that is not UTF-8 are escaped: no column can hold them."""
     rows = list(rows)
     try:
@@ -127,6 +146,15 @@ def _escaped_in_json(character: str) -> str:
 def write_table(table: pa.Table, output: Output) -> None:
     """Print rows."""
     write_rows(table.schema, table.to_batches(), output)
+
+
+def write_records(
+    rows: Iterable[Mapping[str, Any]], schema: pa.Schema, output: Output, *, if_none: bool = True
+) -> None:
+    """Print rows; people get no table without rows unless `if_none`."""
+    table = _table_of(rows, schema)
+    if if_none or table.num_rows or output is not Output.TABLE:
+        write_table(table, output)
 
 
 def write_rows(schema: pa.Schema, batches: Iterable[pa.RecordBatch], output: Output) -> int:
@@ -185,7 +213,7 @@ def _pages(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.
 
 def write_record(record: Mapping[str, Any], schema: pa.Schema, output: Output) -> None:
     """Print one thing with its properties."""
-    (batch,) = table_of([record], schema).to_batches()
+    (batch,) = _table_of([record], schema).to_batches()
     if output is Output.TABLE:
         with _to_stdout():
             _print_record(batch.to_pylist()[0], schema)

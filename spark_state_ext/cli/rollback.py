@@ -12,11 +12,17 @@ left, which it then runs again as it was planned. The command can be run again a
 from __future__ import annotations
 
 import posixpath
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
+
+import typer
 
 from arrow_schemas.operator import parse_operator_file_name
+from spark_state_ext.cli.options import IdleOption, OutputOption, StorageOptions
+from spark_state_ext.cli.output import Output, columns, say, write_records
 from spark_state_ext.cli.spark_checkpoint import (
     COMMITS,
     METADATA,
@@ -38,7 +44,56 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["Rollback", "carry_out", "check_idle", "plan_rollback", "planned", "written_ago_s"]
+__all__ = ["Rollback", "carry_out", "check_idle", "plan_rollback", "planned", "rollback", "written_ago_s"]
+
+# Twice Spark's maintenance interval: in an application that goes on, maintenance uploads a last snapshot of a query
+# that has stopped, up to an interval later. A query that was rolled back before that may read it.
+_IDLE_S = 120.0
+_ROWS = columns("kind, number int, path")
+
+
+def rollback(
+    checkpoint: Annotated[str, typer.Argument(help="Spark's checkpointLocation: an absolute path or a URL")],
+    to_batch: Annotated[int, typer.Option(metavar="N", help="the last batch that is kept")],
+    apply: Annotated[
+        bool, typer.Option("--apply", help=f"move the files to {ROLLED_BACK}… in the checkpoint location")
+    ] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="with --apply: delete them")] = False,
+    idle_s: IdleOption = _IDLE_S,
+    *,
+    storage_options: StorageOptions,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Make an older batch the last one of a Spark checkpoint. Stop the query first.
+
+    Prints the files that go, with the version of state or the batch that each is of. Without --apply nothing is
+    changed.
+    """
+    if delete and not apply:
+        raise typer.BadParameter("--delete goes with --apply")
+    folder = Folder(checkpoint, storage_options)
+    plan = planned(folder, to_batch)
+    if apply:
+        check_idle(plan, time.time(), idle_s, folder.root)
+    write_records(map(vars, plan.files), _ROWS, output)
+    counts = {kind: sum(file.kind == kind for file in plan.files) for kind in (STATE, COMMITS, OFFSETS)}
+    say(f"files={len(plan.files)} " + " ".join(f"{kind}={count}" for kind, count in counts.items()))
+    if not apply:
+        say(_what_next(written_ago_s(plan, time.time(), idle_s), idle_s))
+        return
+    aside = f"{ROLLED_BACK}to-{plan.to_batch}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    done = carry_out(folder, plan, None if delete else aside)
+    say(f"deleted={done}" if delete else f"moved={done} to={folder.where(aside)}")
+
+
+def _what_next(written_s: float | None, idle_s: float) -> str:
+    if written_s is None:
+        return "nothing was changed: --apply does it"
+    return (
+        f"nothing was changed. --apply would refuse now (not yet: written {written_s:.0f} s ago): stop the query, "
+        f"and wait until {idle_s:g} s have passed, or say --idle-s 0"
+    )
+
 
 _PARALLEL_MAX = 8
 _NAMED_MAX = 3
@@ -48,20 +103,13 @@ _LOOKED_AT_MAX = 10
 
 @dataclass(frozen=True)
 class Rollback:
-    """What to take out of a checkpoint.
+    """What to take out of a checkpoint."""
 
-    Parameters
-    ----------
-    to_batch
-        The batch that becomes the last one.
-    steps
-        Files, in the order in which they go; those of one step in any order.
-    newest_s
-        When anything of the checkpoint was last written, seconds since 1970; None where the file system does not tell.
-    """
-
+    # The batch that becomes the last one.
     to_batch: int
+    # Files, in the order in which they go; those of one step in any order.
     steps: tuple[tuple[SparkFile, ...], ...]
+    # When anything of the checkpoint was last written, seconds since 1970; None where the file system does not tell.
     newest_s: float | None
 
     @property

@@ -1,4 +1,4 @@
-"""Spark sessions of commands: what is checked before Spark starts, and what of its output and errors is shown."""
+"""Spark sessions of commands: what is checked before Spark starts, what it prints and raises, and its state."""
 
 from __future__ import annotations
 
@@ -14,15 +14,27 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from pyspark import __version__
 from pyspark.sql import SparkSession
 
+from arrow_schemas.pointer import Pointer
 from spark_state_ext import errors
 from spark_state_ext.cli.spark_checkpoint import METADATA
 from spark_state_ext.errors import EnvironmentSetupError, StateError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.spark.client.state_reader import StateReader
 from spark_state_ext.spark.compat import SPARK_VERSION, is_of_spark, said_by_spark
 
-__all__ = ["errors_of_tasks", "local_path", "refuse_no_checkpoint", "refuse_taken", "session_with"]
+__all__ = [
+    "errors_of_tasks",
+    "local_path",
+    "pointers_of",
+    "query_folders_of",
+    "refuse_no_checkpoint",
+    "refuse_taken",
+    "session",
+    "session_with",
+]
 
 _OURS = re.compile(r"spark_state_ext\.errors\.(\w+): (.*)")
 # Names the file for what Spark prints; by default nothing keeps it.
@@ -156,3 +168,36 @@ def _told(text: str) -> StateError:
     if not (isinstance(kind, type) and issubclass(kind, StateError)) or "__init__" in vars(kind):
         return StorageError(f"a task failed: {found[1]}: {found[2]}")
     return kind(found[2])
+
+
+def session(*checkpoints: str) -> SparkSession:
+    """A session of this process, or a new one; what can be checked before Spark starts is checked first."""
+    if int(__version__.partition(".")[0]) < 4:
+        raise UsageError(
+            f"Spark {__version__} cannot read the state of a checkpoint: use Spark 4, or leave out what asks for Spark"
+        )
+    for location in checkpoints:
+        refuse_no_checkpoint(location)
+    with errors_of_tasks():
+        return session_with({})
+    raise AssertionError("unreachable: errors_of_tasks raises what it catches")
+
+
+def pointers_of(spark: SparkSession, location: str, operator: str, query_folder: str) -> dict[int, Pointer]:
+    """The pointers of a query's last committed batch, by bucket."""
+    reader = StateReader(spark, location)
+    stores = [it for it in reader.stores() if (it.operator, it.query_folder) == (operator, query_folder)]
+    if not stores:
+        raise UsageError(
+            f"{location} is no checkpoint of the query with the folder {query_folder} of operator {operator!r}: give "
+            "the checkpointLocation of that query"
+        )
+    return reader.by_bucket(stores[0], reader.batch().batch)
+
+
+def query_folders_of(spark: SparkSession, location: str) -> frozenset[str]:
+    """The query folders in the pointers of a checkpoint; none where it has no operator of ours."""
+    try:
+        return StateReader(spark, location).query_folders()
+    except StorageError as error:
+        raise StorageError(f"{error}. Leave --spark out.") from error

@@ -53,30 +53,20 @@ _STATE_KEPT = re.compile(
 
 @dataclass(frozen=True)
 class SparkFile:
-    """A file of a checkpoint.
+    """A file of a checkpoint."""
 
-    Parameters
-    ----------
-    path
-        Below the checkpoint location.
-    kind
-        `OFFSETS`, `COMMITS`, `STATE`, or `OTHER` for what belongs to no batch.
-    number
-        The batch; of state, its version.
-    store
-        Folder of the state.
-    id, form
-        Of state: what its name holds beside the version.
-    checksum
-        It is the checksum of the file that the other fields tell of.
-    """
-
+    # Below the checkpoint location.
     path: str
+    # `OFFSETS`, `COMMITS`, `STATE`, or `OTHER` for what belongs to no batch.
     kind: str
+    # The batch; of state, its version.
     number: int = 0
+    # Folder of the state.
     store: str = ""
+    # Of state: what its name holds beside the version.
     id: str = ""
     form: str = ""
+    # It is the checksum of the file that the other fields tell of.
     checksum: bool = False
 
 

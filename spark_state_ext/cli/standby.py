@@ -1,109 +1,211 @@
-"""What commands about standby share: the root, and rows of hosts and replicas."""
+"""Standby: settings and status, which hosts live, and how far replicas are."""
 
 from __future__ import annotations
 
+import math
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Annotated, Any, TextIO
 
 import pyarrow as pa
 import typer
 
-from spark_state_ext.cli.roots import operators_below
-from spark_state_ext.cli.targets import as_given
+from spark_state_ext.cli.exits import DONE, NO
+from spark_state_ext.cli.options import OutputOption, StorageOptions
+from spark_state_ext.cli.output import Output, columns, say, write_record, write_table
+from spark_state_ext.cli.paths import as_given, operators_below
+from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.printable import printable
+from spark_state_ext.standby.finding import Finder
+from spark_state_ext.standby.members import read_settings, write_settings
 from spark_state_ext.standby.recovery import recover_host_s, recover_s
-from spark_state_ext.standby.status import StandbyStatus
+from spark_state_ext.standby.status import StandbyStatus, survey
 
 __all__ = [
     "HOSTS",
     "REPLICAS",
-    "RootArgument",
     "failures",
     "host_rows",
     "host_table",
     "recovery",
     "replica_rows",
     "replica_table",
-    "root_at",
-    "shown",
+    "settings",
+    "status",
 ]
 
+HOSTS = columns(
+    "host, rack, alive bool, active int, replicas int, in_sync int, failing int, bytes int, lag_versions int, "
+    "lag_bytes int, lag_s float, restore_bytes_per_s float, restore_rows_per_s float, recover_s float, "
+    "safe_to_remove bool"
+)
+REPLICAS = columns(
+    "operator, query_folder, bucket int, active, host, version int, in_sync bool, bytes int, lag_versions int, "
+    "lag_bytes int, lag_s float, recover_s float, failing"
+)
+# In 80 columns where names are short.
+_HOST_TABLE = columns("host, alive bool, active int, in_sync, failing int, lag_s float, recover_s, removable bool")
+_REPLICA_TABLE = columns("operator, folder, bucket int, active, host, replica, lag_s float, recover_s")
+_SETTINGS = columns("enabled bool, standby_replicas int, heartbeat_s float")
 _UNKNOWN = "unknown"
-
-RootArgument = Annotated[str, typer.Argument(metavar="ROOT", help="the root, as ArrowState has it: a path or a URL")]
-HOSTS = pa.schema(
-    [
-        ("host", pa.string()),
-        ("rack", pa.string()),
-        ("alive", pa.bool_()),
-        ("active", pa.int64()),
-        ("replicas", pa.int64()),
-        ("in_sync", pa.int64()),
-        ("failing", pa.int64()),
-        ("bytes", pa.int64()),
-        ("lag_versions", pa.int64()),
-        ("lag_bytes", pa.int64()),
-        ("lag_s", pa.float64()),
-        ("restore_bytes_per_s", pa.float64()),
-        ("restore_rows_per_s", pa.float64()),
-        ("recover_s", pa.float64()),
-        ("safe_to_remove", pa.bool_()),
-    ]
-)
-REPLICAS = pa.schema(
-    [
-        ("operator", pa.string()),
-        ("query_folder", pa.string()),
-        ("bucket", pa.int64()),
-        ("active", pa.string()),
-        ("host", pa.string()),
-        ("version", pa.int64()),
-        ("in_sync", pa.bool_()),
-        ("bytes", pa.int64()),
-        ("lag_versions", pa.int64()),
-        ("lag_bytes", pa.int64()),
-        ("lag_s", pa.float64()),
-        ("recover_s", pa.float64()),
-        ("failing", pa.string()),
-    ]
-)
-_HOST_TABLE = pa.schema(
-    [
-        ("host", pa.string()),
-        ("alive", pa.bool_()),
-        ("active", pa.int64()),
-        ("in_sync", pa.string()),
-        ("failing", pa.int64()),
-        ("lag_s", pa.float64()),
-        ("recover_s", pa.string()),
-        ("removable", pa.bool_()),
-    ]
-)
-_REPLICA_TABLE = pa.schema(
-    [
-        ("operator", pa.string()),
-        ("folder", pa.string()),
-        ("bucket", pa.int64()),
-        ("active", pa.string()),
-        ("host", pa.string()),
-        ("replica", pa.string()),
-        ("lag_s", pa.float64()),
-        ("recover_s", pa.string()),
-    ]
-)
 # So many replicas that fail are named.
 _FAILING_MAX = 10
 # What tells query folders of one operator apart.
 _FOLDER_CHARACTERS = 6
+_RootPath = Annotated[str, typer.Argument(metavar="ROOT", help="the root, as ArrowState has it: a path or a URL")]
 
 
-def root_at(root: str, storage_options: Mapping[str, Any]) -> Folder:
+def _root_at(root: str, storage_options: Mapping[str, Any]) -> Folder:
     """The root that a command was given. There may be nothing in it, where no job has written there yet."""
     folder = Folder(as_given(root), storage_options)
     operators_below(folder, may_lack_all=True)
     return folder
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+
+def settings(
+    root: _RootPath,
+    enabled: Annotated[bool | None, typer.Option("--on/--off", help="whether there are replicas at all")] = None,
+    replicas: Annotated[
+        int | None, typer.Option("--replicas", min=0, help="of each bucket, beside the state of its active task")
+    ] = None,
+    heartbeat_s: Annotated[
+        float | None, typer.Option("--heartbeat", min=0.1, metavar="SECONDS", help="how often hosts write their record")
+    ] = None,
+    *,
+    storage_options: StorageOptions,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Print what all hosts of a root go by, and change it first where an option says so.
+
+    Services read it again at each heartbeat.
+    """
+    folder = _root_at(root, storage_options)
+    found = Finder(folder).find()
+    if not found.operators and not found.errors:
+        say(f"no job has written to {folder.root} yet: is it the root as ArrowState has it, to the letter?")
+    before = read_settings(folder)
+    given: dict[str, Any] = {"enabled": enabled, "standby_replicas": replicas, "heartbeat_s": heartbeat_s}
+    changed = replace(before, **{name: value for name, value in given.items() if value is not None})
+    if changed != before:
+        write_settings(folder, changed)
+    write_record(asdict(changed), _SETTINGS, output)
+
+
+# -- status ---------------------------------------------------------------------------------------
+
+
+def status(
+    root: _RootPath,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="until every bucket has its replicas, all in sync; live in a terminal")
+    ] = False,
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout", min=0.0, metavar="SECONDS", help="with --wait: at most so long")
+    ] = None,
+    replicas: Annotated[bool, typer.Option("--replicas", help="every replica, in place of every host")] = False,
+    remove: Annotated[
+        str | None, typer.Option("--safe-to-remove", metavar="HOST", help="exit with 1 where it is not")
+    ] = None,
+    *,
+    storage_options: StorageOptions,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Print hosts with a standby service, and what they have.
+
+    It exits with 1 while a bucket lacks a replica in sync, a replica cannot be followed, or two services have one name.
+
+    It waits until each host has written another record, which takes up to one and a half heartbeats: so it is seen who
+    lives, and no clock is compared with another.
+    """
+    if timeout_s is not None and not wait:
+        raise UsageError("--timeout is how long --wait waits: give both, or neither")
+    folder = _root_at(root, storage_options)
+    seen = _until_in_sync(folder, timeout_s) if wait else _survey(folder)
+    if not wait and not seen.buckets and not seen.hosts():
+        raise UsageError(
+            f"there is no state below {folder.root}, and no standby service: give the root as ArrowState has it, or "
+            "--wait until a job has written there"
+        )
+    if output is Output.TABLE:
+        table = replica_table(seen) if replicas else host_table(seen)
+    else:
+        rows, schema = (replica_rows(seen), REPLICAS) if replicas else (host_rows(seen), HOSTS)
+        table = pa.Table.from_pylist(rows, schema=schema)
+    write_table(table, output)
+    for problem in (*seen.problems, *failures(seen)):
+        say(problem)
+    if not seen.buckets:
+        say(f"there are no buckets below {folder.root} yet: nothing can be followed before a batch has written a file")
+        raise typer.Exit(NO)
+    counts = f"buckets={len(seen.buckets)} replicas_wanted={seen.settings.replicas}"
+    say(f"{counts} lacking={sum(seen.lacking().values())} recover_s={recovery(seen)}")
+    well = seen.is_well() if remove is None else _is_safe_to_remove(seen, remove, folder)
+    raise typer.Exit(DONE if well else NO)
+
+
+def _is_safe_to_remove(seen: StandbyStatus, host: str, folder: Folder) -> bool:
+    """Whether a host can go without that a bucket has to be restored from files; says why."""
+    if host not in seen.hosts():
+        known = ", ".join(seen.hosts()) or "none"
+        raise UsageError(
+            f"no host {host} is known below {folder.root}: it has no standby service, and no bucket is active there. "
+            f"Known are: {known}"
+        )
+    removal = seen.removal(host)
+    if host not in seen.records:
+        say(f"no standby service lives on {host}")
+    if removal.safe:
+        say(f"{host} can go: each bucket that is active there has a replica in sync elsewhere")
+    else:
+        say(
+            f"{host} should stay: {len(removal.exposed)} buckets that are active there, or may be, have no replica "
+            f"in sync elsewhere, such as {removal.exposed[0]}"
+        )
+    return removal.safe
+
+
+def _survey(folder: Folder) -> StandbyStatus:
+    found = Finder(folder).find()
+    for error in found.errors.values():
+        # Nobody can say that all is in sync, where an operator could not be looked at.
+        raise error
+    return survey(folder, found.operators)
+
+
+def _until_in_sync(folder: Folder, timeout_s: float | None) -> StandbyStatus:
+    """Look again and again; in a terminal what is seen is shown on stderr meanwhile."""
+    deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    lacks: list[str] = []
+    with _shown(sys.stderr) as show:
+        while True:
+            seen = _survey(folder)
+            show(seen)
+            left_s = deadline_s - time.monotonic()
+            if (seen.buckets and seen.is_well()) or left_s <= 0:
+                return seen
+            before, lacks = lacks, _lacks(folder, seen)
+            for line in lacks:
+                if line not in before:
+                    say(f"waiting: {line}")
+            if not seen.records:
+                # Else the look itself has waited for records.
+                time.sleep(min(left_s, seen.settings.heartbeat_s / 2))
+
+
+def _lacks(folder: Folder, seen: StandbyStatus) -> list[str]:
+    """What must come from outside before all can be in sync."""
+    if not seen.buckets:
+        return [f"no job has written to {folder.root} yet"]
+    if not seen.records:
+        return [f"no standby service of {folder.root} lives"]
+    return [*seen.problems, *failures(seen)]
 
 
 def host_rows(status: StandbyStatus) -> list[dict[str, Any]]:
@@ -230,7 +332,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 @contextmanager
-def shown(stream: TextIO) -> Iterator[Callable[[StandbyStatus], None]]:
+def _shown(stream: TextIO) -> Iterator[Callable[[StandbyStatus], None]]:
     """A table of hosts in a terminal that is drawn again with each status; elsewhere nothing."""
     if not stream.isatty():
         yield lambda status: None

@@ -95,7 +95,7 @@ def test_what_nobody_foresaw_is_a_bug(monkeypatch: pytest.MonkeyPatch, capsys: p
     def fails(path: str, options: Any) -> Any:
         raise ZeroDivisionError("nobody foresaw it")
 
-    monkeypatch.setattr("spark_state_ext.cli.commands.savepoint_status.given_folder", fails)
+    monkeypatch.setattr("spark_state_ext.cli.savepoint.given_folder", fails)
     assert main(["savepoint", "status", "/nowhere"]) == 70
     said = capsys.readouterr()
     assert "ZeroDivisionError: nobody foresaw it" in said.err

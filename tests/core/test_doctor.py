@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from spark_state_ext.__main__ import main
-from spark_state_ext.cli.settings import read_properties
+from spark_state_ext.cli.configuration import read_properties
 from tests.helpers.waiting import WAIT_S
 
 _ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"

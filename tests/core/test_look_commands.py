@@ -26,9 +26,9 @@ from arrow_schemas.operator import operator_file_name
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext import Savepoint
 from spark_state_ext.__main__ import main
-from spark_state_ext.cli.commands import verify
-from spark_state_ext.cli.targets import Target
-from spark_state_ext.cli.verifying import Check, checks_of
+from spark_state_ext.cli import verify
+from spark_state_ext.cli.paths import Target
+from spark_state_ext.cli.verify import Check, checks_of
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import CleanUp, clean_up

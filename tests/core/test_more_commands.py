@@ -16,7 +16,7 @@ from small_root import NAMES, QUERY, SmallRoot, small_root
 
 from arrow_schemas.erase import EraseDone
 from spark_state_ext.__main__ import main
-from spark_state_ext.cli.executors import NEEDED, diagnoses_of_executors, reason_in
+from spark_state_ext.cli.configuration import NEEDED, diagnoses_of_executors, reason_in
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.testing.model import Row

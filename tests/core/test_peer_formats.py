@@ -25,7 +25,7 @@ from arrow_schemas.peers import (
     PeerSecret,
     in_questions,
 )
-from spark_state_ext.cli.peer_server import PeerOptions, address_of, serve_peers
+from spark_state_ext.cli.standby_service import PeerOptions, address_of, serve_peers
 from spark_state_ext.peers.asking import PeersByRoot
 from spark_state_ext.peers.choice import Choice, Measure, asks_peers
 from spark_state_ext.peers.settings import PeerSettings, peer_settings

@@ -578,7 +578,7 @@ def test_nothing_imports_flight_that_does_not_need_it() -> None:
     script = """
 import sys
 import spark_state_ext.engine.bucket, spark_state_ext.engine.shared, spark_state_ext.standby.roots
-import spark_state_ext.standby.metrics, spark_state_ext.cli.commands.standby_run
+import spark_state_ext.standby.metrics, spark_state_ext.cli.standby_service
 found = [it for it in sys.modules if "flight" in it]
 assert not found, found
 """

@@ -19,8 +19,7 @@ from reading_support import as_model
 from small_root import QUERY, SmallRoot, savepoint_of, small_root
 
 from spark_state_ext.__main__ import main
-from spark_state_ext.cli.filters import filter_of
-from spark_state_ext.cli.values import key_of, parsed
+from spark_state_ext.cli.values import filter_of, key_of, parsed
 from spark_state_ext.errors import UsageError
 from spark_state_ext.testing.model import Row
 from tests.helpers.waiting import WAIT_S

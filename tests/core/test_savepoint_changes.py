@@ -24,7 +24,7 @@ from small_root import SAVEPOINT_ID, SmallRoot, savepoint_of, small_root
 from arrow_schemas.savepoint import SavepointManifest
 from spark_state_ext import open_state, savepoint_tables
 from spark_state_ext.__main__ import main
-from spark_state_ext.cli.transforming import as_type
+from spark_state_ext.cli.transform import as_type
 from spark_state_ext.errors import CorruptFileError, StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import encode_manifest, finish_savepoint, read_manifest, write_manifest

@@ -13,8 +13,8 @@ import pytest
 from small_root import SmallRoot, savepoint_of, small_root
 
 from spark_state_ext import BucketMap, rescale_savepoint
-from spark_state_ext.cli.copying import copy_savepoint
-from spark_state_ext.cli.transforming import Transformation, transformed
+from spark_state_ext.cli.savepoint import copy_savepoint
+from spark_state_ext.cli.transform import Transformation, transformed
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest

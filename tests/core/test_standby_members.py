@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
-from spark_state_ext.cli.roots import operators_below
+from spark_state_ext.cli.paths import operators_below
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError, UsageError, VersionSkewError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.members import (

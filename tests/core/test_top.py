@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
-from spark_state_ext.cli.top import LOOK, RATES, looked, rates, shown, watch
+from spark_state_ext.cli.metrics import LOOK, RATES, looked, rates, shown, watch
 from spark_state_ext.worker.metrics import CallMetrics, MetricsLog
 
 

@@ -28,7 +28,7 @@ def test_pointers_tell_the_home_of_a_query_whose_id_is_another(
     metadata.write_text(json.dumps({"id": str(uuid.uuid4())}))
     command = ["abandoned", str(tmp_path / "root"), "--checkpoint", str(job.checkpoint), "-o", "jsonl"]
     later_s = time.time() + 40 * 86_400
-    monkeypatch.setattr("spark_state_ext.cli.commands.abandoned.time", SimpleNamespace(time=lambda: later_s))
+    monkeypatch.setattr("spark_state_ext.cli.abandoned.time", SimpleNamespace(time=lambda: later_s))
 
     def verdict(*more: str) -> str:
         assert main([*command, *more]) == 0

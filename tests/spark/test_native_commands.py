@@ -75,7 +75,7 @@ def test_the_doctor_asks_executors(
     for name, version in ((n, metadata.version(n)) for n in ("pyarrow", "pandas", "lmdb")):
         assert rows[f"executors: {name}"]["seen"].startswith(f"{version} on ")
     # The client has another release.
-    monkeypatch.setattr("spark_state_ext.cli.executors.version_and_build", lambda: "9.9.9")
+    monkeypatch.setattr("spark_state_ext.cli.configuration.version_and_build", lambda: "9.9.9")
     assert main(words) == 1
     rows = {row["what"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     assert [what for what, row in rows.items() if row["problem"]] == ["executors: spark_state_ext"]

@@ -1,4 +1,4 @@
-"""A new savepoint of another one's rows: columns renamed, dropped or of another type, and keys left out."""
+"""Savepoint transform: a new one of another one's rows, with other columns or fewer keys."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import typer
 
 from arrow_schemas.equality import BoolArray, rows_equal
 from arrow_schemas.operator import OperatorFile
@@ -22,20 +23,70 @@ from arrow_schemas.pointer import ReplicationStatus
 from arrow_schemas.row import EXPIRES_MS, RowSchema
 from arrow_schemas.savepoint import CANONICAL, SavedBucket, SavepointManifest, relocatable
 from spark_state_ext.backends.files import sole_replica
-from spark_state_ext.cli.filters import filter_of
+from spark_state_ext.cli.options import NewSavepointPath, OperatorOption, SavepointPath, StorageOptions, options_for
+from spark_state_ext.cli.output import progress, say
+from spark_state_ext.cli.paths import given_folder
+from spark_state_ext.cli.values import filter_of
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.shown import BUCKET, ShownColumns
 from spark_state_ext.savepoints.claims import refuse_claimed
 from spark_state_ext.savepoints.copying import refuse_other_files
-from spark_state_ext.savepoints.manifest_file import finish_savepoint, refuse_existing
-from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.savepoints.manifest_file import finish_savepoint, read_manifest, refuse_existing
+from spark_state_ext.savepoints.reading import operator_named, saved_rows
 from spark_state_ext.savepoints.rewriting import bucket_of_rows
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.version import __version__
 
-__all__ = ["Transformation", "as_type", "changed_operator", "transformed"]
+__all__ = ["Transformation", "as_type", "changed_operator", "transform", "transformed"]
+
+
+def transform(
+    path: SavepointPath,
+    to: NewSavepointPath,
+    operator: OperatorOption = None,
+    rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW", help="a key or state column")] = None,
+    drop: Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="a state column")] = None,
+    retype: Annotated[
+        list[str] | None, typer.Option(metavar="COLUMN=TYPE", help="a state column, to a type of Spark such as bigint")
+    ] = None,
+    keep: Annotated[
+        str | None, typer.Option(metavar="FILTER", help="keep the keys that it is true of, such as: count > 10")
+    ] = None,
+    *,
+    storage_options: StorageOptions,
+    to_options: Annotated[dict[str, Any], options_for("the new one")],
+) -> None:
+    """Write a new canonical savepoint of a savepoint's rows, with other columns or fewer keys, without Spark.
+
+    Columns are named as they are before the change. Batch, watermark, offsets and times to live stay; buckets, too.
+    """
+    source, target = given_folder(path, storage_options), given_folder(to, to_options)
+    manifest = read_manifest(source)
+    wanted = Transformation(
+        operator_named(manifest, operator, source.root),
+        _pairs(rename, "--rename"),
+        tuple(drop or ()),
+        _pairs(retype, "--retype"),
+        keep,
+    )
+    with progress("transforming", len(manifest.buckets)) as advance:
+        rows, saved = transformed(source, manifest, target, wanted, advance)
+    say(f"rows={rows} kept={saved} to={target.root}")
+
+
+def _pairs(given: list[str] | None, option: str) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for text in given or ():
+        name, sign, value = text.partition("=")
+        if not (sign and name and value):
+            raise UsageError(f"{option} must be two names with = between them, not {text!r}")
+        if name in pairs:
+            raise UsageError(f"{option} names the column {name!r} twice")
+        pairs[name] = value
+    return pairs
+
 
 # Spark's names of types in SQL, where these are others than in its JSON.
 _SQL = {
@@ -54,26 +105,17 @@ _OTHERWISE = "Choose another type, or leave such keys out with --keep."
 
 @dataclass(frozen=True)
 class Transformation:
-    """What becomes of the state of an operator.
+    """What becomes of the state of an operator."""
 
-    Parameters
-    ----------
-    operator
-        Which one. Others of the savepoint are compacted, and stay as they are otherwise.
-    rename
-        New names of columns by the old ones.
-    drop
-        State columns that go.
-    retype
-        New types of state columns, as Spark's SQL calls them.
-    keep
-        A filter over the columns as they were: other keys go. None: all stay.
-    """
-
+    # Which one. Others of the savepoint are compacted, and stay as they are otherwise.
     operator: str
+    # New names of columns by the old ones.
     rename: Mapping[str, str]
+    # State columns that go.
     drop: tuple[str, ...]
+    # New types of state columns, as Spark's SQL calls them.
     retype: Mapping[str, str]
+    # A filter over the columns as they were: other keys go. None: all stay.
     keep: str | None
 
 

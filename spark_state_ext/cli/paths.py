@@ -1,16 +1,15 @@
-"""What a path is that somebody gave a command: a root, a query folder or a savepoint; and the buckets below it."""
+"""What a path is that a command was given: a root, a query folder or a savepoint; and the folders below it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
 from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.cli.output import say
-from spark_state_ext.cli.roots import operators_below
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Entry, Folder, refuse_relative
 from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
@@ -24,25 +23,48 @@ __all__ = [
     "as_given",
     "bucket_folders",
     "given_folder",
+    "operators_below",
     "query_folder_at",
     "query_folder_of",
     "target_of",
 ]
+
+# Operators in a message.
+_NAMED_MAX = 10
+
+
+def operators_below(
+    root: Folder, wanted: Collection[str] = (), *, may_lack_all: bool = False
+) -> dict[str, list[Entry]]:
+    """What lies in the folders of the operators of a root."""
+    here = root.entries()
+    if not here and not may_lack_all:
+        raise UsageError(f"there is no folder {root.root}, or it is empty: give the root, as ArrowState has it")
+    # No operator's name begins with "_": such a folder is what hosts with a standby service tell each other.
+    there = [entry.name for entry in here if entry.folder and not entry.name.startswith("_")]
+    missing = sorted(set(wanted).difference(there))
+    # Where one is missing, all are looked at, as the folder of an operator has none.
+    listed = {name: root.child(name).entries() for name in there if missing or not wanted or name in wanted}
+    for where, entries in [(root.root, here), *((root.child(name).root, found) for name, found in listed.items())]:
+        if any(not entry.folder and parse_operator_file_name(entry.name) is not None for entry in entries):
+            raise UsageError(
+                f"give the root, not a folder in it: {where} has an operator file, so {root.root} is the folder of "
+                "an operator or of a query"
+            )
+    if not there and not may_lack_all:
+        raise UsageError(f"{root.root} has no operators, as it has no folders: give the root, as ArrowState has it")
+    if missing:
+        shown = ", ".join(there[:_NAMED_MAX]) + (", …" if len(there) > _NAMED_MAX else "")
+        raise UsageError(f"{root.root} has no operator {missing[0]!r}; it has: {shown}")
+    return listed
+
 
 _NAMED_MAX = 10
 
 
 @dataclass(frozen=True)
 class QueryFolder:
-    """A folder of one query's state.
-
-    Parameters
-    ----------
-    operator
-        Name of the operator's folder; empty where only the query folder was given.
-    folder
-        Where it lies.
-    """
+    """A folder of one query's state; `operator` is empty where only the query folder was given."""
 
     operator: str
     folder: Folder
@@ -50,17 +72,7 @@ class QueryFolder:
 
 @dataclass(frozen=True)
 class Target:
-    """What was given.
-
-    Parameters
-    ----------
-    folder
-        Where it lies.
-    savepoint
-        It is one.
-    query_folders
-        Query folders in it, or itself; none of a savepoint.
-    """
+    """What was given: a savepoint, or a folder with query folders, which may be itself."""
 
     folder: Folder
     savepoint: bool

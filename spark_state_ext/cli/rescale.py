@@ -1,29 +1,31 @@
-"""``rescale``: a savepoint with more or fewer buckets, without Spark."""
+"""Rescale and recommend: how many buckets a job has, and should have."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import asdict
+from typing import Annotated, Any
 
-import pyarrow as pa
 import typer
 
 from arrow_schemas.bucket_map import HASH, BucketMap
 from arrow_schemas.savepoint import SavedBucket
-from spark_state_ext.cli.output import Output, progress, say, table_of, write_table
-from spark_state_ext.cli.parameters import OutputOption, StorageOptions, options_for, options_of
-from spark_state_ext.cli.targets import given_folder
+from spark_state_ext.cli.options import OutputOption, StorageOptions, options_for
+from spark_state_ext.cli.output import Output, columns, progress, say, write_record, write_records
+from spark_state_ext.cli.paths import given_folder
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.reports import choosing
 from spark_state_ext.rescale.savepoints import rescaling_of, write_rescaled
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.reading import operator_named
 
-__all__ = ["command"]
+__all__ = ["recommend", "rescale"]
 
-_ROWS = pa.schema([("operator", pa.string()), ("bucket", pa.int64()), ("rows", pa.int64()), ("bytes", pa.int64())])
+_RESCALED = columns("operator, bucket int, rows int, bytes int")
+_RECOMMENDED = "buckets int, shuffle_partitions int, batch_cost_s float, bucket_bytes int"
 
 
-def command(
+def rescale(
     path: Annotated[str, typer.Argument(metavar="SAVEPOINT", help="the savepoint's folder: a path or a URL")],
     to: Annotated[str, typer.Argument(metavar="NEW_SAVEPOINT", help="folder of the new one, which does not exist yet")],
     buckets: Annotated[
@@ -33,8 +35,9 @@ def command(
         list[str] | None, typer.Option(metavar="B=K", help="split bucket B of these into K; may be given again")
     ] = None,
     operator: Annotated[str | None, typer.Option(metavar="NAME", help="this one only; others stay as they are")] = None,
-    storage_options: StorageOptions = "{}",
-    to_options: Annotated[str, options_for("the new one")] = "{}",
+    *,
+    storage_options: StorageOptions,
+    to_options: Annotated[dict[str, Any], options_for("the new one")],
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Write a savepoint anew with more or fewer buckets, or one bucket split alone, without Spark.
@@ -42,12 +45,12 @@ def command(
     Rows, timeouts, batch, watermark, offsets and times to live stay. All rows are read back and compared before it says
     done. Run it again where it was stopped: it goes on. Prints the new buckets.
     """
-    source = given_folder(path, options_of(storage_options))
-    target = given_folder(to, options_of(to_options))
+    source, target = given_folder(path, storage_options), given_folder(to, to_options)
     into = _into(split or [])
     if buckets is None:
         buckets = _buckets_of(source, operator, into)
-    wanted = rescaling_of(source, BucketMap.split(buckets, into), operator)
+    bucket_map = BucketMap.split(buckets, into)
+    wanted = rescaling_of(source, bucket_map, operator)
     made: list[SavedBucket] = []
     with progress("rescaling", wanted.buckets) as advance:
 
@@ -56,29 +59,31 @@ def command(
             advance(1)
 
         done = write_rescaled(source, target, wanted, on_bucket)
-    rows = [_row(it) for it in made if it.operator in done.operators]
-    write_table(table_of(rows, _ROWS), output)
+    write_records([_row(it) for it in made if it.operator in done.operators], _RESCALED, output)
     for it in done.operators.values():
         say(
             f"operator={it.operator} buckets={it.before.buckets}->{it.after.buckets} rows={it.rows} "
             f"checksum={it.checksum}"
         )
     say(f"to={target.root}")
-    say(f"a job starts from it with {_argument(buckets, into)}")
+    plain = bucket_map.kind == HASH
+    argument = f"buckets={bucket_map.buckets}" if plain else f"bucket_by=BucketMap.split({buckets}, {into})"
+    say(f"a job starts from it with {argument}")
 
 
 def _into(given: list[str]) -> dict[int, int]:
-    found: dict[int, int] = {}
+    """What ``--split`` says: how many buckets a bucket becomes."""
+    parts_of: dict[int, int] = {}
     for text in given:
         bucket, _, parts = text.partition("=")
         if not (bucket.isdecimal() and parts.isdecimal()):
             raise UsageError(
                 f"--split must be the number of a bucket and how many it becomes, such as 3=4, not {text!r}"
             )
-        if int(bucket) in found:
+        if int(bucket) in parts_of:
             raise UsageError(f"--split names bucket {int(bucket)} twice")
-        found[int(bucket)] = int(parts)
-    return found
+        parts_of[int(bucket)] = int(parts)
+    return parts_of
 
 
 def _buckets_of(source: Folder, operator: str | None, into: dict[int, int]) -> int:
@@ -89,13 +94,13 @@ def _buckets_of(source: Folder, operator: str | None, into: dict[int, int]) -> i
     operators = manifest.header.operators
     names = list(operators) if operator is None else [operator_named(manifest, operator, source.root)]
     maps = {operators[name].bucket_map for name in names}
-    (found, *others) = maps
-    if others or found.kind != HASH:
+    (first, *others) = maps
+    if others or first.kind != HASH:
         told = " and ".join(sorted(str(it) for it in maps))
         raise UsageError(
             f"the savepoint at {source.root} has {told}: say with --buckets of how many one is to be split"
         )
-    return found.buckets
+    return first.buckets
 
 
 def _row(bucket: SavedBucket) -> dict[str, object]:
@@ -103,8 +108,18 @@ def _row(bucket: SavedBucket) -> dict[str, object]:
     return {"operator": bucket.operator, "bucket": bucket.bucket, "rows": bucket.pointer.rows, "bytes": size}
 
 
-def _argument(buckets: int, into: dict[int, int]) -> str:
-    made = BucketMap.split(buckets, into)
-    if made.kind == HASH:
-        return f"buckets={made.buckets}"
-    return f"bucket_by=BucketMap.split({buckets}, {into})"
+def recommend(
+    keys: Annotated[int, typer.Option(metavar="N", help="keys that the state will have, at most")],
+    bytes_per_key: Annotated[float, typer.Option(metavar="BYTES", help="of a key and its state, on average")],
+    batch_interval_s: Annotated[float, typer.Option(metavar="SECONDS", help="from one batch to the next")],
+    cores: Annotated[int, typer.Option(metavar="N", help="the most cores that the job will ever have")],
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Recommend a number of buckets and of shuffle partitions, by what buckets were measured to cost."""
+    record = asdict(choosing.recommend(keys, bytes_per_key, batch_interval_s, cores))
+    if output is Output.TABLE:
+        for reason in record["why"]:
+            say(reason)
+        write_record(record, columns(_RECOMMENDED), output)
+    else:
+        write_record(record, columns(f"{_RECOMMENDED}, why texts"), output)

@@ -1,8 +1,4 @@
-"""What operators are at now: looks at a folder of metrics, and what changed from one look to the next.
-
-`looked` and `rates` are functions of files and tables; `shown` makes a table for a terminal, and `watch` looks again
-and again.
-"""
+"""Metrics: what executors noted of their calls, by batch, live, by bucket, and as a page."""
 
 from __future__ import annotations
 
@@ -10,20 +6,71 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import typer
 
-from spark_state_ext.cli.output import write_cells
+from spark_state_ext.cli.exits import DONE, NO
+from spark_state_ext.cli.options import MetricsPath, OutputOption, StorageOptions
+from spark_state_ext.cli.output import Output, columns, say, write_cells, write_table
+from spark_state_ext.errors import UsageError
 from spark_state_ext.files.printable import printable
-from spark_state_ext.worker.metrics import read
+from spark_state_ext.reports.skew import BATCHES, OperatorLoad, loads_of, told
+from spark_state_ext.worker.metrics import FILES, by_batch, read
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["LOOK", "RATES", "looked", "rates", "shown", "watch", "write_batches"]
+__all__ = ["LOOK", "RATES", "looked", "metrics", "rates", "report", "shown", "skew", "watch", "write_batches"]
+
+_EVERY_S = 2.0
+
+
+def _refuse_no_metrics(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}{', that is a file' if folder.exists() else ''}")
+    if next(folder.rglob(FILES), None) is None:
+        raise UsageError(f"no {FILES} files below {folder}: give the job's local_dir, where executors write them")
+
+
+# -- metrics --------------------------------------------------------------------------------------
+
+
+def metrics(
+    folder: Annotated[Path, typer.Argument(help="folder of the files; those in folders below count too")],
+    calls: Annotated[bool, typer.Option("--calls", help="every call of every bucket")] = False,
+    live: Annotated[bool, typer.Option("--watch", help="show what operators are at, until you interrupt it")] = False,
+    every_s: Annotated[
+        float | None, typer.Option("--every", min=0.1, metavar="SECONDS", help="with --watch: between looks; 2")
+    ] = None,
+    looks: Annotated[
+        int | None, typer.Option("--looks", min=1, metavar="N", help="with --watch: end after so many")
+    ] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Print what each batch did: sums over its buckets, from the files that executors write.
+
+    A table has what is looked at most; -o json, jsonl and arrow have all columns.
+
+    With --watch: a line for each operator, with rates since the look before, again and again.
+    """
+    if not live and (every_s is not None or looks is not None):
+        raise UsageError("--every and --looks go with --watch")
+    if live and (calls or output is not Output.TABLE):
+        raise UsageError("--watch shows a table of operators: it goes neither with --calls nor with -o")
+    _refuse_no_metrics(folder)
+    if live:
+        watch(folder, _EVERY_S if every_s is None else every_s, looks)
+        return
+    found = read(folder) if calls else by_batch(read(folder))
+    if output is Output.TABLE:
+        write_batches(found)
+    else:
+        write_table(found, output)
+
 
 _KEYS = ("query_id", "operator")
 # Sums over all calls that the folder has, of which rates are made.
@@ -37,7 +84,7 @@ _HELD = ("state_rows", "state_rows_min", "state_bytes")
 _OLDEST = ("oldest_inline_ms", "lease_age_ms")
 
 
-def _schema(**columns: pa.DataType) -> pa.Schema:
+def _columns(**columns: pa.DataType) -> pa.Schema:
     return pa.schema(list(columns.items()))
 
 
@@ -45,14 +92,14 @@ _OPERATOR = {
     **dict.fromkeys(_KEYS, pa.string()),
     **dict.fromkeys(("batch", "ended_ms", "buckets", "job_buckets", *_HELD, *_OLDEST), pa.int64()),
 }
-LOOK = _schema(
+LOOK = _columns(
     looked_ms=pa.int64(),
     **_OPERATOR,
     calls=pa.int64(),
     **dict.fromkeys(_COUNTED, pa.int64()),
     **dict.fromkeys(_TIMED, pa.float64()),
 )
-RATES = _schema(
+RATES = _columns(
     seconds=pa.float64(),
     **_OPERATOR,
     calls=pa.int64(),
@@ -236,3 +283,71 @@ def watch(
             after = looked(folder)
             live.update(shown(rates(before, after)), refresh=True)
             before, done = after, done + 1
+
+
+# -- skew -----------------------------------------------------------------------------------------
+
+_LOADS = columns(
+    "operator, query_id, bucket int, calls int, rows int, changed_rows int, top_key_rows int, state_rows int, "
+    "state_bytes int, call_ms float, finding"
+)
+
+
+def skew(
+    folder: MetricsPath,
+    batches: Annotated[int, typer.Option(min=1, metavar="N", help="sum up the last N batches")] = BATCHES,
+    cores: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="cores of the job; by default as workers were seen")
+    ] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Print rows, state and time of each bucket over the last batches, and say which is too heavy, and what mends it.
+
+    Exits with 1 where something is to be changed.
+    """
+    _refuse_no_metrics(folder)
+    loads = loads_of(read(folder), batches, cores)
+    write_table(pa.concat_tables([_load_rows(it) for it in loads]) if loads else _LOADS.empty_table(), output)
+    for it in loads:
+        say(
+            f"operator={it.operator} query={it.query_id} batches={it.batches} buckets={it.job_buckets} "
+            f"skew_rows={it.skew.rows:.2f} skew_state={it.skew.state_bytes:.2f} skew_time={it.skew.call_ms:.2f}"
+        )
+        for line in told(it.findings):
+            say(line)
+    raise typer.Exit(DONE if all(it.is_even for it in loads) else NO)
+
+
+def _load_rows(it: OperatorLoad) -> pa.Table:
+    whose = {"operator": it.operator, "query_id": it.query_id}
+    values = [
+        pa.repeat(whose[name], it.buckets.num_rows) if name in whose else it.buckets[name] for name in _LOADS.names
+    ]
+    return pa.table(values, names=_LOADS.names).cast(_LOADS)
+
+
+# -- report ---------------------------------------------------------------------------------------
+
+
+def report(
+    path: Annotated[str, typer.Argument(help="the root, as ArrowState has it, or a folder of metrics")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="the page; one that is there is replaced")] = Path(
+        "report.html"
+    ),
+    metrics: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="of the job's metrics, such as its local_dir")
+    ] = None,
+    title: Annotated[str, typer.Option(help="of the page; by default it names the path")] = "",
+    *,
+    storage_options: StorageOptions,
+) -> None:
+    """Write a report of a job: one HTML file, from its root, its metrics, or both.
+
+    Reads only. Needs matplotlib: pip install 'spark_state_ext[report]'.
+    """
+    # It reads roots too, which the other commands here do not.
+    from spark_state_ext.cli.paths import absolute
+    from spark_state_ext.reports.making import report as make_report
+
+    made = make_report(absolute(path), out, metrics=metrics, storage_options=storage_options, title=title)
+    say(f"file={made} bytes={made.stat().st_size}")

@@ -1,18 +1,72 @@
-"""The tree of a bucket's checkpoints, as text and as a picture."""
+"""Lineage: how the checkpoints of a bucket were built upon each other, as text and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef
-from spark_state_ext.cli.bucket_files import CheckpointEntry
-from spark_state_ext.errors import EnvironmentSetupError, StorageError
+from spark_state_ext.cli.bucket_files import CheckpointEntry, QueryChoice, files_of, report_damage
+from spark_state_ext.cli.options import OutputOption, QueryPath
+from spark_state_ext.cli.output import Output, columns, say, write_records
+from spark_state_ext.errors import EnvironmentSetupError, StorageError, UsageError
 from spark_state_ext.files.printable import printable
 
-__all__ = ["Node", "drawn", "nodes_of", "text_lines"]
+__all__ = ["lineage"]
+
+_PICTURES = (".svg", ".png")
+_ROWS = columns(
+    "bucket int, version int, id, parent_version int, parent_id, kinds texts, batch int, heartbeat int, bytes int"
+)
+
+
+def lineage(
+    path: QueryPath,
+    bucket: Annotated[int, typer.Option(metavar="N", help="of which bucket")],
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="FILE", help="draw a picture: a file that ends in .svg or .png")
+    ] = None,
+    *,
+    choice: QueryChoice,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Print the checkpoints of a bucket as a tree, the newest last. Attempts that Spark made again are branches.
+
+    Pictures need matplotlib: pip install 'spark_state_ext[report]'.
+    """
+    if to is not None and to.suffix not in _PICTURES:
+        raise UsageError(f"--to must end in {' or '.join(_PICTURES)}, not {to.name!r}")
+    folder, in_force = choice.find(path)
+    files = files_of(folder, in_force, [bucket])
+    nodes = _nodes_of(files)
+    if to is not None:
+        _draw(nodes, f"bucket {bucket} of {folder.root}", to)
+        say(f"drawn: {len(nodes)} checkpoints in {to}")
+    elif output is Output.TABLE:
+        for line in _text_lines(nodes):
+            typer.echo(line)
+    else:
+        write_records([_row(bucket, it) for it in nodes], _ROWS, output)
+    raise typer.Exit(report_damage(files))
+
+
+def _row(bucket: int, node: Node) -> dict[str, Any]:
+    return {
+        "bucket": bucket,
+        "version": node.ref.version,
+        "id": node.ref.id,
+        "parent_version": None if node.parent is None else node.parent.version,
+        "parent_id": None if node.parent is None else node.parent.id,
+        "kinds": list(node.kinds),
+        "batch": node.batch,
+        "heartbeat": node.heartbeat,
+        "bytes": node.size_bytes,
+    }
+
 
 _ID_DIGITS = 8
 _INCHES_EACH = 0.35
@@ -20,25 +74,17 @@ _INCHES_EACH = 0.35
 
 @dataclass(frozen=True)
 class Node:
-    """A checkpoint.
+    """A checkpoint."""
 
-    Parameters
-    ----------
-    ref, parent
-        Which one, and what it was built on; None: nothing, or that is not known.
-    kinds
-        Which files it has.
-    batch, heartbeat
-        When it was made.
-    size_bytes
-        Bytes of its files.
-    """
-
+    # Which one, and what it was built on; None: nothing, or that is not known.
     ref: CheckpointRef
     parent: CheckpointRef | None
+    # Which files it has.
     kinds: tuple[str, ...]
+    # When it was made.
     batch: int
     heartbeat: int
+    # Bytes of its files.
     size_bytes: int
 
     def __str__(self) -> str:
@@ -48,7 +94,7 @@ class Node:
         )
 
 
-def nodes_of(files: Sequence[CheckpointEntry]) -> list[Node]:
+def _nodes_of(files: Sequence[CheckpointEntry]) -> list[Node]:
     """The checkpoints of a bucket whose files can be read, in order of version."""
     by_ref: dict[CheckpointRef, list[CheckpointEntry]] = {}
     for file in files:
@@ -83,7 +129,7 @@ def _children(nodes: Sequence[Node]) -> tuple[list[Node], dict[CheckpointRef, li
     return roots, children
 
 
-def text_lines(nodes: Sequence[Node]) -> Iterator[str]:
+def _text_lines(nodes: Sequence[Node]) -> Iterator[str]:
     """A line for each checkpoint: those that only children follow stand below each other, branches are indented."""
     roots, children = _children(nodes)
     # Depth first, without recursion: a lineage may be long. The one with the longest line goes last, not indented.
@@ -105,7 +151,7 @@ def _short(ref: CheckpointRef) -> str:
     return f"{ref.version}_{ref.id[:_ID_DIGITS]}, which has no file here"
 
 
-def drawn(nodes: Sequence[Node], title: str, path: Path) -> None:
+def _draw(nodes: Sequence[Node], title: str, path: Path) -> None:
     """Draw the checkpoints: versions from left to right, branches above each other, snapshots as squares."""
     try:
         import matplotlib

@@ -1,39 +1,114 @@
-"""Reading every byte of state against its digests: which files there are, and what is wrong with each."""
+"""Verify: reads every byte of state against its digests, and says which file is damaged."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import typer
+
+from arrow_schemas.bucket_map import BY_PARTITION, BucketMap
 from arrow_schemas.checksum import opened_document, readable
+from arrow_schemas.equality import IndexArray, group_by_key
 from arrow_schemas.erase import ERASE_FOLDER, EraseDone, parse_erase_name
 from arrow_schemas.lineage import CheckpointRef, parse_file_name
 from arrow_schemas.operator import OperatorFile, parse_operator_file_name
 from arrow_schemas.partitions import PartitionAssignment, parse_partitions_name
+from arrow_schemas.row import KEY_HASH
 from arrow_schemas.savepoint import MANIFEST_NAME, SavedFile, SavepointManifest
-from spark_state_ext.cli.targets import QueryFolder, Target, bucket_folders
-from spark_state_ext.errors import ChangedJobError, CorruptError, CorruptFileError, LineageError, MissingError
+from spark_state_ext.cli.exits import DONE, NO
+from spark_state_ext.cli.options import AllFilesOption, OutputOption, ScratchOption, StatePath, StorageOptions
+from spark_state_ext.cli.output import Output, columns, progress, say, write_records
+from spark_state_ext.cli.paths import QueryFolder, Target, bucket_folders, given_folder, target_of
+from spark_state_ext.engine.folders import scratch_folder
+from spark_state_ext.errors import (
+    CannotHoldError,
+    ChangedJobError,
+    CorruptError,
+    CorruptFileError,
+    LineageError,
+    MissingError,
+    PartitionsChangedError,
+    UsageError,
+)
 from spark_state_ext.files.checkpoint import announced, verify_checkpoint
 from spark_state_ext.files.erase_requests import decode_request
 from spark_state_ext.files.folder import Entry, Folder, is_temporary
 from spark_state_ext.files.last_run import LAST_RUN_NAME, LastRun
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER
+from spark_state_ext.files.operator_catalog import SPILL_FOLDER, newest_operator
 from spark_state_ext.ownership.claim_notes import CLAIMS_FOLDER
 from spark_state_ext.ownership.holds import HOLDS_FOLDER, HoldRecord
 from spark_state_ext.ownership.last_written import LAST_WRITTEN_NAME, decode_last_written_ms
 from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 from spark_state_ext.ownership.lease_record import LeaseRecord, refusal
+from spark_state_ext.reading.bodies import hashes_in
+from spark_state_ext.reading.opening import open_state
+from spark_state_ext.reading.shown import BUCKET
+from spark_state_ext.reading.state import OpenState
 from spark_state_ext.rescale.notes import notes_among
 from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, parse_parent_name
 from spark_state_ext.savepoints.claims import SavepointClaim
 from spark_state_ext.savepoints.copying import digest_text
-from spark_state_ext.savepoints.manifest_file import decode_manifest
+from spark_state_ext.savepoints.manifest_file import decode_manifest, read_manifest
 from spark_state_ext.savepoints.records import START_NAME, StartRecord
+from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["DAMAGED", "GONE", "MISSING", "UNKNOWN", "WHOLE", "Check", "Checked", "checks_of"]
+__all__ = ["Check", "checks_of", "verify"]
+
+_PARALLEL_MAX = 8
+_ROWS = columns("status, kind, bytes int, path, problem")
+
+
+def verify(
+    path: StatePath,
+    every: AllFilesOption = False,
+    local_dir: ScratchOption = None,
+    *,
+    storage_options: StorageOptions,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Read every byte of each file against its digests, and say which is damaged, and whether a key is in two buckets.
+
+    Of a savepoint, each file must be the one that the manifest names. Which files a running query needs only Spark
+    knows: files that are gone from a query folder are not missed. Where buckets are the partitions of the source, each
+    key of the newest state must be in one bucket (kind keys).
+    """
+    target = target_of(given_folder(path, storage_options))
+    checks = checks_of(target, scratch_folder(local_dir))
+    if all(check.read is None for check in checks):
+        raise UsageError(
+            f"{target.folder.root} has no state: none of the {len(checks)} files below it is one of this package. Give "
+            "a root as ArrowState has it, a query folder below it, or a savepoint"
+        )
+    checks += key_checks(target, local_dir, storage_options)
+    found = _carried_out(checks)
+    shown = [it for it in found if every or it.status not in (WHOLE, GONE)]
+    rows = [{**vars(it), "bytes": it.size_bytes, "problem": it.problem or None} for it in shown]
+    write_records(rows, _ROWS, output, if_none=False)
+    counts = {status: sum(it.status == status for it in found) for status in (DAMAGED, MISSING, UNKNOWN)}
+    say(
+        f"files={len(found)} bytes={sum(it.size_bytes for it in found)} "
+        + " ".join(f"{status}={count}" for status, count in counts.items())
+    )
+    raise typer.Exit(NO if counts[DAMAGED] or counts[MISSING] else DONE)
+
+
+def _carried_out(checks: list[Check]) -> list[Checked]:
+    with progress("reading", sum(it.size_bytes for it in checks)) as advance:
+
+        def work(check: Check) -> Checked:
+            done = check.carried_out()
+            advance(check.size_bytes)
+            return done
+
+        return side_by_side("verify", _PARALLEL_MAX, work, checks) if checks else []
+
 
 WHOLE, DAMAGED, MISSING, GONE, UNKNOWN = "whole", "damaged", "missing", "gone", "unknown"
 # Folders of a query folder that hold one kind of document each; rows in transit lie in another one.
@@ -45,48 +120,32 @@ _CLAIM = "claim"
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found out about a file.
+    """What was found out about a file."""
 
-    Parameters
-    ----------
-    path
-        The file.
-    kind
-        What it is.
-    size_bytes
-        Its size.
-    status
-        `WHOLE`, `DAMAGED`, `MISSING`, `GONE` for what a running query has removed meanwhile, or `UNKNOWN` for what is
-        none of ours.
-    problem
-        What is wrong; empty where nothing is.
-    """
-
+    # The file.
     path: str
+    # What it is.
     kind: str
+    # Its size.
     size_bytes: int
+    # `WHOLE`, `DAMAGED`, `MISSING`, `GONE` for what a running query has removed meanwhile, or `UNKNOWN` for what is
+    # none of ours.
     status: str
+    # What is wrong; empty where nothing is.
     problem: str = ""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A file to look at.
+    """A file to look at."""
 
-    Parameters
-    ----------
-    path, kind, size_bytes
-        As in `Checked`.
-    read
-        Reads it, and raises what is wrong; None: it is none of ours.
-    is_listed
-        Looks again whether it is there: clean-up and leases remove files. None: something else says that it has to be.
-    """
-
+    # As in `Checked`.
     path: str
     kind: str
     size_bytes: int
+    # Reads it, and raises what is wrong; None: it is none of ours.
     read: Callable[[], object] | None
+    # Looks again whether it is there: clean-up and leases remove files. None: something else says that it has to be.
     is_listed: Callable[[], bool] | None = None
 
     def carried_out(self) -> Checked:
@@ -269,3 +328,123 @@ def _read_named(files: Folder, file: SavedFile, scratch: Path) -> None:
 def _claim(folder: Folder, entry: Entry) -> Check:
     where = folder.where(entry.name)
     return Check(where, "claim", entry.size_bytes, lambda: SavepointClaim.decode(folder.get(entry.name), where))
+
+
+def key_checks(target: Target, local_dir: str | None, storage_options: dict[str, Any]) -> list[Check]:
+    """A check of each state in buckets by partition; none of others, and of what the check of its files reports."""
+    found = []
+    for folder, operator in _operators(target):
+        if operator.bucket_map.by_hash:
+            continue
+        path, name = (target.folder.root, operator.operator) if target.savepoint else (folder.root, None)
+        read = partial(_refuse_keys_in_two_buckets, path, name, local_dir, storage_options)
+        found.append(Check(folder.root, "keys", 0, read))
+    return found
+
+
+def _operators(target: Target) -> Iterator[tuple[Folder, OperatorFile]]:
+    """Folders of buckets with files, and the operator file in force."""
+    # The check of a file that cannot be read reports it.
+    if target.savepoint:
+        with suppress(CorruptError, ChangedJobError):
+            named = read_manifest(target.folder).header.operators
+            yield from ((target.folder.child(name), file) for name, file in named.items())
+        return
+    for query_folder in target.query_folders:
+        folder = query_folder.folder
+        with suppress(CorruptError, ChangedJobError):
+            operator = newest_operator(folder)
+            if operator is not None and any(files.names() for _, files in bucket_folders(folder)):
+                yield folder, operator
+
+
+def _refuse_keys_in_two_buckets(
+    path: str, operator: str | None, local_dir: str | None, storage_options: dict[str, Any]
+) -> None:
+    def opened(hold: bool) -> OpenState:
+        # The newest state that files have, so that a wrong batch is found soon.
+        return open_state(
+            path, operator=operator, unproven=True, hold=hold, local_dir=local_dir, storage_options=storage_options
+        )
+
+    try:
+        state = opened(True)
+    except CannotHoldError:
+        state = opened(False)
+    with state:
+        count, example = _keys_in_two_buckets(state)
+    if count:
+        raise PartitionsChangedError(
+            f"{count} keys lie in several buckets, and so have several states, such as {example}: the number of "
+            'partitions changed in a way that the state could not follow. See "A number that cannot be followed" in '
+            "docs/operating/source-partitions.md"
+        )
+
+
+def _keys_in_two_buckets(state: OpenState) -> tuple[int, str]:
+    """How many keys lie in several buckets of one stream, and one of them."""
+    count, example = 0, ""
+    for buckets in _buckets_compared(state.bucket_map):
+        for rows in _rows_by_hash(state, buckets):
+            keys = [rows.column(at) for at in range(len(state.key_schema))]
+            order, starts = group_by_key(hashes_in(rows), keys)
+            if not len(starts):
+                continue
+            places = rows.column(BUCKET).to_numpy()[order]
+            least, largest = np.minimum.reduceat(places, starts), np.maximum.reduceat(places, starts)
+            several = np.flatnonzero(least != largest)
+            if len(several) and not count:
+                at = int(starts[several[0]])
+                key = {
+                    name: column[int(order[at])].as_py() for name, column in zip(rows.schema.names, keys, strict=False)
+                }
+                example = f"{key} in buckets {least[several[0]]} and {largest[several[0]]}"
+            count += len(several)
+    return count, example
+
+
+def _buckets_compared(bucket_map: BucketMap) -> list[Sequence[int]]:
+    """Buckets of which a key may be in one only."""
+    if bucket_map.group_by == BY_PARTITION:
+        return [range(bucket_map.buckets)]
+    firsts = [(bucket_map.first_of(stream), count) for stream, count in bucket_map.streams]
+    return [range(first, first + count) for first, count in firsts]
+
+
+def _rows_by_hash(state: OpenState, buckets: Sequence[int]) -> Iterator[pa.RecordBatch]:
+    """Rows of all buckets together, ascending by hash from batch to batch; all rows of a hash are in one batch.
+
+    Rows with a hash that only one of the buckets has are left out.
+    """
+    fields = state.columns.fields([*state.key_schema.names, KEY_HASH, BUCKET])
+
+    def of(bucket: int) -> Iterator[pa.RecordBatch]:
+        return (state.columns.of(rows, fields, bucket) for rows in state.rows(bucket))
+
+    sources = {bucket: of(bucket) for bucket in buckets}
+    held: dict[int, pa.RecordBatch] = {}
+    while True:
+        for bucket in [it for it in sources if it not in held]:
+            following = next(sources[bucket], None)
+            if following is None:
+                del sources[bucket]
+            else:
+                held[bucket] = following
+        if not held:
+            return
+        # Up to here all buckets' rows are known: a batch has all rows of its hashes.
+        last = min(hashes_in(rows)[-1] for rows in held.values())
+        parts = []
+        for bucket, rows in list(held.items()):
+            end = int(np.searchsorted(hashes_in(rows), last, side="right"))
+            parts.append(rows.slice(0, end))
+            if end == rows.num_rows:
+                del held[bucket]
+            else:
+                held[bucket] = rows.slice(end)
+        hashes = np.concatenate([hashes_in(rows) for rows in parts])
+        _, at, times = np.unique(hashes, return_inverse=True, return_counts=True)
+        shared: IndexArray = np.flatnonzero(times[at.ravel()] > 1)
+        if len(shared):
+            together = pa.Table.from_batches([rows for rows in parts if rows.num_rows])
+            yield together.take(pa.array(shared)).combine_chunks().to_batches()[0]

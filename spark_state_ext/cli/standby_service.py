@@ -1,38 +1,47 @@
-"""``standby run``: the standby service of this host."""
+"""Standby run: the service of this host, and the server that answers its peers."""
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from arrow_schemas.peers import PeerSecret
+from spark_state_ext.cli.options import StorageOptions
 from spark_state_ext.cli.output import say
-from spark_state_ext.cli.parameters import StorageOptions, options_of
-from spark_state_ext.cli.peer_server import PeerOptions, address_of, serve_peers
-from spark_state_ext.cli.targets import as_given
+from spark_state_ext.cli.paths import as_given
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import refuse_relative
+from spark_state_ext.peers.finding import ADDRESS_KIND
+from spark_state_ext.peers.serving import Tls
+from spark_state_ext.peers.settings import SECRET_VARIABLE, pem_file
 from spark_state_ext.restore.lazy import lazy_bytes_min
 from spark_state_ext.standby.metrics import StandbyCollector
-from spark_state_ext.standby.roots import RootFollower
+from spark_state_ext.standby.roots import ReplicaShelf, RootFollower
 from spark_state_ext.standby.service import RootService, StandbyService
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.standby.web import Web
-from spark_state_ext.worker.host import host_name
+from spark_state_ext.worker.host import host_name, machine_name
 
-__all__ = ["command"]
+if TYPE_CHECKING:
+    from spark_state_ext.peers.server import PeerServer
+
+__all__ = ["PeerOptions", "address_of", "run", "serve_peers"]
 
 
-def command(
+def run(
     roots: Annotated[
         list[str], typer.Argument(metavar="ROOT…", help="roots whose buckets are followed, as ArrowState has them")
     ],
@@ -67,7 +76,8 @@ def command(
     ] = None,
     peer_tls_cert: Annotated[Path | None, typer.Option("--peer-tls-cert", help="this host's certificate, PEM")] = None,
     peer_tls_key: Annotated[Path | None, typer.Option("--peer-tls-key", help="its private key, PEM")] = None,
-    storage_options: StorageOptions = "{}",
+    *,
+    storage_options: StorageOptions,
 ) -> None:
     """Keep copies of buckets' state on this host, until it is told to stop (SIGTERM or SIGINT).
 
@@ -76,11 +86,11 @@ def command(
     """
     stop = _stop_on_signals()
     _log_to_stderr()
-    options, host = options_of(storage_options), host_name()
+    host = host_name()
     gives_bytes_min = None if peer_listen is None else lazy_bytes_min()
     _refuse(roots, local_dir)
     # With a slash at its end too, where the job has one: local stores are named by it.
-    followed = [FollowedRoot(root, options, str(local_dir), gives_bytes_min) for root in roots]
+    followed = [FollowedRoot(root, storage_options, str(local_dir), gives_bytes_min) for root in roots]
     followers = [RootFollower(root, threads_max=threads, bandwidth_max_bytes_s=bandwidth_max) for root in followed]
     peer = PeerOptions(peer_listen, peer_address, peer_secret_file, peer_tls_cert, peer_tls_key)
     with ExitStack() as opened:
@@ -135,3 +145,70 @@ def _refuse(roots: Iterable[str], local_dir: Path) -> None:
             raise UsageError(f"{given[as_given(root)]} and {root} are one root: give it once, as ArrowState has it")
         given[as_given(root)] = root
     scratch_folder(str(local_dir))
+
+
+_LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """As the command line has them."""
+
+    # ``HOST:PORT``; None: peers get nothing.
+    listen: str | None = None
+    # By which name others reach this host; None: what the machine is called.
+    address: str | None = None
+    # The file with the secret; None: the environment has it.
+    secret_file: Path | None = None
+    # Files for TLS, both or none.
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+def serve_peers(
+    options: PeerOptions, followers: Sequence[RootFollower], environ: Mapping[str, str] = os.environ
+) -> PeerServer | None:
+    """Begin to give peers what the replicas of this host have; None where that is not wanted."""
+    if options.listen is None:
+        others = (options.address, options.secret_file, options.certificate, options.key)
+        if any(it is not None for it in others):
+            raise UsageError("options of peers need --peer-listen HOST:PORT, where they are answered")
+        return None
+    match = _LISTEN.fullmatch(options.listen)
+    if match is None or int(match["port"]) > 65_535:
+        raise UsageError(f"--peer-listen is {options.listen!r}: give HOST:PORT, such as 0.0.0.0:9465")
+    secret, tls = _peer_secret(options, environ), _peer_tls(options)
+    try:
+        from spark_state_ext.peers.server import PeerServer
+    except ImportError as error:
+        raise UsageError(
+            f"--peer-listen needs grpcio: pip install 'spark_state_ext[standby]', or leave --peer-listen out ({error})"
+        ) from error
+    return PeerServer(match["host"], int(match["port"]), secret, ReplicaShelf(followers), tls)
+
+
+def address_of(server: PeerServer | None, options: PeerOptions) -> dict[str, str]:
+    """What this host's record tells of where peers are answered."""
+    if server is None:
+        return {}
+    return {ADDRESS_KIND: f"{server.scheme}://{options.address or machine_name()}:{server.port}"}
+
+
+def _peer_secret(options: PeerOptions, environ: Mapping[str, str]) -> PeerSecret:
+    if options.secret_file is None:
+        text = environ.get(SECRET_VARIABLE)
+        if not text:
+            raise UsageError(f"peers need a secret: set {SECRET_VARIABLE}, or give --peer-secret-file")
+        return PeerSecret.of(text)
+    try:
+        return PeerSecret.of(options.secret_file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--peer-secret-file {options.secret_file} cannot be read: {error!r}") from error
+
+
+def _peer_tls(options: PeerOptions) -> Tls | None:
+    if options.certificate is None or options.key is None:
+        if options.certificate is not None or options.key is not None:
+            raise UsageError("TLS needs both --peer-tls-cert and --peer-tls-key")
+        return None
+    return Tls(pem_file(options.certificate, "--peer-tls-cert"), pem_file(options.key, "--peer-tls-key"))

@@ -1,0 +1,114 @@
+"""Import-native and export-native: to and from Spark's own operators, with Spark."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from spark_state_ext.cli.options import IdleOption, OperatorOption, OutputOption, StorageOptions, options_for
+from spark_state_ext.cli.output import Output, columns, say, write_record
+from spark_state_ext.cli.paths import absolute, given_folder
+from spark_state_ext.errors import UsageError
+
+__all__ = ["export_native", "import_native"]
+
+_IDLE_S = 60.0
+_IMPORTED = columns(
+    "savepoint, checkpoint, query_id, batch int, replays bool, watermark time_ms, rows int, states int, timeouts int"
+)
+_EXPORTED = columns("path, operator, key texts, columns texts, rows int")
+
+
+def import_native(
+    checkpoint: Annotated[str, typer.Argument(metavar="LOCATION", help="the stopped job's checkpointLocation")],
+    savepoint: Annotated[str, typer.Argument(help="folder of the savepoint that its state becomes; not there yet")],
+    new_checkpoint: Annotated[
+        str, typer.Argument(metavar="NEW_LOCATION", help="the new query's checkpointLocation; not there yet, or empty")
+    ],
+    operator: Annotated[str, typer.Option("--operator", metavar="NAME", help="as the ArrowState to come has it")],
+    buckets: Annotated[int, typer.Option(min=1, metavar="N", help="as the ArrowState to come has it")] = 16,
+    idle_s: IdleOption = _IDLE_S,
+    *,
+    storage_options: StorageOptions,
+    savepoint_options: Annotated[dict[str, Any] | None, options_for("the savepoint; by default the same")] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Bring a stopped job on Spark's own applyInPandasWithState to this package. Needs PySpark 4.0 or newer.
+
+    The old checkpoint location is only read. Settings and packages that Spark needs come from PYSPARK_SUBMIT_ARGS or
+    spark-defaults.conf.
+    """
+    # PySpark is imported by nothing else here.
+    from spark_state_ext.cli.sessions import errors_of_tasks, refuse_taken, session
+    from spark_state_ext.engine.options import StateOptions
+    from spark_state_ext.engine.start_from import Savepoint
+    from spark_state_ext.spark.native.importing import import_native as import_from_spark
+
+    of_savepoint = storage_options if savepoint_options is None else savepoint_options
+    target = Savepoint(savepoint, storage_options=of_savepoint)
+    # Before Spark starts.
+    StateOptions(root="/", operator=operator)
+    refuse_taken(savepoint, of_savepoint, "the savepoint")
+    refuse_taken(new_checkpoint, storage_options, "the new checkpoint location")
+    with errors_of_tasks():
+        done = import_from_spark(
+            session(checkpoint),
+            checkpoint,
+            target,
+            new_checkpoint,
+            buckets=buckets,
+            operator=operator,
+            idle_s=idle_s,
+            storage_options=storage_options,
+        )
+    record = {name: getattr(done, name) for name in ("query_id", "batch", "replays", "rows", "states", "timeouts")}
+    record |= {"savepoint": done.savepoint.path, "checkpoint": done.checkpoint_location, "watermark": done.watermark_ms}
+    write_record(record, _IMPORTED, output)
+    say(f"run the query with start_from=Savepoint({done.savepoint.path!r}) and the new checkpointLocation")
+
+
+def export_native(
+    savepoint: Annotated[str, typer.Argument(help="the savepoint's folder: an absolute path or a URL")],
+    to: Annotated[str, typer.Argument(metavar="TARGET", help="a folder of Parquet files, not there yet")],
+    operator: OperatorOption = None,
+    target_operator: Annotated[
+        str, typer.Option("--for", metavar="OPERATOR", help="Spark's operator that takes it")
+    ] = "transformWithState",
+    *,
+    storage_options: StorageOptions,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Write a savepoint's state as Spark's own transformWithState takes it. Needs PySpark 4.0 or newer.
+
+    A job gives the rows to its operator, grouped by their key: initialState=spark.read.parquet(TARGET).groupBy(key).
+    """
+    # PySpark is imported by nothing else here.
+    from spark_state_ext.cli.sessions import errors_of_tasks, local_path, session
+    from spark_state_ext.engine.start_from import Savepoint
+    from spark_state_ext.savepoints.manifest_file import read_manifest
+    from spark_state_ext.savepoints.reading import operator_named
+    from spark_state_ext.spark.client.tables import read_savepoint
+    from spark_state_ext.spark.native.exporting import export_native as check_export
+    from spark_state_ext.spark.native.exporting import refuse_operator
+
+    folder = given_folder(absolute(savepoint), storage_options)
+    manifest = read_manifest(folder)
+    name = operator_named(manifest, operator, folder.root)
+    given = Savepoint(folder.root, operator=name, storage_options=storage_options)
+    # Before Spark starts.
+    refuse_operator(target_operator)
+    if (path := local_path(to)) is not None and path.exists():
+        raise UsageError(f"there is {to} already: give a folder that does not exist yet")
+    with errors_of_tasks():
+        spark = session()
+        # It refuses what cannot be exported, and its rows are those of the table.
+        check_export(spark, given, to=target_operator)
+        rows = read_savepoint(spark, given)
+        rows.write.parquet(to)
+        count = spark.read.parquet(to).count()
+    keys = [field.name for field in manifest.header.operators[name].row_schema().keys]
+    record = {"path": to, "operator": name, "key": keys, "columns": rows.columns, "rows": count}
+    write_record(record, _EXPORTED, output)
+    by = ", ".join(map(repr, keys))
+    say(f"give them to the operator: initialState=spark.read.parquet({to!r}).groupBy({by})")
