@@ -13,12 +13,12 @@ import pytest
 from cluster_trial import CASES, SHARES, Case, Trial
 
 from spark_state_ext.worker.boot import boot_id
-from tests.helpers.soak import whole
+from tests.helpers.soak import SOAK, whole
 
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(1800 if SOAK else 900)
 @pytest.mark.parametrize("case", whole(CASES[-1:], CASES[:-1]), ids=lambda case: case.name)
 def test_results_are_those_of_the_batch_computation(cluster: Any, tmp_path: Path, case: Case) -> None:
     seed = int.from_bytes(os.urandom(3), "big")

@@ -37,7 +37,7 @@ from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, scanned
 from tests.helpers.jobs import job_of
-from tests.helpers.soak import examples
+from tests.helpers.soak import SOAK, examples
 
 JOBS, BATCHES, RETAINED = examples(20, 1_000), 6, 0
 BUCKETS, BUCKET = 8, 3
@@ -145,7 +145,7 @@ def taken(life: Life, path: Path) -> None:
 
 
 @pytest.mark.parametrize("ingested", [False, True])
-@pytest.mark.timeout(7_200)
+@pytest.mark.timeout(7_200 if SOAK else 900)
 def test_jobs_that_start_from_one_savepoint_share_nothing(
     life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ingested: bool
 ) -> None:

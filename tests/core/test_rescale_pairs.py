@@ -101,7 +101,7 @@ def same(query: RescaledQuery) -> None:
     assert expired == [expired_in(query.model, now_ms) for now_ms in TIMES_MS]
 
 
-@pytest.mark.timeout(7_200)
+@pytest.mark.timeout(7_200 if SOAK else 900)
 @pytest.mark.parametrize("n", NUMBERS if SOAK else SOME)
 def test_all_pairs_of_numbers(n: int, tmp_path: Path) -> None:
     old = old_query(tmp_path, n)

@@ -18,7 +18,7 @@ from sim_scenes import SCENES, Scene, played
 from sim_search import searched
 from sim_world import simulate
 
-from tests.helpers.soak import examples
+from tests.helpers.soak import SOAK, examples
 
 # `python tests/simulation/run.py --histories 20000` is the long run, in `make soak` too.
 HISTORIES = examples(45, 1_000)
@@ -81,7 +81,7 @@ WRONG = (
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(86_400)
+@pytest.mark.timeout(86_400 if SOAK else 900)
 def test_no_history_gives_a_wrong_state() -> None:
     """Others every time; the seed in the output finds a failure again."""
     seed_of_today = int.from_bytes(os.urandom(3), "big")

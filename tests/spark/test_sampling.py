@@ -23,7 +23,7 @@ TIMEOUTS = {1: ["event", "processing"], 2: ["event", "processing"]} if SOAK else
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.timeout(7_200)
+@pytest.mark.timeout(7_200 if SOAK else 900)
 def test_restarts_of_a_job_that_is_not_deterministic(tmp_path: Path) -> None:
     """With both of Spark's checkpoint formats, several buckets a partition, and timeouts of both kinds."""
     script = Path(__file__).with_name("sample_job.py")
