@@ -104,8 +104,8 @@ def sorted_pandas(key: Any, pdfs: Any, state: GroupState) -> list[tuple[Any, ...
     ("api", "in_order", "sorting"),
     [
         ("arrow", descents_arrow, sorted_arrow),
-        ("rows", descents_rows, sorted_rows),
-        ("pandas", descents_pandas, sorted_pandas),
+        pytest.param("rows", descents_rows, sorted_rows, marks=pytest.mark.soak),
+        pytest.param("pandas", descents_pandas, sorted_pandas, marks=pytest.mark.soak),
     ],
 )
 def test_rows_of_a_partition_keep_its_order_and_a_sort_is_for_all(
@@ -175,7 +175,7 @@ def test_event_time_timeouts_come_with_the_rows_of_a_batch(session: Any, tmp_pat
 
 
 @CLASSIC
-@pytest.mark.parametrize("api", ["arrow", "rows"])
+@pytest.mark.parametrize("api", ["arrow", pytest.param("rows", marks=pytest.mark.soak)])
 def test_processing_time_timeouts(session: Any, api: str, tmp_path: Path) -> None:
     def vectorised(batch: StateBatch) -> Any:
         patient = pc.equal(batch.keys["key"], "patient")
@@ -208,6 +208,7 @@ def test_processing_time_timeouts(session: Any, api: str, tmp_path: Path) -> Non
     }
 
 
+@pytest.mark.soak
 @CLASSIC
 def test_late_rows_go_by_the_watermark_of_the_batch_before(session: Any, tmp_path: Path) -> None:
     """As the pandas function has it in test_timeouts.py."""
@@ -229,7 +230,7 @@ def test_late_rows_go_by_the_watermark_of_the_batch_before(session: Any, tmp_pat
 
 
 @CLASSIC
-@pytest.mark.parametrize("engine", ["polars", "duckdb"])
+@pytest.mark.parametrize("engine", ["polars", pytest.param("duckdb", marks=pytest.mark.soak)])
 def test_functions_of_other_engines(session: Any, engine: str, tmp_path: Path) -> None:
     """Sum and largest value of each key; state comes back by key, in whatever order."""
     pytest.importorskip(engine)

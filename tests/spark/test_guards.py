@@ -239,7 +239,7 @@ def test_enabling_with_something_else_is_refused(spark: Any, tmp_path: Path) -> 
         enable(arrow_state(tmp_path), spark)  # type: ignore[arg-type]  # the wrong way round
 
 
-@pytest.mark.parametrize(("starts", "clean_up"), [(1, True), (3, False)])
+@pytest.mark.parametrize(("starts", "clean_up"), [pytest.param(1, True, marks=pytest.mark.soak), (3, False)])
 def test_a_wrong_root_is_refused_and_nothing_is_written_there(
     spark: Any, tmp_path: Path, starts: int, clean_up: bool
 ) -> None:
@@ -279,7 +279,7 @@ def test_a_copied_checkpoint_with_a_copied_query_folder_runs_on_its_own(spark: A
     )
 
 
-@pytest.mark.parametrize("clean_up", [True, False])
+@pytest.mark.parametrize("clean_up", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_root_that_was_removed_while_local_stores_are_warm_is_filled_by_the_first_batch(
     spark: Any, tmp_path: Path, clean_up: bool
 ) -> None:

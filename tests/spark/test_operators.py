@@ -367,6 +367,7 @@ def test_operators_that_give_rows_once(session: Any, tmp_path: Path) -> None:
         assert sum(len(rows) for rows in found[what, True].result().values()) > 5, what
 
 
+@pytest.mark.soak
 @CLASSIC
 def test_windows_in_update_mode(session: Any, tmp_path: Path) -> None:
     def mine(df: Any, folder: Path) -> Any:
@@ -445,6 +446,7 @@ def test_a_key_may_be_asked_for_in_another_case(session: Any, tmp_path: Path) ->
         assert top_k(state(tmp_path), df, key, "VALUE", 1).columns == ["key", "at", "value", "rank"]
 
 
+@pytest.mark.soak
 @CLASSIC
 def test_top_rows_by_names_in_another_case(session: Any, tmp_path: Path) -> None:
     batches = [events(("a", 1, 1), ("a", 2, 3), ("b", 5, 1)), events(("a", 3, 9))]

@@ -79,6 +79,7 @@ def _without_logs(checkpoint: Path) -> None:
                 path.unlink()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("conf", whole([_HDFS], [_ROCKSDB]), ids=whole(["hdfs"], ["rocksdb"]))
 def test_removing_offsets_and_commits_alone_loses_counts_in_silence(
     spark: Any, operator: str, tmp_path: Path, conf: dict[str, str]
@@ -98,7 +99,7 @@ def test_removing_offsets_and_commits_alone_loses_counts_in_silence(
     [
         pytest.param({**_HDFS, **_OVERWRITES}, id="hdfs-overwrites", marks=pytest.mark.soak),
         pytest.param({**_HDFS, **_KEEPS}, id="hdfs-keeps"),
-        pytest.param({**_ROCKSDB, **_OVERWRITES}, id="rocksdb-overwrites"),
+        pytest.param({**_ROCKSDB, **_OVERWRITES}, id="rocksdb-overwrites", marks=pytest.mark.soak),
         pytest.param({**_ROCKSDB, **_KEEPS}, id="rocksdb-keeps", marks=pytest.mark.soak),
         pytest.param({**_CHANGELOG, **_KEEPS}, id="changelog-keeps", marks=pytest.mark.soak),
         pytest.param(

@@ -94,7 +94,7 @@ FROM pairs
 """
 
 
-@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("labelled", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_buckets_are_spread_as_evenly_as_can_be(spark: Any, labelled: bool) -> None:
     """Rule 5, by one query of Spark's own: any 1 to 512 buckets over any 1 to 64 partitions; and not without labels."""
     labels = [bucket_label(bucket) if labelled else bucket for bucket in range(512)]

@@ -58,6 +58,7 @@ def test_counts_run_on_over_batches_with_null_keys(session: Any, operator: str, 
     )
 
 
+@pytest.mark.soak
 def test_a_function_may_keep_nothing_and_yield_nothing(session: Any, operator: str, tmp_path: Path) -> None:
     def nothing(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         assert not state.exists
@@ -72,6 +73,7 @@ def test_a_function_may_keep_nothing_and_yield_nothing(session: Any, operator: s
     assert job(session, operator, tmp_path, [strings("a", "b", "c"), strings("a", "c")], nothing) == []
 
 
+@pytest.mark.soak
 def test_many_rows_out_of_one_key_and_none_of_another(session: Any, operator: str, tmp_path: Path) -> None:
     def many(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         if key[0] == "a":
@@ -155,7 +157,7 @@ def test_rows_come_in_chunks_and_may_be_left(session: Any, operator: str, tmp_pa
     assert sorted(map(tuple, rows)) == [("left", 1, 1), ("many", 1, 10), ("one", 0, 1)]
 
 
-@pytest.mark.parametrize("limit", ["0", "-1"])
+@pytest.mark.parametrize("limit", ["0", pytest.param("-1", marks=pytest.mark.soak)])
 def test_without_a_limit_of_rows_a_batch(session: Any, operator: str, tmp_path: Path, limit: str) -> None:
     def whole(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
@@ -172,6 +174,7 @@ def test_without_a_limit_of_rows_a_batch(session: Any, operator: str, tmp_path: 
     assert sorted(map(tuple, rows)) == [("a", 500, 500), ("a", 501, 501), ("b", 3, 3)]
 
 
+@pytest.mark.soak
 def test_keys_of_several_columns_keep_the_order_asked_for(session: Any, operator: str, tmp_path: Path) -> None:
     def show(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         (pdf,) = pdfs
@@ -188,6 +191,7 @@ def test_keys_of_several_columns_keep_the_order_asked_for(session: Any, operator
     ]
 
 
+@pytest.mark.soak
 def test_processing_time_timeouts_fire_with_an_empty_frame_in_a_list(
     session: Any, operator: str, tmp_path: Path
 ) -> None:
@@ -229,6 +233,7 @@ def test_processing_time_timeouts_fire_with_an_empty_frame_in_a_list(
     ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("given", ["int", "datetime"])
 def test_event_time_timeouts_and_late_rows(session: Any, operator: str, given: str, tmp_path: Path) -> None:
     def events(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:

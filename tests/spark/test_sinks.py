@@ -264,7 +264,9 @@ def test_a_query_goes_on_whatever_its_sink_does(spark: Any, tmp_path: Path, sink
 
 
 @pytest.mark.connect
-@pytest.mark.parametrize("sink", EVERYWHERE)
+@pytest.mark.parametrize(
+    "sink", [it if it is in_a_thread else pytest.param(it, marks=pytest.mark.soak) for it in EVERYWHERE]
+)
 def test_a_connect_query_goes_on_whatever_its_sink_does(connect: Any, tmp_path: Path, sink: Sink) -> None:
     job = _Job(connect, tmp_path, sink)
     for _ in range(2):
@@ -272,7 +274,9 @@ def test_a_connect_query_goes_on_whatever_its_sink_does(connect: Any, tmp_path: 
     job.see_that_all_is_right()
 
 
-@pytest.mark.parametrize("sink", [in_own_thread, in_a_thread, first_in_another_thread_then_in_own])
+@pytest.mark.parametrize(
+    "sink", [in_own_thread, pytest.param(in_a_thread, marks=pytest.mark.soak), first_in_another_thread_then_in_own]
+)
 def test_a_first_batch_that_failed_is_begun_again(spark: Any, tmp_path: Path, sink: Sink) -> None:
     """`strict` must not take the first attempt's folder for another query's."""
     job = _Job(spark, tmp_path, partial(failing_once, str(tmp_path / "failed"), sink))

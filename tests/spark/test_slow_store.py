@@ -60,7 +60,13 @@ def _right(job: Job, fed: list[list[str]]) -> bool:
     return [dict(rows) for rows in emitted(job.sink).values()] == _counted(fed)
 
 
-@pytest.mark.parametrize("bucket_by", [None, SourcePartition("partition", [2, 8])], ids=["hash", "partition"])
+@pytest.mark.parametrize(
+    "bucket_by",
+    [
+        pytest.param(None, id="hash"),
+        pytest.param(SourcePartition("partition", [2, 8]), id="partition", marks=pytest.mark.soak),
+    ],
+)
 def test_a_warm_batch_asks_the_store_for_nothing(spark: Any, tmp_path: Path, bucket_by: SourcePartition | None) -> None:
     """Snapshots, leases, clean-up and confirmations included: all that is beside it."""
     log = tmp_path / "asked"
@@ -143,7 +149,7 @@ def test_a_store_that_is_away_when_a_worker_begins(spark: Any, tmp_path: Path) -
     assert _right(job, [["a", "b", "a"]])
 
 
-@pytest.mark.parametrize("again", ["the same plan", "another plan"])
+@pytest.mark.parametrize("again", [pytest.param("the same plan", marks=pytest.mark.soak), "another plan"])
 def test_mend_it_and_start_again_takes_one_start(
     spark: Any, tmp_path: Path, again: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

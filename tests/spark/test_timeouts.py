@@ -251,7 +251,9 @@ def test_late_rows_go_by_the_watermark_of_the_batch_before(session: Any, operato
 
 
 @CLASSIC
-@pytest.mark.parametrize("timeout", [GroupStateTimeout.NoTimeout, PROCESSING_TIME])
+@pytest.mark.parametrize(
+    "timeout", [GroupStateTimeout.NoTimeout, pytest.param(PROCESSING_TIME, marks=pytest.mark.soak)]
+)
 def test_late_rows_stay_without_event_time_timeout(session: Any, operator: str, timeout: str, tmp_path: Path) -> None:
     def show(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         values = sorted(int(v) for pdf in pdfs for v in pdf["value"])
