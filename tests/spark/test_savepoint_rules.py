@@ -112,6 +112,7 @@ def test_a_start_without_a_claim_deletes_nothing_but_its_hold_of_what_another_qu
     assert {it.role for it in world.ledger.deletes(source.path, phases="new")} <= {"hold", "lease"}
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_clean_up_deletes_what_is_held_by_nobody_and_of_its_own_query_only(world: World) -> None:
     """A job's clean-up deletes its own names of files, of which its native savepoint has others; and none under a hold."""
@@ -182,6 +183,7 @@ def test_without_clean_up_nothing_that_was_claimed_is_deleted(world: World) -> N
     assert set(source.files_in(world.top)) - before == {"savepoint/claim/claim.json"}
 
 
+@pytest.mark.soak
 def test_a_query_whose_folder_was_claimed_neither_writes_nor_deletes(world: World) -> None:
     old = world.run(world.query("old"), 3, "old")
     start, source = world.left(old, "claim")

@@ -103,7 +103,7 @@ def taken(query: Query, path: Path, form: str = "native", **also: Any) -> Any:
 
 
 @reads_state
-@pytest.mark.parametrize("form", ["native", "canonical"])
+@pytest.mark.parametrize("form", ["native", pytest.param("canonical", marks=pytest.mark.soak)])
 def test_a_query_starts_from_a_savepoint(spark: Any, old: Query, tmp_path: Path, form: str) -> None:
     found = taken(old, tmp_path / "savepoint", form, verify=True)
     assert (found.batch, found.form) == (3, form)
@@ -140,7 +140,7 @@ def test_a_running_query_is_not_touched(spark: Any, tmp_path: Path) -> None:
 
 
 @reads_state
-@pytest.mark.parametrize("gone", ["batch", "pointers"])
+@pytest.mark.parametrize("gone", [pytest.param("batch", marks=pytest.mark.soak), "pointers"])
 def test_a_batch_that_is_dropped_while_it_is_looked_for_is_not_the_only_one(
     old: Query, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str
 ) -> None:
@@ -204,6 +204,7 @@ def test_any_number_of_queries_start_from_one_savepoint(spark: Any, old: Query, 
         removed(tmp_path / str(number))
 
 
+@pytest.mark.soak
 @reads_state
 def test_a_claimed_savepoint_is_deleted_once_it_is_not_needed(spark: Any, old: Query, tmp_path: Path) -> None:
     taken(old, tmp_path / "savepoint")
@@ -273,6 +274,7 @@ def test_a_start_that_cannot_be_read_holds_nothing(spark: Any, old: Query, tmp_p
     assert old.files.child("holds").names() == []
 
 
+@pytest.mark.soak
 @reads_state
 def test_a_query_starts_from_an_older_batch_of_another_one(spark: Any, old: Query, tmp_path: Path) -> None:
     start = RetainedCheckpoint(str(tmp_path / "old" / "root"), str(old.job.checkpoint), batch=1)

@@ -86,7 +86,11 @@ def recorded(job: Job) -> list[dict[str, Any]]:
     return [json.loads(it.read_text())["streams"] for it in found]
 
 
-@pytest.mark.parametrize("session", ["classic", pytest.param("connect", marks=pytest.mark.connect)], indirect=True)
+@pytest.mark.parametrize(
+    "session",
+    ["classic", pytest.param("connect", marks=[pytest.mark.connect, pytest.mark.soak])],
+    indirect=True,
+)
 def test_a_source_grows_between_starts(session: Any, tmp_path: Path) -> None:
     job = job_of(session, tmp_path, SourcePartition("partition", 2))
     fed = [LETTERS, LETTERS[:13]]
@@ -144,6 +148,7 @@ def test_a_source_grows_between_starts(session: Any, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.soak
 def test_partitions_that_each_have_a_bucket_lose_counts(spark: Any, tmp_path: Path) -> None:
     """The broken mapping of the proposal's example: a key that moves from partition 1 to 3 starts from 0."""
     job = job_of(spark, tmp_path, SourcePartition("partition", 8))
@@ -155,6 +160,7 @@ def test_partitions_that_each_have_a_bucket_lose_counts(spark: Any, tmp_path: Pa
     assert {key: second[key] for key in stayed} == dict.fromkeys(stayed, 2)
 
 
+@pytest.mark.soak
 def test_state_that_was_hashed_has_no_partitions(spark: Any, tmp_path: Path) -> None:
     job = job_of(spark, tmp_path, None, buckets=3)
     assert batches_of(job, rows(LETTERS, 2)) == counted(LETTERS)
@@ -227,6 +233,7 @@ def test_two_streams_of_which_one_grows(spark: Any, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.soak
 def test_two_streams_are_joined_while_one_of_them_grows(spark: Any, tmp_path: Path) -> None:
     """Each batch gives the pairs of a click and an order of one key that it completes; all are those of a batch join."""
 
@@ -334,10 +341,15 @@ def test_built_in_operators_go_by_partition(spark: Any, tmp_path: Path) -> None:
     assert run("sessions", sessions, "append") == [sorted([*((key, 3) for key in MOVED), ("new", 1)])]
 
 
-def test_a_producer_by_range(spark: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "session",
+    [pytest.param("classic", marks=pytest.mark.soak), pytest.param("connect", marks=pytest.mark.connect)],
+    indirect=True,
+)
+def test_a_producer_by_range(session: Any, tmp_path: Path) -> None:
     """Its last range is split, which the default mapping would not follow: the user's function does."""
     path = "partitioned:range_before_expansion"
-    job = job_of(spark, tmp_path, SourcePartition("partition", 2, before_expansion=path))
+    job = job_of(session, tmp_path, SourcePartition("partition", 2, before_expansion=path))
     fed = [LETTERS, LETTERS, LETTERS[3:], LETTERS]
     assert batches_of(job, rows(fed[0], 2, by=range_of)) == counted(*fed)[:1]
     job.options["bucket_by"] = SourcePartition("partition", [2, 3, 5], before_expansion=path)

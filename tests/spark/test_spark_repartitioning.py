@@ -88,6 +88,7 @@ def test_a_query_goes_on_with_its_buckets_on_more_and_fewer_partitions(
     assert state_partitions(new) == 4
 
 
+@pytest.mark.soak
 def test_a_repartitioning_that_was_killed_is_done_again(spark: Any, tmp_path: Path) -> None:
     job = timed_counts(spark, tmp_path / "job", 2, FORMAT_2)
     assert run(job, FILES[:2]) == EXPECTED[:2]
@@ -176,6 +177,7 @@ def test_a_repartitioning_is_taken_back_by_going_back_before_it(
     assert pointers(job) == before
 
 
+@pytest.mark.soak
 def test_what_spark_cannot_repartition_can_go_on_as_it_was(
     spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
