@@ -54,6 +54,7 @@ class TestS3(FilesContract):
         return {"root": s3.root("contract"), "storage_options": s3.options}
 
 
+@pytest.mark.soak
 class TestObstore(FilesContract):
     """Somebody else's implementation of fsspec, and the same server."""
 

@@ -24,7 +24,7 @@ def standby_histories() -> st.SearchStrategy[tuple[Step, ...]]:
 
 
 def test_no_history_leaves_a_bucket_without_its_replicas() -> None:
-    searched(standby_histories(), simulate_standby, examples(150), SEED)
+    searched(standby_histories(), simulate_standby, examples(75, 3_000), SEED)
 
 
 def test_histories_are_of_the_kind_that_matters() -> None:
