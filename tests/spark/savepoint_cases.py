@@ -9,6 +9,7 @@ __all__ = [
     "CASES",
     "COVERING",
     "DELETED",
+    "EACH_ONCE",
     "KILLED",
     "MOVED",
     "NOTHING",
@@ -107,5 +108,17 @@ COVERING = tuple(
         ("no_claim", "checkpoint", "s3", TWICE),
         ("claim", "checkpoint", "disk", KILLED),
         ("no_claim", "checkpoint", "disk", MOVED),
+    )
+)
+# Of these the suite has few: each mode, form, store, and whatever happens comes at least once.
+EACH_ONCE = tuple(
+    case
+    for case in COVERING
+    if case.name
+    in (
+        "no_claim-native-disk-deleted",
+        "claim-native-s3-moved",
+        "claim-canonical-disk-twice",
+        "claim-checkpoint-disk-killed",
     )
 )

@@ -1,4 +1,4 @@
-"""The matrix of savepoints: a covering choice of its cases, in the soak with batches enough for clean-up.
+"""The matrix of savepoints: a few of its cases, in the soak a covering choice with batches enough for clean-up.
 
 ``make soak`` has all cases, by ``tests/spark/savepoint_runs.py``.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from jobs import reads_state
-from savepoint_cases import CASES, COVERING, NOTHING, Case
+from savepoint_cases import CASES, COVERING, EACH_ONCE, NOTHING, Case
 
 from tests.helpers.soak import SOAK
 
@@ -33,10 +33,15 @@ def test_what_is_chosen_covers(parts: tuple[str, str]) -> None:
     assert {pair for pair in pairs(CASES) if NOTHING not in pair} == pairs(COVERING)
 
 
+@pytest.mark.parametrize("part", ["mode", "form", "store", "perturbation"])
+def test_what_the_suite_has_comes_to_each_once(part: str) -> None:
+    assert {getattr(case, part) for case in EACH_ONCE} == {getattr(case, part) for case in CASES} - {NOTHING}
+
+
 @pytest.mark.spark
 @pytest.mark.slow
 @reads_state
-@pytest.mark.timeout(14_400)
+@pytest.mark.timeout(14_400 if SOAK else 900)
 def test_the_matrix(tmp_path: Path) -> None:
     # In a process of its own: its state is watched from the start of the session.
     program = [
@@ -47,7 +52,8 @@ def test_the_matrix(tmp_path: Path) -> None:
         "--folder",
         str(tmp_path),
     ]
-    program += ["--covering", *([] if SOAK else ["--short", "--provider", "hdfs"])]
+    few = ["--short", "--provider", "hdfs", "--only", *(case.name for case in EACH_ONCE)]
+    program += ["--covering", *([] if SOAK else few)]
     paths = [str(ROOT), str(ROOT / "tests" / "core"), str(ROOT / "tests" / "cluster")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
@@ -55,5 +61,5 @@ def test_the_matrix(tmp_path: Path) -> None:
     wrong = {line["case"]: line["wrong"] for line in lines if "wrong" in line}
     assert not wrong
     assert done.returncode == 0, done.stderr[-4_000:]
-    assert lines[-1]["ran"] == len(COVERING)
+    assert lines[-1]["ran"] == len(COVERING if SOAK else EACH_ONCE)
     assert all(line["equal"] for line in lines[:-1] if "seconds" in line)
