@@ -59,5 +59,5 @@ def readable(where: str, what: str, mend: str = "") -> Iterator[None]:
         yield
     except StateError:
         raise
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise CorruptFileError(f"{where} is no {what}: {damage_in(error)}{'. ' if mend else ''}{mend}") from error

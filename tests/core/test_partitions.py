@@ -435,6 +435,7 @@ def test_damaged_assignments() -> None:
     "streams",
     [
         {},
+        {"": {"counts": [], "buckets": [0, 1]}},
         {"": {"counts": [2, 4], "buckets": [0, 1]}},
         {"": {"counts": [4, 2], "buckets": [0, 1]}},
         {"": {"counts": [2], "buckets": [0, -1]}},
