@@ -120,7 +120,6 @@ _SPARK_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 class QueryFolders:
     """Folders that checkpoints name."""
 
-    # The folders.
     names: frozenset[str]
     # There are no others that these checkpoints could name: their pointers were read.
     complete: bool
@@ -130,12 +129,10 @@ class QueryFolders:
 class Found:
     """A folder below ``<root>/<operator>``."""
 
-    # Where it lies.
     operator: str
     query_folder: str
     # It has an operator file that names it; or a query's name, and only what a run leaves before its state begins.
     ours: bool
-    # What is in it.
     files: int
     size_bytes: int
     # When the newest file in it was written, seconds since 1970; None where the file system does not tell.

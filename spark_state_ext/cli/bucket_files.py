@@ -279,11 +279,6 @@ def _checkpoint_files(buckets: Sequence[tuple[int, Folder]]) -> list[CheckpointE
     return sorted(read_files, key=lambda it: (it.bucket, it.ref, it.kind))
 
 
-def _headers_of(folder: Folder, entries: Sequence[Entry]) -> FileHeaders:
-    """Headers of a bucket's files, for `classify`."""
-    return FileHeaders(folder, {entry.name for entry in entries}, KnownFiles())
-
-
 def _suggested_pointer(
     files: Sequence[CheckpointEntry], operator: OperatorFile, bucket: int, batches_retained: int
 ) -> Pointer:
@@ -332,8 +327,9 @@ def _clean_up_of(
         if pointers is None
         else _reached(pointers.get(bucket), operator, bucket, entries)
     )
+    headers = FileHeaders(folder, {entry.name for entry in entries}, KnownFiles())
     try:
-        found = explained(entries, pointer, batches_retained, time.time(), _headers_of(folder, entries))
+        found = explained(entries, pointer, batches_retained, time.time(), headers)
     except (CorruptError, MissingError) as error:
         reason = f"nothing is deleted here, as {error}"
         found = Explanation(Decision(doubt=str(error)), {entry.name: reason for entry in entries})

@@ -203,10 +203,6 @@ class _Rule:
         return Finding(self.name, seen) if found is None else Finding(self.name, seen, *found)
 
 
-def _is(name: str, settings: Mapping[str, str], default: str) -> bool:
-    return settings.get(name, default).strip().lower() == "true"
-
-
 def _provider(value: str, settings: Mapping[str, str]) -> tuple[str, str] | None:
     if value == _ROCKSDB:
         return None

@@ -76,15 +76,12 @@ _INCHES_EACH = 0.35
 class Node:
     """A checkpoint."""
 
-    # Which one, and what it was built on; None: nothing, or that is not known.
     ref: CheckpointRef
+    # What it was built on; None: nothing, or that is not known.
     parent: CheckpointRef | None
-    # Which files it has.
     kinds: tuple[str, ...]
-    # When it was made.
     batch: int
     heartbeat: int
-    # Bytes of its files.
     size_bytes: int
 
     def __str__(self) -> str:

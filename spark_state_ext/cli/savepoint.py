@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from arrow_schemas.savepoint import CANONICAL, MANIFEST_NAME, NATIVE, SavedFile, SavepointManifest
-from spark_state_ext.cli import verify as verification
 from spark_state_ext.cli.options import (
     AllFilesOption,
     OutputOption,
@@ -180,7 +179,10 @@ def verify(
     if not folder.exists(MANIFEST_NAME):
         # Says so.
         read_manifest(folder)
-    verification.verify(path, every, local_dir, storage_options=storage_options, output=output)
+    # It knows every kind of file, which the other commands here need not.
+    from spark_state_ext.cli.verify import verify as verify_files
+
+    verify_files(path, every, local_dir, storage_options=storage_options, output=output)
 
 
 # -- copy -----------------------------------------------------------------------------------------

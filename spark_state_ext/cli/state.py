@@ -346,11 +346,11 @@ _HASH, _TIMEOUT, _DEFINED = "key_hash", "timeout_ms", "defined"
 
 @dataclass(frozen=True)
 class _Compared:
-    """How two states are _compared."""
+    """How two states are compared."""
 
     # Of the differences: ``change``, the key columns, and ``before`` and ``after``.
     schema: pa.Schema
-    # State columns that only one has, or that have different types: they are not _compared.
+    # State columns that only one has, or that have different types: they are not compared.
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     # The differences, in the order of the keys' hashes.

@@ -109,9 +109,8 @@ class Transformation:
 
     # Which one. Others of the savepoint are compacted, and stay as they are otherwise.
     operator: str
-    # New names of columns by the old ones.
+    # New names by the old ones.
     rename: Mapping[str, str]
-    # State columns that go.
     drop: tuple[str, ...]
     # New types of state columns, as Spark's SQL calls them.
     retype: Mapping[str, str]

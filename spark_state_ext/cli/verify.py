@@ -122,11 +122,8 @@ _CLAIM = "claim"
 class Checked:
     """What was found out about a file."""
 
-    # The file.
     path: str
-    # What it is.
     kind: str
-    # Its size.
     size_bytes: int
     # `WHOLE`, `DAMAGED`, `MISSING`, `GONE` for what a running query has removed meanwhile, or `UNKNOWN` for what is
     # none of ours.
@@ -139,7 +136,6 @@ class Checked:
 class Check:
     """A file to look at."""
 
-    # As in `Checked`.
     path: str
     kind: str
     size_bytes: int
@@ -246,9 +242,7 @@ def _document(folder: Folder, entry: Entry, within: str = "") -> Check:
         return check("assignment", lambda data: PartitionAssignment.decode(data, where))
     if name == START_NAME:
         return check("start", lambda data: StartRecord.decode(data, where))
-    if name in _DOCUMENTS:
-        return check("record", lambda data: _opened(data, where))
-    if name.endswith(".start.arrow"):
+    if name in _DOCUMENTS or name.endswith(".start.arrow"):
         return check("record", lambda data: _opened(data, where))
     if name == "lease.json":
         # Beside a claim there is one that older releases refuse.

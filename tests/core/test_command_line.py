@@ -468,6 +468,27 @@ sys.exit(status)
     assert (done.returncode, done.stderr) == (0, "[]\n")
 
 
+def test_a_command_imports_the_module_of_its_noun_only() -> None:
+    code = """
+import sys
+from spark_state_ext.__main__ import main
+status = main()
+here = "spark_state_ext.cli."
+print(" ".join(sorted(name.removeprefix(here) for name in sys.modules if name.startswith(here))), file=sys.stderr)
+sys.exit(status)
+"""
+    always = ["app", "exits", "options", "output"]
+    for words, more in (
+        ([], []),
+        (["get"], ["paths", "state", "values"]),
+        (["check"], ["check", "doctor"]),
+        (["metrics"], ["metrics"]),
+        (["savepoint"], []),
+        (["rollback"], ["rollback", "spark_checkpoint"]),
+    ):
+        assert _process(*words, "--help", code=code).stderr.split() == sorted([*always, *more]), words
+
+
 def test_a_shell_completes_names_and_options(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
