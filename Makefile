@@ -1,6 +1,8 @@
 # Every target sets itself up in .venv on first use: packages, and a Java runtime if the machine has none.
 PYTHON ?= python3
 SEED ?= 1
+# More than cores, as tests that wait for Spark, leases and stores use none meanwhile.
+WORKERS ?= 3
 # Of each target, in `make soak`.
 FUZZ_SECONDS ?= 3600
 VENV := $(CURDIR)/.venv
@@ -23,13 +25,12 @@ check: ## lint, types and quick tests without Spark, for every change
 	@$(IN_VENV) python -m mypy
 	@$(IN_VENV) python -m pytest -n 2 -q $(UNITS)
 
-# It took 17 minutes on two cores; on a busy machine it takes longer, and says the same.
 test: ## lint, types and the whole test suite (TESTS="..." hands arguments to pytest)
 	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) python -m ruff check .
 	@$(IN_VENV) python -m ruff format --check .
 	@$(IN_VENV) python -m mypy
-	@$(IN_VENV) python -m pytest -n 2 --dist loadgroup -m "not parity" $(TESTS)
+	@$(IN_VENV) python -m pytest -n $(WORKERS) --dist loadgroup -m "not parity" $(TESTS)
 
 soak: ## the long forms, for a day or two: every test whole, 20,000 histories of each kind (buckets, leases, claims, savepoints, erase requests, rescaling), two drivers on each store, savepoints in every way, and under kills, sampling under kills, a cluster, random failover on it, fuzzing, the matrix
 	@$(BOOTSTRAP) --extras demo,test,lint
