@@ -13,10 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from arrow_schemas.erase import ERASE_FOLDER, parse_erase_name
 from arrow_schemas.lineage import CheckpointRef, LineageHeader, parse_file_name
-from arrow_schemas.operator import OperatorFile, parse_operator_file_name
-from arrow_schemas.partitions import parse_partitions_name
+from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.cli.exits import DONE, NO
@@ -36,13 +34,15 @@ from spark_state_ext.files.checkpoint import Announced, announced
 from spark_state_ext.files.explained import Explanation, explained
 from spark_state_ext.files.folder import Entry, Folder, is_temporary
 from spark_state_ext.files.known_files import FileHeaders, KnownFiles
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.layout import (
+    CLAIM_FOLDER,
+    HOLDS_FOLDER,
+    PARENTS_FOLDER,
+    STARTING_FOLDER,
+    kind_of,
+)
 from spark_state_ext.files.retention import Decision
-from spark_state_ext.ownership.claim_notes import CLAIMS_FOLDER
-from spark_state_ext.ownership.holds import HOLDS_FOLDER
-from spark_state_ext.ownership.lease_log import LEASE_FOLDER
-from spark_state_ext.rescale.parents import PARENTS_FOLDER
-from spark_state_ext.savepoints.claims import CLAIM_FOLDER, claim_of
+from spark_state_ext.savepoints.claims import claim_of
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.worker.threads import side_by_side
 
@@ -378,34 +378,19 @@ def _owner_of(folder: Folder, name: str, storage_options: Mapping[str, Any], bat
         )
     if folder.name == CLAIM_FOLDER and MANIFEST_NAME in above.names():
         return _of_claim(above)
-    if PARENTS_FOLDER in (folder.name, above.name):
-        query = above if folder.name == PARENTS_FOLDER else _above(above, storage_options)
-        why = "the query was rescaled, and its buckets begin with it; the query removes it when it needs it no more"
-        return _of_query(query, "file of a parent", why)
-    if parse_file_name(name) is not None or is_temporary(name):
+    if is_temporary(name) or (parse_file_name(name) is not None and above.name != PARENTS_FOLDER):
         return _in_bucket(folder, name, storage_options, batches_retained)
-    if parse_operator_file_name(name) is not None:
-        return _of_query(folder, "operator file", "every start of the query reads it")
-    if parse_partitions_name(name) is not None:
-        return _of_query(folder, "assignment of partitions", "every start of the query reads the last one")
-    if folder.name == LEASE_FOLDER or name == "lease.json":
-        query = folder if name == "lease.json" else above
-        return _of_query(query, "lease", "it says which run of the query may write here; renewing it removes old ones")
-    if folder.name == HOLDS_FOLDER:
-        why = "somebody copies from the query folder; it goes when that ends, or was not renewed for ten minutes"
-        return _of_query(above, "hold", why)
-    if folder.name == ERASE_FOLDER and (parsed := parse_erase_name(name)) is not None:
-        return _of_erasure(above, done=parsed[1])
-    if folder.name == CLAIMS_FOLDER and name.endswith(".json"):
-        why = "it says what became of a claim to the folder, and which one that replaced; savepoint release reads it"
-        return _of_query(above, "note of a claim", why)
-    if SPILL_FOLDER in (folder.name, above.name):
-        why = "rows on their way through a batch: a later batch removes it, or after a day"
-        return _Owned("spill file", "the query", _GOES, why)
     if folder.name == STARTING_FOLDER:
         return _Owned("record of a first batch", "the query", _GOES, "a later batch removes it after 30 days")
-    if name in ("start.json", "detached.json", "left_behind.json") or name.startswith("held-"):
-        return _of_query(folder, "record of the query's start", "it tells what the query was started from")
+    # The file may lie in the query folder itself, or up to two folders below it.
+    below = [(folder, name), (above, f"{folder.name}/{name}")]
+    below.append((_above(above, storage_options), f"{above.name}/{folder.name}/{name}"))
+    for query_folder, path in reversed(below):
+        kind = kind_of(path)
+        if kind is not None:
+            # Spill files may lie beside query folders, and go whosever they are.
+            owner = "the query" if kind.goes else f"the query at {query_folder.root}"
+            return _Owned(kind.name, owner, _GOES if kind.goes else _STAYS, kind.why)
     return _Owned("file", _YOU, _STAYS, "it is none of ours, and in a bucket's folder it stops every clean-up")
 
 
@@ -449,17 +434,6 @@ def _of_claim(savepoint: Folder) -> _Owned:
     claim = claim_of(savepoint)
     by = "a query" if claim is None else f"the query at {claim.by}"
     return _Owned("claim", by, _STAYS, f"{by} owns the savepoint, and deletes it; savepoint release frees it")
-
-
-def _of_erasure(query_folder: Folder, *, done: bool) -> _Owned:
-    if done:
-        return _of_query(query_folder, "record of an erase request", "without it the request's number is given again")
-    why = "the keys to erase: the query removes it once the request is done and its batches are not retained any more"
-    return _of_query(query_folder, "erase request", why)
-
-
-def _of_query(query_folder: Folder, kind: str, why: str) -> _Owned:
-    return _Owned(kind, f"the query at {query_folder.root}", _STAYS, why)
 
 
 def _above(folder: Folder, storage_options: Mapping[str, Any]) -> Folder:

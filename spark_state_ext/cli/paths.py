@@ -12,8 +12,7 @@ from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.cli.output import say
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Entry, Folder, refuse_relative
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
-from spark_state_ext.ownership.lease_log import LEASE_FOLDER
+from spark_state_ext.files.layout import LEASE_FOLDER, SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.reading.finding import find_state
 
 __all__ = [

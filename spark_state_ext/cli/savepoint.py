@@ -24,10 +24,9 @@ from spark_state_ext.cli.paths import absolute, given_folder, operators_below
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import MissingCheckpointError, NotClaimableError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.ownership.lease_log import LEASE_FOLDER
+from spark_state_ext.files.layout import CLAIM_FOLDER, LEASE_FOLDER
 from spark_state_ext.ownership.release import release_query_folder
 from spark_state_ext.savepoints.claims import (
-    CLAIM_FOLDER,
     SavepointClaim,
     claim_of,
     claim_savepoint,

@@ -16,10 +16,10 @@ import typer
 from arrow_schemas.bucket_map import BY_PARTITION, BucketMap
 from arrow_schemas.checksum import opened_document, readable
 from arrow_schemas.equality import IndexArray, group_by_key
-from arrow_schemas.erase import ERASE_FOLDER, EraseDone, parse_erase_name
+from arrow_schemas.erase import EraseDone
 from arrow_schemas.lineage import CheckpointRef, parse_file_name
-from arrow_schemas.operator import OperatorFile, parse_operator_file_name
-from arrow_schemas.partitions import PartitionAssignment, parse_partitions_name
+from arrow_schemas.operator import OperatorFile
+from arrow_schemas.partitions import PartitionAssignment
 from arrow_schemas.row import KEY_HASH
 from arrow_schemas.savepoint import MANIFEST_NAME, SavedFile, SavepointManifest
 from spark_state_ext.cli.exits import DONE, NO
@@ -40,26 +40,42 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.checkpoint import announced, verify_checkpoint
 from spark_state_ext.files.erase_requests import decode_request
 from spark_state_ext.files.folder import Entry, Folder, is_temporary
-from spark_state_ext.files.last_run import LAST_RUN_NAME, LastRun
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, newest_operator
-from spark_state_ext.ownership.claim_notes import CLAIMS_FOLDER
-from spark_state_ext.ownership.holds import HOLDS_FOLDER, HoldRecord
-from spark_state_ext.ownership.last_written import LAST_WRITTEN_NAME, decode_last_written_ms
-from spark_state_ext.ownership.lease_log import LEASE_FOLDER
+from spark_state_ext.files.last_run import LastRun
+from spark_state_ext.files.layout import (
+    ASSIGNMENT,
+    CLAIM_NOTE,
+    DOCUMENT_FOLDERS,
+    ERASE_DONE,
+    ERASE_REQUEST,
+    HOLD,
+    LAST_RUN_NAME,
+    LEASE,
+    OPERATOR,
+    PARENTS_FOLDER,
+    PAST,
+    SPILL_FOLDER,
+    START,
+    START_NAME,
+    FileKind,
+    kind_of,
+)
+from spark_state_ext.files.operator_catalog import newest_operator
+from spark_state_ext.ownership.holds import HoldRecord
+from spark_state_ext.ownership.last_written import decode_last_written_ms
 from spark_state_ext.ownership.lease_record import LeaseRecord, refusal
 from spark_state_ext.reading.bodies import hashes_in
 from spark_state_ext.reading.opening import open_state
 from spark_state_ext.reading.shown import BUCKET
 from spark_state_ext.reading.state import OpenState
 from spark_state_ext.rescale.notes import notes_among
-from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, parse_parent_name
+from spark_state_ext.rescale.parents import Parent, parse_parent_name
 from spark_state_ext.savepoints.claims import SavepointClaim
 from spark_state_ext.savepoints.copying import digest_text
 from spark_state_ext.savepoints.manifest_file import decode_manifest, read_manifest
-from spark_state_ext.savepoints.records import START_NAME, StartRecord
+from spark_state_ext.savepoints.records import StartRecord
 from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["Check", "checks_of", "verify"]
+__all__ = ["DECODERS", "Check", "checks_of", "verify"]
 
 _PARALLEL_MAX = 8
 _ROWS = columns("status, kind, bytes int, path, problem")
@@ -111,9 +127,6 @@ def _carried_out(checks: list[Check]) -> list[Checked]:
 
 
 WHOLE, DAMAGED, MISSING, GONE, UNKNOWN = "whole", "damaged", "missing", "gone", "unknown"
-# Folders of a query folder that hold one kind of document each; rows in transit lie in another one.
-_OF_DOCUMENTS = (LEASE_FOLDER, HOLDS_FOLDER, ERASE_FOLDER, CLAIMS_FOLDER)
-_DOCUMENTS = ("detached.json", "left_behind.json")
 _DOCUMENT_FORMAT_MAX = 1
 _CLAIM = "claim"
 
@@ -176,9 +189,9 @@ def _of_query_folder(query_folder: QueryFolder, scratch: Path) -> Iterator[Check
             yield _document(folder, entry)
         elif entry.name == PARENTS_FOLDER:
             yield from _of_parents(folder.child(PARENTS_FOLDER), scratch)
-        elif entry.name not in (*_OF_DOCUMENTS, SPILL_FOLDER) and not entry.name.isdecimal():
+        elif entry.name not in (*DOCUMENT_FOLDERS, SPILL_FOLDER) and not entry.name.isdecimal():
             yield Check(folder.where(entry.name), "folder", 0, None)
-    for name in _OF_DOCUMENTS:
+    for name in DOCUMENT_FOLDERS:
         for entry in folder.child(name).entries():
             if not entry.folder and not is_temporary(entry.name):
                 yield _document(folder.child(name), entry, name)
@@ -220,39 +233,42 @@ def _document(folder: Folder, entry: Entry, within: str = "") -> Check:
     def check(kind: str, decode: Callable[[bytes], object]) -> Check:
         return Check(where, kind, entry.size_bytes, lambda: decode(folder.get(name)), partial(_is_listed, folder, name))
 
-    if within == LEASE_FOLDER:
-        return check("lease", lambda data: LeaseRecord.decode(data, where))
-    if within == HOLDS_FOLDER:
-        return check("hold", lambda data: HoldRecord.decode(data, 0, where))
-    if within == ERASE_FOLDER and (parsed := parse_erase_name(name)) is not None:
-        if parsed[1]:
-            return check("erase record", lambda data: EraseDone.decode(data, where))
-        return check("erase request", lambda data: decode_request(data, where))
-    if within == ERASE_FOLDER and name == LAST_RUN_NAME:
-        return check("record", lambda data: LastRun.decode(data, where))
-    if within == ERASE_FOLDER and name == LAST_WRITTEN_NAME:
-        return check("record", lambda data: decode_last_written_ms(data, where))
-    if within == CLAIMS_FOLDER and name.endswith(".json"):
-        return check("record", lambda data: _opened(data, where))
-    if within:
-        return Check(where, "file", entry.size_bytes, None)
-    if parse_operator_file_name(name) is not None:
-        return check("operator", lambda data: OperatorFile.decode(data, where))
-    if parse_partitions_name(name) is not None:
-        return check("assignment", lambda data: PartitionAssignment.decode(data, where))
-    if name == START_NAME:
-        return check("start", lambda data: StartRecord.decode(data, where))
-    if name in _DOCUMENTS or name.endswith(".start.arrow"):
-        return check("record", lambda data: _opened(data, where))
-    if name == "lease.json":
+    kind = kind_of(f"{within}/{name}" if within else name)
+    if kind is LEASE and not within:
         # Beside a claim there is one that older releases refuse.
         return check("lease", lambda data: data == refusal() or LeaseRecord.decode_format_1(data, where))
-    return Check(where, "file", entry.size_bytes, None)
+    if kind not in DECODERS:
+        return Check(where, "file", entry.size_bytes, None)
+    label, decode = DECODERS[kind]
+    return check(label, lambda data: decode(data, where))
 
 
-def _opened(data: bytes, where: str) -> None:
+def _opened(data: bytes, where: str) -> object:
     with readable(where, "record"):
-        opened_document(data, where, _DOCUMENT_FORMAT_MAX)
+        return opened_document(data, where, _DOCUMENT_FORMAT_MAX)
+    raise AssertionError("unreachable: readable raises what it catches")
+
+
+def _start(data: bytes, where: str) -> object:
+    return StartRecord.decode(data, where) if where.endswith(START_NAME) else _opened(data, where)
+
+
+def _past(data: bytes, where: str) -> object:
+    return LastRun.decode(data, where) if where.endswith(LAST_RUN_NAME) else decode_last_written_ms(data, where)
+
+
+# Of documents: what a check calls them, and how they are read.
+DECODERS: dict[FileKind | None, tuple[str, Callable[[bytes, str], object]]] = {
+    OPERATOR: ("operator", OperatorFile.decode),
+    ASSIGNMENT: ("assignment", PartitionAssignment.decode),
+    LEASE: ("lease", LeaseRecord.decode),
+    HOLD: ("hold", lambda data, where: HoldRecord.decode(data, 0, where)),
+    ERASE_REQUEST: ("erase request", decode_request),
+    ERASE_DONE: ("erase record", EraseDone.decode),
+    PAST: ("record", _past),
+    CLAIM_NOTE: ("record", _opened),
+    START: ("start", _start),
+}
 
 
 def _checkpoint_file(files: Folder, entry: Entry, bucket: int, scratch: Path) -> Check:

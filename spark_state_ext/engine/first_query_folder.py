@@ -16,13 +16,8 @@ from collections import OrderedDict
 
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import (
-    SPILL_FOLDER,
-    STARTING_FOLDER,
-    is_query_folder,
-    new_query_folder,
-    query_folders_of_batch,
-)
+from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.operator_catalog import is_query_folder, new_query_folder, query_folders_of_batch
 
 __all__ = ["FirstQueryFolders", "starting_is_stale"]
 

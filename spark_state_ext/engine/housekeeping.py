@@ -31,7 +31,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.erasure import is_marked
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.files.retention import clean_up_due
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.store.reclaim import reclaim

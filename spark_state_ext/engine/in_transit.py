@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER
+from spark_state_ext.files.layout import SPILL_FOLDER
 
 __all__ = ["spill_folder", "spill_is_stale"]
 

@@ -13,7 +13,8 @@ from arrow_schemas.operator import OperatorFile, parse_operator_file_name
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, newest_operator
+from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.operator_catalog import newest_operator
 from spark_state_ext.functions.key_types import mixed_times, refused_type
 from spark_state_ext.functions.missing import column_of
 from spark_state_ext.functions.reasons import conversion_reason

@@ -37,13 +37,14 @@ from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.files.last_run import note_last_run
+from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.ownership.last_written import ERASER, is_eraser_last, note_last_written
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Found, RunIdentity
-from spark_state_ext.rescale.parents import PARENTS_FOLDER, has_parents
+from spark_state_ext.rescale.parents import has_parents
 from spark_state_ext.worker.removal import refuse_links, remove_tree
 
 __all__ = ["ErasedHistory", "erase_history"]

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from spark_state_ext.files.folder import Folder, is_temporary
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER
-from spark_state_ext.ownership.holds import HOLDS_FOLDER
+from spark_state_ext.files.layout import HOLDS_FOLDER, SPILL_FOLDER
 from spark_state_ext.worker.process import is_running, namespace, start_of
 from spark_state_ext.worker.removal import remove_tree
 

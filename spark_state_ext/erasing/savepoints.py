@@ -28,6 +28,7 @@ from spark_state_ext.erasing.past import read_past
 from spark_state_ext.erasing.receipt import OutOfReach
 from spark_state_ext.errors import ClaimedError, LiveRunError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder, is_temporary, refuse_relative
+from spark_state_ext.files.layout import CLAIM_FOLDER
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.savepoints.claims import (
     ERASES,
@@ -40,7 +41,7 @@ from spark_state_ext.savepoints.copying import refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.savepoints.records import is_detached, start_of
-from spark_state_ext.savepoints.replaced import CLAIM_FOLDER, REPLACED_NAME, Replaced, drop_replaced, replaced_in
+from spark_state_ext.savepoints.replaced import REPLACED_NAME, Replaced, drop_replaced, replaced_in
 from spark_state_ext.savepoints.rewriting import bucket_of_rows
 from spark_state_ext.savepoints.status import started_below
 

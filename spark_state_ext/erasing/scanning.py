@@ -29,12 +29,12 @@ from spark_state_ext.erasing.searching import Search, Wanted
 from spark_state_ext.errors import CorruptError, CorruptFileError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.erase_requests import decode_request
 from spark_state_ext.files.folder import Entry, Folder, Readable, is_temporary, refuse_relative
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.layout import SPILL_FOLDER, START_NAME, STARTING_FOLDER
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
 from spark_state_ext.files.sealed_body import NOT_ARROW, open_sealed
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import decode_manifest
-from spark_state_ext.savepoints.records import START_NAME, start_of
+from spark_state_ext.savepoints.records import start_of
 from spark_state_ext.store.local_disk import DATA_FILE, LOCK_FILE
 from spark_state_ext.worker.removal import remove_file
 from spark_state_ext.worker.spill import local_errors

@@ -12,11 +12,11 @@ from arrow_schemas.checksum import opened_document, readable, sealed_document
 from arrow_schemas.erase import ERASE_FOLDER
 from arrow_schemas.lineage import CheckpointRef
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import LAST_RUN_NAME
 from spark_state_ext.files.readable import document_in
 
-__all__ = ["LAST_RUN_NAME", "LastRun", "last_run_of", "note_last_run"]
+__all__ = ["LastRun", "last_run_of", "note_last_run"]
 
-LAST_RUN_NAME = "last-run.json"
 _FORMAT = 1
 _MEND = "Remove it, and run the query for two batches before you read its state or erase again."
 

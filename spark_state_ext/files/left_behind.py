@@ -10,10 +10,10 @@ from collections.abc import Collection
 from arrow_schemas.checksum import opened_document, readable, sealed_document
 from spark_state_ext.errors import MissingCheckpointError, SchemaChangedError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import LEFT_BEHIND_NAME
 
-__all__ = ["LEFT_BEHIND_NAME", "note_left_behind", "refuse_left_behind"]
+__all__ = ["note_left_behind", "refuse_left_behind"]
 
-LEFT_BEHIND_NAME = "left_behind.json"
 _FORMAT = 1
 
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
 from spark_state_ext.errors import ExistingStateError, StorageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.left_behind import LEFT_BEHIND_NAME, refuse_left_behind
+from spark_state_ext.files.layout import LEFT_BEHIND_NAME, SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.left_behind import refuse_left_behind
 
 __all__ = [
-    "SPILL_FOLDER",
-    "STARTING_FOLDER",
     "OperatorCatalog",
     "query_folders_of_batch",
     "is_query_folder",
@@ -27,7 +26,6 @@ __all__ = [
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # Beside the queries' folders: notes about first batches, and rows in transit of tasks that are not told their query.
-STARTING_FOLDER, SPILL_FOLDER = "starting", "spill"
 # What a query's folder may have before its state begins; the last was the lease of formats 1 to 3.
 _BEFORE_STATE = frozenset({SPILL_FOLDER, "lease", "lease.json", "holds", "start.json", LEFT_BEHIND_NAME})
 _QUERY_FOLDER = re.compile(r"[A-Za-z0-9._-]{1,100}")

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from arrow_schemas.checksum import opened_document, readable, sealed_document
 from spark_state_ext.errors import MissingCheckpointError, NotClaimableError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import CLAIMS_FOLDER
 from spark_state_ext.ownership.lease_record import Claim, Found
 
-__all__ = ["CLAIMS_FOLDER", "is_handed_over", "note_handed_over", "note_replaced_claim", "replaced_claim"]
+__all__ = ["is_handed_over", "note_handed_over", "note_replaced_claim", "replaced_claim"]
 
-CLAIMS_FOLDER = "claims"
 _FORMAT = 1
 _NOTE = re.compile(r"(.+)\.after-(\d+)\.json")
 _HANDED_OVER = ".json"

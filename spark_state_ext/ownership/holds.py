@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from arrow_schemas.checksum import opened_document, readable, sealed_document
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Entry, Folder
+from spark_state_ext.files.layout import HOLDS_FOLDER
 
-__all__ = ["HOLDS_FOLDER", "HOLD_FORMAT", "HOLD_MS", "Hold", "HoldRecord", "HoldWatch"]
+__all__ = ["HOLD_FORMAT", "HOLD_MS", "Hold", "HoldRecord", "HoldWatch"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-HOLDS_FOLDER = "holds"
 HOLD_FORMAT = 1
 # How long a hold lasts without renewal. A copy renews it each third of that.
 HOLD_MS = 600_000

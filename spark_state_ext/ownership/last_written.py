@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from arrow_schemas.checksum import opened_document, readable, sealed_document
 from arrow_schemas.erase import ERASE_FOLDER
 from spark_state_ext.files.folder import Entry, Folder
+from spark_state_ext.files.layout import LAST_WRITTEN_NAME, LEASE_FOLDER
 from spark_state_ext.files.readable import document_in
-from spark_state_ext.ownership.lease_log import LEASE_FOLDER, LeaseLog
+from spark_state_ext.ownership.lease_log import LeaseLog
 
 __all__ = [
     "ERASER",
-    "LAST_WRITTEN_NAME",
     "decode_last_written_ms",
     "is_eraser_last",
     "last_written_ms",
@@ -25,7 +25,6 @@ __all__ = [
 
 # What the lease calls whoever erases keys.
 ERASER = "erase history"
-LAST_WRITTEN_NAME = "last-written.json"
 _FORMAT = 1
 _MEND = "Remove it, and name the query folder that you want to read."
 

@@ -11,14 +11,12 @@ import re
 
 from spark_state_ext.errors import MissingCheckpointError, StorageError, VersionSkewError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import LEASE_FOLDER, LEASE_FORMAT_1_NAME
 from spark_state_ext.ownership.claim_notes import note_replaced_claim
 from spark_state_ext.ownership.lease_record import Claim, Found, LeaseRecord, refusal
 
-__all__ = ["LEASE_FOLDER", "LeaseLog"]
+__all__ = ["LeaseLog"]
 
-LEASE_FOLDER = "lease"
-# Format 1: one file beside the folder, which is rewritten.
-_FORMAT_1_FILE = "lease.json"
 _NAME = re.compile(r"(\d{16})(?:-[0-9a-f]{32})?\.json")
 # Records that a slow reader may still be about to read.
 _KEPT = 2
@@ -85,11 +83,11 @@ class LeaseLog:
         if made:
             if record.claim is not None:
                 if after is None or after.record.claim is None:
-                    self._query_folder.put(_FORMAT_1_FILE, refusal())
+                    self._query_folder.put(LEASE_FORMAT_1_NAME, refusal())
             elif record.format_1_too:
-                self._query_folder.put(_FORMAT_1_FILE, record.encode_format_1(number))
+                self._query_folder.put(LEASE_FORMAT_1_NAME, record.encode_format_1(number))
             elif self._has_format_1 or (after is not None and after.record.claim is not None):
-                self._query_folder.as_named().remove(_FORMAT_1_FILE)
+                self._query_folder.as_named().remove(LEASE_FORMAT_1_NAME)
                 self._has_format_1 = False
             self._drop_before(number - _KEPT + 1)
         return made
@@ -108,18 +106,18 @@ class LeaseLog:
     def _is_refusal_left(self) -> bool:
         """Whether a release was stopped before it removed this release's refusal beside the lease."""
         try:
-            return self._query_folder.get(_FORMAT_1_FILE) == refusal()
+            return self._query_folder.get(LEASE_FORMAT_1_NAME) == refusal()
         except MissingCheckpointError:
             return True  # removed a moment ago
 
     def _of_format_1(self) -> LeaseRecord | None:
         """What a release wrote that knows format 1 only."""
         try:
-            data = self._query_folder.get(_FORMAT_1_FILE)
+            data = self._query_folder.get(LEASE_FORMAT_1_NAME)
         except MissingCheckpointError:
             return None
         self._has_format_1 = True
-        return LeaseRecord.decode_format_1(data, self._query_folder.where(_FORMAT_1_FILE))
+        return LeaseRecord.decode_format_1(data, self._query_folder.where(LEASE_FORMAT_1_NAME))
 
 
 def _is_new(claim: Claim, after: Found | None) -> bool:

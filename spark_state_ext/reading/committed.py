@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.last_run import LastRun
+from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.reading.history import BucketFiles, read_side_by_side
 from spark_state_ext.reading.runs import START, Heads, heads_by_run
-from spark_state_ext.rescale.parents import PARENTS_FOLDER, Origins
+from spark_state_ext.rescale.parents import Origins
 
 __all__ = ["BATCH", "HEARTBEAT", "START", "Clock", "Line", "Timeline", "timeline"]
 

@@ -9,7 +9,8 @@ from arrow_schemas.operator import OperatorFile, parse_operator_file_name
 from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Entry, Folder
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, newest_operator
+from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.operator_catalog import newest_operator
 from spark_state_ext.ownership.last_written import last_written_ms
 from spark_state_ext.rescale.in_force import folders_in_force
 

@@ -19,11 +19,12 @@ from spark_state_ext.backends.replication import needs_parents
 from spark_state_ext.errors import OwnershipError, StateError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
+from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.rescale.folders import first_folder, rescaled_folder
 from spark_state_ext.rescale.in_force import parent_folder, take_requests
 from spark_state_ext.rescale.notes import FREE, ParentsNote, note_free, note_needed, notes_among
-from spark_state_ext.rescale.parents import PARENTS_FOLDER, has_parents
+from spark_state_ext.rescale.parents import has_parents
 from spark_state_ext.savepoints.records import is_detached, start_of
 from spark_state_ext.worker.background import Runner
 

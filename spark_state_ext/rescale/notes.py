@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.rescale.parents import PARENTS_FOLDER
+from spark_state_ext.files.layout import PARENTS_FOLDER
 
 __all__ = ["FREE", "NEEDED", "ParentsNote", "note_free", "note_needed", "notes_among"]
 

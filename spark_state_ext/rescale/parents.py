@@ -23,11 +23,11 @@ from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedBucket, SavedFile
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.files.readable import document_in
 from spark_state_ext.rescale.folders import first_folder
 
 __all__ = [
-    "PARENTS_FOLDER",
     "PARENT_FORMAT",
     "Origins",
     "Parent",
@@ -41,7 +41,6 @@ __all__ = [
     "parse_parent_name",
 ]
 
-PARENTS_FOLDER = "parents"
 PARENT_FORMAT = 1
 _NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.parent\.json")
 

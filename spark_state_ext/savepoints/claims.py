@@ -19,10 +19,11 @@ from spark_state_ext.errors import (
     NotClaimableError,
 )
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import CLAIM_FOLDER
 from spark_state_ext.files.readable import document_in
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.removing import delete_files
-from spark_state_ext.savepoints.replaced import CLAIM_FOLDER, replaced_in
+from spark_state_ext.savepoints.replaced import replaced_in
 
 __all__ = [
     "CLAIM_FOLDER",

@@ -10,7 +10,7 @@ from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint, StartFrom
 from spark_state_ext.errors import MissingCheckpointError, OwnershipError, StateError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.claims import consume

@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from arrow_schemas.checksum import opened_document, readable, sealed_document
 from spark_state_ext.errors import LineageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import DETACHED_NAME, START_NAME
 from spark_state_ext.files.readable import document_in
 
 __all__ = [
-    "DETACHED_NAME",
     "START_FORMAT",
-    "START_NAME",
     "StartRecord",
     "held_for",
     "is_detached",
@@ -26,7 +25,6 @@ __all__ = [
 ]
 
 START_FORMAT = 1
-START_NAME, DETACHED_NAME = "start.json", "detached.json"
 _HELD = "held-"
 
 

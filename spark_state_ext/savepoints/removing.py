@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.replaced import CLAIM_FOLDER, REPLACED_NAME, drop_replaced, replaced_in
+from spark_state_ext.files.layout import CLAIM_FOLDER
+from spark_state_ext.savepoints.replaced import REPLACED_NAME, drop_replaced, replaced_in
 
 __all__ = ["delete_files"]
 

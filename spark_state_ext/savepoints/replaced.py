@@ -13,11 +13,11 @@ from arrow_schemas.checksum import opened_document, readable, sealed_document
 from arrow_schemas.lineage import parse_file_name
 from arrow_schemas.savepoint import SavepointManifest
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import CLAIM_FOLDER
 from spark_state_ext.files.readable import document_in
 
-__all__ = ["CLAIM_FOLDER", "REPLACED_NAME", "Replaced", "drop_replaced", "replaced_in"]
+__all__ = ["REPLACED_NAME", "Replaced", "drop_replaced", "replaced_in"]
 
-CLAIM_FOLDER = "claim"
 REPLACED_NAME = "replaced.json"
 _FORMAT = 1
 _MEND = (

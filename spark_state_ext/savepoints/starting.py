@@ -34,7 +34,7 @@ from spark_state_ext.errors import (
     StateError,
 )
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.files.partition_files import newest_assignment
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.copying import copied

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_of, is_consumed
 from spark_state_ext.savepoints.records import StartRecord, is_detached, start_of
 

@@ -9,7 +9,8 @@ from arrow_schemas.operator import OperatorFile, operator_file_name, parse_opera
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Entry, Folder
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER, is_query_folder
+from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.operator_catalog import is_query_folder
 from spark_state_ext.ownership.last_written import last_written_ms
 from spark_state_ext.rescale.folders import first_folder
 from spark_state_ext.rescale.in_force import folders_in_force

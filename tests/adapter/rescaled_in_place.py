@@ -12,7 +12,8 @@ from arrow_schemas import BucketMap, Pointer
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import STARTING_FOLDER, OperatorCatalog
+from spark_state_ext.files.layout import STARTING_FOLDER
+from spark_state_ext.files.operator_catalog import OperatorCatalog
 from spark_state_ext.rescale.folders import rescaled_folder
 from spark_state_ext.rescale.in_force import put_in_force
 from spark_state_ext.savepoints.captured import Captured, captured_name

@@ -18,7 +18,7 @@ from spark_state_ext.engine.replicas import Leases
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CleanUpFailedError, LiveRunError, StorageError
 from spark_state_ext.files.folder import Entry, Folder
-from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.worker.background import Background
 from tests.helpers.waiting import WAIT_S

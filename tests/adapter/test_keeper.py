@@ -14,8 +14,9 @@ import pytest
 
 from spark_state_ext.errors import LiveRunError, StorageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import LEASE_FOLDER
 from spark_state_ext.ownership.lease import Clock, Lease
-from spark_state_ext.ownership.lease_log import LEASE_FOLDER, LeaseLog
+from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim, Found, RunIdentity
 from spark_state_ext.ownership.release import release_query_folder
 from spark_state_ext.rescale.folders import rescaled_folder

@@ -22,10 +22,10 @@ from spark_state_ext import SourcePartition, erase_keys, erase_scan, erase_statu
 from spark_state_ext.cli.app import application
 from spark_state_ext.errors import ChangedJobError, MissingCheckpointError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
+from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.reading.exact import ExactBatch, Told, open_exact
 from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.rescale.in_force import folders_in_force, put_in_force, take_requests
-from spark_state_ext.rescale.parents import PARENTS_FOLDER
 from spark_state_ext.savepoints.records import StartRecord, note_start
 from spark_state_ext.spark.executor import saving
 from spark_state_ext.testing.model import KEYS, Row

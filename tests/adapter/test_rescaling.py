@@ -16,8 +16,8 @@ from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.errors import LineageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import STARTING_FOLDER
-from spark_state_ext.ownership.holds import HOLDS_FOLDER, Hold
+from spark_state_ext.files.layout import HOLDS_FOLDER, STARTING_FOLDER
+from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.savepoints.captured import Captured, captured_name
 from spark_state_ext.spark.executor import rescaling, saving
 from spark_state_ext.spark.executor.rescaling import Rescales

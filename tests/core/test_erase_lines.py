@@ -27,7 +27,8 @@ from spark_state_ext.erasing import history as erasing
 from spark_state_ext.erasing.history import ErasedHistory
 from spark_state_ext.erasing.past import rewrite
 from spark_state_ext.errors import CorruptFileError, StorageError, UsageError
-from spark_state_ext.files.last_run import LAST_RUN_NAME, last_run_of
+from spark_state_ext.files.last_run import last_run_of
+from spark_state_ext.files.layout import LAST_RUN_NAME
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS as OTHERS
 from spark_state_ext.testing.model import SCHEMA, Changes, Model, Row, scanned

@@ -26,7 +26,8 @@ from spark_state_ext.errors import CorruptError, SchemaChangedError, VersionSkew
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header
 from spark_state_ext.files.erase_requests import decode_request, encode_request
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.left_behind import LEFT_BEHIND_NAME, note_left_behind, refuse_left_behind
+from spark_state_ext.files.layout import LEFT_BEHIND_NAME
+from spark_state_ext.files.left_behind import note_left_behind, refuse_left_behind
 from spark_state_ext.ownership.claim_notes import note_replaced_claim, replaced_claim
 from spark_state_ext.ownership.holds import HoldRecord
 from spark_state_ext.ownership.lease_record import Claim, Found, LeaseRecord

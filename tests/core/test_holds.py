@@ -10,7 +10,8 @@ import pytest
 
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, VersionSkewError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.ownership.holds import HOLDS_FOLDER, Hold, HoldWatch
+from spark_state_ext.files.layout import HOLDS_FOLDER
+from spark_state_ext.ownership.holds import Hold, HoldWatch
 
 LASTS_MS = 30_000
 

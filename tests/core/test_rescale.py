@@ -35,10 +35,11 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import LiveRunError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.rescale.finishing import Finishing, may_remove
 from spark_state_ext.rescale.notes import FREE, NEEDED, ParentsNote, note_free, notes_among
 from spark_state_ext.rescale.origin import Origin, rows_of_parents
-from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent, note_parent, parent_files
+from spark_state_ext.rescale.parents import Parent, note_parent, parent_files
 from spark_state_ext.savepoints.records import StartRecord, note_start
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.store import View

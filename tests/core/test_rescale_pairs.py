@@ -21,7 +21,7 @@ from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.uploads import Upload, WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.store import View
 from spark_state_ext.testing.model import KEYS, Key, Model, Row, expired_in, model_of, scanned

@@ -18,10 +18,10 @@ from sim_parts import Numbers, Step
 
 from spark_state_ext.errors import MissingCheckpointError, OwnershipError, StorageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import LEASE_FOLDER
 from spark_state_ext.ownership import release
 from spark_state_ext.ownership.claim_notes import note_handed_over
 from spark_state_ext.ownership.lease import Clock
-from spark_state_ext.ownership.lease_log import LEASE_FOLDER
 from spark_state_ext.ownership.lease_record import Claim, Found, RunIdentity
 
 __all__ = ["CLAIM_STEPS", "ClaimWorld", "simulate_claims"]

@@ -13,8 +13,8 @@ from spark_state_ext.engine.folders import operator_folders
 from spark_state_ext.engine.job import Job
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.rescale.folders import first_folder
-from spark_state_ext.rescale.parents import PARENTS_FOLDER
 
 if TYPE_CHECKING:
     from sim_rescales import RescaleWorld

@@ -25,9 +25,9 @@ from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import CorruptError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
+from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.rescale.dividing import DividingStarts
 from spark_state_ext.rescale.finishing import Finishing
-from spark_state_ext.rescale.parents import PARENTS_FOLDER
 from spark_state_ext.savepoints.manifest_file import write_manifest
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.store import LocalStore

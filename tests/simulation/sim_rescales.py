@@ -70,7 +70,8 @@ from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.shared import Shared
 from spark_state_ext.errors import ChangedJobError, LineageError, LiveRunError, MissingCheckpointError, StorageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import STARTING_FOLDER, OperatorCatalog, newest_operator
+from spark_state_ext.files.layout import STARTING_FOLDER
+from spark_state_ext.files.operator_catalog import OperatorCatalog, newest_operator
 from spark_state_ext.rescale import in_force
 from spark_state_ext.rescale.dividing import refuse_requests
 from spark_state_ext.rescale.finishing import Finishing

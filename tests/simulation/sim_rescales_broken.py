@@ -21,12 +21,13 @@ from spark_state_ext.engine.job import Job
 from spark_state_ext.erasing import folders
 from spark_state_ext.errors import LineageError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.reading import finding
 from spark_state_ext.rescale import dividing, finishing, in_force, origin, parents
 from spark_state_ext.rescale.finishing import Finishing, may_remove
 from spark_state_ext.rescale.folders import first_folder, rescaled_folder
 from spark_state_ext.rescale.notes import FREE, ParentsNote, notes_among
-from spark_state_ext.rescale.parents import PARENTS_FOLDER, Parent
+from spark_state_ext.rescale.parents import Parent
 from spark_state_ext.savepoints import taking
 from spark_state_ext.savepoints.records import note_detached
 from spark_state_ext.savepoints.starting import Begun

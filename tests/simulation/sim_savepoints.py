@@ -37,7 +37,7 @@ from arrow_schemas.savepoint import CANONICAL, MANIFEST_NAME, NATIVE
 from spark_state_ext.engine.start_from import CLAIM, NO_CLAIM
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, NotClaimableError, StateError, StorageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.ownership.holds import HOLDS_FOLDER
+from spark_state_ext.files.layout import HOLDS_FOLDER
 from spark_state_ext.restore import resolving
 from spark_state_ext.savepoints import claims
 from spark_state_ext.savepoints.claims import claim_of, is_consumed

@@ -18,7 +18,7 @@ from spark_state_ext.engine.start_from import CLAIM
 from spark_state_ext.errors import MissingCheckpointError, NotClaimableError
 from spark_state_ext.files import retention
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.ownership import holds
+from spark_state_ext.files.layout import HOLDS_FOLDER
 from spark_state_ext.ownership.holds import Hold, HoldRecord, HoldWatch
 from spark_state_ext.restore.needed import Needed, needed_files
 from spark_state_ext.restore.sources import Sources
@@ -94,7 +94,7 @@ def _by_the_first_look(self: HoldWatch, query_folder: Folder) -> list[HoldRecord
 
 def _never_over(self: HoldWatch, query_folder: Folder) -> list[HoldRecord]:
     """Whoever dies holds for ever."""
-    names = query_folder.child(holds.HOLDS_FOLDER).names()
+    names = query_folder.child(HOLDS_FOLDER).names()
     return [HoldRecord(name[:32], "somebody", 1) for name in names]
 
 

@@ -32,7 +32,8 @@ from spark_state_ext import Backend, RetainedCheckpoint, Savepoint, read_savepoi
 from spark_state_ext.__main__ import main as command_line
 from spark_state_ext.engine.start_from import StartFrom
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.ownership.lease_log import LEASE_FOLDER, LeaseLog
+from spark_state_ext.files.layout import LEASE_FOLDER
+from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import is_detached
 from tests.helpers.waiting import eventually

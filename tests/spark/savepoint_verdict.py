@@ -12,7 +12,7 @@ from savepoint_ledger import CREATE, Entry, Ledger, summed
 
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.claims import CLAIM_FOLDER
+from spark_state_ext.files.layout import CLAIM_FOLDER
 
 __all__ = ["Source", "found_wrong", "unlike"]
 

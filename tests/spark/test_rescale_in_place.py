@@ -32,7 +32,7 @@ from spark_state_ext import (
     take_savepoint,
 )
 from spark_state_ext.errors import ChangedJobError
-from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.files.layout import STARTING_FOLDER
 from tests.helpers.soak import SOAK
 from tests.helpers.waiting import eventually
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Found
 from spark_state_ext.rescale.folders import first_folder, rescaled_folder

@@ -28,7 +28,7 @@ from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.engine.start_from import NO_CLAIM
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import STARTING_FOLDER
+from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.rescale.dividing import RESCALE, Division, begun_pointer, divided_pointer, refuse_requests
 from spark_state_ext.rescale.folders import is_rescaled_by, rescaled_folder
 from spark_state_ext.rescale.origin import origin_beside

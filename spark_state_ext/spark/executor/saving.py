@@ -27,7 +27,8 @@ from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.shared import Shared
 from spark_state_ext.errors import ChangedJobError, LiveRunError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import STARTING_FOLDER, newest_operator
+from spark_state_ext.files.layout import STARTING_FOLDER
+from spark_state_ext.files.operator_catalog import newest_operator
 from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.ownership.lease_log import LeaseLog

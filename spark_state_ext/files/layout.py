@@ -1,0 +1,152 @@
+"""Where the files of a query's state lie, what kind each is, and what becomes of it.
+
+The one table of that: commands that verify, explain and remove files go by it, and `docs/ownership.md` has its rows.
+Formats know the names of their own files; here are the folders, and names that no format tells.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from arrow_schemas.erase import ERASE_FOLDER
+
+__all__ = [
+    "ASSIGNMENT",
+    "CHECKPOINT",
+    "CLAIMS_FOLDER",
+    "CLAIM_FOLDER",
+    "CLAIM_NOTE",
+    "DETACHED_NAME",
+    "DOCUMENT_FOLDERS",
+    "ERASE_DONE",
+    "ERASE_REQUEST",
+    "HOLD",
+    "HOLDS_FOLDER",
+    "KINDS",
+    "LAST_RUN_NAME",
+    "LAST_WRITTEN_NAME",
+    "LEASE",
+    "LEASE_FOLDER",
+    "LEASE_FORMAT_1_NAME",
+    "LEFT_BEHIND_NAME",
+    "OPERATOR",
+    "PARENT",
+    "PARENTS_FOLDER",
+    "PAST",
+    "SPILL",
+    "SPILL_FOLDER",
+    "START",
+    "STARTING_FOLDER",
+    "START_NAME",
+    "FileKind",
+    "kind_of",
+]
+
+# Below `<root>/<operator>`, beside the query folders; spill files may lie in a query folder, too.
+STARTING_FOLDER, SPILL_FOLDER = "starting", "spill"
+# Below a query folder, beside the buckets' folders, which are called by their numbers.
+LEASE_FOLDER, HOLDS_FOLDER, CLAIMS_FOLDER, PARENTS_FOLDER = "lease", "holds", "claims", "parents"
+DOCUMENT_FOLDERS = (LEASE_FOLDER, HOLDS_FOLDER, ERASE_FOLDER, CLAIMS_FOLDER)
+LEASE_FORMAT_1_NAME = "lease.json"
+START_NAME, DETACHED_NAME, LEFT_BEHIND_NAME = "start.json", "detached.json", "left_behind.json"
+LAST_RUN_NAME, LAST_WRITTEN_NAME = "last-run.json", "last-written.json"
+# Below a savepoint.
+CLAIM_FOLDER = "claim"
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """A kind of file of a query folder.
+
+    Parameters
+    ----------
+    name
+        What people call it.
+    pattern
+        Of its path below the query folder.
+    why
+        Why it is still there.
+    goes
+        A later batch removes it in any case.
+    """
+
+    name: str
+    pattern: str
+    why: str
+    goes: bool = False
+
+
+CHECKPOINT = FileKind(
+    "checkpoint file", r"\d+/[^/]+\.(delta|snapshot)\.arrow", "a batch that Spark retains, or the state, may need it"
+)
+OPERATOR = FileKind("operator file", r"operator_\d+\.json", "every start of the query reads it")
+ASSIGNMENT = FileKind(
+    "assignment of partitions", r"partitions_\d+\.json", "every start of the query reads the last one"
+)
+LEASE = FileKind(
+    "lease",
+    rf"{LEASE_FOLDER}/.+|{re.escape(LEASE_FORMAT_1_NAME)}",
+    "it says which run of the query may write here; renewing it removes old ones",
+)
+HOLD = FileKind(
+    "hold",
+    rf"{HOLDS_FOLDER}/.+",
+    "somebody copies from the query folder; it goes when that ends, or was not renewed for ten minutes",
+)
+ERASE_REQUEST = FileKind(
+    "erase request",
+    rf"{ERASE_FOLDER}/\d+\.keys\.arrow",
+    "the keys to erase: the query removes it once the request is done and its batches are not retained any more",
+)
+ERASE_DONE = FileKind(
+    "record of an erase request",
+    rf"{ERASE_FOLDER}/\d+\.done\.json",
+    "without it the request's number is given again",
+)
+PAST = FileKind(
+    "record of the past",
+    rf"{ERASE_FOLDER}/({re.escape(LAST_RUN_NAME)}|{re.escape(LAST_WRITTEN_NAME)})",
+    "it says what files that erase_history wrote anew no longer tell: which run was the last, and when it wrote",
+)
+CLAIM_NOTE = FileKind(
+    "note of a claim",
+    rf"{CLAIMS_FOLDER}/[^/]+\.json",
+    "it says what became of a claim to the folder, and which one that replaced; savepoint release reads it",
+)
+START = FileKind(
+    "record of the query's start",
+    rf"{re.escape(START_NAME)}|{re.escape(DETACHED_NAME)}|{re.escape(LEFT_BEHIND_NAME)}|[^/]+\.start\.arrow",
+    "it tells what the query was started from",
+)
+PARENT = FileKind(
+    "file of a parent",
+    rf"{PARENTS_FOLDER}/.+",
+    "the query was rescaled, and its buckets begin with it; the query removes it when it needs it no more",
+)
+SPILL = FileKind(
+    "spill file",
+    rf"{SPILL_FOLDER}/.+",
+    "rows on their way through a batch: a later batch removes it, or after a day",
+    goes=True,
+)
+KINDS = (
+    CHECKPOINT,
+    OPERATOR,
+    ASSIGNMENT,
+    LEASE,
+    HOLD,
+    ERASE_REQUEST,
+    ERASE_DONE,
+    PAST,
+    CLAIM_NOTE,
+    START,
+    PARENT,
+    SPILL,
+)
+_PATTERNS = [(re.compile(kind.pattern), kind) for kind in KINDS]
+
+
+def kind_of(path: str) -> FileKind | None:
+    """The kind of a file, by its path below the query folder; None: it is none of ours, or not finished."""
+    return next((kind for pattern, kind in _PATTERNS if pattern.fullmatch(path)), None)
