@@ -9,7 +9,6 @@ import shutil
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,105 +187,68 @@ _ROWS_FEW = 1_000
 _ALIKE = 0.9
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """A setting, the value that it has where nobody set one, and what is wrong with a value."""
-
-    name: str
-    default: str
-    wrong: Callable[[str, Mapping[str, str]], tuple[str, str] | None]
-
-    def on(self, settings: Mapping[str, str]) -> Finding:
-        value = settings.get(self.name, self.default)
-        seen = value if self.name in settings else f"{value} (the default)"
-        found = self.wrong(value, settings)
-        return Finding(self.name, seen) if found is None else Finding(self.name, seen, *found)
-
-
-def _provider(value: str, settings: Mapping[str, str]) -> tuple[str, str] | None:
-    if value == _ROCKSDB:
-        return None
-    return "Spark's own part of the state is kept on the heap, and written whole", f"Set it to {_ROCKSDB}."
+# Settings that matter, and the value of each where nobody set one.
+_DEFAULTS = {
+    _PROVIDER: "org.apache.spark.sql.execution.streaming.state.HDFSBackedStateStoreProvider",
+    _FORMAT: "1",
+    _CHANGELOG: "false",
+    _ARROW_BYTES: "64MB",
+    _ARROW_ROWS: "10000",
+    _PARTITIONS: "200",
+    _RETAINED: "100",
+    _REUSE: "true",
+    _MEMORY: "",
+    _SPECULATION: "false",
+    _NO_DATA: "true",
+}
 
 
-def _format(value: str, settings: Mapping[str, str]) -> tuple[str, str] | None:
-    if settings.get(_PROVIDER) != _ROCKSDB or value == "2":
-        return None
-    return (
-        "batches without data call every bucket, and the history of Spark's own part is not linear",
-        "Set it to 2 (Spark 4), before the query's first start.",
-    )
+def _state_faults(value: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Settings of Spark's own state that do harm: which one, what comes of it, and what to change."""
+    if value[_PROVIDER] != _ROCKSDB:
+        why = "Spark's own part of the state is kept on the heap, and written whole"
+        yield _PROVIDER, why, f"Set it to {_ROCKSDB}."
+    elif value[_FORMAT] != "2":
+        why = "batches without data call every bucket, and the history of Spark's own part is not linear"
+        yield _FORMAT, why, "Set it to 2 (Spark 4), before the query's first start."
+    if value[_PROVIDER] == _ROCKSDB and value[_CHANGELOG].lower() != "true":
+        yield _CHANGELOG, "each batch uploads RocksDB's files in place of what changed", "Set it to true."
+    retained = _number(_RETAINED, value[_RETAINED])
+    if retained < 2:
+        why = "no batch before the last one can be gone back to, and savepoints may miss their batch"
+        yield _RETAINED, why, "Set it to 100."
+    elif retained > _RETAINED_MANY:
+        why = "so many batches keep their checkpoint files"
+        yield _RETAINED, why, "Set it to what you would go back to, such as 100."
 
 
-def _changelog(value: str, settings: Mapping[str, str]) -> tuple[str, str] | None:
-    if settings.get(_PROVIDER) != _ROCKSDB or value.lower() == "true":
-        return None
-    return "each batch uploads RocksDB's files in place of what changed", "Set it to true."
-
-
-def _arrow_bytes(value: str, settings: Mapping[str, str]) -> tuple[str, str] | None:
-    if value in (_NO_LIMIT, "-1"):
-        return None
-    return (
-        "Spark computes the size of an Arrow batch anew after each row",
-        f"Set it to {_NO_LIMIT}, or enable(…, tune=True).",
-    )
-
-
-def _arrow_rows(value: str, settings: Mapping[str, str]) -> tuple[str, str] | None:
-    rows = _number(_ARROW_ROWS, value)
+def _task_faults(value: Mapping[str, str], buckets: int) -> Iterator[tuple[str, str, str]]:
+    """Settings of tasks and batches that do harm, as `_state_faults`."""
+    if value[_ARROW_BYTES] not in (_NO_LIMIT, "-1"):
+        why = "Spark computes the size of an Arrow batch anew after each row"
+        yield _ARROW_BYTES, why, f"Set it to {_NO_LIMIT}, or enable(…, tune=True)."
+    rows = _number(_ARROW_ROWS, value[_ARROW_ROWS])
     if rows <= 0:
-        return "nothing bounds an Arrow batch, which a Python worker holds several times over", "Set it to 10000."
-    return ("rows go to Python in very small batches", "Set it to 10000.") if rows < _ROWS_FEW else None
-
-
-def _retained(value: str, settings: Mapping[str, str]) -> tuple[str, str] | None:
-    batches = _number(_RETAINED, value)
-    if batches < 2:
-        return "no batch before the last one can be gone back to, and savepoints may miss their batch", "Set it to 100."
-    if batches > _RETAINED_MANY:
-        return "so many batches keep their checkpoint files", "Set it to what you would go back to, such as 100."
-    return None
-
-
-def _reuse(value: str, settings: Mapping[str, str]) -> tuple[str, str] | None:
-    if value.lower() == "true":
-        return None
-    return "each task starts a Python process, which opens all local stores anew", "Set it to true, or leave it out."
-
-
-def _memory(value: str, settings: Mapping[str, str]) -> tuple[str, str] | None:
-    if not value:
-        return None
-    return (
-        "it bounds the address space of Python workers, which local stores are mapped into",
-        "Leave it out, and give Python room with spark.executor.memoryOverhead.",
-    )
-
-
-def _speculation(value: str, settings: Mapping[str, str]) -> tuple[str, str] | None:
-    if value.lower() != "true":
-        return None
-    return "a second attempt at a task has no local store of its own, and restores its buckets", "Leave it out."
-
-
-def _no_data(value: str, settings: Mapping[str, str]) -> tuple[str, str] | None:
-    if value.lower() == "true":
-        return None
-    return "timeouts come to pass only with the next rows", "Set it to true, or leave it out."
-
-
-def _partitions(buckets: int) -> Callable[[str, Mapping[str, str]], tuple[str, str] | None]:
-    def wrong(value: str, settings: Mapping[str, str]) -> tuple[str, str] | None:
-        partitions = _number(_PARTITIONS, value)
-        if partitions <= buckets:
-            return None
-        return (
-            f"{partitions - buckets} of {partitions} tasks have no bucket, as there are {buckets}",
-            f"Set it to {buckets}, or to the cores of the job if these are fewer, before the query's first start.",
-        )
-
-    return wrong
+        why = "nothing bounds an Arrow batch, which a Python worker holds several times over"
+        yield _ARROW_ROWS, why, "Set it to 10000."
+    elif rows < _ROWS_FEW:
+        yield _ARROW_ROWS, "rows go to Python in very small batches", "Set it to 10000."
+    partitions = _number(_PARTITIONS, value[_PARTITIONS])
+    if partitions > buckets:
+        why = f"{partitions - buckets} of {partitions} tasks have no bucket, as there are {buckets}"
+        change = f"Set it to {buckets}, or to the cores of the job if these are fewer, before the query's first start."
+        yield _PARTITIONS, why, change
+    if value[_REUSE].lower() != "true":
+        why = "each task starts a Python process, which opens all local stores anew"
+        yield _REUSE, why, "Set it to true, or leave it out."
+    if value[_MEMORY]:
+        why = "it bounds the address space of Python workers, which local stores are mapped into"
+        yield _MEMORY, why, "Leave it out, and give Python room with spark.executor.memoryOverhead."
+    if value[_SPECULATION].lower() == "true":
+        why = "a second attempt at a task has no local store of its own, and restores its buckets"
+        yield _SPECULATION, why, "Leave it out."
+    if value[_NO_DATA].lower() != "true":
+        yield _NO_DATA, "timeouts come to pass only with the next rows", "Set it to true, or leave it out."
 
 
 def _number(name: str, value: str) -> int:
@@ -296,26 +258,13 @@ def _number(name: str, value: str) -> int:
         raise UsageError(f"{name} must be a number, not {value!r}") from error
 
 
-def _rules(buckets: int) -> list[_Rule]:
-    return [
-        _Rule(_PROVIDER, "org.apache.spark.sql.execution.streaming.state.HDFSBackedStateStoreProvider", _provider),
-        _Rule(_FORMAT, "1", _format),
-        _Rule(_CHANGELOG, "false", _changelog),
-        _Rule(_ARROW_BYTES, "64MB", _arrow_bytes),
-        _Rule(_ARROW_ROWS, "10000", _arrow_rows),
-        _Rule(_PARTITIONS, "200", _partitions(buckets)),
-        _Rule(_RETAINED, "100", _retained),
-        _Rule(_REUSE, "true", _reuse),
-        _Rule(_MEMORY, "", _memory),
-        _Rule(_SPECULATION, "false", _speculation),
-        _Rule(_NO_DATA, "true", _no_data),
-    ]
-
-
 def diagnoses_of_settings(settings: Mapping[str, str], buckets: int) -> list[Finding]:
     """What each setting that matters is, and what is wrong with it."""
-    rules = _rules(buckets)
-    return [rule.on(settings) for rule in rules] + list(_misspelt(settings, [rule.name for rule in rules]))
+    value = {**_DEFAULTS, **settings}
+    faults = {name: (why, change) for name, why, change in (*_state_faults(value), *_task_faults(value, buckets))}
+    seen = {name: value[name] if name in settings else f"{value[name]} (the default)" for name in _DEFAULTS}
+    found = [Finding(name, seen[name], *faults.get(name, ("", ""))) for name in _DEFAULTS]
+    return found + list(_misspelt(settings, _DEFAULTS))
 
 
 def _misspelt(settings: Mapping[str, str], known: Iterable[str]) -> Iterable[Finding]:
