@@ -8,7 +8,7 @@ import resource
 import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -267,8 +267,7 @@ def diagnoses_of_settings(settings: Mapping[str, str], buckets: int) -> list[Fin
     return found + list(_misspelt(settings, _DEFAULTS))
 
 
-def _misspelt(settings: Mapping[str, str], known: Iterable[str]) -> Iterable[Finding]:
-    known = list(known)
+def _misspelt(settings: Mapping[str, str], known: Collection[str]) -> Iterable[Finding]:
     by_lower = {name.lower(): name for name in known}
     for name, value in settings.items():
         if name in known:

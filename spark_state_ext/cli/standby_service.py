@@ -60,23 +60,12 @@ def run(
             "--keep", min=0.0, metavar="SECONDS", help="local stores that nobody used for so long are removed"
         ),
     ] = 86_400.0,
-    address: Annotated[str, typer.Option("--address", help="where /healthz and /metrics listen")] = "0.0.0.0",
+    web_address: Annotated[str, typer.Option("--address", help="where /healthz and /metrics listen")] = "0.0.0.0",
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, help="of /healthz and /metrics; by default there are none")
     ] = None,
-    peer_listen: Annotated[
-        str | None,
-        typer.Option("--peer-listen", metavar="HOST:PORT", help="where other hosts may ask for what this one has"),
-    ] = None,
-    peer_address: Annotated[
-        str | None, typer.Option("--peer-address", metavar="NAME", help="by which name others reach this host")
-    ] = None,
-    peer_secret_file: Annotated[
-        Path | None, typer.Option("--peer-secret-file", help="else SPARK_STATE_EXT_PEER_SECRET has the secret")
-    ] = None,
-    peer_tls_cert: Annotated[Path | None, typer.Option("--peer-tls-cert", help="this host's certificate, PEM")] = None,
-    peer_tls_key: Annotated[Path | None, typer.Option("--peer-tls-key", help="its private key, PEM")] = None,
     *,
+    peer: PeerOptions,
     storage_options: StorageOptions,
 ) -> None:
     """Keep copies of buckets' state on this host, until it is told to stop (SIGTERM or SIGINT).
@@ -87,12 +76,11 @@ def run(
     stop = _stop_on_signals()
     _log_to_stderr()
     host = host_name()
-    gives_bytes_min = None if peer_listen is None else lazy_bytes_min()
+    gives_bytes_min = None if peer.listen is None else lazy_bytes_min()
     _refuse(roots, local_dir)
     # With a slash at its end too, where the job has one: local stores are named by it.
     followed = [FollowedRoot(root, storage_options, str(local_dir), gives_bytes_min) for root in roots]
     followers = [RootFollower(root, threads_max=threads, bandwidth_max_bytes_s=bandwidth_max) for root in followed]
-    peer = PeerOptions(peer_listen, peer_address, peer_secret_file, peer_tls_cert, peer_tls_key)
     with ExitStack() as opened:
         peers = serve_peers(peer, followers)
         if peers is not None:
@@ -106,7 +94,7 @@ def run(
         told += [f"peers ask {it}" for it in reached.values()]
         if port is not None:
             collector = StandbyCollector(service, None if peers is None else peers.work)
-            web = Web(address, port, service.ails, collector, service.warnings)
+            web = Web(web_address, port, service.ails, collector, service.warnings)
             opened.callback(web.close)
             told.append(f"port {web.port} has /healthz and /metrics")
         say("; ".join(told))
@@ -152,17 +140,20 @@ _LISTEN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """As the command line has them."""
+    """What the command line says of peers."""
 
-    # ``HOST:PORT``; None: peers get nothing.
-    listen: str | None = None
-    # By which name others reach this host; None: what the machine is called.
-    address: str | None = None
-    # The file with the secret; None: the environment has it.
-    secret_file: Path | None = None
-    # Files for TLS, both or none.
-    certificate: Path | None = None
-    key: Path | None = None
+    listen: Annotated[
+        str | None,
+        typer.Option("--peer-listen", metavar="HOST:PORT", help="where other hosts may ask for what this one has"),
+    ] = None
+    address: Annotated[
+        str | None, typer.Option("--peer-address", metavar="NAME", help="by which name others reach this host")
+    ] = None
+    secret_file: Annotated[
+        Path | None, typer.Option("--peer-secret-file", help="else SPARK_STATE_EXT_PEER_SECRET has the secret")
+    ] = None
+    certificate: Annotated[Path | None, typer.Option("--peer-tls-cert", help="this host's certificate, PEM")] = None
+    key: Annotated[Path | None, typer.Option("--peer-tls-key", help="its private key, PEM")] = None
 
 
 def serve_peers(
