@@ -125,7 +125,8 @@ def test_a_replica_whose_pages_are_damaged_is_rebuilt(world: World) -> None:
         found = world.follower.step()
         assert (found.error, found.is_caught_up) == (None, True), f"page {page}"
         files += found.files_read
-    assert files > 2 * page, "it was rebuilt more than once"
+    # A step reads one file, unless it builds the replica anew. Which pages it meets, LMDB decides.
+    assert files > page, "it was rebuilt"
     assert world.adopted() == 0
 
 
