@@ -24,7 +24,7 @@ from spark_state_ext.cli.paths import operators_below
 from spark_state_ext.cli.spark_checkpoint import METADATA, STATE, query_id
 from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Entry, Folder, refuse_relative
-from spark_state_ext.files.layout import LEASE, SPILL, SPILL_FOLDER, STARTING_FOLDER, kind_of
+from spark_state_ext.files.layout import LEASE_FOLDER, LEASE_FORMAT_1_NAME, SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.files.operator_catalog import is_new_query_folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.rescale.folders import first_folder
@@ -110,6 +110,9 @@ def _row(found: Found, verdict: str, reason: str) -> dict[str, object]:
     }
 
 
+# Also what was not finished there. Rows in transit, too.
+_LEASE = (f"{LEASE_FOLDER}/", LEASE_FORMAT_1_NAME)
+_BEFORE_STATE = (*_LEASE, f"{SPILL_FOLDER}/")
 _SPARK_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
@@ -175,7 +178,7 @@ def look(root: Folder, operators: Collection[str] = ()) -> list[Found]:
 def _found(root: Folder, operator: str, query_folder: str) -> Found:
     folder = root.child(operator, query_folder)
     files = folder.tree()
-    leases = [entry for entry in files if kind_of(entry.name) is LEASE]
+    leases = [entry for entry in files if entry.name.startswith(_LEASE)]
     return Found(
         operator,
         query_folder,
@@ -210,7 +213,7 @@ def _names(folder: Folder, name: str, operator: str, query_folder: str) -> bool:
 def _never_began(query_folder: str, files: Collection[Entry]) -> bool:
     """Whether a folder has what a run leaves before its state begins, and nothing else."""
     named_by_us = is_new_query_folder(query_folder) or _SPARK_ID.fullmatch(query_folder) is not None
-    return named_by_us and bool(files) and all(kind_of(entry.name) in (LEASE, SPILL) for entry in files)
+    return named_by_us and bool(files) and all(entry.name.startswith(_BEFORE_STATE) for entry in files)
 
 
 def _newest_s(entries: Iterable[Entry]) -> float | None:

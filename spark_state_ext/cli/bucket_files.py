@@ -37,6 +37,7 @@ from spark_state_ext.files.known_files import FileHeaders, KnownFiles
 from spark_state_ext.files.layout import (
     CLAIM_FOLDER,
     HOLDS_FOLDER,
+    PARENT,
     PARENTS_FOLDER,
     STARTING_FOLDER,
     kind_of,
@@ -378,14 +379,14 @@ def _owner_of(folder: Folder, name: str, storage_options: Mapping[str, Any], bat
         )
     if folder.name == CLAIM_FOLDER and MANIFEST_NAME in above.names():
         return _of_claim(above)
-    if is_temporary(name) or (parse_file_name(name) is not None and above.name != PARENTS_FOLDER):
+    if PARENTS_FOLDER in (folder.name, above.name):
+        query_folder = above if folder.name == PARENTS_FOLDER else _above(above, storage_options)
+        return _Owned(PARENT.name, f"the query at {query_folder.root}", _STAYS, PARENT.why)
+    if is_temporary(name) or parse_file_name(name) is not None:
         return _in_bucket(folder, name, storage_options, batches_retained)
     if folder.name == STARTING_FOLDER:
         return _Owned("record of a first batch", "the query", _GOES, "a later batch removes it after 30 days")
-    # The file may lie in the query folder itself, or up to two folders below it.
-    below = [(folder, name), (above, f"{folder.name}/{name}")]
-    below.append((_above(above, storage_options), f"{above.name}/{folder.name}/{name}"))
-    for query_folder, path in reversed(below):
+    for query_folder, path in ((folder, name), (above, f"{folder.name}/{name}")):
         kind = kind_of(path)
         if kind is not None:
             # Spill files may lie beside query folders, and go whosever they are.

@@ -58,9 +58,6 @@ def operators_below(
     return listed
 
 
-_NAMED_MAX = 10
-
-
 @dataclass(frozen=True)
 class QueryFolder:
     """A folder of one query's state; `operator` is empty where only the query folder was given."""

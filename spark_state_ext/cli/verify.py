@@ -240,6 +240,8 @@ def _document(folder: Folder, entry: Entry, within: str = "") -> Check:
     if kind not in DECODERS:
         return Check(where, "file", entry.size_bytes, None)
     label, decode = DECODERS[kind]
+    if kind is START and name != START_NAME:
+        label = "record"
     return check(label, lambda data: decode(data, where))
 
 

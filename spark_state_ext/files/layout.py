@@ -6,10 +6,13 @@ Formats know the names of their own files; here are the folders, and names that 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from arrow_schemas.erase import ERASE_FOLDER
+from arrow_schemas.erase import ERASE_FOLDER, parse_erase_name
+from arrow_schemas.lineage import parse_file_name
+from arrow_schemas.operator import parse_operator_file_name
+from arrow_schemas.partitions import parse_partitions_name
+from spark_state_ext.files.folder import is_temporary
 
 __all__ = [
     "ASSIGNMENT",
@@ -43,7 +46,8 @@ __all__ = [
     "kind_of",
 ]
 
-# Below `<root>/<operator>`, beside the query folders; spill files may lie in a query folder, too.
+# Below `<root>/<operator>`, beside the query folders: notes about first batches, and rows in transit of tasks that are
+# not told their query. Where tasks are told it, these rows lie in the query folder.
 STARTING_FOLDER, SPILL_FOLDER = "starting", "spill"
 # Below a query folder, beside the buckets' folders, which are called by their numbers.
 LEASE_FOLDER, HOLDS_FOLDER, CLAIMS_FOLDER, PARENTS_FOLDER = "lease", "holds", "claims", "parents"
@@ -63,8 +67,6 @@ class FileKind:
     ----------
     name
         What people call it.
-    pattern
-        Of its path below the query folder.
     why
         Why it is still there.
     goes
@@ -72,64 +74,36 @@ class FileKind:
     """
 
     name: str
-    pattern: str
     why: str
     goes: bool = False
 
 
-CHECKPOINT = FileKind(
-    "checkpoint file", r"\d+/[^/]+\.(delta|snapshot)\.arrow", "a batch that Spark retains, or the state, may need it"
-)
-OPERATOR = FileKind("operator file", r"operator_\d+\.json", "every start of the query reads it")
-ASSIGNMENT = FileKind(
-    "assignment of partitions", r"partitions_\d+\.json", "every start of the query reads the last one"
-)
-LEASE = FileKind(
-    "lease",
-    rf"{LEASE_FOLDER}/.+|{re.escape(LEASE_FORMAT_1_NAME)}",
-    "it says which run of the query may write here; renewing it removes old ones",
-)
+CHECKPOINT = FileKind("checkpoint file", "a batch that Spark retains, or the state, may need it")
+OPERATOR = FileKind("operator file", "every start of the query reads it")
+ASSIGNMENT = FileKind("assignment of partitions", "every start of the query reads the last one")
+LEASE = FileKind("lease", "it says which run of the query may write here; renewing it removes old ones")
 HOLD = FileKind(
-    "hold",
-    rf"{HOLDS_FOLDER}/.+",
-    "somebody copies from the query folder; it goes when that ends, or was not renewed for ten minutes",
+    "hold", "somebody copies from the query folder; it goes when that ends, or was not renewed for ten minutes"
 )
 ERASE_REQUEST = FileKind(
     "erase request",
-    rf"{ERASE_FOLDER}/\d+\.keys\.arrow",
     "the keys to erase: the query removes it once the request is done and its batches are not retained any more",
 )
-ERASE_DONE = FileKind(
-    "record of an erase request",
-    rf"{ERASE_FOLDER}/\d+\.done\.json",
-    "without it the request's number is given again",
-)
+ERASE_DONE = FileKind("record of an erase request", "without it the request's number is given again")
 PAST = FileKind(
     "record of the past",
-    rf"{ERASE_FOLDER}/({re.escape(LAST_RUN_NAME)}|{re.escape(LAST_WRITTEN_NAME)})",
     "it says what files that erase_history wrote anew no longer tell: which run was the last, and when it wrote",
 )
 CLAIM_NOTE = FileKind(
     "note of a claim",
-    rf"{CLAIMS_FOLDER}/[^/]+\.json",
     "it says what became of a claim to the folder, and which one that replaced; savepoint release reads it",
 )
-START = FileKind(
-    "record of the query's start",
-    rf"{re.escape(START_NAME)}|{re.escape(DETACHED_NAME)}|{re.escape(LEFT_BEHIND_NAME)}|[^/]+\.start\.arrow",
-    "it tells what the query was started from",
-)
+START = FileKind("record of the query's start", "it tells what the query was started from")
 PARENT = FileKind(
     "file of a parent",
-    rf"{PARENTS_FOLDER}/.+",
     "the query was rescaled, and its buckets begin with it; the query removes it when it needs it no more",
 )
-SPILL = FileKind(
-    "spill file",
-    rf"{SPILL_FOLDER}/.+",
-    "rows on their way through a batch: a later batch removes it, or after a day",
-    goes=True,
-)
+SPILL = FileKind("spill file", "rows on their way through a batch: a later batch removes it, or after a day", goes=True)
 KINDS = (
     CHECKPOINT,
     OPERATOR,
@@ -144,9 +118,27 @@ KINDS = (
     PARENT,
     SPILL,
 )
-_PATTERNS = [(re.compile(kind.pattern), kind) for kind in KINDS]
 
 
 def kind_of(path: str) -> FileKind | None:
     """The kind of a file, by its path below the query folder; None: it is none of ours, or not finished."""
-    return next((kind for pattern, kind in _PATTERNS if pattern.fullmatch(path)), None)
+    folder, _, name = path.rpartition("/")
+    if is_temporary(name):
+        return None
+    if folder == ERASE_FOLDER:
+        parsed = parse_erase_name(name)
+        if parsed is not None:
+            return ERASE_DONE if parsed[1] else ERASE_REQUEST
+        return PAST if name in (LAST_RUN_NAME, LAST_WRITTEN_NAME) else None
+    found = {
+        LEASE: folder == LEASE_FOLDER or path == LEASE_FORMAT_1_NAME,
+        HOLD: folder == HOLDS_FOLDER,
+        CLAIM_NOTE: folder == CLAIMS_FOLDER and name.endswith(".json"),
+        PARENT: folder.split("/")[0] == PARENTS_FOLDER,
+        SPILL: folder.split("/")[0] == SPILL_FOLDER,
+        CHECKPOINT: folder.isdecimal() and parse_file_name(name) is not None,
+        OPERATOR: not folder and parse_operator_file_name(name) is not None,
+        ASSIGNMENT: not folder and parse_partitions_name(name) is not None,
+        START: not folder and (name in (START_NAME, DETACHED_NAME, LEFT_BEHIND_NAME) or name.endswith(".start.arrow")),
+    }
+    return next((kind for kind, is_one in found.items() if is_one), None)

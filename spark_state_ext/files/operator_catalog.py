@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterable
 from arrow_schemas.operator import OperatorFile, operator_file_name, parse_operator_file_name
 from spark_state_ext.errors import ExistingStateError, StorageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.layout import LEFT_BEHIND_NAME, SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.layout import (
+    HOLDS_FOLDER,
+    LEASE_FOLDER,
+    LEASE_FORMAT_1_NAME,
+    LEFT_BEHIND_NAME,
+    SPILL_FOLDER,
+    START_NAME,
+    STARTING_FOLDER,
+)
 from spark_state_ext.files.left_behind import refuse_left_behind
 
 __all__ = [
@@ -25,9 +33,8 @@ __all__ = [
 ]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Beside the queries' folders: notes about first batches, and rows in transit of tasks that are not told their query.
-# What a query's folder may have before its state begins; the last was the lease of formats 1 to 3.
-_BEFORE_STATE = frozenset({SPILL_FOLDER, "lease", "lease.json", "holds", "start.json", LEFT_BEHIND_NAME})
+# What a query's folder may have before its state begins; `lease.json` was the lease of formats 1 to 3.
+_BEFORE_STATE = frozenset({SPILL_FOLDER, LEASE_FOLDER, LEASE_FORMAT_1_NAME, HOLDS_FOLDER, START_NAME, LEFT_BEHIND_NAME})
 _QUERY_FOLDER = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _NEW_QUERY_FOLDER = re.compile(r"t\d{1,15}-[0-9a-f]{32}")
 # Each round ends with the file of one job written, and a job writes one.

@@ -169,8 +169,8 @@ def _nothing(folder: Folder, found: Timeline, unproven: bool) -> str:
         f"the files in {folder.root} do not prove that a batch is committed: they tell that of a bucket once a later "
         f"batch has changed it, and a bucket with one file holds the others back. The newest that has left a file is "
         f"{found.clock.unit} {found.begun}. Wait for a batch that changes every bucket, or have Spark say what is "
-        "committed, with open_committed (--checkpoint)" + ("" if unproven else ", or read with unproven=True")
-        # Which reads as of the batch before the newest one: of a first batch there is none.
+        # Unproven is the batch before the newest one: of a first batch there is none.
+        f"committed, with open_committed (--checkpoint){'' if unproven else ', or read with unproven=True'}"
     )
 
 

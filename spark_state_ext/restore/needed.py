@@ -60,12 +60,13 @@ def needed_files(pointer: Pointer, sources: Sources, verified_in: Path | None = 
     """Find the files of a pointer's state. What is only presumed to be there is looked for, and may be absent."""
 
     def look(files: Readable, fetch: Fetch) -> NeededFile:
-        found = NeededFile(fetch, announced(files, fetch.ref, fetch.kind), files)
+        return NeededFile(fetch, announced(files, fetch.ref, fetch.kind), files)
+
+    def verify(files: Readable, fetch: Fetch) -> None:
         if verified_in is not None:
             verify_checkpoint(files, fetch.ref, fetch.kind, verified_in)
-        return found
 
-    files = tuple(resolve(pointer, sources, look))
+    files = tuple(resolve(pointer, sources, look, confirm=verify))
     return Needed(_lineage_of(pointer, files), files)
 
 

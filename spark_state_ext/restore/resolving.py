@@ -32,9 +32,16 @@ T = TypeVar("T", bound=_Found)
 
 
 def resolve(
-    pointer: Pointer, sources: Sources, look: Callable[[Readable, Fetch], T], threads_max: int = THREADS_MAX
+    pointer: Pointer,
+    sources: Sources,
+    look: Callable[[Readable, Fetch], T],
+    threads_max: int = THREADS_MAX,
+    confirm: Callable[[Readable, Fetch], None] = lambda files, fetch: None,
 ) -> list[T]:
-    """The files of a pointer's state, oldest first, as `look` opened each; the first one is whole by itself."""
+    """The files of a pointer's state, oldest first, as `look` opened each; the first one is whole by itself.
+
+    `confirm` reads a file further, once it is known to be the bucket's.
+    """
     if pointer.ref is None:
         return []
     owners = (pointer.operator, *pointer.origins)
@@ -46,6 +53,7 @@ def resolve(
         def checked(files: Readable) -> T:
             it = look(files, fetch)
             check_owner(it.header, owners, pointer.bucket, sources.where(fetch.ref, fetch.kind))
+            confirm(files, fetch)
             return it
 
         try:
