@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,9 +15,9 @@ from arrow_schemas.evolution import conform
 from arrow_schemas.lineage import BLOCKCRC, DELTA, SNAPSHOT, CheckpointRef, LineageHeader, parse_file_name
 from arrow_schemas.row import DELETED, RowSchema
 from spark_state_ext.engine.erasing import matching, places_of
-from spark_state_ext.errors import CorruptFileError, StateError
+from spark_state_ext.files.checkpoint import opened_body
 from spark_state_ext.files.folder import Entry, Folder
-from spark_state_ext.files.sealed_body import NOT_ARROW, SealedBody, open_sealed, write_sealed
+from spark_state_ext.files.sealed_body import SealedBody, write_sealed
 from spark_state_ext.store.runs import CHUNK_ROWS, cut
 from spark_state_ext.worker.removal import remove_file
 from spark_state_ext.worker.spill import local_errors
@@ -83,7 +82,7 @@ def read_past(
     if parsed is None or entry.folder:
         return None
     rows: dict[int, bool] = {}
-    with _opened(files, name, scratch) as body:
+    with opened_body(files, name, scratch) as body:
         header = LineageHeader.decode(body.reader.schema.metadata, files.where(name))
         for batch in body.reader:
             written = conform(batch.replace_schema_metadata(None), schema)
@@ -108,7 +107,7 @@ def rewrite(
             yield plain.filter(pa.array(~gone)) if gone.any() else plain
 
     try:
-        with _opened(past.files, past.name, scratch) as body, local_errors(scratch), made.open("wb") as target:
+        with opened_body(past.files, past.name, scratch) as body, local_errors(scratch), made.open("wb") as target:
             # Of the stream's schema: it has the header as it was, and the placeholder of the body record.
             batches: Iterable[pa.RecordBatch] = (it for it in others(body) if it.num_rows)
             if body.record.algorithm == BLOCKCRC:
@@ -125,21 +124,3 @@ def rewrite(
 
 def _tombstones(batch: pa.RecordBatch) -> int:
     return int(batch.column(DELETED).true_count)
-
-
-@contextmanager
-def _opened(files: Folder, name: str, scratch: Path) -> Iterator[SealedBody]:
-    """A file whose checksum is right, from a copy on this machine; it is written anew while it is read."""
-    where, copy = files.where(name), scratch / "copy"
-    try:
-        with local_errors(scratch):
-            files.get_file(name, copy)
-        with pa.OSFile(str(copy)) as file:
-            body = open_sealed(file, where)
-            yield body
-    except StateError:
-        raise
-    except NOT_ARROW as error:
-        raise CorruptFileError(f"{where} cannot be read: {error}") from error
-    finally:
-        remove_file(copy, missing_ok=True)

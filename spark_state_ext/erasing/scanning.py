@@ -14,8 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from arrow_schemas.erase import ERASE_FOLDER, parse_erase_name
 from arrow_schemas.lineage import DELTA, parse_file_name
 from arrow_schemas.pointer import Pointer
@@ -26,24 +24,20 @@ from spark_state_ext.erasing.folders import QueryFolder, keys_as_stored, query_f
 from spark_state_ext.erasing.leftovers import scratch_with_keys
 from spark_state_ext.erasing.receipt import EraseReceipt, FoundIn, OutOfReach, Scanned
 from spark_state_ext.erasing.searching import Search, Wanted
-from spark_state_ext.errors import CorruptError, CorruptFileError, MissingCheckpointError, StateError, UsageError
+from spark_state_ext.errors import CorruptError, CorruptFileError, MissingCheckpointError, UsageError
+from spark_state_ext.files.checkpoint import opened_body
 from spark_state_ext.files.erase_requests import decode_request
 from spark_state_ext.files.folder import Entry, Folder, Readable, is_temporary, refuse_relative
 from spark_state_ext.files.layout import SPILL_FOLDER, START_NAME, STARTING_FOLDER
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
-from spark_state_ext.files.sealed_body import NOT_ARROW, open_sealed
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import decode_manifest
 from spark_state_ext.savepoints.records import start_of
 from spark_state_ext.store.local_disk import DATA_FILE, LOCK_FILE
-from spark_state_ext.worker.removal import remove_file
-from spark_state_ext.worker.spill import local_errors
 
 __all__ = ["erase_scan"]
 
 KEYS_MAX = 1_000
-# Larger files are read from a local copy.
-_IN_MEMORY_BYTES_MAX = 64 << 20
 _CAPTURED = ".start.arrow"
 # Of a batch without data in which a query waits to be rescaled.
 _NOTED = ".pointer"
@@ -345,26 +339,14 @@ class _Scan:
         self._note(kind, folder.root, files.where(name), entry.size_bytes, search)
 
     def _rows_of(self, files: Readable, name: str, schema: RowSchema, search: Search) -> None:
-        where, copy = files.where(name), self._scratch / "copy"
-        try:
-            if files.size(name) > _IN_MEMORY_BYTES_MAX:
-                with local_errors(self._scratch):
-                    files.get_file(name, copy)
-            file = pa.OSFile(str(copy)) if copy.exists() else pa.BufferReader(pa.py_buffer(files.get(name)))
-            with file:
-                body, rows = open_sealed(file, where), 0
-                for batch in body.reader:
-                    batch.validate()
-                    rows += batch.num_rows
-                    search.in_rows(batch.replace_schema_metadata(None), schema)
-        except StateError:
-            raise
-        except NOT_ARROW as error:
-            raise CorruptFileError(f"{where} cannot be read: {error}") from error
-        finally:
-            remove_file(copy, missing_ok=True)
+        rows = 0
+        with opened_body(files, name, self._scratch) as body:
+            for batch in body.reader:
+                batch.validate()
+                rows += batch.num_rows
+                search.in_rows(batch.replace_schema_metadata(None), schema)
         if rows != body.record.rows:
-            raise CorruptFileError(f"{where} holds {rows} rows and announces {body.record.rows}")
+            raise CorruptFileError(f"{files.where(name)} holds {rows} rows and announces {body.record.rows}")
 
     def _request(self, folder: Folder, entry: Entry) -> None:
         """An erase request, which holds its keys; or the record that one is done."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -30,6 +31,7 @@ from spark_state_ext.files.folder import Readable
 from spark_state_ext.files.sealed_body import (
     NOT_ARROW,
     PADDED_MAGIC,
+    SealedBody,
     announced_body,
     check_form,
     open_sealed,
@@ -44,6 +46,7 @@ __all__ = [
     "CheckpointFile",
     "LocalCopy",
     "announced",
+    "opened_body",
     "read_checkpoint",
     "read_header",
     "verify_checkpoint",
@@ -138,6 +141,20 @@ def read_checkpoint(
     if copied is not None and body.blocks and body.reader.schema.equals(schema.arrow):
         copy = LocalCopy(copied, record.length, record.rows, body.blocks, body.index)
     return CheckpointFile(header, _checked_batches(body.reader, record, schema, where), file.size(), copy)
+
+
+@contextmanager
+def opened_body(files: Readable, name: str, scratch: Path) -> Iterator[SealedBody]:
+    """The body of a file whose checksum is right, for who reads its rows as they were written."""
+    where = files.where(name)
+    file, _ = _open(files, name, scratch)
+    try:
+        with file:
+            yield open_sealed(file, where)
+    except StateError:
+        raise
+    except NOT_ARROW as error:
+        raise CorruptFileError(f"{where} cannot be read: {error}") from error
 
 
 def verify_checkpoint(files: Readable, ref: CheckpointRef, kind: str, scratch: Path) -> LineageHeader:

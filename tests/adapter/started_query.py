@@ -23,8 +23,10 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.starting import Starts
+from spark_state_ext.spark.executor.call_info import CallInfo
+from spark_state_ext.spark.executor.going_on import Begin, Resume
 from spark_state_ext.spark.executor.key_work import Times
-from spark_state_ext.spark.executor.opening import CallFolders, CallInfo, OpenBucket, open_bucket
+from spark_state_ext.spark.executor.opening import CallFolders, OpenBucket, open_bucket
 from spark_state_ext.worker.spill import SpillBuffer
 from tests.helpers.waiting import WAIT_S
 
@@ -87,8 +89,8 @@ class Query:
         here = replace(self.job, options=replace(self.job.options, local_dir=str(self._local / f"disk-{self._batch}")))
         shared, times = Shared(), Times(_FIRST_MS + (0 if stored is None else self._batch), 0, True)
         info = CallInfo(here, bucket, TaskInfo(self.name, "run", self._batch), times, stored)
-        beginning = Starts().of(here, bucket) if stored is None else None
-        opened = open_bucket(shared, info, CallFolders.of(here), b"", beginning)
+        how = Begin(info, Starts().of(here, bucket)) if stored is None else Resume(info)
+        opened = open_bucket(shared, how, CallFolders.of(here), b"")
         try:
             return work(opened)
         finally:

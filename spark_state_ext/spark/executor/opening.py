@@ -7,10 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from pyspark.sql.streaming.state import GroupState
-
 from arrow_schemas.bucket_map import BucketMap
-from arrow_schemas.import_mark import ImportMark
 from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
@@ -30,14 +27,12 @@ from spark_state_ext.engine.folders import (
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Leases, names_a_holder
 from spark_state_ext.engine.shared import Shared
-from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import (
     BucketCountChangedError,
     CorruptPointerError,
     LineageError,
     MissingCheckpointError,
     OperatorChangedError,
-    UsageError,
 )
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import newest_operator
@@ -47,66 +42,13 @@ from spark_state_ext.rescale.origin import Origin, origin_beside, origin_in
 from spark_state_ext.restore.lazy import lazy_options
 from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.starting import Beginning, Begun
-from spark_state_ext.spark.executor.key_work import Times
+from spark_state_ext.spark.executor.call_info import CallInfo
+from spark_state_ext.spark.executor.going_on import Begin, Rescale, Resume
 from spark_state_ext.spark.executor.rescaling import Move
 from spark_state_ext.worker.host import host_name
 from spark_state_ext.worker.retry import retried
 
-__all__ = ["CallFolders", "CallInfo", "OpenBucket", "open_bucket", "refuse_without_import"]
-
-
-@dataclass(frozen=True)
-class CallInfo:
-    """What a call is told.
-
-    Parameters
-    ----------
-    job, bucket
-        The job, and the number of the bucket.
-    task
-        The query and the batch, as far as the task is told them.
-    times
-        Clock of the batch.
-    stored
-        The pointer that Spark hands out; None where the bucket has no state yet.
-    imported
-        What Spark hands out in the place of a pointer where the bucket's state was imported, and it was not called yet.
-    move
-        How the bucket comes to its state, where the call rescales it; then it has no pointer.
-    """
-
-    job: Job
-    bucket: int
-    task: TaskInfo
-    times: Times
-    stored: Pointer | None
-    imported: ImportMark | None = None
-    move: Move | None = None
-
-    @staticmethod
-    def of(job: Job, bucket: int, state: GroupState, task: TaskInfo) -> CallInfo:
-        """As Spark tells it with a bucket's state, and to the task."""
-        times, stored = Times.of(state), state.getOption
-        value = bytes(stored[0]) if stored is not None else b""
-        imported = ImportMark.decode(value)
-        is_pointer = stored is not None and imported is None
-        pointer = Pointer.decode(value, job.options.pointer_read) if is_pointer else None
-        info = CallInfo(job, bucket, task, times, pointer, imported)
-        return info if pointer is None else info.not_before(pointer)
-
-    def not_before(self, pointer: Pointer) -> CallInfo:
-        """The same by the later watermark: a query that starts from a snapshot has its own, which begins anew."""
-        times = self.times
-        if not times.watermark_present or (pointer.watermark_ms or 0) <= times.watermark_ms:
-            return self
-        return replace(self, times=replace(times, watermark_ms=pointer.watermark_ms or 0))
-
-    @property
-    def batch(self) -> int:
-        """Number of the batch; where the task is not told it, the number of calls before."""
-        before = self.stored.batch if self.stored is not None else -1
-        # A thread that lives on may tell the batch in which it was made (`_refuse_later`).
-        return max(before + 1, -1 if self.task.batch is None else self.task.batch)
+__all__ = ["CallFolders", "OpenBucket", "open_bucket"]
 
 
 @dataclass(frozen=True)
@@ -184,38 +126,25 @@ class OpenBucket:
             self.origin.close()
 
 
-def refuse_without_import(call: CallInfo, beginning: Beginning | None) -> None:
-    """Refuse to begin an imported bucket with anything but the savepoint that its state was imported into."""
-    mark, start = call.imported, call.job.options.start_from
-    if mark is None or (beginning is not None and beginning.record.source_id == mark.savepoint_id):
-        return
-    if beginning is None and start is not None and start.allow_non_restored:
-        return
-    raise UsageError(
-        f"the state of operator {call.job.operator!r} was imported into the savepoint {mark.savepoint_id}, and the job "
-        f"starts from {start if start is not None else 'nothing'}: give the ArrowState "
-        f"start_from=Savepoint({mark.savepoint!r}), or where that savepoint lies now"
-    )
-
-
-def open_bucket(
-    shared: Shared, call: CallInfo, folders: CallFolders, nonce: bytes, beginning: Beginning | None = None
-) -> OpenBucket:
+def open_bucket(shared: Shared, how: Resume | Begin | Rescale, folders: CallFolders, nonce: bytes) -> OpenBucket:
     """Take the lease, have the backends ready, and open the local store."""
-    job, stored, root, scratch = call.job, call.stored, folders.operator, folders.scratch
+    call, root, scratch = how.info, folders.operator, folders.scratch
+    job, stored = call.job, call.stored
+    beginning = None if isinstance(how, Resume) else how.beginning
+    move = how.move if isinstance(how, Rescale) else None
     # What a new worker asks a store first is tried again for as long as a commit may take.
     tried = partial(retried, timeout_s=job.options.commit.commit_timeout_ms / 1000)
     # A query keeps the folder it began in, whatever later tasks are told of their query.
     first = partial(shared.first_query_folders.of, root, call.task.query_id, call.times.processing_ms, nonce)
-    if call.move is not None:
-        query_folder: str = call.move.folder
+    if move is not None:
+        query_folder: str = move.folder
     else:
         query_folder = stored.query_folder if stored is not None else tried(first)
     if stored is not None and not names_a_holder(job, stored):
         # Before anything is written there.
         tried(lambda: shared.replicas.refuse_elsewhere(job, root, stored, scratch))
     claim = None if stored is None or stored.claim is None else Claim(stored.claim, root.child(stored.claim).root, 0)
-    if beginning is not None and call.move is None:
+    if beginning is not None and move is None:
         if beginning.adopts and not names_a_holder(job, beginning.pointer):
             # Before the claim, too.
             tried(lambda: shared.replicas.refuse_elsewhere(job, root, beginning.pointer, scratch))
@@ -224,8 +153,8 @@ def open_bucket(
         first_step = FirstStep(job, root, query_folder, call.times.processing_ms, partial(_beside, scratch))
         claim = tried(lambda: first_step.claim(beginning))
         query_folder = first_step.folder_of(beginning)
-    if call.move is not None:
-        _hold_old(call.move, call, root, shared, tried)
+    if move is not None:
+        _hold_old(move, call, root, shared, tried)
     leases = Leases.of(job, call.task, root, query_folder, shared.leases, claim, stored is None)
     tried(leases.hold)
     operator: OperatorFile = tried(lambda: _admitted(shared, call, root, query_folder, beginning))
@@ -233,8 +162,7 @@ def open_bucket(
     tried(prepare)
     if stored is not None:
         begun = Begun(stored)
-    elif call.move is not None:
-        move = call.move
+    elif move is not None:
         begun = tried(lambda: move.begun(shared.replicas, scratch))
     elif beginning is not None:
         begun = tried(lambda: first_step.begun(beginning, claim, shared.replicas, scratch))

@@ -1,0 +1,66 @@
+"""What Spark tells a call: the job, the bucket, its pointer, the batch and the batch's clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pyspark.sql.streaming.state import GroupState
+
+from arrow_schemas.import_mark import ImportMark
+from arrow_schemas.pointer import Pointer
+from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.task import TaskInfo
+from spark_state_ext.spark.executor.key_work import Times
+
+__all__ = ["CallInfo"]
+
+
+@dataclass(frozen=True)
+class CallInfo:
+    """What a call is told.
+
+    Parameters
+    ----------
+    job, bucket
+        The job, and the number of the bucket.
+    task
+        The query and the batch, as far as the task is told them.
+    times
+        Clock of the batch.
+    stored
+        The pointer that Spark hands out; None where the bucket has no state yet.
+    imported
+        What Spark hands out in the place of a pointer where the bucket's state was imported, and it was not called yet.
+    """
+
+    job: Job
+    bucket: int
+    task: TaskInfo
+    times: Times
+    stored: Pointer | None
+    imported: ImportMark | None = None
+
+    @staticmethod
+    def of(job: Job, bucket: int, state: GroupState, task: TaskInfo) -> CallInfo:
+        """As Spark tells it with a bucket's state, and to the task."""
+        times, stored = Times.of(state), state.getOption
+        value = bytes(stored[0]) if stored is not None else b""
+        imported = ImportMark.decode(value)
+        is_pointer = stored is not None and imported is None
+        pointer = Pointer.decode(value, job.options.pointer_read) if is_pointer else None
+        info = CallInfo(job, bucket, task, times, pointer, imported)
+        return info if pointer is None else info.not_before(pointer)
+
+    def not_before(self, pointer: Pointer) -> CallInfo:
+        """The same by the later watermark: a query that starts from a snapshot has its own, which begins anew."""
+        times = self.times
+        if not times.watermark_present or (pointer.watermark_ms or 0) <= times.watermark_ms:
+            return self
+        return replace(self, times=replace(times, watermark_ms=pointer.watermark_ms or 0))
+
+    @property
+    def batch(self) -> int:
+        """Number of the batch; where the task is not told it, the number of calls before."""
+        before = self.stored.batch if self.stored is not None else -1
+        # A thread that lives on may tell the batch in which it was made (`_refuse_later`).
+        return max(before + 1, -1 if self.task.batch is None else self.task.batch)
