@@ -23,18 +23,19 @@ check: ## lint, types and quick tests without Spark, for every change
 	@$(IN_VENV) python -m ruff check .
 	@$(IN_VENV) python -m ruff format --check .
 	@$(IN_VENV) python -m mypy
-	@$(IN_VENV) python -m pytest -n 2 -q $(UNITS)
+	@$(IN_VENV) python -m pytest -n 2 --max-worker-restart=0 -q $(UNITS)
 
+# Where a worker process ends, the run does, and names the test: replaced by another one, xdist's groups wait for ever.
 test: ## lint, types and the whole test suite (TESTS="..." hands arguments to pytest)
 	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) python -m ruff check .
 	@$(IN_VENV) python -m ruff format --check .
 	@$(IN_VENV) python -m mypy
-	@$(IN_VENV) python -m pytest -n $(WORKERS) --dist loadgroup -m "not parity" $(TESTS)
+	@$(IN_VENV) python -m pytest -n $(WORKERS) --dist loadgroup --max-worker-restart=0 -m "not parity" $(TESTS)
 
 soak: ## the long forms, for a day or two: every test whole, 20,000 histories of each kind (buckets, leases, claims, savepoints, erase requests, rescaling), two drivers on each store, savepoints in every way, and under kills, sampling under kills, a cluster, random failover on it, fuzzing, the matrix
 	@$(BOOTSTRAP) --extras demo,test,lint
-	@$(IN_VENV) SPARK_STATE_EXT_SOAK=1 python -m pytest -n 2 --dist loadgroup
+	@$(IN_VENV) SPARK_STATE_EXT_SOAK=1 python -m pytest -n 2 --dist loadgroup --max-worker-restart=0
 	@$(IN_VENV) python tests/simulation/run.py --histories 20000 --seed $(SEED)
 	@$(IN_VENV) PYTHONPATH=.:tests/core python tests/chaos/two_drivers.py --seconds 600
 	@$(IN_VENV) PYTHONPATH=.:tests/spark python tests/chaos/savepoints_under_kills.py --seconds 120

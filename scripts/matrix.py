@@ -133,7 +133,17 @@ def check(corner: Corner, folder: Path, tests: list[str]) -> Result:
     version = bootstrap.ask([inside, "-c", "import platform; print(platform.python_version())"]) or "?"
 
     marks = "not slow" + (f" and not {corner.leave_out}" if corner.leave_out else "")
-    command = ["python", "-m", "pytest", "-n", "2", "--dist", "loadgroup", *(tests or ["-m", marks])]
+    command = [
+        "python",
+        "-m",
+        "pytest",
+        "-n",
+        "2",
+        "--dist",
+        "loadgroup",
+        "--max-worker-restart=0",
+        *(tests or ["-m", marks]),
+    ]
     print(f"Running {' '.join(command)}, output in {log}", flush=True)
     began = time.monotonic()
     with log.open("wb") as output:
