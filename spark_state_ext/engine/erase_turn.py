@@ -359,8 +359,8 @@ class EraseTurn:
         """Requests one after the other, up to the first one that cannot be read; without keys where one is gone."""
         for number in asked:
             try:
-                if number in listed.requests:
-                    request = self._tried(partial(self.watch.request, self.files, number))
+                request = self._request(number) if number in listed.requests else None
+                if request is not None:
                     where = EraseFolder(self.files).files.where(request_name(number))
                     found: tuple[list[pa.Array], str | None] = request.columns(self.schema.keys, where), request.id
                 else:
@@ -370,8 +370,20 @@ class EraseTurn:
                 return
             columns, request_id = found
             if request_id is None:
+                if number in listed.requests:
+                    _LOGGER.error(
+                        "erase request %d of %s, and those after it, wait: it is gone", number, self.files.root
+                    )
                 return
             yield columns, number, request_id
+
+    def _request(self, number: int) -> EraseRequest | None:
+        """A request; None where the query's first bucket has removed it since it was listed, as it is long done."""
+        try:
+            request: EraseRequest = self._tried(partial(self.watch.request, self.files, number))
+        except MissingCheckpointError:
+            return None
+        return request
 
     def _say_that_they_wait(self, listed: EraseNumbers) -> None:
         waiting = sorted(listed.requests - listed.done)

@@ -144,6 +144,19 @@ def test_a_request_that_another_took_the_place_of_is_carried_out_again(tmp_path:
     assert query.states() == ["done"]
 
 
+def test_a_request_that_the_first_bucket_removes_within_the_batch_holds_up_no_other(tmp_path: Path) -> None:
+    """The mark is of another request, as that file was damaged; so the bucket reads all, by the batch's listing."""
+    query = Query(tmp_path)
+    query.ask("a")
+    query.go_on(3)
+    assert query.states() == ["done"]
+    query.pointer = replace(query.pointer, erased=EraseMark(1, 1, 1, "1" * 32))
+    query.ask("b")
+    query.watch.listed(query.files, query.batch + 1)
+    EraseFolder(query.files).drop(1)
+    assert query.go_on() == {"c"}
+
+
 def test_a_state_from_before_a_request_that_is_gone_is_refused_whatever_its_mark(tmp_path: Path) -> None:
     query = Query(tmp_path)
     query.pointer = replace(query.pointer, erased=EraseMark(4, 0, 0, "4" * 32))
