@@ -15,7 +15,7 @@ from arrow_schemas.evolution import conform
 from arrow_schemas.lineage import BLOCKCRC, DELTA, SNAPSHOT, CheckpointRef, LineageHeader, parse_file_name
 from arrow_schemas.row import DELETED, RowSchema
 from spark_state_ext.engine.erasing import matching, places_of
-from spark_state_ext.files.checkpoint import opened_body
+from spark_state_ext.files.checkpoint import open_body
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.sealed_body import SealedBody, write_sealed
 from spark_state_ext.store.runs import CHUNK_ROWS, cut
@@ -82,7 +82,7 @@ def read_past(
     if parsed is None or entry.folder:
         return None
     rows: dict[int, bool] = {}
-    with opened_body(files, name, scratch) as body:
+    with open_body(files, name, scratch) as body:
         header = LineageHeader.decode(body.reader.schema.metadata, files.where(name))
         for batch in body.reader:
             written = conform(batch.replace_schema_metadata(None), schema)
@@ -107,7 +107,7 @@ def rewrite(
             yield plain.filter(pa.array(~gone)) if gone.any() else plain
 
     try:
-        with opened_body(past.files, past.name, scratch) as body, local_errors(scratch), made.open("wb") as target:
+        with open_body(past.files, past.name, scratch) as body, local_errors(scratch), made.open("wb") as target:
             # Of the stream's schema: it has the header as it was, and the placeholder of the body record.
             batches: Iterable[pa.RecordBatch] = (it for it in others(body) if it.num_rows)
             if body.record.algorithm == BLOCKCRC:

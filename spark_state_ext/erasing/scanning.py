@@ -25,7 +25,7 @@ from spark_state_ext.erasing.leftovers import scratch_with_keys
 from spark_state_ext.erasing.receipt import EraseReceipt, FoundIn, OutOfReach, Scanned
 from spark_state_ext.erasing.searching import Search, Wanted
 from spark_state_ext.errors import CorruptError, CorruptFileError, MissingCheckpointError, UsageError
-from spark_state_ext.files.checkpoint import opened_body
+from spark_state_ext.files.checkpoint import open_body
 from spark_state_ext.files.erase_requests import decode_request
 from spark_state_ext.files.folder import Entry, Folder, Readable, is_temporary, refuse_relative
 from spark_state_ext.files.layout import SPILL_FOLDER, START_NAME, STARTING_FOLDER
@@ -340,7 +340,7 @@ class _Scan:
 
     def _rows_of(self, files: Readable, name: str, schema: RowSchema, search: Search) -> None:
         rows = 0
-        with opened_body(files, name, self._scratch) as body:
+        with open_body(files, name, self._scratch) as body:
             for batch in body.reader:
                 batch.validate()
                 rows += batch.num_rows

@@ -46,7 +46,7 @@ __all__ = [
     "CheckpointFile",
     "LocalCopy",
     "announced",
-    "opened_body",
+    "open_body",
     "read_checkpoint",
     "read_header",
     "verify_checkpoint",
@@ -144,7 +144,7 @@ def read_checkpoint(
 
 
 @contextmanager
-def opened_body(files: Readable, name: str, scratch: Path) -> Iterator[SealedBody]:
+def open_body(files: Readable, name: str, scratch: Path) -> Iterator[SealedBody]:
     """The body of a file whose checksum is right, for who reads its rows as they were written."""
     where = files.where(name)
     file, _ = _open(files, name, scratch)

@@ -129,7 +129,7 @@ def test_a_replica_whose_pages_are_damaged_is_rebuilt(tmp_path: Path) -> None:
             break
         ended, page = ended + 1, page + 1
     assert done.returncode == 0, done.stderr
-    # A step reads one file, unless it builds the replica anew.
+    # A step reads one new file. It reads more only when it rebuilds a damaged replica.
     assert read > page, "it was rebuilt"
     assert ended < page // 2
 

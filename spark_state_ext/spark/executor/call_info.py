@@ -52,7 +52,10 @@ class CallInfo:
         return info if pointer is None else info.not_before(pointer)
 
     def not_before(self, pointer: Pointer) -> CallInfo:
-        """The same by the later watermark: a query that starts from a snapshot has its own, which begins anew."""
+        """The same call, with the pointer's watermark where that is later than Spark's.
+
+        The watermark of a query that starts from a snapshot begins again at 0.
+        """
         times = self.times
         if not times.watermark_present or (pointer.watermark_ms or 0) <= times.watermark_ms:
             return self

@@ -79,7 +79,7 @@ class Rescale:
 
 @dataclass(frozen=True)
 class End:
-    """The query was rescaled, and the bucket is no more."""
+    """The query was rescaled and no longer has this bucket: its state goes to the new ones."""
 
 
 def look(info: CallInfo, starts: Starts, rescales: Rescales, tried: Tried) -> Outlook:
