@@ -123,6 +123,8 @@ class Lease:
         self._renew_at_s = -math.inf
         # After a store did not answer.
         self._not_before_s = -math.inf
+        # Until then a call has nothing to do: it is made after each key.
+        self._quiet_until_s = -math.inf
         # When it was known last that the run holds it.
         self._known_at_s = -math.inf
         self._holding = threading.Lock()
@@ -146,6 +148,7 @@ class Lease:
             self._me = me
         # Once a pointer is committed, nobody makes the claim anew.
         self._claims = claims
+        self._quiet_until_s = -math.inf
 
     @property
     def state(self) -> LeaseState:
@@ -169,6 +172,8 @@ class Lease:
         where that did not come to pass for long, as batches are far between or a renewal hangs, does a call see first
         that it is held; it waits for a third of the lease at most.
         """
+        if self._successor is None and self._clock.monotonic_s() < self._quiet_until_s:
+            return
         self._stop_if_lost(_STOP_ONE)
         if not self._state.asked:
             with self._holding:
@@ -178,6 +183,7 @@ class Lease:
             self._renew_in_time()
         if self._claim is not None and not self._claims and self._state is LeaseState.HELD:
             self._say_that_it_builds()
+        self._quiet_until_s = max(self._renew_at_s, self._not_before_s)
 
     def _renew_in_time(self) -> None:
         now_s = self._clock.monotonic_s()

@@ -137,12 +137,15 @@ def values_to_column(
 
 def _column_of(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType) -> pa.Array:
     """As `values_to_column`, with whatever error comes."""
+    # One look at the types tells whether a value is missing, or needs a conversion. Floats go as they are: NaN is one.
+    kinds = set() if isinstance(spark_type, _WITH_NAN) else set(map(type, values))
     if isinstance(spark_type, StringType):
-        if not _TEXTS.issuperset(map(type, values)):
+        if not kinds <= _TEXTS:
             values = [None if is_missing(v) else text_of(v) for v in values]
         return pa.array(values, arrow_type)
-    if not isinstance(spark_type, _WITH_NAN) and not _PRESENT.issuperset(map(type, values)):
+    if not kinds <= _PRESENT:
         values = [None if is_missing(v) else v for v in values]
+        kinds = set(map(type, values))
     if isinstance(spark_type, (TimestampType, TimestampNTZType)):
         to_internal = spark_type.toInternal
         numbers = [None if v is None else to_internal(v) for v in values]
@@ -154,10 +157,10 @@ def _column_of(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataT
     if isinstance(spark_type, (ArrayType, MapType, StructType, DecimalType)):
         convert = _to_arrow(spark_type)
         return pa.array([None if v is None else convert(v) for v in values], arrow_type)
-    if isinstance(spark_type, DateType) and not set(map(type, values)) <= _DATES:
+    if isinstance(spark_type, DateType) and not kinds <= _DATES:
         # PyArrow would take a number for days.
         return pa.array([None if v is None else _date(v) for v in values], arrow_type)
-    if isinstance(spark_type, IntegralType) and not set(map(type, values)) <= _WHOLE:
+    if isinstance(spark_type, IntegralType) and not kinds <= _WHOLE:
         # PyArrow would cut a float's fraction off.
         return pa.array([None if v is None else _whole(v) for v in values], arrow_type)
     try:
