@@ -23,10 +23,15 @@ _OTHERS_WRITE = 0o022
 
 def make_private(folder: Path) -> None:
     """Make a folder for this user alone; one that exists must be real and this user's, and others lose their rights."""
-    _make_parents(folder.parent)
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    if check_private(folder) & _OTHERS:
+    try:
+        # Each call of each bucket asks, and the folder is nearly always there.
+        mode = check_private(folder)
+    except FileNotFoundError:
+        _make_parents(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        mode = check_private(folder)
+    if mode & _OTHERS:
         _take_rights(folder)
 
 
