@@ -109,6 +109,12 @@ class Writer:
         As Spark told the task.
     heartbeat
         `Pointer.heartbeats` of the pointer that this call made; 0 when not known (before the first release).
+    epoch
+        Number of the run, by the records of the query folder; 0 when there was none.
+    told
+        Whether the task was told its batch. Else `batch` counts the bucket's calls.
+    quiet
+        Whether the batch had no data, and so no heartbeat of its own. Files of earlier releases do not tell.
     """
 
     query_id: str
@@ -116,10 +122,15 @@ class Writer:
     batch: int
     host: str
     heartbeat: int = 0
+    epoch: int = 0
+    told: bool = True
+    quiet: bool = False
 
     def __post_init__(self) -> None:
-        if not all(isinstance(number, int) for number in (self.batch, self.heartbeat)):
-            raise CorruptFileError(f"a writer has numbers for batch and heartbeat, not {self}")
+        if not all(isinstance(number, int) for number in (self.batch, self.heartbeat, self.epoch)):
+            raise CorruptFileError(f"a writer has numbers for batch, heartbeat and epoch, not {self}")
+        if not (isinstance(self.told, bool) and isinstance(self.quiet, bool)):
+            raise CorruptFileError(f"a writer is told its batch or not, which has data or not, not {self}")
 
 
 @dataclass(frozen=True)
@@ -169,6 +180,8 @@ class LineageHeader:
     def encode(self) -> dict[bytes, bytes]:
         """Schema metadata holding this header and placeholders for the body record and, with an index, its record."""
         writer = asdict(self.writer)
+        # Optional: files of earlier releases have none of these, and these releases do not look at them.
+        optional = {"epoch": writer.pop("epoch"), "untold": not writer.pop("told"), "quiet": writer.pop("quiet")}
         fields: dict[str, Any] = {
             "format": self.format,
             "kind": self.kind,
@@ -184,6 +197,7 @@ class LineageHeader:
             "writer": writer,
             "package_version": self.package_version,
         }
+        fields.update({name: value for name, value in optional.items() if value})
         metadata = {**header_metadata(HEADER_KEY, fields), BODY_KEY: BODY_PLACEHOLDER}
         if self.has_index:
             metadata[INDEX_KEY] = INDEX_PLACEHOLDER
@@ -286,7 +300,8 @@ def _writer(fields: Mapping[str, Any]) -> Writer:
     query_id, run_id, batch, host = (fields["writer"][name] for name in ("query_id", "run_id", "batch", "host"))
     # Files from before the first release, all of format 1, have no heartbeat.
     heartbeat = fields["heartbeat"] if fields["format"] > 1 else fields.get("heartbeat", 0)
-    return Writer(query_id, run_id, batch, host, heartbeat)
+    told = fields.get("untold", False) is False
+    return Writer(query_id, run_id, batch, host, heartbeat, fields.get("epoch", 0), told, fields.get("quiet", False))
 
 
 def _pair(ref: CheckpointRef | None) -> list[Any] | None:

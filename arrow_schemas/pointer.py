@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from arrow_schemas.ages import Ages
+from arrow_schemas.checksum import whole_number
 from arrow_schemas.damage import damage_in
 from arrow_schemas.erase import EraseMark
 from arrow_schemas.errors import CorruptPointerError, LineageError, VersionSkewError
@@ -164,6 +165,9 @@ class Pointer:
     parents
         The checkpoint that a rescaled bucket began with, whose state is that of parts of other buckets (`rescale`).
         None: it is noted that a backend holds the bucket's state without these, or there were none.
+    epoch
+        Number of the run that wrote the pointer, by the records of its query folder; 0 where it is not known, as in
+        format 1. Optional in every other format, as older releases do not look at it.
     """
 
     operator: str
@@ -194,6 +198,7 @@ class Pointer:
     origins: tuple[str, ...] = ()
     erased: EraseMark | None = None
     parents: CheckpointRef | None = None
+    epoch: int = 0
 
     def __post_init__(self) -> None:
         refs = [entry.ref for entry in self.lineage]
@@ -276,11 +281,12 @@ class Pointer:
         }
 
     def _only_newer(self) -> dict[str, Any]:
-        """Fields that formats up to 3 do not have."""
+        """Fields that formats up to 3 do not have, and the epoch, which is optional."""
+        epoch = {"epoch": self.epoch} if self.epoch else {}
         erased = None if self.erased is None else list(asdict(self.erased).values())
         if self.parents is not None:
-            return {"erased": erased, "parents": _pair(self.parents)}
-        return {} if erased is None else {"erased": erased}
+            return {"erased": erased, "parents": _pair(self.parents), **epoch}
+        return epoch if erased is None else {"erased": erased, **epoch}
 
     @staticmethod
     def decode(data: bytes, read: str = V2) -> Pointer:
@@ -437,4 +443,5 @@ def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
         origins=tuple(str(name) for name in fields["origins"]),
         erased=_erase_mark(fields["erased"]),
         parents=_ref(fields["parents"]),
+        epoch=whole_number({"epoch": 0, **fields}, "epoch", 0),
     )

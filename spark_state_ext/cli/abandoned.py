@@ -24,7 +24,7 @@ from spark_state_ext.cli.paths import operators_below
 from spark_state_ext.cli.spark_checkpoint import METADATA, STATE, query_id
 from spark_state_ext.errors import CorruptError, LiveRunError, MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Entry, Folder, refuse_relative
-from spark_state_ext.files.layout import LEASE_FOLDER, LEASE_FORMAT_1_NAME, SPILL_FOLDER, STARTING_FOLDER
+from spark_state_ext.files.layout import EPOCHS_FOLDER, LEASE_FOLDER, LEASE_FORMAT_1_NAME, SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.files.operator_catalog import is_new_query_folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.rescale.folders import first_folder
@@ -112,7 +112,7 @@ def _row(found: Found, verdict: str, reason: str) -> dict[str, object]:
 
 # Also what was not finished there. Rows in transit, too.
 _LEASE = (f"{LEASE_FOLDER}/", LEASE_FORMAT_1_NAME)
-_BEFORE_STATE = (*_LEASE, f"{SPILL_FOLDER}/")
+_BEFORE_STATE = (*_LEASE, f"{EPOCHS_FOLDER}/", f"{SPILL_FOLDER}/")
 _SPARK_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 

@@ -40,19 +40,17 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.checkpoint import announced, verify_checkpoint
 from spark_state_ext.files.erase_requests import decode_request
 from spark_state_ext.files.folder import Entry, Folder, is_temporary
-from spark_state_ext.files.last_run import LastRun
 from spark_state_ext.files.layout import (
     ASSIGNMENT,
     CLAIM_NOTE,
     DOCUMENT_FOLDERS,
+    EPOCH,
     ERASE_DONE,
     ERASE_REQUEST,
     HOLD,
-    LAST_RUN_NAME,
     LEASE,
     OPERATOR,
     PARENTS_FOLDER,
-    PAST,
     SPILL_FOLDER,
     START,
     START_NAME,
@@ -61,7 +59,6 @@ from spark_state_ext.files.layout import (
 )
 from spark_state_ext.files.operator_catalog import newest_operator
 from spark_state_ext.ownership.holds import HoldRecord
-from spark_state_ext.ownership.last_written import decode_last_written_ms
 from spark_state_ext.ownership.lease_record import LeaseRecord, refusal
 from spark_state_ext.reading.bodies import hashes_in
 from spark_state_ext.reading.opening import open_state
@@ -73,6 +70,7 @@ from spark_state_ext.savepoints.claims import SavepointClaim
 from spark_state_ext.savepoints.copying import digest_text
 from spark_state_ext.savepoints.manifest_file import decode_manifest, read_manifest
 from spark_state_ext.savepoints.records import StartRecord
+from spark_state_ext.timeline.records import decode_epochs
 from spark_state_ext.worker.threads import side_by_side
 
 __all__ = ["DECODERS", "Check", "checks_of", "verify"]
@@ -255,10 +253,6 @@ def _start(data: bytes, where: str) -> object:
     return StartRecord.decode(data, where) if where.endswith(START_NAME) else _opened(data, where)
 
 
-def _past(data: bytes, where: str) -> object:
-    return LastRun.decode(data, where) if where.endswith(LAST_RUN_NAME) else decode_last_written_ms(data, where)
-
-
 # Of documents: what a check calls them, and how they are read.
 DECODERS: dict[FileKind | None, tuple[str, Callable[[bytes, str], object]]] = {
     OPERATOR: ("operator", OperatorFile.decode),
@@ -267,7 +261,7 @@ DECODERS: dict[FileKind | None, tuple[str, Callable[[bytes, str], object]]] = {
     HOLD: ("hold", lambda data, where: HoldRecord.decode(data, 0, where)),
     ERASE_REQUEST: ("erase request", decode_request),
     ERASE_DONE: ("erase record", EraseDone.decode),
-    PAST: ("record", _past),
+    EPOCH: ("epochs", decode_epochs),
     CLAIM_NOTE: ("record", _opened),
     START: ("start", _start),
 }

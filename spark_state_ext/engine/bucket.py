@@ -173,6 +173,7 @@ class Bucket:
         # Counted before anything is written, so that each file tells its heartbeat.
         begun = self.committer.begin(self.pointer)
         pointer = counted(begun.pointer, heartbeat, self._context.batches_retained)
+        pointer = replace(pointer, epoch=self._writer.epoch)
         pointer = marked(pointer, self._context.batch_ms, self._context.options.erase_window_ms)
         behind = self.committer.snapshots.behind(pointer)
         if rows.rows == 0 and not behind and not self._renewal_due(pointer):
@@ -180,7 +181,7 @@ class Bucket:
             same = self._snapshots.from_a_snapshot(pointer)
             if same is not None:
                 return CommitResult(same, self.read(Sizes.of), waited_s=begun.waited_s)
-        self._writer = replace(self._writer, heartbeat=pointer.heartbeats)
+        self._writer = replace(self._writer, heartbeat=pointer.heartbeats, quiet=not heartbeat)
         parent = self.pointer.ref
         ref = self._next_ref()
         sealed = seal(self.header(ref, DELTA), self._store.schema, rows, self._context.scratch)

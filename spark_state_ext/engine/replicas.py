@@ -206,9 +206,12 @@ class Leases:
     ----------
     leases
         One for each folder.
+    folders
+        The query folder in every file system, the root's first.
     """
 
     leases: tuple[Lease, ...]
+    folders: tuple[Folder, ...] = ()
 
     @staticmethod
     def of(
@@ -231,7 +234,8 @@ class Leases:
             tuple(
                 registry.of(folder, me, lease_ms, format_1_too=format_1_too, claim=claim, claims=claims)
                 for folder in folders
-            )
+            ),
+            tuple(folders),
         )
 
     @property
@@ -253,6 +257,10 @@ class Leases:
         """As `Lease.check`."""
         for lease in self.leases:
             lease.check()
+
+    def look(self) -> None:
+        """As `Lease.look`, of the root's."""
+        self.leases[0].look()
 
 
 def names_a_holder(job: Job, pointer: Pointer) -> bool:

@@ -12,6 +12,7 @@ from spark_state_ext.files.operator_catalog import OperatorCatalog
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.ownership.lease import LeaseRegistry
 from spark_state_ext.peers.asking import PeersByRoot
+from spark_state_ext.timeline.records import EpochRegistry
 from spark_state_ext.worker.background import Background, Foreground
 from spark_state_ext.worker.memory import Calls
 from spark_state_ext.worker.metrics import MetricsLogs
@@ -32,6 +33,7 @@ class Shared:
         self.stores = Stores()
         self.memory = Calls()
         self.leases = LeaseRegistry()
+        self.epochs = EpochRegistry()
         self.catalog = OperatorCatalog()
         self.first_query_folders = FirstQueryFolders()
         self.replicas = Replicas(self.background, self.uploads)

@@ -36,14 +36,12 @@ from spark_state_ext.errors import LiveRunError, StateError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
-from spark_state_ext.files.last_run import note_last_run
 from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HoldWatch
-from spark_state_ext.ownership.last_written import ERASER, is_eraser_last, note_last_written
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Found, RunIdentity
+from spark_state_ext.ownership.lease_record import ERASER, Found, RunIdentity
 from spark_state_ext.rescale.parents import has_parents
 from spark_state_ext.worker.removal import refuse_links, remove_tree
 
@@ -179,7 +177,8 @@ def erase_history(
     ]
     unfinished = unfinished_files(places)
     # A run before this one may have been stopped after it had rewritten the last file.
-    again = is_eraser_last(folder.files)
+    last = LeaseLog(folder.files).newest(first=True)
+    again = last is not None and last.record.owner.application == ERASER
     with scratch_with_keys() as scratch, _leased(folder.files) as lease:
         work = _Work(folder, places, wanted, scratch, lease)
         work.refuse_waiting()
@@ -255,7 +254,6 @@ def _leased(files: Folder) -> Iterator[Lease]:
     # It says what to do, where the lease's own error is for another run of the query.
     until_free(log, None if claim is None else claim.id, live)
     format_1_too = found is not None and found.record.format_1_too
-    note_last_written(files)
     lease = Lease(files, me, LEASE_MS, format_1_too=format_1_too, claim=claim)
     lease.hold()
     try:
@@ -264,7 +262,7 @@ def _leased(files: Folder) -> Iterator[Lease]:
         try:
             last = log.newest()
             if last is not None and last.record.owner.plan == me.plan:
-                log.append(last, replace(last.record, released=True, nonce=uuid.uuid4().hex))
+                log.append(last, last.record.kept(int(time.time() * 1000), released=True))
         except StateError as error:
             # The query waits then until it lapses; an error of the work itself is what matters.
             _LOGGER.warning("the lease of %s is not released: %s", files.root, error)
@@ -321,11 +319,6 @@ class _Work:
             self._refuse_given_up(lines)
             self._refuse_young(lines, inline_batches)
         if any(past.with_keys() for past in buckets):
-            if lines.last is not None:
-                # What is written anew is younger than what the last run wrote, in whichever place somebody reads.
-                for place in self._places:
-                    self._allowed()
-                    note_last_run(place, lines.last)
             self._leave_local_stores()
         files = rows = 0
         for past in buckets:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader
 from spark_state_ext.erasing.past import BucketPast, FilePast
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.last_run import LastRun, last_run_of
-from spark_state_ext.reading.committed import HEARTBEAT, Line, timeline
-from spark_state_ext.reading.history import BucketFiles
+from spark_state_ext.reading.committed import Line, may_be_renamed, timeline
+from spark_state_ext.timeline.bucket_files import BucketFiles
+from spark_state_ext.timeline.records import epochs_of
 
 __all__ = ["BucketLines", "QueryLines", "query_lines"]
 
@@ -105,14 +105,11 @@ class QueryLines:
     ----------
     buckets
         By bucket.
-    last
-        What to write down before files are written anew; None where there is one run, or runs are not told apart.
     newest_given_up
         When the newest checkpoint of `given_up` was made, for people: ``"batch 19"``; None: there is none.
     """
 
     buckets: tuple[BucketLines, ...]
-    last: LastRun | None
     newest_given_up: str | None
 
     @property
@@ -136,37 +133,13 @@ def query_lines(query_folder: Folder, buckets: Sequence[BucketPast]) -> QueryLin
         )
         for bucket, past in enumerate(buckets)
     ]
-    noted = last_run_of(query_folder)
-    found = timeline(files, query_folder.name, noted)
-    by_run = found.clock.unit != HEARTBEAT
+    found = timeline(files, query_folder.name, epochs_of(query_folder), renamed=may_be_renamed(query_folder))
     lines = tuple(
-        BucketLines(
-            past,
-            (*line.heads, *line.unsure) if by_run else _all_heads(line),
-            _tips(line, found.begun) if by_run and found.begun is not None else (),
-        )
+        BucketLines(past, (*line.heads, *line.unsure), () if found.begun is None else _tips(line, found.begun))
         for past, line in zip(buckets, found.lines, strict=True)
     )
     given_up = [found.clock.at(it.past.headers[ref]) for it in lines for ref in it.given_up]
-    runs = frozenset(header.writer.run_id for past in buckets for header in past.headers.values())
-    last = None
-    if by_run and len(runs) > 1 and found.last is not None:
-        last = LastRun(runs, *found.last)
-    return QueryLines(lines, last, f"{found.clock.unit} {max(given_up)}" if given_up else None)
-
-
-def _all_heads(line: Line) -> tuple[CheckpointRef, ...]:
-    """The newest checkpoints of every line that may be the committed one, where runs are not told apart.
-
-    An attempt that failed is built upon by none. So a line of one checkpoint beside a longer one is an attempt's, or
-    the one that was written last.
-    """
-    files = line.files
-    headers = {ref: files.header(ref) for ref in files.kinds}
-    trunk = _with_ancestors(headers, line.heads)
-    long = [ref for ref in _leaves(headers) if ref not in trunk and headers[ref].parent not in (None, *trunk)]
-    last = files.written_last()
-    return tuple(dict.fromkeys([*line.heads, *long, *([] if last is None else [last])]))
+    return QueryLines(lines, f"{found.clock.unit} {max(given_up)}" if given_up else None)
 
 
 def _tips(line: Line, begun: int) -> tuple[CheckpointRef, ...]:

@@ -22,13 +22,13 @@ __all__ = [
     "CLAIM_NOTE",
     "DETACHED_NAME",
     "DOCUMENT_FOLDERS",
+    "EPOCH",
+    "EPOCHS_FOLDER",
     "ERASE_DONE",
     "ERASE_REQUEST",
     "HOLD",
     "HOLDS_FOLDER",
     "KINDS",
-    "LAST_RUN_NAME",
-    "LAST_WRITTEN_NAME",
     "LEASE",
     "LEASE_FOLDER",
     "LEASE_FORMAT_1_NAME",
@@ -36,7 +36,6 @@ __all__ = [
     "OPERATOR",
     "PARENT",
     "PARENTS_FOLDER",
-    "PAST",
     "SPILL",
     "SPILL_FOLDER",
     "START",
@@ -51,10 +50,10 @@ __all__ = [
 STARTING_FOLDER, SPILL_FOLDER = "starting", "spill"
 # Below a query folder, beside the buckets' folders, which are called by their numbers.
 LEASE_FOLDER, HOLDS_FOLDER, CLAIMS_FOLDER, PARENTS_FOLDER = "lease", "holds", "claims", "parents"
-DOCUMENT_FOLDERS = (LEASE_FOLDER, HOLDS_FOLDER, ERASE_FOLDER, CLAIMS_FOLDER)
+EPOCHS_FOLDER = "epochs"
+DOCUMENT_FOLDERS = (LEASE_FOLDER, EPOCHS_FOLDER, HOLDS_FOLDER, ERASE_FOLDER, CLAIMS_FOLDER)
 LEASE_FORMAT_1_NAME = "lease.json"
 START_NAME, DETACHED_NAME, LEFT_BEHIND_NAME = "start.json", "detached.json", "left_behind.json"
-LAST_RUN_NAME, LAST_WRITTEN_NAME = "last-run.json", "last-written.json"
 # Below a savepoint.
 CLAIM_FOLDER = "claim"
 
@@ -82,6 +81,10 @@ CHECKPOINT = FileKind("checkpoint file", "a batch that Spark retains, or the sta
 OPERATOR = FileKind("operator file", "every start of the query reads it")
 ASSIGNMENT = FileKind("assignment of partitions", "every start of the query reads the last one")
 LEASE = FileKind("lease", "it says which run of the query may write here; renewing it removes old ones")
+EPOCH = FileKind(
+    "record of epochs",
+    "it says where each run of the query began, and so which files count; the next run's record replaces it",
+)
 HOLD = FileKind(
     "hold", "somebody copies from the query folder; it goes when that ends, or was not renewed for ten minutes"
 )
@@ -90,10 +93,6 @@ ERASE_REQUEST = FileKind(
     "the keys to erase: the query removes it once the request is done and its batches are not retained any more",
 )
 ERASE_DONE = FileKind("record of an erase request", "without it the request's number is given again")
-PAST = FileKind(
-    "record of the past",
-    "it says what files that erase_history wrote anew no longer tell: which run was the last, and when it wrote",
-)
 CLAIM_NOTE = FileKind(
     "note of a claim",
     "it says what became of a claim to the folder, and which one that replaced; savepoint release reads it",
@@ -109,10 +108,10 @@ KINDS = (
     OPERATOR,
     ASSIGNMENT,
     LEASE,
+    EPOCH,
     HOLD,
     ERASE_REQUEST,
     ERASE_DONE,
-    PAST,
     CLAIM_NOTE,
     START,
     PARENT,
@@ -129,9 +128,10 @@ def kind_of(path: str) -> FileKind | None:
         parsed = parse_erase_name(name)
         if parsed is not None:
             return ERASE_DONE if parsed[1] else ERASE_REQUEST
-        return PAST if name in (LAST_RUN_NAME, LAST_WRITTEN_NAME) else None
+        return None
     found = {
         LEASE: folder == LEASE_FOLDER or path == LEASE_FORMAT_1_NAME,
+        EPOCH: folder == EPOCHS_FOLDER and name.endswith(".json"),
         HOLD: folder == HOLDS_FOLDER,
         CLAIM_NOTE: folder == CLAIMS_FOLDER and name.endswith(".json"),
         PARENT: folder.split("/")[0] == PARENTS_FOLDER,

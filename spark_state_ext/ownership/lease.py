@@ -206,6 +206,11 @@ class Lease:
         if self._clock.monotonic_s() >= self._known_at_s + self._third_s:
             self._look(_NOT_DONE)
 
+    def look(self) -> None:
+        """See right now that nobody has taken the lease over; for what only its holder may begin."""
+        self._stop_if_lost(_STOP_ONE)
+        self._look(_STOP_ONE)
+
     # -- taking it ---------------------------------------------------------------------------------
 
     def _take(self) -> None:

@@ -15,7 +15,7 @@ from spark_state_ext.files.layout import LEASE_FOLDER, LEASE_FORMAT_1_NAME
 from spark_state_ext.ownership.claim_notes import note_replaced_claim
 from spark_state_ext.ownership.lease_record import Claim, Found, LeaseRecord, refusal
 
-__all__ = ["LeaseLog"]
+__all__ = ["LeaseLog", "last_renewed_ms"]
 
 _NAME = re.compile(r"(\d{16})(?:-[0-9a-f]{32})?\.json")
 # Records that a slow reader may still be about to read.
@@ -118,6 +118,12 @@ class LeaseLog:
             return None
         self._has_format_1 = True
         return LeaseRecord.decode_format_1(data, self._query_folder.where(LEASE_FORMAT_1_NAME))
+
+
+def last_renewed_ms(query_folder: Folder) -> int | None:
+    """When a run of the query last renewed its lease, by that run's clock; None: there is no lease."""
+    found = LeaseLog(query_folder).newest(first=True)
+    return None if found is None else found.record.written_ms
 
 
 def _is_new(claim: Claim, after: Found | None) -> bool:

@@ -23,6 +23,7 @@ from spark_state_ext.worker.host import machine_name
 from spark_state_ext.worker.process import is_running, namespace, start_of
 
 __all__ = [
+    "ERASER",
     "LEASE_FORMAT",
     "Claim",
     "Decision",
@@ -38,6 +39,8 @@ __all__ = [
 ]
 
 LEASE_FORMAT = 3
+# What the lease calls whoever erases keys from the past of a query.
+ERASER = "erase history"
 _FORMAT_1, _FORMAT_2 = 1, 2
 # In a file of format 1: the number of the record that it repeats.
 _REPEATS = "record"
@@ -183,6 +186,9 @@ class LeaseRecord:
         The owner repeats it in format 1, for releases that know no other; what these write there counts for it.
     claim
         Whose the folder is, where another query began it; then only runs that know the claim may hold the lease.
+    query_renewed_ms
+        When a run of the query last renewed it, where somebody else does, to erase keys from its past. None: at
+        `renewed_ms`.
     format
         Format of the record as it was read; releases that wrote an older one know neither claims nor holds.
     """
@@ -195,22 +201,45 @@ class LeaseRecord:
     nonce: str = ""
     format_1_too: bool = False
     claim: Claim | None = None
+    query_renewed_ms: int | None = None
     format: int = field(default=LEASE_FORMAT, compare=False)
 
     def renewed(self, me: RunIdentity, now_ms: int, lease_ms: int) -> LeaseRecord:
         """The next record of the same run, or of one that comes after its end."""
         owner = me if me.query or not me.is_same_run(self.owner) else replace(me, query=self.owner.query)
-        return LeaseRecord(owner, now_ms, lease_ms, self.replaced, nonce=uuid.uuid4().hex, claim=self.claim)
+        return self._next(owner, now_ms, lease_ms, self.replaced)
 
     def taken_over(self, me: RunIdentity, now_ms: int, lease_ms: int) -> LeaseRecord:
         """The next record, of a run that replaces one that may not have ended."""
         others = (plan for plan in (*self.replaced, self.owner.plan) if plan != me.plan)
         replaced = tuple(dict.fromkeys(others))[-_REPLACED_MAX:]
-        return LeaseRecord(me, now_ms, lease_ms, replaced, nonce=uuid.uuid4().hex, claim=self.claim)
+        return self._next(me, now_ms, lease_ms, replaced)
+
+    def kept(self, now_ms: int, *, released: bool) -> LeaseRecord:
+        """The next record of the same run, which its driver makes; or its last one."""
+        return replace(self._next(self.owner, now_ms, self.lease_ms, self.replaced), released=released)
+
+    @property
+    def written_ms(self) -> int:
+        """When a run of the query last renewed it. Of several queries, readers take the one that did last."""
+        return self.renewed_ms if self.query_renewed_ms is None else self.query_renewed_ms
+
+    def _next(self, owner: RunIdentity, now_ms: int, lease_ms: int, replaced: tuple[str, ...]) -> LeaseRecord:
+        return replace(
+            self,
+            owner=owner,
+            renewed_ms=now_ms,
+            lease_ms=lease_ms,
+            replaced=replaced,
+            released=False,
+            nonce=uuid.uuid4().hex,
+            query_renewed_ms=self.written_ms if owner.application == ERASER else None,
+            format=LEASE_FORMAT,
+        )
 
     def encode(self) -> bytes:
         """The file's bytes."""
-        fields = {
+        fields: dict[str, Any] = {
             "format": LEASE_FORMAT,
             "owner": asdict(self.owner),
             "renewed_ms": self.renewed_ms,
@@ -221,6 +250,8 @@ class LeaseRecord:
             "format_1_too": self.format_1_too,
             "claim": None if self.claim is None else self.claim.to_plain(),
         }
+        if self.query_renewed_ms is not None:
+            fields["query_renewed_ms"] = self.query_renewed_ms
         return sealed_document(fields)
 
     @staticmethod
@@ -229,6 +260,7 @@ class LeaseRecord:
         with readable(where, "lease", _MEND):
             fields = opened_document(data, where, LEASE_FORMAT, _MEND)
             claim = fields["claim"] if fields["format"] > _FORMAT_2 else None
+            written_ms = fields.get("query_renewed_ms")
             return LeaseRecord(
                 owner=RunIdentity(**fields["owner"]),
                 renewed_ms=int(fields["renewed_ms"]),
@@ -238,6 +270,7 @@ class LeaseRecord:
                 nonce=str(fields["nonce"]),
                 format_1_too=bool(fields["format_1_too"]),
                 claim=None if claim is None else Claim.of_plain(claim),
+                query_renewed_ms=None if written_ms is None else int(written_ms),
                 format=fields["format"],
             )
         raise AssertionError("unreachable: readable raises what it catches")

@@ -5,9 +5,7 @@ newest file was made in batch *b* on a parent, the state after batch *b* - 1 is 
 newest file says may be an attempt that failed. All buckets are read as of one batch, the newest of which that is known.
 
 Where tasks were not told their batch, heartbeats are counted in its place: every bucket gets one in a batch, or none.
-Where several runs of a query have left files, those count that the last one wrote or built upon: what earlier runs made
-in batches which later ones have made anew was given up (`reading.runs`). Which run was the last, files tell by when
-they were written; where they were written anew, a record from before does (`files.last_run`).
+Which files count, where several runs of a query have left some, `timeline` tells.
 """
 
 from __future__ import annotations
@@ -17,15 +15,20 @@ from dataclasses import dataclass
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader
 from spark_state_ext.errors import MissingCheckpointError
-from spark_state_ext.files.last_run import LastRun
-from spark_state_ext.files.layout import PARENTS_FOLDER
-from spark_state_ext.reading.history import BucketFiles, read_side_by_side
-from spark_state_ext.reading.runs import START, Heads, heads_by_run
+from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.layout import PARENTS_FOLDER, START_NAME
+from spark_state_ext.files.operator_catalog import is_new_query_folder
+from spark_state_ext.rescale.folders import first_folder
 from spark_state_ext.rescale.parents import Origins
+from spark_state_ext.timeline.bucket_files import BucketFiles
+from spark_state_ext.timeline.epochs import Epochs, Made
+from spark_state_ext.timeline.heads import heads_of
 
-__all__ = ["BATCH", "HEARTBEAT", "START", "Clock", "Line", "Timeline", "timeline"]
+__all__ = ["BATCH", "HEARTBEAT", "START", "Clock", "Line", "Timeline", "may_be_renamed", "timeline"]
 
 BATCH, HEARTBEAT = "batch", "heartbeat"
+# The batch of what a query began with.
+START = -1
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,19 @@ class Clock:
         `BATCH`, or `HEARTBEAT` where tasks were not told their batch.
     query_id
         Whose batches count; what other queries made before is of `START`.
+    renamed
+        Releases without epochs may have called the query otherwise (`heads_of`).
     """
 
     unit: str
     query_id: str
+    renamed: bool = False
 
     @staticmethod
-    def of(latest: LineageHeader) -> Clock:
+    def of(latest: LineageHeader, renamed: bool = False) -> Clock:
         """The clock of the query that wrote a file."""
-        return Clock(BATCH if latest.writer.query_id else HEARTBEAT, latest.writer.query_id)
+        writer = latest.writer
+        return Clock(BATCH if writer.query_id and writer.told else HEARTBEAT, writer.query_id, renamed)
 
     def at(self, header: LineageHeader) -> int:
         """When a checkpoint was made."""
@@ -115,12 +122,12 @@ class Line:
         """The checkpoint that the bucket had after a batch; None where it had no state."""
         if any(not self.heads or self.clock.at(self.files.header(it)) <= batch for it in self.unsure):
             raise self._untold()
-        # The last written attempt first: of equals it is likelier the one that was committed.
-        for head in sorted(self.heads, key=self.files.modified_s, reverse=True):
+        for head in self.heads:
             header = self.files.header(head)
             if self.clock.at(header) > batch:
                 return self._ancestor_at(header, batch)
             if unproven or (self.copied and self._is_start(header)):
+                self._refuse_untold_batch(header, batch)
                 return head
             raise MissingCheckpointError(
                 f"the files in {self.files.folder.root} do not tell whether checkpoint {head}, with which the query "
@@ -164,6 +171,7 @@ class Line:
             if low:
                 found = refs[low - 1]
                 self._refuse_gap(head, found, batch)
+                self._refuse_untold_batch(self.files.header(found), batch)
                 return found
             if head.parent is None:
                 return self._begun_with(batch)
@@ -185,6 +193,22 @@ class Line:
         after = head.lineage[head.lineage.index(found) + 1 :]
         if after and after[0] not in self.files and self.clock.at(self.files.header(found)) != batch:
             raise self._gap(after[0], found, batch)
+
+    def _refuse_untold_batch(self, header: LineageHeader, batch: int) -> None:
+        """A task that was not told its batch has counted calls of its bucket, which are fewer."""
+        if self.clock.unit == BATCH and self.clock.renamed and self._is_start(header) and not header.writer.epoch:
+            raise MissingCheckpointError(
+                f"checkpoint {header.ref} in {self.files.folder.root} was made by an earlier release, which may have "
+                f"called the query otherwise, so it is not known whether it is the state after batch {batch}: have "
+                "Spark say what is committed, with open_committed (--checkpoint), or wait until the query has changed "
+                "the bucket"
+            )
+        if self.clock.unit == BATCH and not header.writer.told and not self._is_start(header):
+            raise MissingCheckpointError(
+                f"checkpoint {header.ref} in {self.files.folder.root} was made by a task that was not told its batch, "
+                f"so it is not known whether it is the state after batch {batch}: choose another batch, or have Spark "
+                "say what is committed, with open_committed (--checkpoint)"
+            )
 
     def _gap(self, missing: CheckpointRef, found: CheckpointRef, batch: int) -> MissingCheckpointError:
         return MissingCheckpointError(
@@ -228,8 +252,6 @@ class Timeline:
         The query's.
     begun
         The newest batch of which there is a file; None where there is no file at all.
-    last
-        The bucket and the checkpoint that was written last; None where there is none.
     since
         As of `Line`.
     """
@@ -237,7 +259,6 @@ class Timeline:
     lines: tuple[Line, ...]
     clock: Clock
     begun: int | None
-    last: tuple[int, CheckpointRef] | None = None
     since: int | None = None
 
     def newest(self, unproven: bool) -> int | None:
@@ -267,36 +288,39 @@ class Timeline:
         return any(it.writer.query_id != self.clock.query_id for it in (*heads, *before))
 
 
+def may_be_renamed(query_folder: Folder) -> bool:
+    """Whether a query may have had another name under releases without epochs.
+
+    Tasks of its first batch were not told the query, and later ones may have been. A start from a savepoint copies
+    files of other queries, which are none of its own.
+    """
+    return is_new_query_folder(first_folder(query_folder.name)) and not query_folder.exists(START_NAME)
+
+
 def timeline(
     buckets: Sequence[BucketFiles],
     query_folder: str,
-    noted: LastRun | None = None,
+    epochs: Epochs,
     origins: Origins | None = None,
+    renamed: bool = False,
 ) -> Timeline:
-    """Tell from files which lineages a query is on."""
-    last = [(files, ref) for files in buckets if (ref := files.written_last()) is not None]
-    if not last:
+    """Tell from files which lineages a query is on; `renamed` as of `heads_of`."""
+    heads = heads_of(buckets, epochs, renamed)
+    newest = [it.header(ref) for it in buckets for ref in heads[it.bucket].certain or heads[it.bucket].unsure]
+    if not newest:
         since = _since(Clock(BATCH, ""), origins)
         none = [Line(files, (), Clock(BATCH, ""), False, (), since, _origin(origins, files)) for files in buckets]
-        return Timeline(tuple(none), Clock(BATCH, ""), None, since=since)
-    tops = [(files, ref) for files in buckets for ref in files.of_newest_version()]
-    read_side_by_side(list(dict.fromkeys([*tops, *last])))
-    files, ref = _written_last(buckets, last, noted)
-    latest = files.header(ref)
-    clock = Clock.of(latest)
+        return Timeline(tuple(none), Clock(BATCH, ""), None, since)
+    # Of several queries that wrote in the folder, the one that did last.
+    latest = max(newest, key=lambda it: (epochs.rank(Made.of(it)), it.writer.heartbeat, it.writer.batch))
+    clock = Clock.of(latest, renamed)
     copied = query_folder == clock.query_id
-    seen = [it.header(one) for it, one in (*tops, *last)]
-    if all(header.writer.run_id == latest.writer.run_id for header in seen):
-        heads = {it.bucket: Heads(tuple(it.of_newest_version())) for it in buckets}
-    else:
-        heads = heads_by_run(buckets, latest, clock.at, noted)
     since = _since(clock, origins)
     lines = tuple(
         Line(it, heads[it.bucket].certain, clock, copied, heads[it.bucket].unsure, since, _origin(origins, it))
         for it in buckets
     )
-    begun = max(clock.at(line.files.header(head)) for line in lines for head in line.heads)
-    return Timeline(lines, clock, begun, (files.bucket, ref), since)
+    return Timeline(lines, clock, max(clock.at(it) for it in newest), since)
 
 
 def _since(clock: Clock, origins: Origins | None) -> int | None:
@@ -316,15 +340,3 @@ def _origin(origins: Origins | None, files: BucketFiles) -> CheckpointRef | None
         f"{files.folder.root}: the rescaling did not come to its end, or somebody has removed them. Read the folder "
         "that the query was rescaled from, or bring them back"
     )
-
-
-def _written_last(
-    buckets: Sequence[BucketFiles], last: Sequence[tuple[BucketFiles, CheckpointRef]], noted: LastRun | None
-) -> tuple[BucketFiles, CheckpointRef]:
-    """The checkpoint that the last run wrote last, of those that were written last in each bucket."""
-    found = max(last, key=lambda one: (one[0].modified_s(one[1]), one[1].version))
-    # A run that is not in the record has written since. Runs that are not told apart have no lines to choose from.
-    run_id = found[0].header(found[1]).writer.run_id
-    if noted is None or not run_id or run_id not in noted.runs:
-        return found
-    return next(((it, noted.ref) for it in buckets if it.bucket == noted.bucket and noted.ref in it), found)

@@ -11,7 +11,7 @@ from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, Usa
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.files.operator_catalog import newest_operator
-from spark_state_ext.ownership.last_written import last_written_ms
+from spark_state_ext.ownership.lease_log import last_renewed_ms
 from spark_state_ext.rescale.in_force import folders_in_force
 
 __all__ = ["StateFolder", "find_state"]
@@ -94,19 +94,19 @@ def _in_force_of(queries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
 
 
 def _written_last(operator_folder: Folder, queries: dict[str, list[Entry]]) -> str:
-    """The query folder whose lease was renewed last, or else whose files are the newest. Who erases keys counts not."""
+    """The query folder whose lease a run of its query renewed last."""
     if len(queries) == 1:
         return next(iter(queries))
-    written_ms: dict[str, int] = {}
-    for name, entries in queries.items():
-        at_ms = last_written_ms(operator_folder.child(name), entries)
+    renewed_ms: dict[str, int] = {}
+    for name in queries:
+        at_ms = last_renewed_ms(operator_folder.child(name))
         if at_ms is None:
             raise UsageError(
-                f"{operator_folder.root} has the query folders {_shown(sorted(queries))}, and its store does not tell "
-                "which was written last: name one, with query_folder=…"
+                f"{operator_folder.root} has the query folders {_shown(sorted(queries))}, and {name} has no lease, "
+                "which would tell when it was written: name one, with query_folder=…"
             )
-        written_ms[name] = at_ms
-    return max(written_ms, key=lambda name: (written_ms[name], name))
+        renewed_ms[name] = at_ms
+    return max(renewed_ms, key=lambda name: (renewed_ms[name], name))
 
 
 def _has_operator_file(entries: Iterable[Entry]) -> bool:

@@ -9,8 +9,8 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer, ReplicationStatus
 from spark_state_ext.backends.replication import ReadOnly, Restorable
 from spark_state_ext.files.folder import Folder, Readable
-from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.restore.sources import Sources
+from spark_state_ext.timeline.bucket_files import BucketFiles
 
 __all__ = ["pointer_to", "sources_in"]
 

@@ -12,16 +12,16 @@ from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedFile
 from spark_state_ext.errors import MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.last_run import last_run_of
 from spark_state_ext.reading.bodies import Scratch
-from spark_state_ext.reading.committed import BATCH, Timeline, timeline
+from spark_state_ext.reading.committed import BATCH, Timeline, may_be_renamed, timeline
 from spark_state_ext.reading.finding import find_state
-from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.reading.holding import ReaderHold
 from spark_state_ext.reading.loading import pointer_to
 from spark_state_ext.reading.state import AsOf, OpenState, StateFiles
 from spark_state_ext.rescale.parents import origins_in
 from spark_state_ext.savepoints.manifest_file import read_manifest
+from spark_state_ext.timeline.bucket_files import BucketFiles
+from spark_state_ext.timeline.records import epochs_of
 
 __all__ = ["open_pointers", "open_state"]
 
@@ -137,7 +137,9 @@ def _query_folder(
     scratch: Scratch,
 ) -> OpenState:
     listed = [BucketFiles.listed(folder, bucket) for bucket in range(operator.buckets)]
-    found = timeline(listed, folder.name, last_run_of(folder), origins_in(folder, operator.bucket_map))
+    found = timeline(
+        listed, folder.name, epochs_of(folder), origins_in(folder, operator.bucket_map), may_be_renamed(folder)
+    )
     newest = found.newest(unproven)
     begun = found.since if found.begun is None else found.begun
     if newest is None or begun is None:

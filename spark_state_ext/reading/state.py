@@ -20,7 +20,6 @@ from spark_state_ext.backends.replication import Restorable
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.bodies import Body, Scratch, opened
-from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.reading.holding import ReaderHold
 from spark_state_ext.reading.loading import sources_in
 from spark_state_ext.reading.lookup import WantedKey
@@ -29,6 +28,7 @@ from spark_state_ext.reading.shown import ShownColumns, filtered
 from spark_state_ext.reading.table_of_files import files_table
 from spark_state_ext.restore.resolving import THREADS_MAX, resolve
 from spark_state_ext.savepoints.copying import refuse_other_files
+from spark_state_ext.timeline.bucket_files import BucketFiles
 from spark_state_ext.worker.threads import ahead
 
 if TYPE_CHECKING:

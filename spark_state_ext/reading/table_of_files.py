@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import CheckpointRef, file_name
 from spark_state_ext.files.checkpoint import announced
-from spark_state_ext.reading.history import BucketFiles
+from spark_state_ext.timeline.bucket_files import BucketFiles
 
 __all__ = ["FILES", "files_table"]
 

@@ -11,7 +11,7 @@ from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.files.operator_catalog import is_query_folder
-from spark_state_ext.ownership.last_written import last_written_ms
+from spark_state_ext.ownership.lease_log import last_renewed_ms
 from spark_state_ext.rescale.folders import first_folder
 from spark_state_ext.rescale.in_force import folders_in_force
 
@@ -77,7 +77,7 @@ class Finder:
         found: dict[BucketKey, OperatorFile] = {}
         times_ms = {}
         if len(queries) > 1:
-            times_ms = {name: last_written_ms(folder.child(name), entries) for name, entries in queries.items()}
+            times_ms = {name: last_renewed_ms(folder.child(name)) for name in queries}
         for name in written(times_ms) if times_ms else queries:
             it = self._operator_file(folder.child(name), max(_operator_numbers(queries[name])))
             buckets = (int(entry.name) for entry in queries[name] if entry.folder and _is_number(entry.name))
@@ -96,7 +96,7 @@ def written(times_ms: Mapping[str, int | None]) -> list[str]:
     """Of the query folders of an operator, those to follow.
 
     Of the folders that a query had one after the other, as it was rescaled, the one that was written last. Of several
-    queries, those that were written within a day of the one that was written last. No clock but the store's is asked.
+    queries, those that were written within a day of the one that was written last, each by its own clock.
     """
     last = {name: -1 if at_ms is None else at_ms for name, at_ms in times_ms.items()}
     by_query: dict[str, str] = {}

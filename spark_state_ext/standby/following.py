@@ -48,6 +48,8 @@ from spark_state_ext.store import LocalStore
 from spark_state_ext.store.committed import CommittedRecord, read_committed, write_committed
 from spark_state_ext.store.local_disk import DATA_FILE, storage_error
 from spark_state_ext.store.reclaim import note_use
+from spark_state_ext.timeline.epochs import Epochs
+from spark_state_ext.timeline.records import epochs_of
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.host import host_name
 from spark_state_ext.worker.memory import give_back
@@ -118,6 +120,7 @@ class BucketFollower:
         self._query_folder = root.folder.child(key.operator, key.query_folder)
         self._folder = self._query_folder.child(str(key.bucket))
         self._line: Line | None = None
+        self._epochs = Epochs()
         self._loaded: CheckpointRef | None = None
         # Listed before, and loaded or known not to count.
         self._settled: frozenset[CheckpointRef] = frozenset()
@@ -309,7 +312,11 @@ class BucketFollower:
 
     def _follow_one(self, listing: Listing, header: LineageHeader) -> CheckpointRef:
         self._follow_schema(header)
-        line, counts = judged(self._line, header)
+        before = 0 if self._line is None else self._line.head.writer.epoch
+        if header.writer.epoch not in (0, before) or header.writer.epoch > self._epochs.numbers_to:
+            # An epoch that is known may have been withdrawn since.
+            self._epochs = epochs_of(self._query_folder)
+        line, counts = judged(self._line, header, self._epochs)
         if counts:
             self._load(listing, header)
         # Not before: what failed is judged anew, whatever comes in between.

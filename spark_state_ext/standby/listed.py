@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Sequence
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, file_name
 from spark_state_ext.files.folder import Entry, Folder
-from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.restore.load_plan import Chain
 from spark_state_ext.standby.metered import Bandwidth, MeteredFiles
 from spark_state_ext.standby.values import Lag
+from spark_state_ext.timeline.bucket_files import BucketFiles
 
 __all__ = ["Listing"]
 

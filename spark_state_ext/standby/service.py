@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, StorageError, VersionSkewError
-from spark_state_ext.reading.history import BucketFiles
 from spark_state_ext.standby.assignment import active_hosts, active_on, assign, shortfall, to_hold, unfollowed
 from spark_state_ext.standby.failovers import Failovers
 from spark_state_ext.standby.members import Members, Membership, doubled_text, read_settings
 from spark_state_ext.standby.roots import RootFollower
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
+from spark_state_ext.timeline.bucket_files import BucketFiles
 
 __all__ = ["RootService", "Round", "StandbyService"]
 

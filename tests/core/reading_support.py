@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,8 +21,12 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import LeaseRecord, RunIdentity
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import SCHEMA, Changes, Key, Model, Row, canonical, changed, key_columns, run_of
+from spark_state_ext.timeline.epochs import Position
+from spark_state_ext.timeline.records import EpochRegistry, RunStart
 from spark_state_ext.worker.spill import SpillBuffer
 
 __all__ = ["Job", "as_model", "bucket_of", "hashed", "operator_file", "state_of"]
@@ -72,6 +77,7 @@ class Job:
         self.stores = [LocalStore.at(self.scratch / f"{self.query_id}-{b}", SCHEMA) for b in range(self.buckets)]
         none = Pointer(self.operator, 0, self.buckets, 0, -1, None)
         self.pointers = [[replace(none, bucket=bucket) for bucket in range(self.buckets)]]
+        self.epochs = EpochRegistry()
 
     def batch(self, changes: Changes, at: int | None = None) -> int:
         """A batch that is committed; its number is that of the batches before, unless a query goes back."""
@@ -79,7 +85,15 @@ class Job:
         del self.pointers[at + 1 :], self.models[at:]
         self.pointers.append(self.attempt(changes))
         self.models.append(changed(self.models[-1] if self.models else {}, changes))
+        self._end()
         return at
+
+    def _end(self) -> None:
+        """The run ends, and says so in the lease."""
+        log, now_ms, me = LeaseLog(self.folder), int(time.time() * 1000), RunIdentity("app", self.run_id, self.query_id)
+        found = log.newest(first=True)
+        before = LeaseRecord(me, 0, 0) if found is None else found.record
+        assert log.append(found, replace(before.renewed(me, now_ms, 60_000), released=True))
 
     def attempt(self, changes: Changes) -> list[Pointer]:
         """The pointers that an attempt at the next batch makes."""
@@ -91,15 +105,20 @@ class Job:
         buffer = SpillBuffer(self.scratch, 1 << 20)
         if mine:
             buffer.append(run_of(mine, hashed))
-        writer = Writer(self.query_id if self.told else "", self.run_id if self.told else "", batch, self.host)
+        writer = Writer(self.query_id, self.run_id, batch, self.host, told=self.told)
         if not self.told:
             # The number of calls before, which is another one in each bucket.
             writer = replace(writer, batch=pointer.batch + 1 + bucket)
+        writer = replace(writer, epoch=self._epoch(batch, pointer))
         replicas = sole_replica(self.folder.child(str(bucket)), self.scratch, "fsspec")
         context = CommitContext(self.scratch, batches_retained=self.retained, **self.context)
         it = Bucket(self.stores[bucket], replicas, pointer, writer, context)
         made = it.commit(buffer).pointer
         return replace(made, batch=writer.batch)
+
+    def _epoch(self, batch: int, pointer: Pointer) -> int:
+        after = Position(self.query_id, batch - 1, pointer.heartbeats, told=self.told)
+        return self.epochs.of([self.folder], RunStart(self.run_id, "", after, pointer), lambda: None)
 
     def close(self) -> None:
         for store in self.stores:

@@ -93,7 +93,8 @@ def small_root(folder: Path, batches: int = 8, buckets: int = 2) -> Iterator[Sma
                 job.batch(_changes(batch))
             owner = RunIdentity("application_1706788800000_0001", "plan", QUERY, "host")
             lease = LeaseRecord(owner, BEGUN_S * 1000, 60_000, released=True, nonce="0" * 32)
-            assert LeaseLog(job.folder).append(None, lease)
+            log = LeaseLog(job.folder)
+            assert log.append(log.newest(first=True), lease)
             dated(folder / "root")
             yield SmallRoot(folder / "root", job)
         finally:

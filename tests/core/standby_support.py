@@ -28,6 +28,8 @@ from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.lazy_file import LazyOptions
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, scanned
+from spark_state_ext.timeline.epochs import Epoch, Epochs, Position
+from spark_state_ext.timeline.records import EpochLog
 
 __all__ = ["BUCKET", "FAULTY", "Faults", "PrunesToTheNewest", "World", "changes", "covering"]
 
@@ -85,7 +87,8 @@ class World:
     base: Path
     root: str = ""
     chunk_rows: int = 3
-    run_id: str = "run"
+    # Of the run: going back begins the next one.
+    epoch: int = 1
     retained: int = 2
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     follower_class: type[BucketFollower] = BucketFollower
@@ -135,9 +138,20 @@ class World:
 
     def bucket(self, store: LocalStore, pointer: Pointer, host: str = "a") -> Bucket:
         """The bucket, as a task opens it."""
-        writer = Writer(QUERY, self.run_id, pointer.batch + 1, host)
+        self._record(pointer)
+        writer = Writer(QUERY, f"run {self.epoch}", pointer.batch + 1, host, epoch=self.epoch)
         context = CommitContext(self.scratch, batches_retained=self.retained, lazy=self.lazy)
         return Bucket(store, sole_replica(self.files, self.scratch), pointer, writer, context)
+
+    def _record(self, pointer: Pointer) -> None:
+        """A run writes down where it began, before its first file."""
+        log = EpochLog(self.query_folder)
+        number, epochs = log.newest()
+        if self.epoch > epochs.numbers_to:
+            parents = tuple(it.number for it in epochs.known[-1:]) or (0,)
+            after = Position(QUERY, pointer.batch, pointer.heartbeats)
+            it = Epoch(self.epoch, parents, f"plan {self.epoch}", "", after)
+            assert log.append(number + 1, Epochs((*epochs.known, it)))
 
     def attempt(self, changes: Changes, at: int = -1, store: LocalStore | None = None) -> tuple[Pointer, Model]:
         """One attempt at the batch after a committed one."""
@@ -159,10 +173,10 @@ class World:
         """A batch of one attempt."""
         self.commit(self.attempt(changes, store=store))
 
-    def go_back(self, at: int, run_id: str) -> None:
+    def go_back(self, at: int) -> None:
         """The query is started again at an earlier batch."""
         del self.history[at + 1 :]
-        self.run_id = run_id
+        self.epoch += 1
 
     def task(self) -> LocalStore:
         """The local store as a task on the follower's host opens it."""

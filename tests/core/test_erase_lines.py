@@ -27,8 +27,6 @@ from spark_state_ext.erasing import history as erasing
 from spark_state_ext.erasing.history import ErasedHistory
 from spark_state_ext.erasing.past import rewrite
 from spark_state_ext.errors import CorruptFileError, StorageError, UsageError
-from spark_state_ext.files.last_run import last_run_of
-from spark_state_ext.files.layout import LAST_RUN_NAME
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS as OTHERS
 from spark_state_ext.testing.model import SCHEMA, Changes, Model, Row, scanned
@@ -258,7 +256,7 @@ def test_a_query_that_does_not_tell_its_runs_has_no_line_passed_over(tmp_path: P
 
 
 def test_every_backend_is_read_by_the_last_run(history: History) -> None:
-    """Each has files that were written anew, so each has the note of what the last run was before."""
+    """Each has files that were written anew, and the record of epochs."""
     history.batches(3)
     history.batch({JANE: Row(1)})
     history.batch({JANE: None})
@@ -288,7 +286,7 @@ def test_every_backend_is_read_by_the_last_run(history: History) -> None:
 def test_who_went_back_twice_is_read_and_erased_by_the_last_run(
     history: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Files that were written anew are younger than the last run's, so what that was is written down before."""
+    """Files that were written anew are younger than the last run's, and nobody goes by that."""
     history.batches(3)
     history.batch({JANE: Row(1)})
     history.batch({JANE: None})
@@ -301,16 +299,12 @@ def test_who_went_back_twice_is_read_and_erased_by_the_last_run(
     with open_state(history.job.root, hold=False) as state:
         assert state_of(state) == newest == without(newest)
     history.erase()
-    noted = last_run_of(history.job.folder)
-    assert noted is not None
-    assert len(noted.runs) == 3
     assert main(["verify", str(history.job.root)]) == 0
     assert "unknown" not in capsys.readouterr().out
     history.is_everywhere_without()
     with open_state(history.job.root, hold=False) as state:
         assert state_of(state) == newest
     assert history.erase().files == 0
-    # A run that comes later is not in the note.
     history.back_to(4, {JANE: Row(3)})
     history.batches(2)
     with open_state(history.job.root, hold=False) as state:
@@ -363,22 +357,21 @@ def test_stopped_at_every_step_no_line_has_the_key_back(tmp_path: Path, monkeypa
         with open_state(history.job.root, hold=False) as state:
             assert state_of(state) == history.made[-2][1], f"step {step}"
         # Its lease lapses.
-        shutil.rmtree(Path(history.job.folder.root) / "lease", ignore_errors=True)
+        shutil.rmtree(Path(history.job.folder.root) / "lease")
         history.erase()
         history.is_everywhere_without()
     assert partly > 2
     history.job.close()
 
 
-def test_a_damaged_record_of_the_last_run_is_told(history: History) -> None:
+def test_a_damaged_record_of_epochs_is_told(history: History) -> None:
     history.batches(2)
     history.batch({JANE: Row(1)})
     history.back_to(2)
     history.batches(2)
-    history.erase()
-    path = Path(history.job.folder.root) / "erase" / LAST_RUN_NAME
-    path.write_text(path.read_text().replace('"bucket": ', '"bucket": 1'))
-    with pytest.raises(CorruptFileError, match=r"last-run\.json fails its checksum.*Remove it"):
+    (*_, path) = sorted((Path(history.job.folder.root) / "epochs").iterdir())
+    path.write_text(path.read_text().replace('"run ', '"ran '))
+    with pytest.raises(CorruptFileError, match=r"epochs/.*json fails its checksum.*Bring it back"):
         open_state(history.job.root)
-    with pytest.raises(CorruptFileError, match=r"last-run\.json"):
+    with pytest.raises(CorruptFileError, match=r"epochs/"):
         history.erase()

@@ -36,6 +36,8 @@ from spark_state_ext.savepoints.claims import SavepointClaim
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import START_FORMAT, StartRecord
 from spark_state_ext.store import LocalStore
+from spark_state_ext.timeline.epochs import Epoch, Position
+from spark_state_ext.timeline.records import decode_epochs, encode_epochs
 
 _GOLDEN = Path(__file__).parent.parent / "golden"
 _FORMATS = sorted(_GOLDEN.glob("format-*"))
@@ -248,6 +250,20 @@ def test_settings_of_standby_and_the_record_of_a_member() -> None:
         ),
         {"flight": "host-1.example:8815", "http": "host-1.example:8080"},
         {BucketKey("counts", "q-1", 5): 40, BucketKey("sessions", "q-1", 0): 3},
+    )
+
+
+def test_records_of_epochs() -> None:
+    data = (_GOLDEN / "epochs-format-1.json").read_bytes()
+    found = decode_epochs(data, "1.json")
+    assert encode_epochs(found) == data
+    run = "6f1d7f0e-0000-4000-8000-00000000000{}"
+    assert found.known == (
+        Epoch(1, (0,), "a" * 32, run.format(2), Position("query", -1, 0)),
+        Epoch(2, (1,), "b" * 32, "", Position("query", 41, 42, told=False)),
+        Epoch(4, (2, 1), "b" * 32, run.format(3), Position("query", 40, 41), same_plan=True),
+        Epoch(5, (4,), "c" * 32, run.format(4), Position("another", -1, 43, before=("query", 42))),
+        Epoch(6, (5,), "d" * 32, run.format(5), Position("another", 0, 44), withdrawn=True),
     )
 
 

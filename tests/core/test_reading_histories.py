@@ -8,9 +8,11 @@ import random
 from pathlib import Path
 
 import pytest
+import reading_support
 from reading_support import Job, state_of
 from test_reading import EVERYWHERE, some_changes
 
+from arrow_schemas import Writer
 from spark_state_ext import open_state
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.testing.model import KEYS, Changes, Row
@@ -114,3 +116,25 @@ def _all_but_the_last_at_once(job: Job) -> None:
     deltas = sorted(Path(job.folder.root).rglob("*.delta.arrow"), key=lambda path: path.stat().st_mtime_ns)
     for path in (*deltas[:-1], *Path(job.folder.root).rglob("*.snapshot.arrow")):
         os.utime(path, (1, 1))
+
+
+def test_what_an_earlier_release_called_the_query_otherwise_is_not_taken_for_another_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first batch was not told its query, and later ones were: they wrote Spark's id into their files."""
+    job = Job(tmp_path / "root", tmp_path, retained=100, run_id="before", query_id="t1-" + "0" * 32)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(reading_support, "Writer", lambda _, *more, **named: Writer("its id", *more, **named))
+        earlier.setattr(Job, "_epoch", lambda *_: 0)
+        for at in range(6):
+            job.batch({key: Row(at, "before") for key in KEYS})
+    job.run_id = "after"
+    for at in range(6, 9):
+        job.batch({key: Row(at, "after") for key in KEYS})
+    for batch in (None, 6, 7):
+        with open_state(job.root, batch=batch) as state:
+            assert state_of(state) == job.models[7 if batch is None else batch]
+    for batch in (1, 3, 5):
+        with pytest.raises(MissingCheckpointError), open_state(job.root, batch=batch) as state:
+            state_of(state)
+    job.close()

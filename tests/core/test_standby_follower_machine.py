@@ -67,8 +67,7 @@ class FollowerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.world.history) > 2)
     @rule(data=st.data())
     def go_back(self, data: st.DataObject) -> None:
-        self.runs += 1
-        self.world.go_back(data.draw(st.integers(1, len(self.world.history) - 2)), f"run {self.runs}")
+        self.world.go_back(data.draw(st.integers(1, len(self.world.history) - 2)))
         # Pointers of old batches may need what is merged or pruned by now.
         self.unsure = True
 

@@ -22,6 +22,8 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.retention import clean_up
 from spark_state_ext.standby.line import judged
+from spark_state_ext.timeline.epochs import Epoch, Epochs, Position
+from spark_state_ext.timeline.records import EpochLog
 from spark_state_ext.worker.boot import boot_id
 from tests.helpers.waiting import WAIT_S
 
@@ -182,17 +184,17 @@ def test_a_query_that_went_back_is_followed(world: World) -> None:
         world.batch(changes(number))
         world.follower.step()
     old = world.pointer
-    world.go_back(3, "run 2")
+    world.go_back(3)
     world.batch(changes(50))
     found = world.follower.step()
     assert (found.newest, found.committed, found.is_caught_up) == (world.pointer.ref, world.pointer.parent, True)
     assert world.adopted() == 0
     # A task of the old run wakes up, and writes the highest version of all.
-    world.run_id = "run"
+    world.epoch = 1
     world.bucket(world.active, old).commit(buffer_of(changes(77), world.scratch))
-    # And tasks whose runs user code has named anew, both of which go on from what is committed.
+    # And one that goes on from what is committed.
     world.attempt(changes(77))
-    world.run_id = "run 2"
+    world.epoch = 2
     for number in range(51, 60):
         world.batch(changes(number))
         assert world.follower.step().newest == world.pointer.ref
@@ -204,7 +206,7 @@ def test_a_copy_that_begins_anew_knows_which_run_is_the_last(world: World) -> No
     for number in range(4):
         world.batch(changes(number))
         world.follower.step()
-    world.go_back(2, "run 2")
+    world.go_back(2)
     world.batch(changes(10))
     world.follower.step()
     shutil.rmtree(world.follower.store_folder)
@@ -220,7 +222,7 @@ def test_zombies_that_wrote_last_hide_nothing_from_a_copy_that_begins_anew(world
     """Neither the highest version nor the one written last is the query's, and there are too many files to see all."""
     for number in range(16):
         world.batch(changes(number))
-    world.go_back(3, "run 2")
+    world.go_back(3)
     world.batch(changes(20))
     for at in (0, 1, 0):
         world.attempt(changes(99), at=at)
@@ -228,37 +230,62 @@ def test_zombies_that_wrote_last_hide_nothing_from_a_copy_that_begins_anew(world
     assert world.adopted() == 0
 
 
-def header_of(version: int, parent: int | None, run: str, which: str = "a", since: int | None = None) -> LineageHeader:
+def header_of(version: int, parent: int | None, epoch: int, which: str = "a") -> LineageHeader:
     def ref(number: int, name: str = "a") -> CheckpointRef:
         return CheckpointRef(number, name * 32)
 
-    begin = max(1, (parent or 0) - 3) if since is None else since
-    lineage = () if parent is None else tuple(ref(number) for number in range(begin, parent + 1))
+    lineage = () if parent is None else tuple(ref(number) for number in range(max(1, parent - 3), parent + 1))
     above = lineage[-1] if lineage else None
-    return LineageHeader(
-        DELTA, "counts", 3, ref(version, which), above, lineage, 0, Writer("q", run, version, "h"), "1"
-    )
+    writer = Writer("q", "run", version, "h", epoch=epoch)
+    return LineageHeader(DELTA, "counts", 3, ref(version, which), above, lineage, 0, writer, "1")
 
 
-def test_what_is_built_upon_is_no_zombies_file() -> None:
-    """Misjudged by its time, it counts as soon as something is built upon it."""
-    line, _ = judged(None, header_of(9, 8, "run"))
-    line, counts = judged(line, header_of(5, 4, "run", "b"))
-    assert not counts
-    assert line.head.ref.version == 9
-    child = replace(header_of(6, 4, "run", "b"), lineage=(), parent=None)
-    child = replace(child, parent=line.ignored[-1], lineage=(line.ignored[-1],))
-    line, counts = judged(line, child)
-    assert counts
-    # Where the run went back, its first file says so.
-    line, _ = judged(None, header_of(9, 8, "run"))
-    line, counts = judged(line, header_of(5, 4, "run 2", "b"))
-    assert (counts, line.head.ref.version, line.past) == (True, 5, ("run",))
-    assert not judged(line, header_of(10, 9, "run"))[1]
-    assert not judged(line, header_of(10, 9, "run", since=8))[1]
+def test_the_newest_epoch_tells_which_files_count() -> None:
+    runs = [Epoch(it, (it - 1,), f"plan {it}", "", Position("q", after, 0)) for it, after in ((1, 0), (2, 4), (3, 89))]
+    one, two, three = (Epochs(tuple(runs[:it])) for it in (1, 2, 3))
+    line, _ = judged(None, header_of(9, 8, 1), one)
+    # A task of the same run that was late, and what the head was built upon.
+    assert judged(line, header_of(5, 4, 1, "b"), one) == (line, False)
+    assert judged(line, header_of(8, 7, 1), one) == (line, True)
+    # The run after it went back: whatever the one before writes counts no more.
+    line, counts = judged(line, header_of(5, 4, 2, "b"), two)
+    assert (counts, line.head.ref.version) == (True, 5)
+    assert judged(line, header_of(10, 9, 1), two) == (line, False)
+    assert judged(line, header_of(4, 3, 1), two) == (line, True)
+    # Whichever is seen first, and whosever numbers a copy has with which the query began.
+    older, _ = judged(None, header_of(10, 9, 1), two)
+    assert judged(older, header_of(5, 4, 2, "b"), two) == (line, True)
+    copy = header_of(2, 1, 7)
+    copy = replace(copy, writer=replace(copy.writer, query_id="another", heartbeat=0))
+    assert judged(judged(None, copy, two)[0], header_of(5, 4, 2, "b"), two) == (line, True)
     # Far behind, lineages do not reach down to what was committed then.
-    line, counts = judged(judged(None, header_of(9, 8, "run"))[0], header_of(90, 89, "run 2"))
+    line, counts = judged(line, header_of(90, 89, 3), three)
     assert (counts, line.head.ref.version) == (True, 90)
+
+
+def test_what_a_release_without_epochs_builds_on_the_newest_file_is_followed() -> None:
+    one = Epochs((Epoch(1, (0,), "plan", "", Position("q", 0, 0)),))
+    line, _ = judged(None, header_of(9, 8, 1), one)
+    line, counts = judged(line, header_of(10, 9, 0), one)
+    assert (counts, line.head.ref.version) == (True, 10)
+    assert judged(line, header_of(7, 6, 0, "b"), one) == (line, False)
+
+
+def test_a_withdrawn_epoch_is_followed_no_more(world: World) -> None:
+    """A task of another run was late, and began an epoch; the run that goes on takes it back."""
+    for number in range(2):
+        world.batch(changes(number))
+        world.follower.step()
+    world.epoch += 1
+    world.attempt(changes(99), at=0)
+    world.follower.step()
+    world.epoch -= 1
+    log = EpochLog(world.query_folder)
+    number, epochs = log.newest()
+    assert log.append(number + 1, epochs.with_epoch(replace(epochs.known[-1], withdrawn=True)))
+    world.batch(changes(2))
+    assert world.follower.step().newest == world.pointer.ref
+    assert world.adopted() == 0
 
 
 # -- restarts, snapshots, clean-up ----------------------------------------------------------------

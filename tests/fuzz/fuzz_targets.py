@@ -47,6 +47,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_record import LeaseRecord, RunIdentity
 from spark_state_ext.spark.shuffle import payload
 from spark_state_ext.store.runs import Chunk, Run
+from spark_state_ext.timeline.records import decode_epochs, encode_epochs
 
 __all__ = ["PLANTED", "TARGETS", "Target"]
 
@@ -325,6 +326,11 @@ def _leases() -> list[bytes]:
     return [LeaseRecord(owner, 1_700_000_000_000, 10_000, replaced).encode() for replaced in ((), ("plan-1", "plan-0"))]
 
 
+def _epochs_signed(data: bytes) -> None:
+    encoded = encode_epochs(decode_epochs(_json_signed(data), "1.json"))
+    assert encode_epochs(decode_epochs(encoded, "1.json")) == encoded
+
+
 def _run(data: bytes) -> None:
     encoded = Run.decode(data).encode()
     assert Run.decode(encoded).encode() == encoded
@@ -391,6 +397,7 @@ TARGETS: dict[str, Target] = {
     "peer-question-proven": Target(_peer_question_proven, _peer_questions, changed_json),
     "lease": Target(_lease, _leases, changed_json),
     "lease-signed": Target(_lease_signed, _leases, changed_json),
+    "epochs-signed": Target(_epochs_signed, lambda: _golden_beside("epochs-format-1.json"), changed_json),
     "run": Target(_run, _runs, changed_json),
     "checkpoint": Target(_checkpoint, _checkpoint_files),
     "checkpoint-signed": Target(_checkpoint_signed, _checkpoint_files),

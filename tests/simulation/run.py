@@ -2,7 +2,7 @@
 
 A history that fails is shortened by Hypothesis and printed; the same seed and number of processes find it again. Two
 runs with other seeds go through other histories. After those of buckets come as many of drivers around one lease, of
-queries that claim one folder, of savepoints, of erase requests, and of queries that are rescaled.
+queries that claim one folder, of savepoints, of erase requests, of queries that are rescaled, and of their runs' epochs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from sim_histories import (  # noqa: E402
     lease_histories,
     rescale_histories,
     savepoint_histories,
+    timeline_histories,
 )
 from sim_lease import simulate_lease  # noqa: E402
 from sim_parts import History, Step  # noqa: E402
 from sim_rescales import simulate_rescales  # noqa: E402
 from sim_savepoints import simulate_savepoints  # noqa: E402
 from sim_search import searched  # noqa: E402
+from sim_timeline import simulate_timeline  # noqa: E402
 from sim_world import simulate  # noqa: E402
 
 
@@ -136,11 +138,24 @@ def run_rescales(count: int, from_seed: int) -> Counter[str]:
     return seen
 
 
+def run_timelines(count: int, from_seed: int) -> Counter[str]:
+    """As `run`, of the runs of one query; raises `WrongLineError`."""
+    seen: Counter[str] = Counter()
+
+    def check(steps: tuple[Step, ...]) -> None:
+        world = simulate_timeline(steps)
+        seen.update(timeline_histories=1)
+        seen.update({f"timeline_{name}": times for name, times in world.counted.items()})
+
+    searched(timeline_histories(), check, count, from_seed, shrinks=True)
+    return seen
+
+
 def _share(counts: tuple[int, ...], from_seed: int, results: multiprocessing.Queue[Counter[str]]) -> None:
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
     # What was imported stays; going through it again and again takes a twentieth of the time.
     gc.freeze()
-    count, leases, savepoints, erasures, rescales = counts
+    count, leases, savepoints, erasures, rescales, timelines = counts
     seen = run(count, from_seed) if count else Counter[str]()
     if leases:
         seen.update(run_leases(leases, from_seed))
@@ -151,6 +166,8 @@ def _share(counts: tuple[int, ...], from_seed: int, results: multiprocessing.Que
         seen.update(run_erasures(erasures, from_seed))
     if rescales:
         seen.update(run_rescales(rescales, from_seed))
+    if timelines:
+        seen.update(run_timelines(timelines, from_seed))
     results.put(seen)
 
 
@@ -164,13 +181,15 @@ def main() -> int:
     parser.add_argument("--savepoints", type=int, help="histories of savepoints; as many as the others by default")
     parser.add_argument("--erasures", type=int, help="histories of erase requests; as many as the others by default")
     parser.add_argument("--rescales", type=int, help="histories of rescaling; as many as the others by default")
+    parser.add_argument("--timelines", type=int, help="histories of epochs; as many as the others by default")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     started_s = time.monotonic()
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[Counter[str]] = context.Queue()
-    wanted = [arguments.histories, arguments.leases, arguments.savepoints, arguments.erasures, arguments.rescales]
+    names = ("histories", "leases", "savepoints", "erasures", "rescales", "timelines")
+    wanted = [getattr(arguments, name) for name in names]
     each = [arguments.histories if count is None else count for count in wanted]
     shares = tuple(-(-count // arguments.processes) for count in each)
     workers = [

@@ -14,6 +14,7 @@ from sim_parts import Config, History, Step
 from sim_rescale_parts import COUNTS, RescaleConfig
 from sim_rescales import RESCALE_STEPS
 from sim_savepoints import SAVEPOINT_STEPS
+from sim_timeline import TIMELINE_STEPS
 from sim_world import STEPS
 
 # Long enough for snapshots to be leaned on, and shorter ones for what goes wrong early.
@@ -147,6 +148,13 @@ def claim_histories() -> st.SearchStrategy[tuple[Step, ...]]:
 def lease_histories() -> st.SearchStrategy[tuple[Step, ...]]:
     """Steps of drivers, processes and a store around one lease."""
     return _lease_histories(len(LEASE_STEPS))
+
+
+def timeline_histories(kinds: Sequence[str] = TIMELINE_STEPS) -> st.SearchStrategy[tuple[Step, ...]]:
+    """Steps of the runs of one query, of some kinds."""
+    numbers = [TIMELINE_STEPS.index(kind) for kind in kinds]
+    step = st.tuples(st.sampled_from(numbers), st.binary(min_size=8, max_size=8))
+    return st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=8, max_size=40).map(tuple)
 
 
 def _lease_histories(kinds: int) -> st.SearchStrategy[tuple[Step, ...]]:

@@ -35,6 +35,7 @@ _ROLES = (
     ("savepoints.claims.", "claim"),
     ("ownership.holds.", "hold"),
     ("ownership.lease", "lease"),
+    ("timeline.records", "epochs"),
     ("files.retention.clean_up", "clean-up"),
     ("cli.savepoint.", "savepoint command"),
     ("savepoints.detaching.", "detaching"),

@@ -137,7 +137,9 @@ def _consumed(deletes: Sequence[Entry], source: Source, second: Query) -> Iterab
 def _adopted(deletes: Sequence[Entry], creates: Sequence[Entry], second: Query) -> Iterable[str]:
     """In a folder that is adopted the new query cleans up as its owner, and the old one does nothing any more."""
     for it in deletes:
-        owners = it.role in ("lease", "hold", "clean-up") or (it.role == "detaching" and it.name.startswith("held-"))
+        owners = it.role in ("epochs", "lease", "hold", "clean-up") or (
+            it.role == "detaching" and it.name.startswith("held-")
+        )
         early = it.role == "clean-up" and it.phase.startswith(NEW_JOBS) and it.at_s < (second.committed_s or 0.0)
         if not owners or early:
             yield _told(it)

@@ -67,10 +67,14 @@ def batches_of(job: Job, *tables: Any) -> list[dict[str, int]]:
     return [dict(them) for them in job.run(*tables).values()]
 
 
+# What each start of a query may leave, even one that is refused.
+OF_RUNS = ("epochs", "lease", "holds")
+
+
 def refused(job: Job, error: str, text: str, *tables: Any, new: Sequence[str] = ()) -> None:
     """A start of the query fails, and its state and Spark's checkpoint are as before."""
     (query_folder,) = (it for it in (job.folder / "root" / "tested").iterdir() if it.name.count("-") == 4)
-    files = [it for it in query_folder.rglob("*") if it.is_file() and it.parent.name not in ("lease", "holds")]
+    files = [it for it in query_folder.rglob("*") if it.is_file() and it.parent.name not in OF_RUNS]
     before = {it: it.read_bytes() for it in files}
     with pytest.raises((PySparkException, UsageError), match=rf"(?s){error}.*{text}") as caught:
         job.run(*tables)
@@ -78,7 +82,7 @@ def refused(job: Job, error: str, text: str, *tables: Any, new: Sequence[str] = 
     for path, data in before.items():
         assert path.read_bytes() == data
     there = [it for it in query_folder.rglob("*") if it.is_file() and it not in before]
-    assert [it.name for it in there if it.parent.name not in ("lease", "holds")] == list(new)
+    assert [it.name for it in there if it.parent.name not in OF_RUNS] == list(new)
 
 
 def recorded(job: Job) -> list[dict[str, Any]]:

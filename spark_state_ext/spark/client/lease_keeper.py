@@ -12,11 +12,10 @@ import logging
 import math
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from spark_state_ext.errors import StateError
@@ -220,14 +219,14 @@ class Kept:
             self._say("query %s: the state at %s is held by %s", query, log.root, found.record.owner)
         elif before is not None and (before[0], before[1].number) == (name, found.number):
             # No task has renewed it since the last look.
-            record = replace(found.record, renewed_ms=now_ms, released=False, nonce=uuid.uuid4().hex)
+            record = found.record.kept(now_ms, released=False)
             if log.append(found, record):
                 self._seen[query] = name, Found(found.number + 1, record)
 
     def _release(self, query: str, now_ms: int) -> None:
         for name, found in self._leases_of(query).items():
             if found.record.owner.application == self.application and not found.record.released:
-                record = replace(found.record, renewed_ms=now_ms, released=True, nonce=uuid.uuid4().hex)
+                record = found.record.kept(now_ms, released=True)
                 LeaseLog(self.folder.child(name)).append(found, record)
         self._seen.pop(query, None)
 

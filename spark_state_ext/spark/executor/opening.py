@@ -35,9 +35,10 @@ from spark_state_ext.errors import (
     OperatorChangedError,
 )
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import newest_operator
+from spark_state_ext.files.operator_catalog import is_new_query_folder, newest_operator
 from spark_state_ext.files.partition_files import record_assignment, refuse_assignment
 from spark_state_ext.ownership.lease_record import Claim
+from spark_state_ext.rescale.folders import first_folder
 from spark_state_ext.rescale.origin import Origin, origin_beside, origin_in
 from spark_state_ext.restore.lazy import lazy_options
 from spark_state_ext.savepoints.first_step import FirstStep
@@ -45,6 +46,8 @@ from spark_state_ext.savepoints.starting import Beginning, Begun
 from spark_state_ext.spark.executor.call_info import CallInfo
 from spark_state_ext.spark.executor.going_on import Begin, Rescale, Resume
 from spark_state_ext.spark.executor.rescaling import Move
+from spark_state_ext.timeline.epochs import Position, sparks_run_id
+from spark_state_ext.timeline.records import RunStart
 from spark_state_ext.worker.host import host_name
 from spark_state_ext.worker.retry import retried
 
@@ -158,6 +161,11 @@ def open_bucket(shared: Shared, how: Resume | Begin | Rescale, folders: CallFold
     leases = Leases.of(job, call.task, root, query_folder, shared.leases, claim, stored is None)
     tried(leases.hold)
     operator: OperatorFile = tried(lambda: _admitted(shared, call, root, query_folder, beginning))
+    # An adopted folder has another query's name.
+    query_id = claim.id if claim is not None else _name_of(call, query_folder)
+    run_start = _run_start(call, query_id, beginning, move)
+    # Before the run's first checkpoint file.
+    epoch: int = 0 if run_start is None else tried(lambda: shared.epochs.of(leases.folders, run_start, leases.look))
     prepare = partial(shared.replicas.prepare, job, root, query_folder, scratch, operator.schema_id)
     tried(prepare)
     if stored is not None:
@@ -179,13 +187,7 @@ def open_bucket(shared: Shared, how: Resume | Begin | Rescale, folders: CallFold
         shared.stores.at(str(local), schema),
         replicas,
         pointer,
-        # An adopted folder has another query's name.
-        Writer(
-            claim.id if claim is not None else call.task.query_id or query_folder,
-            call.task.run_id or job.plan_id,
-            call.batch,
-            host_name(),
-        ),
+        _writer_of(call, query_id, epoch),
         _context(shared, call, scratch, leases),
         # The query's own backends have nothing yet where it reads from others.
         restore_from=None if begun.sources else job.options.restore_from,
@@ -196,6 +198,33 @@ def open_bucket(shared: Shared, how: Resume | Begin | Rescale, folders: CallFold
     return OpenBucket(
         query_folder, files, leases, operator, schema, pointer, replicas, bucket, prepare, begun.sources, origin
     )
+
+
+def _writer_of(call: CallInfo, query_id: str, epoch: int) -> Writer:
+    run_id, told = call.task.run_id or call.job.plan_id, call.task.batch is not None
+    return Writer(query_id, run_id, call.batch, host_name(), epoch=epoch, told=told)
+
+
+def _name_of(call: CallInfo, query_folder: str) -> str:
+    """What files call the query: the folder that it began in, unless it claimed that and was rescaled since."""
+    name = first_folder(query_folder)
+    return name if name == query_folder or is_new_query_folder(name) else call.task.query_id or name
+
+
+def _run_start(call: CallInfo, query_id: str, beginning: Beginning | None, move: Move | None) -> RunStart | None:
+    """Where the run is, by this call; None: that is not known."""
+    base, told = beginning.pointer if beginning is not None else call.stored, call.task.batch is not None
+    if not told and base is not None and base.lineage and not base.heartbeats:
+        # Format 1 of the pointer has no heartbeats, and nobody tells the batch.
+        return None
+    after = Position(query_id, call.batch - 1, 0 if base is None else base.heartbeats, told=told)
+    # Epochs are numbered within a query folder.
+    here = base if move is None and (beginning is None or beginning.adopts) else None
+    claimed = None
+    if beginning is not None and beginning.captured is not None and beginning.adopts:
+        its = beginning.pointer
+        claimed = its.claim or first_folder(its.query_folder), beginning.captured.batch
+    return RunStart(call.job.plan_id, sparks_run_id(call.task.run_id), after, here, claimed)
 
 
 def _context(shared: Shared, call: CallInfo, scratch: Path, leases: Leases) -> CommitContext:
