@@ -306,7 +306,8 @@ class TimelineWorld:
 
     def do_remove(self, numbers: Numbers) -> None:
         """Somebody removes the records of a query that is stopped and never went back, which then goes on."""
-        no_more = self._is_followed() or any(self.counted[kind] for kind in ("back", "old", "untold"))
+        # If they are removed twice, a number may be given twice.
+        no_more = self._is_followed() or any(self.counted[kind] for kind in ("back", "old", "untold", "remove"))
         if numbers.below(3) == 0 and not no_more and len(self.line) > 1:
             self.record = Epochs()
             self.counted["remove"] += 1
@@ -363,6 +364,10 @@ class TimelineWorld:
                 self.counted["unsure"] += 1
             if not self._is_followed():
                 self._judge_heads(line.files.bucket, line.heads, line.unsure)
+        if self._is_followed():
+            # What the late call goes on from may be read until then.
+            self.counted["read while followed"] += 1
+            return
         try:
             newest = found.newest(unproven=False)
             refs = {} if newest is None else found.state_at(newest, unproven=False)
@@ -370,10 +375,6 @@ class TimelineWorld:
             self.counted["refused"] += 1
             return
         if newest is None:
-            return
-        if self._is_followed():
-            # What the late call goes on from may be read until then.
-            self.counted["read while followed"] += 1
             return
         self.counted["read"] += 1
         self._compare(found, newest, refs)
