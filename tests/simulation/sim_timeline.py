@@ -306,9 +306,9 @@ class TimelineWorld:
 
     def do_remove(self, numbers: Numbers) -> None:
         """Somebody removes the records of a query that is stopped and never went back, which then goes on."""
-        # If they are removed twice, a number may be given twice.
+        # If they are removed twice, a number may be given twice. Of calls that are not told their batch nothing else tells.
         no_more = self._is_followed() or any(self.counted[kind] for kind in ("back", "old", "untold", "remove"))
-        if numbers.below(3) == 0 and not no_more and len(self.line) > 1:
+        if numbers.below(3) == 0 and self.told and not no_more and len(self.line) > 1:
             self.record = Epochs()
             self.counted["remove"] += 1
             # No task of it is left.
