@@ -32,7 +32,7 @@ def test_no_history_has_readers_take_what_was_given_up(steps: tuple[Step, ...]) 
 
 def test_histories_are_of_the_kind_that_matters() -> None:
     seen: Counter[str] = Counter()
-    searched(timeline_histories(), lambda steps: seen.update(simulate_timeline(steps).counted), 100, SEED)
+    searched(timeline_histories(), lambda steps: seen.update(simulate_timeline(steps).counted), 300, SEED)
     assert min(seen[kind] for kind in ("back", "return", "claim", "late", "task", "old", "remove", "unsure")) > 3
     # Most of the time readers are told something.
     assert seen["read"] > 3 * seen["refused"]
