@@ -20,7 +20,7 @@ from spark_state_ext.spark.shuffle.payload import NUMBERS, OUTPUT_COLUMN
 from spark_state_ext.worker.metrics import CallMetrics
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import DataFrame
 
 __all__ = ["OTHERS_COLUMN", "numbers_of", "with_sizes", "with_start"]
 
@@ -41,10 +41,6 @@ def with_sizes(given: DataFrame, operator: str) -> DataFrame:
         for at, name in zip(range(1 + len(NUMBERS), 100, _NUMBER.size), NAMES, strict=False)
     ]
     return given.observe(f"spark_state_ext.{operator}", F.count(F.when(is_numbers, 1)).alias("buckets"), *sums)
-
-
-def _number_at(payload: Column, start: int) -> Column:
-    return F.conv(F.hex(F.substring(payload, start, _NUMBER.size)), 16, 10).cast("long")
 
 
 def with_start(packed: DataFrame, operator: str) -> DataFrame:
