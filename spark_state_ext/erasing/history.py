@@ -262,7 +262,7 @@ def _leased(files: Folder) -> Iterator[Lease]:
         try:
             last = log.newest()
             if last is not None and last.record.owner.plan == me.plan:
-                log.append(last, last.record.kept(int(time.time() * 1000), released=True))
+                log.append(last, last.record.renew(int(time.time() * 1000), released=True))
         except StateError as error:
             # The query waits then until it lapses; an error of the work itself is what matters.
             _LOGGER.warning("the lease of %s is not released: %s", files.root, error)

@@ -207,7 +207,7 @@ class Lease:
             self._look(_NOT_DONE)
 
     def look(self) -> None:
-        """See right now that nobody has taken the lease over; for what only its holder may begin."""
+        """Read the lease now, and raise if another run holds it."""
         self._stop_if_lost(_STOP_ONE)
         self._look(_STOP_ONE)
 

@@ -123,7 +123,7 @@ class LeaseLog:
 def last_renewed_ms(query_folder: Folder) -> int | None:
     """When a run of the query last renewed its lease, by that run's clock; None: there is no lease."""
     found = LeaseLog(query_folder).newest(first=True)
-    return None if found is None else found.record.written_ms
+    return None if found is None else found.record.last_write_ms
 
 
 def _is_new(claim: Claim, after: Found | None) -> bool:

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 LEASE_FORMAT = 3
-# What the lease calls whoever erases keys from the past of a query.
+# The application in a lease that `erase_history` holds.
 ERASER = "erase history"
 _FORMAT_1, _FORMAT_2 = 1, 2
 # In a file of format 1: the number of the record that it repeats.
@@ -215,12 +215,12 @@ class LeaseRecord:
         replaced = tuple(dict.fromkeys(others))[-_REPLACED_MAX:]
         return self._next(me, now_ms, lease_ms, replaced)
 
-    def kept(self, now_ms: int, *, released: bool) -> LeaseRecord:
+    def renew(self, now_ms: int, *, released: bool) -> LeaseRecord:
         """The next record of the same run, which its driver makes; or its last one."""
         return replace(self._next(self.owner, now_ms, self.lease_ms, self.replaced), released=released)
 
     @property
-    def written_ms(self) -> int:
+    def last_write_ms(self) -> int:
         """When a run of the query last renewed it. Of several queries, readers take the one that did last."""
         return self.renewed_ms if self.query_renewed_ms is None else self.query_renewed_ms
 
@@ -233,7 +233,7 @@ class LeaseRecord:
             replaced=replaced,
             released=False,
             nonce=uuid.uuid4().hex,
-            query_renewed_ms=self.written_ms if owner.application == ERASER else None,
+            query_renewed_ms=self.last_write_ms if owner.application == ERASER else None,
             format=LEASE_FORMAT,
         )
 

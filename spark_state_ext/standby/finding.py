@@ -96,7 +96,7 @@ def written(times_ms: Mapping[str, int | None]) -> list[str]:
     """Of the query folders of an operator, those to follow.
 
     Of the folders that a query had one after the other, as it was rescaled, the one that was written last. Of several
-    queries, those that were written within a day of the one that was written last, each by its own clock.
+    queries, those that were written at most a day before the newest one, by the clocks of their drivers.
     """
     last = {name: -1 if at_ms is None else at_ms for name, at_ms in times_ms.items()}
     by_query: dict[str, str] = {}

@@ -231,16 +231,16 @@ class Epochs:
 
     def judge(self, made: Made) -> Verdict:
         """Whether what was made then counts for the newest run."""
-        found = self._found.get(made)
+        found = self._verdicts.get(made)
         if found is None:
-            if len(self._found) >= _JUDGED_MAX:
+            if len(self._verdicts) >= _JUDGED_MAX:
                 # A standby service keeps one for days.
-                self._found.clear()
-            found = self._found[made] = self._judge(made)
+                self._verdicts.clear()
+            found = self._verdicts[made] = self._judge(made)
         return found
 
     @cached_property
-    def _found(self) -> dict[Made, Verdict]:
+    def _verdicts(self) -> dict[Made, Verdict]:
         return {}
 
     def _judge(self, made: Made) -> Verdict:

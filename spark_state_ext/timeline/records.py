@@ -152,9 +152,9 @@ class EpochRegistry:
         still_ours
             Raises where the lease is another run's. A run that was replaced, and does not know yet, must not begin.
         """
-        return self.told(folders[0].identity, call, partial(_recorded, folders, still_ours))
+        return self.ask(folders[0].identity, call, partial(_recorded, folders, still_ours))
 
-    def told(self, folder: str, call: RunStart, look: Callable[[RunStart], tuple[Epochs, int]]) -> int:
+    def ask(self, folder: str, call: RunStart, look: Callable[[RunStart], tuple[Epochs, int]]) -> int:
         """As `of`; `look` has the record say what the epochs are with a call, and the call's own."""
         key, now_s = (folder, call.plan_id, call.run_id), self._clock_s()
         with self._lock:

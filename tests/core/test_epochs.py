@@ -216,16 +216,16 @@ def test_a_store_that_does_not_answer_stops_no_run_that_has_its_epoch() -> None:
     now_s = [0.0]
     registry = EpochRegistry(lambda: now_s[0])
     epochs = begun(start("a", -1, 0))
-    assert registry.told("folder", call("a", -1), lambda it: (epochs, 1)) == 1
+    assert registry.ask("folder", call("a", -1), lambda it: (epochs, 1)) == 1
 
     def down(it: RunStart) -> tuple[Epochs, int]:
         raise StorageError("the store is down")
 
     now_s[0] = 100.0
-    assert registry.told("folder", call("a", 4), down) == 1
+    assert registry.ask("folder", call("a", 4), down) == 1
     # Not where it has to begin one.
     with pytest.raises(StorageError):
-        registry.told("folder", call("b", 4), down)
+        registry.ask("folder", call("b", 4), down)
 
 
 def test_of_two_that_make_a_record_one_does(tmp_path: Path) -> None:

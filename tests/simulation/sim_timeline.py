@@ -127,7 +127,7 @@ class TimelineWorld:
             self.record, number = epochs_module.begin(self.record, call.within(self.record))
             return self.record, number
 
-        return self.processes[process].told("", call, look)
+        return self.processes[process].ask("", call, look)
 
     def call(self, bucket: int, heartbeat: bool, changes: bool, told_run: str, process: int = 0) -> Pointer:
         """One call of a bucket in the next batch; the pointer that it hands to Spark."""

@@ -219,14 +219,14 @@ class Kept:
             self._say("query %s: the state at %s is held by %s", query, log.root, found.record.owner)
         elif before is not None and (before[0], before[1].number) == (name, found.number):
             # No task has renewed it since the last look.
-            record = found.record.kept(now_ms, released=False)
+            record = found.record.renew(now_ms, released=False)
             if log.append(found, record):
                 self._seen[query] = name, Found(found.number + 1, record)
 
     def _release(self, query: str, now_ms: int) -> None:
         for name, found in self._leases_of(query).items():
             if found.record.owner.application == self.application and not found.record.released:
-                record = found.record.kept(now_ms, released=True)
+                record = found.record.renew(now_ms, released=True)
                 LeaseLog(self.folder.child(name)).append(found, record)
         self._seen.pop(query, None)
 

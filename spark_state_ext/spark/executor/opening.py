@@ -215,7 +215,7 @@ def _run_start(call: CallInfo, query_id: str, beginning: Beginning | None, move:
     """Where the run is, by this call; None: that is not known."""
     base, told = beginning.pointer if beginning is not None else call.stored, call.task.batch is not None
     if not told and base is not None and base.lineage and not base.heartbeats:
-        # Format 1 of the pointer has no heartbeats, and nobody tells the batch.
+        # Format 1 of the pointer has no heartbeats, and the batch number is not known.
         return None
     after = Position(query_id, call.batch - 1, 0 if base is None else base.heartbeats, told=told)
     # Epochs are numbered within a query folder.
