@@ -300,7 +300,8 @@ def _writer(fields: Mapping[str, Any]) -> Writer:
     query_id, run_id, batch, host = (fields["writer"][name] for name in ("query_id", "run_id", "batch", "host"))
     # Files from before the first release, all of format 1, have no heartbeat.
     heartbeat = fields["heartbeat"] if fields["format"] > 1 else fields.get("heartbeat", 0)
-    told = fields.get("untold", False) is False
+    # Release 0.1.0 took its plan's id for the query and for the run where it was not told its batch.
+    told = fields.get("untold", fields["format"] == 1 and query_id == run_id) is False
     return Writer(query_id, run_id, batch, host, heartbeat, fields.get("epoch", 0), told, fields.get("quiet", False))
 
 

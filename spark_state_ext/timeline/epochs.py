@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +27,8 @@ __all__ = ["EPOCHS_MAX", "Epoch", "Epochs", "Made", "Position", "Start", "Verdic
 # Older epochs are forgotten. What they made counts as what was made before there were epochs (`before_epochs`).
 EPOCHS_MAX = 512
 _JUDGED_MAX = 10_000
-_LOST_MAX = 1000
+# Where records were removed, numbers go on so much higher for each batch.
+_LOST_STEP = 2**20
 _RECENT = 3
 _SPARKS_RUN_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
@@ -406,8 +408,10 @@ def begin(epochs: Epochs, start: Start) -> tuple[Epochs, int]:
             epochs, start, (*recent[::-1], made.epoch if epochs.get(made.epoch) is not None else 0)
         )
     elif newest is None and number > 1:
-        # The records are gone, perhaps not for the first time, and runs after that of the input had numbers too.
-        number += _LOST_MAX * (1 + max(0, start.after.batch) + start.after.heartbeat)
+        # The records are gone, and runs after that of the input had numbers too. Another run may have begun here with
+        # the records gone: the hash tells it from this one.
+        number += _LOST_STEP * (1 + max(0, start.after.batch) + start.after.heartbeat)
+        number += zlib.crc32(f"{start.plan_id} {start.run_id}".encode()) % _LOST_STEP
     same_plan = newest is not None and newest.plan_id == start.plan_id
     it = Epoch(number, parents, start.plan_id, start.run_id, start.after, same_plan)
     return epochs.with_epoch(_narrowed(epochs, it, made)), number

@@ -112,6 +112,14 @@ def test_a_number_is_never_given_twice() -> None:
     assert epochs.judge(Made(number + 1, at(12))) is Verdict.UNTOLD
 
 
+def test_two_runs_that_find_no_records_after_the_same_batch_have_different_numbers() -> None:
+    _, number = begin(Epochs(), start("c", 9, 7))
+    _, other = begin(Epochs(), start("d", 9, 7))
+    assert number != other
+    # A run that begins later has a higher number than both.
+    assert begin(Epochs(), start("e", 10, 7))[1] > max(number, other)
+
+
 def test_heartbeats_count_between_queries() -> None:
     """A query that claims a folder counts its batches from 0."""
     claimed = Start("b", "", Position("new", -1, 5), Made(1, Position("query", 4, 5)))
@@ -283,3 +291,28 @@ def test_runs_without_epochs_are_told_where_their_files_do() -> None:
     assert EarlierRuns([], "new").judge(first) is Verdict.COUNTS
     # Unless it may be the query's own, by another name.
     assert EarlierRuns([], "new", renamed=True).judge(first) is Verdict.UNTOLD
+
+
+def test_batches_without_data_leave_open_which_of_two_untold_files_is_older() -> None:
+    """Each bucket counts its own calls, and the heartbeat is that of the batch before."""
+
+    def file_of_call(run: str, call: int, heartbeat: int, bucket: int) -> LineageHeader:
+        header = file_of(run, call, bucket=bucket)
+        return replace(header, writer=Writer("query", run, call, "host", heartbeat, told=False))
+
+    first, second = file_of_call("1", 5, 3, 0), file_of_call("2", 3, 3, 1)
+    runs = EarlierRuns([first, second], "query")
+    assert [runs.judge(it) for it in (first, second)] == [Verdict.UNTOLD, Verdict.UNTOLD]
+    later = file_of_call("2", 3, 4, 1)
+    runs = EarlierRuns([first, later], "query")
+    assert [runs.judge(it) for it in (first, later)] == [Verdict.COUNTS, Verdict.COUNTS]
+
+
+def test_a_file_of_the_first_release_tells_whether_its_task_was_told_its_batch() -> None:
+    def decode(query_id: str, run_id: str) -> LineageHeader:
+        header = replace(file_of("1", 0), writer=Writer(query_id, run_id, 0, "host"), format=1)
+        return LineageHeader.decode(header.encode(), "a file")
+
+    assert decode("query", "run").writer.told
+    # Where it was not told, the plan's id is in the place of both.
+    assert not decode("plan", "plan").writer.told

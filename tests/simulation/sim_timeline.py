@@ -59,8 +59,8 @@ class TimelineWorld:
         self.counted: Counter[str] = Counter()
         self.record = Epochs()
         self.query_id, self.claims = "query 0", 0
-        # A release that knows no epochs.
-        self.old = False
+        # A release that knows no epochs. What is not told its batch began under release 0.1.0, if at all.
+        self.old = self.renamed = False
         # It went back or forth, and no run has recorded it yet.
         self.gone_elsewhere = False
         # What each process remembers of a run.
@@ -93,6 +93,8 @@ class TimelineWorld:
         if numbers.below(4) == 0:
             self._copy_another_query(numbers)
         self.start_run(new_plan=True)
+        self.old = self.renamed = not self.told and self.line == [first] and numbers.below(3) == 0
+        self.counted["old untold"] += self.old
 
     def _new_processes(self) -> list[EpochRegistry]:
         return [EpochRegistry(lambda: self.now_s) for _ in range(2)]
@@ -111,14 +113,17 @@ class TimelineWorld:
 
     # -- runs --------------------------------------------------------------------------------------
 
-    def start_run(self, *, new_plan: bool) -> None:
+    def start_run(self, *, new_plan: bool, stays_old: bool = False) -> None:
         if new_plan:
-            self.plan_id = f"plan {self.counted['plans']}"
-            self.counted["plans"] += 1
+            self.plan_id = self._new_plan_id()
             self.runs, self.failed = [], None
-        self.old = False
+        self.old = self.old and stays_old
         self._uuids += 1
         self.runs.append(str(uuid.UUID(int=self._uuids)) if self.told else "")
+
+    def _new_plan_id(self) -> str:
+        self.counted["plans"] += 1
+        return f"{self.counted['plans']:032x}"
 
     def epoch_of(self, call: RunStart, process: int) -> int:
         """As `EpochRegistry.of`, in a process."""
@@ -146,14 +151,16 @@ class TimelineWorld:
             epoch = self.epoch_of(call, process)
             self.gone_elsewhere = False
         self.known, self.known_query = list(self.line), self.query_id
-        heartbeats = pointer.heartbeats + heartbeat
+        # Release 0.1.0 counts none.
+        heartbeats = 0 if self.old and self.renamed else pointer.heartbeats + heartbeat
         new = replace(pointer, batch=batch, heartbeats=heartbeats, epoch=epoch)
         if not changes:
             return new
         quiet = not heartbeat and not self.old
-        writer = Writer(
-            self.query_id, told_run or self.plan_id, batch, "host", heartbeats, epoch, told or self.old, quiet
-        )
+        run_id = told_run or self.plan_id
+        query_id = run_id if self.old and self.renamed else self.query_id
+        told = told or (self.old and not self.renamed)
+        writer = Writer(query_id, run_id, batch, "host", heartbeats, epoch, told, quiet)
         header = self._made(pointer, writer)
         self.made.append(header)
         self.coming.append(header)
@@ -236,7 +243,7 @@ class TimelineWorld:
     def do_restart(self, numbers: Numbers) -> None:
         """The query fails or is stopped, and is started from another plan."""
         self._fail(numbers)
-        self.start_run(new_plan=True)
+        self.start_run(new_plan=True, stays_old=self.renamed and numbers.yes())
 
     def do_crashes(self, numbers: Numbers) -> None:
         """It fails and is started from another plan, again and again, until somebody has mended what it fails of."""
@@ -260,6 +267,7 @@ class TimelineWorld:
             self.counted["back"] += 1
             self.gone_elsewhere = True
             self.failed = self.failed_heartbeat = None
+            # Of an old release that goes back, and changes nothing, nobody can know.
             self.start_run(new_plan=not self.told or numbers.below(4) > 0)
 
     def do_return(self, numbers: Numbers) -> None:
@@ -306,9 +314,8 @@ class TimelineWorld:
 
     def do_remove(self, numbers: Numbers) -> None:
         """Somebody removes the records of a query that is stopped and never went back, which then goes on."""
-        # If they are removed twice, a number may be given twice. Of calls that are not told their batch nothing else tells.
-        no_more = self._is_followed() or any(self.counted[kind] for kind in ("back", "old", "untold", "remove"))
-        if numbers.below(3) == 0 and self.told and not no_more and len(self.line) > 1:
+        no_more = self._is_followed() or any(self.counted[kind] for kind in ("back", "old", "untold"))
+        if numbers.below(3) == 0 and not no_more and len(self.line) > 1:
             self.record = Epochs()
             self.counted["remove"] += 1
             # No task of it is left.
@@ -320,14 +327,15 @@ class TimelineWorld:
     def do_first(self, numbers: Numbers) -> None:
         """A run is started and followed by another one; its first call waits for something."""
         if self.told and not self.counted["old"]:
-            pointer, self.plan_id = self.line[-1][numbers.below(self.buckets)], f"plan {self.counted['plans']}"
-            self.counted["plans"] += 1
+            pointer, self.plan_id = self.line[-1][numbers.below(self.buckets)], self._new_plan_id()
             self._uuids += 1
             after = Position(self.query_id, len(self.line) - 2, pointer.heartbeats)
             call = RunStart(
                 self.plan_id, str(uuid.UUID(int=self._uuids)), after, pointer if pointer.batch >= 0 else None
             )
-            self.waiting.append((call, self.query_id, pointer, True))
+            # The batch has begun, so Spark has its offsets.
+            self.failed_heartbeat = True if self.failed_heartbeat is None else self.failed_heartbeat
+            self.waiting.append((call, self.query_id, pointer, self.failed_heartbeat))
             self.start_run(new_plan=True)
 
     def do_claim(self, numbers: Numbers) -> None:
@@ -358,7 +366,7 @@ class TimelineWorld:
             )
             for bucket, files in enumerate(self.files)
         ]
-        found = timeline(buckets, "query 0", self.record)
+        found = timeline(buckets, "query 0", self.record, renamed=self.renamed)
         for line in found.lines:
             if line.unsure:
                 self.counted["unsure"] += 1
