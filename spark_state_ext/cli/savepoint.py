@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from arrow_schemas.savepoint import CANONICAL, MANIFEST_NAME, NATIVE, SavedFile, SavepointManifest
+from arrow_schemas.savepoint import CANONICAL, MANIFEST_NAME, NATIVE, SavepointManifest
 from spark_state_ext.cli.options import (
     AllFilesOption,
     OutputOption,
@@ -21,7 +20,6 @@ from spark_state_ext.cli.options import (
 )
 from spark_state_ext.cli.output import Output, columns, progress, say, write_record
 from spark_state_ext.cli.paths import absolute, given_folder, operators_below
-from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import MissingCheckpointError, NotClaimableError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import CLAIM_FOLDER, LEASE_FOLDER
@@ -31,14 +29,12 @@ from spark_state_ext.savepoints.claims import (
     claim_of,
     claim_savepoint,
     drop_claim,
-    refuse_claimed,
     release_claim,
 )
-from spark_state_ext.savepoints.copying import How, copied
-from spark_state_ext.savepoints.manifest_file import finish_savepoint, read_manifest, refuse_existing
+from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.removing import delete_files
 from spark_state_ext.savepoints.status import Started, Verdict, claimed, judged, started_below
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.savepoints.writer import SavepointWriter
 
 __all__ = ["claim", "copy", "copy_savepoint", "create", "delete", "release", "status", "verify"]
 
@@ -201,47 +197,20 @@ def copy(
     """
     source, target = given_folder(path, storage_options), given_folder(to, to_options)
     manifest = read_manifest(source)
-    with progress("copying", sum(file.size_bytes for it in manifest.buckets for file in it.files)) as advance:
-        done = copy_savepoint(source, manifest, target, advance)
-    say(f"files={done.files} bytes={done.size_bytes} duplicated={done.duplicated} to={target.root}")
-
-
-_PARALLEL_MAX = 8
-
-
-@dataclass(frozen=True)
-class CopiedSavepoint:
-    """A savepoint that was copied."""
-
-    # How many files, and their bytes.
-    files: int
-    size_bytes: int
-    # How many of them were linked, or copied by the store.
-    duplicated: int
+    sizes = [file.size_bytes for it in manifest.buckets for file in it.files]
+    with progress("copying", sum(sizes)) as advance:
+        duplicated = copy_savepoint(source, manifest, target, advance)
+    say(f"files={len(sizes)} bytes={sum(sizes)} duplicated={duplicated} to={target.root}")
 
 
 def copy_savepoint(
     source: Folder, manifest: SavepointManifest, target: Folder, advance: Callable[[int], None] = lambda size: None
-) -> CopiedSavepoint:
-    """Copy a savepoint. What a copy that failed has left is no savepoint."""
-    refuse_existing(target)
-    refuse_claimed(source)
-    scratch = scratch_folder(None)
-    named = [(it.operator, str(it.bucket), file) for it in manifest.buckets for file in it.files]
-
-    def work(it: tuple[str, str, SavedFile]) -> How:
-        operator, bucket, file = it
-        how = copied(source.child(operator, bucket), file, target.child(operator, bucket), scratch)
-        advance(file.size_bytes)
-        return how
-
-    how = side_by_side("copy", _PARALLEL_MAX, work, named) if named else []
-    for bucket in manifest.buckets:
-        target.child(bucket.operator, str(bucket.bucket)).sync()
-    # A query that claimed it meanwhile may have begun to delete it; what was copied is whole all the same.
-    finish_savepoint(target, manifest)
-    sizes = [file.size_bytes for *_, file in named]
-    return CopiedSavepoint(len(sizes), sum(sizes), sum(it is How.DUPLICATED for it in how))
+) -> int:
+    """Copy a savepoint; returns how many files were linked, or copied by the store."""
+    writer = SavepointWriter(source, manifest, target)
+    duplicated = writer.copy(manifest.buckets, advance)
+    writer.finish(manifest.header)
+    return duplicated
 
 
 # -- claim, release, delete -----------------------------------------------------------------------

@@ -5,11 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,25 +16,18 @@ import typer
 
 from arrow_schemas.equality import BoolArray, rows_equal
 from arrow_schemas.operator import OperatorFile
-from arrow_schemas.pointer import ReplicationStatus
 from arrow_schemas.row import EXPIRES_MS, RowSchema
-from arrow_schemas.savepoint import CANONICAL, SavedBucket, SavepointManifest, relocatable
-from spark_state_ext.backends.files import sole_replica
+from arrow_schemas.savepoint import CANONICAL, SavepointManifest
 from spark_state_ext.cli.options import NewSavepointPath, OperatorOption, SavepointPath, StorageOptions, options_for
 from spark_state_ext.cli.output import progress, say
 from spark_state_ext.cli.paths import given_folder
 from spark_state_ext.cli.values import filter_of
-from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.shown import BUCKET, ShownColumns
-from spark_state_ext.savepoints.claims import refuse_claimed
-from spark_state_ext.savepoints.copying import refuse_other_files
-from spark_state_ext.savepoints.manifest_file import finish_savepoint, read_manifest, refuse_existing
-from spark_state_ext.savepoints.reading import operator_named, saved_rows
-from spark_state_ext.savepoints.rewriting import bucket_of_rows
-from spark_state_ext.savepoints.taking import save_bucket
-from spark_state_ext.version import __version__
+from spark_state_ext.savepoints.manifest_file import read_manifest
+from spark_state_ext.savepoints.reading import operator_named
+from spark_state_ext.savepoints.writer import SavepointWriter, point_at_new
 
 __all__ = ["Transformation", "as_type", "changed_operator", "transform", "transformed"]
 
@@ -194,51 +184,17 @@ def transformed(
     before = operators[wanted.operator]
     operators[wanted.operator] = after = changed_operator(before, wanted)
     rows = _Rows(before.row_schema(), after.row_schema(), wanted)
-    refuse_existing(target)
-    refuse_claimed(source)
-    made, scratch = uuid.uuid4().hex, scratch_folder(None)
-    buckets = []
+    writer = SavepointWriter(source, manifest, target)
     for bucket in manifest.buckets:
-        files = source.child(bucket.operator, str(bucket.bucket))
-        into = target.child(bucket.operator, str(bucket.bucket))
+        pointer, found = bucket.pointer, writer.read(bucket)
         if bucket.operator == wanted.operator:
-            buckets.append(_rewritten(made, files, bucket, into, rows, scratch))
-        else:
-            schema = manifest.header.operators[bucket.operator].row_schema()
-            buckets.append(_compacted(files, bucket, into, schema, scratch))
-        into.sync()
+            text = f"{writer.id} {pointer.operator} {pointer.bucket}"
+            checkpoint_id = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+            pointer, found = point_at_new(replace(pointer, schema_id=0), checkpoint_id), rows.of(found)
+        writer.write(pointer, operators[bucket.operator].row_schema(), found)
         advance(1)
-    header = replace(
-        manifest.header,
-        id=made,
-        form=CANONICAL,
-        made_ms=int(time.time() * 1000),
-        operators=operators,
-        package_version=__version__,
-    )
-    new = SavepointManifest(header, tuple(buckets))
-    finish_savepoint(target, new)
+    writer.finish(writer.changed_header(CANONICAL, operators))
     return rows.read, rows.kept
-
-
-def _compacted(files: Folder, saved: SavedBucket, into: Folder, schema: RowSchema, scratch: Path) -> SavedBucket:
-    pointer = saved.pointer
-    refuse_other_files(files, saved.files)
-    if pointer.ref is None:
-        return SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, ()), ())
-    whole = replace(pointer, replication={files.root: ReplicationStatus(pointer.ref)})
-    return save_bucket(whole, sole_replica(files, scratch, files.root), into, CANONICAL, schema, scratch).saved
-
-
-def _rewritten(made: str, files: Folder, saved: SavedBucket, into: Folder, rows: _Rows, scratch: Path) -> SavedBucket:
-    pointer = saved.pointer
-    if pointer.ref is None:
-        none = replace(relocatable(pointer, ()), schema_id=0)
-        return SavedBucket(pointer.operator, pointer.bucket, none, ())
-    text = f"{made} {pointer.operator} {pointer.bucket}"
-    checkpoint_id = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    kept = rows.of(saved_rows(files, pointer, saved.files, rows.before, scratch))
-    return bucket_of_rows(replace(pointer, schema_id=0), checkpoint_id, rows.after, kept, into, scratch)
 
 
 def as_type(column: pa.Array, wanted: pa.DataType, name: str) -> pa.Array:

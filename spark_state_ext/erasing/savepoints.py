@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.row import RowSchema
-from arrow_schemas.savepoint import MANIFEST_NAME, SavedBucket, SavepointManifest
+from arrow_schemas.savepoint import SavedBucket, SavepointManifest
 from spark_state_ext.engine.erasing import matching
 from spark_state_ext.engine.start_from import CLAIM
 from spark_state_ext.erasing.folders import keys_as_stored
@@ -38,12 +38,12 @@ from spark_state_ext.savepoints.claims import (
     drop_claim,
 )
 from spark_state_ext.savepoints.copying import refuse_incomplete
-from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
+from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.savepoints.records import is_detached, start_of
 from spark_state_ext.savepoints.replaced import REPLACED_NAME, Replaced, drop_replaced, replaced_in
-from spark_state_ext.savepoints.rewriting import bucket_of_rows
 from spark_state_ext.savepoints.status import started_below
+from spark_state_ext.savepoints.writer import point_at_new, replace_manifest, write_snapshot
 
 __all__ = ["SavepointBegunWith", "SavepointErasure", "savepoint_erasure"]
 
@@ -75,7 +75,7 @@ def savepoint_erasure(
     wanted = keys_as_stored(keys, operators[operator].row_schema(), "erase_history()")
     marked = hashlib.blake2b(query_folder.root.encode(), digest_size=16).hexdigest()
     claim = SavepointClaim(manifest.header.id, f"{ERASES}{query_folder.root}", f"erase-{marked}")
-    made = SavepointErasure(folder, operator, wanted, claim, root)
+    made = SavepointErasure(folder, operator, wanted.columns, claim, root)
     made.refuse_in_use()
     return made
 
@@ -134,53 +134,63 @@ def _is_at(path: str, savepoint_id: str, storage_options: Mapping[str, Any] | No
         return False
 
 
+@dataclass(frozen=True)
 class SavepointErasure:
-    """A savepoint that keys are erased from."""
+    """A savepoint that keys are erased from.
 
-    def __init__(
-        self, folder: Folder, operator: str, wanted: pa.RecordBatch, claim: SavepointClaim, root: Folder
-    ) -> None:
-        self._folder = folder
-        self._operator = operator
-        self._keys = list(wanted.columns)
-        self._claim = claim
-        self._root = root
+    Parameters
+    ----------
+    folder, operator
+        Where it lies, and the operator in it.
+    keys
+        Columns of the keys.
+    claim
+        The claim under which they are erased.
+    root
+        Where queries that started from it are looked for.
+    """
+
+    folder: Folder
+    operator: str
+    keys: Sequence[pa.Array]
+    claim: SavepointClaim
+    root: Folder
 
     def refuse_in_use(self) -> None:
         """Refuse a savepoint that somebody owns, or that a query below the root is being started from."""
-        there = claim_of(self._folder)
-        if there is not None and there != self._claim:
+        there = claim_of(self.folder)
+        if there is not None and there != self.claim:
             raise ClaimedError(
-                f"the savepoint at {self._folder.root} is claimed by {there.by}: wait until that one has let go of it "
+                f"the savepoint at {self.folder.root} is claimed by {there.by}: wait until that one has let go of it "
                 "(or free it with spark-state-ext savepoint release, where that one is gone for good), or name it "
                 "without having it written anew"
             )
-        for it in started_below(self._root, self._folder.root, self._claim.savepoint_id):
+        for it in started_below(self.root, self.folder.root, self.claim.savepoint_id):
             if not it.detached:
                 raise LiveRunError(
-                    f"the query at {it.query_folder} is being started from the savepoint at {self._folder.root}: run "
+                    f"the query at {it.query_folder} is being started from the savepoint at {self.folder.root}: run "
                     "it for two batches with data, or remove that folder where the query is gone for good"
                 )
 
     def carry_out(self, lease: Lease, scratch: Path) -> bool:
         """Erase the keys; whether there were any, or something was left of a run that was stopped."""
         lease.hold()
-        if claim_of(self._folder) is None and not self._work(read_manifest(self._folder), scratch, lease).look().any:
+        if claim_of(self.folder) is None and not _Work(self, read_manifest(self.folder), scratch, lease).look().any:
             # What has no key is not touched at all.
             return False
-        there = claim_savepoint(self._folder, self._claim, ())
+        there = claim_savepoint(self.folder, self.claim, ())
         try:
-            manifest = read_manifest(self._folder)
+            manifest = read_manifest(self.folder)
             if there.savepoint_id != manifest.header.id:
                 raise ClaimedError(
-                    f"another savepoint lies at {self._folder.root} than the one that {there.by} has claimed: run this "
+                    f"another savepoint lies at {self.folder.root} than the one that {there.by} has claimed: run this "
                     "again; where it says that again, free it with spark-state-ext savepoint release"
                 )
             # Whoever began before the claim was there did not see it; who begins now does.
             self.refuse_in_use()
-            work = self._work(manifest, scratch, lease)
+            work = _Work(self, manifest, scratch, lease)
             finished = work.finish()
-            refuse_incomplete(self._folder, manifest)
+            refuse_incomplete(self.folder, manifest)
             found = work.look()
         except BaseException:
             self._let_go()
@@ -194,18 +204,15 @@ class SavepointErasure:
     def _let_go(self) -> None:
         """Release the claim after a failure, unless something is half done."""
         try:
-            if replaced_in(self._folder) is None:
+            if replaced_in(self.folder) is None:
                 self.release()
         except StateError as error:
-            _LOGGER.warning("the claim to %s is not released: %s. Run this again", self._folder.root, error)
+            _LOGGER.warning("the claim to %s is not released: %s. Run this again", self.folder.root, error)
 
     def release(self) -> None:
         """Let queries start from the savepoint again."""
-        if claim_of(self._folder) == self._claim:
-            drop_claim(self._folder)
-
-    def _work(self, manifest: SavepointManifest, scratch: Path, lease: Lease) -> _Work:
-        return _Work(self._folder, manifest, self._operator, self._keys, scratch, lease, self._claim)
+        if claim_of(self.folder) == self.claim:
+            drop_claim(self.folder)
 
 
 @dataclass(frozen=True)
@@ -232,24 +239,10 @@ class _Found:
 class _Work:
     """What is done while the savepoint is claimed."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        manifest: SavepointManifest,
-        operator: str,
-        keys: Sequence[pa.Array],
-        scratch: Path,
-        lease: Lease,
-        claim: SavepointClaim,
-    ) -> None:
-        self._folder = folder
-        self._manifest = manifest
-        self._operator = operator
-        self._keys = keys
-        self._scratch = scratch
-        self._lease = lease
-        self._claim = claim
-        self._claims = folder.child(CLAIM_FOLDER)
+    def __init__(self, erasure: SavepointErasure, manifest: SavepointManifest, scratch: Path, lease: Lease) -> None:
+        self._folder, self._operator, self._keys = erasure.folder, erasure.operator, erasure.keys
+        self._claim, self._claims = erasure.claim, erasure.folder.child(CLAIM_FOLDER)
+        self._manifest, self._scratch, self._lease = manifest, scratch, lease
 
     @property
     def _schema(self) -> RowSchema:
@@ -268,17 +261,11 @@ class _Work:
         if replaced is None:
             return False
         if replaced.savepoint_id == self._manifest.header.id:
-            self._drop(replaced)
+            drop_replaced(self._folder, replaced, self._manifest, self._allowed)
         else:
             self._allowed()
             self._claims.remove(REPLACED_NAME)
         return True
-
-    def _drop(self, replaced: Replaced) -> None:
-        """Remove the files of a record that the manifest does not name, and then the record."""
-        drop_replaced(self._folder, replaced, self._manifest, self._allowed)
-        self._allowed()
-        self._claims.remove(REPLACED_NAME)
 
     def look(self) -> _Found:
         """Read all checkpoint files of the operator, and tell which have a key."""
@@ -319,15 +306,12 @@ class _Work:
         for it in buckets:
             self._allowed()
             files = self._files(it.bucket)
-            rows = self._others(files, it)
-            made[it.bucket] = bucket_of_rows(it.pointer, ids[it.bucket], self._schema, rows, files, self._scratch)
-            files.sync()
+            pointer, rows = point_at_new(it.pointer, ids[it.bucket]), self._others(files, it)
+            made[it.bucket] = write_snapshot(pointer, self._schema, rows, files, self._scratch)
         new = tuple(made.get(it.bucket, it) if it.operator == self._operator else it for it in self._manifest.buckets)
         self._manifest = replace(self._manifest, buckets=new)
-        refuse_incomplete(self._folder, self._manifest)
-        self._allowed()
-        self._folder.put(MANIFEST_NAME, encode_manifest(self._manifest))
-        self._drop(replaced)
+        replace_manifest(self._folder, self._manifest, self._allowed)
+        drop_replaced(self._folder, replaced, self._manifest, self._allowed)
 
     def _others(self, files: Folder, saved: SavedBucket) -> Iterator[pa.RecordBatch]:
         """A bucket's rows without those of the keys."""

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
-import uuid
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,26 +20,19 @@ import pyarrow as pa
 from arrow_schemas.bucket_map import BUCKETS_MAX, BucketMap
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.operator import OperatorFile
-from arrow_schemas.pointer import LineageEntry
-from arrow_schemas.savepoint import CANONICAL, MANIFEST_NAME, SavedBucket, SavepointManifest, relocatable
-from spark_state_ext.engine.folders import scratch_folder
+from arrow_schemas.pointer import LineageEntry, Pointer
+from arrow_schemas.savepoint import CANONICAL, SavedBucket, SavepointManifest
 from spark_state_ext.engine.start_from import Savepoint
-from spark_state_ext.errors import ClaimedError, CorruptFileError, MissingCheckpointError, StorageError, UsageError
-from spark_state_ext.files.checkpoint import read_checkpoint
-from spark_state_ext.files.folder import Folder, is_temporary, refuse_relative
+from spark_state_ext.errors import CorruptFileError, StorageError, UsageError
+from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.rescale.digests import RowsDigest
 from spark_state_ext.rescale.dividing import combined_pointer
-from spark_state_ext.rescale.origin import rows_of_parents
 from spark_state_ext.rescale.parents import Parent, origin_of
-from spark_state_ext.restore.trace import check_owner
-from spark_state_ext.savepoints.claims import claim_of, refuse_claimed
-from spark_state_ext.savepoints.copying import copied, first_other, refuse_other_files
-from spark_state_ext.savepoints.manifest_file import finish_savepoint, read_manifest, refuse_existing
-from spark_state_ext.savepoints.placement import refuse_in_state
+from spark_state_ext.savepoints.copying import refuse_torn
+from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.reading import operator_named
-from spark_state_ext.savepoints.rewriting import bucket_of_rows
+from spark_state_ext.savepoints.writer import SavepointWriter
 from spark_state_ext.store.runs import hashes_of
-from spark_state_ext.version import __version__
 
 __all__ = ["RescaledOperator", "RescaledSavepoint", "Rescaling", "rescale_savepoint", "rescaling_of", "write_rescaled"]
 
@@ -115,27 +105,20 @@ class Rescaling:
         """How many buckets the new savepoint has."""
         return sum(it.buckets for it in self.operators.values())
 
-    def parents(self, operator: str) -> list[Parent]:
-        """The old buckets of an operator."""
-        before = self.manifest.header.operators[operator]
-        return [Parent(before, it) for it in self.manifest.buckets if it.operator == operator]
-
-    def parents_of(self, operator: str, bucket: int) -> list[Parent]:
-        """The old buckets that a new one is made of parts of."""
-        before, after = self.manifest.header.operators[operator].bucket_map, self.wanted[operator].bucket_map
-        return [
-            Parent(self.manifest.header.operators[operator], self.manifest.bucket(operator, number))
-            for number in after.overlapping(before, bucket)
-        ]
-
-    def ref_of(self, operator: str, bucket: int) -> CheckpointRef | None:
-        """The checkpoint of a new bucket: always the same. None where it has no state."""
-        origin = origin_of(self.parents_of(operator, bucket), self.wanted[operator].bucket_map, bucket)
+    def pointer_of(self, operator: str, bucket: int) -> Pointer:
+        """The pointer of a new bucket, always at the same checkpoint, before its rows are counted."""
+        before, bucket_map = self.manifest.header.operators[operator], self.wanted[operator].bucket_map
+        numbers = bucket_map.overlapping(before.bucket_map, bucket)
+        parents = [Parent(before, self.manifest.bucket(operator, number)) for number in numbers]
+        pointer = combined_pointer(operator, bucket_map, bucket, parents)
+        pointer = replace(pointer, batch=max(it.pointer.batch for it in parents))
+        origin = origin_of(parents, bucket_map, bucket)
         if origin is None:
-            return None
+            return replace(pointer, rows=0, origins=())
         # An operator file may have changed between two savepoints of one checkpoint.
         text = f"{self.manifest.header.id} {origin}"
-        return CheckpointRef(origin.version, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+        ref = CheckpointRef(origin.version, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+        return replace(pointer, lineage=(LineageEntry(ref, 0, pointer.heartbeats),))
 
     def files(self) -> Iterator[str]:
         """The files that the new savepoint consists of beside its manifest, by their paths in it."""
@@ -144,7 +127,7 @@ class Rescaling:
                 yield from (f"{it.operator}/{it.bucket}/{file.name}" for file in it.files)
         for operator, after in self.wanted.items():
             for bucket in range(after.buckets):
-                ref = self.ref_of(operator, bucket)
+                ref = self.pointer_of(operator, bucket).ref
                 if ref is not None:
                     yield f"{operator}/{bucket}/{file_name(ref, SNAPSHOT)}"
 
@@ -247,130 +230,77 @@ def rescaling_of(source: Folder, bucket_map: BucketMap, operator: str | None = N
 def write_rescaled(
     source: Folder, target: Folder, wanted: Rescaling, on_bucket: Callable[[SavedBucket], None] = lambda bucket: None
 ) -> RescaledSavepoint:
-    """Write the new savepoint."""
-    manifest, scratch = wanted.manifest, scratch_folder(None)
-    _refuse_others(target, wanted)
-    refuse_claimed(source)
-    _refuse_torn(source, manifest)
-    buckets: list[SavedBucket] = []
+    """Write the new savepoint, in a folder that a run which was stopped may have left."""
+    manifest = wanted.manifest
+    writer = SavepointWriter(source, manifest, target, wanted.files())
+    refuse_torn(source, manifest)
     done = {}
     for name in sorted(manifest.header.operators):
         if name in wanted.wanted:
-            made, done[name] = _rescaled(source, target, wanted, name, scratch, on_bucket)
-            buckets += made
+            done[name] = _rescale(writer, wanted, name, on_bucket)
             continue
         for saved in (it for it in manifest.buckets if it.operator == name):
-            _copy(source, target, saved, scratch)
-            buckets.append(saved)
+            writer.copy([saved])
             on_bucket(saved)
-    header = replace(
-        manifest.header,
-        id=uuid.uuid4().hex,
-        # Files that were copied are as they were.
-        form=CANONICAL if len(done) == len(manifest.header.operators) else manifest.header.form,
-        made_ms=int(time.time() * 1000),
-        operators=wanted.operators,
-        package_version=__version__,
-    )
-    new = SavepointManifest(header, tuple(buckets))
-    _refuse_changed(source, target, manifest)
-    finish_savepoint(target, new)
-    return RescaledSavepoint(target.root, header.id, done)
+    # Files that were copied are as they were.
+    form = CANONICAL if len(done) == len(manifest.header.operators) else manifest.header.form
+    writer.finish(writer.changed_header(form, wanted.operators))
+    return RescaledSavepoint(target.root, writer.id, done)
 
 
-# -- before and after -----------------------------------------------------------------------------
-
-
-def _refuse_others(target: Folder, wanted: Rescaling) -> None:
-    """Refuse a folder in which there is a savepoint, or anything that a run which was stopped has not left."""
-    refuse_in_state(target)
-    names = target.names()
-    if not names:
-        return
-    if MANIFEST_NAME not in names:
-        mine = set(wanted.files())
-        others = (it.name for it in target.tree() if not is_temporary(it.name.rpartition("/")[2]))
-        if all(name in mine for name in others):
-            return
-    refuse_existing(target)
-
-
-def _refuse_torn(source: Folder, manifest: SavepointManifest) -> None:
-    torn = first_other(source, manifest)
-    if torn is not None:
-        refuse_other_files(torn[0], [torn[1]])
-
-
-def _refuse_changed(source: Folder, target: Folder, manifest: SavepointManifest) -> None:
-    """Refuse to finish where keys were erased from the savepoint meanwhile: the new one would have them."""
-    there = claim_of(source)
-    if there is not None and there.erases:
-        refuse_claimed(source)
-    try:
-        now = read_manifest(source)
-    except MissingCheckpointError:
-        # A query that has claimed it meanwhile has deleted it; what was read of it is whole.
-        return
-    if now != manifest:
-        raise ClaimedError(
-            f"the savepoint at {source.root} was written anew meanwhile, as it is when keys are erased: remove "
-            f"{target.root}, and rescale it again"
-        )
-
-
-def _copy(source: Folder, target: Folder, saved: SavedBucket, scratch: Path) -> None:
-    files, into = (it.child(saved.operator, str(saved.bucket)) for it in (source, target))
-    for file in saved.files:
-        copied(files, file, into, scratch)
-    into.sync()
-
-
-# -- one operator ---------------------------------------------------------------------------------
-
-
-def _rescaled(
-    source: Folder,
-    target: Folder,
-    wanted: Rescaling,
-    operator: str,
-    scratch: Path,
-    on_bucket: Callable[[SavedBucket], None],
-) -> tuple[list[SavedBucket], RescaledOperator]:
+def _rescale(
+    writer: SavepointWriter, wanted: Rescaling, operator: str, on_bucket: Callable[[SavedBucket], None]
+) -> RescaledOperator:
+    """Write the new buckets of an operator, and compare their rows with those of the old ones."""
     before, after = wanted.manifest.header.operators[operator], wanted.wanted[operator]
-    old, new = RowsDigest(), RowsDigest()
-    buckets = []
-    with closing(_old_rows(source, wanted.parents(operator), scratch, old)) as rows:
+    schema, old, new = after.row_schema(), RowsDigest(), RowsDigest()
+    with closing(_old_rows(writer, wanted, operator, old)) as rows:
         cut = _Cut(rows)
         for bucket in range(after.buckets):
             _, high = after.bucket_map.range_of(bucket)
-            into = target.child(operator, str(bucket))
-            made = _made(wanted, operator, bucket, cut.below(high), into, scratch)
-            into.sync()
-            _read_back(made, after, into, scratch, new)
-            buckets.append(made)
+            made = writer.write(wanted.pointer_of(operator, bucket), schema, cut.below(high))
+            for _ in _note_rows(writer.read_back(made, schema), writer.target, made, after.bucket_map, new):
+                pass
             on_bucket(made)
         for _ in cut.below(_END):
             pass
     if (old.rows, old.value) != (new.rows, new.value):
         raise StorageError(
-            f"operator {operator!r} has {old.rows} rows with the checksum {old.value} in {source.root}, and "
-            f"{new.rows} rows with {new.value} in {target.root}: remove that folder, see that nobody else writes to "
-            "it, and rescale again"
+            f"operator {operator!r} has {old.rows} rows with the checksum {old.value} in {writer.source.root}, and "
+            f"{new.rows} rows with {new.value} in {writer.target.root}: remove that folder, see that nobody else "
+            "writes to it, and rescale again"
         )
-    return buckets, RescaledOperator(operator, before.bucket_map, after.bucket_map, new.rows, new.value)
+    return RescaledOperator(operator, before.bucket_map, after.bucket_map, new.rows, new.value)
 
 
 def _old_rows(
-    source: Folder, parents: list[Parent], scratch: Path, digest: RowsDigest
+    writer: SavepointWriter, wanted: Rescaling, operator: str, digest: RowsDigest
 ) -> Generator[pa.RecordBatch, None, None]:
-    """All rows of an operator, ascending by hash, each noted in the digest."""
-    for parent in parents:
-        files = source.child(parent.pointer.operator, str(parent.bucket))
-        schema = parent.operator_file.row_schema()
-        low, high = parent.operator_file.bucket_map.range_of(parent.bucket)
-        for rows in _in_range(rows_of_parents(files, parent, 0, _END, schema, scratch), low, high, files.root):
-            digest.add(rows)
-            yield rows
+    """Read all rows of an operator, ascending by hash."""
+    bucket_map = wanted.manifest.header.operators[operator].bucket_map
+    for saved in wanted.manifest.buckets:
+        if saved.operator == operator:
+            yield from _note_rows(writer.read(saved), writer.source, saved, bucket_map, digest)
+
+
+def _note_rows(
+    batches: Iterable[pa.RecordBatch], savepoint: Folder, saved: SavedBucket, bucket_map: BucketMap, digest: RowsDigest
+) -> Iterator[pa.RecordBatch]:
+    """Note rows of a bucket in a digest as they come; refuse those of another bucket, or in another order."""
+    low, high = bucket_map.range_of(saved.bucket)
+    last = low << 32
+    for rows in batches:
+        if not rows.num_rows:
+            continue
+        hashes = hashes_of(rows)
+        if int(hashes[0]) < last or (hashes[1:] < hashes[:-1]).any() or int(hashes[-1]) >= high << 32:
+            raise CorruptFileError(
+                f"{savepoint.child(saved.operator, str(saved.bucket)).root} has rows that are another bucket's, or not "
+                "in the order of their hashes: take another savepoint"
+            )
+        last = int(hashes[-1])
+        digest.add(rows)
+        yield rows
 
 
 class _Cut:
@@ -394,46 +324,3 @@ class _Cut:
                 yield rows.slice(0, end)
             if end < rows.num_rows:
                 return
-
-
-def _made(
-    wanted: Rescaling, operator: str, bucket: int, rows: Iterator[pa.RecordBatch], into: Folder, scratch: Path
-) -> SavedBucket:
-    """Write a bucket's rows, unless a run before has."""
-    after, parents = wanted.wanted[operator], wanted.parents_of(operator, bucket)
-    known = replace(
-        combined_pointer(operator, after.bucket_map, bucket, parents), batch=max(it.pointer.batch for it in parents)
-    )
-    ref = wanted.ref_of(operator, bucket)
-    if ref is None:
-        return SavedBucket(operator, bucket, relocatable(replace(known, rows=0, origins=()), ()), ())
-    pointer = replace(known, lineage=(LineageEntry(ref, 0, known.heartbeats),))
-    return bucket_of_rows(pointer, ref.id, after.row_schema(), rows, into, scratch)
-
-
-def _read_back(made: SavedBucket, after: OperatorFile, into: Folder, scratch: Path, digest: RowsDigest) -> None:
-    """Note the rows of a bucket as they lie there in the digest."""
-    ref = made.pointer.ref
-    if ref is None:
-        return
-    where = into.where(file_name(ref, SNAPSHOT))
-    found = read_checkpoint(into, ref, SNAPSHOT, after.row_schema(), scratch)
-    check_owner(found.header, (made.operator,), made.bucket, where)
-    for rows in _in_range(found.batches, *after.bucket_map.range_of(made.bucket), where):
-        digest.add(rows)
-
-
-def _in_range(batches: Iterable[pa.RecordBatch], low: int, high: int, where: str) -> Iterator[pa.RecordBatch]:
-    """Rows as they come; those of another bucket, or in another order, are refused."""
-    last = low << 32
-    for rows in batches:
-        if not rows.num_rows:
-            continue
-        hashes = hashes_of(rows)
-        if int(hashes[0]) < last or (hashes[1:] < hashes[:-1]).any() or int(hashes[-1]) >= high << 32:
-            raise CorruptFileError(
-                f"{where} has rows that are another bucket's, or not in the order of their hashes: take another "
-                "savepoint"
-            )
-        last = int(hashes[-1])
-        yield rows

@@ -18,7 +18,7 @@ from spark_state_ext.files.sealed_body import announced_body, verified
 from spark_state_ext.worker.spill import local_errors
 from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["How", "copied", "digest_text", "first_other", "put_whole", "refuse_incomplete", "refuse_other_files"]
+__all__ = ["How", "copied", "digest_text", "put_whole", "refuse_incomplete", "refuse_other_files", "refuse_torn"]
 
 _PARALLEL_MAX = 16
 
@@ -69,9 +69,7 @@ def put_whole(target: Folder, sealed: SealedFile) -> SavedFile:
 
 def refuse_incomplete(savepoint: Folder, manifest: SavepointManifest) -> None:
     """Refuse a manifest whose files are not there, or are others: nobody could start from them."""
-    torn = first_other(savepoint, manifest)
-    if torn is not None:
-        folder, file = torn
+    for folder, file in _others(_files_of(savepoint, manifest)):
         raise CorruptFileError(
             f"{folder.where(file.name)} is not the file that a task has written there ({file.size_bytes} bytes, "
             f"{file.digest}), so there is no savepoint at {savepoint.root}: see that the path is one that all "
@@ -79,22 +77,18 @@ def refuse_incomplete(savepoint: Folder, manifest: SavepointManifest) -> None:
         )
 
 
-def first_other(savepoint: Folder, manifest: SavepointManifest) -> tuple[Folder, SavedFile] | None:
-    """The first file of a manifest that is not there, or is another one by its size and its end; with its folder."""
-    return _first_other(
-        [
-            (savepoint.child(bucket.operator, str(bucket.bucket)), file)
-            for bucket in manifest.buckets
-            for file in bucket.files
-        ]
-    )
+def refuse_torn(savepoint: Folder, manifest: SavepointManifest) -> None:
+    """Refuse to read a savepoint if its files are not those that its manifest names."""
+    _refuse_others(_files_of(savepoint, manifest))
 
 
 def refuse_other_files(folder: Folder, named: Sequence[SavedFile]) -> None:
     """Refuse to read a bucket of a savepoint if its files are not those that the manifest names."""
-    other = _first_other([(folder, file) for file in named])
-    if other is not None:
-        file = other[1]
+    _refuse_others([(folder, file) for file in named])
+
+
+def _refuse_others(named: Sequence[tuple[Folder, SavedFile]]) -> None:
+    for folder, file in _others(named):
         raise CorruptFileError(
             f"{folder.where(file.name)} is missing, or not the file that the savepoint's manifest names "
             f"({file.size_bytes} bytes, {file.digest}): look with spark-state-ext savepoint verify, and take another "
@@ -102,11 +96,17 @@ def refuse_other_files(folder: Folder, named: Sequence[SavedFile]) -> None:
         )
 
 
-def _first_other(named: Sequence[tuple[Folder, SavedFile]]) -> tuple[Folder, SavedFile] | None:
+def _files_of(savepoint: Folder, manifest: SavepointManifest) -> list[tuple[Folder, SavedFile]]:
+    """The files that a manifest names, each with its folder."""
+    return [(savepoint.child(it.operator, str(it.bucket)), file) for it in manifest.buckets for file in it.files]
+
+
+def _others(named: Sequence[tuple[Folder, SavedFile]]) -> list[tuple[Folder, SavedFile]]:
+    """Those that are not there, or are other files by their size and their end."""
     if not named:
-        return None
+        return []
     found = side_by_side("look", min(_PARALLEL_MAX, len(named)), lambda it: _is_there(*it), named)
-    return next((it for it, there in zip(named, found, strict=True) if not there), None)
+    return [it for it, there in zip(named, found, strict=True) if not there]
 
 
 def _put(target: Folder, sealed: SealedFile, file: SavedFile) -> None:

@@ -1,4 +1,4 @@
-"""Rows of a savepoint, without Spark: each bucket's in a local store of its own, which goes when they were read."""
+"""Rows of a savepoint, without Spark: of a bucket's one snapshot, or from a local store that its files are read to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from arrow_schemas.lineage import Writer
+from arrow_schemas.lineage import SNAPSHOT, Writer, file_name
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from arrow_schemas.row import DEFINED, TIMEOUT_MS, RowSchema
 from arrow_schemas.savepoint import SavedBucket, SavedFile, SavepointManifest
@@ -22,7 +22,9 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import UsageError
+from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.restore.trace import check_owner
 from spark_state_ext.savepoints.copying import refuse_other_files
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.store import LocalStore
@@ -59,6 +61,12 @@ def saved_rows(
     if pointer.ref is None:
         return
     refuse_other_files(files, named)
+    if [file.name for file in named] == [file_name(pointer.ref, SNAPSHOT)]:
+        # One file has all of it, as it is: no local store is needed.
+        found = read_checkpoint(files, pointer.ref, SNAPSHOT, schema, scratch)
+        check_owner(found.header, (pointer.operator, *pointer.origins), pointer.bucket, files.where(named[0].name))
+        yield from found.batches
+        return
     whole = replace(pointer, replication={files.root: ReplicationStatus(pointer.ref)})
     with scanned_rows(whole, sole_replica(files, scratch, files.root), schema, scratch) as rows:
         yield from rows

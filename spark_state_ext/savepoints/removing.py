@@ -7,7 +7,7 @@ from collections.abc import Callable
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import CLAIM_FOLDER
-from spark_state_ext.savepoints.replaced import REPLACED_NAME, drop_replaced, replaced_in
+from spark_state_ext.savepoints.replaced import drop_replaced, replaced_in
 
 __all__ = ["delete_files"]
 
@@ -28,8 +28,6 @@ def delete_files(
     replaced = replaced_in(savepoint)
     if replaced is not None and replaced.savepoint_id == manifest.header.id:
         drop_replaced(savepoint, replaced, manifest, lambda: still_ours(False))
-        still_ours(False)
-        savepoint.child(CLAIM_FOLDER).remove(REPLACED_NAME)
         savepoint.remove_if_empty(CLAIM_FOLDER)
     deleted = 0
     others = [it for it in manifest.buckets if operator not in (None, it.operator)]

@@ -66,7 +66,7 @@ def replaced_in(savepoint: Folder) -> Replaced | None:
 def drop_replaced(
     savepoint: Folder, replaced: Replaced, manifest: SavepointManifest, allowed: Callable[[], None]
 ) -> None:
-    """Remove the files of a record that the manifest does not name."""
+    """Remove the files of a record that the manifest does not name, and then the record."""
     named = {(it.operator, it.bucket, file.name) for it in manifest.buckets for file in it.files}
     # The record does not tell the operator. Names have random ids: they are none of another operator's.
     for operator in manifest.header.operators:
@@ -76,3 +76,5 @@ def drop_replaced(
                 if (operator, bucket, name) not in named:
                     allowed()
                     files.remove(name)
+    allowed()
+    savepoint.child(CLAIM_FOLDER).remove(REPLACED_NAME)

@@ -10,7 +10,7 @@ from core_support import first_pointer
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile
 from arrow_schemas.savepoint import NATIVE, SavedBucket, SavedFile, SavepointHeader, SavepointManifest
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.manifest_file import write_manifest
+from spark_state_ext.savepoints.writer import write_manifest
 
 __all__ = ["ID", "SCHEMA", "savepoint_at"]
 

@@ -19,8 +19,8 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LeaseRecord, RunIdentity
-from spark_state_ext.savepoints.manifest_file import write_manifest
 from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.testing.model import SCHEMA, Changes, Row
 
 __all__ = ["BEGUN_S", "NAMES", "QUERY", "SAVEPOINT_ID", "SmallRoot", "fixed_ids", "savepoint_of", "small_root"]

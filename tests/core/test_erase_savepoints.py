@@ -317,7 +317,7 @@ def stopped_before(name: str, monkeypatch: pytest.MonkeyPatch, job: Job, savepoi
         raise _StoppedError
 
     with monkeypatch.context() as patched:
-        watched(patched, name, stops)
+        watched(patched, erasing, name, stops)
         with pytest.raises(_StoppedError):
             erase(job, savepoint)
 
@@ -329,7 +329,7 @@ def test_what_a_stopped_erasure_has_left_is_not_forgotten(
     savepoint, there = savepoint_of(job, tmp_path / "savepoint", form), tmp_path / "savepoint"
     go_on(job)
     # The manifest names files without the keys, and those with the keys are there still.
-    stopped_before("_drop", monkeypatch, job, savepoint)
+    stopped_before("drop_replaced", monkeypatch, job, savepoint)
     assert files_with(TEXT, there)
     shutil.copytree(there, tmp_path / "stopped")
     assert main(["savepoint", "release", savepoint.root]) == 3
@@ -396,15 +396,15 @@ def test_a_savepoint_that_changes_before_it_is_claimed_is_refused_and_free(
     assert erase(job, savepoint).savepoints == 1
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, name: str, note: Callable[[], None]) -> None:
+def watched(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[[], None]) -> None:
     """Have it noted when a part of the work begins."""
-    real = getattr(_Work, name)
+    real = getattr(owner, name)
 
     def call(*given: Any) -> Any:
         note()
         return real(*given)
 
-    monkeypatch.setattr(_Work, name, call)
+    monkeypatch.setattr(owner, name, call)
 
 
 @pytest.mark.parametrize("form", whole([NATIVE], [CANONICAL]))
@@ -421,7 +421,7 @@ def test_stopped_at_every_step_and_run_again(
         shutil.copytree(place, tmp_path / "as it was" / place.name)
     faults, marks = Faults(monkeypatch), []
     for name in ("write_anew", "remove"):
-        watched(monkeypatch, name, lambda: marks.append((1 << 40) - faults.left))
+        watched(monkeypatch, _Work, name, lambda: marks.append((1 << 40) - faults.left))
     faults.left = 1 << 40
     assert erase(job, savepoint).savepoints == 1
     assert len(marks) == 2

@@ -30,7 +30,7 @@ from spark_state_ext.erasing.searching import Search, Wanted
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.captured import Captured
-from spark_state_ext.savepoints.manifest_file import write_manifest
+from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.testing.model import Key, Row
 from tests.helpers.erased_bytes import files_with
 

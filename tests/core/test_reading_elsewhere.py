@@ -24,8 +24,8 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.opening import open_pointers
-from spark_state_ext.savepoints.manifest_file import write_manifest
 from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.testing.model import SCHEMA
 
 

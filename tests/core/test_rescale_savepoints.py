@@ -26,10 +26,13 @@ from wide_savepoint import WIDE, rows_of, wide_rows, wide_savepoint
 
 from arrow_schemas import BucketMap
 from arrow_schemas.lineage import SNAPSHOT, file_name, parse_file_name
+from arrow_schemas.row import DELETED
 from arrow_schemas.savepoint import CANONICAL, NATIVE, SavedBucket, SavepointHeader, SavepointManifest
 from spark_state_ext import Savepoint, erase_history, open_state, rescale_savepoint, savepoint_tables
 from spark_state_ext.__main__ import main
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.cli.savepoint import copy_savepoint
+from spark_state_ext.cli.transform import Transformation, transformed
 from spark_state_ext.errors import (
     BucketMapChangedError,
     ClaimedError,
@@ -44,10 +47,10 @@ from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale.digests import RowsDigest
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint
-from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest, write_manifest
+from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from spark_state_ext.savepoints.reading import saved_rows
-from spark_state_ext.savepoints.rewriting import bucket_of_rows
 from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.savepoints.writer import write_manifest, write_snapshot
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, model_of
 from tests.helpers.soak import examples, whole
 
@@ -73,13 +76,13 @@ def model_in(savepoint: Path, scratch: Path) -> Model:
 
 
 def model_in_files(savepoint: Path, scratch: Path) -> Model:
-    """The rows of snapshot files that no manifest names yet."""
+    """The rows of checkpoint files that no manifest names yet."""
     found = Model()
-    for path in savepoint.rglob("*.snapshot.arrow"):
+    for path in savepoint.rglob("*.arrow"):
         named = parse_file_name(path.name)
         assert named is not None
-        read = read_checkpoint(Folder(str(path.parent)), named[0], SNAPSHOT, SCHEMA, scratch)
-        found |= model_of(read.batches)
+        read = read_checkpoint(Folder(str(path.parent)), *named, SCHEMA, scratch)
+        found |= model_of(rows.filter(pc.invert(rows.column(DELETED))) for rows in read.batches)
     return found
 
 
@@ -408,7 +411,7 @@ def test_other_rows_under_the_name_of_a_new_file_are_found(savepoint: Folder, tm
     assert bucket.pointer.ref is not None
     rows = [batch.slice(1) for batch in saved_rows(files, bucket.pointer, bucket.files, SCHEMA, tmp_path)]
     into = _files(tmp_path / "to", bucket)
-    lost = bucket_of_rows(bucket.pointer, bucket.pointer.ref.id, SCHEMA, rows, into, tmp_path)
+    lost = write_snapshot(bucket.pointer, SCHEMA, rows, into, tmp_path)
     assert lost.files[0].name == bucket.files[0].name
     with pytest.raises(StorageError, match=r"and \d+ rows with \w+ in .*/to: remove that folder"):
         rescale_savepoint(savepoint.root, str(tmp_path / "to"), BucketMap(2))
@@ -472,25 +475,45 @@ def test_a_claimed_savepoint_is_refused(savepoint: Folder, tmp_path: Path) -> No
     refused(savepoint, tmp_path / "to", ClaimedError, "is claimed by the query at /root/counts/mine")
 
 
-def test_keys_that_are_erased_meanwhile_are_not_in_the_new_one(job: Job, savepoint: Folder, tmp_path: Path) -> None:
-    gone = KEYS[1]
+def copy(source: Folder, target: Folder, over: Callable[[], None]) -> None:
+    manifest = read_manifest(source)
+    files, done = sum(len(it.files) for it in manifest.buckets), itertools.count(1)
+    copy_savepoint(source, manifest, target, lambda size: over() if next(done) == files else None)
+
+
+def transform(source: Folder, target: Folder, over: Callable[[], None]) -> None:
+    manifest = read_manifest(source)
+    wanted, done = Transformation("counts", {}, (), {}, None), itertools.count(1)
+    last = len(manifest.buckets)
+    transformed(source, manifest, target, wanted, lambda buckets: over() if next(done) == last else None)
+
+
+def rescale(source: Folder, target: Folder, over: Callable[[], None]) -> None:
+    rescale_savepoint(source.root, target.root, BucketMap(2), on_bucket=lambda it: over() if it.bucket == 1 else None)
+
+
+@pytest.mark.parametrize("write", [copy, transform, rescale])
+def test_keys_that_are_erased_meanwhile_are_not_in_the_new_one(
+    write: Callable[[Folder, Folder, Callable[[], None]], None], job: Job, savepoint: Folder, tmp_path: Path
+) -> None:
+    gone, to = KEYS[1], Folder(str(tmp_path / "to"))
     # They are erased from the past only: in the newest state the key is no more.
     for at in range(3):
         job.batch({key: None if key == gone else Row(at) for key in KEYS[1 if at == 0 else 2 :]})
     keys = pa.table({"name": [gone[0]], "x": [gone[1]]})
 
-    def erase(bucket: SavedBucket) -> None:
-        if bucket.bucket == 1:
-            given: dict[str, Any] = {"inline_batches": 0, "write_savepoints": True}
-            erase_history(str(job.root), keys, operator="counts", savepoints=[savepoint.root], **given)
+    def erase() -> None:
+        given: dict[str, Any] = {"inline_batches": 0, "write_savepoints": True}
+        erase_history(str(job.root), keys, operator="counts", savepoints=[savepoint.root], **given)
 
     with pytest.raises(ClaimedError, match="was written anew meanwhile, as it is when keys are erased: remove"):
-        rescale_savepoint(savepoint.root, str(tmp_path / "to"), BucketMap(2), on_bucket=erase)
+        write(savepoint, to, erase)
     assert not (tmp_path / "to" / "savepoint.arrow").exists()
     assert gone in model_in_files(tmp_path / "to", tmp_path), "that is why"
-    refused(savepoint, tmp_path / "to", UsageError, "is not empty")
+    with pytest.raises(UsageError, match="is not empty"):
+        write(savepoint, to, lambda: None)
     shutil.rmtree(tmp_path / "to")
-    rescale_savepoint(savepoint.root, str(tmp_path / "to"), BucketMap(2))
+    write(savepoint, to, lambda: None)
     after = model_in(tmp_path / "to", tmp_path)
     assert after == {key: row for key, row in job.models[1].items() if key != gone}
 

@@ -27,7 +27,8 @@ from spark_state_ext.__main__ import main
 from spark_state_ext.cli.transform import as_type
 from spark_state_ext.errors import CorruptFileError, StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.manifest_file import encode_manifest, finish_savepoint, read_manifest, write_manifest
+from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
+from spark_state_ext.savepoints.writer import finish_savepoint, write_manifest
 from tests.helpers.soak import whole
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "savepoint-1"

@@ -33,8 +33,8 @@ from spark_state_ext.savepoints.claims import (
     release_claim,
 )
 from spark_state_ext.savepoints.detaching import detach
-from spark_state_ext.savepoints.manifest_file import write_manifest
 from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
+from spark_state_ext.savepoints.writer import write_manifest
 from tests.helpers.jobs import job_of
 
 

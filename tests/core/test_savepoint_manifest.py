@@ -30,13 +30,8 @@ from spark_state_ext.errors import (
     VersionSkewError,
 )
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.manifest_file import (
-    decode_manifest,
-    encode_manifest,
-    read_manifest,
-    refuse_existing,
-    write_manifest,
-)
+from spark_state_ext.savepoints.manifest_file import decode_manifest, encode_manifest, read_manifest
+from spark_state_ext.savepoints.writer import refuse_existing, write_manifest
 
 REF = CheckpointRef(7, "ab" * 16)
 # As it is read from an operator file.

@@ -22,9 +22,10 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.manifest_file import read_manifest, write_manifest
+from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.runs import sorted_run
 from spark_state_ext.worker.spill import SpillBuffer

@@ -28,8 +28,8 @@ from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.rescale.dividing import DividingStarts
 from spark_state_ext.rescale.finishing import Finishing
-from spark_state_ext.savepoints.manifest_file import write_manifest
 from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.background import Inline
 from spark_state_ext.worker.worker import Worker

@@ -40,7 +40,7 @@ _ROLES = (
     ("cli.savepoint.", "savepoint command"),
     ("savepoints.detaching.", "detaching"),
     ("spark.executor.saving.", "taking"),
-    ("savepoints.manifest_file.", "taking"),
+    ("savepoints.writer.", "taking"),
     ("savepoints.", "start"),
     ("files.sealed.publish", "upload"),
 )

@@ -37,10 +37,11 @@ from spark_state_ext.rescale.dividing import refuse_rescaling
 from spark_state_ext.rescale.origin import origin_beside
 from spark_state_ext.rescale.unfit_start import refuse_unfit_start
 from spark_state_ext.savepoints.captured import Captured
-from spark_state_ext.savepoints.manifest_file import finish_savepoint, read_manifest, refuse_existing
+from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.reading import operator_named
 from spark_state_ext.savepoints.rows import answer, copies_of, saved_row
 from spark_state_ext.savepoints.taking import Reading, save_bucket
+from spark_state_ext.savepoints.writer import finish_savepoint, refuse_existing
 from spark_state_ext.version import __version__
 from spark_state_ext.worker.worker import Worker
 
