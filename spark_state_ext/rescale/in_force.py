@@ -18,10 +18,9 @@ from spark_state_ext.errors import CorruptFileError, VersionSkewError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import DETACHED_NAME
-from spark_state_ext.rescale.dividing import RESCALE
 from spark_state_ext.rescale.folders import first_folder, rescaled_folder
 from spark_state_ext.savepoints.detaching import Detaching
-from spark_state_ext.savepoints.records import is_detached, note_detached, start_of
+from spark_state_ext.savepoints.records import RESCALE, is_detached, note_detached, start_of
 
 __all__ = ["DetachingRescaled", "folders_in_force", "is_rescaled", "parent_folder", "put_in_force", "take_requests"]
 

@@ -31,6 +31,7 @@ __all__ = [
     "PARENT_FORMAT",
     "Origins",
     "Parent",
+    "combined_pointer",
     "has_parents",
     "note_parent",
     "origin_of",
@@ -218,3 +219,26 @@ def origin_of(parents: Sequence[Parent], bucket_map: BucketMap, bucket: int) -> 
     text = json.dumps([refs, bucket_map.range_of(bucket), bucket, bucket_map.buckets])
     version = max(parent.pointer.version for parent in parents) + 1
     return CheckpointRef(version, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+
+
+def combined_pointer(operator: str, bucket_map: BucketMap, bucket: int, parents: Sequence[Parent]) -> Pointer:
+    """What a bucket that is made of parts of others knows of its past, before it has a checkpoint."""
+    pointers = [parent.pointer for parent in parents]
+    names = dict.fromkeys(name for it in pointers for name in (*it.origins, it.operator))
+    return Pointer(
+        operator=operator,
+        bucket=bucket,
+        buckets=bucket_map.buckets,
+        schema_id=0,
+        batch=-1,
+        watermark_ms=max((it.watermark_ms for it in pointers if it.watermark_ms is not None), default=None),
+        rows=sum(it.rows for it in pointers),
+        earliest_timeout_ms=min(
+            (it.earliest_timeout_ms for it in pointers if it.earliest_timeout_ms is not None), default=None
+        ),
+        calls=max(it.calls for it in pointers),
+        heartbeats=max(it.heartbeats for it in pointers),
+        retained=max(it.retained for it in pointers),
+        retained_heartbeat=max(it.retained_heartbeat for it in pointers),
+        origins=tuple(name for name in names if name != operator),
+    )

@@ -26,8 +26,7 @@ from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import CorruptFileError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.rescale.digests import RowsDigest
-from spark_state_ext.rescale.dividing import combined_pointer
-from spark_state_ext.rescale.parents import Parent, origin_of
+from spark_state_ext.rescale.parents import Parent, combined_pointer, origin_of
 from spark_state_ext.savepoints.copying import refuse_torn
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.reading import operator_named

@@ -13,6 +13,9 @@ from spark_state_ext.files.layout import DETACHED_NAME, START_NAME
 from spark_state_ext.files.readable import document_in
 
 __all__ = [
+    "RESCALE",
+    "RETAINED",
+    "SAVEPOINT",
     "START_FORMAT",
     "StartRecord",
     "held_for",
@@ -25,6 +28,8 @@ __all__ = [
 ]
 
 START_FORMAT = 1
+# Kinds of starts; `RESCALE` is that of a query that was rescaled in place.
+SAVEPOINT, RETAINED, RESCALE = "savepoint", "retained_checkpoint", "rescale"
 _HELD = "held-"
 
 
@@ -35,9 +40,9 @@ class StartRecord:
     Parameters
     ----------
     kind
-        ``"savepoint"`` or ``"retained_checkpoint"``.
+        `SAVEPOINT`, `RETAINED` or `RESCALE`.
     source
-        Its path: of the savepoint, or of the other query's folder.
+        Its path: of the savepoint, or of the other or old query folder.
     source_id
         Id of the savepoint; empty for a retained checkpoint.
     batch

@@ -9,6 +9,8 @@ from reading_support import Job as OldJob
 from rescaled_query import RescaledQuery, job_from
 
 from arrow_schemas import BucketMap, Pointer
+from spark_state_ext.beginning.first_call import begin_bucket
+from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.files.folder import Folder
@@ -17,7 +19,6 @@ from spark_state_ext.files.operator_catalog import OperatorCatalog
 from spark_state_ext.rescale.folders import rescaled_folder
 from spark_state_ext.rescale.in_force import put_in_force
 from spark_state_ext.savepoints.captured import Captured, captured_name
-from spark_state_ext.spark.executor.rescaling import Rescales
 from spark_state_ext.worker.background import Background
 
 __all__ = ["InPlace", "plan_of", "rescaled_in_place"]
@@ -40,19 +41,21 @@ class InPlace(RescaledQuery):
 
     def begin(self) -> None:
         """What the calls of the first batch do before they change the state."""
-        replicas, rescales = Replicas(Background(), WorkerUploads()), Rescales()
+        replicas, starts = Replicas(Background(), WorkerUploads()), Starts()
         for pointer in self.old:
-            move = rescales.of(self.job, pointer.bucket, pointer)
-            assert move is not None
-            move.give(replicas, self.scratch)
+            rescaling = starts.rescaling(self.job, pointer.bucket, pointer)
+            assert rescaling is not None
+            rescaling.give(replicas, self.scratch)
         before = max(pointer.batch for pointer in self.old)
         self.pointers = []
         for bucket in range(self.bucket_map.buckets):
-            move = rescales.of(self.job, bucket, self.old[bucket] if bucket < len(self.old) else None)
-            assert move is not None
-            wanted = move.beginning().begins(self.job, self.name)
+            rescaling = starts.rescaling(self.job, bucket, self.old[bucket] if bucket < len(self.old) else None)
+            assert rescaling is not None
+            state = rescaling.initial_state()
+            wanted = state.begins(self.job, self.name)
             OperatorCatalog().admit(self.operator, wanted, False, with_state=True)
-            self.pointers.append(replace(move.begun(replicas, self.scratch).pointer, batch=before))
+            begun, _ = begin_bucket(state, self.job, self.operator, self.name, replicas, self.scratch)
+            self.pointers.append(replace(begun, batch=before))
 
     def put_in_force(self) -> None:
         """What the first bucket does once Spark has handed out a pointer of the query."""

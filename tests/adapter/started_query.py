@@ -13,6 +13,7 @@ from recorded_work import job
 
 from arrow_schemas import OperatorFile, Pointer
 from spark_state_ext import Backend
+from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.options import StateOptions
@@ -22,7 +23,6 @@ from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.savepoints.captured import Captured
-from spark_state_ext.savepoints.starting import Starts
 from spark_state_ext.spark.executor.call_info import CallInfo
 from spark_state_ext.spark.executor.going_on import Begin, Resume
 from spark_state_ext.spark.executor.key_work import Times

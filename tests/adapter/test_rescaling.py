@@ -11,7 +11,12 @@ from reading_support import Job as OldJob
 from rescaled_query import job_from
 
 from arrow_schemas import BucketMap, Pointer
+from spark_state_ext.beginning import first_call
+from spark_state_ext.beginning.first_call import begin_bucket
+from spark_state_ext.beginning.rescaling import is_no_more
+from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.commit.uploads import WorkerUploads
+from spark_state_ext.engine.folders import operator_folder
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.errors import LineageError
@@ -19,8 +24,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import HOLDS_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.savepoints.captured import Captured, captured_name
-from spark_state_ext.spark.executor import rescaling, saving
-from spark_state_ext.spark.executor.rescaling import Rescales
+from spark_state_ext.spark.executor import saving
 from spark_state_ext.testing.model import KEYS, Row
 from spark_state_ext.worker.background import Background
 
@@ -51,15 +55,15 @@ def planned(folder: Path, buckets: int, *, goes_on: bool = False) -> tuple[Job, 
 @pytest.mark.parametrize("buckets", [2, 5])
 def test_a_query_at_another_location_does_not_take_the_state(tmp_path: Path, buckets: int) -> None:
     job, pointers = planned(tmp_path, buckets)
-    rescales = Rescales()
+    starts = Starts()
     for bucket in range(3):
-        assert rescales.of(job, bucket, pointers[bucket]) is not None
+        assert starts.rescaling(job, bucket, pointers[bucket]) is not None
     with pytest.raises(LineageError, match="bucket 0 of operator 'counts' has no state at this checkpointLocation"):
-        rescales.of(job, 0, None)
+        starts.rescaling(job, 0, None)
     # Buckets that are new have none rightly.
-    assert buckets == 2 or rescales.of(job, 4, None) is not None
+    assert buckets == 2 or starts.rescaling(job, 4, None) is not None
     gone_on = replace(pointers[0], query_folder=f"{pointers[0].query_folder}.r{PLAN[:12]}", buckets=buckets)
-    assert rescales.of(job, 0, gone_on) is None
+    assert starts.rescaling(job, 0, gone_on) is None
 
 
 @pytest.mark.parametrize("buckets", [3, 4])
@@ -90,10 +94,10 @@ def test_a_worker_that_comes_late_needs_nothing_of_what_the_query_was(tmp_path: 
     operator.remove_tree(pointers[0].query_folder)
     operator.remove_tree(STARTING_FOLDER)
     gone_on = replace(pointers[0], query_folder=f"{pointers[0].query_folder}.r{PLAN[:12]}", buckets=buckets)
-    assert Rescales().of(job, 0, gone_on) is None
+    assert Starts().rescaling(job, 0, gone_on) is None
     # Under that plan Spark calls labels of old buckets for ever.
-    assert [Rescales.is_no_more(job, it, None) for it in range(3)] == [it >= buckets for it in range(3)]
-    assert not Rescales.is_no_more(job, 2, pointers[2])
+    assert [is_no_more(job, it, None) for it in range(3)] == [it >= buckets for it in range(3)]
+    assert not is_no_more(job, 2, pointers[2])
 
 
 @pytest.mark.parametrize("gone", ["query", "plan"])
@@ -103,7 +107,7 @@ def test_a_late_call_finds_nothing_to_begin_with(tmp_path: Path, gone: str) -> N
     operator = Folder(str(tmp_path)).child("counts")
     operator.remove_tree(pointers[0].query_folder if gone == "query" else STARTING_FOLDER)
     with pytest.raises(LineageError, match=r"'counts' is not rescaled, as its query has gone on .* Start the program"):
-        Rescales().of(job, 0, pointers[0])
+        Starts().rescaling(job, 0, pointers[0])
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -113,13 +117,14 @@ def test_a_query_that_has_gone_on_is_told_to_be_planned_anew(
     """Whichever call brings the parent first: that of the old bucket, or of one that begins with a part of it."""
     job, pointers = planned(tmp_path, 2, goes_on=True)
     replicas, scratch = Replicas(Background(), WorkerUploads()), tmp_path / "local"
-    first, second = (Rescales().of(job, bucket, pointers[bucket]) for bucket in (0, 1))
+    first, second = (Starts().rescaling(job, bucket, pointers[bucket]) for bucket in (0, 1))
     assert first is not None
     assert second is not None
-    first.begun(replicas, scratch)
+    state = first.initial_state()
+    begin_bucket(state, job, operator_folder(job), state.pointer.query_folder, replicas, scratch)
     if at_once:
         # Both looked before either had written.
-        monkeypatch.setattr(rescaling, "parent_of", lambda folder, bucket: None)
+        monkeypatch.setattr(first_call, "parent_of", lambda folder, bucket: None)
     with pytest.raises(
         LineageError, match=r"'counts' is not rescaled, as its query has gone on .* plan the query anew"
     ):

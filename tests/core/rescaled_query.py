@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from core_support import WRITER, buffer_of, clean_up_at
@@ -19,6 +19,8 @@ from arrow_schemas import BucketMap, Pointer
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.registry import Backend
 from spark_state_ext.backends.replication import is_complete
+from spark_state_ext.beginning.first_call import bring_files
+from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.job import Job
@@ -26,9 +28,9 @@ from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import StartFrom
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import clean_up
-from spark_state_ext.rescale.dividing import DividingStarts
 from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.rescale.origin import Origin
+from spark_state_ext.rescale.parents import Parent
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import SCHEMA, Changes, Key, Model, changed, scanned
 from tests.helpers.jobs import job_of
@@ -126,14 +128,17 @@ class RescaledQuery:
 
     def start(self, sources: Callable[[Pointer], Sequence[object]] | None = None) -> None:
         """What the first calls of all buckets do."""
-        starts = DividingStarts()
+        starts = Starts()
         self.pointers = []
         for bucket in range(self.bucket_map.buckets):
-            beginning = starts.of(self.job, bucket)
-            assert beginning is not None
-            replicas = [[] if sources is None else list(sources(part.pointer)) for part in beginning.parts]
-            begun = beginning.detached_from(self.job, self.name, replicas, self.scratch)  # type: ignore[arg-type]
-            self.pointers.append(begun.pointer)
+            state = starts.of(self.job, bucket)
+            assert state is not None
+
+            def sources_of(parent: Parent) -> Sequence[Any]:
+                return () if sources is None else sources(parent.pointer)
+
+            pointer, _ = bring_files(state, self.job, self.name, sources_of, self.scratch)
+            self.pointers.append(pointer)
 
     def called(self, bucket: int, work: Callable[[Bucket], T], local: str = "") -> T:
         """Do something with a bucket in a call of its own."""

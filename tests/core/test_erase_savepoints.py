@@ -24,6 +24,8 @@ from spark_state_ext import erase_history, erase_scan, savepoint_tables
 from spark_state_ext.__main__ import main
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.registry import Backend
+from spark_state_ext.beginning.first_call import bring_files
+from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.commit import cadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
@@ -37,7 +39,6 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_of, claim_savepoint, consume, refuse_claimed
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
-from spark_state_ext.savepoints.starting import Starts
 from spark_state_ext.savepoints.status import judged
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS as OTHERS
@@ -110,9 +111,9 @@ def started(savepoint: Folder, root: Path, scratch: Path) -> tuple[Model, Model]
     begun: Model = {}
     after: Model = {}
     for number in range(BUCKETS):
-        beginning = starts.of(made, number)
-        assert beginning is not None
-        pointer = beginning.detached(made, "new", (), scratch).pointer
+        state = starts.of(made, number)
+        assert state is not None
+        pointer, _ = bring_files(state, made, "new", lambda parent: (), scratch)
         files = Folder(str(root)).child("counts", "new", str(number))
         for into in (begun, after):
             place = scratch / f"started-{number}"

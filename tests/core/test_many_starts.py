@@ -22,6 +22,8 @@ from arrow_schemas import OperatorFile, Pointer
 from arrow_schemas.savepoint import NATIVE, SavedBucket, SavepointHeader, SavepointManifest, relocatable
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.registry import Backend
+from spark_state_ext.beginning.first_call import bring_files
+from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.commit import cadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
@@ -31,7 +33,6 @@ from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.files import checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import clean_up
-from spark_state_ext.savepoints.starting import Starts
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.store import LocalStore
@@ -78,10 +79,10 @@ class Started:
 
     def start(self, starts: Starts) -> None:
         """What the first call of its bucket does; an attempt at it may have done so before."""
-        beginning = starts.of(self.job, BUCKET)
-        assert beginning is not None
+        state = starts.of(self.job, BUCKET)
+        assert state is not None
         for _ in range(1 + self.number % 2):
-            self.pointer = beginning.detached(self.job, self.name, (), self.scratch).pointer
+            self.pointer, _ = bring_files(state, self.job, self.name, lambda parent: (), self.scratch)
 
     def batch(self, at: int) -> None:
         """A batch that no other job has, and a clean-up."""

@@ -16,6 +16,8 @@ from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import CANONICAL, NATIVE, SavepointHeader, SavepointManifest
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Restorable, close_all
+from spark_state_ext.beginning.first_call import bring_files
+from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket, CommitResult
 from spark_state_ext.engine.folders import operator_folders
@@ -26,7 +28,6 @@ from spark_state_ext.errors import CorruptError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.files.layout import PARENTS_FOLDER
-from spark_state_ext.rescale.dividing import DividingStarts
 from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.savepoints.writer import write_manifest
@@ -150,17 +151,17 @@ class _Other:
 
     def start(self, savepoint: Folder) -> None:
         """What the first calls of all buckets do."""
-        world, starts = self.world, DividingStarts()
+        world, starts = self.world, Starts()
         source = Savepoint(savepoint.root, storage_options=world.yard.options)
         options = replace(
             world.job.options, buckets=self.bucket_map.buckets, start_from=source, rescale=None, bucket_by=None
         )
         self._job: Job = replace(world.job, options=options, rescaled_from=None, rescaled_buckets=0, plan_id=self.name)
         for bucket in range(self.bucket_map.buckets):
-            beginning = starts.of(self._job, bucket)
-            assert beginning is not None, "it is in the savepoint"
-            begun = beginning.detached_from(self._job, self.name, [()] * len(beginning.parts), world.folder)
-            self.pointers.append(begun.pointer)
+            state = starts.of(self._job, bucket)
+            assert state is not None, "it is in the savepoint"
+            pointer, _ = bring_files(state, self._job, self.name, lambda parent: (), world.folder)
+            self.pointers.append(pointer)
         self.look("its start")
 
     def batch(self, numbers: Numbers) -> None:

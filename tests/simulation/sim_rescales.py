@@ -61,6 +61,9 @@ from arrow_schemas.operator import OperatorFile, operator_file_name
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends import CleanUp
 from spark_state_ext.backends.replication import Restorable, is_complete
+from spark_state_ext.beginning.first_call import begin_bucket
+from spark_state_ext.beginning.rescaling import Rescaling, refuse_requests
+from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.engine.bucket import CommitResult
@@ -73,14 +76,12 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.files.operator_catalog import OperatorCatalog, newest_operator
 from spark_state_ext.rescale import in_force
-from spark_state_ext.rescale.dividing import refuse_requests
 from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.rescale.folders import rescaled_folder
 from spark_state_ext.rescale.origin import Origin, origin_in
 from spark_state_ext.rescale.parents import has_parents, parent_of
 from spark_state_ext.restore import resolving
 from spark_state_ext.savepoints.captured import Captured, captured_name
-from spark_state_ext.spark.executor.rescaling import Move, Rescales
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.worker import Worker
 from tests.helpers.jobs import job_of
@@ -122,7 +123,7 @@ class _Process:
     """What a worker process of the query keeps."""
 
     def __init__(self) -> None:
-        self.rescales = Rescales()
+        self.starts = Starts()
         self.finishing = Finishing()
         self.catalog = OperatorCatalog()
         # Folders that it has put in force, each for a plan.
@@ -574,10 +575,10 @@ class RescaleWorld(World):
         if number == 0 and pointer.batch >= 0:
             self.put_in_force(attempt, pointer, numbers)
             self.finish(attempt, pointer, numbers)
-        move = self._process(self.executors[attempt.executor]).rescales.of(attempt.planned, number, pointer)
-        if move is not None:
+        rescaling = self._process(self.executors[attempt.executor]).starts.rescaling(attempt.planned, number, pointer)
+        if rescaling is not None:
             # The batch has no data, and goes on as before.
-            move.note(made[0].pointer)
+            rescaling.note(made[0].pointer)
             self._known[attempt.planned.plan_id][number] = made[0].pointer
             self.counted["pointers noted"] += 1
         return made
@@ -603,23 +604,26 @@ class RescaleWorld(World):
         """Calls of buckets that are no more."""
         for bucket in ended:
             with self._troubled(attempt, numbers):
-                self._move(attempt, bucket).give(Shared.of(Worker.current()).replicas, self.folder)
+                self._rescaling(attempt, bucket).give(Shared.of(Worker.current()).replicas, self.folder)
 
     def _begun(self, attempt: PlannedAttempt, number: int, numbers: Numbers) -> tuple[Pointer, Model]:
-        """As `call._moves` and `opening.open_bucket`, but for the lease; with the state of what was brought.
+        """As `going_on.decide` and `opening.open_bucket`, but for the lease; with the state of what was brought.
 
         Whether that is what Spark hands out is seen when all tasks are over.
         """
         assert attempt.handed_out is not None
         job, catalog = attempt.planned, self._process(self.executors[attempt.executor]).catalog
         with self._troubled(attempt, numbers):
-            move, replicas = self._move(attempt, number), Shared.of(Worker.current()).replicas
-            move.give(replicas, self.folder)
-            wanted = move.beginning().begins(job, move.folder)
+            rescaling, replicas = self._rescaling(attempt, number), Shared.of(Worker.current()).replicas
+            rescaling.give(replicas, self.folder)
+            state = rescaling.initial_state()
+            folder = state.pointer.query_folder
+            wanted = state.begins(job, folder)
             with trapped(Trap(-1, "")):
                 # It is done by one thread of a process at a time.
                 operator = catalog.admit(self.operator, wanted, False, with_state=True)
-            begun = replace(move.begun(replicas, self.folder).pointer, schema_id=operator.schema_id)
+            begun, _ = begin_bucket(state, job, self.operator, folder, replicas, self.folder)
+            begun = replace(begun, schema_id=operator.schema_id)
         stored, bucket_map = BucketMap(_count(attempt.handed_out)), job.options.bucket_map
         overlapping = _overlapping(bucket_map, stored, number)
         parents = [attempt.handed_out[it].pointer for it in overlapping]
@@ -637,14 +641,14 @@ class RescaleWorld(World):
         root = Folder(job.options.backends[0].root, job.options.backends[0].storage_options)
         return root.child(OPERATOR, rescaled_folder("q0", job.plan_id))
 
-    def _move(self, attempt: PlannedAttempt, bucket: int) -> Move:
+    def _rescaling(self, attempt: PlannedAttempt, bucket: int) -> Rescaling:
         assert attempt.handed_out is not None
         held = attempt.handed_out.get(bucket)
-        rescales = self._process(self.executors[attempt.executor]).rescales
-        move = rescales.of(attempt.planned, bucket, None if held is None else held.pointer)
-        if move is None:
+        starts = self._process(self.executors[attempt.executor]).starts
+        rescaling = starts.rescaling(attempt.planned, bucket, None if held is None else held.pointer)
+        if rescaling is None:
             raise WrongStateError(f"bucket {bucket} is not moved, and its state is of other buckets")
-        return move
+        return rescaling
 
     @contextmanager
     def _troubled(self, attempt: PlannedAttempt, numbers: Numbers, beside: bool = True) -> Iterator[None]:

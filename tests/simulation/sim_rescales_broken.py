@@ -15,6 +15,8 @@ from sim_rescales import RescaleWorld
 
 from arrow_schemas import BucketMap, CheckpointRef, Pointer, RowSchema
 from spark_state_ext.backends.replication import needs_parents
+from spark_state_ext.beginning import first_call, initial_state, rescaling
+from spark_state_ext.beginning.rescaling import Rescaling
 from spark_state_ext.commit import cadence, committer, decisions, snapshot_writer
 from spark_state_ext.engine.folders import operator_folder, operator_folders
 from spark_state_ext.engine.job import Job
@@ -23,28 +25,25 @@ from spark_state_ext.errors import LineageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.reading import finding
-from spark_state_ext.rescale import dividing, finishing, in_force, origin, parents
+from spark_state_ext.rescale import finishing, in_force, origin, parents
 from spark_state_ext.rescale.finishing import Finishing, may_remove
 from spark_state_ext.rescale.folders import first_folder, rescaled_folder
 from spark_state_ext.rescale.notes import FREE, ParentsNote, notes_among
 from spark_state_ext.rescale.parents import Parent
 from spark_state_ext.savepoints import taking
 from spark_state_ext.savepoints.records import note_detached
-from spark_state_ext.savepoints.starting import Begun
-from spark_state_ext.spark.executor import rescaling
-from spark_state_ext.spark.executor.rescaling import Move
 from spark_state_ext.store.runs import hashes_of
 
 __all__ = ["BROKEN_RESCALES"]
 
-_GIVE, _ALL_ROWS, _OVERLAPPING = Move.give, origin._all_rows, BucketMap.overlapping
-_DIVIDED, _ORIGIN_OF, _SETTLED = dividing.divided_pointer, parents.origin_of, decisions.settled
+_GIVE, _ALL_ROWS, _OVERLAPPING = Rescaling.give, origin._all_rows, BucketMap.overlapping
+_DIVIDED, _ORIGIN_OF, _SETTLED = initial_state.divided_pointer, parents.origin_of, decisions.settled
 _UNCONFIRMED = cadence.with_unconfirmed_snapshot
 Notes = Collection[ParentsNote]
 _NOTED, _FINISHED = Finishing.noted, Finishing._finished
 
 
-def _not_compared(self: Move, replicas: Any, scratch: Path) -> None:
+def _not_compared(self: Rescaling, replicas: Any, scratch: Path) -> None:
     """What was brought is taken for what Spark hands out."""
     try:
         _GIVE(self, replicas, scratch)
@@ -52,7 +51,7 @@ def _not_compared(self: Move, replicas: Any, scratch: Path) -> None:
         return
 
 
-def _not_called(self: Move, replicas: Any, scratch: Path) -> None:
+def _not_called(self: Rescaling, replicas: Any, scratch: Path) -> None:
     """Calls of buckets that are no more do nothing; nobody compares these."""
     if not self.ends:
         _GIVE(self, replicas, scratch)
@@ -124,7 +123,7 @@ def _without_the_last(self: BucketMap, other: BucketMap, bucket: int) -> range:
     return found[:-1] if len(found) > 1 else found
 
 
-def _forgotten(self: Move, pointer: Pointer) -> None:
+def _forgotten(self: Rescaling, pointer: Pointer) -> None:
     """Batches without data do not note their pointers."""
 
 
@@ -242,10 +241,11 @@ def _left_behind(source: Folder, target: Folder, *, waiting_only: bool) -> bool:
     return True
 
 
-def _put_in_force_when_begun(self: Move, replicas: Any, scratch: Path) -> Begun:
+def _put_in_force_when_begun(state: Any, job: Job, query_folder: str, *others: Any) -> Any:
     """A call of the first batch puts the new folder in force itself."""
-    made = _BEGUN(self, replicas, scratch)
-    note_detached(self._new_folder)
+    made = _BRING(state, job, query_folder, *others)
+    backend = job.options.backends[0]
+    note_detached(Folder(backend.root, backend.storage_options).child(job.operator, query_folder))
     return made
 
 
@@ -254,7 +254,7 @@ def _dead_stay(self: Finishing, *args: Any) -> bool:
     return True
 
 
-_BEGUN = Move.begun
+_BRING = first_call.bring_files
 
 
 def _patched(*patches: tuple[Any, str, Any]) -> Built:
@@ -262,16 +262,16 @@ def _patched(*patches: tuple[Any, str, Any]) -> Built:
 
 
 BROKEN_RESCALES: dict[str, Built] = {
-    "not compared with what Spark hands out": _patched((Move, "give", _not_compared)),
-    "buckets that are no more not compared": _patched((Move, "give", _not_called)),
+    "not compared with what Spark hands out": _patched((Rescaling, "give", _not_compared)),
+    "buckets that are no more not compared": _patched((Rescaling, "give", _not_called)),
     "each call brings its own parents": _patched(
-        (rescaling, "parent_of", _not_there), (rescaling, "note_parent", _over_what_is_there)
+        (first_call, "parent_of", _not_there), (first_call, "note_parent", _over_what_is_there)
     ),
     "an origin of the bucket alone, and one folder for all plans": _patched(
-        *((module, "origin_of", _origin_of_the_bucket) for module in (dividing, origin)),
+        *((module, "origin_of", _origin_of_the_bucket) for module in (initial_state, origin)),
         (rescaling, "rescaled_folder", _one_folder),
-        (rescaling, "parent_of", _not_there),
-        (rescaling, "note_parent", _over_what_is_there),
+        (first_call, "parent_of", _not_there),
+        (first_call, "note_parent", _over_what_is_there),
     ),
     "one folder for all plans": _patched((rescaling, "rescaled_folder", _one_folder)),
     "parents let go with a snapshot under way": _patched(
@@ -281,11 +281,13 @@ BROKEN_RESCALES: dict[str, Built] = {
     "a slice with its upper border": _patched((origin, "rows_of_parents", _up_to_and_with)),
     "a slice without its lower border": _patched((origin, "rows_of_parents", _after)),
     "a parent left out": _patched((BucketMap, "overlapping", _without_the_last)),
-    "notes forgotten": _patched((Move, "note", _forgotten)),
-    "notes forgotten, and not compared": _patched((Move, "note", _forgotten), (Move, "give", _not_compared)),
-    "timeouts forgotten": _patched((dividing, "divided_pointer", _without_timeouts)),
-    "timeouts of the first parent": _patched((dividing, "divided_pointer", _with_one_parents_timeout)),
-    "inline deltas left behind": _patched((rescaling, "save_bucket", _inline_left_behind)),
+    "notes forgotten": _patched((Rescaling, "note", _forgotten)),
+    "notes forgotten, and not compared": _patched((Rescaling, "note", _forgotten), (Rescaling, "give", _not_compared)),
+    "timeouts forgotten": _patched(*((it, "divided_pointer", _without_timeouts) for it in (first_call, rescaling))),
+    "timeouts of the first parent": _patched(
+        *((it, "divided_pointer", _with_one_parents_timeout) for it in (first_call, rescaling))
+    ),
+    "inline deltas left behind": _patched((first_call, "save_bucket", _inline_left_behind)),
     "parents looked for in the first backend": _patched((origin, "has_parents", _here)),
     "parents removed with the first snapshot": _patched((RescaleWorld, "finish", _removed_with_the_first)),
     "the old folder removed at once": _patched((RescaleWorld, "finish", _old_folder_removed)),
@@ -300,7 +302,7 @@ BROKEN_RESCALES: dict[str, Built] = {
     "a refused rescaling is taken for the query": _patched(
         *((module, "folders_in_force", _with_an_operator_file) for module in (finding, folders))
     ),
-    "in force with the first call": _patched((Move, "begun", _put_in_force_when_begun)),
+    "in force with the first call": _patched((first_call, "bring_files", _put_in_force_when_begun)),
     "erase requests left behind": _patched(
         *((module, "take_requests", _left_behind) for module in (finishing, in_force))
     ),

@@ -14,6 +14,7 @@ from sim_taking import HOLD_S, SimReader
 from arrow_schemas.lineage import SNAPSHOT
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedFile, SavepointManifest
+from spark_state_ext.beginning import first_call
 from spark_state_ext.engine.start_from import CLAIM
 from spark_state_ext.errors import MissingCheckpointError, NotClaimableError
 from spark_state_ext.files import retention
@@ -22,13 +23,12 @@ from spark_state_ext.files.layout import HOLDS_FOLDER
 from spark_state_ext.ownership.holds import Hold, HoldRecord, HoldWatch
 from spark_state_ext.restore.needed import Needed, needed_files
 from spark_state_ext.restore.sources import Sources
-from spark_state_ext.savepoints import claims, detaching, first_step, records, starting, taking
+from spark_state_ext.savepoints import claims, detaching, records, taking
 from spark_state_ext.savepoints.claims import SavepointClaim
 from spark_state_ext.savepoints.copying import How, copied
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import StartRecord, start_of
 from spark_state_ext.savepoints.removing import delete_files
-from spark_state_ext.savepoints.starting import Begun
 from spark_state_ext.spark.client import savepoints
 
 __all__ = ["BROKEN_SAVEPOINTS"]
@@ -212,16 +212,16 @@ def _detached_at_once(folder: Folder, record: StartRecord) -> None:
 _NOTE_START = records.note_start
 
 
-def _let_go_at_once(self: Any, beginning: Any, claim: Any, replicas: Any, scratch: Any) -> Begun:
+def _let_go_at_once(state: Any, job: Any, query_folder: str, *others: Any) -> Any:
     """The first call that has its files lets go of the savepoint."""
-    begun = _BEGUN(self, beginning, claim, replicas, scratch)
-    if beginning.record.mode == CLAIM and self._job.options.clean_up:
-        start = self._job.options.start_from
-        claims.consume(Folder(start.path, start.storage_options), self._query_folder, lambda: None)
+    begun = _BRING(state, job, query_folder, *others)
+    if state.record.mode == CLAIM and job.options.clean_up:
+        start = job.options.start_from
+        claims.consume(Folder(start.path, start.storage_options), query_folder, lambda: None)
     return begun
 
 
-_BEGUN = first_step.FirstStep.begun
+_BRING = first_call.bring_files
 
 
 def _released_anyway(savepoint: Folder) -> SavepointClaim:
@@ -271,14 +271,14 @@ BROKEN_SAVEPOINTS: dict[str, Built] = {
     "an unconfirmed snapshot believed": Built(patches=((taking, "needed_files", _unconfirmed),)),
     "inline deltas forgotten": Built(patches=((taking, "needed_files", _without_inline),)),
     "uncommitted pointers saved": Built(patches=((savepoints, "StateReader", Uncommitted),)),
-    "files that start a query left behind": Built(patches=((starting, "copied", _files_left_where_they_are),)),
-    "a claim that the last one has": Built(patches=((first_step, "claim_savepoint", _claimed_by_looking),)),
+    "files that start a query left behind": Built(patches=((first_call, "copied", _files_left_where_they_are),)),
+    "a claim that the last one has": Built(patches=((first_call, "claim_savepoint", _claimed_by_looking),)),
     "a claim not checked before deleting": Built(patches=((detaching, "consume", _consumed_by_anybody),)),
     "a savepoint deleted that nobody claimed": Built(patches=((detaching, "detach", _consumed_whoever_started),)),
     "more deleted than the manifest names": Built(patches=((claims, "delete_files", _all_below),)),
     "the manifest deleted first": Built(patches=((claims, "delete_files", _manifest_first),)),
-    "detached at the first call": Built(patches=((first_step, "note_start", _detached_at_once),)),
-    "let go at the first call": Built(patches=((first_step.FirstStep, "begun", _let_go_at_once),)),
+    "detached at the first call": Built(patches=((first_call, "note_start", _detached_at_once),)),
+    "let go at the first call": Built(patches=((first_call, "bring_files", _let_go_at_once),)),
     "released by a look": Built(patches=((claims, "release_claim", _released_by_a_look),)),
     "deleted by a look": Built(patches=((detaching, "consume", _deleted_by_a_look),)),
     "released after something was deleted": Built(patches=((claims, "release_claim", _released_anyway),)),

@@ -18,6 +18,8 @@ from sim_world import DEFAULT, FIRST_BUCKET
 from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Query, Taken, Yard
 
 from arrow_schemas.pointer import Pointer
+from spark_state_ext.beginning.first_call import begin_bucket, claim_source
+from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.engine.bucket import CommitResult
@@ -30,9 +32,7 @@ from spark_state_ext.errors import OwnershipError
 from spark_state_ext.files.operator_catalog import OperatorCatalog
 from spark_state_ext.savepoints.claims import claim_of
 from spark_state_ext.savepoints.detaching import Detaching
-from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.records import is_detached, start_of
-from spark_state_ext.savepoints.starting import Starts
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.worker import Worker
 from tests.helpers.jobs import job_of
@@ -207,18 +207,17 @@ class Started(Query):
         if trap is None and numbers.below(4) == 0:
             trap = Trap(numbers.below(12), "waits", self._meanwhile)
         with trapped(trap) if trap else nullcontext():
-            beginning = process.starts.of(job, number)
-            assert beginning is not None, "it is in the savepoint"
+            found = process.starts.of(job, number)
+            assert found is not None, "it is in the savepoint"
             nonce = run.stage.to_bytes(16)
             folder = process.folders.of(root, self._folder_name, self.batch_ms, nonce)
             assert folder == self._folder_name, "tasks are told it"
-            first = FirstStep(job, root, folder, self.batch_ms)
-            claim = first.claim(beginning)
+            _, state = claim_source(found, job, root, folder, self.batch_ms)
             if self.mode == CLAIM:
                 self.yard.counted["claims"] += self.taken.is_claimed_by(self._folder_name)
-            process.catalog.admit(root, beginning.begins(job, folder), False, batch_ms=self.batch_ms)
+            process.catalog.admit(root, state.begins(job, folder), False, batch_ms=self.batch_ms)
             self.yard.counted["first steps"] += 1
-            return first.begun(beginning, claim, Shared.of(Worker.current()).replicas, self.folder).pointer
+            return begin_bucket(state, job, root, folder, Shared.of(Worker.current()).replicas, self.folder)[0]
 
     def _meanwhile(self) -> None:
         """Something else goes on while a first step stands still."""

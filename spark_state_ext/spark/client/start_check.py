@@ -10,10 +10,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from spark_state_ext import errors
+from spark_state_ext.beginning.starts import refuse_unfit_start
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint
 from spark_state_ext.errors import ChangedJobError, OperatorChangedError, StateError, UsageError
-from spark_state_ext.rescale.unfit_start import refuse_unfit_start
 from spark_state_ext.spark.client.tasks import in_a_task
 from spark_state_ext.spark.compat import is_connect
 

@@ -14,6 +14,8 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from arrow_schemas.import_mark import ImportMark
 from arrow_schemas.labels import label_bucket
 from arrow_schemas.pointer import Pointer
+from spark_state_ext.beginning.rescaling import is_no_more
+from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.engine.aligned_timeouts import has_nothing_due, next_call_ms
 from spark_state_ext.engine.bucket import CommitResult
 from spark_state_ext.engine.deferral import Partitioning, TaskEnd
@@ -25,16 +27,14 @@ from spark_state_ext.engine.shared import Shared
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.files.retention import clean_up_due
 from spark_state_ext.ownership.claim_notes import note_handed_over
-from spark_state_ext.rescale.dividing import DividingStarts
 from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.rescale.in_force import DetachingRescaled
 from spark_state_ext.spark.executor.call_info import CallInfo
 from spark_state_ext.spark.executor.decoding import Decoded, decode_batch
-from spark_state_ext.spark.executor.going_on import Begin, End, Rescale, Resume, decide, look
+from spark_state_ext.spark.executor.going_on import Begin, End, Resume, decide, look
 from spark_state_ext.spark.executor.key_work import KeyWork
 from spark_state_ext.spark.executor.opening import CallFolders, OpenBucket, open_bucket
 from spark_state_ext.spark.executor.packing_notes import KnownCounts
-from spark_state_ext.spark.executor.rescaling import Move, Rescales
 from spark_state_ext.spark.shuffle.observed import numbers_of
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.store.committed import CommittedRecord, write_committed
@@ -65,7 +65,7 @@ def run_bucket(
         return
     cpu = CpuTime.started()
     info = CallInfo.of(job, label_bucket(int(key[0])), state, task)
-    if Rescales.is_no_more(job, info.bucket, info.stored):
+    if is_no_more(job, info.bucket, info.stored):
         return
     owned, started_s = _Owned.of(worker or Worker.current()), time.perf_counter()
     metrics = _metrics_of(info)
@@ -73,11 +73,11 @@ def run_bucket(
     try:
         folders = CallFolders.of(job)
         tried = partial(retried, timeout_s=job.options.commit.commit_timeout_ms / 1000)
-        outlook = look(info, owned.starts, owned.rescales, tried)
+        outlook = look(info, owned.starts, tried)
         batch = decode_batch(outlook, frames, folders)
         metrics.rows = batch.rows
-        give = partial(Move.give, replicas=owned.shared.replicas, scratch=folders.scratch)
-        how = decide(outlook, batch.notes.heartbeat is not None, give, tried)
+        has_heartbeat = batch.notes.heartbeat is not None
+        how = decide(outlook, has_heartbeat, owned.shared.replicas, folders.scratch, tried)
         if isinstance(how, End):
             state.remove()
             return
@@ -124,8 +124,7 @@ class _Owned:
     """What a worker process has once, for all its calls."""
 
     shared: Shared
-    starts: DividingStarts
-    rescales: Rescales
+    starts: Starts
     finishing: Finishing
     detaching: DetachingRescaled
     known_counts: KnownCounts
@@ -134,8 +133,7 @@ class _Owned:
     def of(worker: Worker) -> _Owned:
         return _Owned(
             Shared.of(worker),
-            worker.own(DividingStarts),
-            worker.own(Rescales),
+            worker.own(Starts),
             worker.own(Finishing),
             worker.own(DetachingRescaled),
             worker.own(KnownCounts),
@@ -168,7 +166,7 @@ class _OpenCall:
     def __init__(
         self,
         owned: _Owned,
-        how: Resume | Begin | Rescale,
+        how: Resume | Begin,
         folders: CallFolders,
         opened: OpenBucket,
         batch: Decoded,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,9 @@ from arrow_schemas.lineage import Writer
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
-from spark_state_ext.backends.registry import Backend
 from spark_state_ext.backends.replication import Replica, Restorable, close_all
+from spark_state_ext.beginning.first_call import begin_bucket, claim_source
+from spark_state_ext.beginning.initial_state import InitialState
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.engine.bucket import Bucket
@@ -39,13 +40,10 @@ from spark_state_ext.files.operator_catalog import is_new_query_folder, newest_o
 from spark_state_ext.files.partition_files import record_assignment, refuse_assignment
 from spark_state_ext.ownership.lease_record import Claim
 from spark_state_ext.rescale.folders import first_folder
-from spark_state_ext.rescale.origin import Origin, origin_beside, origin_in
+from spark_state_ext.rescale.origin import Origin, origin_in
 from spark_state_ext.restore.lazy import lazy_options
-from spark_state_ext.savepoints.first_step import FirstStep
-from spark_state_ext.savepoints.starting import Beginning, Begun
 from spark_state_ext.spark.executor.call_info import CallInfo
-from spark_state_ext.spark.executor.going_on import Begin, Rescale, Resume
-from spark_state_ext.spark.executor.rescaling import Move
+from spark_state_ext.spark.executor.going_on import Begin, Resume, Tried
 from spark_state_ext.timeline.epochs import Position, sparks_run_id
 from spark_state_ext.timeline.records import RunStart
 from spark_state_ext.worker.host import host_name
@@ -129,54 +127,38 @@ class OpenBucket:
             self.origin.close()
 
 
-def open_bucket(shared: Shared, how: Resume | Begin | Rescale, folders: CallFolders, nonce: bytes) -> OpenBucket:
+def open_bucket(shared: Shared, how: Resume | Begin, folders: CallFolders, nonce: bytes) -> OpenBucket:
     """Take the lease, have the backends ready, and open the local store."""
     call, root, scratch = how.info, folders.operator, folders.scratch
     job, stored = call.job, call.stored
-    beginning = None if isinstance(how, Resume) else how.beginning
-    move = how.move if isinstance(how, Rescale) else None
     # What a new worker asks a store first is tried again for as long as a commit may take.
     tried = partial(retried, timeout_s=job.options.commit.commit_timeout_ms / 1000)
-    # A query keeps the folder it began in, whatever later tasks are told of their query.
-    first = partial(shared.first_query_folders.of, root, call.task.query_id, call.times.processing_ms, nonce)
-    if move is not None:
-        query_folder: str = move.folder
+    state = how.state if isinstance(how, Begin) else None
+    kept = state.pointer if state is not None and state.adopts else stored
+    if kept is not None and not names_a_holder(job, kept):
+        # Before anything is claimed or written there.
+        tried(lambda: shared.replicas.refuse_elsewhere(job, root, kept, scratch))
+    if stored is not None:
+        query_folder = stored.query_folder
+        claim = None if stored.claim is None else Claim(stored.claim, root.child(stored.claim).root, 0)
     else:
-        query_folder = stored.query_folder if stored is not None else tried(first)
-    if stored is not None and not names_a_holder(job, stored):
-        # Before anything is written there.
-        tried(lambda: shared.replicas.refuse_elsewhere(job, root, stored, scratch))
-    claim = None if stored is None or stored.claim is None else Claim(stored.claim, root.child(stored.claim).root, 0)
-    if beginning is not None and move is None:
-        if beginning.adopts and not names_a_holder(job, beginning.pointer):
-            # Before the claim, too.
-            tried(lambda: shared.replicas.refuse_elsewhere(job, root, beginning.pointer, scratch))
-        # A job that the state cannot serve claims nothing.
-        beginning.begins(job, query_folder)
-        first_step = FirstStep(job, root, query_folder, call.times.processing_ms, partial(_beside, scratch))
-        claim = tried(lambda: first_step.claim(beginning))
-        query_folder = first_step.folder_of(beginning)
-    if move is not None:
-        _hold_old(move, call, root, shared, tried)
+        # A query keeps the folder it began in, whatever later tasks are told of their query.
+        first = partial(shared.first_query_folders.of, root, call.task.query_id, call.times.processing_ms, nonce)
+        query_folder, state = _take(state, call, root, first, shared, tried)
+        claim = None if state is None else state.claim
     leases = Leases.of(job, call.task, root, query_folder, shared.leases, claim, stored is None)
     tried(leases.hold)
-    operator: OperatorFile = tried(lambda: _admitted(shared, call, root, query_folder, beginning))
+    operator: OperatorFile = tried(lambda: _admitted(shared, call, root, query_folder, state))
     # An adopted folder has another query's name.
     query_id = claim.id if claim is not None else _name_of(call, query_folder)
-    run_start = _run_start(call, query_id, beginning, move)
+    run_start = _run_start(call, query_id, state)
     # Before the run's first checkpoint file.
     epoch: int = 0 if run_start is None else tried(lambda: shared.epochs.of(leases.folders, run_start, leases.look))
     prepare = partial(shared.replicas.prepare, job, root, query_folder, scratch, operator.schema_id)
     tried(prepare)
-    if stored is not None:
-        begun = Begun(stored)
-    elif move is not None:
-        begun = tried(lambda: move.begun(shared.replicas, scratch))
-    elif beginning is not None:
-        begun = tried(lambda: first_step.begun(beginning, claim, shared.replicas, scratch))
-    else:
-        begun = Begun(_first_pointer(call, operator, query_folder))
-    pointer = begun.pointer
+    pointer, sources = stored or _first_pointer(call, operator, query_folder), tuple[Restorable, ...]()
+    if state is not None:
+        pointer, sources = tried(lambda: begin_bucket(state, job, root, query_folder, shared.replicas, scratch))
     replicas = shared.replicas.of(job, query_folder, call.bucket, scratch)
     schema = operator.row_schema()
     local = local_folder(job, query_folder, operator.schema_id, call.bucket)
@@ -190,13 +172,13 @@ def open_bucket(shared: Shared, how: Resume | Begin | Rescale, folders: CallFold
         _writer_of(call, query_id, epoch),
         _context(shared, call, scratch, leases),
         # The query's own backends have nothing yet where it reads from others.
-        restore_from=None if begun.sources else job.options.restore_from,
+        restore_from=None if sources else job.options.restore_from,
         memory=shared.memory,
-        sources=begun.sources if origin is None else (origin,),
+        sources=sources if origin is None else (origin,),
     )
     files = root.child(query_folder)
     return OpenBucket(
-        query_folder, files, leases, operator, schema, pointer, replicas, bucket, prepare, begun.sources, origin
+        query_folder, files, leases, operator, schema, pointer, replicas, bucket, prepare, sources, origin
     )
 
 
@@ -211,19 +193,19 @@ def _name_of(call: CallInfo, query_folder: str) -> str:
     return name if name == query_folder or is_new_query_folder(name) else call.task.query_id or name
 
 
-def _run_start(call: CallInfo, query_id: str, beginning: Beginning | None, move: Move | None) -> RunStart | None:
+def _run_start(call: CallInfo, query_id: str, state: InitialState | None) -> RunStart | None:
     """Where the run is, by this call; None: that is not known."""
-    base, told = beginning.pointer if beginning is not None else call.stored, call.task.batch is not None
+    base, told = state.pointer if state is not None else call.stored, call.task.batch is not None
     if not told and base is not None and base.lineage and not base.heartbeats:
         # Format 1 of the pointer has no heartbeats, and the batch number is not known.
         return None
     after = Position(query_id, call.batch - 1, 0 if base is None else base.heartbeats, told=told)
     # Epochs are numbered within a query folder.
-    here = base if move is None and (beginning is None or beginning.adopts) else None
+    here = base if state is None or state.adopts else None
     claimed = None
-    if beginning is not None and beginning.captured is not None and beginning.adopts:
-        its = beginning.pointer
-        claimed = its.claim or first_folder(its.query_folder), beginning.captured.batch
+    if state is not None and state.captured is not None and state.adopts:
+        its = state.pointer
+        claimed = its.claim or first_folder(its.query_folder), state.captured.batch
     return RunStart(call.job.plan_id, sparks_run_id(call.task.run_id), after, here, claimed)
 
 
@@ -245,20 +227,24 @@ def _context(shared: Shared, call: CallInfo, scratch: Path, leases: Leases) -> C
     )
 
 
-def _hold_old(
-    move: Move, call: CallInfo, root: Folder, shared: Shared, tried: Callable[[Callable[[], None]], None]
-) -> None:
-    """Hold the old query folder's lease, so that a run that still writes there is noticed."""
-    old, claim_id = move.old_folder, move.old_claim
-    claim = None if claim_id is None else Claim(claim_id, root.child(claim_id).root, 0)
-    leases = Leases.of(call.job, call.task, root, old, shared.leases, claim, False)
-    tried(leases.hold)
-
-
-def _beside(scratch: Path, part: Beginning, backends: Sequence[Backend]) -> list[Origin]:
-    """What a bucket of another query can be read from beside its backends."""
-    operator = part.operator_file
-    return origin_beside(backends, part.pointer, operator.bucket_map, operator.row_schema(), scratch)
+def _take(
+    state: InitialState | None, call: CallInfo, root: Folder, first: Callable[[], str], shared: Shared, tried: Tried
+) -> tuple[str, InitialState | None]:
+    """Return the query folder of a first call, and its state once that is the query's to take."""
+    job = call.job
+    if state is not None and state.in_place:
+        # Hold the old query folder's lease, so that a run that still writes there is noticed.
+        claim_id = state.parents[0].pointer.claim
+        claim = None if claim_id is None else Claim(claim_id, root.child(claim_id).root, 0)
+        tried(Leases.of(job, call.task, root, state.source.name, shared.leases, claim, False).hold)
+        return state.pointer.query_folder, state
+    query_folder: str = tried(first)
+    if state is None:
+        return query_folder, None
+    claimed: tuple[str, InitialState] = tried(
+        lambda: claim_source(state, job, root, query_folder, call.times.processing_ms)
+    )
+    return claimed
 
 
 def _first_pointer(call: CallInfo, operator: OperatorFile, query_folder: str) -> Pointer:
@@ -274,7 +260,7 @@ def _first_pointer(call: CallInfo, operator: OperatorFile, query_folder: str) ->
 
 
 def _admitted(
-    shared: Shared, call: CallInfo, root: Folder, query_folder: str, beginning: Beginning | None = None
+    shared: Shared, call: CallInfo, root: Folder, query_folder: str, state: InitialState | None = None
 ) -> OperatorFile:
     """The operator file in force, where the state is this job's."""
     job, pointer = call.job, call.stored
@@ -283,17 +269,17 @@ def _admitted(
         _refuse_another_jobs(call, pointer, files)
         _refuse_later(call, pointer)
     wanted = job.operator_file(query_folder)
-    if beginning is not None and not beginning.adopts:
-        wanted = beginning.begins(job, query_folder)
+    if state is not None and not state.adopts:
+        wanted = state.begins(job, query_folder)
     ask = partial(
         shared.catalog.admit,
         root,
         wanted,
         job.options.strict,
         # A query that begins with a state does not begin anew; whether it may begin again, its first step has seen.
-        with_state=beginning is not None,
+        with_state=state is not None,
         case_sensitive=job.case_sensitive,
-        leave_behind=beginning is not None and beginning.adopts and beginning.leaves_behind(job),
+        leave_behind=state is not None and state.adopts and state.leaves_behind(job),
     )
     again = not shared.catalog.is_looked_at(files, job.plan_id)
     source = job.options.source_partition
@@ -301,7 +287,7 @@ def _admitted(
         refuse_assignment(files, source.assignment)
     in_force = ask(again=again, batch_ms=call.times.processing_ms if pointer is None else None)
     if again and source is not None:
-        adopts = beginning is not None and beginning.adopts
+        adopts = state is not None and state.adopts
         record_assignment(files, source.assignment, has_state=pointer is not None or adopts)
     shared.catalog.note_run(files, job.plan_id)
     if pointer is not None and pointer.schema_id > in_force.schema_id:

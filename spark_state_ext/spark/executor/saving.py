@@ -21,6 +21,8 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedBucket, SavepointHeader, SavepointManifest
 from spark_state_ext.backends.replication import Restorable, close_all
+from spark_state_ext.beginning.rescaling import refuse_rescaling
+from spark_state_ext.beginning.starts import refuse_unfit_start
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.job import Job, refuse_other_release
 from spark_state_ext.engine.options import StateOptions
@@ -33,9 +35,7 @@ from spark_state_ext.ownership.free import until_free
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Found
-from spark_state_ext.rescale.dividing import refuse_rescaling
 from spark_state_ext.rescale.origin import origin_beside
-from spark_state_ext.rescale.unfit_start import refuse_unfit_start
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.reading import operator_named

@@ -1,4 +1,4 @@
-"""The first step of a query that starts from a snapshot: what it refuses, and what it says."""
+"""The first call of a query that starts from a snapshot: what it refuses, and what it says."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from savepoint_folders import ID, SCHEMA, savepoint_at
 
+from spark_state_ext.beginning.first_call import claim_source
+from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import RetainedCheckpoint, Savepoint, StartFrom
 from spark_state_ext.errors import ExistingStateError, LineageError, OperatorChangedError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.detaching import detach
-from spark_state_ext.savepoints.first_step import FirstStep
 from spark_state_ext.savepoints.records import StartRecord, is_detached, note_start
-from spark_state_ext.savepoints.starting import Starts
 from tests.helpers.jobs import job_of
 
 BATCH_MS = 1_000
@@ -47,9 +47,9 @@ def test_strict_refuses_to_begin_again_from_the_same_savepoint(savepoint: Folder
 
     def claimed(strict: bool, query_folder: str) -> None:
         job = _job(root, Savepoint(savepoint.root), strict=strict)
-        beginning = Starts().of(job, 0)
-        assert beginning is not None
-        FirstStep(job, Folder(str(root)).child("counts"), query_folder, BATCH_MS).claim(beginning)
+        state = Starts().of(job, 0)
+        assert state is not None
+        claim_source(state, job, Folder(str(root)).child("counts"), query_folder, BATCH_MS)
 
     with pytest.raises(ExistingStateError, match="from which the query first there was begun before"):
         claimed(True, "second")
