@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from arrow_schemas.bucket_map import BucketMap
-from arrow_schemas.lineage import SNAPSHOT, LineageHeader, Writer, file_name, parse_file_name
+from arrow_schemas.lineage import SNAPSHOT, LineageHeader, Writer, file_name
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
 from spark_state_ext.backends import Checkpoint
@@ -27,12 +27,9 @@ from spark_state_ext.errors import (
     MissingCheckpointError,
     StateElsewhereError,
 )
-from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile, SealedFiles, seal
 from spark_state_ext.rescale.parents import Parent, has_parents, origin_of, parent_files, parents_in
-from spark_state_ext.restore.trace import check_owner
-from spark_state_ext.savepoints.copying import refuse_other_files
 from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.store.runs import hashes_of
 from spark_state_ext.version import __version__
@@ -199,7 +196,7 @@ def rows_of_parents(
     files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
     """The live rows of a parent in a range of hashes, ascending."""
-    for rows in _all_rows(files, parent, schema, scratch):
+    for rows in saved_rows(files, parent.pointer, parent.saved.files, schema, scratch):
         hashes = hashes_of(rows) >> np.uint64(32)
         begin = int(np.searchsorted(hashes, np.uint64(low), side="left"))
         end = int(np.searchsorted(hashes, np.uint64(high), side="left"))
@@ -207,18 +204,3 @@ def rows_of_parents(
             yield rows.slice(begin, end - begin)
         if end < len(hashes):
             return
-
-
-def _all_rows(files: Folder, parent: Parent, schema: RowSchema, scratch: Path) -> Iterator[pa.RecordBatch]:
-    pointer, saved = parent.pointer, parent.saved.files
-    if pointer.ref is None:
-        return
-    if len(saved) == 1 and saved[0].name == file_name(pointer.ref, SNAPSHOT):
-        # One file has all of it, as it is: no local store is needed.
-        refuse_other_files(files, saved)
-        found = read_checkpoint(files, pointer.ref, SNAPSHOT, schema, scratch)
-        check_owner(found.header, (pointer.operator, *pointer.origins), pointer.bucket, files.where(saved[0].name))
-        yield from found.batches
-        return
-    assert all(parse_file_name(file.name) for file in saved), "a manifest has checkpoint files"
-    yield from saved_rows(files, pointer, saved, schema, scratch)

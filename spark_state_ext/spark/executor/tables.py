@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -20,24 +21,21 @@ from arrow_schemas.bucket_map import BucketMap
 from arrow_schemas.columns import flat, shown_row
 from arrow_schemas.equality import group_by_key
 from arrow_schemas.labels import bucket_label
-from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader, Writer
+from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.row import TIMEOUT_MS, RowSchema, normal_array
-from arrow_schemas.savepoint import SavedBucket
 from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.errors import CorruptFileError, StateValueError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed import seal
-from spark_state_ext.savepoints.copying import put_whole
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.reading import shown_rows
 from spark_state_ext.savepoints.rows import saved_row
 from spark_state_ext.savepoints.taking import Copy
+from spark_state_ext.savepoints.writer import write_snapshot
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, encode
 from spark_state_ext.store.runs import hashes_of
-from spark_state_ext.version import __version__
 from spark_state_ext.worker.spill import HashSorter
 
 __all__ = ["pack_rows", "read_rows", "write_buckets"]
@@ -120,24 +118,6 @@ def _written(
     # The same in every attempt at the task, so that none leaves a file behind that nobody knows of.
     text = f"{plain['id']} {operator.operator} {bucket}"
     ref = CheckpointRef(1, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
-    header = LineageHeader(
-        kind=SNAPSHOT,
-        operator=operator.operator,
-        bucket=bucket,
-        ref=ref,
-        parent=None,
-        lineage=(),
-        schema_id=operator.schema_id,
-        # Without a host: attempts on two hosts make the same file.
-        writer=Writer("", "", -1, ""),
-        package_version=__version__,
-    )
-    seen = _Seen()
-    sealed = seal(header, operator.row_schema(), seen.passing(runs), scratch)
-    try:
-        file = put_whole(savepoint.child(operator.operator, str(bucket)), sealed)
-    finally:
-        sealed.let_go()
     pointer = Pointer(
         operator.operator,
         bucket,
@@ -146,28 +126,21 @@ def _written(
         -1,
         plain["watermark_ms"],
         lineage=(LineageEntry(ref, 0, 0),),
-        rows=seen.rows,
-        earliest_timeout_ms=seen.earliest_timeout_ms,
     )
-    return Copy(SavedBucket(operator.operator, bucket, pointer, (file,)), 0, 1, file.size_bytes)
+    earliest: list[int] = []
+    into = savepoint.child(operator.operator, str(bucket))
+    saved = write_snapshot(pointer, operator.row_schema(), _noting_timeouts(runs, earliest), into, scratch)
+    saved = replace(saved, pointer=replace(saved.pointer, earliest_timeout_ms=min(earliest, default=None)))
+    return Copy(saved, 0, 1, saved.files[0].size_bytes)
 
 
-class _Seen:
-    """What a bucket's pointer tells of its rows, noted while they are written."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-        self.earliest_timeout_ms: int | None = None
-
-    def passing(self, runs: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The same rows."""
-        for rows in runs:
-            self.rows += rows.num_rows
-            earliest = pc.min(rows.column(TIMEOUT_MS)).as_py()
-            if earliest is not None:
-                known = self.earliest_timeout_ms
-                self.earliest_timeout_ms = earliest if known is None else min(known, earliest)
-            yield rows
+def _noting_timeouts(runs: Iterable[pa.RecordBatch], earliest: list[int]) -> Iterator[pa.RecordBatch]:
+    """Pass rows on, and note the earliest timeout of each batch."""
+    for rows in runs:
+        found = pc.min(rows.column(TIMEOUT_MS)).as_py()
+        if found is not None:
+            earliest.append(found)
+        yield rows
 
 
 def _runs(plain: dict[str, Any], schema: RowSchema, sorter: HashSorter) -> Iterator[pa.RecordBatch]:
