@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spark_state_ext.cli.check import Finding, findings
-from spark_state_ext.engine.folders import stores_path
 from spark_state_ext.errors import StateError, StorageError, UnsafeFolderError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.version import version_and_build
 from spark_state_ext.worker import descriptors
+from spark_state_ext.worker.local_folders import stores_path
 from spark_state_ext.worker.private_folder import check_private
 
 if TYPE_CHECKING:

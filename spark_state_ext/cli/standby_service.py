@@ -21,7 +21,6 @@ from arrow_schemas.peers import PeerSecret
 from spark_state_ext.cli.options import StorageOptions
 from spark_state_ext.cli.output import say
 from spark_state_ext.cli.paths import as_given
-from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import refuse_relative
 from spark_state_ext.peers.finding import ADDRESS_KIND
@@ -34,6 +33,7 @@ from spark_state_ext.standby.service import RootService, StandbyService
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.standby.web import Web
 from spark_state_ext.worker.host import host_name, machine_name
+from spark_state_ext.worker.local_folders import scratch_folder
 
 if TYPE_CHECKING:
     from spark_state_ext.peers.server import PeerServer

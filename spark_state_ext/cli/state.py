@@ -33,11 +33,11 @@ from spark_state_ext.cli.options import (
 from spark_state_ext.cli.output import Output, columns, progress, say, write_record, write_rows, write_table
 from spark_state_ext.cli.paths import as_given, given_folder
 from spark_state_ext.cli.values import filter_of, key_of
-from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.opening import open_state
 from spark_state_ext.reading.state import OpenState
+from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.spill import local_errors
 
 __all__ = ["Reading", "diff", "export", "get", "scan", "show"]

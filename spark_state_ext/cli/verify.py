@@ -26,7 +26,6 @@ from spark_state_ext.cli.exits import DONE, NO
 from spark_state_ext.cli.options import AllFilesOption, OutputOption, ScratchOption, StatePath, StorageOptions
 from spark_state_ext.cli.output import Output, columns, progress, say, write_records
 from spark_state_ext.cli.paths import QueryFolder, Target, bucket_folders, given_folder, target_of
-from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import (
     CannotHoldError,
     ChangedJobError,
@@ -71,6 +70,7 @@ from spark_state_ext.savepoints.copying import digest_text
 from spark_state_ext.savepoints.manifest_file import decode_manifest, read_manifest
 from spark_state_ext.savepoints.records import StartRecord
 from spark_state_ext.timeline.records import decode_epochs
+from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.threads import side_by_side
 
 __all__ = ["DECODERS", "Check", "checks_of", "verify"]

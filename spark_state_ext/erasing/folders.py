@@ -19,7 +19,7 @@ from spark_state_ext.functions.key_types import mixed_times, refused_type
 from spark_state_ext.functions.missing import column_of
 from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.functions.tables import as_table, cast_column, is_table
-from spark_state_ext.rescale.in_force import folders_in_force
+from spark_state_ext.rescale.folders import folders_in_force
 
 __all__ = ["QueryFolder", "keys_as_stored", "query_folders_below"]
 

@@ -24,7 +24,6 @@ import pyarrow as pa
 from arrow_schemas.operator import operator_file_name
 from spark_state_ext.backends.registry import FSSPEC, Backend
 from spark_state_ext.engine.erasing import matching, places_of
-from spark_state_ext.engine.folders import root_id
 from spark_state_ext.erasing.folders import QueryFolder, keys_as_stored, query_folders_below
 from spark_state_ext.erasing.leftovers import scratch_with_keys, unfinished_files
 from spark_state_ext.erasing.lines import QueryLines, query_lines
@@ -43,6 +42,7 @@ from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import ERASER, Found, RunIdentity
 from spark_state_ext.rescale.parents import has_parents
+from spark_state_ext.worker.local_folders import root_id
 from spark_state_ext.worker.removal import refuse_links, remove_tree
 
 __all__ = ["ErasedHistory", "erase_history"]

@@ -56,7 +56,7 @@ class Scratch:
     def folder(self) -> Path:
         """The folder, made where it is not there."""
         # Imported where it is needed, as it brings much along and a lookup is to begin fast.
-        from spark_state_ext.engine.folders import scratch_folder
+        from spark_state_ext.worker.local_folders import scratch_folder
 
         return scratch_folder(self.local_dir)
 

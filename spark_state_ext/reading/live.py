@@ -22,7 +22,6 @@ import pyarrow.compute as pc
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.row import EXPIRES_MS, RowSchema
-from spark_state_ext.engine.folders import root_id, stores_path
 from spark_state_ext.errors import (
     ClosedEnvironmentError,
     CorruptStoreError,
@@ -36,6 +35,7 @@ from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.committed import CommittedRecord, committed_bytes, operator_of
 from spark_state_ext.store.read_only import ReadOnlyEnvironment
 from spark_state_ext.worker.boot import boot_id
+from spark_state_ext.worker.local_folders import root_id, stores_path
 from spark_state_ext.worker.private_folder import check_private
 from spark_state_ext.worker.process import namespace
 

@@ -1,4 +1,4 @@
-"""Which folder of a rescaled query is in force: the one that Spark's pointers name.
+"""Put the folder of a rescaled query in force: the one that Spark's pointers name.
 
 A rescaling may be refused, fail or be killed in its first batch, and leaves its new folder behind then. Only a pointer
 that Spark hands out says that this batch was committed. So the first call that gets a pointer to the new folder writes
@@ -10,45 +10,18 @@ time of a file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from spark_state_ext.engine.folders import operator_folders
-from spark_state_ext.engine.job import Job
 from spark_state_ext.errors import CorruptFileError, VersionSkewError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import DETACHED_NAME
-from spark_state_ext.rescale.folders import first_folder, rescaled_folder
-from spark_state_ext.savepoints.detaching import Detaching
+from spark_state_ext.rescale.folders import first_folder, is_rescaled, rescaled_folder
 from spark_state_ext.savepoints.records import RESCALE, is_detached, note_detached, start_of
 
-__all__ = ["DetachingRescaled", "folders_in_force", "is_rescaled", "parent_folder", "put_in_force", "take_requests"]
+__all__ = ["parent_folder", "put_in_force", "take_requests"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-
-
-def is_rescaled(query_folder: str) -> bool:
-    """Whether a query folder, by its name, is one that a query was to go on in when it was rescaled in place."""
-    return query_folder != first_folder(query_folder)
-
-
-def folders_in_force(listed: Mapping[str, Collection[str]]) -> frozenset[str]:
-    """The query folders that are in force."""
-    queries: dict[str, set[str]] = {}
-    for name in listed:
-        queries.setdefault(first_folder(name), set()).add(name)
-    found: set[str] = set()
-    for first, names in queries.items():
-        committed = {name for name in names if is_rescaled(name) and DETACHED_NAME in listed[name]}
-        found |= committed or names & {first} or names
-    return frozenset(found)
-
-
-class DetachingRescaled(Detaching):
-    """As `Detaching`; the folder is put in force first."""
-
-    def _begin(self, job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> None:
-        put_in_force(operator_folders(job), query_folder.name, job.plan_id, still_ours)
 
 
 def put_in_force(places: Sequence[Folder], name: str, plan_id: str, still_ours: Callable[[], None]) -> None:

@@ -19,7 +19,6 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Restorable
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.checkpoint import read_checkpoint
@@ -28,6 +27,7 @@ from spark_state_ext.restore.trace import check_owner
 from spark_state_ext.savepoints.copying import refuse_other_files
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.store import LocalStore
+from spark_state_ext.worker.local_folders import scratch_folder
 
 __all__ = ["operator_named", "saved_rows", "savepoint_tables", "scanned_rows", "shown_rows"]
 

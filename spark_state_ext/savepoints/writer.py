@@ -28,7 +28,6 @@ from arrow_schemas.savepoint import (
     SavepointManifest,
     relocatable,
 )
-from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.errors import ClaimedError, CorruptFileError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder, is_temporary
 from spark_state_ext.files.sealed import seal
@@ -38,6 +37,7 @@ from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manif
 from spark_state_ext.savepoints.placement import refuse_in_state
 from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.version import __version__
+from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.threads import side_by_side
 
 __all__ = [

@@ -12,8 +12,7 @@ from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.files.operator_catalog import is_query_folder
 from spark_state_ext.ownership.lease_log import last_renewed_ms
-from spark_state_ext.rescale.folders import first_folder
-from spark_state_ext.rescale.in_force import folders_in_force
+from spark_state_ext.rescale.folders import first_folder, folders_in_force
 
 __all__ = ["Finder", "FoundBuckets", "written"]
 

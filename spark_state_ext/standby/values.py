@@ -9,9 +9,9 @@ from typing import Any
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.standby import BucketKey
-from spark_state_ext.engine.folders import scratch_folder, store_folder, stores_folder
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.worker.local_folders import scratch_folder, store_folder, stores_folder
 
 __all__ = ["Followed", "FollowedRoot", "Lag"]
 

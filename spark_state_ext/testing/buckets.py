@@ -26,7 +26,7 @@ from arrow_schemas.row import DELETED
 from arrow_schemas.spark_hashes import key_hashes
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.engine.folders import local_folder, scratch_folder
+from spark_state_ext.engine.folders import local_folder
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.shared import Shared
 from spark_state_ext.engine.task import TaskInfo
@@ -37,6 +37,7 @@ from spark_state_ext.spark.shuffle.combine import Combiner
 from spark_state_ext.spark.shuffle.pack import pack
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, heartbeat
 from spark_state_ext.testing import WAIT_S
+from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.removal import remove_tree
 from spark_state_ext.worker.worker import Worker
 

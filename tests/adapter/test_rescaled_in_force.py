@@ -25,7 +25,8 @@ from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.reading.exact import ExactBatch, Told, open_exact
 from spark_state_ext.rescale.finishing import Finishing
-from spark_state_ext.rescale.in_force import folders_in_force, put_in_force, take_requests
+from spark_state_ext.rescale.folders import folders_in_force
+from spark_state_ext.rescale.in_force import put_in_force, take_requests
 from spark_state_ext.savepoints.records import StartRecord, note_start
 from spark_state_ext.spark.executor import saving
 from spark_state_ext.testing.model import KEYS, Row

@@ -30,7 +30,6 @@ from spark_state_ext import Backend, erase_history, erase_keys, erase_status, op
 from spark_state_ext.__main__ import main
 from spark_state_ext.commit import cadence
 from spark_state_ext.commit.decisions import CommitOptions
-from spark_state_ext.engine.folders import root_id
 from spark_state_ext.erasing.history import ErasedHistory
 from spark_state_ext.erasing.leftovers import scratch_with_keys
 from spark_state_ext.errors import CorruptFileError, LiveRunError, StorageError, UsageError
@@ -44,6 +43,7 @@ from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import RunIdentity
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import SCHEMA, Model, Row
+from spark_state_ext.worker.local_folders import root_id
 from tests.helpers.erased_bytes import files_with
 from tests.helpers.soak import SOAK
 

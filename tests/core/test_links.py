@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from savepoint_folders import savepoint_at
 
-from spark_state_ext.engine.folders import scratch_folder, stores_folder
 from spark_state_ext.erasing.history import _drop_stores
 from spark_state_ext.errors import UnsafeFolderError
 from spark_state_ext.files.folder import Folder
@@ -21,6 +20,7 @@ from spark_state_ext.store import LocalStore
 from spark_state_ext.store.reclaim import reclaim
 from spark_state_ext.testing.model import SCHEMA
 from spark_state_ext.worker import removal
+from spark_state_ext.worker.local_folders import scratch_folder, stores_folder
 
 _LONG_AGO_S = time.time() - 9 * 86_400
 _OURS = f"spark_state_ext-{os.getuid()}"

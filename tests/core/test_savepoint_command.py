@@ -18,6 +18,7 @@ from arrow_schemas.checksum import sealed_document
 from arrow_schemas.operator import operator_file_name
 from arrow_schemas.savepoint import NATIVE, SavedBucket, SavedFile, SavepointHeader, SavepointManifest
 from spark_state_ext.__main__ import main
+from spark_state_ext.beginning.detaching import detach
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
@@ -32,7 +33,6 @@ from spark_state_ext.savepoints.claims import (
     is_consumed,
     release_claim,
 )
-from spark_state_ext.savepoints.detaching import detach
 from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
 from spark_state_ext.savepoints.writer import write_manifest
 from tests.helpers.jobs import job_of

@@ -14,7 +14,7 @@ from sim_taking import HOLD_S, SimReader
 from arrow_schemas.lineage import SNAPSHOT
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedFile, SavepointManifest
-from spark_state_ext.beginning import first_call
+from spark_state_ext.beginning import detaching, first_call
 from spark_state_ext.engine.start_from import CLAIM
 from spark_state_ext.errors import MissingCheckpointError, NotClaimableError
 from spark_state_ext.files import retention
@@ -23,7 +23,7 @@ from spark_state_ext.files.layout import HOLDS_FOLDER
 from spark_state_ext.ownership.holds import Hold, HoldRecord, HoldWatch
 from spark_state_ext.restore.needed import Needed, needed_files
 from spark_state_ext.restore.sources import Sources
-from spark_state_ext.savepoints import claims, detaching, records, taking
+from spark_state_ext.savepoints import claims, records, taking
 from spark_state_ext.savepoints.claims import SavepointClaim
 from spark_state_ext.savepoints.copying import How, copied
 from spark_state_ext.savepoints.manifest_file import read_manifest

@@ -18,6 +18,7 @@ from sim_world import DEFAULT, FIRST_BUCKET
 from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Query, Taken, Yard
 
 from arrow_schemas.pointer import Pointer
+from spark_state_ext.beginning.detaching import Detaching
 from spark_state_ext.beginning.first_call import begin_bucket, claim_source
 from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.commit.committer import Committer
@@ -31,7 +32,6 @@ from spark_state_ext.engine.start_from import CLAIM, Savepoint
 from spark_state_ext.errors import OwnershipError
 from spark_state_ext.files.operator_catalog import OperatorCatalog
 from spark_state_ext.savepoints.claims import claim_of
-from spark_state_ext.savepoints.detaching import Detaching
 from spark_state_ext.savepoints.records import is_detached, start_of
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.worker import Worker

@@ -38,7 +38,7 @@ _ROLES = (
     ("timeline.records", "epochs"),
     ("files.retention.clean_up", "clean-up"),
     ("cli.savepoint.", "savepoint command"),
-    ("savepoints.detaching.", "detaching"),
+    ("beginning.detaching.", "detaching"),
     ("spark.executor.saving.", "taking"),
     ("savepoints.writer.", "taking"),
     ("savepoints.", "start"),

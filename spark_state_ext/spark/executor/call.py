@@ -14,6 +14,7 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from arrow_schemas.import_mark import ImportMark
 from arrow_schemas.labels import label_bucket
 from arrow_schemas.pointer import Pointer
+from spark_state_ext.beginning.detaching import Detaching
 from spark_state_ext.beginning.rescaling import is_no_more
 from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.engine.aligned_timeouts import has_nothing_due, next_call_ms
@@ -28,7 +29,6 @@ from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.files.retention import clean_up_due
 from spark_state_ext.ownership.claim_notes import note_handed_over
 from spark_state_ext.rescale.finishing import Finishing
-from spark_state_ext.rescale.in_force import DetachingRescaled
 from spark_state_ext.spark.executor.call_info import CallInfo
 from spark_state_ext.spark.executor.decoding import Decoded, decode_batch
 from spark_state_ext.spark.executor.going_on import Begin, End, Resume, decide, look
@@ -126,7 +126,7 @@ class _Owned:
     shared: Shared
     starts: Starts
     finishing: Finishing
-    detaching: DetachingRescaled
+    detaching: Detaching
     known_counts: KnownCounts
 
     @staticmethod
@@ -135,7 +135,7 @@ class _Owned:
             Shared.of(worker),
             worker.own(Starts),
             worker.own(Finishing),
-            worker.own(DetachingRescaled),
+            worker.own(Detaching),
             worker.own(KnownCounts),
         )
 

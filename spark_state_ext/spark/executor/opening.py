@@ -18,13 +18,7 @@ from spark_state_ext.beginning.initial_state import InitialState
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.engine.folders import (
-    local_folder,
-    operator_folder,
-    operator_folders,
-    scratch_folder,
-    stores_folder,
-)
+from spark_state_ext.engine.folders import local_folder, operator_folder, operator_folders
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Leases, names_a_holder
 from spark_state_ext.engine.shared import Shared
@@ -47,6 +41,7 @@ from spark_state_ext.spark.executor.going_on import Begin, Resume, Tried
 from spark_state_ext.timeline.epochs import Position, sparks_run_id
 from spark_state_ext.timeline.records import RunStart
 from spark_state_ext.worker.host import host_name
+from spark_state_ext.worker.local_folders import scratch_folder, stores_folder
 from spark_state_ext.worker.retry import retried
 
 __all__ = ["CallFolders", "OpenBucket", "open_bucket"]

@@ -23,7 +23,6 @@ from arrow_schemas.savepoint import SavedBucket, SavepointHeader, SavepointManif
 from spark_state_ext.backends.replication import Restorable, close_all
 from spark_state_ext.beginning.rescaling import refuse_rescaling
 from spark_state_ext.beginning.starts import refuse_unfit_start
-from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.job import Job, refuse_other_release
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.shared import Shared
@@ -43,6 +42,7 @@ from spark_state_ext.savepoints.rows import answer, copies_of, saved_row
 from spark_state_ext.savepoints.taking import Reading, save_bucket
 from spark_state_ext.savepoints.writer import finish_savepoint, refuse_existing
 from spark_state_ext.version import __version__
+from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.worker import Worker
 
 __all__ = ["begin", "capture", "check_start", "describe", "end", "finish", "refuse", "save"]

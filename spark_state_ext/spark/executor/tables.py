@@ -25,7 +25,6 @@ from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.row import TIMEOUT_MS, RowSchema, normal_array
-from spark_state_ext.engine.folders import scratch_folder
 from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.errors import CorruptFileError, StateValueError
 from spark_state_ext.files.folder import Folder
@@ -36,6 +35,7 @@ from spark_state_ext.savepoints.taking import Copy
 from spark_state_ext.savepoints.writer import write_snapshot
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, encode
 from spark_state_ext.store.runs import hashes_of
+from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.spill import HashSorter
 
 __all__ = ["pack_rows", "read_rows", "write_buckets"]

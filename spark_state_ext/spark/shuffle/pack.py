@@ -19,7 +19,7 @@ from arrow_schemas.equality import IndexArray
 from arrow_schemas.labels import bucket_label
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_types import key_fields
-from spark_state_ext.engine.folders import operator_folder, scratch_folder
+from spark_state_ext.engine.folders import operator_folder
 from spark_state_ext.engine.in_transit import spill_folder
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.task import TaskInfo
@@ -38,6 +38,7 @@ from spark_state_ext.spark.shuffle.payload import (
 )
 from spark_state_ext.spark.shuffle.source_counts import refuse_uncounted
 from spark_state_ext.spark.task import current_task
+from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.retry import retried
 
 __all__ = ["inline_share", "pack"]

@@ -1,4 +1,4 @@
-"""Once a batch of a query is committed that was started from a snapshot: it says so, and lets go of the snapshot."""
+"""What is due once a query has a committed batch: its folder is in force, and it lets go of what it began with."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import logging
 import threading
 from collections.abc import Callable
 
+from spark_state_ext.engine.folders import operator_folders
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint, Savepoint, StartFrom
 from spark_state_ext.errors import MissingCheckpointError, OwnershipError, StateError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.ownership.holds import Hold
+from spark_state_ext.rescale.in_force import put_in_force
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.claims import consume
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import StartRecord, held_for, is_detached, note_detached, note_let_go, start_of
 from spark_state_ext.worker.background import Background
 
-__all__ = ["Detaching"]
+__all__ = ["Detaching", "detach"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 
@@ -40,7 +42,7 @@ class Detaching:
 
         def work() -> None:
             try:
-                self._begin(job, query_folder, still_ours)
+                put_in_force(operator_folders(job), query_folder.name, job.plan_id, still_ours)
                 detach(job, query_folder, still_ours)
             except OwnershipError:
                 raise
@@ -52,9 +54,6 @@ class Detaching:
         if not background.submit(f"detaching of {query_folder.root}", work):
             with self._lock:
                 self._done.discard(key)
-
-    def _begin(self, job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> None:
-        """What comes first; it is done again where it, or what follows, fails."""
 
 
 def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> None:
