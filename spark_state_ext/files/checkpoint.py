@@ -7,6 +7,7 @@ then does Arrow see the bytes. `docs/format.md` specifies both.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ __all__ = [
     "CheckpointFile",
     "LocalCopy",
     "announced",
+    "make_checkpoint",
     "open_body",
     "read_checkpoint",
     "read_header",
@@ -64,15 +66,15 @@ _INGESTED_BYTES_MIN = 4 << 20
 
 def write_checkpoint(
     target: IO[bytes], header: LineageHeader, schema: RowSchema, batches: Iterable[pa.RecordBatch]
-) -> None:
-    """Write one checkpoint file to an open binary file.
+) -> SnapshotIndex | None:
+    """Write one checkpoint file to an open binary file; returns its index, if it has one.
 
     A delta is compressed. A snapshot is laid out as the local store will have it, so that restoring it is copying it.
     """
     if header.digest == BLOCKCRC:
         batches = cut(batches, CHUNK_ROWS)
     arrow_schema = schema.arrow.with_metadata(header.encode())
-    write_sealed(target, arrow_schema, batches, header.digest, lambda batch: batch.column(DELETED).true_count)
+    return write_sealed(target, arrow_schema, batches, header.digest, lambda batch: batch.column(DELETED).true_count)
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,32 @@ def read_checkpoint(
     if copied is not None and body.blocks and body.reader.schema.equals(schema.arrow):
         copy = LocalCopy(copied, record.length, record.rows, body.blocks, body.index)
     return CheckpointFile(header, _checked_batches(body.reader, record, schema, where), file.size(), copy)
+
+
+def make_checkpoint(
+    header: LineageHeader, schema: RowSchema, batches: Iterator[pa.RecordBatch], keep: Path
+) -> CheckpointFile:
+    """Make of rows what `read_checkpoint` would make of the snapshot file of them, which need not be written.
+
+    Many rows go to a file at the path `keep`, which is not read again: its checksums are known from writing it.
+    """
+    rows: list[pa.RecordBatch] = []
+    size_bytes = 0
+    for batch in batches:
+        rows.append(batch)
+        size_bytes += batch.nbytes
+        if size_bytes > _INGESTED_BYTES_MIN:
+            break
+    else:
+        return CheckpointFile(header, iter(rows), size_bytes)
+    with local_errors(keep.parent):
+        with keep.open("wb") as file:
+            index = write_checkpoint(file, header, schema, itertools.chain(rows, batches))
+            size_bytes = file.tell()
+        assert index is not None, "a new snapshot has an index"
+        copy = LocalCopy(keep, index.body_bytes, index.rows, tuple(index.blocks()), index)
+        return CheckpointFile(header, iter(()), size_bytes, copy)
+    raise AssertionError("unreachable: local_errors raises what it catches")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import pyarrow as pa
@@ -12,9 +13,10 @@ from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.listing import Entry
 
 if TYPE_CHECKING:
+    from spark_state_ext.files.checkpoint import CheckpointFile
     from spark_state_ext.files.folder import Folder
 
-__all__ = ["Answering", "Duplicable", "Listed", "Readable", "document_in"]
+__all__ = ["Answering", "Duplicable", "Listed", "Making", "Readable", "document_in"]
 
 T = TypeVar("T")
 
@@ -62,6 +64,15 @@ class Answering(Protocol):
 
     def tell(self, answered: Callable[[], None]) -> None:
         """Call this as soon as the store has answered."""
+        ...
+
+
+@runtime_checkable
+class Making(Protocol):
+    """Files that are made where they are asked for, and whose rows a local store can take without a file of them."""
+
+    def make(self, name: str, keep: Path) -> CheckpointFile | None:
+        """Return what `files.checkpoint.make_checkpoint` makes of the rows; None if there is a file to read."""
         ...
 
 

@@ -87,21 +87,23 @@ class _HashingSink:
         _, metadata_bytes = _SCHEMA_HEAD.unpack(self._head)
         return _SCHEMA_HEAD.size + int(metadata_bytes)
 
-    def finish(self, rows: int, tombstones: int, chunks: tuple[IndexedChunk, ...]) -> None:
+    def finish(self, rows: int, tombstones: int, chunks: tuple[IndexedChunk, ...]) -> SnapshotIndex | None:
         assert self._footer is not None
         footer = bytes(self._footer)
         assert footer.startswith(_END_OF_STREAM), "Arrow ends the stream before its footer"
         record = BodyRecord(self.length, rows, tombstones, self._digest.hexdigest(), self._algorithm).encode()
         assert footer.count(BODY_PLACEHOLDER) == 1, "the footer repeats the schema metadata once"
-        footer = footer.replace(BODY_PLACEHOLDER, record)
+        footer, made = footer.replace(BODY_PLACEHOLDER, record), None
         if self._pieces is not None:
-            index = SnapshotIndex(self.length, rows, tombstones, chunks, self._pieces.pieces()).encode()
+            made = SnapshotIndex(self.length, rows, tombstones, chunks, self._pieces.pieces())
+            index = made.encode()
             where = IndexRecord.of(index, self.length + len(_END_OF_STREAM)).encode()
             assert footer.count(INDEX_PLACEHOLDER) == 1, "the footer repeats the schema metadata once"
             # Arrow finds the footer from the file's end, and batches by where they begin, so this is in nobody's way.
             rest = footer[len(_END_OF_STREAM) :].replace(INDEX_PLACEHOLDER, where)
             footer = _END_OF_STREAM + index + rest
         self._target.write(footer)
+        return made
 
     def flush(self) -> None:
         self._target.flush()
@@ -128,8 +130,8 @@ def write_sealed(
     batches: Iterable[pa.RecordBatch],
     algorithm: str,
     tombstones: Callable[[pa.RecordBatch], int] = lambda batch: 0,
-) -> None:
-    """Write a file to an open binary file."""
+) -> SnapshotIndex | None:
+    """Write a file to an open binary file; returns its index, if it has one."""
     indexed = INDEX_KEY in (schema.metadata or {})
     sink = _HashingSink(target, algorithm, indexed)
     chunks: list[IndexedChunk] = []
@@ -156,7 +158,8 @@ def write_sealed(
         sink.begin_footer()
         writer.close()
         file.flush()
-        sink.finish(rows, deleted, tuple(chunks))
+        return sink.finish(rows, deleted, tuple(chunks))
+    raise AssertionError("unreachable: closing the file lets errors through")
 
 
 def _indexed(batch: pa.RecordBatch, offset: int, size_bytes: int) -> IndexedChunk:

@@ -27,9 +27,14 @@ from spark_state_ext.errors import (
     MissingCheckpointError,
     StateElsewhereError,
 )
+from spark_state_ext.files.checkpoint import CheckpointFile, make_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile, SealedFiles, seal
 from spark_state_ext.rescale.parents import Parent, has_parents, origin_of, parent_files, parents_in
+from spark_state_ext.restore.lazy import read_ends
+from spark_state_ext.restore.part import read_part
+from spark_state_ext.restore.trace import check_owner
+from spark_state_ext.savepoints.copying import refuse_other_files
 from spark_state_ext.savepoints.reading import saved_rows
 from spark_state_ext.store.runs import hashes_of
 from spark_state_ext.version import __version__
@@ -117,15 +122,22 @@ class Origin:
         if made is not None:
             made.let_go()
 
+    def make(self, name: str, keep: Path) -> CheckpointFile | None:
+        """Its rows, for a local store, which needs no file of them."""
+        header, rows = self._begun(name)
+        return make_checkpoint(header, self._schema, rows, keep)
+
     def _whole(self, name: str) -> SealedFile:
-        if self._known is None or name != file_name(self._known, SNAPSHOT):
-            raise MissingCheckpointError(f"reading {self.where(name)}: it does not exist")
         with self._making:
             if self._made is None:
-                self._made = self._make()
+                header, rows = self._begun(name)
+                self._made = seal(header, self._schema, rows, self._scratch)
             return self._made
 
-    def _make(self) -> SealedFile:
+    def _begun(self, name: str) -> tuple[LineageHeader, Iterator[pa.RecordBatch]]:
+        """The header of a file, and its rows, which are still to be read from the parents' files."""
+        if self._known is None or name != file_name(self._known, SNAPSHOT):
+            raise MissingCheckpointError(f"reading {self.where(name)}: it does not exist")
         self._raise_if_closed()
         parents = parents_in(self._query_folder, self._bucket_map, self._pointer.bucket)
         self._answered()
@@ -148,7 +160,7 @@ class Origin:
             writer=Writer("", "", -1, "", max(parent.pointer.heartbeats for parent in parents)),
             package_version=__version__,
         )
-        return seal(header, self._schema, self._rows(parents), self._scratch)
+        return header, self._rows(parents)
 
     def _rows(self, parents: list[Parent]) -> Iterator[pa.RecordBatch]:
         low, high = self._bucket_map.range_of(self._pointer.bucket)
@@ -196,7 +208,7 @@ def rows_of_parents(
     files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
     """The live rows of a parent in a range of hashes, ascending."""
-    for rows in saved_rows(files, parent.pointer, parent.saved.files, schema, scratch):
+    for rows in _rows_around(files, parent, low, high, schema, scratch):
         hashes = hashes_of(rows) >> np.uint64(32)
         begin = int(np.searchsorted(hashes, np.uint64(low), side="left"))
         end = int(np.searchsorted(hashes, np.uint64(high), side="left"))
@@ -204,3 +216,19 @@ def rows_of_parents(
             yield rows.slice(begin, end - begin)
         if end < len(hashes):
             return
+
+
+def _rows_around(
+    files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
+) -> Iterator[pa.RecordBatch]:
+    """Yield live rows of a parent, ascending: at least those in a range of hashes."""
+    pointer, saved = parent.pointer, parent.saved.files
+    if pointer.ref is not None and [it.name for it in saved] == [file_name(pointer.ref, SNAPSHOT)]:
+        refuse_other_files(files, saved)
+        ends = read_ends(files, pointer.ref, saved[0].size_bytes)
+        # One of an old format has no index.
+        if ends is not None:
+            check_owner(ends.header, (pointer.operator, *pointer.origins), pointer.bucket, files.where(saved[0].name))
+            yield from read_part(files, ends, schema, low << 32, high << 32)
+            return
+    yield from saved_rows(files, pointer, saved, schema, scratch)

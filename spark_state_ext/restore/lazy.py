@@ -43,7 +43,17 @@ from spark_state_ext.worker.threads import side_by_side
 if TYPE_CHECKING:
     from spark_state_ext.restore.sources import Sources
 
-__all__ = ["BYTES_MIN", "FILL_BYTES_PER_S_MAX", "LazyRestore", "LazySnapshot", "lazy_bytes_min", "lazy_options"]
+__all__ = [
+    "BYTES_MIN",
+    "FILL_BYTES_PER_S_MAX",
+    "LazyRestore",
+    "LazySnapshot",
+    "lazy_bytes_min",
+    "lazy_options",
+    "read_ends",
+    "read_pieces",
+    "requests_for",
+]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 BYTES_MIN = 32 << 20
@@ -91,10 +101,49 @@ class LazySnapshot:
         Its header.
     index
         Its index.
+    schema
+        The schema of its rows, as the file has it.
     """
 
     header: LineageHeader
     index: SnapshotIndex
+    schema: pa.Schema
+
+
+def read_ends(files: Readable, ref: CheckpointRef, size: int) -> LazySnapshot | None:
+    """Read and check both ends of a snapshot file of some size; None if it has no index, or no rows."""
+    name = file_name(ref, SNAPSHOT)
+    where = files.where(name)
+    record, index = announced_index(lambda start, end: files.get_range(name, start, end), size, where)
+    if index is None or not index.chunks:
+        return None
+    end = -(-index.chunks[0].offset // PIECE_BYTES) * PIECE_BYTES
+    front = files.get_range(name, 0, min(end, index.body_bytes))
+    index.check(0, front, where)
+    try:
+        if not front.startswith(PADDED_MAGIC):
+            raise CorruptFileError(f"{where} is no Arrow file")
+        schema = pa.ipc.read_schema(pa.py_buffer(front[len(PADDED_MAGIC) :]))
+    except NOT_ARROW as error:
+        raise CorruptFileError(f"the schema of {where} cannot be read: {error}") from error
+    header = LineageHeader.decode(schema.metadata, where)
+    if (header.ref, header.kind) != (ref, SNAPSHOT):
+        raise LineageError(f"{where} holds the {header.kind} of checkpoint {header.ref}")
+    check_form(header, record, index, where)
+    return LazySnapshot(header, index, schema.remove_metadata())
+
+
+def read_pieces(files: Readable, ref: CheckpointRef, index: SnapshotIndex, request: tuple[int, int]) -> bytes:
+    """Read a range of pieces of a snapshot file, which are still to be compared with their checksums."""
+    name = file_name(ref, SNAPSHOT)
+    start, stop = request[0] * PIECE_BYTES, min(request[1] * PIECE_BYTES, index.body_bytes)
+    data = files.get_range(name, start, stop)
+    if len(data) != stop - start:
+        # Else whole pieces would pass, and no piece at all too.
+        raise CorruptFileError(
+            f"{files.where(name)} has {len(data)} bytes from byte {start} to {stop}: it was cut short"
+        )
+    return data
 
 
 class _UnwantedError(Exception):
@@ -146,27 +195,12 @@ class LazyRestore:
         if local is not None:
             local.close()
             return None
-        record, index = announced_index(lambda start, end: files.get_range(name, start, end), size, where)
-        if index is None or not index.chunks:
-            return None
-        end = -(-index.chunks[0].offset // PIECE_BYTES) * PIECE_BYTES
-        front = files.get_range(name, 0, min(end, index.body_bytes))
-        index.check(0, front, where)
-        try:
-            if not front.startswith(PADDED_MAGIC):
-                raise CorruptFileError(f"{where} is no Arrow file")
-            schema = pa.ipc.read_schema(pa.py_buffer(front[len(PADDED_MAGIC) :]))
-        except NOT_ARROW as error:
-            raise CorruptFileError(f"the schema of {where} cannot be read: {error}") from error
-        header = LineageHeader.decode(schema.metadata, where)
-        if (header.ref, header.kind) != (ref, SNAPSHOT):
-            raise LineageError(f"{where} holds the {header.kind} of checkpoint {header.ref}")
-        check_form(header, record, index, where)
-        if not schema.equals(self._store.schema.arrow):
+        found = read_ends(files, ref, size)
+        if found is None or not found.schema.equals(self._store.schema.arrow):
             return None
         with self._lock:
             self._same[ref] = {where}
-        return LazySnapshot(header, index)
+        return found
 
     def ingest(self, found: LazySnapshot) -> None:
         """Have the local store take a snapshot, with nothing of its rows."""
@@ -198,7 +232,7 @@ class LazyRestore:
     def _fetch(self, lazy: LazyFile, pieces: IndexArray, beside: bool) -> None:
         peers = None if self._options is None else self._options.peers
         if peers is not None:
-            ranges = _requests(lazy.lacking(pieces))
+            ranges = requests_for(lazy.lacking(pieces))
             peers.give(self._key, lazy, ranges, beside, self._sources.raise_if_closed)
             pieces = lazy.lacking(pieces)
             if not len(pieces):
@@ -206,7 +240,7 @@ class LazyRestore:
         started_s = time.monotonic()
         self._fetch_from_backends(lazy, pieces, beside)
         if peers is not None and beside:
-            peers.note_store(len(_requests(pieces)), len(pieces) * PIECE_BYTES, time.monotonic() - started_s)
+            peers.note_store(len(requests_for(pieces)), len(pieces) * PIECE_BYTES, time.monotonic() - started_s)
 
     def _fetch_from_backends(self, lazy: LazyFile, pieces: IndexArray, beside: bool) -> None:
         ref = lazy.run.newest
@@ -237,17 +271,12 @@ class LazyRestore:
 
         def fetch(request: tuple[int, int]) -> int:
             self._sources.raise_if_closed()
-            first, end = request
-            start, stop = first * PIECE_BYTES, min(end * PIECE_BYTES, lazy.index.body_bytes)
-            data = files.get_range(name, start, stop)
-            if len(data) != stop - start:
-                # Else whole pieces would pass, and no piece at all too.
-                raise CorruptFileError(f"{where} has {len(data)} bytes from byte {start} to {stop}: it was cut short")
-            lazy.put(first, data, where)
+            data = read_pieces(files, lazy.run.newest, lazy.index, request)
+            lazy.put(request[0], data, where)
             return len(data)
 
         # Another backend may have given some of them.
-        requests = _requests(lazy.lacking(pieces))
+        requests = requests_for(lazy.lacking(pieces))
         threads = min(_REQUESTS_MAX, max(1, len(requests)))
         fetched = sum(side_by_side("fetch", threads, fetch, requests, while_waiting))
         with self._lock:
@@ -305,7 +334,7 @@ class LazyRestore:
             yield lazy, absent[absent < absent[0] + _REQUEST_PIECES]
 
 
-def _requests(pieces: IndexArray) -> list[tuple[int, int]]:
+def requests_for(pieces: IndexArray) -> list[tuple[int, int]]:
     """Pieces, ascending, as ranges of them: those near each other together, of bounded size."""
     if not len(pieces):
         return []

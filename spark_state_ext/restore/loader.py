@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 
 import pyarrow as pa
 
-from arrow_schemas.lineage import SNAPSHOT, CheckpointRef
+from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from spark_state_ext.errors import (
     CorruptFileError,
     CorruptStoreError,
@@ -26,7 +26,7 @@ from spark_state_ext.errors import (
     MissingRunError,
 )
 from spark_state_ext.files.checkpoint import CheckpointFile, LocalCopy, read_checkpoint
-from spark_state_ext.files.readable import Readable
+from spark_state_ext.files.readable import Making, Readable
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
 from spark_state_ext.restore.lazy import LazyRestore, LazySnapshot
 from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
@@ -193,6 +193,10 @@ class Loader:
             raise
 
     def _read_from(self, files: Readable, fetch: Fetch, keep: Path | None) -> CheckpointFile | LazySnapshot:
+        if keep is not None and isinstance(files, Making):
+            made = files.make(file_name(fetch.ref, fetch.kind), keep)
+            if made is not None:
+                return made
         begun = self._lazy.begun(files, fetch.ref) if self._lazy is not None and fetch.kind == SNAPSHOT else None
         if begun is not None:
             return begun

@@ -16,7 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
 
@@ -33,9 +34,12 @@ from spark_state_ext.errors import (
     StoreFullError,
 )
 from spark_state_ext.files.folder import Duplicable, Folder, Readable
-from spark_state_ext.files.readable import Answering
+from spark_state_ext.files.readable import Answering, Making
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
 from spark_state_ext.worker.threads import DaemonPool
+
+if TYPE_CHECKING:
+    from spark_state_ext.files.checkpoint import CheckpointFile
 
 __all__ = ["Sources", "restore_order"]
 
@@ -79,6 +83,9 @@ class _Answering:
     def duplicate_to(self, target: Folder, name: str) -> bool:
         files = self._files
         return isinstance(files, Duplicable) and self._noticed(lambda: files.duplicate_to(target, name))
+
+    def make(self, name: str, keep: Path) -> CheckpointFile | None:
+        return self._files.make(name, keep) if isinstance(self._files, Making) else None
 
     def _noticed(self, work: Callable[[], T]) -> T:
         found = work()
