@@ -2,7 +2,8 @@
 
 Whoever loads the bucket asks for the snapshot of its origin. As long as the bucket has no snapshot of its own in a
 backend, that is made of the parents' files where it is asked for, and lies on this machine only: the rows of each
-parent whose hashes are the bucket's, one parent after the other.
+parent whose hashes are the bucket's, one parent after the other. A local store takes these rows as they are read; who
+needs a file gets one.
 """
 
 from __future__ import annotations
@@ -123,19 +124,19 @@ class Origin:
             made.let_go()
 
     def make(self, name: str, keep: Path) -> CheckpointFile | None:
-        """Its rows, for a local store, which needs no file of them."""
-        header, rows = self._begun(name)
+        """Return its rows as a local store takes them."""
+        header, rows = self._begin(name)
         return make_checkpoint(header, self._schema, rows, keep)
 
     def _whole(self, name: str) -> SealedFile:
         with self._making:
             if self._made is None:
-                header, rows = self._begun(name)
+                header, rows = self._begin(name)
                 self._made = seal(header, self._schema, rows, self._scratch)
             return self._made
 
-    def _begun(self, name: str) -> tuple[LineageHeader, Iterator[pa.RecordBatch]]:
-        """The header of a file, and its rows, which are still to be read from the parents' files."""
+    def _begin(self, name: str) -> tuple[LineageHeader, Iterator[pa.RecordBatch]]:
+        """Return the header of a file, and its rows, which are read from the parents' files as they are asked for."""
         if self._known is None or name != file_name(self._known, SNAPSHOT):
             raise MissingCheckpointError(f"reading {self.where(name)}: it does not exist")
         self._raise_if_closed()
@@ -208,7 +209,7 @@ def rows_of_parents(
     files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
     """The live rows of a parent in a range of hashes, ascending."""
-    for rows in _rows_around(files, parent, low, high, schema, scratch):
+    for rows in _read_around(files, parent, low, high, schema, scratch):
         hashes = hashes_of(rows) >> np.uint64(32)
         begin = int(np.searchsorted(hashes, np.uint64(low), side="left"))
         end = int(np.searchsorted(hashes, np.uint64(high), side="left"))
@@ -218,10 +219,10 @@ def rows_of_parents(
             return
 
 
-def _rows_around(
+def _read_around(
     files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
-    """Yield live rows of a parent, ascending: at least those in a range of hashes."""
+    """Yield live rows of a parent, ascending: those in a range of hashes, perhaps with others around it."""
     pointer, saved = parent.pointer, parent.saved.files
     if pointer.ref is not None and [it.name for it in saved] == [file_name(pointer.ref, SNAPSHOT)]:
         refuse_other_files(files, saved)

@@ -52,7 +52,7 @@ __all__ = [
     "lazy_options",
     "read_ends",
     "read_pieces",
-    "requests_for",
+    "group_pieces",
 ]
 
 _LOGGER = logging.getLogger("spark_state_ext")
@@ -232,7 +232,7 @@ class LazyRestore:
     def _fetch(self, lazy: LazyFile, pieces: IndexArray, beside: bool) -> None:
         peers = None if self._options is None else self._options.peers
         if peers is not None:
-            ranges = requests_for(lazy.lacking(pieces))
+            ranges = group_pieces(lazy.lacking(pieces))
             peers.give(self._key, lazy, ranges, beside, self._sources.raise_if_closed)
             pieces = lazy.lacking(pieces)
             if not len(pieces):
@@ -240,7 +240,7 @@ class LazyRestore:
         started_s = time.monotonic()
         self._fetch_from_backends(lazy, pieces, beside)
         if peers is not None and beside:
-            peers.note_store(len(requests_for(pieces)), len(pieces) * PIECE_BYTES, time.monotonic() - started_s)
+            peers.note_store(len(group_pieces(pieces)), len(pieces) * PIECE_BYTES, time.monotonic() - started_s)
 
     def _fetch_from_backends(self, lazy: LazyFile, pieces: IndexArray, beside: bool) -> None:
         ref = lazy.run.newest
@@ -276,7 +276,7 @@ class LazyRestore:
             return len(data)
 
         # Another backend may have given some of them.
-        requests = requests_for(lazy.lacking(pieces))
+        requests = group_pieces(lazy.lacking(pieces))
         threads = min(_REQUESTS_MAX, max(1, len(requests)))
         fetched = sum(side_by_side("fetch", threads, fetch, requests, while_waiting))
         with self._lock:
@@ -334,7 +334,7 @@ class LazyRestore:
             yield lazy, absent[absent < absent[0] + _REQUEST_PIECES]
 
 
-def requests_for(pieces: IndexArray) -> list[tuple[int, int]]:
+def group_pieces(pieces: IndexArray) -> list[tuple[int, int]]:
     """Pieces, ascending, as ranges of them: those near each other together, of bounded size."""
     if not len(pieces):
         return []

@@ -1,8 +1,8 @@
-"""A part of a snapshot file: the rows of a range of hashes, of which only what they consist of is read.
+"""A part of a snapshot file: the rows of a range of hashes, read without the rest of the file.
 
-Both ends of the file tell which chunks may have such rows. Of a large chunk that has others too, the column of hashes
-is read, and then the range of rows of each column. Arrow sees a chunk whose other bytes are zeros, and nobody looks at
-these.
+Both ends of the file say which chunks may have such rows. If a large chunk has other rows too, its column of hashes is
+read, and then the wanted range of rows of each column. Arrow gets the chunk with zeros in place of all other bytes, and
+no row that is handed on consists of those.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from arrow_schemas.snapshot_index import IndexedChunk
 from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.files.readable import Readable
 from spark_state_ext.files.sealed_body import NOT_ARROW
-from spark_state_ext.restore.lazy import LazySnapshot, read_pieces, requests_for
+from spark_state_ext.restore.lazy import LazySnapshot, group_pieces, read_pieces
 from spark_state_ext.store.checksums import BINARY, FIXED, WHOLE, Cells, cells_of
 from spark_state_ext.store.runs import hashes_of
 from spark_state_ext.worker.threads import side_by_side
@@ -38,7 +38,7 @@ _Span = tuple[int, int]
 def read_part(
     files: Readable, snapshot: LazySnapshot, schema: RowSchema, low: int, high: int
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a snapshot whose hashes are at least `low` and below `high`, and maybe some beside them."""
+    """Yield the rows of a snapshot whose hashes are at least `low` and below `high`, perhaps with their neighbours."""
     where = files.where(file_name(snapshot.header.ref, SNAPSHOT))
     try:
         for chunk in snapshot.index.chunks:
@@ -46,8 +46,8 @@ def read_part(
                 continue
             part = _Part(files, snapshot, chunk, where)
             is_within = low <= chunk.hash_min and chunk.hash_max < high
-            # A request for all of a small one costs less than several for its columns.
-            rows = part.all_rows() if is_within or chunk.size_bytes <= BLOCK_BYTES else part.rows_between(low, high)
+            # One request for all of a small chunk costs less than several for its columns.
+            rows = part.read_all() if is_within or chunk.size_bytes <= BLOCK_BYTES else part.read_between(low, high)
             rows.validate()
             yield conform(rows, schema)
     except StateError:
@@ -57,27 +57,27 @@ def read_part(
 
 
 class _Part:
-    """The bytes of one chunk, at their places, as far as they were read and checked."""
+    """One chunk, with each byte that was read and checked at its place."""
 
     def __init__(self, files: Readable, snapshot: LazySnapshot, chunk: IndexedChunk, where: str) -> None:
         self._files, self._snapshot, self._chunk, self._where = files, snapshot, chunk, where
         self._first = chunk.offset // PIECE_BYTES
         self._end = chunk.offset + chunk.size_bytes
         pieces = -(-self._end // PIECE_BYTES) - self._first
-        # Pages that nobody writes to take no memory.
+        # Pages that are never written to take no memory.
         self._data: npt.NDArray[np.uint8] = np.zeros(pieces * PIECE_BYTES, dtype=np.uint8)
         self._lacks: npt.NDArray[np.bool_] = np.ones(pieces, dtype=np.bool_)
         start = chunk.offset - self._first * PIECE_BYTES
         self._buffer = pa.py_buffer(self._data).slice(start, chunk.size_bytes)
 
-    def all_rows(self) -> pa.RecordBatch:
+    def read_all(self) -> pa.RecordBatch:
         """Read all of the chunk."""
         self._fetch([(self._chunk.offset, self._end)])
-        return self._opened()
+        return self._open()
 
-    def rows_between(self, low: int, high: int) -> pa.RecordBatch:
+    def read_between(self, low: int, high: int) -> pa.RecordBatch:
         """Read the rows of a range of hashes."""
-        batch = self._opened()
+        batch = self._open()
         address = self._buffer.address
         columns = [(cells_of(column, address), column) for column in batch.columns]
         hashes_at = columns[batch.schema.get_field_index(KEY_HASH)][0].values
@@ -86,13 +86,13 @@ class _Part:
         begin = int(np.searchsorted(hashes, np.uint64(low), side="left"))
         end = int(np.searchsorted(hashes, np.uint64(high - 1), side="right"))
         if begin < end:
-            self._fetch_here(span for it in columns for span in _cell_spans(*it, address, begin, end))
-            self._fetch_here(self._value_span(cells, begin, end) for cells, _ in columns if cells.kind == BINARY)
+            self._fetch_here(span for it in columns for span in _locate_cells(*it, address, begin, end))
+            self._fetch_here(self._locate_values(cells, begin, end) for cells, _ in columns if cells.kind == BINARY)
         return batch.slice(begin, end - begin)
 
-    def _opened(self) -> pa.RecordBatch:
-        """The chunk as a record batch; of its columns only what was read may be looked at."""
-        head = message_at(self._bytes_at, self._chunk.offset, self._where)
+    def _open(self) -> pa.RecordBatch:
+        """Return the chunk as a record batch, of which the caller may use only what was read."""
+        head = message_at(self._read_bytes, self._chunk.offset, self._where)
         size_bytes = head.metadata_bytes + head.body_bytes
         # Arrow makes room for a compressed body before it looks at it, and no chunk is compressed.
         if head.codec is not None or size_bytes != self._chunk.size_bytes:
@@ -102,28 +102,28 @@ class _Part:
             raise CorruptFileError(f"{self._where} holds {batch.num_rows} rows and announces {self._chunk.rows}")
         return batch
 
-    def _bytes_at(self, start: int, size: int) -> bytes:
+    def _read_bytes(self, start: int, size: int) -> bytes:
         self._fetch([(start, min(start + size, self._end))])
         at = start - self._first * PIECE_BYTES
         return self._data[at : at + size].tobytes()
 
-    def _value_span(self, cells: Cells, begin: int, end: int) -> _Span:
-        """Where text or bytes of rows are, whose offsets were read."""
+    def _locate_values(self, cells: Cells, begin: int, end: int) -> _Span:
+        """Return where the text or bytes of rows are, once their offsets were read."""
         offsets = np.frombuffer(self._buffer, np.int64 if cells.bits == 64 else np.int32, offset=cells.values)
         return cells.data + int(offsets[begin]), cells.data + int(offsets[end])
 
     def _fetch_here(self, spans: Iterable[_Span]) -> None:
-        """Read bytes at places of the chunk."""
+        """Read bytes at places within the chunk."""
         self._fetch([(self._chunk.offset + start, self._chunk.offset + end) for start, end in spans if start != end])
 
     def _fetch(self, spans: Iterable[_Span]) -> None:
-        """Read the pieces that some bytes of the file lie in, as far as they were not."""
+        """Read the pieces that some bytes of the file lie in, unless they were read before."""
         wanted = np.zeros_like(self._lacks)
         for start, end in spans:
             if not self._chunk.offset <= start <= end <= self._end:
                 raise CorruptFileError(f"{self._where} has a chunk that leads to bytes outside of it: it is damaged")
             wanted[start // PIECE_BYTES - self._first : -(-end // PIECE_BYTES) - self._first] = True
-        requests = requests_for(np.flatnonzero(wanted & self._lacks) + self._first)
+        requests = group_pieces(np.flatnonzero(wanted & self._lacks) + self._first)
         if len(requests) > 1:
             side_by_side("part", min(_THREADS_MAX, len(requests)), self._put, requests)
         elif requests:
@@ -138,8 +138,8 @@ class _Part:
         self._lacks[pieces] = False
 
 
-def _cell_spans(cells: Cells, column: pa.Array, address: int, begin: int, end: int) -> Iterator[_Span]:
-    """Where a column has what rows consist of, but of text and bytes what only their offsets tell."""
+def _locate_cells(cells: Cells, column: pa.Array, address: int, begin: int, end: int) -> Iterator[_Span]:
+    """Yield where a column has the cells of some rows; of text and bytes only the offsets."""
     if cells.kind == WHOLE:
         # Structs, lists and maps have too many forms to follow each.
         buffers = [it for it in column.buffers() if it is not None and it.size]

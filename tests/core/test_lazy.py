@@ -43,7 +43,7 @@ from spark_state_ext.errors import (
     UsageError,
 )
 from spark_state_ext.restore import lazy as lazy_restore
-from spark_state_ext.restore.lazy import BYTES_MIN, FILL_BYTES_PER_S_MAX, lazy_options, requests_for
+from spark_state_ext.restore.lazy import BYTES_MIN, FILL_BYTES_PER_S_MAX, group_pieces, lazy_options
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.lazy_file import LazyFile
 from spark_state_ext.worker.background import Foreground, Inline
@@ -365,9 +365,9 @@ def test_a_store_that_is_not_told_where_the_rest_is(remote: Remote, store: Local
 
 
 def test_pieces_near_each_other_are_one_request() -> None:
-    assert requests_for(np.array([], dtype=np.int64)) == []
-    assert requests_for(np.array([0, 1, 6, 12, 300])) == [(0, 7), (12, 13), (300, 301)]
-    assert requests_for(np.arange(600)) == [(0, 256), (256, 512), (512, 600)]
+    assert group_pieces(np.array([], dtype=np.int64)) == []
+    assert group_pieces(np.array([0, 1, 6, 12, 300])) == [(0, 7), (12, 13), (300, 301)]
+    assert group_pieces(np.arange(600)) == [(0, 256), (256, 512), (512, 600)]
 
 
 def test_what_the_environment_says() -> None:
