@@ -18,12 +18,12 @@ from arrow_schemas.evolution import conform
 from arrow_schemas.ipc_message import message_at
 from arrow_schemas.lineage import SNAPSHOT, file_name
 from arrow_schemas.row import KEY_HASH, RowSchema
-from arrow_schemas.snapshot_index import IndexedChunk
+from arrow_schemas.snapshot_index import IndexedChunk, SnapshotIndex
 from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.files.readable import Readable
 from spark_state_ext.files.sealed_body import NOT_ARROW
 from spark_state_ext.restore.lazy import LazySnapshot, group_pieces, read_pieces
-from spark_state_ext.store.checksums import BINARY, FIXED, WHOLE, Cells, cells_of
+from spark_state_ext.store.checksums import BINARY, FIXED, NOTHING, WHOLE, Cells, cells_of
 from spark_state_ext.store.runs import hashes_of
 from spark_state_ext.worker.threads import side_by_side
 
@@ -41,6 +41,7 @@ def read_part(
     """Yield the rows of a snapshot whose hashes are at least `low` and below `high`, perhaps with their neighbours."""
     where = files.where(file_name(snapshot.header.ref, SNAPSHOT))
     try:
+        _refuse_gaps(snapshot.index, where)
         for chunk in snapshot.index.chunks:
             if chunk.hash_max < low or chunk.hash_min >= high:
                 continue
@@ -73,7 +74,9 @@ class _Part:
     def read_all(self) -> pa.RecordBatch:
         """Read all of the chunk."""
         self._fetch([(self._chunk.offset, self._end)])
-        return self._open()
+        batch = self._open()
+        self._refuse_other_hashes(hashes_of(batch))
+        return batch
 
     def read_between(self, low: int, high: int) -> pa.RecordBatch:
         """Read the rows of a range of hashes."""
@@ -83,11 +86,15 @@ class _Part:
         hashes_at = columns[batch.schema.get_field_index(KEY_HASH)][0].values
         self._fetch_here([(hashes_at, hashes_at + 8 * batch.num_rows)])
         hashes = hashes_of(batch)
+        self._refuse_other_hashes(hashes)
         begin = int(np.searchsorted(hashes, np.uint64(low), side="left"))
         end = int(np.searchsorted(hashes, np.uint64(high - 1), side="right"))
         if begin < end:
             self._fetch_here(span for it in columns for span in _locate_cells(*it, address, begin, end))
             self._fetch_here(self._locate_values(cells, begin, end) for cells, _ in columns if cells.kind == BINARY)
+            for cells, _ in columns:
+                if cells.kind == NOTHING and cells.validity >= 0:
+                    self._refuse_values(cells.validity, begin, end)
         return batch.slice(begin, end - begin)
 
     def _open(self) -> pa.RecordBatch:
@@ -100,7 +107,22 @@ class _Part:
         batch = pa.ipc.read_record_batch(self._buffer, self._snapshot.schema)
         if batch.num_rows != self._chunk.rows:
             raise CorruptFileError(f"{self._where} holds {batch.num_rows} rows and announces {self._chunk.rows}")
+        # Sizes of buffers are Arrow's metadata. What was not read is 0, which no offset contradicts.
+        batch.validate()
         return batch
+
+    def _refuse_other_hashes(self, hashes: npt.NDArray[np.uint64]) -> None:
+        """Refuse a chunk if the index tells other hashes, by which chunks are left out."""
+        ends = (int(hashes[0]), int(hashes[-1])) if len(hashes) else ()
+        if ends != (self._chunk.hash_min, self._chunk.hash_max) or (hashes[1:] < hashes[:-1]).any():
+            raise CorruptFileError(f"{self._where} has other hashes at byte {self._chunk.offset} than its index has")
+
+    def _refuse_values(self, validity: int, begin: int, end: int) -> None:
+        """Refuse a column that is said to be NULL only, so that its values were not read, if some row has one."""
+        first, last = begin // 8, -(-end // 8)
+        marks = np.frombuffer(self._buffer, np.uint8, last - first, offset=validity + first)
+        if np.unpackbits(marks, bitorder="little")[begin - 8 * first : end - 8 * first].any():
+            raise CorruptFileError(f"{self._where} has values at byte {self._chunk.offset} in a column without any")
 
     def _read_bytes(self, start: int, size: int) -> bytes:
         self._fetch([(start, min(start + size, self._end))])
@@ -136,6 +158,13 @@ class _Part:
         at, pieces = (request[0] - self._first) * PIECE_BYTES, slice(*(it - self._first for it in request))
         self._data[at : at + len(data)] = np.frombuffer(data, dtype=np.uint8)
         self._lacks[pieces] = False
+
+
+def _refuse_gaps(index: SnapshotIndex, where: str) -> None:
+    """Refuse an index that leaves bytes between its chunks out, as they may be rows."""
+    ends = [chunk.offset + chunk.size_bytes for chunk in index.chunks]
+    if [chunk.offset for chunk in index.chunks[1:]] != ends[:-1] or ends[-1:] not in ([], [index.body_bytes]):
+        raise CorruptFileError(f"the index of {where} leaves bytes between chunks out: it is damaged")
 
 
 def _locate_cells(cells: Cells, column: pa.Array, address: int, begin: int, end: int) -> Iterator[_Span]:

@@ -13,7 +13,7 @@ from arrow_schemas import RowSchema
 from spark_state_ext.engine import folders
 from spark_state_ext.engine.stores import Stores
 from spark_state_ext.store import LocalStore
-from spark_state_ext.worker import descriptors
+from spark_state_ext.worker import descriptors, local_folders
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 
@@ -42,7 +42,7 @@ def test_containers_that_share_a_folder_have_stores_of_their_own(
     the_job = replace(the_job, options=replace(the_job.options, local_dir=str(tmp_path)))
     found = []
     for container in ("pid:[4026531836]", "pid:[4026532617]", "pid:[4026531836]"):
-        monkeypatch.setattr(folders, "namespace", lambda container=container: container)
+        monkeypatch.setattr(local_folders, "namespace", lambda container=container: container)
         found.append(folders.local_folder(the_job, "home", 1, 3))
     assert found[0] == found[2] != found[1]
     assert {folder.relative_to(folder.parents[3]).parts[1:] for folder in found} == {("home", "s1", "3")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -21,6 +22,7 @@ from arrow_schemas.savepoint import SavedBucket
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
+from spark_state_ext.files import sealed_body
 from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import seal
@@ -272,3 +274,46 @@ def test_a_damaged_parent_leaves_the_local_store_as_it_was(tmp_path: Path) -> No
     hashes = rows.column(0).to_numpy() >> np.uint64(32)
     assert restored().equals(pa.Table.from_batches([rows.slice(int(np.searchsorted(hashes, 1 << 31)))]))
     store.close()
+
+
+@pytest.mark.parametrize("told", [(ROWS, -1), (ROWS, ROWS), (10**12, -1)], ids=["unknown", "all", "too long"])
+def test_a_column_that_is_said_to_have_other_nulls_is_refused(
+    told: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All checksums are right, as another program may have written the file."""
+    rows = rows_of(ROWS)
+    node = struct.pack("<qq", ROWS, rows.column(3).null_count)
+    write, patched = sealed_body._HashingSink.write, []
+
+    def write_other(self: sealed_body._HashingSink, data: bytes) -> int:
+        raw = bytes(memoryview(data).cast("B"))
+        # A message's metadata, and no rows.
+        if node in raw and len(raw) < 5_000:
+            patched.append(raw)
+            raw = raw.replace(node, struct.pack("<qq", *told))
+        return write(self, raw)
+
+    files = Folder(str(tmp_path)).child("files")
+    with monkeypatch.context() as patch:
+        patch.setattr(sealed_body._HashingSink, "write", write_other)
+        put_whole(files, seal(HEADER, SCHEMA, iter([rows]), tmp_path))
+    assert patched
+    ends = read_ends(files, REF, files.size(NAME))
+    assert ends is not None
+    with pytest.raises(CorruptFileError, match=NAME):
+        list(read_part(files, ends, SCHEMA, END // 2, END // 2 + END // 8))
+
+
+def test_an_index_that_tells_other_hashes_or_too_few_chunks_is_refused(tmp_path: Path) -> None:
+    """Chunks are left out by their hashes."""
+    files = Folder(str(tmp_path)).child("files")
+    put_whole(files, seal(HEADER, SCHEMA, iter([rows_of(CHUNK_ROWS + 9_000)]), tmp_path))
+    ends = read_ends(files, REF, files.size(NAME))
+    assert ends is not None
+    first, *rest = ends.index.chunks
+    other = replace(ends, index=replace(ends.index, chunks=(replace(first, hash_min=first.hash_min + 1), *rest)))
+    with pytest.raises(CorruptFileError, match="other hashes"):
+        list(read_part(files, other, SCHEMA, 0, END))
+    fewer = replace(ends, index=replace(ends.index, chunks=(first,), rows=first.rows))
+    with pytest.raises(CorruptFileError, match="bytes between"):
+        list(read_part(files, fewer, SCHEMA, 0, END))
