@@ -1,1 +1,1 @@
-"""What a bucket without a pointer begins with: saved buckets, wherever they lie and whoever owns them."""
+"""What a bucket without a pointer begins with: saved buckets, in a savepoint or in a query folder."""

@@ -48,7 +48,7 @@ from spark_state_ext.savepoints.copying import copied
 from spark_state_ext.savepoints.records import StartRecord, note_held, note_start, start_of
 from spark_state_ext.savepoints.taking import save_bucket
 
-__all__ = ["begin_bucket", "bring_files", "bring_parent", "claim_source", "gone_on", "sources_in"]
+__all__ = ["begin_bucket", "bring_files", "bring_parent", "claim_source", "make_gone_on_error", "sources_in"]
 
 SourcesOf = Callable[[Parent], Sequence[Restorable]]
 
@@ -92,9 +92,9 @@ def _refuse_begun_before(record: StartRecord, job: Job, root: Folder, query_fold
         there = start_of(root.child(name))
         if there is not None and there.is_of(record.source, record.source_id):
             raise ExistingStateError(
-                f"operator {job.operator!r} would begin anew under {root.root} from {record}, from "
+                f"operator {job.operator!r} would begin again under {root.root} from {record}, from "
                 f"which the query {name} there was begun before: to go on with that query's state, start it with "
-                "its checkpointLocation. (strict=True refuses to begin anew here; use another operator name or "
+                "its checkpointLocation. (strict=True refuses to begin again here; use another operator name or "
                 "root.)"
             )
 
@@ -124,7 +124,7 @@ def _claim_folder(state: InitialState, start: RetainedCheckpoint, root: Folder, 
         raise NotClaimableError(
             f"batch {captured.batch} of {start.checkpoint_location} cannot be claimed: the later batches "
             f"{', '.join(map(str, captured.later))} build upon its files, which the new query deletes when it "
-            "needs them no more. Claim the last batch, or accept that the later ones are lost with force=True."
+            "no longer needs them. Claim the last batch, or accept that the later ones are lost with force=True."
         )
     # The other query may have claimed the folder itself: who claims it from that one goes by its pointers.
     # The lease looks again, as it may have to wait before it makes the record.
@@ -138,7 +138,7 @@ def begin_bucket(
 ) -> tuple[Pointer, tuple[Restorable, ...]]:
     """Prepare the query folder; return the bucket's first pointer, and the backends that only this call reads from."""
     files, start = root.child(query_folder), job.options.start_from
-    note_left_behind(files, state.left_behind(job))
+    note_left_behind(files, state.list_left_behind(job))
     if state.captured is not None and job.captured is not None:
         note_held(files, job.captured)
     if state.adopts:
@@ -199,7 +199,7 @@ def bring_files(
     if state.pointer.ref is None:
         return _renamed(job, query_folder, state.pointer, {}, {}), ()
     if backend is None:
-        return _read_in_place(state, job, query_folder, sources_of, scratch)
+        return _leave_in_place(state, job, query_folder, sources_of, scratch)
     target = Folder(backend.root, backend.storage_options).child(job.operator, query_folder, str(state.pointer.bucket))
     saved = _copied(state, state.parents[0], target, sources_of, scratch).saved
     replication = {backend.name: ReplicationStatus(saved.pointer.ref)}
@@ -221,14 +221,14 @@ def bring_parent(job: Job, query_folder: str, parent: Parent, sources_of: Source
     except LineageError as error:
         # Another call has brought it meanwhile, from another batch.
         shown = f"bucket {parent.bucket} is brought from {parent.pointer.ref} and from another checkpoint"
-        raise gone_on(job.operator, shown) from error
+        raise make_gone_on_error(job.operator, shown) from error
 
 
-def gone_on(operator: str, shown: str) -> LineageError:
+def make_gone_on_error(operator: str, shown: str) -> LineageError:
     """Return the error of a query that committed batches since the plan that rescales it."""
     return LineageError(
         f"operator {operator!r} is not rescaled, as its query has gone on since it was planned: {shown}. "
-        "Nothing is lost: plan the query anew, as the program does that is started again. The same DataFrame "
+        "Nothing is lost: plan the query again, as a restart of the program does. The same DataFrame "
         "started again fails again"
     )
 
@@ -238,7 +238,7 @@ def _file_system(job: Job) -> Backend | None:
 
 
 def _copied(state: InitialState, parent: Parent, target: Folder, sources_of: SourcesOf, scratch: Path) -> Parent:
-    """Copy a parent's files into a folder, those that a savepoint names or those that are found."""
+    """Copy a parent's files into a folder, as the savepoint names them or as they are found."""
     if not state.in_savepoint:
         return _saved(parent, target, sources_of, scratch)
     source = state.source.child(str(parent.bucket))
@@ -257,7 +257,7 @@ def _saved(parent: Parent, target: Folder, sources_of: SourcesOf, scratch: Path)
         close_all(sources)
 
 
-def _read_in_place(
+def _leave_in_place(
     state: InitialState, job: Job, query_folder: str, sources_of: SourcesOf, scratch: Path
 ) -> tuple[Pointer, tuple[Restorable, ...]]:
     pointer = state.pointer

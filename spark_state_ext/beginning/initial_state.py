@@ -83,7 +83,7 @@ class InitialState:
         start = job.options.start_from
         return not self.in_place and start is not None and start.allow_non_restored
 
-    def left_behind(self, job: Job) -> list[str]:
+    def list_left_behind(self, job: Job) -> list[str]:
         """Names of the state columns that the job leaves behind."""
         names = {field.name for field in job.operator_file("").row_schema().state}
         there = () if self.in_place else self.operator_file.row_schema().without_expiry().state

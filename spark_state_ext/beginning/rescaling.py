@@ -2,7 +2,7 @@
 
 Spark hands each old bucket's pointer to the call of its label, and to no other. So the plan has Spark read all pointers
 of the last batch, and a task writes them down; a call takes the pointers of its bucket's parents from there. In a batch
-with data each old bucket is called too, also one that is no more, and compares what was taken with what it was handed:
+with data each old bucket is called too, also one that the query no longer has. It compares what was taken with its own:
 the batch succeeds only where all were the same.
 
 Batches without data, as Spark has them for timeouts, call some of the old buckets only. These go on as they were, and
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.beginning.first_call import bring_parent, gone_on, sources_in
+from spark_state_ext.beginning.first_call import bring_parent, make_gone_on_error, sources_in
 from spark_state_ext.beginning.initial_state import InitialState, divided_pointer
 from spark_state_ext.engine.folders import operator_folder
 from spark_state_ext.engine.job import Job
@@ -115,13 +115,13 @@ class Rescaling:
         parent = bring_parent(self.job, self._folder, wanted, sources_of, scratch)
         if parent.pointer.ref != self.stored.ref:
             shown = f"bucket {self.bucket} is at checkpoint {self.stored.ref}, not {parent.pointer.ref}"
-            raise gone_on(self.job.operator, shown)
+            raise make_gone_on_error(self.job.operator, shown)
 
     def initial_state(self) -> InitialState:
         """What the bucket begins with."""
         asked = self.job.options.bucket_map
         numbers = asked.overlapping(self.operator_file.bucket_map, self.bucket)
-        parents = tuple(Parent.unsaved(self.operator_file, self._known(number)) for number in numbers)
+        parents = tuple(Parent.unsaved(self.operator_file, self._find_pointer(number)) for number in numbers)
         pointer = divided_pointer(self.job, self._folder, self.bucket, parents)
         record = StartRecord(RESCALE, self.old_folder.root, "", self.captured.batch, NO_CLAIM, self.job.operator)
         return InitialState(parents, asked, pointer, record, self.old_folder)
@@ -135,7 +135,7 @@ class Rescaling:
     def _notes(self) -> Folder:
         return operator_folder(self.job).child(STARTING_FOLDER)
 
-    def _known(self, number: int) -> Pointer:
+    def _find_pointer(self, number: int) -> Pointer:
         """The newest pointer of an old bucket: what Spark hands out, else what was written down."""
         if number == self.bucket and self.stored is not None:
             return self.stored

@@ -126,6 +126,6 @@ def test_a_query_that_has_gone_on_is_told_to_be_planned_anew(
         # Both looked before either had written.
         monkeypatch.setattr(first_call, "parent_of", lambda folder, bucket: None)
     with pytest.raises(
-        LineageError, match=r"'counts' is not rescaled, as its query has gone on .* plan the query anew"
+        LineageError, match=r"'counts' is not rescaled, as its query has gone on .* plan the query again"
     ):
         second.give(replicas, scratch)
