@@ -2,7 +2,8 @@
 
 A history that fails is shortened by Hypothesis and printed; the same seed and number of processes find it again. Two
 runs with other seeds go through other histories. After those of buckets come as many of drivers around one lease, of
-queries that claim one folder, of savepoints, of erase requests, of queries that are rescaled, and of their runs' epochs.
+queries that claim one folder, of savepoints, of erase requests, of queries that are rescaled, of their runs' epochs, and
+of standbys.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from sim_histories import (  # noqa: E402
     lease_histories,
     rescale_histories,
     savepoint_histories,
+    standby_histories,
     timeline_histories,
 )
 from sim_lease import simulate_lease  # noqa: E402
@@ -37,6 +39,7 @@ from sim_parts import History, Step  # noqa: E402
 from sim_rescales import simulate_rescales  # noqa: E402
 from sim_savepoints import simulate_savepoints  # noqa: E402
 from sim_search import searched  # noqa: E402
+from sim_standby import simulate_standby  # noqa: E402
 from sim_timeline import simulate_timeline  # noqa: E402
 from sim_world import simulate  # noqa: E402
 
@@ -151,11 +154,23 @@ def run_timelines(count: int, from_seed: int) -> Counter[str]:
     return seen
 
 
+def run_standby(count: int, from_seed: int) -> Counter[str]:
+    """As `run`, of hosts that keep replicas; raises `WrongStandbyError`."""
+    seen: Counter[str] = Counter()
+
+    def check(steps: tuple[Step, ...]) -> None:
+        world = simulate_standby(steps)
+        seen.update(standby_histories=1, standby_hosts_died=world.died, standby_moves=world.moves)
+
+    searched(standby_histories(), check, count, from_seed, shrinks=True)
+    return seen
+
+
 def _share(counts: tuple[int, ...], from_seed: int, results: multiprocessing.Queue[Counter[str]]) -> None:
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
     # What was imported stays; going through it again and again takes a twentieth of the time.
     gc.freeze()
-    count, leases, savepoints, erasures, rescales, timelines = counts
+    count, leases, savepoints, erasures, rescales, timelines, standby = counts
     seen = run(count, from_seed) if count else Counter[str]()
     if leases:
         seen.update(run_leases(leases, from_seed))
@@ -168,6 +183,8 @@ def _share(counts: tuple[int, ...], from_seed: int, results: multiprocessing.Que
         seen.update(run_rescales(rescales, from_seed))
     if timelines:
         seen.update(run_timelines(timelines, from_seed))
+    if standby:
+        seen.update(run_standby(standby, from_seed))
     results.put(seen)
 
 
@@ -182,13 +199,14 @@ def main() -> int:
     parser.add_argument("--erasures", type=int, help="histories of erase requests; as many as the others by default")
     parser.add_argument("--rescales", type=int, help="histories of rescaling; as many as the others by default")
     parser.add_argument("--timelines", type=int, help="histories of epochs; as many as the others by default")
+    parser.add_argument("--standby", type=int, help="histories of standbys; as many as the others by default")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     started_s = time.monotonic()
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[Counter[str]] = context.Queue()
-    names = ("histories", "leases", "savepoints", "erasures", "rescales", "timelines")
+    names = ("histories", "leases", "savepoints", "erasures", "rescales", "timelines", "standby")
     wanted = [getattr(arguments, name) for name in names]
     each = [arguments.histories if count is None else count for count in wanted]
     shares = tuple(-(-count // arguments.processes) for count in each)

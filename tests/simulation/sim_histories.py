@@ -14,6 +14,7 @@ from sim_parts import Config, History, Step
 from sim_rescale_parts import COUNTS, RescaleConfig
 from sim_rescales import RESCALE_STEPS
 from sim_savepoints import SAVEPOINT_STEPS
+from sim_standby import STANDBY_STEPS
 from sim_timeline import TIMELINE_STEPS
 from sim_world import STEPS
 
@@ -155,6 +156,13 @@ def timeline_histories(kinds: Sequence[str] = TIMELINE_STEPS) -> st.SearchStrate
     numbers = [TIMELINE_STEPS.index(kind) for kind in kinds]
     step = st.tuples(st.sampled_from(numbers), st.binary(min_size=8, max_size=8))
     return st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=8, max_size=40).map(tuple)
+
+
+def standby_histories() -> st.SearchStrategy[tuple[Step, ...]]:
+    """What a world begins with, and steps of its hosts, buckets and records."""
+    step = st.tuples(st.integers(0, len(STANDBY_STEPS) - 1), st.binary(min_size=3, max_size=3))
+    steps = st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=12, max_size=40)
+    return st.tuples(st.binary(min_size=3, max_size=3), steps).map(lambda it: (it[0], *it[1]))
 
 
 def _lease_histories(kinds: int) -> st.SearchStrategy[tuple[Step, ...]]:

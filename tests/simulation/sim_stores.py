@@ -27,7 +27,6 @@ class Share(DirFileSystem):  # type: ignore[misc]
     """As an SMB share: a rename never puts a file in another one's place."""
 
     protocol: ClassVar[Any] = "smb"
-    cachable = False
 
     def __init__(self, **options: Any) -> None:
         super().__init__(path="/", fs=MemoryFileSystem(), **options)

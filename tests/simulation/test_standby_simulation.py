@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import strategies as st
-from sim_parts import Step
+from sim_histories import standby_histories
 from sim_search import searched
-from sim_standby import STANDBY_STEPS, Patch, StandbyWorld, WrongStandbyError, simulate_standby
+from sim_standby import Patch, StandbyWorld, WrongStandbyError, simulate_standby
 from sim_standby_broken import BROKEN_STANDBY
 
 from tests.helpers.soak import examples
 
 HISTORIES = 300
 SEED = 3
-
-_STEPS = st.tuples(st.integers(0, len(STANDBY_STEPS) - 1), st.binary(min_size=3, max_size=3))
-
-
-def standby_histories() -> st.SearchStrategy[tuple[Step, ...]]:
-    """What a world begins with, and steps of its hosts, buckets and records."""
-    steps = st.lists(_STEPS.map(lambda step: bytes([step[0], *step[1]])), min_size=12, max_size=40)
-    return st.tuples(st.binary(min_size=3, max_size=3), steps).map(lambda it: (it[0], *it[1]))
 
 
 def test_no_history_leaves_a_bucket_without_its_replicas() -> None:
