@@ -46,6 +46,9 @@ OURS: dict[str, Ours] = {
     "store": Ours(("--growth-batches", "15"), re.compile(r"sorted runs: (load|get,|put|batch at [\d,]+ rows$).*")),
     "restore": Ours(("--restarts", "1"), re.compile(r".*: restore")),
     "async_commit": Ours(("--ours", "--batches", "9"), _BATCHES),
+    "reading": Ours(("--repeats", "9"), re.compile(r"(the command )?get, a process.*|.*: scan.*")),
+    "savepoint": Ours(("--repeats", "5"), re.compile(r".*: (our own work|all of it.*)")),
+    "rescale": Ours(("--gb", "0.05", "0.1"), re.compile(r".*, (rescaled|as it is): to the first committed batch")),
 }
 SLOWER_AT_MOST = 1.05
 _PACKAGES = ("spark_state_ext", "arrow_schemas")

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 __all__ = ["Tree", "add_arguments", "add_up", "run", "tree_of"]
 
 RESCALED, AS_IT_IS, REWRITTEN = "rescaled", "as it is", "rewritten first"
-OVER_PLAIN_AT_MOST, FLAT_AT_MOST = 1.5, 1.2
+OVER_PLAIN_AT_MOST, FLAT_AT_MOST = 1.2, 1.2
 # Bytes a row in a snapshot file; the pad makes up for what the other columns have not.
 _ROW_BYTES, _PAD_BYTES = 100, 56
 _KEY, _INPUT, _OUTPUT = "key", "key bigint, amount bigint", "key bigint, n bigint"
