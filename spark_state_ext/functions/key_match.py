@@ -1,4 +1,4 @@
-"""Finding keys by value among others, without their hashes."""
+"""Find keys among other keys by value, without their hashes."""
 
 from __future__ import annotations
 
@@ -14,48 +14,51 @@ from arrow_schemas.equality import BoolArray, HashArray, IndexArray, group_by_ke
 __all__ = ["hold_floats", "key_positions", "nan_is_null", "positions_without_nan"]
 
 
-def key_positions(own: Sequence[pa.Array], wanted: Sequence[pa.Array]) -> IndexArray:
-    """Where each wanted key is."""
+def key_positions(own: Sequence[pa.Array], searched: Sequence[pa.Array]) -> IndexArray:
+    """Return the position of each searched key among the own keys, -1 if it is not there."""
     count = len(own[0])
-    together = [pa.concat_arrays([a, b]) for a, b in zip(own, wanted, strict=True)]
+    together = [pa.concat_arrays([a, b]) for a, b in zip(own, searched, strict=True)]
     codes = _codes(together)
-    # Equal codes are compared on the keys themselves. Of a group's rows the own one, if there is one, comes first.
+    # Keys with equal codes are then compared by value. An own key comes first in its group.
     order, starts = group_by_key(codes, together)
     sizes = np.diff(np.append(starts, len(order)))
     first = order[starts]
-    found = np.repeat(np.where(first < count, first, -1), sizes)
+    own_positions = np.repeat(np.where(first < count, first, -1), sizes)
     positions = np.empty(len(order), dtype=np.int64)
-    positions[order] = found
+    positions[order] = own_positions
     return positions[count:]
 
 
 def hold_floats(columns: Sequence[pa.Array]) -> bool:
-    """Whether some key column has floats, at any depth."""
+    """Return whether any key column has floats, at any depth."""
     return any(_holds_floats(column.type) for column in columns)
 
 
-def positions_without_nan(own: Sequence[pa.Array], wanted: Sequence[pa.Array]) -> tuple[IndexArray, BoolArray]:
-    """Where each wanted key is, if NaN and NULL are the same: pandas knows one of them only."""
-    mine, other = [_without_nan(column) for column in own], [_without_nan(column) for column in wanted]
-    positions, firsts = key_positions(mine, other), key_positions(mine, mine)
-    shared = np.bincount(firsts, minlength=len(firsts)) > 1
-    several: BoolArray = np.zeros(len(positions), dtype=np.bool_)
-    found = positions >= 0
-    several[found] = shared[positions[found]]
-    return positions, several
+def positions_without_nan(own: Sequence[pa.Array], searched: Sequence[pa.Array]) -> tuple[IndexArray, BoolArray]:
+    """Return the position of each searched key if NaN equals NULL, and whether several own keys match.
+
+    pandas does not distinguish NaN and NULL.
+    """
+    mine, theirs = [_without_nan(column) for column in own], [_without_nan(column) for column in searched]
+    positions, firsts = key_positions(mine, theirs), key_positions(mine, mine)
+    is_shared = np.bincount(firsts, minlength=len(firsts)) > 1
+    is_ambiguous: BoolArray = np.zeros(len(positions), dtype=np.bool_)
+    has_match = positions >= 0
+    is_ambiguous[has_match] = is_shared[positions[has_match]]
+    return positions, is_ambiguous
 
 
-def nan_is_null(given: Any) -> bool:
-    """Whether a table, or a column of it, comes from pandas such that NaN and NULL are one."""
-    columns = given.values() if isinstance(given, Mapping) else [given]
+def nan_is_null(table: Any) -> bool:
+    """Return whether a table or a column comes from pandas and does not distinguish NaN and NULL."""
+    columns = table.values() if isinstance(table, Mapping) else [table]
     return any(_is_pandas(column) for column in columns)
 
 
-def _is_pandas(given: Any) -> bool:
-    """Whether something is a frame or series of pandas, with types of NumPy in it. (Others tell NaN and NULL apart.)"""
-    if not hasattr(type(given), "iloc"):
+def _is_pandas(value: Any) -> bool:
+    """True for a pandas frame or series with NumPy types. (Other types distinguish NaN and NULL.)"""
+    if not hasattr(type(value), "iloc"):
         return False
-    kinds = given.dtypes if hasattr(type(given), "columns") else [given.dtype]
+    kinds = value.dtypes if hasattr(type(value), "columns") else [value.dtype]
     return any(isinstance(kind, np.dtype) and kind.kind in "fO" for kind in kinds)
 
 
@@ -66,7 +69,7 @@ def _holds_floats(kind: pa.DataType) -> bool:
 
 
 def _without_nan(column: pa.Array) -> pa.Array:
-    """The same with NULL for NaN, at any depth."""
+    """Replace NaN by NULL, at any depth."""
     kind = column.type
     if not _holds_floats(kind):
         return column
@@ -82,7 +85,7 @@ def _without_nan(column: pa.Array) -> pa.Array:
 
 
 def _codes(columns: Sequence[pa.Array]) -> HashArray:
-    """A number a row, the same for equal keys."""
+    """Return one number for each row, the same for equal keys."""
     codes: HashArray = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:
         codes = codes * np.uint64(0x9E3779B97F4A7C15) + _column_codes(column)
@@ -97,13 +100,14 @@ def _column_codes(column: pa.Array) -> HashArray:
             codes = codes * np.uint64(0x9E3779B97F4A7C15) + _column_codes(child)
         return codes
     if types.is_list(column.type):
-        # Only a first guess; the comparison after it looks at the elements.
+        # A first guess; the later comparison by value looks at the elements.
         lengths: HashArray = (
             pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False).astype(np.uint64)
         )
         return lengths
     if types.is_floating(column.type):
-        # Arrow's dictionaries go by the bits, and a NaN may have many. That NULL counts as one here is put right after.
+        # Arrow's dictionaries compare bits, and NaN has many. NULL gets the code of NaN; the later comparison by value
+        # separates them.
         values = column.to_numpy(zero_copy_only=False).astype(np.float64)
         bits: HashArray = np.where(np.isnan(values), np.nan, values + 0.0).view(np.uint64)
         return bits

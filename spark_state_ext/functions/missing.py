@@ -1,4 +1,4 @@
-"""Missing values in what users' functions give: pandas, NumPy and PyArrow write NULL in ways of their own."""
+"""Recognise missing values in what users' functions return: pandas, NumPy and PyArrow each have their own NULL."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _VALUES = frozenset({str, int, bool, bytes, list, dict, tuple})
 
 
 def is_missing(value: object, or_nan: bool = True) -> bool:
-    """Whether a value stands for NULL: None, the NA and NaT of pandas and NumPy, and, with `or_nan`, NaN of a float.
+    """Return whether a value stands for NULL: None, NA, NaT, a NULL of PyArrow or, with `or_nan`, NaN of a float.
 
-    A decimal NaN is missing in any case, as no column of decimals has one.
+    A decimal NaN is always missing, as Arrow's columns of decimals cannot hold it.
     """
     if value is None:
         return True
@@ -31,42 +31,42 @@ def is_missing(value: object, or_nan: bool = True) -> bool:
         return value.is_nan()
     if isinstance(value, pa.Scalar):
         return not value.is_valid
-    # Where nothing has imported pandas, no value can be one of its.
+    # Without pandas imported, the value cannot come from pandas.
     pandas = sys.modules.get("pandas")
     return pandas is not None and (value is pandas.NA or value is pandas.NaT)
 
 
 def column_of(values: Any) -> Any:
-    """Values whose type nothing declares, as an Arrow column.
+    """Convert values without a declared type to an Arrow column.
 
-    NaN stays NaN among numbers. Among other values, or beside another missing value such as `pandas.NA`, it is NULL.
+    NaN stays NaN among numbers. Among other values, or next to another missing value such as `pandas.NA`, it is NULL.
     """
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
         return values
     if not hasattr(values, "__len__"):
-        # They are gone through twice.
+        # The values are read twice.
         values = list(values)
     try:
-        found = pa.array(values)
-        # PyArrow takes NaT for the first day of the year 1, as a class of NaT's is that of dates.
-        if "date32" not in str(found.type) or _is_typed(values):
-            return found
-        return pa.array([_without_nat(value) for value in values])
+        column = pa.array(values)
+        # PyArrow reads NaT as the first day of the year 1, because NaT is an instance of `date`.
+        if "date32" not in str(column.type) or _is_typed(values):
+            return column
+        return pa.array([_replace_nat(value) for value in values])
     except (pa.ArrowException, TypeError, ValueError):
         pass
-    # `from_pandas` finds missing values within lists and others.
+    # `from_pandas` also finds missing values within lists and other nested values.
     return pa.array([None if is_missing(value) else value for value in values], from_pandas=True)
 
 
-def _without_nat(value: Any) -> Any:
-    """A value with None for what is missing at any depth, but for NaN."""
+def _replace_nat(value: Any) -> Any:
+    """Replace missing values except NaN by None, at any depth."""
     if is_missing(value, or_nan=False):
         return None
     if isinstance(value, (list, tuple)):
-        return [_without_nat(it) for it in value]
-    return {key: _without_nat(it) for key, it in value.items()} if isinstance(value, dict) else value
+        return [_replace_nat(element) for element in value]
+    return {key: _replace_nat(element) for key, element in value.items()} if isinstance(value, dict) else value
 
 
 def _is_typed(values: Any) -> bool:
-    """Whether a column has a type of its own, and so holds no Python objects."""
+    """True if a column declares a type other than Python objects."""
     return getattr(values, "dtype", np.dtype(object)) != np.dtype(object)

@@ -1,4 +1,4 @@
-"""What a vectorised function did to the state of its batch's keys."""
+"""Changes that a vectorised function made to the state of its batch's keys."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from spark_state_ext.errors import UsageError
 
 __all__ = ["NO_TIMEOUT", "REMOVED", "UNCHANGED", "Outcome"]
 
-# A key without a timeout; Spark's own value.
+# Timeout of a key without one; Spark's own value.
 NO_TIMEOUT = -1
-# In `Outcome.source`, in place of a row's number.
+# Values of `Outcome.source` that are not row numbers.
 REMOVED = -1
 UNCHANGED = -2
 
 
 class Outcome:
-    """What a function did to the keys of its batch; nothing can be done any more once `closed` is set."""
+    """Changes that a function made to the keys of its batch; it refuses changes once `closed` is set."""
 
     def __init__(self, keys: int) -> None:
         self.touched: BoolArray = np.zeros(keys, dtype=np.bool_)
@@ -29,7 +29,7 @@ class Outcome:
         self._update_rows = 0
 
     def put(self, positions: IndexArray | None, states: pa.Table) -> None:
-        """New state of some keys (None: of all, in their order)."""
+        """Set the state of some keys (None: of all, in their order)."""
         self._check_open()
         at = slice(None) if positions is None else positions
         self.touched[at] = True
@@ -38,17 +38,17 @@ class Outcome:
         self._update_rows += states.num_rows
 
     def drop(self, positions: IndexArray) -> None:
-        """No state for some keys."""
+        """Remove the state of some keys."""
         self._check_open()
         self.touched[positions] = True
         self.source[positions] = REMOVED
 
     def time_out(self, positions: IndexArray, times_ms: IndexArray) -> None:
-        """Timeouts of some keys."""
+        """Set the timeouts of some keys."""
         self._check_open()
         self.touched[positions] = True
         self.timeouts_ms[positions] = times_ms
 
     def _check_open(self) -> None:
         if self.closed:
-            raise UsageError("a batch was changed after its function had returned: that changes nothing any more")
+            raise UsageError("a batch was changed after its function had returned: such a change has no effect")

@@ -1,4 +1,4 @@
-"""Whether Arrow's grouped sums, products and means are right: it wraps in silence where a result is beyond its type."""
+"""Detect overflow in Arrow's grouped sums, products and means: Arrow silently wraps a result beyond its type."""
 
 from __future__ import annotations
 
@@ -13,63 +13,63 @@ import pyarrow.compute as pc
 from arrow_schemas.columns import aggregated, flat
 from arrow_schemas.equality import BoolArray, IndexArray
 
-__all__ = ["first_overflow"]
+__all__ = ["find_overflow"]
 
 _DIGITS = 38
 _HALF = 0xFFFFFFFF
 _PRODUCT, _SUMS = "product", frozenset({"sum", "mean"})
 
 
-def first_overflow(column: pa.ChunkedArray, sizes: IndexArray, function: str, found: pa.ChunkedArray) -> int | None:
-    """The first group for which a sum, product or mean of Arrow's is beyond its type."""
+def find_overflow(column: pa.ChunkedArray, sizes: IndexArray, function: str, results: pa.ChunkedArray) -> int | None:
+    """Return the first group whose sum, product or mean is beyond its type; None if there is no such group."""
     kind, function = column.type, function.removeprefix("hash_")
     integer = bool(pa.types.is_signed_integer(kind))
-    # Arrow means integers in doubles.
-    wanted = function == _PRODUCT or (function in _SUMS if pa.types.is_decimal(kind) else function == "sum")
-    if not wanted or not (integer or pa.types.is_decimal(kind)) or not len(sizes):
+    # Arrow computes means of integers in doubles.
+    can_overflow = function == _PRODUCT or (function in _SUMS if pa.types.is_decimal(kind) else function == "sum")
+    if not can_overflow or not (integer or pa.types.is_decimal(kind)) or not len(sizes):
         return None
-    largest, most = _largest(column), int(sizes.max())
+    largest, largest_size = _largest_absolute(column), int(sizes.max())
     if function == _PRODUCT:
-        # Of so few factors none is too large.
-        if integer and most * np.log2(max(largest, 1)) < 62:
+        # Too few factors to overflow.
+        if integer and largest_size * np.log2(max(largest, 1)) < 62:
             return None
-        over = _products_over(flat(column), sizes, flat(found))
+        over = _find_overflowing_products(flat(column), sizes, flat(results))
     elif integer:
-        if largest * most < 2**63:
+        if largest * largest_size < 2**63:
             return None
-        over = _integer_sums_over(flat(column), sizes)
+        over = _find_overflowing_integer_sums(flat(column), sizes)
     else:
-        if largest * most < Decimal(10) ** (_DIGITS - kind.scale):
+        if largest * largest_size < Decimal(10) ** (_DIGITS - kind.scale):
             return None
-        over = _decimal_sums_over(flat(column), sizes)
-    # Asked not to skip NULLs, Arrow gives NULL for a group with one.
-    over &= found.is_valid().to_numpy()
+        over = _find_overflowing_decimal_sums(flat(column), sizes)
+    # If Arrow was asked not to skip NULLs, a group with one has the result NULL.
+    over &= results.is_valid().to_numpy()
     return int(np.argmax(over)) if over.any() else None
 
 
-def _largest(column: pa.ChunkedArray) -> Any:
-    """The largest absolute value, an `int` or a `Decimal`; 0 where there is none."""
+def _largest_absolute(column: pa.ChunkedArray) -> Any:
+    """Return the largest absolute value, an `int` or a `Decimal`; 0 if there are no values."""
     ends = pc.min_max(column).as_py()
     return max(-(ends["min"] or 0), ends["max"] or 0, 0)
 
 
-def _starts(sizes: IndexArray) -> IndexArray:
+def _group_starts(sizes: IndexArray) -> IndexArray:
     starts: IndexArray = np.append(0, np.cumsum(sizes)[:-1])
     return starts
 
 
-def _integer_sums_over(column: pa.Array, sizes: IndexArray) -> BoolArray:
-    """Summed in two halves, of which neither is ever beyond 64 bits."""
+def _find_overflowing_integer_sums(column: pa.Array, sizes: IndexArray) -> BoolArray:
+    """Return which sums overflow, from sums of the upper and lower 32 bits, which stay within 64 bits."""
     values = pc.fill_null(column, 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    starts = _starts(sizes)
+    starts = _group_starts(sizes)
     high, low = np.add.reduceat(values >> 32, starts), np.add.reduceat(values & _HALF, starts)
     high += low >> 32
     over: BoolArray = (high > 2**31 - 1) | (high < -(2**31))
     return over
 
 
-def _decimal_sums_over(column: pa.Array, sizes: IndexArray) -> BoolArray:
-    """Summed twice as wide."""
+def _find_overflowing_decimal_sums(column: pa.Array, sizes: IndexArray) -> BoolArray:
+    """Return which sums overflow, from sums of twice the width."""
     kind = pa.decimal256(76, column.type.scale)
     ids = pa.array(np.repeat(np.arange(len(sizes)), sizes))
     table = pa.table([ids, column.cast(kind)], names=["id", "value"])
@@ -79,19 +79,19 @@ def _decimal_sums_over(column: pa.Array, sizes: IndexArray) -> BoolArray:
     return over
 
 
-def _products_over(column: pa.Array, sizes: IndexArray, found: pa.Array) -> BoolArray:
-    """Compared with the products of doubles, which are not exact, and never wrong by as much as what wraps."""
-    factors, given = _doubles(pc.fill_null(column, 1)), _doubles(pc.fill_null(found, 0))
-    starts = _starts(sizes)
+def _find_overflowing_products(column: pa.Array, sizes: IndexArray, results: pa.Array) -> BoolArray:
+    """Return which products overflow: a wrapped product differs from one of doubles by more than rounding does."""
+    factors, wrapped_products = _to_doubles(pc.fill_null(column, 1)), _to_doubles(pc.fill_null(results, 0))
+    starts = _group_starts(sizes)
     with np.errstate(over="ignore", invalid="ignore"):
         products = np.multiply.reduceat(factors, starts)
         zero = np.logical_or.reduceat(factors == 0, starts)
-        # What wraps is wrong by multiples of 2 ** 64, or 2 ** 128.
-        wrong_by = 2.0**62 if pa.types.is_integer(found.type) else float(10**_DIGITS) * 10.0**-found.type.scale
-        over: BoolArray = ~zero & ~(np.abs(products - given) < wrong_by)
+        # A wrapped product is off by multiples of 2 ** 64, or 2 ** 128.
+        wrong_by = 2.0**62 if pa.types.is_integer(results.type) else float(10**_DIGITS) * 10.0**-results.type.scale
+        over: BoolArray = ~zero & ~(np.abs(products - wrapped_products) < wrong_by)
     return over
 
 
-def _doubles(column: pa.Array) -> npt.NDArray[np.float64]:
+def _to_doubles(column: pa.Array) -> npt.NDArray[np.float64]:
     values: npt.NDArray[np.float64] = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     return values

@@ -1,4 +1,4 @@
-"""Why a value was not converted, for messages: Python's own texts name attributes and parsers."""
+"""Explain in error messages why a value was not converted: Python's own texts name attributes and parsers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["conversion_reason"]
 
 _UNKNOWN = object()
 _CLASS = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>")
-# What Python says of text in which it finds no number, and no date or time.
+# Python's messages for text that is not a number, and not a date or time.
 _NO_NUMBER = re.compile(r"invalid literal for int|could not convert string to float")
 _TOO_PRECISE = re.compile(r"precision|rescal", re.IGNORECASE)
 _NO_TIME = re.compile(r"isoformat|does not match format")
 
 
 def conversion_reason(error: BaseException, value: Any = _UNKNOWN) -> str:
-    """Say why a value was not converted, in words that need no knowledge of the code that tried."""
+    """Return why a value was not converted, without terms of the code that tried."""
     text = str(error)
     if isinstance(error, decimal.InvalidOperation):
-        return "it is no decimal number that fits"
+        return "it is not a decimal number that fits"
     if isinstance(error, (OverflowError, struct.error)):
         return "it is out of range"
     internal = isinstance(error, (AttributeError, IndexError, KeyError, TypeError))
@@ -32,7 +32,7 @@ def conversion_reason(error: BaseException, value: Any = _UNKNOWN) -> str:
     if isinstance(error, pa.ArrowException) and _TOO_PRECISE.search(text):
         return "it has more digits than the column"
     if _NO_NUMBER.search(text):
-        return "it is no number"
+        return "it is not a number"
     if _NO_TIME.search(text):
-        return "it is no date or time, such as 2026-01-31 or 2026-01-31T12:00:00"
+        return "it is not a date or time, such as 2026-01-31 or 2026-01-31T12:00:00"
     return _CLASS.sub(r"\1", text.splitlines()[0])

@@ -1,7 +1,7 @@
-"""`StateBatch`: what a vectorised function gets. Arrow tables in, Arrow tables out, no Spark and no pandas.
+"""`StateBatch`, the argument of a vectorised function: Arrow tables in, Arrow tables out, no Spark and no pandas.
 
-Anything that speaks Arrow's C stream (PyArrow, polars, a DuckDB result) may be handed back, and takes what is here
-without a copy.
+A function may return anything with Arrow's C stream (PyArrow, polars, a DuckDB result), and such libraries read the
+tables here without a copy.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from arrow_schemas.columns import aggregated, flat, shown_row
 from arrow_schemas.equality import BoolArray, IndexArray
 from arrow_schemas.row import normal_array
 from spark_state_ext.errors import StateValueError, UsageError
-from spark_state_ext.functions.arguments import mask_of, milliseconds, own
+from spark_state_ext.functions.arguments import copy_table, to_mask, to_milliseconds
 from spark_state_ext.functions.key_match import hold_floats, key_positions, nan_is_null, positions_without_nan
 from spark_state_ext.functions.outcome import NO_TIMEOUT, Outcome
-from spark_state_ext.functions.overflow import first_overflow
+from spark_state_ext.functions.overflow import find_overflow
 from spark_state_ext.functions.tables import as_table, cast_column, is_table, refuse_nulls, refuse_scalars
 
 __all__ = ["StateBatch"]
 
-# What is 0, and not NULL, where there are no rows.
+# Aggregates that are 0, and not NULL, without rows.
 _COUNTS = frozenset({"count", "count_all", "count_distinct"})
 _TIME_MS_MAX = 2**63 - 1
 
@@ -34,20 +34,21 @@ _TIME_MS_MAX = 2**63 - 1
 class StateBatch:
     """The rows of a bucket in a micro-batch, by key, and the state of these keys.
 
-    A function gets one for each bucket that has rows, or keys that time out. It may get several for a bucket, of
-    different keys, where one would take too much memory. To test a function, make one; nothing is checked then.
+    A function gets one for each bucket that has rows, or keys that time out. It gets several for a bucket, with
+    different keys, if one would take too much memory. You can make one yourself to test a function; its arguments are
+    not checked.
 
     Parameters
     ----------
     rows, keys, state, exists, watermark_ms, processing_time_ms, bucket, batch_id
-        As below. `rows` must be by key, in the order of `keys`.
+        As the attributes below. `rows` must be grouped by key, in the order of `keys`.
     starts : numpy.ndarray
-        For each key with rows where these begin in `rows`, int64 (number of keys with rows,), ascending, the first one
-        0. Keys beyond them time out.
+        Where the rows of each key with rows begin in `rows`: int64, one for each such key, ascending, the first one 0.
+        The remaining keys time out.
     timeout_conf : str
-        ``"NoTimeout"``, ``"ProcessingTimeTimeout"`` or ``"EventTimeTimeout"``: which of its forms `set_timeout` takes.
+        ``"NoTimeout"``, ``"ProcessingTimeTimeout"`` or ``"EventTimeTimeout"``: which argument `set_timeout` takes.
     scan : callable
-        What `scan` gives: a function without arguments that returns an iterator of tables. By default there are none.
+        A function without arguments that returns the tables of `scan()` as an iterator. Default: no tables.
 
     Attributes
     ----------
@@ -56,18 +57,18 @@ class StateBatch:
         Timestamps are microseconds, with zone UTC or without zone.
     keys : pyarrow.Table
         The distinct keys, one row each: first those with rows, in the order of `rows`, then those that time out. Keys
-        are as they are stored: ``-0.0`` is ``0.0``.
+        have their stored form: ``-0.0`` is ``0.0``.
     state : pyarrow.Table
-        The state columns, one row a key; NULL where there is no state.
+        The state columns, one row for each key; NULL for keys without state.
     exists : pyarrow.BooleanArray
         Which keys have state. (State may consist of NULLs.)
     timed_out : pyarrow.BooleanArray
         Which keys are here because their timeout is over; they have no rows.
     group_ids : pyarrow.Int64Array
-        For each row its key's position in `keys`; ascending.
+        Position in `keys` of each row's key; ascending.
     offsets : pyarrow.Int32Array
-        For each key where its rows begin, and the number of rows at the end, as in an Arrow list:
-        ``pa.ListArray.from_arrays(batch.offsets, column)`` has a key's values in a list.
+        Where each key's rows begin, followed by the number of rows, as in an Arrow list:
+        ``pa.ListArray.from_arrays(batch.offsets, column)`` has one list of values for each key.
     watermark_ms : int or None
         The batch's watermark, milliseconds since 1970; None for a query without one.
     processing_time_ms : int
@@ -93,7 +94,7 @@ class StateBatch:
     ) -> None:
         self.rows = rows
         self.keys = keys
-        # A key without state has NULL in every column, also where state may not be NULL.
+        # A key without state has NULL in every column, even in columns declared NOT NULL.
         self.state = pa.table(state.columns, schema=pa.schema([field.with_nullable(True) for field in state.schema]))
         self.exists = exists if not exists.null_count else pc.fill_null(exists, False)
         self.watermark_ms = watermark_ms
@@ -123,18 +124,18 @@ class StateBatch:
     def __len__(self) -> int:
         return int(self.keys.num_rows)
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     @property
     def group_ids(self) -> pa.Int64Array:
-        """For each row its key's position."""
+        """Position in `keys` of each row's key."""
         if self._ids is None:
             self._ids = pa.array(np.repeat(np.arange(len(self._sizes)), self._sizes))
         return self._ids
 
     @property
     def counts(self) -> pa.Int64Array:
-        """Number of rows of each key; 0 for those that timed out."""
+        """Number of rows of each key; 0 for keys that timed out."""
         return pa.array(self._sizes)
 
     def aggregate(self, aggregations: Sequence[Any]) -> pa.Table:
@@ -148,42 +149,42 @@ class StateBatch:
         Returns
         -------
         pyarrow.Table
-            One row a key, in the order of `keys`; columns are named as PyArrow names them (``value_sum``). Keys that
-            timed out have what no rows give: NULL, and 0 for counts.
+            One row for each key, in the order of `keys`; columns are named as PyArrow names them (``value_sum``). Keys
+            that timed out have the result of zero rows: NULL, and 0 for counts.
 
         Raises
         ------
         StateValueError
-            When `rows` has no such column, or two, or one whose name begins with a dot; when PyArrow has no such
-            function, or not for a column of that type; and when a sum, product or mean of integers or decimals is
-            beyond its type (PyArrow would wrap).
+            If `rows` has no column of that name, two of them, or one whose name begins with a dot; if PyArrow does not
+            have the function, or not for a column of that type; and if a sum, product or mean of integers or decimals
+            is beyond its type (PyArrow would wrap).
         """
-        asked, group = list(aggregations), "__group"
-        for columns, *_ in asked:
+        requests, group = list(aggregations), "__group"
+        for columns, *_ in requests:
             self._refuse_unknown([columns] if isinstance(columns, str) else columns, "aggregate()")
         while group in self.rows.column_names:
             group += "_"
         table = self.rows.append_column(group, self.group_ids)
         try:
-            found = aggregated(table, group, asked).drop_columns([group])
+            results = aggregated(table, group, requests).drop_columns([group])
         except (pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowNotImplementedError) as error:
-            # What was asked for; not memory that ran out.
+            # Only errors of the request; not memory that ran out.
             raise StateValueError(f"aggregate() was given what PyArrow cannot do: {error}") from error
-        for (columns, function, *_), results in zip(asked, found.columns, strict=True):
-            self._refuse_overflow(columns, function, results)
-        missing = self.keys.num_rows - self._with_rows
-        if not missing:
-            return found
-        nothing = [
-            pa.array(np.zeros(missing), column.type)
+        for (columns, function, *_), column in zip(requests, results.columns, strict=True):
+            self._refuse_overflow(columns, function, column)
+        timed_out = self.keys.num_rows - self._with_rows
+        if not timed_out:
+            return results
+        empty_columns = [
+            pa.array(np.zeros(timed_out), column.type)
             if aggregation[1].removeprefix("hash_") in _COUNTS
-            else pa.nulls(missing, column.type)
-            for aggregation, column in zip(asked, found.columns, strict=True)
+            else pa.nulls(timed_out, column.type)
+            for aggregation, column in zip(requests, results.columns, strict=True)
         ]
-        return pa.concat_tables([found, pa.table(nothing, schema=found.schema)])
+        return pa.concat_tables([results, pa.table(empty_columns, schema=results.schema)])
 
     def lists(self, column: str) -> pa.ListArray:
-        """The values of a column as one list a key, without a copy.
+        """Return the values of a column as one list for each key, without a copy.
 
         Parameters
         ----------
@@ -193,37 +194,37 @@ class StateBatch:
         Returns
         -------
         pyarrow.ListArray
-            One list a key, in the order of `keys`; empty for keys that timed out.
+            One list for each key, in the order of `keys`; empty for keys that timed out.
 
         Raises
         ------
         StateValueError
-            When `rows` has no such column, or two.
+            If `rows` has no column of that name, or two.
         UnsupportedTypeError
-            For text, bytes or lists of more than 2 GiB.
+            If text, bytes or lists have more than 2 GiB.
         """
         self._refuse_unknown([column], "lists()")
         return pa.ListArray.from_arrays(self.offsets, flat(self.rows.column(column)))
 
     def with_state(self, columns: Mapping[str, Any] | None = None) -> pa.Table:
-        """The keys, their state, and more columns if wanted, side by side.
+        """Return one table of the keys, their state, and more columns if given.
 
-        A column that both have is the keys'; what the state has in it is in `state`.
+        If keys and state have a column of the same name, the table has the keys' column; `state` has the other one.
 
         Parameters
         ----------
         columns
-            More columns, or others in place of the state's, as in polars' ``with_columns``: one value for each key.
+            More columns, or replacements for state columns, as in polars' ``with_columns``: one value for each key.
 
         Returns
         -------
         pyarrow.Table
-            One row a key, in the order of `keys`: the keys' columns, the state's, and then those that neither has.
+            One row for each key, in the order of `keys`: the key columns, the state columns, and then the new columns.
 
         Raises
         ------
         StateValueError
-            When they are no columns of one value for each key, or have a key column's name.
+            If they are not columns of one value for each key, or have a key column's name.
         """
         columns = columns or {}
         refuse_scalars(columns, "with_state() was given")
@@ -246,68 +247,68 @@ class StateBatch:
         return table
 
     def scan(self) -> Iterator[pa.Table]:
-        """The whole bucket as it was before this batch, table after table; read while it is iterated.
+        """Read the whole bucket as it was before this batch, table by table, during the iteration.
 
-        Memory stays bounded however large the bucket is.
+        Memory stays bounded, however large the bucket is.
 
         Returns
         -------
         iterator of pyarrow.Table
-            Each has the key columns and then the state columns, one row a key; keys that have no state are left out.
+            Each has the key columns and then the state columns, one row for each key with state.
         """
         return self._scan()
 
     # -- changing ----------------------------------------------------------------------------------
 
     def update(self, states: Any, where: Any = None, *, by_key: bool = True) -> None:
-        """Set the state of keys. As with Spark's `GroupState`, a timeout is cleared unless it is set anew.
+        """Set the state of keys. As with Spark's `GroupState`, this clears a timeout that is not set again.
 
         Parameters
         ----------
         states
             A table, record batch, mapping of columns, polars DataFrame or anything else with Arrow's C stream, in one
             of three forms: one row for each key of the batch, in their order; with `where`, one row for each key or
-            one for each that is chosen; or, with all key columns beside the state columns, one row for any of the
-            batch's keys, in any order. A column that has a key's name and a state column's is both.
-            NaN in a frame of pandas is NULL, as Arrow reads it. As a key it finds NaN or NULL, whichever the batch has;
-            where it has both, the call is refused.
+            one for each selected key; or, with all key columns and the state columns, one row for any of the batch's
+            keys, in any order. A column that has the name of a key column and of a state column is both.
+            NaN in a frame of pandas is NULL, as Arrow reads it. As a key it matches NaN or NULL, whichever the batch
+            has; if the batch has both, the call is refused.
         where
-            Mask over the keys: which of them to update. Default: all.
+            Mask over the keys: which keys to update. Default: all.
         by_key
-            False: rows are in the order of the keys, and columns are the state's alone. For state that has columns of
-            all the keys' names, and something else than the keys in them.
+            False: the rows are in the order of the keys and have the state columns only. For state with columns that
+            have the names of all key columns, but hold something else.
 
         Raises
         ------
         StateValueError
-            When columns are missing or too many, a value does not fit its column, or a key is not of this batch; or
-            when `where` is not one boolean for each key.
+            If columns are missing or too many, a value does not fit its column, or a key is not in this batch; or if
+            `where` is not one boolean for each key.
         UsageError
-            When the function has returned already.
+            If the function has returned already.
         """
         table = as_table(states, "update() was given")
         names = self.state.column_names
-        given, key_names = set(table.column_names), set(self.keys.column_names)
-        # Also where the state has columns of the keys' names: rows by key, taken by place, would go to other keys.
-        by_key = by_key and given >= key_names
-        if given != {*names, *(key_names if by_key else ())} or len(given) < table.num_columns:
+        columns_given, key_names = set(table.column_names), set(self.keys.column_names)
+        # Also if state columns have the keys' names: rows by key, read in the keys' order, would go to other keys.
+        by_key = by_key and columns_given >= key_names
+        if columns_given != {*names, *(key_names if by_key else ())} or len(columns_given) < table.num_columns:
             raise StateValueError(
-                f"update() was given the columns {', '.join(table.column_names) or '(none)'}; it takes the state's "
-                f"({', '.join(names)}), or these and the keys' ({', '.join(self.keys.column_names)})"
+                f"update() was given the columns {', '.join(table.column_names) or '(none)'}; it takes the state "
+                f"columns ({', '.join(names)}), or these and the key columns ({', '.join(self.keys.column_names)})"
             )
         hint = " (by_key=False takes rows in the order of the keys)" if key_names <= set(names) else ""
-        positions = self._positions_of(table, states, "update()", hint) if by_key else None
+        positions = self._find_positions(table, states, "update()", hint) if by_key else None
         columns = [cast_column(table.column(field.name), field, "state column") for field in self._fields]
         new = pa.table(columns, schema=self.state.schema)
         if positions is None:
-            chosen = None if where is None else self._chosen(where)
-            positions, new = self._aligned(new, chosen)
+            selected = None if where is None else self._selected_positions(where)
+            positions, new = self._align_rows(new, selected)
         elif where is not None:
-            keep = mask_of(where, len(self))[positions]
+            keep = to_mask(where, len(self))[positions]
             positions, new = positions[keep], new.filter(pa.array(keep))
         for column, field in zip(new.columns, self._fields, strict=True):
             refuse_nulls(column, field, "state column")
-        self.outcome.put(positions, own(new))
+        self.outcome.put(positions, copy_table(new))
 
     def remove(self, which: Any = True) -> None:
         """Remove the state of keys.
@@ -320,54 +321,54 @@ class StateBatch:
         Raises
         ------
         StateValueError
-            When a mask is not one boolean for each key, or a table lacks key columns, has a key twice or one that is
-            not of this batch.
+            If a mask is not one boolean for each key, or if a table is missing key columns, has a key twice or has one
+            that is not in this batch.
         UsageError
-            When the function has returned already.
+            If the function has returned already.
         """
         if which is True:
             self.outcome.drop(np.arange(len(self)))
         elif is_table(which):
-            self.outcome.drop(self._positions_of(as_table(which, "remove() was given"), which, "remove()"))
+            self.outcome.drop(self._find_positions(as_table(which, "remove() was given"), which, "remove()"))
         else:
-            self.outcome.drop(np.flatnonzero(mask_of(which, len(self))))
+            self.outcome.drop(np.flatnonzero(to_mask(which, len(self))))
 
     def set_timeout(self, *, timestamp_ms: Any = None, duration_ms: Any = None, where: Any = None) -> None:
-        """Have keys time out, unless they are touched before; then they are in a batch with `timed_out` set.
+        """Set when keys time out, unless their state changes before; then they are in a batch with `timed_out` set.
 
-        The times are one, or an array of one for each key, or for each that `where` chooses; NULL for none. In place of
-        milliseconds they may be timestamps (without a zone: of UTC), and durations or a `timedelta`.
+        Give one time, or an array of one for each key or for each selected key; NULL for no timeout. Instead of
+        milliseconds, give timestamps (UTC if they have no zone), durations or a `timedelta`.
 
         Parameters
         ----------
         timestamp_ms
-            Under EventTimeTimeout: when the watermark is past this, milliseconds since 1970. A time before the
-            watermark counts as the watermark, and so is over at its next advance: rows may be on time and yet lead to
-            one, where the watermark has moved far in between.
+            Under EventTimeTimeout: the key times out when the watermark is past this, milliseconds since 1970. A time
+            before the watermark counts as the watermark, so the key times out at its next advance: rows that are on
+            time can lead to such a time if the watermark has moved far in between.
         duration_ms
-            Under ProcessingTimeTimeout: so many milliseconds from now.
+            Under ProcessingTimeTimeout: the key times out this many milliseconds from now.
         where
-            Mask over the keys: for which. Default: all.
+            Mask over the keys: which keys to set. Default: all.
 
         Raises
         ------
         UsageError
-            When the query has another kind of timeout, or the function has returned already.
+            If the query has another kind of timeout, or the function has returned already.
         StateValueError
-            For a timestamp or duration that is not positive, or ends past what 64 bits hold; names the key. Also for
-            times that are none or too many, and when `where` is not one boolean for each key.
+            If a timestamp or duration is not positive, or ends past what 64 bits hold; the error names the key. Also if
+            values are not times, or not one for each key, and if `where` is not one boolean for each key.
         """
         event_time = self._timeout_conf == "EventTimeTimeout"
-        given, other = (timestamp_ms, duration_ms) if event_time else (duration_ms, timestamp_ms)
-        if self._timeout_conf == "NoTimeout" or given is None or other is not None:
+        times_given, other = (timestamp_ms, duration_ms) if event_time else (duration_ms, timestamp_ms)
+        if self._timeout_conf == "NoTimeout" or times_given is None or other is not None:
             raise UsageError(
                 f"set_timeout() under {self._timeout_conf} takes "
                 + {"EventTimeTimeout": "timestamp_ms", "ProcessingTimeTimeout": "duration_ms"}.get(
                     self._timeout_conf, "nothing: give timeout_conf='EventTimeTimeout' or 'ProcessingTimeTimeout'"
                 )
             )
-        positions = np.arange(len(self)) if where is None else self._chosen(where)
-        times, is_set = self._times(given, event_time, positions)
+        positions = np.arange(len(self)) if where is None else self._selected_positions(where)
+        times, is_set = self._read_times(times_given, event_time, positions)
         what = "timestamp" if event_time else "duration"
         self._refuse_times(is_set & (times < 1), times, positions, f"a {what} must be positive")
         if not event_time:
@@ -383,89 +384,94 @@ class StateBatch:
     # -- inside ------------------------------------------------------------------------------------
 
     def _refuse_unknown(self, names: Sequence[str], call: str) -> None:
-        there = self.rows.column_names
+        names_of_rows = self.rows.column_names
         for name in names:
-            if name not in there:
-                raise StateValueError(f"{call} was given the column {name!r}; the rows have {', '.join(there)}")
-            if there.count(name) > 1:
+            if name not in names_of_rows:
+                raise StateValueError(f"{call} was given the column {name!r}; the rows have {', '.join(names_of_rows)}")
+            if names_of_rows.count(name) > 1:
                 raise StateValueError(f"{call} was given the column {name!r}; the rows have two of that name")
 
     def _refuse_overflow(self, columns: Any, function: str, results: pa.ChunkedArray) -> None:
         column = columns if isinstance(columns, str) else next(iter(columns), None)
         if column is None:
             return
-        at = first_overflow(self.rows.column(column), self._sizes[: self._with_rows], function, results)
+        at = find_overflow(self.rows.column(column), self._sizes[: self._with_rows], function, results)
         if at is not None:
             key = shown_row(self.keys.column_names, self.keys.columns, at)
             raise StateValueError(
-                f"aggregate() was asked for the {function} of {column!r}, and for key {key} it is beyond "
+                f"aggregate() was asked for the {function} of {column!r}; for key {key} it does not fit "
                 f"{results.type}: cast the column to a wider decimal or to double in the query"
             )
 
-    def _chosen(self, where: Any) -> IndexArray:
-        return np.flatnonzero(mask_of(where, len(self)))
+    def _selected_positions(self, where: Any) -> IndexArray:
+        return np.flatnonzero(to_mask(where, len(self)))
 
-    def _aligned(self, new: pa.Table, chosen: IndexArray | None) -> tuple[IndexArray | None, pa.Table]:
-        """Positions (None: all) and the rows for them."""
-        if chosen is None or len(chosen) == len(self):
+    def _align_rows(self, new: pa.Table, selected: IndexArray | None) -> tuple[IndexArray | None, pa.Table]:
+        """Return the positions to update (None: all) and the rows for them."""
+        if selected is None or len(selected) == len(self):
             if new.num_rows != len(self):
                 raise StateValueError(f"update() was given {new.num_rows} rows and the batch has {len(self)} keys")
             return None, new
         if new.num_rows == len(self):
-            return chosen, new.take(pa.array(chosen))
-        if new.num_rows != len(chosen):
+            return selected, new.take(pa.array(selected))
+        if new.num_rows != len(selected):
             raise StateValueError(
-                f"update() was given {new.num_rows} rows; the batch has {len(self)} keys, and `where` chooses "
-                f"{len(chosen)}"
+                f"update() was given {new.num_rows} rows; the batch has {len(self)} keys, and `where` selects "
+                f"{len(selected)}"
             )
-        return chosen, new
+        return selected, new
 
-    def _positions_of(self, table: pa.Table, came: Any, call: str, hint: str = "") -> IndexArray:
+    def _find_positions(self, table: pa.Table, source: Any, call: str, hint: str = "") -> IndexArray:
         names = self.keys.column_names
         if not set(names) <= set(table.column_names):
             raise StateValueError(
                 f"{call} needs the key columns {', '.join(names)}, not {', '.join(table.column_names)}"
             )
-        twice = [name for name in names if names.count(name) > 1 or table.column_names.count(name) > 1]
-        if twice:
+        doubled = [name for name in names if names.count(name) > 1 or table.column_names.count(name) > 1]
+        if doubled:
             raise StateValueError(
-                f"{call} cannot go by key columns of which two are called {twice[0]!r}: give rows in the order of the "
-                f"keys, and choose with a mask{hint}"
+                f"{call} cannot find rows by key, because two key columns are called {doubled[0]!r}: give rows in the "
+                f"order of the keys, and select with a mask{hint}"
             )
-        own = [flat(column) for column in self.keys.columns]
-        given = []
+        own_keys = [flat(column) for column in self.keys.columns]
+        searched = []
         for field in self.keys.schema:
             column = cast_column(table.column(field.name), field, "key column")
             refuse_nulls(column, field, "key column")
-            given.append(normal_array(flat(column), field.type))
-        if len(given[0]) == len(own[0]) and all(a.equals(b) for a, b in zip(own, given, strict=True)):
+            searched.append(normal_array(flat(column), field.type))
+        if len(searched[0]) == len(own_keys[0]) and all(a.equals(b) for a, b in zip(own_keys, searched, strict=True)):
             return np.arange(len(self))
-        positions = key_positions(own, given)
-        if hold_floats(own):
-            positions = self._with_pandas_nan(positions, own, given, nan_is_null(came), call)
+        positions = key_positions(own_keys, searched)
+        if hold_floats(own_keys):
+            positions = self._add_pandas_matches(positions, own_keys, searched, nan_is_null(source), call)
         missing = np.flatnonzero(positions < 0)
         if len(missing):
-            key = shown_row(names, given, int(missing[0]))
+            key = shown_row(names, searched, int(missing[0]))
             raise StateValueError(f"{call} was given the key {key}, which is not in this batch{hint}")
         if len(np.unique(positions)) < len(positions):
-            raise StateValueError(f"{call} was given {len(positions)} rows in which a key is there more than once")
+            raise StateValueError(f"{call} was given {len(positions)} rows in which a key occurs more than once")
         return positions
 
-    def _with_pandas_nan(
-        self, positions: IndexArray, own: Sequence[pa.Array], given: Sequence[pa.Array], pandas: bool, call: str
+    def _add_pandas_matches(
+        self,
+        positions: IndexArray,
+        own_keys: Sequence[pa.Array],
+        searched: Sequence[pa.Array],
+        is_pandas: bool,
+        call: str,
     ) -> IndexArray:
-        """Positions also of keys that went through pandas, where NaN and NULL become one."""
-        if not pandas and (positions >= 0).all():
+        """Also find keys that went through pandas, which does not distinguish NaN and NULL."""
+        if not is_pandas and (positions >= 0).all():
             return positions
-        loose, several = positions_without_nan(own, given)
-        unsure = several & (pandas | (positions < 0))
-        if unsure.any():
-            key = shown_row(self.keys.column_names, given, int(np.argmax(unsure)))
+        without_nan, is_ambiguous = positions_without_nan(own_keys, searched)
+        is_unsure = is_ambiguous & (is_pandas | (positions < 0))
+        if is_unsure.any():
+            key = shown_row(self.keys.column_names, searched, int(np.argmax(is_unsure)))
             raise StateValueError(
-                f"{call} was given the key {key}; this batch has it with NaN and with NULL, which are one in pandas: "
-                "give a table of Arrow or polars, or rows in the order of the keys, or choose with a mask"
+                f"{call} was given the key {key}; this batch has it with NaN and with NULL, which pandas does not "
+                "distinguish: give a table of Arrow or polars, or rows in the order of the keys, or select with a mask"
             )
-        return np.where(positions < 0, loose, positions)
+        return np.where(positions < 0, without_nan, positions)
 
     def _refuse_times(self, wrong: BoolArray, times: IndexArray, positions: IndexArray, why: str) -> None:
         if wrong.any():
@@ -473,11 +479,11 @@ class StateBatch:
             key = shown_row(self.keys.column_names, self.keys.columns, int(positions[first]))
             raise StateValueError(f"set_timeout() was given {times[first]} for key {key}: {why}")
 
-    def _times(self, given: Any, event_time: bool, positions: IndexArray) -> tuple[IndexArray, BoolArray]:
-        """Times of the chosen keys in milliseconds, and which of these are set."""
-        alone = isinstance(given, (int, float, np.generic, pa.Scalar, datetime.datetime, datetime.timedelta))
-        column = milliseconds([given] if alone else given, event_time)
-        if alone:
+    def _read_times(self, times: Any, event_time: bool, positions: IndexArray) -> tuple[IndexArray, BoolArray]:
+        """Return the times of the selected keys in milliseconds, and which of these are set."""
+        is_scalar = isinstance(times, (int, float, np.generic, pa.Scalar, datetime.datetime, datetime.timedelta))
+        column = to_milliseconds([times] if is_scalar else times, event_time)
+        if is_scalar:
             column = pa.chunked_array([column]).take(pa.array(np.zeros(len(positions), dtype=np.int64)))
         column = flat(column)
         if len(column) == len(self) != len(positions):

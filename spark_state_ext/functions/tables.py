@@ -1,4 +1,4 @@
-"""Tables that come from users' functions: taken in whatever form, and cast to the types that were declared."""
+"""Convert what users' functions return to Arrow tables of the declared types."""
 
 from __future__ import annotations
 
@@ -33,59 +33,62 @@ __all__ = [
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 60
 _TEXTS = frozenset({"string", "large_string", "string_view", "binary", "large_binary", "binary_view"})
-# What can be iterated over and is one value nevertheless.
+# Types that can be iterated over although they are one value.
 _VALUES = (str, bytes, bytearray, Mapping, pa.Scalar)
 
 
-def is_table(given: Any) -> bool:
-    """Whether something is one table, and neither a column nor several tables."""
-    if isinstance(given, (pa.Table, pa.RecordBatch, Mapping)):
+def is_table(value: Any) -> bool:
+    """Return whether a value is one table, and neither a column nor several tables."""
+    if isinstance(value, (pa.Table, pa.RecordBatch, Mapping)):
         return True
-    # Columns of polars, pandas and PyArrow have the stream too, and a type.
-    if isinstance(given, (pa.Array, pa.ChunkedArray)) or hasattr(type(given), "dtype"):
+    # Columns of polars, pandas and PyArrow have Arrow's stream too, but they have a dtype.
+    if isinstance(value, (pa.Array, pa.ChunkedArray)) or hasattr(type(value), "dtype"):
         return False
-    return hasattr(given, "__arrow_c_stream__") or hasattr(given, "to_arrow") or _is_pandas(given)
+    return hasattr(value, "__arrow_c_stream__") or hasattr(value, "to_arrow") or _is_pandas(value)
 
 
-def _is_pandas(given: Any) -> bool:
-    return hasattr(type(given), "iloc") and hasattr(type(given), "columns")
+def _is_pandas(value: Any) -> bool:
+    return hasattr(type(value), "iloc") and hasattr(type(value), "columns")
 
 
-def as_table(given: Any, who: str) -> pa.Table:
-    """A table of what PyArrow, polars, DuckDB and others call one."""
-    if isinstance(given, pa.Table):
-        return given
-    if isinstance(given, pa.RecordBatch):
-        return pa.Table.from_batches([given])
-    if isinstance(given, Mapping):
-        refuse_scalars(given, who)
+def as_table(value: Any, who: str) -> pa.Table:
+    """Convert a table of PyArrow, polars, pandas, DuckDB or others, or a mapping of columns, to a PyArrow table.
+
+    `who` begins the error messages, as in "update() was given".
+    """
+    if isinstance(value, pa.Table):
+        return value
+    if isinstance(value, pa.RecordBatch):
+        return pa.Table.from_batches([value])
+    if isinstance(value, Mapping):
+        refuse_scalars(value, who)
     try:
-        if isinstance(given, Mapping):
-            return pa.table({name: column_of(column) for name, column in given.items()})
-        if is_table(given):
-            if _is_pandas(given):
-                # A frame's index is no column.
-                return pa.Table.from_pandas(given, preserve_index=False)
-            if hasattr(given, "to_arrow"):
-                # Polars' stream has views of strings, which older releases of PyArrow cannot cast.
-                found = given.to_arrow()
-                return found if isinstance(found, pa.Table) else pa.Table.from_batches(found)
-            return pa.table(given)
+        if isinstance(value, Mapping):
+            return pa.table({name: column_of(column) for name, column in value.items()})
+        if is_table(value):
+            if _is_pandas(value):
+                # A frame's index is not a column.
+                return pa.Table.from_pandas(value, preserve_index=False)
+            if hasattr(value, "to_arrow"):
+                # Polars' stream has string views, which older releases of PyArrow cannot cast.
+                converted = value.to_arrow()
+                return converted if isinstance(converted, pa.Table) else pa.Table.from_batches(converted)
+            return pa.table(value)
     except (pa.ArrowException, TypeError, ValueError) as error:
-        if isinstance(given, Mapping):
-            refuse_uneven(given, who)
-        raise StateValueError(f"{who} something that is no table: {conversion_reason(error)}") from error
+        if isinstance(value, Mapping):
+            refuse_uneven(value, who)
+        raise StateValueError(f"{who} something that is not a table: {conversion_reason(error)}") from error
     raise StateValueError(
-        f"{who} a value of type {type(given).__name__}: a table is a pyarrow Table or RecordBatch, a mapping of "
+        f"{who} a value of type {type(value).__name__}: a table is a pyarrow Table or RecordBatch, a mapping of "
         "columns, or anything with __arrow_c_stream__ (polars, DuckDB)"
     )
 
 
 def refuse_scalars(columns: Mapping[Any, Any], who: str, otherwise: str = "") -> None:
-    """Raise a StateValueError for a mapping with a value that is no column: text would be taken letter by letter."""
+    """Raise a StateValueError if a value of a mapping is not a column: text would become a column of letters."""
     for name, column in columns.items():
         iterable = hasattr(column, "__iter__") or hasattr(column, "__arrow_c_array__")
-        # NumPy's scalars, and its arrays of no dimension, which have `__iter__` too.
+        # NumPy's scalars and its arrays without dimensions have `__iter__` too.
         if isinstance(column, _VALUES) or not iterable or getattr(column, "ndim", 1) == 0:
             raise StateValueError(
                 f"{who} a dict whose column {name!r} is {reprlib.repr(column)} ({type(column).__name__}): a dict holds "
@@ -94,7 +97,7 @@ def refuse_scalars(columns: Mapping[Any, Any], who: str, otherwise: str = "") ->
 
 
 def refuse_uneven(columns: Mapping[Any, Any], who: str) -> None:
-    """Raise a StateValueError where columns have different lengths."""
+    """Raise a StateValueError if columns have different lengths."""
     lengths = {name: len(column) for name, column in columns.items() if hasattr(column, "__len__")}
     if len(set(lengths.values())) > 1:
         raise StateValueError(
@@ -104,10 +107,10 @@ def refuse_uneven(columns: Mapping[Any, Any], who: str) -> None:
 
 
 def cast_column(column: Any, field: pa.Field, role: str) -> Any:
-    """A column as the type that was declared for it."""
+    """Cast a column to the type that its field declares."""
     if column.type != field.type:
-        column = _nan_as_null(column, field.type)
-        _refuse_reading(column, field, role)
+        column = _replace_nan(column, field.type)
+        _refuse_misread(column, field, role)
         try:
             if isinstance(column, pa.ChunkedArray):
                 return pa.chunked_array([_cast(chunk, field.type) for chunk in column.chunks], field.type)
@@ -115,13 +118,13 @@ def cast_column(column: Any, field: pa.Field, role: str) -> Any:
         except pa.ArrowException as error:
             raise StateValueError(
                 f"{role} {field.name!r} of type {field.type} cannot hold {column.type}: {error}"
-                f"{_first_refused(column, field.type)}"
+                f"{_describe_first_misfit(column, field.type)}"
             ) from error
     return column
 
 
-def _first_refused(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> str:
-    """The first value that cannot be cast, for an error; nothing where it is the type that cannot, or all together."""
+def _describe_first_misfit(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> str:
+    """Return an error's note on the first value that cannot be cast; empty if no single value is the cause."""
     if not _can_cast(column.slice(0, 0), kind):
         return ""
     start, stop = 0, len(column)
@@ -136,8 +139,8 @@ def _first_refused(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> str
     return f" (the first such value is {_SHORT.repr(shown(column, start))}, in row {start})"
 
 
-def _nan_as_null(column: Any, kind: pa.DataType) -> Any:
-    """A column for a type that has no NaN, of which Arrow would make the text "nan", or an error."""
+def _replace_nan(column: Any, kind: pa.DataType) -> Any:
+    """Replace NaN by NULL in a column for a type without NaN: Arrow would write the text "nan", or fail."""
     types = pa.types
     if not types.is_floating(column.type) or types.is_floating(kind):
         return column
@@ -153,73 +156,74 @@ def _can_cast(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> bool:
     return True
 
 
-def _refuse_reading(column: Any, field: pa.Field, role: str) -> None:
-    """Raise a StateValueError where Arrow would read values as something that they are not."""
-    found = misread_types(column.type, field.type)
-    # A column of nothing but NULLs has whatever type its library gives those.
-    if found is not None and column.null_count < len(column):
-        given, kind = found
-        what = given if pa.types.is_nested(column.type) else f"{_first_value(column)} ({given})"
+def _refuse_misread(column: Any, field: pa.Field, role: str) -> None:
+    """Raise a StateValueError if Arrow would reinterpret values, such as numbers as times."""
+    misread = misread_types(column.type, field.type)
+    # The type of a column of NULLs only depends on its library.
+    if misread is not None and column.null_count < len(column):
+        source, kind = misread
+        example = source if pa.types.is_nested(column.type) else f"{_show_first_value(column)} ({source})"
         raise StateValueError(
-            f"{role} {field.name!r} of type {field.type} cannot hold {column.type}: {what} is not made {kind} "
-            "by itself, cast it in the function"
+            f"{role} {field.name!r} of type {field.type} cannot hold {column.type}: {example} is not converted to "
+            f"{kind} automatically; cast it in the function"
         )
 
 
-def _first_value(column: Any) -> str:
+def _show_first_value(column: Any) -> str:
     value = shown(column, pc.index(column.is_valid(), True).as_py())
     return reprlib.repr(value) if isinstance(value, (str, bytes)) else str(value)
 
 
-def misread_types(given: pa.DataType, kind: pa.DataType) -> tuple[pa.DataType, pa.DataType] | None:
-    """The first two types, at any depth, of which Arrow would read the one as the other."""
+def misread_types(source: pa.DataType, kind: pa.DataType) -> tuple[pa.DataType, pa.DataType] | None:
+    """Return the first pair of types, at any depth, of which Arrow would reinterpret one as the other."""
     types = pa.types
-    if types.is_dictionary(given):
-        given = given.value_type
+    if types.is_dictionary(source):
+        source = source.value_type
     pairs: list[tuple[pa.DataType, pa.DataType]] = []
-    if types.is_struct(given) and types.is_struct(kind):
-        pairs = [(field.type, kind.field(field.name).type) for field in given if kind.get_field_index(field.name) >= 0]
-    elif types.is_map(given) and types.is_map(kind):
-        pairs = [(given.key_type, kind.key_type), (given.item_type, kind.item_type)]
-    elif hasattr(given, "value_type") and hasattr(kind, "value_type"):
-        pairs = [(given.value_type, kind.value_type)]
-    elif _is_read_as(given, kind):
-        return given, kind
+    if types.is_struct(source) and types.is_struct(kind):
+        pairs = [(field.type, kind.field(field.name).type) for field in source if kind.get_field_index(field.name) >= 0]
+    elif types.is_map(source) and types.is_map(kind):
+        pairs = [(source.key_type, kind.key_type), (source.item_type, kind.item_type)]
+    elif hasattr(source, "value_type") and hasattr(kind, "value_type"):
+        pairs = [(source.value_type, kind.value_type)]
+    elif _is_misread(source, kind):
+        return source, kind
     return next(filter(None, (misread_types(*pair) for pair in pairs)), None)
 
 
-def _is_read_as(given: pa.DataType, kind: pa.DataType) -> bool:
-    """Whether Arrow finds numbers or times in text, makes text of times, counts booleans, finds numbers true, or takes
-    a number for a time in whatever unit that has. Functions over rows may give none of these; they may give booleans
-    for floats."""
+def _is_misread(source: pa.DataType, kind: pa.DataType) -> bool:
+    """Return whether Arrow would parse text, format times as text, or mix up numbers with booleans or times.
+
+    Functions over rows may not return such values either; they may return booleans for floats.
+    """
     types = pa.types
-    if _is_text(given):
+    if _is_text(source):
         return not _is_text(kind)
-    if types.is_boolean(given):
+    if types.is_boolean(source):
         return bool(types.is_integer(kind))
-    if is_number(given):
+    if is_number(source):
         return bool(types.is_boolean(kind) or types.is_temporal(kind))
-    return bool(types.is_temporal(given) and (is_number(kind) or _is_text(kind)))
+    return bool(types.is_temporal(source) and (is_number(kind) or _is_text(kind)))
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Whether a type is one of integers, floats or decimals."""
+    """Return whether a type is an integer, a float or a decimal."""
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    # By name, as older releases of PyArrow lack some of these types.
+    # By name, because older releases of PyArrow do not have some of these types.
     return str(kind) in _TEXTS or bool(pa.types.is_fixed_size_binary(kind))
 
 
 def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """As Arrow casts; but fields of structs are neither left out nor made up, and may come in any order."""
+    """Cast as Arrow does, but a struct must have exactly the fields of the type, in any order."""
     types = pa.types
     if types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if types.is_struct(kind) and types.is_struct(column.type):
-        names, wanted = [field.name for field in column.type], [field.name for field in kind]
-        if sorted(names) != sorted(wanted) or len(set(names)) < len(names):
+        names, declared = [field.name for field in column.type], [field.name for field in kind]
+        if sorted(names) != sorted(declared) or len(set(names)) < len(names):
             raise pa.ArrowInvalid(f"its fields are {', '.join(names)}")
         parts = dict(zip(names, column.flatten(), strict=True))
         children = [_cast(parts[field.name], field.type) for field in kind]
@@ -230,30 +234,29 @@ def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
         return _cast_to_date(column, kind)
     if types.is_floating(column.type) and types.is_floating(kind):
         return _cast_floats(column, kind)
-    column = _nan_as_null(column, kind)
+    column = _replace_nan(column, kind)
     if types.is_map(column.type) and types.is_list(kind):
-        column = _entries(column)
+        column = _map_entries(column)
     lists = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)
     views = types.is_list_view(column.type) or types.is_large_list_view(column.type)
-    # Not left to Arrow, which has other rules than these within lists, casts also what is in none of them (so refuses a
-    # slice for values outside of it), and casts views wrongly (26 leaves an offset out, 16 mixes rows up).
+    # Arrow's cast of lists is not used: it has other rules within them, also casts values outside of every list (so it
+    # refuses a slice for values outside of it), and casts views wrongly (PyArrow 26 omits an offset, 16 mixes up rows).
     if types.is_list(kind) and (lists or views):
         values = _cast(pc.list_flatten(column), kind.value_type)
-        return pa.ListArray.from_arrays(_offsets(column), values, type=kind, mask=column.is_null())
+        return pa.ListArray.from_arrays(_list_offsets(column), values, type=kind, mask=column.is_null())
     return column if column.type == kind else column.cast(kind)
 
 
-def _offsets(lists: pa.Array) -> pa.Array:
-    """Offsets of the lists' elements, end to end; those of NULL are left out."""
+def _list_offsets(lists: pa.Array) -> pa.Array:
+    """Return offsets of the lists' elements, laid end to end without the elements of NULL lists."""
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
     ends = np.cumsum(lengths, dtype=np.int64)
-    # By way of NumPy: what Arrow's functions give has a validity bitmap at times, which no offsets may have.
+    # Through NumPy: results of Arrow's functions sometimes have a validity bitmap, which offsets must not have.
     return pa.array(np.append(0, ends), pa.int32())
 
 
-def _entries(column: pa.MapArray) -> pa.ListArray:
-    """A map column as lists of keys and values, which is how it lies in memory; for Arrow's functions, which take no
-    maps."""
+def _map_entries(column: pa.MapArray) -> pa.ListArray:
+    """Return a map column as lists of key-value structs, without a copy, because Arrow's functions do not take maps."""
     entries = column.values
     return pa.Array.from_buffers(
         pa.list_(entries.type), len(column), column.buffers()[:2], column.null_count, column.offset, [entries]
@@ -261,38 +264,40 @@ def _entries(column: pa.MapArray) -> pa.ListArray:
 
 
 def _cast_map(column: pa.MapArray, kind: pa.MapType) -> pa.MapArray:
-    lists = _entries(column)
+    lists = _map_entries(column)
     keys, items = pc.list_flatten(lists).flatten()
     keys, items = _cast(keys, kind.key_type), _cast(items, kind.item_type)
-    # Older releases of PyArrow end the process where nobody has counted them.
+    # Older releases of PyArrow crash if the NULLs have not been counted.
     if keys.null_count:
         raise pa.ArrowInvalid("a key is NULL")
     entries = pa.StructArray.from_arrays([keys, items], fields=[kind.key_field, kind.item_field])
-    found = pa.ListArray.from_arrays(_offsets(lists), entries, mask=column.is_null())
-    return pa.Array.from_buffers(kind, len(found), found.buffers()[:2], found.null_count, found.offset, [entries])
+    cast_lists = pa.ListArray.from_arrays(_list_offsets(lists), entries, mask=column.is_null())
+    return pa.Array.from_buffers(
+        kind, len(cast_lists), cast_lists.buffers()[:2], cast_lists.null_count, cast_lists.offset, [entries]
+    )
 
 
 def _cast_to_date(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """As Arrow casts, but a time of day, which Arrow cuts off, is an error."""
+    """Cast times to dates; a time of day, which Arrow would cut off, is an error."""
     local = pc.local_timestamp(column) if column.type.tz else column
-    found = column.cast(kind)
-    if pc.any(pc.not_equal(found.cast(local.type), local)).as_py():
+    dates = column.cast(kind)
+    if pc.any(pc.not_equal(dates.cast(local.type), local)).as_py():
         raise pa.ArrowInvalid("it has times of day, which a date would lose")
-    return found
+    return dates
 
 
 def _cast_floats(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """As Arrow casts, but numbers that only a wider float holds, which Arrow makes infinite, are an error."""
-    found = column.cast(kind)
+    """Cast floats to a narrower type; numbers beyond its range, which Arrow would make infinite, are an error."""
+    narrow = column.cast(kind)
     if kind.bit_width < column.type.bit_width:
-        lost = pc.and_(pc.is_inf(found), pc.is_finite(column))
+        lost = pc.and_(pc.is_inf(narrow), pc.is_finite(column))
         if pc.any(lost).as_py():
             raise pa.ArrowInvalid(f"{column.filter(lost)[0].as_py()} is more than it holds")
-    return found
+    return narrow
 
 
 def refuse_nulls(column: Any, field: pa.Field, role: str) -> None:
-    """Raise a StateValueError when a column has NULLs where it was declared without, in nested types too."""
+    """Raise a StateValueError if a column declared without NULLs has one, in nested types too."""
     if not field.nullable and column.null_count:
         at = pc.index(pc.is_null(column), True).as_py()
         raise StateValueError(f"{role} {field.name!r} is declared without NULLs and row {at} is NULL")
@@ -302,17 +307,17 @@ def refuse_nulls(column: Any, field: pa.Field, role: str) -> None:
         refuse_nulls(pc.list_flatten(column), field.type.value_field, f"{role} {field.name!r}: its")
     elif pa.types.is_map(field.type):
         for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
-            keys, items = pc.list_flatten(_entries(chunk)).flatten()
+            keys, items = pc.list_flatten(_map_entries(chunk)).flatten()
             refuse_nulls(keys, field.type.key_field, f"{role} {field.name!r}: its")
             refuse_nulls(items, field.type.item_field, f"{role} {field.name!r}: its")
     else:
-        there = column.filter(pc.is_valid(column))
+        present = column.filter(pc.is_valid(column))
         for at, child in enumerate(field.type):
-            refuse_nulls(pc.struct_field(there, [at]), child, f"{role} {field.name!r}: its")
+            refuse_nulls(pc.struct_field(present, [at]), child, f"{role} {field.name!r}: its")
 
 
 def _forbids_nulls(kind: pa.DataType) -> bool:
-    """Whether some element, value or field of a type is declared without NULLs. (A map's keys always are.)"""
+    """Return whether any element, value or field of a type is declared without NULLs. (A map's keys always are.)"""
     if pa.types.is_list(kind):
         return not kind.value_field.nullable or _forbids_nulls(kind.value_type)
     if pa.types.is_map(kind):
@@ -320,9 +325,9 @@ def _forbids_nulls(kind: pa.DataType) -> bool:
     return pa.types.is_struct(kind) and any(not field.nullable or _forbids_nulls(field.type) for field in kind)
 
 
-def conformed(given: Any, fields: Sequence[pa.Field], who: str) -> pa.Table:
-    """A table with exactly these columns, found by name, in this order and of these types."""
-    table = as_table(given, who)
+def conformed(value: Any, fields: Sequence[pa.Field], who: str) -> pa.Table:
+    """Return a table with exactly these columns, matched by name, in this order and of these types."""
+    table = as_table(value, who)
     names = [field.name for field in fields]
     if sorted(table.column_names) != sorted(names):
         raise StateValueError(
@@ -332,7 +337,7 @@ def conformed(given: Any, fields: Sequence[pa.Field], who: str) -> pa.Table:
         if len(set(names)) < len(names):
             raise StateValueError(
                 f"{who} the columns {', '.join(table.column_names)}; expected {', '.join(names)}, in this order, as "
-                "some have one name"
+                "some have the same name"
             )
         table = table.select(names)
     columns = [cast_column(column, field, "output column") for column, field in zip(table.columns, fields, strict=True)]
@@ -342,7 +347,7 @@ def conformed(given: Any, fields: Sequence[pa.Field], who: str) -> pa.Table:
 
 
 def normal_rows(rows: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Input rows under the user's names and in stored types, which only relabels the zone of timestamps."""
+    """Return input rows with the user's column names and the stored types; only the zone of timestamps changes."""
     columns = []
     for column in rows.columns:
         kind = normal_type(column.type)

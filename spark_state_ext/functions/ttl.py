@@ -1,8 +1,8 @@
-"""Time to live: state that nobody has written for so long counts as gone.
+"""Time to live: state that was not written for a given time expires.
 
-When a row expires is kept in a hidden state column beside the user's. Expired state is never returned, from the first
-batch on whose clock is past it. It is removed a piece of the bucket a batch, in turn, so that no batch has to look
-through all of it (Flink's incremental clean-up; visibility as its ``NeverReturnExpired``).
+A hidden state column holds each row's expiry time. Expired state is never returned, starting with the first batch whose
+clock has passed that time. Each batch removes the expired rows of another part of the bucket, so that no batch has to
+read all of it (Flink's incremental clean-up; visibility as its ``NeverReturnExpired``).
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from spark_state_ext.store import Lookup
 
 __all__ = ["EXPIRES_COLUMN", "Expiry", "Ttl"]
 
-# The hidden column as stored rows have it.
+# Name of the hidden column in stored rows.
 EXPIRES_COLUMN = f"state.{EXPIRES_MS}"
 _NEVER = 2**63 - 1
-# Hundreds of thousands of years; added to any time of today it stays far from 64 bits.
+# Hundreds of thousands of years; added to the current time, it stays far below 64 bits.
 _DURATION_MS_MAX = 2**53
 
 
 @dataclass(frozen=True)
 class Ttl:
-    """How long state lives.
+    """The time that state lives after its last write.
 
     Parameters
     ----------
     duration_ms
-        State is gone when the clock is so many milliseconds past its last write; from 1 to 2 ** 53.
+        State expires when the clock is this many milliseconds past its last write; from 1 to 2 ** 53.
     clock
-        ``"processing"``: the batch's processing time. ``"event"``: a write is at the latest event time among the key's
-        rows in the batch (or the watermark, if that is later), and state is gone when the watermark is past that by
-        `duration_ms`; the input needs a watermark.
+        ``"processing"``: the batch's processing time. ``"event"``: the time of a write is the latest event time of the
+        key's rows in the batch (or the watermark, if that is later), and state expires when the watermark is past that
+        time by `duration_ms`; the input needs a watermark.
     refresh
-        ``"write"``: writing state extends its life. ``"read"``: rows of its key do so, even if the function leaves the
-        state as it is.
+        ``"write"``: only writing state extends its life. ``"read"``: rows of its key extend it too, even if the
+        function does not change the state.
 
     Raises
     ------
     UsageError
-        When `duration_ms` is no whole number from 1 to 2 ** 53, or `clock` or `refresh` is none of these.
+        If `duration_ms` is not a whole number from 1 to 2 ** 53, or `clock` or `refresh` is another value.
     """
 
     duration_ms: int
@@ -68,14 +68,14 @@ class Ttl:
 
 @dataclass(frozen=True)
 class Expiry:
-    """The expiry of one operator's rows in one batch: between rows as they are stored and as functions see them.
+    """The expiry of one operator's rows in one batch: it converts between stored rows and rows for functions.
 
     Parameters
     ----------
     stored
         Schema of the stored rows.
     ttl
-        What the job asks for; None: nothing expires (any more).
+        The job's time to live; None: state does not expire (or no longer does).
     now_ms
         The ttl's clock, milliseconds since 1970.
     """
@@ -86,7 +86,7 @@ class Expiry:
 
     @property
     def hidden(self) -> bool:
-        """Whether stored rows have the hidden column."""
+        """True if stored rows have the hidden column."""
         return self.stored.expires
 
     @cached_property
@@ -94,30 +94,30 @@ class Expiry:
         """Schema of rows as functions see them."""
         return self.stored.without_expiry()
 
-    def found(self, lookup: Lookup) -> Lookup:
-        """What was looked up, as functions see it."""
-        live = ~self.over(lookup.rows)
+    def show_lookup(self, lookup: Lookup) -> Lookup:
+        """Return a lookup as functions see it, without expired state."""
+        live = ~self.find_expired(lookup.rows)
         index = lookup.index
         if not live.all():
-            # A timeout may outlive the state it was set with; a row without state is as good as none here.
+            # A timeout may outlive its state; a row without state counts as missing here.
             index = np.where((index >= 0) & live[index], index, -1)
-        return Lookup(index, self._shown(lookup.rows))
+        return Lookup(index, self._without_hidden(lookup.rows))
 
     def due(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """Rows whose timeout is over, as functions see them: without state, where that has expired."""
-        over = self.over(rows)
-        shown = self._shown(rows)
-        return _without_state(shown, self.shown, over) if over.any() else shown
+        """Return rows whose timeout is over as functions see them: without state if it has expired."""
+        expired = self.find_expired(rows)
+        shown = self._without_hidden(rows)
+        return _without_state(shown, self.shown, expired) if expired.any() else shown
 
-    def live(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """Rows of a scan that have state, as functions see them."""
+    def show_live(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """Return the rows of a scan that have state, as functions see them."""
         defined = rows.column(DEFINED).to_numpy(zero_copy_only=False)
-        keep = defined & ~self.over(rows)
-        shown = self._shown(rows)
+        keep = defined & ~self.find_expired(rows)
+        shown = self._without_hidden(rows)
         return shown if keep.all() else shown.filter(pa.array(keep))
 
-    def written(self, rows: pa.RecordBatch, written_ms: IndexArray | int) -> pa.RecordBatch:
-        """Rows that functions changed, to be stored; `written_ms` says when, for each or for all."""
+    def add_expiry(self, rows: pa.RecordBatch, written_ms: IndexArray | int) -> pa.RecordBatch:
+        """Return rows to store for rows that functions changed; `written_ms` is the time of each write, or of all."""
         if not self.hidden:
             return rows
         if self.ttl is None:
@@ -129,29 +129,29 @@ class Expiry:
         columns.insert(self._hidden_at, expires)
         return pa.RecordBatch.from_arrays(columns, schema=self.stored.arrow)
 
-    def read(self, lookup: Lookup, positions: IndexArray, written_ms: IndexArray) -> pa.RecordBatch | None:
-        """Rows to store of keys that a function left as they are, where reading extends their life."""
+    def extend_life(self, lookup: Lookup, positions: IndexArray, written_ms: IndexArray) -> pa.RecordBatch | None:
+        """Return rows to store for keys that a function did not change, if reading extends their life; else None."""
         if self.ttl is None or self.ttl.refresh != "read":
             return None
         at = lookup.index[positions]
-        mine = at >= 0
-        if not mine.any():
+        has_row = at >= 0
+        if not has_row.any():
             return None
-        rows = lookup.rows.take(pa.array(at[mine]))
-        return self.written(rows, written_ms[positions][mine])
+        rows = lookup.rows.take(pa.array(at[has_row]))
+        return self.add_expiry(rows, written_ms[positions][has_row])
 
-    def removed(self, rows: pa.RecordBatch) -> pa.RecordBatch:
-        """What to store in the place of expired rows: tombstones; where there is a timeout, it alone."""
+    def make_removals(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """Return what to store in place of expired rows: a tombstone, or the timeout alone if there is one."""
         everywhere = np.ones(rows.num_rows, dtype=np.bool_)
-        return self.written(_without_state(self._shown(rows), self.shown, everywhere), 0)
+        return self.add_expiry(_without_state(self._without_hidden(rows), self.shown, everywhere), 0)
 
-    def over(self, rows: pa.RecordBatch) -> BoolArray:
-        """Which stored rows have expired."""
+    def find_expired(self, rows: pa.RecordBatch) -> BoolArray:
+        """Return which stored rows have expired."""
         if self.ttl is None or not self.hidden:
             return np.zeros(rows.num_rows, dtype=np.bool_)
         expires = rows.column(self._hidden_at).fill_null(_NEVER).to_numpy(zero_copy_only=False)
-        over: BoolArray = expires <= self.now_ms
-        return over
+        expired: BoolArray = expires <= self.now_ms
+        return expired
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class Expiry:
     def _hidden_at(self) -> int:
         return int(self.stored.state_slice.stop) - 1
 
-    def _shown(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+    def _without_hidden(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         if not self.hidden:
             return rows
         columns = list(rows.columns)
@@ -168,7 +168,7 @@ class Expiry:
 
 
 def _without_state(rows: pa.RecordBatch, schema: RowSchema, which: BoolArray) -> pa.RecordBatch:
-    """The same rows, some of them without state; these are tombstones where they have no timeout either."""
+    """Remove the state of some rows; a row without a timeout becomes a tombstone."""
     columns: Sequence[pa.Array] = rows.columns
     at = pa.array(np.arange(rows.num_rows), mask=which)
     states = {i: columns[i].take(at) for i in range(schema.state_slice.start, schema.state_slice.stop)}

@@ -25,9 +25,9 @@ __all__ = [
     "STATE_BINARY",
     "is_connect",
     "is_of_spark",
-    "labels_of",
+    "get_labels",
     "said_by_spark",
-    "same_labels",
+    "has_labels",
 ]
 
 _found = re.match(r"(\d+)\.(\d+)", pyspark.__version__)
@@ -76,12 +76,12 @@ def said_by_spark(text: str) -> str:
     return lines[0][:_REASON_MAX] if lines else "it does not say why"
 
 
-def labels_of(columns: Any) -> Any:
+def get_labels(columns: Any) -> Any:
     """Labels of a frame's columns (a `pandas.Index`), as what `same_labels` compares fastest."""
     return columns.array if PANDAS_MAJOR >= 3 else columns.tolist()
 
 
-def same_labels(columns: Any, labels: Any) -> bool:
+def has_labels(columns: Any, labels: Any) -> bool:
     """Whether a frame's columns are called so. Asked for each frame that a function gives: `Index.equals` takes five
     times as long with pandas 3, and twelve times with pandas 2."""
     try:

@@ -105,7 +105,9 @@ def run(
 ) -> tuple[list[dict[str, Any]], Result]:
     """Call with rows and with keys that timed out; the output, and what changed."""
     result = Result()
-    work = caller(function, output).data(groups, looked_up(groups, states or {}), stored(due or {}), CONTEXT, result)
+    work = caller(function, output).call_data(
+        groups, looked_up(groups, states or {}), stored(due or {}), CONTEXT, result
+    )
     return sent(work), result
 
 
@@ -172,7 +174,7 @@ def test_a_row_that_has_a_timeout_only_is_no_state() -> None:
 def test_a_call_without_rows_has_their_columns() -> None:
     batches: list[StateBatch] = []
     due = {9: (90, ["b"]), 8: None}
-    work = caller(batches.append).timeouts(stored(due), CONTEXT, Result())
+    work = caller(batches.append).call_timeouts(stored(due), CONTEXT, Result())
     assert list(work) == []
     run(batches.append, grouped(1))
     alone, beside = batches
@@ -186,7 +188,7 @@ def test_a_query_without_a_watermark_has_none() -> None:
     batches: list[StateBatch] = []
     groups = grouped(1)
     context = CallContext(3, 7, 1_000, -1, False, "NoTimeout")
-    list(caller(batches.append).data(groups, looked_up(groups, {}), SCHEMA.empty(), context, Result()))
+    list(caller(batches.append).call_data(groups, looked_up(groups, {}), SCHEMA.empty(), context, Result()))
     assert batches[0].watermark_ms is None
     with pytest.raises(UsageError, match="NoTimeout"):
         batches[0].set_timeout(timestamp_ms=5)
@@ -199,7 +201,7 @@ def test_input_columns_of_one_name() -> None:
     schema = RowSchema(key_fields(StructType(KEYS.fields[:1]).json()), SCHEMA.state)
     groups = Groups.of(table, np.zeros(2, dtype=np.uint64), [0], 3, schema)
     made = BatchCaller(batches.append, schema, fields(twice), fields(OUTPUT))
-    list(made.data(groups, Lookup(np.array([-1]), schema.empty()), schema.empty(), CONTEXT, Result()))
+    list(made.call_data(groups, Lookup(np.array([-1]), schema.empty()), schema.empty(), CONTEXT, Result()))
     (batch,) = batches
     assert batch.rows.column_names == ["k", "v", "v"]
     assert batch.rows.column(2).to_pylist() == [4, 5]
@@ -315,7 +317,7 @@ def test_the_forms_of_output(form: str) -> None:
 )
 def test_no_output_is_no_frame(given: Any) -> None:
     groups = grouped(1)
-    frames = caller(lambda batch: given).data(groups, looked_up(groups, {}), SCHEMA.empty(), CONTEXT, Result())
+    frames = caller(lambda batch: given).call_data(groups, looked_up(groups, {}), SCHEMA.empty(), CONTEXT, Result())
     assert list(frames) == []
 
 
@@ -325,7 +327,7 @@ def test_much_output_leaves_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_module, "_ROWS_MAX", 100)
     table = pa.table({"k": range(5_000), "n": range(5_000)})
     groups = grouped(1)
-    work = caller(lambda batch: [table.slice(0, 4_999), table.slice(4_999)]).data(
+    work = caller(lambda batch: [table.slice(0, 4_999), table.slice(4_999)]).call_data(
         groups, looked_up(groups, {}), SCHEMA.empty(), CONTEXT, Result()
     )
     frames = list(work)
@@ -413,7 +415,7 @@ def test_a_failed_call_changes_nothing() -> None:
     result = Result()
     groups = grouped(1)
     with pytest.raises(ResultTypeError):
-        list(caller(function).data(groups, looked_up(groups, {}), SCHEMA.empty(), CONTEXT, result))
+        list(caller(function).call_data(groups, looked_up(groups, {}), SCHEMA.empty(), CONTEXT, result))
     assert result == Result()
 
 

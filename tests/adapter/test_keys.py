@@ -50,7 +50,7 @@ def grouped(keys: list[int | None], values: list[Any], bad_hash: bool = False) -
 def called(
     one: KeyCaller, groups: Groups, found: Lookup | None = None, result: Result | None = None
 ) -> list[pd.DataFrame]:
-    return list(one.data(groups, found or nobody(groups), NOTHING, CONTEXT, result or Result()))
+    return list(one.call_data(groups, found or nobody(groups), NOTHING, CONTEXT, result or Result()))
 
 
 def nobody(groups: Groups) -> Lookup:
@@ -197,10 +197,10 @@ def test_output_frames_are_joined_and_none_is_lost() -> None:
 def test_other_keys_are_found_among_those_with_rows() -> None:
     groups = grouped([1, 2, 3], [0, 0, 0], bad_hash=True)
     others = pa.array([3, 4, 1, 9], pa.int64())
-    at = groups.positions_of(np.zeros(4, dtype=np.uint64), [others])
+    at = groups.find_keys(np.zeros(4, dtype=np.uint64), [others])
     found = [None if i < 0 else groups.keys[0][i].as_py() for i in at.tolist()]
     assert found == [3, None, 1, None]
-    assert groups.positions_of(np.empty(0, dtype=np.uint64), [others.slice(0, 0)]).tolist() == []
+    assert groups.find_keys(np.empty(0, dtype=np.uint64), [others.slice(0, 0)]).tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_state_is_as_it_was_when_the_keys_call_was_over() -> None:
     groups, result = grouped([1, 2, 3], [0, 0, 0]), Result()
     made = KeyCaller(function, schema, state, ["k", "v"], OutputColumns(("k", "n")), "UTC", 10_000)
     nobody_yet = Lookup(np.full(3, -1, dtype=np.int64), schema.empty())
-    assert list(made.data(groups, nobody_yet, schema.empty(), CONTEXT, result)) == []
+    assert list(made.call_data(groups, nobody_yet, schema.empty(), CONTEXT, result)) == []
     assert result.data is not None
     assert sorted((row["key.k"], row["state.all"]) for row in result.data.rows.to_pylist()) == [
         (k, [k]) for k in (1, 2, 3)
@@ -597,8 +597,8 @@ def _away_from_tests(error: BaseException) -> BaseException:
 
 
 RETURNED: list[tuple[Any, str]] = [
-    (None, r"returned None: yield rows or frames, or return a list of them \(\[\] for none\)"),
-    (5, r"returned 5 \(int\): yield rows or frames, or return a list of them \(\[\] for none\)"),
+    (None, r"returned None: yield rows or frames, or return a list of them \(\[\] for no output\)"),
+    (5, r"returned 5 \(int\): yield rows or frames, or return a list of them \(\[\] for no output\)"),
     (pd.DataFrame({"k": [1], "n": [2]}), r"returned a DataFrame: yield it, or return \[frame\]"),
 ]
 
@@ -658,7 +658,7 @@ def test_a_frame_whose_columns_have_no_names_is_refused_with_its_key(labels: lis
 def test_what_would_be_taken_apart_is_refused_where_it_is_given(value: Any) -> None:
     """Spark's own stores the name of the column, the letter, the byte's number and the set's item."""
     state = KeyState((1,), Clock(0, 0, "NoTimeout", False, False, STATE))
-    with pytest.raises(StateValueError, match="the state has the columns n: give a tuple of one value each"):
+    with pytest.raises(StateValueError, match="the state has the columns n: give a tuple with one value for each"):
         state.update(value)
     assert state.get == (1,), "the state before stays"
 
@@ -679,7 +679,7 @@ def test_a_value_in_an_errors_text_is_short_and_in_its_first_line(result: Any) -
 def test_a_state_in_an_errors_text_is_short_and_in_its_first_line() -> None:
     state = KeyState((1,), Clock(0, 0, "NoTimeout", False, False, STATE))
     for value in ((1, LONG), ("x" * 5_000, 2)):
-        with pytest.raises(StateValueError, match="give a tuple of one value each") as raised:
+        with pytest.raises(StateValueError, match="give a tuple with one value for each") as raised:
             state.update(value)
         assert "\n" not in str(raised.value)
         assert len(str(raised.value)) < 500

@@ -42,7 +42,7 @@ from arrow_schemas import RowSchema, key_fields, state_fields
 from spark_state_ext.errors import ResultTypeError, StateError, StateValueError, UserFunctionError
 from spark_state_ext.spark.callers import rows as rows_module
 from spark_state_ext.spark.callers.groups import CallContext, Groups, Result
-from spark_state_ext.spark.callers.rows import RowCaller, row_class
+from spark_state_ext.spark.callers.rows import RowCaller, make_row_factory
 from spark_state_ext.spark.callers.state_values import values_to_column
 from spark_state_ext.spark.compat import STATE_BINARY
 from spark_state_ext.spark.shuffle.output import unpack
@@ -89,7 +89,7 @@ def run(
     schema, result = schema_of(key, state), Result()
     made = RowCaller(function, schema, state, inputs, key, output, fields(output))
     nobody = Lookup(np.full(groups.count, -1, dtype=np.int64), schema.empty())
-    return sent(made.data(groups, found or nobody, schema.empty(), context, result)), result
+    return sent(made.call_data(groups, found or nobody, schema.empty(), context, result)), result
 
 
 def sent(frames: Iterator[pd.DataFrame]) -> list[tuple[Any, ...]]:
@@ -122,12 +122,12 @@ def test_each_key_gets_its_rows_as_named_tuples() -> None:
 
 
 def test_columns_that_no_attribute_can_have_go_by_their_place() -> None:
-    make = row_class("Row", ["k", "class", "a b", "k", "_x", "é"])
+    make = make_row_factory("Row", ["k", "class", "a b", "k", "_x", "é"])
     row: Any = make([1, 2, 3, 4, 5, 6])
     assert row._fields == ("k", "_1", "_2", "_3", "_4", "é")
     assert row == (1, 2, 3, 4, 5, 6)
     # Python reads the micro sign in its source as the Greek letter.
-    row = row_class("Row", ["delay_\u00b5s", "\u00b5", "\u03bc"])([1, 2, 3])
+    row = make_row_factory("Row", ["delay_\u00b5s", "\u00b5", "\u03bc"])([1, 2, 3])
     assert row._fields == ("delay_\u03bcs", "\u03bc", "_2")
 
 
@@ -324,7 +324,7 @@ def test_a_key_that_timed_out_has_no_rows() -> None:
     )
     result = Result()
     made = RowCaller(function, schema, STATE, INPUT, KEY, OUTPUT, fields(OUTPUT))
-    assert sent(made.timeouts(expired, CONTEXT, result)) == [(4, 7), (None, None)]
+    assert sent(made.call_timeouts(expired, CONTEXT, result)) == [(4, 7), (None, None)]
     assert result.data is None
     assert result.timeouts is not None
     assert result.timeouts.rows.column("deleted").to_pylist() == [True, True]
@@ -339,7 +339,7 @@ GIVEN: dict[str, Callable[[], Any]] = {
     "a tuple of rows": lambda: tuple(ROWS),
     "lists": lambda: [list(row) for row in ROWS],
     "Spark's rows": lambda: [Row(k=k, n=n) for k, n in ROWS],
-    "named tuples": lambda: list(map(row_class("Out", ["k", "n"]), ROWS)),
+    "named tuples": lambda: list(map(make_row_factory("Out", ["k", "n"]), ROWS)),
     "NumPy's numbers": lambda: [(np.int64(k), None if n is None else np.int32(n)) for k, n in ROWS],
     "whole floats": lambda: [(float(k), n) for k, n in ROWS],
 }
@@ -357,7 +357,7 @@ def test_no_output() -> None:
     schema = schema_of()
     made = RowCaller(lambda key, rows, state: given[key.k], schema, STATE, INPUT, KEY, OUTPUT, fields(OUTPUT))
     nobody = Lookup(np.full(4, -1, dtype=np.int64), schema.empty())
-    assert list(made.data(groups, nobody, schema.empty(), CONTEXT, Result())) == []
+    assert list(made.call_data(groups, nobody, schema.empty(), CONTEXT, Result())) == []
 
 
 WHERE = r"\(key \(1,\), bucket 3, batch 7\)"
@@ -400,7 +400,7 @@ def test_output_that_is_refused_is_told_with_the_key_that_gave_it() -> None:
 def test_a_fraction_within_a_list_is_refused() -> None:
     lists = StructType([StructField("k", LongType()), StructField("all", ArrayType(LongType()))])
     with pytest.raises(
-        StateValueError, match=r"'all' of type array<bigint> cannot hold \[1, 2\.5\] \(list\) .*2\.5 is no whole"
+        StateValueError, match=r"'all' of type array<bigint> cannot hold \[1, 2\.5\] \(list\) .*2\.5 is not a whole"
     ) as raised:
         run(lambda key, rows, state: [(1, [1, 2.5])], numbers((1, 0)), lists)
     assert raised.match(WHERE)

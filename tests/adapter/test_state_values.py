@@ -37,7 +37,7 @@ from pyspark.sql.types import (
 
 from arrow_schemas.spark_types import state_fields
 from spark_state_ext.errors import StateValueError
-from spark_state_ext.spark.callers.state_values import column_to_values, row_keeper, values_to_column
+from spark_state_ext.spark.callers.state_values import column_to_values, make_row_copier, values_to_column
 from spark_state_ext.spark.compat import SPARK_VERSION, STATE_BINARY
 from tests.helpers.waiting import WAIT_S
 
@@ -119,11 +119,11 @@ def test_what_only_looks_like_a_list_is_none(value: Any, element: DataType) -> N
         (ArrayType(element), value),
         (MapType(StringType(), ArrayType(element)), {"k": value}),
     ):
-        with pytest.raises(StateValueError, match=r"state column 'v' of type .* cannot hold .*: it is no list"):
+        with pytest.raises(StateValueError, match=r"state column 'v' of type .* cannot hold .*: it is not a list"):
             values_to_column([None, given], spark_type, arrow_type(spark_type), "state column 'v'")
-        keep = row_keeper(StructType([StructField("v", spark_type)]), "state column")
+        keep = make_row_copier(StructType([StructField("v", spark_type)]), "state column")
         assert keep is not None
-        with pytest.raises(StateValueError, match="it is no list"):
+        with pytest.raises(StateValueError, match="it is not a list"):
             keep((given,))
 
 
@@ -139,7 +139,7 @@ def test_a_number_is_no_date() -> None:
         (ArrayType(dates), [19_000]),
         (MapType(dates, LongType()), {5: 5}),
     ):
-        with pytest.raises(StateValueError, match=r"cannot hold .*: it is no date"):
+        with pytest.raises(StateValueError, match=r"cannot hold .*: it is not a date"):
             values_to_column([value], spark_type, arrow_type(spark_type), "v")
 
 
@@ -190,7 +190,7 @@ BESIDE_MISSING: list[tuple[DataType, Any]] = [
 def test_missing_values_are_null(spark_type: DataType, value: Any) -> None:
     """In every column and within others; NaN is a number in columns of floats only."""
     inside = StructType([StructField("a", ArrayType(spark_type)), StructField("m", MapType(LongType(), spark_type))])
-    keep = row_keeper(StructType([StructField("v", inside)]), "state column")
+    keep = make_row_copier(StructType([StructField("v", inside)]), "state column")
     assert keep is not None
     for missing in MISSING:
         is_number = isinstance(spark_type, (FloatType, DoubleType)) and isinstance(missing, (float, np.floating))
@@ -281,7 +281,7 @@ def test_keys_of_a_map_stay_as_many() -> None:
     near = {decimal.Decimal("1.001"): 1, decimal.Decimal("1.002"): 2}
     pairs: list[tuple[DataType, Any]] = [(hundredths, near), (text, {5: 1, "5": 2}), (ArrayType(hundredths), [near])]
     for spark_type, given in pairs:
-        with pytest.raises(StateValueError, match=r"two of its keys are one as (decimal\(5,2\)|string)"):
+        with pytest.raises(StateValueError, match=r"two of its keys are the same as (decimal\(5,2\)|string)"):
             values_to_column([given], spark_type, arrow_type(spark_type), "v")
     for spark_type in (text, hundredths, MapType(LongType(), LongType()), MapType(BinaryType(), LongType())):
         with pytest.raises(StateValueError, match=r"v of type map.* cannot hold \{None: 1\}.*: a key is NULL"):

@@ -81,7 +81,7 @@ def test_both_of_them_are_refused_through_pandas(form: Callable[[Any], Frame]) -
     batch = batch_of([NAN, 1.0, None])
     pdf = batch.keys.to_pandas().assign(n=[0, 1, 2])
     for rows in (pdf, pdf.iloc[:1], pdf.iloc[2:]):
-        with pytest.raises(StateValueError, match="this batch has it with NaN and with NULL, which are one in pandas"):
+        with pytest.raises(StateValueError, match="this batch has it with NaN and with NULL, which pandas does not"):
             batch.update(form(rows.reset_index(drop=True)))
     batch.update(form(pdf.iloc[1:2].reset_index(drop=True)))
     assert updated(batch) == [None, 1, None]

@@ -49,7 +49,7 @@ def aggregated(groups: list[list[Any]], kind: pa.DataType, function: str, *optio
     ids=str,
 )
 def test_what_is_beyond_its_type_is_refused_with_the_key(kind: Any, function: str, group: list[Any]) -> None:
-    asked = rf"aggregate\(\) was asked for the {function} of 'v', and for key {{'k': 'key 1'}} it is beyond "
+    asked = rf"aggregate\(\) was asked for the {function} of 'v'; for key {{'k': 'key 1'}} it does not fit "
     with pytest.raises(StateValueError, match=asked):
         aggregated([[group[0]], group, [group[1]]], kind, function)
 

@@ -15,7 +15,7 @@ from arrow_schemas.checksum import readable
 from arrow_schemas.row import RowSchema
 from spark_state_ext.cli.values import parsed
 from spark_state_ext.errors import CorruptFileError, StateError
-from spark_state_ext.functions.arguments import milliseconds
+from spark_state_ext.functions.arguments import to_milliseconds
 from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.functions.tables import as_table
 from spark_state_ext.reading.lookup import WantedKey
@@ -73,7 +73,7 @@ def test_what_is_no_value_of_a_column_is_told_without_pythons_insides() -> None:
         said += [_refused(WantedKey.of, (value,), ["k"], RowSchema((field,), ())) for value in VALUES]
         said += [_refused(parsed, word, field) for word in ("word", "1e", "[5", "2026-13-40", "99999999999999999999")]
     said += [
-        _refused(milliseconds, given, True) for given in ([dt.date(2026, 1, 31)], [object()], ["x"], "x", [1 << 70])
+        _refused(to_milliseconds, given, True) for given in ([dt.date(2026, 1, 31)], [object()], ["x"], "x", [1 << 70])
     ]
     said += [_refused(as_table, given, "it was given") for given in ({"a": [1, "x"]}, {"a": [object()]})]
     refused = [text for text in said if text]
@@ -85,9 +85,9 @@ def test_what_is_no_value_of_a_column_is_told_without_pythons_insides() -> None:
     ("call", "reason"),
     [
         (lambda: dt.date(2026, 1, 31).tzinfo, "it is of type date"),  # type: ignore[attr-defined]
-        (lambda: int("word"), "it is no number"),
-        (lambda: dt.date.fromisoformat("word"), "it is no date or time, such as 2026-01-31 or 2026-01-31T12:00:00"),
-        (lambda: Decimal("word"), "it is no decimal number that fits"),
+        (lambda: int("word"), "it is not a number"),
+        (lambda: dt.date.fromisoformat("word"), "it is not a date or time, such as 2026-01-31 or 2026-01-31T12:00:00"),
+        (lambda: Decimal("word"), "it is not a decimal number that fits"),
         (lambda: (1 << 70).to_bytes(2, "big"), "it is out of range"),
         (lambda: pa.scalar("word", pa.date32()), "object of type str cannot be converted to int"),
         (lambda: dt.date(0, 1, 1), "year 0 is out of range"),

@@ -255,7 +255,7 @@ def test_some_of_the_key_columns_are_state_and_no_key() -> None:
     batch.update({"j": [2, 1], "k": [2, 1], "n": [20, 10]})
     assert outcome_of(batch, {}) == {(1, 1): Stored((1, 10)), (2, 2): Stored((2, 20))}
     with pytest.raises(
-        StateValueError, match=r"given the columns j, n; it takes the state's \(k, n\), or these and the keys'"
+        StateValueError, match=r"given the columns j, n; it takes the state columns \(k, n\), or these and the key"
     ):
         batch.update({"j": [2, 1], "n": [20, 10]})
 
@@ -272,20 +272,22 @@ def test_a_state_column_of_a_keys_name_may_hold_something_else() -> None:
     with pytest.raises(StateValueError, match="given the columns n, note, name, x;"):
         batch_of().update({"n": [1] * 4, "note": ["a"] * 4, "name": ["a"] * 4, "x": [1.0] * 4}, by_key=False)
     batch = whole_rows(pa.schema([("k", pa.int64()), ("k", pa.int64())]), 2)
-    with pytest.raises(StateValueError, match=r"two are called 'k': .* choose with a mask \(by_key=False takes"):
+    with pytest.raises(
+        StateValueError, match=r"two key columns are called 'k': .* select with a mask \(by_key=False takes"
+    ):
         batch.update({"k": [1, 2], "n": [1, 2]})
     batch.update({"k": [1, 2], "n": [3, 4]}, by_key=False)
     assert batch.outcome.updates[0].to_pydict() == {"k": [1, 2], "n": [3, 4]}
 
 
 UPDATE_ERRORS: list[tuple[str, Any, Any, str]] = [
-    ("a missing column", {"n": [1] * 4}, None, r"update\(\) was given the columns n; it takes the state's \(n, note\), or these and the keys' \(name, x\)"),
+    ("a missing column", {"n": [1] * 4}, None, r"update\(\) was given the columns n; it takes the state columns \(n, note\), or these and the key columns \(name, x\)"),
     ("a column too many", {"n": [1] * 4, "note": ["a"] * 4, "z": [1] * 4}, None, r"given the columns n, note, z;"),
     ("one of the key columns", {"n": [1] * 4, "note": ["a"] * 4, "x": [1.0] * 4}, None, r"given the columns n, note, x;"),
     ("no columns", {}, None, r"given the columns \(none\);"),
     ("a column twice", pa.table([[1], [2], ["a"]], names=["n", "n", "note"]), None, r"given the columns n, n, note;"),
     ("too few rows", {"n": [1], "note": ["a"]}, None, r"update\(\) was given 1 rows and the batch has 4 keys"),
-    ("too few rows with where", {"n": [1], "note": ["a"]}, MASK, r"given 1 rows; the batch has 4 keys, and `where` chooses 2"),
+    ("too few rows with where", {"n": [1], "note": ["a"]}, MASK, r"given 1 rows; the batch has 4 keys, and `where` selects 2"),
     ("too few rows with where for all", {"n": [1], "note": ["a"]}, [True] * 4, r"given 1 rows and the batch has 4 keys"),
     ("columns of several lengths", {"n": [1], "note": ["a", "b"]}, None, r"update\(\) was given a dict whose columns have different lengths"),
     ("a scalar", {"n": 1, "note": "a"}, None, r"update\(\) was given a dict whose column 'n' is 1 \(int\)"),
@@ -296,7 +298,7 @@ UPDATE_ERRORS: list[tuple[str, Any, Any, str]] = [
     ("a number too large", {"n": pa.array([2**63] * 4, pa.uint64()), "note": ["a"] * 4}, None, r"'n' of type int64 cannot hold uint64"),
     ("a list for a number", {"n": [[1]] * 4, "note": ["a"] * 4}, None, r"'n' of type int64 cannot hold list<"),
     ("a key of another batch", {"n": [1], "note": ["a"], "name": ["z"], "x": [1.0]}, None, r"update\(\) was given the key \{'name': 'z', 'x': 1\.0\}, which is not in this batch"),
-    ("a key twice", {"n": [1, 2], "note": ["a"] * 2, "name": ["a"] * 2, "x": [1.0] * 2}, None, r"update\(\) was given 2 rows in which a key is there more than once"),
+    ("a key twice", {"n": [1, 2], "note": ["a"] * 2, "name": ["a"] * 2, "x": [1.0] * 2}, None, r"update\(\) was given 2 rows in which a key occurs more than once"),
     ("a key of another type", {"n": [1], "note": ["a"], "name": ["a"], "x": ["one"]}, None, r"key column 'x' of type double cannot hold string"),
     ("a mask of the wrong length", {"n": [1], "note": ["a"]}, [True], r"a mask must be 4 booleans, one for each key of the batch, not \[True\]"),
     ("a mask of numbers", {"n": [1], "note": ["a"]}, [0, 1, 0, 0], r"a mask must be 4 booleans"),
@@ -369,7 +371,7 @@ def test_remove_by_a_polars_mask() -> None:
     [
         ({"name": ["a"]}, r"remove\(\) needs the key columns name, x, not name"),
         ({"name": ["z"], "x": [1.0]}, r"remove\(\) was given the key \{'name': 'z', 'x': 1.0\}, which is not in"),
-        ({"name": ["a", "a"], "x": [1.0, 1.0]}, r"remove\(\) was given 2 rows in which a key is there more than once"),
+        ({"name": ["a", "a"], "x": [1.0, 1.0]}, r"remove\(\) was given 2 rows in which a key occurs more than once"),
         ([True], "a mask must be 4 booleans"),
         (False, "a mask must be 4 booleans"),
         (None, "a mask must be 4 booleans"),

@@ -560,39 +560,39 @@ def test_columns_of_one_name_go_by_place_and_not_by_another_order() -> None:
     columns = [pa.array([n]) for n in (1, 2, 3)]
     given = pa.table(columns, names=["a", "b", "a"])
     assert [column.to_pylist() for column in conformed(given, fields, "it gave").columns] == [[1], [2], [3]]
-    with pytest.raises(StateValueError, match="in this order, as some have one name"):
+    with pytest.raises(StateValueError, match="in this order, as some have the same name"):
         conformed(pa.table(columns, names=["a", "a", "b"]), fields, "it gave")
 
 
 READ: list[tuple[str, pa.Array, pa.DataType, str]] = [
-    ("text for a number", pa.array([None, "7"]), pa.int64(), r"'7' \(string\) is not made int64 by itself, cast it"),
-    ("large text", pa.array(["7"], pa.large_string()), pa.float64(), r"'7' \(large_string\) is not made double"),
-    ("a dictionary of text", pa.array(["7"]).dictionary_encode(), pa.int32(), r"'7' \(string\) is not made int32"),
-    ("text for a decimal", pa.array(["7.5"]), pa.decimal128(5, 1), r"'7.5' \(string\) is not made decimal128\(5, 1\)"),
-    ("text for a date", pa.array(["2024-01-01"]), pa.date32(), r"'2024-01-01' \(string\) is not made date32\[day\]"),
-    ("text for a time", pa.array(["2024-01-01T00:00:00Z"]), INSTANT, r"\(string\) is not made timestamp\[us, tz=UTC\]"),
-    ("text for a boolean", pa.array(["true"]), pa.bool_(), r"'true' \(string\) is not made bool"),
-    ("bytes for a number", pa.array([b"7"]), pa.int64(), r"b'7' \(binary\) is not made int64"),
+    ("text for a number", pa.array([None, "7"]), pa.int64(), r"'7' \(string\) is not converted to int64 automatically; cast it"),
+    ("large text", pa.array(["7"], pa.large_string()), pa.float64(), r"'7' \(large_string\) is not converted to double"),
+    ("a dictionary of text", pa.array(["7"]).dictionary_encode(), pa.int32(), r"'7' \(string\) is not converted to int32"),
+    ("text for a decimal", pa.array(["7.5"]), pa.decimal128(5, 1), r"'7.5' \(string\) is not converted to decimal128\(5, 1\)"),
+    ("text for a date", pa.array(["2024-01-01"]), pa.date32(), r"'2024-01-01' \(string\) is not converted to date32\[day\]"),
+    ("text for a time", pa.array(["2024-01-01T00:00:00Z"]), INSTANT, r"\(string\) is not converted to timestamp\[us, tz=UTC\]"),
+    ("text for a boolean", pa.array(["true"]), pa.bool_(), r"'true' \(string\) is not converted to bool"),
+    ("bytes for a number", pa.array([b"7"]), pa.int64(), r"b'7' \(binary\) is not converted to int64"),
     ("long text", pa.array(["7" * 1000]), pa.float64(), r"cannot hold string: '7{1,20}\.\.\.7{1,20}' \(string\)"),
-    ("a boolean for a number", pa.array([True]), pa.int64(), r"True \(bool\) is not made int64"),
-    ("a number for a boolean", pa.array([7]), pa.bool_(), r"7 \(int64\) is not made bool"),
-    ("a float for a boolean", pa.array([0.0]), pa.bool_(), r"0.0 \(double\) is not made bool"),
-    ("a number for a time", pa.array([7]), INSTANT, r"7 \(int64\) is not made timestamp\[us, tz=UTC\]"),
-    ("a number for a date", pa.array([7], pa.int32()), pa.date32(), r"7 \(int32\) is not made date32\[day\]"),
-    ("a number for a duration", pa.array([7]), pa.duration("us"), r"7 \(int64\) is not made duration\[us\]"),
-    ("a time for a number", pa.array([0], INSTANT), pa.int64(), r"1970-01-01 00:00:00\+00:00 \(timestamp\[us, tz=UTC\]\) is not made"),
-    ("a duration for a number", pa.array([7], pa.duration("ms")), pa.int64(), r"0:00:00.007000 \(duration\[ms\]\) is not made int64"),
-    ("a time beyond Python's", pa.array([1 << 60], INSTANT), pa.int64(), r"'115292150460.*\(timestamp\[us, tz=UTC\]\) is not made"),
-    ("a time for text", pa.array([0], INSTANT), pa.string(), r"1970-01-01 00:00:00\+00:00 \(timestamp\[us, tz=UTC\]\) is not made string"),
-    ("a date for text", pa.array([0], pa.date32()), pa.string(), r"1970-01-01 \(date32\[day\]\) is not made string"),
-    ("a duration for text", pa.array([7], pa.duration("ms")), pa.string(), r"0:00:00.007000 \(duration\[ms\]\) is not made string"),
-    ("times for text in a list", pa.array([[0]], pa.list_(INSTANT)), pa.list_(pa.string()), r": timestamp\[us, tz=UTC\] is not made string"),
-    ("in a list", pa.array([["7"]]), pa.list_(pa.int64()), ": string is not made int64 by itself"),
-    ("in a large list", pa.array([["7"]], pa.large_list(pa.string())), pa.list_(pa.int64()), ": string is not made int64"),
-    ("in a struct", pa.array([{"y": 1, "x": "7"}]), pa.struct([("x", pa.int64()), ("y", pa.int64())]), ": string is not made int64"),
-    ("deeper", pa.array([[{"x": [True]}]]), pa.list_(pa.struct([("x", pa.list_(pa.int8()))])), ": bool is not made int8"),
-    ("in a map", pa.array([[("a", "7")]], pa.map_(pa.string(), pa.string())), pa.map_(pa.string(), pa.int64()), ": string is not made int64"),
-    ("as a map's key", pa.array([[("7", 7)]], pa.map_(pa.string(), pa.int64())), pa.map_(pa.int64(), pa.int64()), ": string is not made int64"),
+    ("a boolean for a number", pa.array([True]), pa.int64(), r"True \(bool\) is not converted to int64"),
+    ("a number for a boolean", pa.array([7]), pa.bool_(), r"7 \(int64\) is not converted to bool"),
+    ("a float for a boolean", pa.array([0.0]), pa.bool_(), r"0.0 \(double\) is not converted to bool"),
+    ("a number for a time", pa.array([7]), INSTANT, r"7 \(int64\) is not converted to timestamp\[us, tz=UTC\]"),
+    ("a number for a date", pa.array([7], pa.int32()), pa.date32(), r"7 \(int32\) is not converted to date32\[day\]"),
+    ("a number for a duration", pa.array([7]), pa.duration("us"), r"7 \(int64\) is not converted to duration\[us\]"),
+    ("a time for a number", pa.array([0], INSTANT), pa.int64(), r"1970-01-01 00:00:00\+00:00 \(timestamp\[us, tz=UTC\]\) is not converted to"),
+    ("a duration for a number", pa.array([7], pa.duration("ms")), pa.int64(), r"0:00:00.007000 \(duration\[ms\]\) is not converted to int64"),
+    ("a time beyond Python's", pa.array([1 << 60], INSTANT), pa.int64(), r"'115292150460.*\(timestamp\[us, tz=UTC\]\) is not converted to"),
+    ("a time for text", pa.array([0], INSTANT), pa.string(), r"1970-01-01 00:00:00\+00:00 \(timestamp\[us, tz=UTC\]\) is not converted to string"),
+    ("a date for text", pa.array([0], pa.date32()), pa.string(), r"1970-01-01 \(date32\[day\]\) is not converted to string"),
+    ("a duration for text", pa.array([7], pa.duration("ms")), pa.string(), r"0:00:00.007000 \(duration\[ms\]\) is not converted to string"),
+    ("times for text in a list", pa.array([[0]], pa.list_(INSTANT)), pa.list_(pa.string()), r": timestamp\[us, tz=UTC\] is not converted to string"),
+    ("in a list", pa.array([["7"]]), pa.list_(pa.int64()), ": string is not converted to int64 automatically"),
+    ("in a large list", pa.array([["7"]], pa.large_list(pa.string())), pa.list_(pa.int64()), ": string is not converted to int64"),
+    ("in a struct", pa.array([{"y": 1, "x": "7"}]), pa.struct([("x", pa.int64()), ("y", pa.int64())]), ": string is not converted to int64"),
+    ("deeper", pa.array([[{"x": [True]}]]), pa.list_(pa.struct([("x", pa.list_(pa.int8()))])), ": bool is not converted to int8"),
+    ("in a map", pa.array([[("a", "7")]], pa.map_(pa.string(), pa.string())), pa.map_(pa.string(), pa.int64()), ": string is not converted to int64"),
+    ("as a map's key", pa.array([[("7", 7)]], pa.map_(pa.string(), pa.int64())), pa.map_(pa.int64(), pa.int64()), ": string is not converted to int64"),
 ]  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def test_options_that_cannot_work(options: dict[str, Any], text: str) -> None:
 
 def test_a_very_long_life_does_not_wrap_around() -> None:
     longest = Ttl(100_000 * 366 * 86_400_000)
-    written = Expiry(STORED, longest, NOW).written(batch_of({1: replace(LIVE, expires_ms=None)}, SHOWN), 2**52)
+    written = Expiry(STORED, longest, NOW).add_expiry(batch_of({1: replace(LIVE, expires_ms=None)}, SHOWN), 2**52)
     assert rows_of(written)[1].expires_ms == 2**52 + longest.duration_ms
 
 
@@ -126,30 +126,30 @@ def test_without_the_hidden_column_rows_pass_as_they_are() -> None:
         expiry = Expiry(SHOWN, ttl, NOW)
         assert not expiry.hidden
         assert expiry.shown is SHOWN
-        assert expiry.written(rows, 5) is rows
+        assert expiry.add_expiry(rows, 5) is rows
         assert expiry.due(rows) is rows
-        assert not expiry.over(rows).any()
+        assert not expiry.find_expired(rows).any()
         lookup = Lookup(np.array([1, -1]), rows)
-        found = expiry.found(lookup)
+        found = expiry.show_lookup(lookup)
         assert found.rows is rows
         assert found.index is lookup.index
-        assert list(rows_of(expiry.live(rows))) == [1, 2]
+        assert list(rows_of(expiry.show_live(rows))) == [1, 2]
 
 
 def test_a_lookup_hides_what_has_expired() -> None:
-    found = Expiry(STORED, TTL, NOW).found(Lookup(np.array([4, 3, 2, 1, 0, -1]), batch_of(ROWS)))
+    found = Expiry(STORED, TTL, NOW).show_lookup(Lookup(np.array([4, 3, 2, 1, 0, -1]), batch_of(ROWS)))
     assert found.rows.schema.equals(SHOWN.arrow)
     assert found.index.tolist() == [4, -1, 2, -1, 0, -1]
     nothing = Lookup(np.array([-1, -1]), STORED.empty())
-    assert Expiry(STORED, TTL, NOW).found(nothing).index.tolist() == [-1, -1]
+    assert Expiry(STORED, TTL, NOW).show_lookup(nothing).index.tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize(("now_ms", "gone"), [(NOW - 6, []), (NOW - 5, [4]), (NOW, [2, 4]), (NOW + 1, [1, 2, 4])])
 def test_state_is_gone_from_its_last_moment_on(now_ms: int, gone: list[int]) -> None:
     expiry = Expiry(STORED, TTL, now_ms)
-    over = expiry.over(batch_of(ROWS))
+    over = expiry.find_expired(batch_of(ROWS))
     assert [key for key, is_over in zip(ROWS, over.tolist(), strict=True) if is_over] == gone
-    assert list(rows_of(expiry.live(batch_of(ROWS)))) == [key for key in (1, 2, 3, 4) if key not in gone]
+    assert list(rows_of(expiry.show_live(batch_of(ROWS)))) == [key for key in (1, 2, 3, 4) if key not in gone]
 
 
 def test_timeouts_come_without_state_that_has_expired() -> None:
@@ -166,9 +166,9 @@ def test_timeouts_come_without_state_that_has_expired() -> None:
 
 def test_without_a_time_to_live_nothing_expires_any_more() -> None:
     expiry = Expiry(STORED, None, 2**62)
-    assert expiry.found(Lookup(np.arange(5), batch_of(ROWS))).index.tolist() == [0, 1, 2, 3, 4]
+    assert expiry.show_lookup(Lookup(np.arange(5), batch_of(ROWS))).index.tolist() == [0, 1, 2, 3, 4]
     assert rows_of(expiry.due(batch_of(ROWS))) == {key: replace(row, expires_ms=None) for key, row in ROWS.items()}
-    assert rows_of(expiry.written(expiry.due(batch_of(ROWS)), 5))[1] == replace(LIVE, expires_ms=None)
+    assert rows_of(expiry.add_expiry(expiry.due(batch_of(ROWS)), 5))[1] == replace(LIVE, expires_ms=None)
 
 
 # -- rows as they are stored ----------------------------------------------------------------------
@@ -177,33 +177,33 @@ def test_without_a_time_to_live_nothing_expires_any_more() -> None:
 def test_written_rows_get_their_end_and_those_without_state_none() -> None:
     expiry = Expiry(STORED, TTL, NOW)
     rows = {1: Row(1), 2: ONLY_A_TIMEOUT, 3: Row(defined=False, deleted=True)}
-    assert rows_of(expiry.written(batch_of(rows, SHOWN), NOW)) == {**rows, 1: Row(1, expires_ms=NOW + 100)}
+    assert rows_of(expiry.add_expiry(batch_of(rows, SHOWN), NOW)) == {**rows, 1: Row(1, expires_ms=NOW + 100)}
     times = np.array([5, 6, 7])
-    assert rows_of(expiry.written(batch_of({1: Row(1), 2: Row(2), 3: Row(3)}, SHOWN), times)) == {
+    assert rows_of(expiry.add_expiry(batch_of({1: Row(1), 2: Row(2), 3: Row(3)}, SHOWN), times)) == {
         1: Row(1, expires_ms=105),
         2: Row(2, expires_ms=106),
         3: Row(3, expires_ms=107),
     }
-    assert expiry.written(SHOWN.empty(), NOW).schema.equals(STORED.arrow)
+    assert expiry.add_expiry(SHOWN.empty(), NOW).schema.equals(STORED.arrow)
 
 
 def test_reading_extends_a_life_if_asked_for() -> None:
-    found = Expiry(STORED, TTL, NOW).found(Lookup(np.array([0, 1, 2, -1, 4]), batch_of(ROWS)))
+    found = Expiry(STORED, TTL, NOW).show_lookup(Lookup(np.array([0, 1, 2, -1, 4]), batch_of(ROWS)))
     times = np.array([10, 20, 30, 40, 50])
-    assert Expiry(STORED, TTL, NOW).read(found, np.arange(5), times) is None
+    assert Expiry(STORED, TTL, NOW).extend_life(found, np.arange(5), times) is None
     expiry = Expiry(STORED, Ttl(100, refresh="read"), NOW)
-    again = expiry.read(found, np.array([0, 1, 2, 3]), times)
+    again = expiry.extend_life(found, np.array([0, 1, 2, 3]), times)
     assert again is not None
     # What has expired is not read, and what is not there neither.
     assert rows_of(again) == {1: replace(LIVE, expires_ms=110), 3: replace(EVER, expires_ms=130)}
-    assert expiry.read(found, np.array([1, 3]), times) is None
-    assert expiry.read(found, np.array([], dtype=np.int64), times) is None
-    kept = expiry.read(found, np.array([4]), times)
+    assert expiry.extend_life(found, np.array([1, 3]), times) is None
+    assert expiry.extend_life(found, np.array([], dtype=np.int64), times) is None
+    kept = expiry.extend_life(found, np.array([4]), times)
     assert kept is None or rows_of(kept) == {5: ONLY_A_TIMEOUT}
 
 
 def test_removed_rows_are_tombstones_or_keep_their_timeout() -> None:
-    removed = rows_of(Expiry(STORED, TTL, NOW).removed(batch_of({2: OVER, 4: WAITS})))
+    removed = rows_of(Expiry(STORED, TTL, NOW).make_removals(batch_of({2: OVER, 4: WAITS})))
     assert removed == {2: Row(defined=False, deleted=True), 4: Row(timeout_ms=2_000, defined=False)}
 
 
@@ -232,9 +232,9 @@ def test_every_row_by_itself(rows: list[Row], cut: int) -> None:
     without = {
         key: Row(timeout_ms=row.timeout_ms, defined=False, deleted=row.timeout_ms is None) for key, row in model.items()
     }
-    assert rows_of(expiry.live(batch)) == {key: row for key, row in shown.items() if key not in gone}
+    assert rows_of(expiry.show_live(batch)) == {key: row for key, row in shown.items() if key not in gone}
     assert rows_of(expiry.due(batch)) == {key: without[key] if key in gone else row for key, row in shown.items()}
-    assert rows_of(expiry.removed(batch)) == without
+    assert rows_of(expiry.make_removals(batch)) == without
 
 
 # -- views ----------------------------------------------------------------------------------------

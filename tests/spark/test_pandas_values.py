@@ -31,9 +31,9 @@ from pyspark.sql import functions as F
 from spark_state_ext.errors import UnsupportedTypeError
 from spark_state_ext.spark.callers.pandas_values import (
     column_to_series,
+    convert_keys,
     dtype_depends_on_nulls,
     empty_frame,
-    key_scalars,
     null_flags,
     table_to_frame,
 )
@@ -455,7 +455,7 @@ def test_frame_of_each_row_alone(both: Both) -> None:
 @pytest.mark.spark
 @every_key
 def test_key(both: Both, case: Case) -> None:
-    keys = key_scalars(both.table.column(case.name), both.zone, VERSION)
+    keys = convert_keys(both.table.column(case.name), both.zone, VERSION)
     at = 1 + KEYS.index(case)
     assert [describe(key) for key in keys] == [both.by_row[row]["key"][1][at] for row in range(len(keys))]
 
@@ -499,7 +499,7 @@ def test_timeout(spark: SparkSession, tmp_path: Path) -> None:
         table = capture(rows)
         keys = ["i", *(case.name for case in KEYS)]
         records = run_spark(spark, rows, keys, record_timeout, "EventTimeTimeout", tmp_path)
-    columns = [key_scalars(table.column(name), ZONES[0], VERSION) for name in keys]
+    columns = [convert_keys(table.column(name), ZONES[0], VERSION) for name in keys]
     expected = [describe(key) for key in zip(*columns, strict=True)]
     assert sorted(json.dumps(one["key"]) for one in records) == sorted(map(json.dumps, expected))
     frame = describe_frame(empty_frame(["i", "at", *NAMES[1:]]))
@@ -547,7 +547,7 @@ def test_large_variants(plain: pa.DataType, variant: pa.DataType, values: list[A
         one, other = (column_to_series(pa.array(rows, kind), "UTC", VERSION) for kind in (plain, variant))
         assert one.dtype == other.dtype
         assert [describe(v) for v in one] == [describe(v) for v in other]
-        keys, other_keys = (key_scalars(pa.array(rows, kind), "UTC", VERSION) for kind in (plain, variant))
+        keys, other_keys = (convert_keys(pa.array(rows, kind), "UTC", VERSION) for kind in (plain, variant))
         assert [describe(v) for v in keys] == [describe(v) for v in other_keys]
 
 
@@ -625,7 +625,7 @@ def test_keys_of_nested_types_convert_as_if_alone(
     array = pa.array(values * 2, kind)
     column = pa.chunked_array([array] * chunks).slice(start, len(array) * chunks - 2)
     alone = [column_to_series(column.slice(i, 1), "UTC", VERSION)[0] for i in range(len(column))]
-    assert [describe(key) for key in key_scalars(column, "UTC", VERSION)] == [describe(key) for key in alone]
+    assert [describe(key) for key in convert_keys(column, "UTC", VERSION)] == [describe(key) for key in alone]
 
 
 def test_chunks_of_a_struct_convert_as_one() -> None:
@@ -639,13 +639,13 @@ def test_chunks_of_a_struct_convert_as_one() -> None:
 def test_empty_column() -> None:
     for kind in (pa.int64(), pa.string(), pa.list_(pa.timestamp("us")), pa.struct([("t", pa.timestamp("us"))])):
         assert len(column_to_series(pa.array([], kind), "UTC", VERSION)) == 0
-        assert key_scalars(pa.array([], kind), "UTC", VERSION) == []
+        assert convert_keys(pa.array([], kind), "UTC", VERSION) == []
 
 
 def test_struct_with_two_fields_of_one_name_is_refused() -> None:
     kind = pa.struct([("a", pa.int32()), ("a", pa.string())])
     column = pa.StructArray.from_arrays([pa.array([1], pa.int32()), pa.array(["x"])], fields=list(kind))
-    with pytest.raises(UnsupportedTypeError, match="several fields of one name"):
+    with pytest.raises(UnsupportedTypeError, match="several fields of the same name"):
         column_to_series(column, "UTC", VERSION)
 
 

@@ -1,3 +1,3 @@
-"""The ways to call a user's function: with frames, rows or tables."""
+"""Callers of a user's function: with frames, rows or tables."""
 
 from __future__ import annotations

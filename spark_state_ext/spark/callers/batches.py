@@ -1,4 +1,4 @@
-"""Calling a vectorised function: once for all keys, with Arrow tables."""
+"""Call a vectorised function once for all keys, with Arrow tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spark_state_ext.errors import ResultTypeError, StateError, UserFunctionErro
 from spark_state_ext.functions.outcome import NO_TIMEOUT, REMOVED, UNCHANGED
 from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.functions.tables import is_table, normal_rows
-from spark_state_ext.spark.callers.groups import CallContext, Changed, Groups, Result, note_place, said
+from spark_state_ext.spark.callers.groups import CallContext, Changed, Groups, Result, describe_error, note_place
 from spark_state_ext.spark.shuffle.output import Outbox
 from spark_state_ext.store import Lookup
 
@@ -37,44 +37,44 @@ class BatchCaller:
     ) -> None:
         self._function = function
         self._schema = schema
-        # As the tables of rows that came: what Spark knows of NULLs is not told with those.
+        # All fields are nullable, as in the tables of input rows: these do not carry what Spark knows about NULLs.
         self._input = pa.schema([field.with_nullable(True) for field in input_fields])
         self._fields = tuple(fields)
 
-    def data(
-        self, groups: Groups, found: Lookup, expired: pa.RecordBatch, context: CallContext, result: Result
+    def call_data(
+        self, groups: Groups, lookup: Lookup, expired: pa.RecordBatch, context: CallContext, result: Result
     ) -> Iterator[pd.DataFrame]:
-        """One call for the keys with rows and those that timed out; as `Caller.data`."""
+        """Call once for the keys with rows and the expired keys; see `Caller.call_data`."""
         rows = normal_rows(groups.rows, self._input.names)
-        known = found.index >= 0
-        state = _taken(self._schema.state_columns(found.rows), found.index, known)
+        has_row = lookup.index >= 0
+        state = _take_rows(self._schema.state_columns(lookup.rows), lookup.index, has_row)
         defined = np.zeros(groups.count, dtype=np.bool_)
-        defined[known] = found.rows.column(DEFINED).to_numpy(zero_copy_only=False)[found.index[known]]
+        defined[has_row] = lookup.rows.column(DEFINED).to_numpy(zero_copy_only=False)[lookup.index[has_row]]
         keys = groups.keys
         if expired.num_rows:
             keys = [pa.concat_arrays(pair) for pair in zip(keys, self._schema.key_columns(expired), strict=True)]
             state = [pa.concat_arrays(pair) for pair in zip(state, self._schema.state_columns(expired), strict=True)]
-            defined = np.concatenate([defined, _defined(expired)])
-        batch = self._batch(rows, keys, state, defined, groups.starts, context)
-        yield from self._called(batch, context)
+            defined = np.concatenate([defined, _read_defined(expired)])
+        batch = self._make_batch(rows, keys, state, defined, groups.starts, context)
+        yield from self._call(batch, context)
         hashes = np.concatenate([groups.hashes, expired.column(0).to_numpy()])
-        changed = self._changed(batch, hashes, keys)
+        changed = self._collect_changes(batch, hashes, keys)
         if changed is not None:
             timed_out = changed.positions >= groups.count
-            result.data = _part(changed, ~timed_out, 0)
-            result.timeouts = _part(changed, timed_out, groups.count)
+            result.data = _select_changes(changed, ~timed_out, 0)
+            result.timeouts = _select_changes(changed, timed_out, groups.count)
 
-    def timeouts(self, expired: pa.RecordBatch, context: CallContext, result: Result) -> Iterator[pd.DataFrame]:
-        """A call for keys that timed out, where they are too many for one; as `Caller.timeouts`."""
+    def call_timeouts(self, expired: pa.RecordBatch, context: CallContext, result: Result) -> Iterator[pd.DataFrame]:
+        """Call for keys that timed out, if they are too many for one call; see `Caller.call_timeouts`."""
         keys, state = self._schema.key_columns(expired), self._schema.state_columns(expired)
-        nothing = np.empty(0, dtype=np.int64)
-        batch = self._batch(self._input.empty_table(), keys, state, _defined(expired), nothing, context)
-        yield from self._called(batch, context)
-        result.timeouts = self._changed(batch, expired.column(0).to_numpy(), keys)
+        no_starts = np.empty(0, dtype=np.int64)
+        batch = self._make_batch(self._input.empty_table(), keys, state, _read_defined(expired), no_starts, context)
+        yield from self._call(batch, context)
+        result.timeouts = self._collect_changes(batch, expired.column(0).to_numpy(), keys)
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _batch(
+    def _make_batch(
         self,
         rows: pa.Table,
         keys: Sequence[pa.Array],
@@ -85,7 +85,7 @@ class BatchCaller:
     ) -> StateBatch:
         return StateBatch(
             rows=rows,
-            # Keys that could not be NULL at the first start may be since.
+            # Keys that were declared NOT NULL at the first start may be nullable now.
             keys=pa.table(list(keys), schema=pa.schema([field.with_nullable(True) for field in self._schema.keys])),
             state=pa.table(list(state), schema=pa.schema(self._schema.state)),
             exists=pa.array(defined),
@@ -98,49 +98,49 @@ class BatchCaller:
             scan=context.scan,
         )
 
-    def _called(self, batch: StateBatch, context: CallContext) -> Iterator[pd.DataFrame]:
+    def _call(self, batch: StateBatch, context: CallContext) -> Iterator[pd.DataFrame]:
         outbox = Outbox(self._fields)
         try:
-            for table in _tables(self._function(batch)):
+            for table in _iterate_tables(self._function(batch)):
                 context.after_key()
                 yield from outbox.add(table)
         except StateError as error:
             note_place(error, context)
             raise
         except (Exception, SystemExit) as error:  # `sys.exit` too
-            raise UserFunctionError(f"the function failed for {batch!r}: {said(error)}").with_traceback(
+            raise UserFunctionError(f"the function failed for {batch!r}: {describe_error(error)}").with_traceback(
                 error.__traceback__
             ) from error
         batch.outcome.closed = True
         context.after_key()
         yield from outbox.rest()
 
-    def _changed(self, batch: StateBatch, hashes: HashArray, keys: Sequence[pa.Array]) -> Changed | None:
+    def _collect_changes(self, batch: StateBatch, hashes: HashArray, keys: Sequence[pa.Array]) -> Changed | None:
         outcome = batch.outcome
         if not outcome.touched.any():
             return None
         untouched_state = outcome.touched & (outcome.source == UNCHANGED)
         positions = np.flatnonzero(outcome.touched)
-        everything = len(positions) == len(batch)
+        all_touched = len(positions) == len(batch)
         at = pa.array(positions)
-        # State that a timeout was set for, and nothing else, stays as it is: it goes behind the updates.
+        # Keys that only got a timeout keep their state, which is appended to the updates.
         updates, source = outcome.updates, outcome.source[positions]
         exists: BoolArray = batch.exists.to_numpy(zero_copy_only=False)
         if untouched_state.any():
             kept = np.flatnonzero(untouched_state & exists)
             offset = sum(table.num_rows for table in updates)
-            behind = np.full(len(batch), REMOVED, dtype=np.int64)
-            behind[kept] = np.arange(offset, offset + len(kept))
-            source = np.where(source == UNCHANGED, behind[positions], source)
+            appended = np.full(len(batch), REMOVED, dtype=np.int64)
+            appended[kept] = np.arange(offset, offset + len(kept))
+            source = np.where(source == UNCHANGED, appended[positions], source)
             updates = [*updates, batch.state.take(pa.array(kept))]
         defined = source >= 0
         timeouts = outcome.timeouts_ms[positions]
         unset = timeouts == NO_TIMEOUT
         rows = pa.RecordBatch.from_arrays(
             [
-                pa.array(hashes if everything else hashes[positions]),
-                *(key if everything else key.take(at) for key in keys),
-                *self._states(updates, source, defined),
+                pa.array(hashes if all_touched else hashes[positions]),
+                *(key if all_touched else key.take(at) for key in keys),
+                *self._state_columns(updates, source, defined),
                 pa.array(timeouts, mask=unset),
                 pa.array(defined),
                 pa.array(~defined & unset),
@@ -149,44 +149,44 @@ class BatchCaller:
         )
         return Changed(positions, rows)
 
-    def _states(self, updates: list[pa.Table], source: IndexArray, defined: BoolArray) -> list[pa.Array]:
+    def _state_columns(self, updates: list[pa.Table], source: IndexArray, defined: BoolArray) -> list[pa.Array]:
         if not updates:
             return [pa.nulls(len(source), field.type) for field in self._schema.state]
         table = updates[0] if len(updates) == 1 else pa.concat_tables(updates)
         columns = [flat(column) for column in table.columns]
         if len(source) == table.num_rows and (source == np.arange(len(source))).all():
             return columns
-        return _taken(columns, source, defined)
+        return _take_rows(columns, source, defined)
 
 
-def _tables(given: Any) -> Iterator[Any]:
-    """The tables of what a function returned."""
-    if given is None:
+def _iterate_tables(result: Any) -> Iterator[Any]:
+    """Yield the tables of a function's result."""
+    if result is None:
         return
-    if is_table(given):
-        yield given
+    if is_table(result):
+        yield result
         return
     try:
-        items = iter(given)
+        items = iter(result)
     except TypeError:
         raise ResultTypeError(
-            f"the function returned {type(given).__name__}: return a table, an iterable of tables, or None"
+            f"the function returned {type(result).__name__}: return a table, an iterable of tables, or None"
         ) from None
     yield from items
 
 
-def _taken(columns: Sequence[pa.Array], index: IndexArray, known: BoolArray) -> list[pa.Array]:
-    """Rows of some columns by index, NULL where not known."""
-    at = pa.array(index) if known.all() else pa.array(index, mask=~known)
+def _take_rows(columns: Sequence[pa.Array], index: IndexArray, has_row: BoolArray) -> list[pa.Array]:
+    """Take rows of some columns by index; NULL for keys without a row."""
+    at = pa.array(index) if has_row.all() else pa.array(index, mask=~has_row)
     return [column.take(at) for column in columns]
 
 
-def _defined(expired: pa.RecordBatch) -> BoolArray:
+def _read_defined(expired: pa.RecordBatch) -> BoolArray:
     defined: BoolArray = expired.column(DEFINED).to_numpy(zero_copy_only=False)
     return defined
 
 
-def _part(changed: Changed, mask: BoolArray, offset: int) -> Changed | None:
+def _select_changes(changed: Changed, mask: BoolArray, offset: int) -> Changed | None:
     if not mask.any():
         return None
     if mask.all():

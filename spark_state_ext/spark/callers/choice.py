@@ -1,4 +1,4 @@
-"""Which caller a job asks for."""
+"""Create the caller for a job's API."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from spark_state_ext.spark.callers.keys import KeyCaller
 from spark_state_ext.spark.callers.results import OutputColumns
 from spark_state_ext.spark.callers.rows import RowCaller
 
-__all__ = ["caller_of"]
+__all__ = ["make_caller"]
 
 
-def caller_of(job: Job, function: Callable[..., Any], schema: RowSchema) -> Caller:
-    """The caller of a job's function; `schema` is that of rows as functions see them."""
+def make_caller(job: Job, function: Callable[..., Any], schema: RowSchema) -> Caller:
+    """Return the caller of a job's function; `schema` is the schema of rows as functions see them."""
     if job.api == ARROW:
         inputs, outputs = state_fields(job.input_schema, "input"), state_fields(job.output_schema, "output")
         return BatchCaller(function, schema, inputs, outputs)
-    state, output = _struct(job.state_schema), _struct(job.output_schema)
+    state, output = _parse_struct(job.state_schema), _parse_struct(job.output_schema)
     if job.api == ROWS:
         outputs = state_fields(job.output_schema, "output")
-        return RowCaller(function, schema, state, _struct(job.input_schema), _struct(job.key_schema), output, outputs)
+        return RowCaller(
+            function, schema, state, _parse_struct(job.input_schema), _parse_struct(job.key_schema), output, outputs
+        )
     columns = OutputColumns(tuple(output.names), output, job.options.strict_output)
     return KeyCaller(function, schema, state, job.columns, columns, job.timezone, job.frame_rows_max)
 
 
-def _struct(schema_json: str) -> StructType:
+def _parse_struct(schema_json: str) -> StructType:
     return StructType.fromJson(json.loads(schema_json))

@@ -1,4 +1,4 @@
-"""The `GroupState` a user's function gets: Spark's own class, with the outcome of the call written down."""
+"""The `GroupState` of a user's function: Spark's own class, which also records the outcome of the call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyspark.sql.streaming.state import GroupState
 from pyspark.sql.types import StringType, StructType, TimestampType
 
 from spark_state_ext.errors import StateValueError
-from spark_state_ext.spark.callers.results import short
+from spark_state_ext.spark.callers.results import shorten
 
 __all__ = ["NO_TIMEOUT", "Clock", "KeyState", "watermark_of"]
 
@@ -20,15 +20,15 @@ __all__ = ["NO_TIMEOUT", "Clock", "KeyState", "watermark_of"]
 NO_TIMEOUT = -1
 _LONG_MAX = 2**63 - 1
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
-# Spark's own would take them apart: a dict into its keys, text into letters.
-_NO_TUPLES = (Mapping, str, bytes, bytearray, Set)
+# Spark would unpack them into a tuple: a dict into its keys, text into letters.
+_NOT_TUPLES = (Mapping, str, bytes, bytearray, Set)
 _NUMPY_TIMES = (np.datetime64, np.timedelta64)
-_KNOWN = _PLAIN | {np.float64, np.int64, np.float32, np.int32, np.bool_}
+_CONVERTED = _PLAIN | {np.float64, np.int64, np.float32, np.int32, np.bool_}
 
 
 @dataclass(frozen=True)
 class Clock:
-    """What is the same for the states of all keys that are called together.
+    """Values that are the same for the states of all keys that are called together.
 
     Parameters
     ----------
@@ -37,9 +37,9 @@ class Clock:
     timeout_conf
         Spark's name of the timeout kind.
     timed_out
-        Whether they are called because their timeouts are over.
+        True if the keys are called because they timed out.
     watermark_present
-        Whether the query has a watermark.
+        True if the query has a watermark.
     schema
         Spark's type of the state.
     """
@@ -55,10 +55,10 @@ class Clock:
 class KeyState(GroupState):
     """State of one key during one call.
 
-    Every method and every error is Spark's; the methods that change something also note it in these attributes:
+    Every method and every error is Spark's; the methods that change something also set these attributes:
     """
 
-    # Spark's own constructor takes longer than many a function, so it waits until something needs it (`__getattr__`).
+    # Spark's own constructor takes longer than many functions, so it runs only when needed (`__getattr__`).
     def __init__(self, value: tuple[Any, ...] | None, clock: Clock) -> None:
         self.value = self.before = value
         self.clock = clock
@@ -66,17 +66,17 @@ class KeyState(GroupState):
         self.timeout_ms = NO_TIMEOUT
 
     def __getattr__(self, name: str) -> Any:
-        # Only what is not there yet comes here: what Spark's constructor sets.
-        if self._made() or not name.startswith("_") or name.startswith("__"):
+        # Python calls this only for missing attributes, which Spark's constructor sets.
+        if self._is_made() or not name.startswith("_") or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self._make()
+        self._initialise()
         return getattr(self, name)
 
-    def _made(self) -> bool:
+    def _is_made(self) -> bool:
         return "spark_made" in self.__dict__
 
-    def _make(self) -> None:
-        if self._made():
+    def _initialise(self) -> None:
+        if self._is_made():
             return
         self.spark_made = True
         clock, before = self.clock, self.before
@@ -108,59 +108,59 @@ class KeyState(GroupState):
         return self.value
 
     def update(self, newValue: tuple[Any, ...]) -> None:
-        # Spark's conversion of these types, in a tenth of its time.
+        # The same conversion of these types as Spark's, in a tenth of its time.
         value: tuple[Any, ...] | None
         if type(newValue) is tuple and _PLAIN.issuperset(map(type, newValue)):
             value = newValue
-        elif type(newValue) is tuple and _KNOWN.issuperset(map(type, newValue)):
+        elif type(newValue) is tuple and _CONVERTED.issuperset(map(type, newValue)):
             value = tuple([v.tolist() if isinstance(v, np.generic) else v for v in newValue])
         else:
-            self._make()
-            if newValue is not None and (isinstance(newValue, _NO_TUPLES) or not hasattr(newValue, "__iter__")):
-                raise self._refused(newValue)
+            self._initialise()
+            if newValue is not None and (isinstance(newValue, _NOT_TUPLES) or not hasattr(newValue, "__iter__")):
+                raise self._make_width_error(newValue)
             if newValue is not None:
                 newValue = tuple(newValue)
                 self._refuse_times_as_text(newValue)
             super().update(newValue)
             before = self.value
-            self.value = ()  # it exists now, says `exists`, and so the base class gives what it converted
+            self.value = ()  # so that `exists` is True and the base class returns the converted value
             value = super().getOption
             self.value = before
         if value is None or len(value) != len(self.clock.schema.names):
-            raise self._refused(value)
+            raise self._make_width_error(value)
         self.value = value
         self.touched = True
 
     def _refuse_times_as_text(self, values: tuple[Any, ...]) -> None:
-        # Spark makes whole numbers of NumPy's times, and a string column takes numbers.
+        # Spark converts NumPy's times to whole numbers, and a string column accepts numbers.
         for value, field in zip(values, self.clock.schema.fields, strict=False):
             if isinstance(value, _NUMPY_TIMES) and isinstance(field.dataType, StringType) and not np.isnat(value):
                 raise StateValueError(
-                    f"update() was given {value!r} for the state column {field.name!r}, which is a string: make text "
-                    "of it in the function"
+                    f"update() was given {value!r} for the state column {field.name!r}, which is a string: convert "
+                    "it to text in the function"
                 )
 
-    def _refused(self, value: Any) -> StateValueError:
+    def _make_width_error(self, value: Any) -> StateValueError:
         return StateValueError(
-            f"update() was given {short(value)} and the state has the columns {', '.join(self.clock.schema.names)}: "
-            "give a tuple of one value each"
+            f"update() was given {shorten(value)} and the state has the columns {', '.join(self.clock.schema.names)}: "
+            "give a tuple with one value for each"
         )
 
     def remove(self) -> None:
-        self._make()
+        self._initialise()
         super().remove()
         self.value = None
         self.touched = True
 
     def json(self) -> str:
-        self._make()
+        self._initialise()
         if self.touched and self.value is not None:
             super().update(self.value)
         return super().json()
 
     def setTimeoutDuration(self, durationMs: int) -> None:
         super().setTimeoutDuration(durationMs)
-        self.timeout_ms = _within_a_long(
+        self.timeout_ms = _check_long(
             int(durationMs) + self.getCurrentProcessingTimeMs(), "setTimeoutDuration", durationMs
         )
 
@@ -169,22 +169,22 @@ class KeyState(GroupState):
         if isinstance(timestampMs, datetime.datetime):
             # Whole milliseconds, as the JVM's long holds them.
             timestampMs = TimestampType().toInternal(timestampMs) // 1000
-        self.timeout_ms = _within_a_long(int(timestampMs), "setTimeoutTimestamp", timestampMs)
+        self.timeout_ms = _check_long(int(timestampMs), "setTimeoutTimestamp", timestampMs)
 
 
-def _within_a_long(time_ms: int, call: str, given: object) -> int:
-    """A timeout as it can be kept. Spark's own wraps around to long ago, and so is over in the next batch."""
+def _check_long(time_ms: int, call: str, argument: object) -> int:
+    """Return a timeout if 64 bits hold it. Spark would let it wrap around to the past and fire in the next batch."""
     if time_ms > _LONG_MAX:
         raise StateValueError(
-            f"{call}() was given {given!r}, and that timeout would be {time_ms} ms after 1970, more than a long holds "
-            f"({_LONG_MAX}): give an earlier one, or none for state that is to stay"
+            f"{call}() was given {argument!r}, and that timeout would be {time_ms} ms after 1970, more than a long "
+            f"holds ({_LONG_MAX}): give an earlier timeout, or none for state that must stay"
         )
     return time_ms
 
 
 def watermark_of(state: GroupState) -> tuple[int, bool]:
-    """The batch's watermark in milliseconds since 1970, and whether the query has one."""
+    """Return the batch's watermark in milliseconds since 1970, and whether the query has one."""
     try:
         return state.getCurrentWatermarkMs(), True
-    except RuntimeError:  # Spark's way to say that it has none; PySparkRuntimeError from 4.0 on
+    except RuntimeError:  # the query has no watermark; PySparkRuntimeError from 4.0 on
         return GroupState.NO_TIMESTAMP, False

@@ -1,4 +1,4 @@
-"""Rows of a bucket by key; what a caller of a user's function gets, and what it gives."""
+"""Rows of a bucket grouped by key, and the interface of callers of users' functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "is_placed",
     "mark_placed",
     "note_place",
-    "said",
+    "describe_error",
 ]
 
 _PLACED = "spark_state_ext_placed"
@@ -33,14 +33,14 @@ _PLACED = "spark_state_ext_placed"
 
 @dataclass(frozen=True)
 class CallContext:
-    """What is the same for all keys of a bucket in a batch.
+    """Values that are the same for all keys of a bucket in a batch.
 
     Parameters
     ----------
     after_key
-        To be called now and then, after each key or batch of keys.
+        Callers call this after each key or group of keys.
     scan
-        The bucket's committed state, table after table.
+        Returns the bucket's committed state, table by table.
     """
 
     bucket: int
@@ -58,20 +58,20 @@ class CallContext:
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows of a hash range, by key.
+    """Rows of a hash range, grouped by key.
 
     Parameters
     ----------
     rows
-        Input columns, rows of a key adjacent, ascending by hash.
+        Input columns; the rows of a key are adjacent, in ascending order of hashes.
     starts
         Where each key's rows begin, int64 (number of keys,).
     hashes
         Each key's hash, uint64 (number of keys,).
     raw_keys
-        Key columns as they came, one row a key.
+        Key columns as in the input, one row for each key.
     keys
-        The same normalised.
+        Normalised key columns, one row for each key.
     """
 
     rows: pa.Table
@@ -88,13 +88,13 @@ class Groups:
         order, starts = group_by_key(hashes, normal)
         firsts = pa.array(order[starts])
         rows = table.select(list(range(columns)))
-        if len(starts) > 1:  # else they are in order, and may be more than Arrow can copy at once
+        if len(starts) > 1:  # else they are in order, and may exceed what Arrow can copy at once
             try:
                 rows = rows.take(pa.array(order))
             except pa.ArrowInvalid as error:
                 raise StorageError(
-                    "the rows of a batch that are handled together have more than 2 GiB in one column: set a smaller "
-                    "memory_bytes_max, or let the source give smaller batches"
+                    "the rows of a batch that are processed together have more than 2 GiB in one column: set a smaller "
+                    "memory_bytes_max, or let the source return smaller batches"
                 ) from error
         return Groups(
             rows,
@@ -109,17 +109,17 @@ class Groups:
         """Number of keys."""
         return len(self.starts)
 
-    def positions_of(self, hashes: HashArray, keys: list[pa.Array]) -> IndexArray:
-        """Where some other keys (each given once) are among these, or -1; int64 (number of others,)."""
-        found: IndexArray = np.full(len(hashes), -1, dtype=np.int64)
+    def find_keys(self, hashes: HashArray, keys: list[pa.Array]) -> IndexArray:
+        """Return the position of each of some distinct keys among these, or -1; int64 (number of those keys,)."""
+        positions: IndexArray = np.full(len(hashes), -1, dtype=np.int64)
         if self.count and len(hashes):
             together = [pa.concat_arrays([a, b]) for a, b in zip(self.keys, keys, strict=True)]
             order, starts = group_by_key(np.concatenate([self.hashes, hashes]), together)
             sizes = np.diff(np.append(starts, len(order)))
-            # Stable order: of two rows of one key the first is ours.
+            # The order is stable: of two rows of one key the first is this group's.
             pairs = starts[sizes > 1]
-            found[order[pairs + 1] - self.count] = order[pairs]
-        return found
+            positions[order[pairs + 1] - self.count] = order[pairs]
+        return positions
 
 
 @dataclass
@@ -129,9 +129,9 @@ class Changed:
     Parameters
     ----------
     positions
-        Of which keys they are, among those that were called, int64 (number of rows,).
+        Position of each row's key among the called keys, int64 (number of rows,).
     rows
-        The rows as of a run, in the order of `positions`.
+        The rows, with the schema of a run, in the order of `positions`.
     """
 
     positions: IndexArray
@@ -140,7 +140,7 @@ class Changed:
 
 @dataclass
 class Result:
-    """What calls did to the state; filled in when the output of a call has been taken to its end.
+    """Changes that calls made to the state, filled in when a call's output has been consumed.
 
     Parameters
     ----------
@@ -155,40 +155,42 @@ class Result:
 
 
 class Caller(Protocol):
-    """Calls a user's function for many keys. It knows nothing of where state is kept."""
+    """Calls a user's function for many keys, without knowing where state is stored."""
 
     @property
     def together(self) -> bool:
-        """Whether keys that timed out are handed in along with those that have rows."""
+        """True if one call takes both keys with rows and keys that timed out."""
 
-    def data(
-        self, groups: Groups, found: Lookup, expired: pa.RecordBatch, context: CallContext, result: Result
+    def call_data(
+        self, groups: Groups, lookup: Lookup, expired: pa.RecordBatch, context: CallContext, result: Result
     ) -> Iterator[pd.DataFrame]:
-        """Call for keys with rows, and for `expired` ones with them if there are any; yields what goes to Spark."""
+        """Call for keys with rows, together with any `expired` keys; yield output frames for Spark."""
 
-    def timeouts(self, expired: pa.RecordBatch, context: CallContext, result: Result) -> Iterator[pd.DataFrame]:
-        """Call for keys whose time is up; yields what goes to Spark."""
+    def call_timeouts(self, expired: pa.RecordBatch, context: CallContext, result: Result) -> Iterator[pd.DataFrame]:
+        """Call for keys that timed out; yield output frames for Spark."""
 
 
 def note_place(error: StateError, *where: object) -> None:
-    """Have an error say also where it happened. It stays the same error, as Spark shows the traceback of the last one
-    only, and the mistake is to be found."""
+    """Add where an error happened to its text.
+
+    It stays the same error, because Spark shows the traceback of the last error only, and that must show the mistake.
+    """
     error.args = (f"{error} ({', '.join(map(str, where))})", *error.args[1:])
     mark_placed(error)
 
 
 def mark_placed(error: StateError) -> None:
-    """Note that an error's text says where it happened."""
+    """Mark an error whose text says where it happened."""
     vars(error)[_PLACED] = True
 
 
 def is_placed(error: StateError) -> bool:
-    """Whether an error's text says where it happened."""
+    """Return whether an error's text says where it happened."""
     return _PLACED in vars(error)
 
 
-def said(error: BaseException) -> str:
-    """What an exception of the user's says; its type alone when its text cannot be made."""
+def describe_error(error: BaseException) -> str:
+    """Return an exception's type and text; its type alone if `str` fails on it."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:

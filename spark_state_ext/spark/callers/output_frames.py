@@ -1,4 +1,4 @@
-"""Frames for Spark of what users' functions give: of rows, and of frames with columns that Spark cannot take."""
+"""Make frames for Spark from users' results: from rows, and from frames with columns that Spark cannot take."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from pyspark.sql.types import DataType, StructField, StructType, TimestampType
 from arrow_schemas.columns import flat
 from arrow_schemas.spark_types import state_fields
 from spark_state_ext.functions.missing import is_missing
-from spark_state_ext.spark.callers.state_values import text_of
+from spark_state_ext.spark.callers.state_values import to_text
 from spark_state_ext.spark.compat import PANDAS_MAJOR
 
-__all__ = ["first_without_text", "frame_of_rows", "is_converted", "plain_frame"]
+__all__ = ["find_non_text", "make_frame", "is_convertible", "replace_extension_columns"]
 
 _DTYPES: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
-# Types of values that a string column takes, or that Spark judges.
+# Types of values that a string column takes, or that Spark checks itself.
 _TEXTS = frozenset({str, int, float, bool, type(None)})
 
 
-def frame_of_rows(rows: Sequence[Any], names: list[Any], widen: bool) -> pd.DataFrame:
-    """Rows as a frame. A column of numbers of one type has that as its dtype, any other holds Python values.
+def make_frame(rows: Sequence[Any], names: list[Any], widen: bool) -> pd.DataFrame:
+    """Return rows as a frame. A column of numbers of one type has that dtype, any other column holds Python values.
 
-    With `widen`, whole numbers and None beside floats become floats: columns of the frames that the rows came from were
-    of the one type or the other, and this is how pandas 2, and so Spark, joins them.
+    With `widen`, whole numbers and None next to floats become floats: the rows came from frames whose columns had
+    different types, and this is how pandas 2, and so Spark, joins such frames.
     """
     columns = {}
     for at, values in enumerate(zip(*rows, strict=True)):
         kinds = set(map(type, values))
-        if widen and len(kinds) > 1 and _become_floats(values, kinds):
+        if widen and len(kinds) > 1 and _would_become_floats(values, kinds):
             kinds = {float}
             values = tuple(math.nan if value is None else value for value in values)
         dtype = _DTYPES.get(kinds.pop(), object) if len(kinds) == 1 else object
@@ -47,8 +47,8 @@ def frame_of_rows(rows: Sequence[Any], names: list[Any], widen: bool) -> pd.Data
     return frame
 
 
-def is_converted(value: Any, field: StructField) -> bool:
-    """Whether Spark's conversion, which is Arrow's with a cast or without, takes a value of a row."""
+def is_convertible(value: Any, field: StructField) -> bool:
+    """Return whether Spark can convert a value of a row; it uses Arrow, with or without a cast."""
     (arrow,) = state_fields(StructType([field]).json(), "output")
     for cast in (False, True):
         with contextlib.suppress(pa.ArrowException, TypeError, ValueError, OverflowError):
@@ -57,8 +57,8 @@ def is_converted(value: Any, field: StructField) -> bool:
     return False
 
 
-def _become_floats(values: Sequence[Any], kinds: set[type]) -> bool:
-    """Whether pandas 2 makes floats of them all. Columns without any value but NaN or None have no say."""
+def _would_become_floats(values: Sequence[Any], kinds: set[type]) -> bool:
+    """Return whether pandas 2 would convert all values to floats; this needs a float other than NaN."""
     return (
         kinds <= {int, float, type(None)}
         and any(type(value) is float and not math.isnan(value) for value in values)
@@ -66,41 +66,41 @@ def _become_floats(values: Sequence[Any], kinds: set[type]) -> bool:
     )
 
 
-def plain_frame(frame: pd.DataFrame, types: StructType | None, timezone: str) -> pd.DataFrame:
-    """A frame with columns of NumPy's types for those that Spark fails to join, or to convert."""
-    found = {
+def replace_extension_columns(frame: pd.DataFrame, types: StructType | None, timezone: str) -> pd.DataFrame:
+    """Return a frame with NumPy columns in place of columns that Spark cannot join or convert."""
+    replaced = {
         at: column
         for at, dtype in enumerate(frame.dtypes)
         if isinstance(dtype, pd.api.extensions.ExtensionDtype)
-        and (column := _plain(frame.iloc[:, at], _type_of(frame.columns[at], types), timezone)) is not None
+        and (column := _replace_column(frame.iloc[:, at], _find_type(frame.columns[at], types), timezone)) is not None
     }
-    if not found:
+    if not replaced:
         return frame
-    columns = {at: found[at] if at in found else frame.iloc[:, at] for at in range(len(frame.columns))}
+    columns = {at: replaced[at] if at in replaced else frame.iloc[:, at] for at in range(len(frame.columns))}
     plain = pd.DataFrame(columns, index=frame.index, copy=False)
     plain.columns = frame.columns
     return plain
 
 
-def _type_of(label: Any, types: StructType | None) -> DataType | None:
+def _find_type(label: Any, types: StructType | None) -> DataType | None:
     return types[label].dataType if types is not None and label in types.names else None
 
 
-def _plain(column: pd.Series[Any], spark_type: DataType | None, timezone: str) -> Any:
-    """A column of an extension's type for Spark; None where Spark can take it as it is."""
+def _replace_column(column: pd.Series[Any], spark_type: DataType | None, timezone: str) -> Any:
+    """Return a column of an extension type as a NumPy column for Spark; None if Spark can take it unchanged."""
     dtype = column.dtype
     if isinstance(dtype, pd.ArrowDtype):
         values = flat(pa.array(column.array))
         kind = values.type
         if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
-            # By position: `to_pandas` gives a Series with labels of its own.
+            # By position: `to_pandas` returns a Series with other labels.
             times = pd.Series(values.to_pandas().array, index=column.index)
             if pa.types.is_timestamp(kind) and kind.tz is None and isinstance(spark_type, TimestampType):
-                # As Spark does with NumPy's.
+                # As Spark does with NumPy's timestamps.
                 return times.dt.tz_localize(timezone, ambiguous=False)
             return times
         objects = np.empty(len(values), dtype=object)
-        with_dicts = _with_dicts(kind)
+        with_dicts = _make_dict_converter(kind)
         for at, value in enumerate(values.to_pylist()):  # lists stay lists
             objects[at] = value if with_dicts is None or value is None else with_dicts(value)
         return pd.Series(objects, index=column.index, dtype=object)
@@ -112,30 +112,34 @@ def _plain(column: pd.Series[Any], spark_type: DataType | None, timezone: str) -
     return None
 
 
-def _with_dicts(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """What makes dicts of the entries of maps in a value; None if its type has no map. (PyArrow 20 and newer can.)"""
+def _make_dict_converter(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """Return a converter of map entries in a value to dicts; None if its type has no map. (PyArrow 20 can do it.)"""
     if pa.types.is_map(kind):
-        item = _with_dicts(kind.item_type) or _itself
+        item = _make_dict_converter(kind.item_type) or _identity
         return lambda entries: {key: None if value is None else item(value) for key, value in entries}
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        of_one = _with_dicts(kind.value_type)
-        return None if of_one is None else lambda values: [None if it is None else of_one(it) for it in values]
-    if pa.types.is_struct(kind):
-        found = {field.name: made for field in kind if (made := _with_dicts(field.type)) is not None}
+        convert = _make_dict_converter(kind.value_type)
         return (
-            (lambda value: {k: found[k](v) if k in found and v is not None else v for k, v in value.items()})
-            if found
+            None if convert is None else lambda values: [None if value is None else convert(value) for value in values]
+        )
+    if pa.types.is_struct(kind):
+        converters = {
+            field.name: converter for field in kind if (converter := _make_dict_converter(field.type)) is not None
+        }
+        return (
+            (lambda value: {k: converters[k](v) if k in converters and v is not None else v for k, v in value.items()})
+            if converters
             else None
         )
     return None
 
 
-def _itself(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def first_without_text(values: pd.Series[Any] | Sequence[Any]) -> int | None:
-    """The first position of a value that no string column takes; None where there is none."""
+def find_non_text(values: pd.Series[Any] | Sequence[Any]) -> int | None:
+    """Return the first position of a value that a string column does not take; None if there is no such value."""
     if isinstance(values, pd.Series) and (values.dtype.kind in "biuf" or isinstance(values.dtype, pd.StringDtype)):
         return None
     if _TEXTS.issuperset(map(type, values)):
@@ -147,7 +151,7 @@ def _is_text(value: Any) -> bool:
     if is_missing(value):
         return True
     try:
-        text = text_of(value)
+        text = to_text(value)
         return isinstance(text, str) or text.decode() is not None
     except (TypeError, UnicodeDecodeError):
         return False

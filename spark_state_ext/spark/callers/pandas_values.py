@@ -1,17 +1,17 @@
-"""Arrow to pandas, value for value as Spark's own `applyInPandasWithState` worker does it.
+"""Convert Arrow to pandas exactly as Spark's own `applyInPandasWithState` worker does.
 
-The function of a job must not notice that its rows came to it as Arrow payloads. So this module gives the
-dtypes and Python values that the running release of PySpark would give for the same rows, its oddities
-included. Two things make that less than obvious:
+A job's function must not notice that its rows were sent as Arrow payloads. So this module produces the
+dtypes and Python values that the running release of PySpark would produce for the same rows, including its
+oddities. Two things make that difficult:
 
 - Spark converts each key's rows alone. pandas has no integer or boolean with NULLs, so an integer column is
-  ``int64`` for one key and ``float64`` for its neighbour, and the same happens *inside* arrays, structs and
-  maps. Whoever converts the rows of many keys at once may do so only within a class of keys with the
-  same NULL pattern; `null_flags` says what the pattern is, `key_scalars` does it for keys.
+  ``int64`` for one key and ``float64`` for another, and the same happens *inside* arrays, structs and
+  maps. Rows of many keys may be converted together only if the keys have the same pattern of NULLs;
+  `null_flags` computes the pattern, and `convert_keys` applies it to keys.
 - The releases differ; see `_Rules`.
 
 Spark's option ``spark.sql.execution.pythonUDF.pandas.preferIntExtensionDtype`` (4.2 and later, off by default)
-would give the nullable ``Int64`` for top-level integers. It is not supported here; the default is unaffected.
+would produce the nullable ``Int64`` for top-level integers. This module does not support it.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ __all__ = [
     "column_to_series",
     "dtype_depends_on_nulls",
     "empty_frame",
-    "first_beyond_pandas",
-    "key_scalars",
+    "find_beyond_pandas",
+    "convert_keys",
     "null_flags",
     "table_to_frame",
 ]
 
-# What Arrow and pandas raise for a time beyond 64 bits of nanoseconds.
+# Errors of Arrow and pandas for a time beyond 64 bits of nanoseconds.
 _BEYOND_PANDAS = (pa.ArrowInvalid, pd.errors.OutOfBoundsDatetime, OverflowError)
 Flags = npt.NDArray[np.bool_]
 Convert = Callable[[Any], Any]
 
 
-# -- where the releases of PySpark (and pandas) differ --------------------------------------------------
+# -- differences between releases of PySpark and pandas --------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """What Spark's worker does with the types on which its releases differ."""
+    """Behaviour of Spark's worker for the types on which its releases differ."""
 
     options: dict[str, bool]
     """Options of `pyarrow.Array.to_pandas` for nested types and intervals (in old releases: for all types)."""
     zoned_by_arrow: bool
-    """A timestamp is made local and cut to nanoseconds by Arrow; otherwise by pandas, after the conversion."""
+    """Arrow converts timestamps to local time and to nanoseconds; otherwise pandas does, after the conversion."""
     interval_dtype: str
-    """The dtype that a day-time interval ends up with."""
+    """The dtype of a day-time interval."""
 
 
 @functools.cache
-def _rules(version: tuple[int, int]) -> _Rules:
+def _get_rules(version: tuple[int, int]) -> _Rules:
     options = {"date_as_object": True}
     if version >= (4, 0):
-        # 3.5 lacks this, so there timestamps keep Arrow's microseconds where pandas and pyarrow can hold them.
+        # 3.5 does not set this, so its timestamps keep Arrow's microseconds if pandas and pyarrow can hold them.
         options["coerce_temporal_nanoseconds"] = True
     if version >= (4, 2):
-        # Integers beside a NULL within an array, struct or map stay Python ints; before, they became floats.
+        # Integers next to a NULL within an array, struct or map stay Python ints; before, they became floats.
         options["integer_object_nulls"] = True
     micro = version >= (4, 2) and PANDAS_MAJOR >= 3
     return _Rules(
@@ -84,20 +84,20 @@ def _rules(version: tuple[int, int]) -> _Rules:
 
 
 def column_to_series(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> pd.Series[Any]:
-    """Convert rows that Spark would convert together, that is, one key's rows of one batch."""
-    rules = _rules(version)
-    column = _in_session_zone(column, timezone)
+    """Convert a column of rows that Spark would convert together: one key's rows of one batch."""
+    rules = _get_rules(version)
+    column = _move_to_session_zone(column, timezone)
     kind = column.type
     if pat.is_nested(kind):
-        # As one array: PyArrow decides about the dtypes within structs chunk by chunk.
-        series = _nested(flat(column), timezone, rules)
+        # As one array: PyArrow chooses the dtypes within structs chunk by chunk.
+        series = _convert_nested(flat(column), timezone, rules)
     elif pat.is_timestamp(kind):
-        series = _timestamps(column, timezone, rules)
+        series = _convert_timestamps(column, timezone, rules)
     elif pat.is_duration(kind):
         series = column.to_pandas(**rules.options).astype(rules.interval_dtype)
     else:
         series = column.to_pandas(date_as_object=True)
-    series = series.copy()  # arrays without NULLs come as read-only views of Arrow's memory
+    series = series.copy()  # arrays without NULLs are read-only views of Arrow's memory
     series.name = None
     return series
 
@@ -112,8 +112,8 @@ def table_to_frame(table: pa.Table, names: list[str], timezone: str, version: tu
     return frame
 
 
-def first_beyond_pandas(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> int | None:
-    """The first row that cannot be converted, as it has a time that pandas does not hold; None if there is none."""
+def find_beyond_pandas(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> int | None:
+    """Return the first row with a time that pandas cannot hold; None if there is no such row."""
 
     def converts(start: int, stop: int) -> bool:
         try:
@@ -132,39 +132,38 @@ def first_beyond_pandas(column: pa.Array | pa.ChunkedArray, timezone: str, versi
 
 
 def empty_frame(names: list[str]) -> pd.DataFrame:
-    """Make the one frame that the user's function gets on a timeout: no rows, all columns of dtype object."""
+    """Return the frame that the user's function gets on a timeout: no rows, all columns of dtype object."""
     return pd.DataFrame(columns=pd.Index(names))
 
 
 def dtype_depends_on_nulls(kind: pa.DataType) -> bool:
-    """Tell whether a row's conversion differs when a neighbour is NULL or has one within it.
+    """Return whether a row's conversion changes if another row is NULL or has a NULL within it.
 
-    True for integers and booleans and for nested types that contain them at any depth. For a nested type the
-    NULLs that matter are those of the integers and booleans inside, not only the column's own: ask `null_flags`.
+    True for integers and booleans and for nested types that contain them at any depth. In a nested type the
+    NULLs of these integers and booleans matter, not only the column's own: see `null_flags`.
     """
     if pat.is_integer(kind) or pat.is_boolean(kind):
         return True
-    return any(dtype_depends_on_nulls(child) for child in _children(kind))
+    return any(dtype_depends_on_nulls(child) for child in _child_types(kind))
 
 
 def null_flags(column: pa.Array | pa.ChunkedArray) -> list[Flags]:
-    """Find what decides about dtypes: for each integer or boolean in the type, the rows with a NULL there.
+    """Return what determines dtypes: for each integer or boolean in the type, the rows with a NULL there.
 
-    Two sets of rows convert alike, so may be converted together, if each of these arrays has a True among the
-    rows of both or of neither.
+    Two sets of rows may be converted together if each of these arrays has a True in both sets or in neither.
     """
     return _null_flags(flat(column))
 
 
-def key_scalars(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> list[object]:
-    """Convert each row as if alone, to the object that Spark puts into the key tuple of such a group."""
+def convert_keys(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> list[object]:
+    """Convert each row separately to the object that Spark puts into the key tuple of its group."""
     array = flat(column)
-    classes = list(_classes(_null_flags(array), len(array)))
+    classes = list(_split_into_classes(_null_flags(array), len(array)))
     if len(classes) == 1:
-        return _scalars(column_to_series(array, timezone, version))
+        return _convert_scalars(column_to_series(array, timezone, version))
     keys: list[object] = [None] * len(array)
     for rows in classes:
-        scalars = _scalars(column_to_series(array.take(pa.array(rows)), timezone, version))
+        scalars = _convert_scalars(column_to_series(array.take(pa.array(rows)), timezone, version))
         for row, scalar in zip(rows.tolist(), scalars, strict=True):
             keys[row] = scalar
     return keys
@@ -173,11 +172,11 @@ def key_scalars(column: pa.Array | pa.ChunkedArray, timezone: str, version: tupl
 # -- flat types -----------------------------------------------------------------------------------------
 
 
-def _timestamps(column: pa.Array | pa.ChunkedArray, timezone: str, rules: _Rules) -> pd.Series[Any]:
+def _convert_timestamps(column: pa.Array | pa.ChunkedArray, timezone: str, rules: _Rules) -> pd.Series[Any]:
     zone = column.type.tz
     series: pd.Series[Any]
     if rules.zoned_by_arrow:
-        # Not the same as pandas': the two may know different zone rules for the far past and future.
+        # This differs from pandas, which may have other zone rules for the far past and future.
         if zone is not None:
             column = pc.local_timestamp(column)
         series = column.cast(pa.timestamp("ns")).to_pandas()
@@ -188,8 +187,8 @@ def _timestamps(column: pa.Array | pa.ChunkedArray, timezone: str, rules: _Rules
     return series
 
 
-def _scalars(series: pd.Series[Any]) -> list[object]:
-    """Take the elements as `series[i]` gives them, which iterating over a series of numbers does not."""
+def _convert_scalars(series: pd.Series[Any]) -> list[object]:
+    """Return the elements as `series[i]` does; iterating over a series of numbers returns other types."""
     dtype = series.dtype
     if isinstance(dtype, pd.StringDtype) or (isinstance(dtype, np.dtype) and dtype.kind in "biuf"):
         return list(series.to_numpy())
@@ -199,12 +198,12 @@ def _scalars(series: pd.Series[Any]) -> list[object]:
 # -- nested types ---------------------------------------------------------------------------------------
 
 
-def _nested(array: pa.Array, timezone: str, rules: _Rules) -> pd.Series[Any]:
+def _convert_nested(array: pa.Array, timezone: str, rules: _Rules) -> pd.Series[Any]:
     if _has_map(array.type):
-        # In a slice of a map column pyarrow decides by all rows of the column; so make it a column of its own.
+        # For a slice of a map column pyarrow looks at all rows of the column; so copy the slice.
         array = array.take(pa.array(np.arange(len(array))))
     series: pd.Series[Any] = array.to_pandas(**rules.options)
-    convert = _value_converter(array.type, timezone)
+    convert = _make_value_converter(array.type, timezone)
     if convert is None:
         return series
     values = np.empty(len(series), dtype=object)
@@ -213,21 +212,21 @@ def _nested(array: pa.Array, timezone: str, rules: _Rules) -> pd.Series[Any]:
     return pd.Series(values, dtype=object)
 
 
-def _value_converter(kind: pa.DataType, timezone: str) -> Convert | None:
-    """Make the function for the elements of `to_pandas`, or None where they are right already.
+def _make_value_converter(kind: pa.DataType, timezone: str) -> Convert | None:
+    """Return a converter for the elements of `to_pandas`, or None if they need no conversion.
 
-    The functions mind neither NULLs at their own level (the caller does) nor results that numpy shapes
-    in an odd way, such as the two-dimensional array for an array of equally long arrays of timestamps: so does Spark.
+    The converters do not handle NULLs at their own level (the caller does). Like Spark, they accept odd shapes of
+    numpy, such as the two-dimensional array for an array of equally long arrays of timestamps.
     """
     if pat.is_map(kind):
-        return _map_converter(kind, timezone)
+        return _make_map_converter(kind, timezone)
     if pat.is_list(kind) or pat.is_large_list(kind):
-        element = _value_converter(kind.value_type, timezone)
+        element = _make_value_converter(kind.value_type, timezone)
         if element is None:
             return None
         return lambda value: np.array([None if v is None else element(v) for v in value])
     if pat.is_struct(kind):
-        return _struct_converter(kind, timezone)
+        return _make_struct_converter(kind, timezone)
     if pat.is_timestamp(kind):
         if kind.tz is None:
             return pd.Timestamp
@@ -237,14 +236,14 @@ def _value_converter(kind: pa.DataType, timezone: str) -> Convert | None:
 
 def _local_timestamp(value: Any, timezone: str) -> Any:
     stamp = pd.Timestamp(value)
-    if stamp.tzinfo is None:  # within arrays Arrow gives naive UTC, within structs and maps aware datetimes
+    if stamp.tzinfo is None:  # Arrow returns naive UTC within arrays, and aware datetimes within structs and maps
         stamp = stamp.tz_localize("UTC")
     return stamp.tz_convert(timezone).tz_localize(None)
 
 
-def _map_converter(kind: pa.MapType, timezone: str) -> Convert:
-    of_key = _value_converter(kind.key_type, timezone)
-    of_value = _value_converter(kind.item_type, timezone)
+def _make_map_converter(kind: pa.MapType, timezone: str) -> Convert:
+    of_key = _make_value_converter(kind.key_type, timezone)
+    of_value = _make_value_converter(kind.item_type, timezone)
     if of_key is None and of_value is None:
         return dict
 
@@ -257,15 +256,15 @@ def _map_converter(kind: pa.MapType, timezone: str) -> Convert:
     return convert
 
 
-def _struct_converter(kind: pa.StructType, timezone: str) -> Convert:
-    spark_value = _spark_value_converter(kind)
+def _make_struct_converter(kind: pa.StructType, timezone: str) -> Convert:
+    spark_value = _make_spark_converter(kind)
     if spark_value is not None:
         return spark_value
     fields = [kind.field(i) for i in range(kind.num_fields)]
     names = [field.name for field in fields]
     if len(set(names)) != len(names):
-        raise UnsupportedTypeError(f"a struct has several fields of one name: {names}; rename them")
-    converters = [_value_converter(field.type, timezone) for field in fields]
+        raise UnsupportedTypeError(f"a struct has several fields of the same name: {names}; rename them")
+    converters = [_make_value_converter(field.type, timezone) for field in fields]
     if all(converter is None for converter in converters):
         return dict
 
@@ -278,8 +277,8 @@ def _struct_converter(kind: pa.StructType, timezone: str) -> Convert:
     return convert
 
 
-def _spark_value_converter(kind: pa.StructType) -> Convert | None:
-    """Recognise the structs that stand for a Spark type of its own, as Spark does, by their metadata."""
+def _make_spark_converter(kind: pa.StructType) -> Convert | None:
+    """Return the converter of a struct that stands for another Spark type, recognised by its metadata as in Spark."""
     marks = {
         (field.name, mark)
         for field in (kind.field(i) for i in range(kind.num_fields))
@@ -305,7 +304,7 @@ def _spark_value_converter(kind: pa.StructType) -> Convert | None:
 # -- Arrow ----------------------------------------------------------------------------------------------
 
 
-def _children(kind: pa.DataType) -> list[pa.DataType]:
+def _child_types(kind: pa.DataType) -> list[pa.DataType]:
     if pat.is_map(kind):
         return [kind.key_type, kind.item_type]
     if pat.is_list(kind) or pat.is_large_list(kind):
@@ -316,11 +315,11 @@ def _children(kind: pa.DataType) -> list[pa.DataType]:
 
 
 def _has_map(kind: pa.DataType) -> bool:
-    return pat.is_map(kind) or any(_has_map(child) for child in _children(kind))
+    return pat.is_map(kind) or any(_has_map(child) for child in _child_types(kind))
 
 
-def _in_session_zone(column: pa.Array | pa.ChunkedArray, timezone: str) -> pa.Array | pa.ChunkedArray:
-    """Label timestamps with the session's zone, as Spark's are; the instants stay."""
+def _move_to_session_zone(column: pa.Array | pa.ChunkedArray, timezone: str) -> pa.Array | pa.ChunkedArray:
+    """Label timestamps with the session's zone, as Spark does; the instants do not change."""
     kind = _type_in_session_zone(column.type, timezone)
     return column if kind == column.type else column.cast(kind)
 
@@ -351,7 +350,7 @@ def _null_flags(array: pa.Array) -> list[Flags]:
     if not dtype_depends_on_nulls(kind):
         return []
     if pat.is_struct(kind):
-        # `field`, not `flatten`: pyarrow looks at the fields' own NULLs, whether or not the struct is NULL.
+        # `field`, not `flatten`: pyarrow uses the fields' own NULLs, whether or not the struct is NULL.
         return [flags for i in range(kind.num_fields) for flags in _null_flags(array.field(i))]
     if pat.is_map(kind):
         inner = _null_flags(array.keys) + _null_flags(array.items)
@@ -370,12 +369,12 @@ def _any_within(flags: Flags, offsets: pa.Array) -> Flags:
     return result
 
 
-def _classes(flags: list[Flags], rows: int) -> Iterator[npt.NDArray[np.intp]]:
-    """Split rows into those with equal flags."""
+def _split_into_classes(flags: list[Flags], rows: int) -> Iterator[npt.NDArray[np.intp]]:
+    """Split rows into classes of equal flags."""
     codes = np.zeros(rows, dtype=np.intp)
     count = 1
-    for one in flags:
-        codes = codes * 2 + one
+    for column_flags in flags:
+        codes = codes * 2 + column_flags
         used = np.flatnonzero(np.bincount(codes, minlength=2 * count))
         numbers = np.zeros(2 * count, dtype=np.intp)
         count = len(used)

@@ -1,6 +1,6 @@
-"""What calling a function once per key has in common, whatever the function is given.
+"""The common part of callers that call a function once per key.
 
-All that costs time per key is in the loop of a subclass; everything around it is vectorised.
+Only the loop of a subclass takes time per key; everything around it is vectorised.
 """
 
 from __future__ import annotations
@@ -20,19 +20,27 @@ from arrow_schemas.equality import HashArray
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateError, StateValueError, UserFunctionError
 from spark_state_ext.spark.callers.group_state import NO_TIMEOUT, Clock
-from spark_state_ext.spark.callers.groups import CallContext, Changed, Groups, Result, mark_placed, note_place, said
-from spark_state_ext.spark.callers.state_values import column_to_values, row_keeper, values_to_column
+from spark_state_ext.spark.callers.groups import (
+    CallContext,
+    Changed,
+    Groups,
+    Result,
+    describe_error,
+    mark_placed,
+    note_place,
+)
+from spark_state_ext.spark.callers.state_values import column_to_values, make_row_copier, values_to_column
 from spark_state_ext.store import Lookup
 
-__all__ = ["Call", "Changes", "PerKeyCaller", "reraise", "shown_key"]
+__all__ = ["Call", "Changes", "PerKeyCaller", "reraise", "format_key"]
 
-# Position, key, rows in whatever form, state before.
+# Position, key, rows (frames or named tuples), state before the call.
 Call = tuple[int, tuple[Any, ...], Any, "tuple[Any, ...] | None"]
 
 
 @dataclass
 class Changes:
-    """Outcome of calls: which keys changed, and to what. Lists of one length, a place a changed key."""
+    """Outcome of calls: the changed keys and their new state. The lists have one element for each changed key."""
 
     positions: list[int] = field(default_factory=list)
     values: list[tuple[Any, ...] | None] = field(default_factory=list)
@@ -48,44 +56,44 @@ class PerKeyCaller(abc.ABC):
         self._function = function
         self._schema = schema
         self._state_type = state_type
-        self._keep_state = row_keeper(state_type, "state column")
+        self._copy_state = make_row_copier(state_type, "state column")
 
-    def data(
-        self, groups: Groups, found: Lookup, expired: pa.RecordBatch, context: CallContext, result: Result
+    def call_data(
+        self, groups: Groups, lookup: Lookup, expired: pa.RecordBatch, context: CallContext, result: Result
     ) -> Iterator[pd.DataFrame]:
-        """Call for keys with rows; as `Caller.data`."""
+        """Call for keys with rows; see `Caller.call_data`."""
         changes = Changes()
-        values = self._state_tuples(found)
-        before = [None if at < 0 else values[at] for at in found.index.tolist()]
+        values = self._state_tuples(lookup)
+        before = [None if at < 0 else values[at] for at in lookup.index.tolist()]
         yield from self._call(self._data_calls(groups, before), False, context, changes)
-        result.data = self._changed(changes, groups.hashes, groups.keys, context)
+        result.data = self._collect_changes(changes, groups.hashes, groups.keys, context)
 
-    def timeouts(self, expired: pa.RecordBatch, context: CallContext, result: Result) -> Iterator[pd.DataFrame]:
-        """Call for keys whose time is up; as `Caller.timeouts`."""
+    def call_timeouts(self, expired: pa.RecordBatch, context: CallContext, result: Result) -> Iterator[pd.DataFrame]:
+        """Call for keys that timed out; see `Caller.call_timeouts`."""
         changes = Changes()
         values = self._state_tuples(Lookup(np.arange(expired.num_rows, dtype=np.int64), expired))
         yield from self._call(self._timeout_calls(expired, values), True, context, changes)
         keys = self._schema.key_columns(expired)
-        result.timeouts = self._changed(changes, expired.column(0).to_numpy(), keys, context)
+        result.timeouts = self._collect_changes(changes, expired.column(0).to_numpy(), keys, context)
 
     # -- for subclasses ----------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _data_calls(self, groups: Groups, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
-        """The calls to make for keys with rows, in any order."""
+        """Return the calls for keys with rows, in any order."""
 
     @abc.abstractmethod
     def _timeout_calls(self, expired: pa.RecordBatch, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
-        """The calls to make for keys that timed out."""
+        """Return the calls for keys that timed out."""
 
     @abc.abstractmethod
     def _call(
         self, calls: Iterable[Call], timed_out: bool, context: CallContext, changes: Changes
     ) -> Iterator[pd.DataFrame]:
-        """Make them; yields what goes to Spark, and notes changes."""
+        """Make the calls; yield output frames for Spark, and record changes."""
 
     @staticmethod
-    def _clock(context: CallContext, timed_out: bool, schema: StructType) -> Clock:
+    def _make_clock(context: CallContext, timed_out: bool, schema: StructType) -> Clock:
         return Clock(
             context.processing_time_ms,
             context.watermark_ms,
@@ -97,15 +105,15 @@ class PerKeyCaller(abc.ABC):
 
     # -- state -------------------------------------------------------------------------------------
 
-    def _value_noter(self, changes: Changes) -> Callable[[tuple[Any, ...] | None], None]:
-        """What notes a key's state as it is when its call is over: what the function holds on to, it may change."""
-        note, keep = changes.values.append, self._keep_state
-        if keep is None:
-            return note
-        return lambda value: note(None if value is None else keep(value))
+    def _make_value_recorder(self, changes: Changes) -> Callable[[tuple[Any, ...] | None], None]:
+        """Return the function that records a key's state, as a copy: the function may change its values later."""
+        record, copy = changes.values.append, self._copy_state
+        if copy is None:
+            return record
+        return lambda value: record(None if value is None else copy(value))
 
-    def _state_tuples(self, found: Lookup) -> list[tuple[Any, ...] | None]:
-        rows = found.rows
+    def _state_tuples(self, lookup: Lookup) -> list[tuple[Any, ...] | None]:
+        rows = lookup.rows
         columns = [
             column_to_values(column, spark.dataType, f"state column {spark.name!r}")
             for column, spark in zip(self._schema.state_columns(rows), self._state_type.fields, strict=True)
@@ -118,10 +126,10 @@ class PerKeyCaller(abc.ABC):
             ]
         return tuples
 
-    def _changed(
+    def _collect_changes(
         self, changes: Changes, hashes: HashArray, keys: Sequence[pa.Array], context: CallContext
     ) -> Changed | None:
-        """The changed keys as rows of a run (not yet in run order); None when there are none."""
+        """Return the changed keys as rows of a run (not yet in run order); None if there are no changes."""
         if not changes.positions:
             return None
         positions = np.asarray(changes.positions, dtype=np.int64)
@@ -130,17 +138,17 @@ class PerKeyCaller(abc.ABC):
         timeouts = np.asarray(changes.timeouts, dtype=np.int64)
         unset = timeouts == NO_TIMEOUT
         fields = self._state_type.fields
-        nothing = (None,) * len(fields)
+        no_state = (None,) * len(fields)
         by_column: Iterable[tuple[Any, ...]] = zip(
-            *(v if v is not None else nothing for v in changes.values), strict=True
+            *(v if v is not None else no_state for v in changes.values), strict=True
         )
 
-        told = []
+        named_keys = []
 
         def whose(row: int) -> str:
             key = tuple(shown(key, changes.positions[row]) for key in keys)
-            told.append(key)
-            return f" (key {shown_key(key)}, {context})"
+            named_keys.append(key)
+            return f" (key {format_key(key)}, {context})"
 
         try:
             columns = [
@@ -151,12 +159,12 @@ class PerKeyCaller(abc.ABC):
                 missing = defined & column.is_null().to_numpy(zero_copy_only=False)
                 if not arrow.nullable and missing.any():
                     first = int(np.argmax(missing))
-                    given = (changes.values[first] or nothing)[place]
+                    value = (changes.values[first] or no_state)[place]
                     raise StateValueError(
-                        f"state column {arrow.name!r} is declared without NULLs and was given {given!r}{whose(first)}"
+                        f"state column {arrow.name!r} is declared without NULLs and was given {value!r}{whose(first)}"
                     )
         except StateValueError as error:
-            if told:
+            if named_keys:
                 mark_placed(error)
             raise
         rows = pa.RecordBatch.from_arrays(
@@ -174,16 +182,17 @@ class PerKeyCaller(abc.ABC):
 
 
 def reraise(error: Exception | SystemExit, key: tuple[Any, ...], context: CallContext, timed_out: bool) -> NoReturn:
-    """Raise what a user's function raised as one of our errors: with the key, and its traceback for Spark to show."""
+    """Raise a user function's error as one of this package, with the key and with its traceback for Spark to show."""
     if isinstance(error, StateValueError):
-        note_place(error, f"key {shown_key(key)}", context)
+        note_place(error, f"key {format_key(key)}", context)
     if isinstance(error, StateError):
         raise error
     raise UserFunctionError(
-        f"the function failed for key {shown_key(key)} ({context}{', timed out' if timed_out else ''}): {said(error)}"
+        f"the function failed for key {format_key(key)} ({context}{', timed out' if timed_out else ''}): "
+        f"{describe_error(error)}"
     ).with_traceback(error.__traceback__) from error
 
 
-def shown_key(key: tuple[Any, ...]) -> str:
-    """A key in a message: ``(4,)`` rather than ``(np.int64(4),)``."""
+def format_key(key: tuple[Any, ...]) -> str:
+    """Format a key for a message: ``(4,)`` rather than ``(np.int64(4),)``."""
     return repr(tuple(part.item() if isinstance(part, np.generic) else part for part in key))

@@ -1,4 +1,4 @@
-"""What a user's function gave for a result: whether it can be gone through, and how it is shown in errors."""
+"""Check the result of a user's function, and format its values for errors."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pyspark.sql.types import StructType
 
 from spark_state_ext.errors import ResultTypeError
 
-__all__ = ["OutputColumns", "checked_result", "short"]
+__all__ = ["OutputColumns", "check_result", "shorten"]
 
 _CHARACTERS_MAX = 150
 
 
 @dataclass(frozen=True)
 class OutputColumns:
-    """The output's columns, as far as what a function gives is compared with them.
+    """The output's columns, as far as a function's results are checked against them.
 
     Parameters
     ----------
     names
-        Their names.
+        Names of the columns.
     type
-        Spark's type of a row; None: values are not looked at, and cannot be changed.
+        Spark's type of a row; None: values are not checked, and are never copied.
     strict
-        Refuse frames with a column of another name.
+        Refuse frames with a column of any other name.
     """
 
     names: tuple[str, ...]
@@ -36,14 +36,14 @@ class OutputColumns:
     strict: bool = False
 
 
-def short(value: object) -> str:
-    """A value as it stands in the first line of an error: without line breaks, and cut where it is long."""
+def shorten(value: object) -> str:
+    """Format a value for the first line of an error: without line breaks, and cut if it is long."""
     text = " ".join(reprlib.repr(value).split())
     return text if len(text) <= _CHARACTERS_MAX else f"{text[: _CHARACTERS_MAX - 1]}…"
 
 
-def checked_result(result: Any) -> Iterable[Any]:
-    """What the user's function returned, if Spark would take it; and, which Spark would not, a dict of columns."""
+def check_result(result: Any) -> Iterable[Any]:
+    """Return the items of a function's result. It may be what Spark takes or, in addition, a dict of columns."""
     items: Iterable[Any]
     if isinstance(result, pd.DataFrame):
         raise ResultTypeError("the function returned a DataFrame: yield it, or return [frame]")
@@ -52,8 +52,8 @@ def checked_result(result: Any) -> Iterable[Any]:
     try:
         items = iter(result)
     except TypeError:
-        what = "None" if result is None else f"{short(result)} ({type(result).__name__})"
+        shown = "None" if result is None else f"{shorten(result)} ({type(result).__name__})"
         raise ResultTypeError(
-            f"the function returned {what}: yield rows or frames, or return a list of them ([] for none)"
+            f"the function returned {shown}: yield rows or frames, or return a list of them ([] for no output)"
         ) from None
     return items

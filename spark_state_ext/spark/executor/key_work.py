@@ -20,7 +20,7 @@ from spark_state_ext.engine.erasing import ErasedRows
 from spark_state_ext.engine.job import Job
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.functions.ttl import EXPIRES_COLUMN, Expiry
-from spark_state_ext.spark.callers.choice import caller_of
+from spark_state_ext.spark.callers.choice import make_caller
 from spark_state_ext.spark.callers.group_state import watermark_of
 from spark_state_ext.spark.callers.groups import CallContext, Changed, Groups, Result, is_placed, note_place
 from spark_state_ext.spark.shuffle.pack import event_times
@@ -131,7 +131,7 @@ class KeyWork:
         self._hold = hold
         self._erased = ErasedRows(schema)
         self._expiry = Expiry(schema, job.options.ttl, self._clock_ms())
-        self._caller = caller_of(job, function, self._expiry.shown)
+        self._caller = make_caller(job, function, self._expiry.shown)
         self._context = CallContext(
             bucket=bucket.pointer.bucket,
             batch=batch,
@@ -189,7 +189,7 @@ class KeyWork:
         """Call for the keys with rows, and along with them, where the function takes both, for those that are due."""
         caller, result = self._caller, Result()
         along = due.rows.filter(pa.array(due.where < 0)) if caller.together else due.rows.slice(0, 0)
-        work = caller.data(keys.groups, keys.found, self._expiry.due(along), self._context, result)
+        work = caller.call_data(keys.groups, keys.found, self._expiry.due(along), self._context, result)
         yield from timed(work, self._metrics, "user_ms")
         changed, touched = self._data_rows(keys, result.data)
         return _DataPass(changed, touched, caller.together, result.timeouts)
@@ -207,7 +207,7 @@ class KeyWork:
         if fires.any():
             result = Result()
             expired = self._expiry.due(due.rows.filter(pa.array(fires)))
-            yield from timed(self._caller.timeouts(expired, self._context, result), self._metrics, "user_ms")
+            yield from timed(self._caller.call_timeouts(expired, self._context, result), self._metrics, "user_ms")
             self._settle(result.timeouts, fires, due.written_ms, pieces, done)
         # What stays due is written anew, so that `expired` need look for it only in recent runs.
         pieces.append(due.rows.filter(pa.array(~done)))
@@ -216,7 +216,7 @@ class KeyWork:
     def _due(self, keys: _Keys, after: int, upto: int) -> _Due:
         """What is due among the keys with a hash in (after, upto]."""
         rows = self._expired(after, upto)
-        where = keys.groups.positions_of(hashes_of(rows), self._schema.key_columns(rows))
+        where = keys.groups.find_keys(hashes_of(rows), self._schema.key_columns(rows))
         # Also what the call for its timeout writes of a key with rows is as new as these.
         return _Due(rows, where, np.append(keys.written_ms, self._clock_ms())[where])
 
@@ -233,7 +233,7 @@ class KeyWork:
         self._metrics.timeouts += int(called.sum())
         if changed is not None:
             at = np.flatnonzero(called)[changed.positions]
-            pieces.insert(0, self._expiry.written(changed.rows, written_ms[at]))
+            pieces.insert(0, self._expiry.add_expiry(changed.rows, written_ms[at]))
             done[at] = True
 
     def _grouped(self, table: pa.Table | None) -> _Keys:
@@ -262,7 +262,7 @@ class KeyWork:
             assert times is not None, "checked when the plan was made"
             latest_ms = np.maximum.reduceat(times.fill_null(0).to_numpy(), groups.starts) // 1000
             written_ms = np.maximum(written_ms, latest_ms)
-        return _Keys(groups, self._expiry.found(found), written_ms)
+        return _Keys(groups, self._expiry.show_lookup(found), written_ms)
 
     def _data_rows(self, keys: _Keys, changed: Changed | None) -> tuple[pa.RecordBatch, BoolArray]:
         """Rows to store for keys with rows, in run order, and which of the keys have one."""
@@ -271,9 +271,9 @@ class KeyWork:
         pieces = [self._schema.empty()]
         if changed is not None:
             touched[changed.positions] = True
-            pieces = [self._expiry.written(changed.rows, keys.written_ms[changed.positions])]
+            pieces = [self._expiry.add_expiry(changed.rows, keys.written_ms[changed.positions])]
         untouched = np.flatnonzero(~touched[:-1])
-        again = self._expiry.read(keys.found, untouched, keys.written_ms)
+        again = self._expiry.extend_life(keys.found, untouched, keys.written_ms)
         if again is not None:
             pieces.append(again)
         return sorted_run(joined(pieces)), touched
@@ -293,7 +293,7 @@ class KeyWork:
             stale: pa.RecordBatch = self._bucket.read(lambda view: view.stale(EXPIRES_COLUMN, now_ms, low, high))
             if stale.num_rows:
                 # Behind what was written in this batch, which wins.
-                together.append(sorted_run(self._expiry.removed(stale)))
+                together.append(sorted_run(self._expiry.make_removals(stale)))
         if together:
             rows.append(newest_wins(together, self._schema, drop_tombstones=False))
 
@@ -318,7 +318,7 @@ class KeyWork:
         """The committed state as functions see it: keys and then state."""
         names = [field.name for field in (*self._expiry.shown.keys, *self._expiry.shown.state)]
         for batch in self._bucket.scan():
-            live = self._expiry.live(self._erased.without(batch))
+            live = self._expiry.show_live(self._erased.without(batch))
             if live.num_rows:
                 yield pa.table(list(live.columns[1 : 1 + len(names)]), names=names)
 
