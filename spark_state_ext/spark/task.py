@@ -1,4 +1,4 @@
-"""What Spark tells a task on an executor of its query and batch."""
+"""Read the query and batch of a task on an executor, as far as Spark passes them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = [
 
 
 _RETAINED = "spark.sql.streaming.minBatchesToRetain"
-# Since Spark 4.1 the first one, where it is set, is that of stateful operators.
+# Since Spark 4.1 stateful operators use the first setting, if it is set.
 _PARTITIONS = ("spark.sql.streaming.internal.stateStore.partitions", "spark.sql.shuffle.partitions")
 _STATE_FORMAT = "spark.sql.streaming.stateStore.checkpointFormatVersion"
 
 
 def current_task(job: Job) -> TaskInfo:
-    """Of the task that runs in this process."""
+    """Return the query and batch of the task that runs in this process."""
     context = TaskContext.get()
     query_id = context.getLocalProperty("sql.streaming.queryId") if context is not None else None
     batch = context.getLocalProperty("streaming.sql.batchId") if context is not None else None
-    # As it was when the query started, which may be another value than when it was planned. Spark tells settings
-    # that are not its defaults. Where it tells none, the larger of its default and what was planned is safe.
-    told = context.getLocalProperty(_RETAINED) if context is not None else None
-    retained = int(told) if told else max(BATCHES_RETAINED, job.batches_retained)
+    # The value when the query started, which may differ from the planned one. Spark passes only settings that are not
+    # its defaults. Without a value, the larger of its default and the planned value is safe.
+    setting = context.getLocalProperty(_RETAINED) if context is not None else None
+    retained = int(setting) if setting else max(BATCHES_RETAINED, job.batches_retained)
     if context is None:
         return TaskInfo("", "", None, retained)
     stage = context.stageId()
@@ -43,7 +43,7 @@ def current_task(job: Job) -> TaskInfo:
         context.partitionId(),
         next((int(count) for count in counts if count), None),
         context.taskAttemptId(),
-        # Not told: Spark's default, which is 1 in all releases so far, or a Spark before 4.0.
+        # If it is not set: Spark's default, which is 1 in all releases so far, or a Spark before 4.0.
         int(context.getLocalProperty(_STATE_FORMAT) or 1) >= 2,
         stage,
     )

@@ -261,9 +261,9 @@ class Lived:
         self._check_order(changed)
         pointer = bucket.commit(changed).pointer
         # As `executor.call` stamps it.
-        if work.threshold_ms() is not None:
+        if work.get_threshold_ms() is not None:
             low_watermark_version = pointer.version if pointer.ref != self.pointer.ref else pointer.version + 1
-            low_watermark_ms = work.threshold_ms()
+            low_watermark_ms = work.get_threshold_ms()
             assert low_watermark_ms is not None
             pointer = replace(
                 pointer, timer_low_watermark_ms=low_watermark_ms, timer_low_watermark_version=low_watermark_version

@@ -94,7 +94,7 @@ class Query:
         try:
             return work(opened)
         finally:
-            opened.let_go()
+            opened.close_sources()
             assert shared.background.wait(WAIT_S)
             opened.bucket.close()
             opened.bucket.store.close()

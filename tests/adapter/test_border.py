@@ -29,7 +29,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.spark.callers.group_state import Clock, KeyState
 from spark_state_ext.spark.callers.keys import as_frames
-from spark_state_ext.spark.executor.border import told
+from spark_state_ext.spark.executor.border import rewrite_error
 from spark_state_ext.worker.retry import retried
 from tests.helpers.waiting import WAIT_S
 
@@ -65,7 +65,7 @@ def wrapped() -> None:
 
 
 def test_the_sentence_and_then_the_users_own_line() -> None:
-    lines = printed(told(caught(wrapped), function))
+    lines = printed(rewrite_error(caught(wrapped), function))
     assert lines[0] == "spark_state_ext.errors.UserFunctionError: the function failed for key ('a',)"
     assert lines[1].startswith(f'  File "{__file__}", line ')
     assert lines[1].endswith("in helper")
@@ -88,7 +88,7 @@ def test_what_uploads_and_thread_pools_raise_begins_with_our_sentence() -> None:
             except StateError as error:
                 raise UploadFailedError("the upload of x to the backend root failed") from error
 
-    lines = printed(told(caught(upload), len))
+    lines = printed(rewrite_error(caught(upload), len))
     assert lines[0] == "spark_state_ext.errors.UploadFailedError: the upload of x to the backend root failed"
     # Also these lines are the user's, as the test is no library.
     assert lines[3:5] == ["", "Where it was raised:"]
@@ -99,12 +99,14 @@ def test_a_value_that_is_refused_later_points_at_the_function() -> None:
     """No frame of it is left then."""
     update: Callable[[Any], None] = KeyState((1,), CLOCK).update
     refused = caught(partial(update, 5))
-    assert "in caught" in printed(told(refused, function))[1], "the line that called, where there is one"
-    lines = printed(told(StateValueError("state column 'n' cannot hold 'many'"), partial(function, 1)))
+    assert "in caught" in printed(rewrite_error(refused, function))[1], "the line that called, where there is one"
+    lines = printed(rewrite_error(StateValueError("state column 'n' cannot hold 'many'"), partial(function, 1)))
     assert lines[0].endswith("cannot hold 'many'")
     assert lines[1] == f'  File "{__file__}", line {function.__code__.co_firstlineno}, in function'
     assert lines[2] == "    def function(*_: Any) -> int:"
-    assert printed(told(StateValueError("a sum is too large"), as_frames))[1] == "", "code of this package is nobody's"
+    assert printed(rewrite_error(StateValueError("a sum is too large"), as_frames))[1] == "", (
+        "code of this package is nobody's"
+    )
 
 
 class OddError(Exception):
@@ -128,12 +130,12 @@ def _raise(error: Exception) -> None:
 
 def test_an_error_of_any_class_keeps_its_name_and_its_text() -> None:
     name = f"{__name__}.OddError"
-    lines = printed(told(caught(partial(_raise, OddError(7, reason="no such aircraft")))))
+    lines = printed(rewrite_error(caught(partial(_raise, OddError(7, reason="no such aircraft")))))
     assert lines[0] == f"{name}: code 7"
     assert lines[2] == "    raise error"
     assert lines[3] == "  no such aircraft"
     assert f"{name}: code 7" in lines[5:]
-    lines = printed(told(caught(partial(_raise, SilentError()))))
+    lines = printed(rewrite_error(caught(partial(_raise, SilentError()))))
     assert lines[0] == f"{__name__}.SilentError: (its message cannot be made: RuntimeError)"
     for error, first in (
         (KeyError("x"), "KeyError: 'x'"),
@@ -143,14 +145,14 @@ def test_an_error_of_any_class_keeps_its_name_and_its_text() -> None:
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff"),
         (OSError(2, "gone", "f"), "FileNotFoundError: [Errno 2] gone: 'f'"),
     ):
-        assert printed(told(caught(partial(_raise, error))))[0].startswith(first)
+        assert printed(rewrite_error(caught(partial(_raise, error))))[0].startswith(first)
 
 
 @pytest.mark.parametrize("name", errors.__all__)
 def test_our_errors_stay_of_their_class(name: str) -> None:
     kind = getattr(errors, name)
     error = kind("what", CheckpointRef(1, "0" * 32)) if kind is MissingRunError else kind("what")
-    anew = told(error)
+    anew = rewrite_error(error)
     assert type(anew) is kind
     assert printed(anew)[0] == f"spark_state_ext.errors.{name}: what"
 
@@ -161,16 +163,16 @@ def test_lines_of_libraries_are_not_the_users(tmp_path: Path) -> None:
     def in_a_library() -> None:
         os.path.join(5)  # type: ignore[call-overload]  # raises in Python's own library
 
-    lines = printed(told(caught(in_a_library), function))
+    lines = printed(rewrite_error(caught(in_a_library), function))
     assert "in in_a_library" in lines[1]
     # pandas is compiled, and its frames name files that nobody has.
-    lines = printed(told(caught(lambda: pd.DataFrame({"value": [1]})["vlaue"]), function))
+    lines = printed(rewrite_error(caught(lambda: pd.DataFrame({"value": [1]})["vlaue"]), function))
     assert 'pd.DataFrame({"value": [1]})["vlaue"]' in lines[2]
     names: dict[str, Any] = {}
     site = Path(pytest.__file__).parent.parent / "installed" / "job.py"
     exec(compile("def far():\n    raise KeyError('far')\n", str(site), "exec"), names)
-    assert "in test_lines" not in printed(told(caught(names["far"]), names["far"]))[1]
-    assert printed(told(caught(names["far"]), names["far"]))[1] == f'  File "{site}", line 2, in far'
+    assert "in test_lines" not in printed(rewrite_error(caught(names["far"]), names["far"]))[1]
+    assert printed(rewrite_error(caught(names["far"]), names["far"]))[1] == f'  File "{site}", line 2, in far'
 
 
 def test_spark_is_given_no_frames(tmp_path: Path) -> None:

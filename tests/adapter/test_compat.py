@@ -37,7 +37,7 @@ def test_errors_of_spark_are_told_apart() -> None:
         ("[UDF_ERROR.CODE_2] it failed", "[UDF_ERROR.CODE_2] it failed"),
         ("\n  Connection refused\nmore", "Connection refused"),
         ("x" * 900, "x" * 500),
-        (" \n", "it does not say why"),
+        (" \n", "it has no message"),
     ],
 )
 def test_the_line_that_says_what_happened(text: str, said: str) -> None:

@@ -26,7 +26,7 @@ from spark_state_ext.spark.callers.groups import CallContext, Groups, Result
 from spark_state_ext.spark.callers.keys import KeyCaller
 from spark_state_ext.spark.callers.results import OutputColumns
 from spark_state_ext.spark.compat import NUMBERS_JOIN
-from spark_state_ext.spark.executor.border import told
+from spark_state_ext.spark.executor.border import rewrite_error
 from spark_state_ext.store import Lookup
 from spark_state_ext.worker.memory import settle
 
@@ -612,7 +612,7 @@ def test_what_cannot_be_gone_through_is_refused_with_its_key_and_where_the_funct
 
     with pytest.raises(ResultTypeError, match=rf"the function {text} \(key \(41,\), bucket 3, batch 7\)") as raised:
         called(caller(function), grouped([41], [0]))
-    assert _beginning(function) in str(told(_away_from_tests(raised.value), function))
+    assert _beginning(function) in str(rewrite_error(_away_from_tests(raised.value), function))
 
 
 def test_a_function_of_other_parameters_is_shown_where_it_begins() -> None:
@@ -621,7 +621,7 @@ def test_a_function_of_other_parameters_is_shown_where_it_begins() -> None:
 
     with pytest.raises(UserFunctionError, match="2 positional arguments but 3 were given") as raised:
         called(caller(function), grouped([41], [0]))
-    assert _beginning(function) in str(told(_away_from_tests(raised.value), function))
+    assert _beginning(function) in str(rewrite_error(_away_from_tests(raised.value), function))
 
 
 def test_a_misnamed_column_is_refused_with_its_key() -> None:

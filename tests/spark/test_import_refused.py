@@ -149,7 +149,7 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_the_session_as_it_was(
         (f"offsets/{last - 1}", None, PySparkException, f"lacks offsets/{last - 1}"),
         (f"commits/{last}", b"v1\n", CorruptFileError, f"commits/{last} is no log"),
         ("metadata", b"{}", PySparkException, "does not hold a query's id"),
-        ("notes", b"", PySparkException, "nothing that Spark is known to write"),
+        ("notes", b"", PySparkException, "not a file that Spark is known to write"),
         (f"state/0/0/{last + 1}.delta", b"\0" * 40, StorageError, "Spark cannot read the state"),
     ]
     for at, (name, data, error, says) in enumerate(damages):
@@ -172,7 +172,7 @@ def test_places_that_cannot_work_are_refused(spark: Any, stopped: NativeJob, tmp
     (tmp_path / "new" / "something").touch()
     with pytest.raises(PySparkException, match="is not empty, it has something"):
         _import(spark, stopped.checkpoint, tmp_path)
-    with pytest.raises(PySparkException, match="no checkpoint location of a query that has run"):
+    with pytest.raises(PySparkException, match="not the checkpoint location of a query that has run"):
         _import(spark, tmp_path / "nothing", tmp_path)
     with pytest.raises(UsageError, match="both checkpoint locations are"):
         import_native(spark, tmp_path, tmp_path / "savepoint", tmp_path)

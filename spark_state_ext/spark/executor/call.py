@@ -57,48 +57,48 @@ def run_bucket(
     worker: Worker | None = None,
     task: TaskInfo | None = None,
 ) -> Iterator[pd.DataFrame]:
-    """Body of Spark's stateful function, keyed by bucket label."""
+    """Process one call of Spark's stateful function, keyed by bucket label; yield output frames."""
     settle()
     job = Job.from_plain(plain)
     task = task or current_task(job)
-    if state.hasTimedOut and _rested(job, state, task):
+    if state.hasTimedOut and _skip_idle_bucket(job, state, task):
         return
     cpu = CpuTime.started()
     info = CallInfo.of(job, label_bucket(int(key[0])), state, task)
     if is_no_more(job, info.bucket, info.stored):
         return
-    owned, started_s = _Owned.of(worker or Worker.current()), time.perf_counter()
-    metrics = _metrics_of(info)
+    process, started_s = _ProcessObjects.of(worker or Worker.current()), time.perf_counter()
+    metrics = _make_metrics(info)
     opened: OpenBucket | None = None
     try:
         folders = CallFolders.of(job)
-        tried = partial(retried, timeout_s=job.options.commit.commit_timeout_ms / 1000)
-        outlook = look(info, owned.starts, tried)
+        retry = partial(retried, timeout_s=job.options.commit.commit_timeout_ms / 1000)
+        outlook = look(info, process.starts, retry)
         batch = decode_batch(outlook, frames, folders)
         metrics.rows = batch.rows
         has_heartbeat = batch.notes.heartbeat is not None
-        how = decide(outlook, has_heartbeat, owned.shared.replicas, folders.scratch, tried)
-        if isinstance(how, End):
+        decision = decide(outlook, has_heartbeat, process.shared.replicas, folders.scratch, retry)
+        if isinstance(decision, End):
             state.remove()
             return
-        opened = open_bucket(owned.shared, how, folders, batch.nonce)
+        opened = open_bucket(process.shared, decision, folders, batch.nonce)
         metrics.query_id = info.task.query_id or opened.query_folder
-        call = _OpenCall(owned, how, folders, opened, batch, metrics, state)
+        call = _OpenCall(process, decision, folders, opened, batch, metrics, state)
         yield from call.run(function, cpu, started_s)
     except BaseException as error:
-        # Interrupts and a consumer that goes away too: nothing is to be read on for a call that is over.
+        # Also for interrupts, and if the consumer stops: the call is over and must not read further.
         if opened is not None:
-            # The next call begins with other managers.
+            # The next call opens new managers.
             opened.bucket.close()
-            opened.let_go()
-            owned.shared.replicas.forget(job, opened.query_folder, info.bucket)
+            opened.close_sources()
+            process.shared.replicas.forget(job, opened.query_folder, info.bucket)
         if isinstance(error, Exception):
-            _tell_of_failure(owned.shared, metrics, opened)
+            _report_failure(process.shared, metrics, opened)
         raise
 
 
-def _rested(job: Job, state: GroupState, task: TaskInfo) -> bool:
-    """Hand a pointer on as it is, where the bucket is called only because its neighbours are."""
+def _skip_idle_bucket(job: Job, state: GroupState, task: TaskInfo) -> bool:
+    """Hand the pointer back to Spark unchanged, and return True, if only other buckets have work in this call."""
     if job.timeout_conf != GroupStateTimeout.ProcessingTimeTimeout:
         return False
     stored, now_ms = bytes(state.get[0]), state.getCurrentProcessingTimeMs()
@@ -108,20 +108,20 @@ def _rested(job: Job, state: GroupState, task: TaskInfo) -> bool:
     if not has_nothing_due(pointer, now_ms):
         return False
     state.update((stored,))
-    _ask_for_next_call(state, pointer, now_ms, task)
+    _request_next_call(state, pointer, now_ms, task)
     return True
 
 
-def _ask_for_next_call(state: GroupState, pointer: Pointer, now_ms: int, task: TaskInfo) -> None:
-    """Under processing-time timeouts."""
+def _request_next_call(state: GroupState, pointer: Pointer, now_ms: int, task: TaskInfo) -> None:
+    """Set the bucket's next timeout in Spark, under processing-time timeouts."""
     after_ms = next_call_ms(pointer.earliest_timeout_ms, now_ms, alone=task.state_has_ids)
     if after_ms is not None:
         state.setTimeoutDuration(after_ms)
 
 
 @dataclass(frozen=True)
-class _Owned:
-    """What a worker process has once, for all its calls."""
+class _ProcessObjects:
+    """Objects that a worker process has once, for all its calls."""
 
     shared: Shared
     starts: Starts
@@ -130,8 +130,8 @@ class _Owned:
     known_counts: KnownCounts
 
     @staticmethod
-    def of(worker: Worker) -> _Owned:
-        return _Owned(
+    def of(worker: Worker) -> _ProcessObjects:
+        return _ProcessObjects(
             Shared.of(worker),
             worker.own(Starts),
             worker.own(Finishing),
@@ -140,7 +140,7 @@ class _Owned:
         )
 
 
-def _metrics_of(info: CallInfo) -> CallMetrics:
+def _make_metrics(info: CallInfo) -> CallMetrics:
     return CallMetrics(
         info.task.query_id,
         info.task.run_id or info.job.plan_id,
@@ -151,88 +151,88 @@ def _metrics_of(info: CallInfo) -> CallMetrics:
     )
 
 
-def _tell_of_failure(shared: Shared, metrics: CallMetrics, opened: OpenBucket | None) -> None:
-    """Metrics of a call that failed. Spark ends its worker."""
+def _report_failure(shared: Shared, metrics: CallMetrics, opened: OpenBucket | None) -> None:
+    """Write the metrics of a failed call. Spark ends its worker."""
     if not shared.metrics.is_ours:
-        return  # a child that the user's function forked: a thread of the worker may hold the locks for ever
+        return  # a forked child of the user's function, in which a lock of another thread may stay held for ever
     if opened is not None:
-        _count_beside(metrics, opened, shared)
+        _count_background_work(metrics, opened, shared)
     shared.metrics.fail(metrics)
 
 
 class _OpenCall:
-    """A call whose bucket is open: from its rows to the pointer that it hands back."""
+    """A call whose bucket is open: it processes the rows and returns the new pointer to Spark."""
 
     def __init__(
         self,
-        owned: _Owned,
-        how: Resume | Begin,
+        process: _ProcessObjects,
+        decision: Resume | Begin,
         folders: CallFolders,
         opened: OpenBucket,
         batch: Decoded,
         metrics: CallMetrics,
         state: GroupState,
     ) -> None:
-        self._owned = owned
-        self._shared = owned.shared
-        self._how = how
-        self._info = how.info
-        self._job = how.info.job
-        self._task = how.info.task
+        self._process = process
+        self._shared = process.shared
+        self._decision = decision
+        self._info = decision.info
+        self._job = decision.info.job
+        self._task = decision.info.task
         self._folders = folders
         self._opened = opened
         self._batch = batch
-        self._call = metrics
+        self._metrics = metrics
         self._state = state
 
     def run(self, function: Callable[..., Any], cpu: CpuTime, started_s: float) -> Iterator[pd.DataFrame]:
-        """Run the function, commit what it changed, and hand the new pointer over."""
+        """Run the function, commit its changes, and hand the new pointer to Spark."""
         opened, bucket, folders = self._opened, self._opened.bucket, self._folders
-        clean_ups = self._clean_ups()
-        # While the function runs; the commit waits for it.
+        clean_ups = self._make_clean_ups()
+        # The probe runs in parallel to the function; the commit waits for it.
         clean_ups.probe(opened.pointer, self._job.plan_id)
-        self._batch.notes.record_growth(self._owned.known_counts, self._job, opened.files)
-        work, erase_turn = self._key_work(function), self._erase_turn()
+        self._batch.notes.record_growth(self._process.known_counts, self._job, opened.files)
+        work, erase_turn = self._make_key_work(function), self._make_erase_turn()
         rows = SpillBuffer(folders.scratch, self._job.options.memory_bytes_max)
-        # Also a bucket without rows is restored, so that no later batch has to wait for it.
-        with timing(self._call, "read_ms"):
+        # A bucket without rows is restored too, so that no later batch has to wait for it.
+        with timing(self._metrics, "read_ms"):
             bucket.read(lambda view: None)
             erased = erase_turn.carry_out(work.erase)
-        self._tell_what_is_committed(work.expires_by_ms)
+        self._publish_committed(work.expires_by_ms)
         for frame in work.run(self._batch.sorter.ranges(), rows):
-            # A child that the function forked, and that came back from it, ends here.
+            # A child process that the function forked and that returned from it ends here.
             bucket.store.check_process()
             cpu.pause()
             yield frame
-            # What Spark does with the frame is not ours.
+            # Spark's work on the frame is not counted.
             cpu.resume()
-        task_end, partitioning = self._shared.task_ends.of(self._task.attempt), self._partitioning()
-        with timing(self._call, "commit_ms"):
-            made = self._committed(clean_ups, rows, task_end, partitioning)
-            pointer = erase_turn.marked(self._stamped(made.pointer, work.threshold_ms()), erased)
-            at = opened.parents_at(self._job)
-            pointer = self._owned.finishing.noted(at, opened.pointer, pointer, opened.leases.check)
-        opened.let_go()
-        self._look_after(pointer, clean_ups, erase_turn)
+        task_end, partitioning = self._shared.task_ends.of(self._task.attempt), self._make_partitioning()
+        with timing(self._metrics, "commit_ms"):
+            result = self._commit(clean_ups, rows, task_end, partitioning)
+            pointer = erase_turn.marked(self._stamp(result.pointer, work.get_threshold_ms()), erased)
+            at = opened.iterate_parent_folders(self._job)
+            pointer = self._process.finishing.noted(at, opened.pointer, pointer, opened.leases.check)
+        opened.close_sources()
+        self._run_maintenance(pointer, clean_ups, erase_turn)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
-            pointer = replace(pointer, earliest_timeout_ms=work.earliest_timeout(rows))
+            pointer = replace(pointer, earliest_timeout_ms=work.find_earliest_timeout(rows))
         self._hand_over(pointer)
-        if isinstance(self._how, Resume) and self._how.waiting is not None:
-            self._how.waiting.note(pointer)
+        if isinstance(self._decision, Resume) and self._decision.waiting is not None:
+            self._decision.waiting.note(pointer)
         self._shared.housekeeping.reclaim_in_turn(folders.stores, folders.scratch, self._job.options.local_keep_s)
-        self._call.total_ms = 1000 * (time.perf_counter() - started_s)
-        self._call.cpu_ms = 1000 * cpu.spent_s()
-        self._count(replace(made, pointer=pointer), rows)
-        self._call.deleted_files = clean_ups.deleted_files()
+        self._metrics.total_ms = 1000 * (time.perf_counter() - started_s)
+        self._metrics.cpu_ms = 1000 * cpu.spent_s()
+        self._count(replace(result, pointer=pointer), rows)
+        self._metrics.deleted_files = clean_ups.deleted_files()
         log = self._shared.metrics.at(folders.stores / "metrics")
-        log.add(self._call)
+        log.add(self._metrics)
         if partitioning.is_last(task_end.called):
             log.end_task()
         if self._job.api != PANDAS:
-            yield numbers_of(self._call)
+            yield numbers_of(self._metrics)
 
-    def _tell_what_is_committed(self, expires_by_ms: int | None) -> None:
-        """To other processes of the machine: what Spark hands out is, up to the batch before."""
+    def _publish_committed(self, expires_by_ms: int | None) -> None:
+        """Publish which checkpoint is committed to other processes of the machine: the one that Spark handed out."""
         opened = self._opened
         batch = opened.pointer.batch if self._task.batch is None else self._info.batch - 1
         record = CommittedRecord(
@@ -240,7 +240,7 @@ class _OpenCall:
         )
         write_committed(opened.bucket.store.folder, record, opened.operator)
 
-    def _clean_ups(self) -> CleanUps:
+    def _make_clean_ups(self) -> CleanUps:
         opened, source = self._opened, self._job.options.source_partition
         return CleanUps(
             opened.bucket,
@@ -258,7 +258,7 @@ class _OpenCall:
             ),
         )
 
-    def _key_work(self, function: Callable[..., Any]) -> KeyWork:
+    def _make_key_work(self, function: Callable[..., Any]) -> KeyWork:
         return KeyWork(
             self._job,
             function,
@@ -266,11 +266,11 @@ class _OpenCall:
             self._opened.schema,
             self._info.times,
             self._info.batch,
-            self._call,
+            self._metrics,
             self._opened.leases.hold,
         )
 
-    def _partitioning(self) -> Partitioning:
+    def _make_partitioning(self) -> Partitioning:
         return Partitioning(
             self._job.plan_id if self._task.batch is not None else "",
             self._task.partitions,
@@ -279,35 +279,37 @@ class _OpenCall:
             self._shared.differences,
         )
 
-    def _committed(
-        self, clean_ups: CleanUps, rows: SpillBuffer, end: TaskEnd, partitioning: Partitioning
-    ) -> CommitResult:
-        """The commit; what its pointer claims is so when the task's last call returns."""
+    def _commit(self, clean_ups: CleanUps, rows: SpillBuffer, end: TaskEnd, partitioning: Partitioning) -> CommitResult:
+        """Commit the changed rows; what the pointer claims as confirmed is true when the task's last call returns."""
         opened, number, options = self._opened, self._info.bucket, self._job.options.commit
         clean_ups.raise_failed()
         if clean_ups.probed():
-            # Where another backend than the root has lost the operator's files too.
+            # A backend other than the root may have lost the operator's files too.
             opened.prepare()
         has_heartbeat = self._batch.notes.heartbeat is not None
         expected = partitioning.expected(opened.pointer, opened.files) if has_heartbeat else frozenset[int]()
         may_defer = end.may_leave(number, expected)
         room_bytes = options.task_inline_bytes_max - end.inline_bytes
-        made = opened.bucket.commit(rows, has_heartbeat, may_defer=may_defer, room_bytes=room_bytes)
-        end.inline_bytes += sum(len(delta.data) for delta in made.pointer.inline)
-        waited_s = end.over(number, made.deferred, expected, self._shared.uploads, options, opened.leases.hold)
-        pointer = made.pointer
+        result = opened.bucket.commit(rows, has_heartbeat, may_defer=may_defer, room_bytes=room_bytes)
+        end.inline_bytes += sum(len(delta.data) for delta in result.pointer.inline)
+        waited_s = end.over(number, result.deferred, expected, self._shared.uploads, options, opened.leases.hold)
+        pointer = result.pointer
         if has_heartbeat:
             pointer = replace(pointer, partitioning=partitioning.noted(number, opened.files))
-        return replace(made, pointer=pointer, waited_s=made.waited_s + waited_s)
+        return replace(result, pointer=pointer, waited_s=result.waited_s + waited_s)
 
-    def _count(self, made: CommitResult, rows: SpillBuffer) -> None:
-        """What the call's metrics say of the commit."""
-        call, pointer, sizes, now_ms = self._call, made.pointer, made.sizes, int(time.time() * 1000)
+    def _count(self, result: CommitResult, rows: SpillBuffer) -> None:
+        """Fill in the call's metrics of the commit."""
+        call, pointer, sizes, now_ms = self._metrics, result.pointer, result.sizes, int(time.time() * 1000)
         opened = self._opened
-        _count_beside(call, opened, self._shared)
+        _count_background_work(call, opened, self._shared)
         call.ended_ms, call.changed_rows = now_ms, rows.rows
-        call.state_rows, call.state_rows_min, call.state_bytes = sizes.rows_max, sizes.rows_min, sizes.size_bytes
-        call.wait_ms = 1000 * made.waited_s
+        call.state_rows, call.state_rows_min, call.state_bytes = (
+            sizes.rows_max,
+            sizes.rows_min,
+            sizes.size_bytes,
+        )
+        call.wait_ms = 1000 * result.waited_s
         call.delta_bytes = pointer.lineage[-1].size_bytes if pointer.ref != opened.pointer.ref else 0
         call.inline_bytes = sum(len(delta.data) for delta in pointer.inline)
         call.oldest_inline_ms = max((now_ms - delta.made_ms for delta in pointer.inline), default=0)
@@ -315,7 +317,7 @@ class _OpenCall:
         call.cache_hit = call.restored_files == 0
         call.lease_age_ms = whole_ms(opened.leases.age_s)
 
-    def _erase_turn(self) -> EraseTurn:
+    def _make_erase_turn(self) -> EraseTurn:
         opened, commit = self._opened, self._job.options.commit
         return EraseTurn(
             Worker.current().own(EraseWatch),
@@ -328,7 +330,7 @@ class _OpenCall:
             self._job.options.erase_requests,
         )
 
-    def _stamped(self, pointer: Pointer, threshold_ms: int | None) -> Pointer:
+    def _stamp(self, pointer: Pointer, threshold_ms: int | None) -> Pointer:
         opened, times = self._opened, self._info.times
         pointer = replace(
             pointer,
@@ -339,8 +341,8 @@ class _OpenCall:
         )
         if threshold_ms is None:
             return pointer
-        # This call saw to every row due before the threshold; those that stay due were written anew, in the run of
-        # the new checkpoint. Without a new checkpoint there were none.
+        # This call processed every row due before the threshold; rows that stay due were written again, in the run of
+        # the new checkpoint. Without a new checkpoint there were no such rows.
         fresh = pointer.ref != opened.pointer.ref
         low_watermark_version = pointer.version if fresh else pointer.version + 1
         return replace(pointer, timer_low_watermark_ms=threshold_ms, timer_low_watermark_version=low_watermark_version)
@@ -349,18 +351,18 @@ class _OpenCall:
         times = self._info.times
         self._state.update((pointer.encode(self._job.options.commit.pointer_write),))
         if self._job.timeout_conf == GroupStateTimeout.EventTimeTimeout:
-            # Due at the next advance of the watermark, so that no advance passes a bucket by.
+            # Due at the next advance of the watermark, so that every advance calls every bucket.
             self._state.setTimeoutTimestamp(max(times.watermark_ms, 1))
         elif self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
-            _ask_for_next_call(self._state, pointer, times.processing_ms, self._task)
+            _request_next_call(self._state, pointer, times.processing_ms, self._task)
 
-    def _look_after(self, new: Pointer, clean_ups: CleanUps, erase_turn: EraseTurn) -> None:
-        """What a call does besides, for the bucket and, as the query's first bucket, for the query."""
+    def _run_maintenance(self, new: Pointer, clean_ups: CleanUps, erase_turn: EraseTurn) -> None:
+        """Run maintenance for the bucket and, in the query's first bucket, for the query."""
         options, is_first, opened = self._job.options, self._info.bucket == 0, self._opened
         if self._info.stored is None and new.claim is not None:
             note_handed_over(opened.files, new.claim)
         if is_first and self._info.stored is not None:
-            self._owned.detaching.in_turn(self._job, opened.files, opened.leases.check, self._shared.background)
+            self._process.detaching.in_turn(self._job, opened.files, opened.leases.check, self._shared.background)
             erase_turn.look_after(
                 lambda: options.clean_up and not self._shared.holds.living(opened.files), opened.leases.check
             )
@@ -371,13 +373,13 @@ class _OpenCall:
         if options.clean_up:
             clean_ups.in_turn(opened.pointer, new)
         if options.clean_up and is_first and self._info.stored is not None:
-            self._finish(new)
+            self._finish_rescaling(new)
 
-    def _finish(self, new: Pointer) -> None:
-        """Now and then remove what the query was rescaled from."""
+    def _finish_rescaling(self, new: Pointer) -> None:
+        """Now and then remove the state that the query was rescaled from."""
         opened, retained = self._opened, self._task.batches_retained
         if clean_up_due(new.calls, 0, retained):
-            self._owned.finishing.in_turn(
+            self._process.finishing.in_turn(
                 operator_folders(self._job),
                 opened.query_folder,
                 self._job.plan_id,
@@ -389,11 +391,11 @@ class _OpenCall:
             )
 
 
-def _count_beside(call: CallMetrics, opened: OpenBucket, shared: Shared) -> None:
-    """What a call's metrics say of work beside batches."""
+def _count_background_work(metrics: CallMetrics, opened: OpenBucket, shared: Shared) -> None:
+    """Fill in a call's metrics of work in the background."""
     store, uploads = opened.bucket.store, shared.uploads
     deltas, snapshots = uploads.sent(store), uploads.tallies.take(store)
-    call.uploads, call.upload_failures = deltas.confirmed, deltas.failures
-    call.upload_ms, call.uploaded_bytes = 1000 * deltas.took_s, deltas.size_bytes
-    call.snapshots, call.snapshot_failures = snapshots.confirmed, snapshots.failures
-    call.snapshot_ms, call.snapshot_bytes = 1000 * snapshots.took_s, snapshots.size_bytes
+    metrics.uploads, metrics.upload_failures = deltas.confirmed, deltas.failures
+    metrics.upload_ms, metrics.uploaded_bytes = 1000 * deltas.took_s, deltas.size_bytes
+    metrics.snapshots, metrics.snapshot_failures = snapshots.confirmed, snapshots.failures
+    metrics.snapshot_ms, metrics.snapshot_bytes = 1000 * snapshots.took_s, snapshots.size_bytes

@@ -1,4 +1,4 @@
-"""What Spark tells a call: the job, the bucket, its pointer, the batch and the batch's clock."""
+"""The input of a call from Spark: the job, the bucket, its pointer, the batch and the batch's clock."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["CallInfo"]
 
 @dataclass(frozen=True)
 class CallInfo:
-    """What a call is told.
+    """The input of a call.
 
     Parameters
     ----------
     job, bucket
         The job, and the number of the bucket.
     task
-        The query and the batch, as far as the task is told them.
+        The query and the batch, as far as Spark passes them to the task.
     times
-        Clock of the batch.
+        The batch's clock.
     stored
-        The pointer that Spark hands out; None where the bucket has no state yet.
+        The pointer that Spark hands out; None if the bucket has no state yet.
     imported
-        What Spark hands out in the place of a pointer where the bucket's state was imported, and it was not called yet.
+        What Spark hands out instead of a pointer until the first call of a bucket whose state was imported.
     """
 
     job: Job
@@ -42,17 +42,17 @@ class CallInfo:
 
     @staticmethod
     def of(job: Job, bucket: int, state: GroupState, task: TaskInfo) -> CallInfo:
-        """As Spark tells it with a bucket's state, and to the task."""
+        """Return the input of a call, from a bucket's state in Spark and from the task."""
         times, stored = Times.of(state), state.getOption
         value = bytes(stored[0]) if stored is not None else b""
         imported = ImportMark.decode(value)
         is_pointer = stored is not None and imported is None
         pointer = Pointer.decode(value, job.options.pointer_read) if is_pointer else None
         info = CallInfo(job, bucket, task, times, pointer, imported)
-        return info if pointer is None else info.not_before(pointer)
+        return info if pointer is None else info.with_later_watermark(pointer)
 
-    def not_before(self, pointer: Pointer) -> CallInfo:
-        """The same call, with the pointer's watermark where that is later than Spark's.
+    def with_later_watermark(self, pointer: Pointer) -> CallInfo:
+        """Return the same input, with the pointer's watermark if it is later than Spark's.
 
         The watermark of a query that starts from a snapshot begins again at 0.
         """
@@ -63,7 +63,7 @@ class CallInfo:
 
     @property
     def batch(self) -> int:
-        """Number of the batch; where the task is not told it, the number of calls before."""
+        """Number of the batch; the number of earlier calls if Spark does not pass it to the task."""
         before = self.stored.batch if self.stored is not None else -1
-        # A thread that lives on may tell the batch in which it was made (`_refuse_later`).
+        # A thread from an earlier batch may pass the number of that batch (`_refuse_later_pointer`).
         return max(before + 1, -1 if self.task.batch is None else self.task.batch)

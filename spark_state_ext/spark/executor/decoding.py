@@ -1,4 +1,4 @@
-"""A batch of one bucket, as the packing stage sent it: its rows, sorted by hash, and what else it tells."""
+"""Decode the payloads of a call: rows, sorted by hash, and the packing stage's notes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["Decoded", "decode_batch"]
 
 @dataclass(frozen=True)
 class Decoded:
-    """What a batch brought a bucket.
+    """The content of a batch for one bucket.
 
     Parameters
     ----------
     sorter
-        Its rows that are not late.
+        The rows that are not late.
     rows
-        How many there are.
+        The number of these rows.
     notes
-        What packing told besides.
+        The packing stage's notes.
     nonce
-        The number that all first calls of a query have in common.
+        A number that is the same in all first calls of a query.
     """
 
     sorter: HashSorter
@@ -44,21 +44,21 @@ class Decoded:
 
 
 def decode_batch(outlook: Outlook, frames: Iterable[pd.DataFrame], folders: CallFolders) -> Decoded:
-    """Read all payloads of a call."""
+    """Decode all payloads of a call."""
     info, notes, rows = outlook.info, PackingNotes(), 0
     sorter = HashSorter(folders.scratch, HASH_COLUMN, info.job.options.memory_bytes_max)
-    for batch in _payload_rows(outlook, frames, notes, folders.operator):
+    for batch in _decode_payloads(outlook, frames, notes, folders.operator):
         rows += batch.num_rows
         sorter.add(batch)
-    # An imported bucket's first batch may have no rows, and so no heartbeat.
+    # An imported bucket's first batch may have no rows, and then has no heartbeat.
     imported = info.imported.nonce if info.imported is not None else b""
     return Decoded(sorter, rows, notes, notes.heartbeat or imported)
 
 
-def _payload_rows(
+def _decode_payloads(
     outlook: Outlook, frames: Iterable[pd.DataFrame], notes: PackingNotes, root: Folder
 ) -> Iterator[pa.RecordBatch]:
-    late_until_us = _late_threshold_us(outlook)
+    late_until_us = _get_late_threshold_us(outlook)
 
     def load_spilled(name: str, offset: int, length: int) -> bytes:
         return root.get_range(name, offset, offset + length)
@@ -73,11 +73,14 @@ def _payload_rows(
             if notes.take(payload):
                 continue
             for batch in decode(payload, load_spilled):
-                yield batch if late_until_us is None else _on_time(outlook, batch, late_until_us)
+                yield batch if late_until_us is None else _drop_late_rows(outlook, batch, late_until_us)
 
 
-def _late_threshold_us(outlook: Outlook) -> int | None:
-    """Rows at or before this event time are late; Spark filters only under the event-time timeout."""
+def _get_late_threshold_us(outlook: Outlook) -> int | None:
+    """Return the event time at or before which rows are late; None if no rows are dropped.
+
+    As in Spark, only the event-time timeout drops late rows.
+    """
     job, before = outlook.info.job, outlook.before
     if job.timeout_conf != GroupStateTimeout.EventTimeTimeout or job.event_time_position < 0:
         return None
@@ -86,9 +89,9 @@ def _late_threshold_us(outlook: Outlook) -> int | None:
     return ((before.watermark_ms if before is not None else None) or 0) * 1000
 
 
-def _on_time(outlook: Outlook, batch: pa.RecordBatch, late_until_us: int) -> pa.RecordBatch:
+def _drop_late_rows(outlook: Outlook, batch: pa.RecordBatch, late_until_us: int) -> pa.RecordBatch:
     times = event_times(outlook.info.job, pa.Table.from_batches([batch]))
-    assert times is not None, "checked in _late_threshold_us"
+    assert times is not None, "checked in _get_late_threshold_us"
     # A NULL event time is never late.
     late = times.combine_chunks().fill_null(2**63 - 1).to_numpy(zero_copy_only=False) <= late_until_us
     return batch.filter(pa.array(~late)) if late.any() else batch

@@ -1,4 +1,4 @@
-"""How a bucket goes on in a call, as one of three ways: by what Spark hands out, and by what the batch brought."""
+"""Decide how a bucket continues in a call: it resumes, begins or ends."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.spark.executor.call_info import CallInfo
 
-__all__ = ["Begin", "End", "Outlook", "Resume", "Tried", "decide", "look"]
+__all__ = ["Begin", "End", "Outlook", "Resume", "Retry", "decide", "look"]
 
-Tried = Callable[[Callable[[], Any]], Any]
+Retry = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a call knows of its bucket before it has read the batch.
+    """What a call knows of its bucket before it reads the batch.
 
     Parameters
     ----------
     info
-        What the call was told.
+        The call's input.
     state
-        What a bucket without a pointer begins with; None: with nothing.
+        The initial state of a bucket without a pointer; None: an empty bucket.
     rescaling
-        Where the query is to be rescaled.
+        The rescaling that the query is to undergo, if any.
     """
 
     info: CallInfo
@@ -39,20 +39,20 @@ class Outlook:
 
     @property
     def before(self) -> Pointer | None:
-        """The pointer that tells of the batch before."""
+        """The pointer after the previous batch."""
         return self.info.stored if self.state is None else self.state.pointer
 
 
 @dataclass(frozen=True)
 class Resume:
-    """From the pointer that Spark hands out.
+    """The bucket continues from the pointer that Spark hands out.
 
     Parameters
     ----------
     info
-        What the call was told.
+        The call's input.
     waiting
-        A rescaling that waits for a batch with data, and wants to know the new pointer.
+        A rescaling that waits for a batch with data, and must be given the new pointer.
     """
 
     info: CallInfo
@@ -61,7 +61,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Begin:
-    """Without a pointer: with nothing, or with `state`."""
+    """The bucket has no pointer: it begins empty, or with `state`."""
 
     info: CallInfo
     state: InitialState | None
@@ -69,36 +69,36 @@ class Begin:
 
 @dataclass(frozen=True)
 class End:
-    """The query was rescaled and no longer has this bucket: its state goes to the new ones."""
+    """The query was rescaled and no longer has this bucket: its state goes to the new buckets."""
 
 
-def look(info: CallInfo, starts: Starts, tried: Tried) -> Outlook:
-    """What is known before the batch is read."""
-    rescaling: Rescaling | None = tried(lambda: starts.rescaling(info.job, info.bucket, info.stored))
+def look(info: CallInfo, starts: Starts, retry: Retry) -> Outlook:
+    """Return what the call knows of its bucket before it reads the batch."""
+    rescaling: Rescaling | None = retry(lambda: starts.rescaling(info.job, info.bucket, info.stored))
     if info.stored is not None:
         return Outlook(info, None, rescaling)
     if rescaling is None:
         state = starts.of(info.job, info.bucket, info.imported)
     else:
-        # Called for the first time, so with a heartbeat.
-        state = tried(rescaling.initial_state)
-    return Outlook(info if state is None else info.not_before(state.pointer), state, rescaling)
+        # A first call always has a heartbeat.
+        state = retry(rescaling.initial_state)
+    return Outlook(info if state is None else info.with_later_watermark(state.pointer), state, rescaling)
 
 
 def decide(
-    outlook: Outlook, has_heartbeat: bool, replicas: Replicas, scratch: Path, tried: Tried
+    outlook: Outlook, has_heartbeat: bool, replicas: Replicas, scratch: Path, retry: Retry
 ) -> Resume | Begin | End:
-    """How the bucket goes on, once the batch was read: with a heartbeat every bucket is called in it."""
+    """Return how the bucket continues. With a heartbeat, every bucket is called in this batch."""
     info, rescaling = outlook.info, outlook.rescaling
     if info.stored is None:
         return Begin(info, outlook.state)
     if rescaling is None:
         return Resume(info)
     if not has_heartbeat:
-        # Not every bucket is called: they all go on as they were.
+        # Not every bucket is called, so all buckets continue without rescaling.
         return Resume(replace(info, job=rescaling.as_before()), waiting=rescaling)
-    tried(lambda: rescaling.give(replicas, scratch))
+    retry(lambda: rescaling.give(replicas, scratch))
     if rescaling.ends:
         return End()
-    state: InitialState = tried(rescaling.initial_state)
-    return Begin(replace(info, stored=None).not_before(state.pointer), state)
+    state: InitialState = retry(rescaling.initial_state)
+    return Begin(replace(info, stored=None).with_later_watermark(state.pointer), state)

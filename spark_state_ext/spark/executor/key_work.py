@@ -1,5 +1,5 @@
-"""The work on a bucket's keys in one call: their rows and state go to the user's function, and what it changed comes
-back as rows of a run. Nothing here knows of pointers, files or leases.
+"""The work on a bucket's keys in one call: it passes their rows and state to the user's function, and returns the
+changes as rows of a run. This module does not know pointers, files or leases.
 """
 
 from __future__ import annotations
@@ -43,42 +43,42 @@ class Times:
 
     @staticmethod
     def of(state: GroupState) -> Times:
-        """As Spark tells it with a bucket's state."""
+        """Return the clock that Spark passes with a bucket's state."""
         watermark, present = watermark_of(state)
         return Times(state.getCurrentProcessingTimeMs(), watermark, present)
 
 
 @dataclass(frozen=True)
 class _Keys:
-    """A range's keys with rows.
+    """Keys with rows in a range of hashes.
 
     Parameters
     ----------
     groups
         Their rows.
-    found
+    lookup
         Their state, as functions see it.
     written_ms
-        When each is written, if it is: milliseconds since 1970.
+        Time of a write of each key, milliseconds since 1970.
     """
 
     groups: Groups
-    found: Lookup
+    lookup: Lookup
     written_ms: IndexArray
 
 
 @dataclass(frozen=True)
 class _Due:
-    """Keys whose time is up.
+    """Keys whose timeout is over.
 
     Parameters
     ----------
     rows
         Their rows, in run order.
     where
-        Where each is among the keys with rows, or -1.
+        Position of each key among the keys with rows, or -1.
     written_ms
-        As for `_Keys`.
+        See `_Keys`.
     """
 
     rows: pa.RecordBatch
@@ -88,18 +88,18 @@ class _Due:
 
 @dataclass(frozen=True)
 class _DataPass:
-    """What the calls for keys with rows came to, which the pass over timeouts goes by.
+    """Result of the calls for keys with rows, for the pass over timeouts.
 
     Parameters
     ----------
     changed
         Rows to store, in run order.
     touched
-        Which of the keys have one; one more, always False, for keys that are not among them (position -1).
+        Which of the keys have such a row; one more element, always False, for other keys (position -1).
     along
-        The keys that were due, and have no rows, were called with them.
+        True if the due keys without rows were called along.
     timed_out
-        What these changed.
+        Changes of these due keys.
     """
 
     changed: pa.RecordBatch
@@ -130,7 +130,7 @@ class KeyWork:
         self._sweep = 0, 0
         self._hold = hold
         self._erased = ErasedRows(schema)
-        self._expiry = Expiry(schema, job.options.ttl, self._clock_ms())
+        self._expiry = Expiry(schema, job.options.ttl, self._get_clock_ms())
         self._caller = make_caller(job, function, self._expiry.shown)
         self._context = CallContext(
             bucket=bucket.pointer.bucket,
@@ -144,83 +144,85 @@ class KeyWork:
         )
 
     def erase(self, keys: Sequence[pa.Array]) -> int:
-        """Take keys' rows away before the function runs: it finds neither state nor timeouts of them."""
+        """Erase keys before the function runs, with state and timeouts; return how many rows are erased."""
         before = len(self._erased)
-        self._erased = self._erased.with_those(ErasedRows.found(self._held(self._bucket.scan()), keys, self._schema))
+        self._erased = self._erased.with_those(
+            ErasedRows.found(self._hold_during(self._bucket.scan()), keys, self._schema)
+        )
         return len(self._erased) - before
 
-    def _held(self, live: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The same, while the lease stays renewed: a bucket may be large."""
-        for batch in live:
+    def _hold_during(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield batches of a scan and renew the lease meanwhile, because a bucket may be large."""
+        for batch in batches:
             self._hold()
             yield batch
 
     def run(self, ranges: Iterable[tuple[int, pa.Table | None]], rows: SpillBuffer) -> Iterator[pd.DataFrame]:
         """Call the function for all keys that have rows or time out."""
-        borders = self._expired_borders()
-        self._sweep = self._sweep_range()
+        borders = self._find_borders()
+        self._sweep = self._choose_sweep_range()
         after = -1
         try:
             for upper, table in ranges:
-                yield from self._range(table, after, upper, borders, rows)
+                yield from self._run_range(table, after, upper, borders, rows)
                 after = upper
         except StateValueError as error:
             if not is_placed(error):
                 note_place(error, self._context)
             raise
 
-    def _range(
+    def _run_range(
         self, table: pa.Table | None, after: int, upper: int, borders: list[int], rows: SpillBuffer
     ) -> Iterator[pd.DataFrame]:
-        """Call the function for the keys with a hash in (after, upper], data first, then timeouts, these piecemeal."""
-        keys = self._grouped(table)
+        """Call the function for keys with a hash in (after, upper]: first keys with rows, then timeouts in pieces."""
+        keys = self._group_rows(table)
         passed = _DataPass(self._schema.empty(), np.zeros(keys.groups.count + 1, dtype=np.bool_))
         for at, upto in enumerate([*(border for border in borders if after < border < upper), upper]):
-            due = self._due(keys, after, upto)
+            due = self._find_due(keys, after, upto)
             if at == 0 and keys.groups.count:
-                passed = yield from self._data_pass(keys, due)
-            mine, later = _split_at(passed.changed, upto)
-            pieces = yield from self._timeout_pass(due, replace(passed, changed=mine))
-            self._append(rows, pieces, after, upto)
+                passed = yield from self._run_data_pass(keys, due)
+            in_range, later = _split_at(passed.changed, upto)
+            pieces = yield from self._run_timeout_pass(due, replace(passed, changed=in_range))
+            self._append_range(rows, pieces, after, upto)
             passed, after = _DataPass(later, passed.touched), upto
             self._context.after_key()
 
-    def _data_pass(self, keys: _Keys, due: _Due) -> Generator[pd.DataFrame, None, _DataPass]:
-        """Call for the keys with rows, and along with them, where the function takes both, for those that are due."""
+    def _run_data_pass(self, keys: _Keys, due: _Due) -> Generator[pd.DataFrame, None, _DataPass]:
+        """Call for the keys with rows, together with the due keys if the function takes both."""
         caller, result = self._caller, Result()
         along = due.rows.filter(pa.array(due.where < 0)) if caller.together else due.rows.slice(0, 0)
-        work = caller.call_data(keys.groups, keys.found, self._expiry.due(along), self._context, result)
+        work = caller.call_data(keys.groups, keys.lookup, self._expiry.due(along), self._context, result)
         yield from timed(work, self._metrics, "user_ms")
-        changed, touched = self._data_rows(keys, result.data)
+        changed, touched = self._collect_data_rows(keys, result.data)
         return _DataPass(changed, touched, caller.together, result.timeouts)
 
-    def _timeout_pass(self, due: _Due, passed: _DataPass) -> Generator[pd.DataFrame, None, list[pa.RecordBatch]]:
-        """Call for the keys that are due and were not called along; returns what is written, the newest first."""
-        # As in Spark, a due timeout fires even for a key with rows, where the call for these changed nothing.
+    def _run_timeout_pass(self, due: _Due, passed: _DataPass) -> Generator[pd.DataFrame, None, list[pa.RecordBatch]]:
+        """Call for the due keys that were not called along; return the rows to write, newest first."""
+        # As in Spark, a due timeout fires even for a key with rows if the call for these rows changed nothing.
         done = (due.where >= 0) & passed.touched[due.where]
         fires = ~done
-        # Newest first: a key whose row is written again only because it was read may be due as well.
+        # Newest first: a key may be due although its row is written again because it was read.
         pieces = [passed.changed]
         if passed.along:
-            self._settle(passed.timed_out, due.where < 0, due.written_ms, pieces, done)
+            self._record_timeout_changes(passed.timed_out, due.where < 0, due.written_ms, pieces, done)
             fires &= due.where >= 0
         if fires.any():
             result = Result()
             expired = self._expiry.due(due.rows.filter(pa.array(fires)))
             yield from timed(self._caller.call_timeouts(expired, self._context, result), self._metrics, "user_ms")
-            self._settle(result.timeouts, fires, due.written_ms, pieces, done)
-        # What stays due is written anew, so that `expired` need look for it only in recent runs.
+            self._record_timeout_changes(result.timeouts, fires, due.written_ms, pieces, done)
+        # Rows that stay due are written again, so that `expired` needs to search recent runs only.
         pieces.append(due.rows.filter(pa.array(~done)))
         return pieces
 
-    def _due(self, keys: _Keys, after: int, upto: int) -> _Due:
-        """What is due among the keys with a hash in (after, upto]."""
-        rows = self._expired(after, upto)
+    def _find_due(self, keys: _Keys, after: int, upto: int) -> _Due:
+        """Return the due keys with a hash in (after, upto]."""
+        rows = self._fetch_expired(after, upto)
         where = keys.groups.find_keys(hashes_of(rows), self._schema.key_columns(rows))
-        # Also what the call for its timeout writes of a key with rows is as new as these.
-        return _Due(rows, where, np.append(keys.written_ms, self._clock_ms())[where])
+        # A write by the timeout call of a key with rows has the same time as a write by the call for its rows.
+        return _Due(rows, where, np.append(keys.written_ms, self._get_clock_ms())[where])
 
-    def _settle(
+    def _record_timeout_changes(
         self,
         changed: Changed | None,
         called: BoolArray,
@@ -228,63 +230,67 @@ class KeyWork:
         pieces: list[pa.RecordBatch],
         done: BoolArray,
     ) -> None:
-        """Note what calls for timeouts changed: `called` says of which due keys, `written_ms` when each is written, if
-        it is, and `done` which of them changed."""
+        """Add the changes of timeout calls to `pieces`, and mark the changed keys in `done`.
+
+        `called` selects the due keys that were called; `written_ms` are the times of their writes.
+        """
         self._metrics.timeouts += int(called.sum())
         if changed is not None:
             at = np.flatnonzero(called)[changed.positions]
             pieces.insert(0, self._expiry.add_expiry(changed.rows, written_ms[at]))
             done[at] = True
 
-    def _grouped(self, table: pa.Table | None) -> _Keys:
-        """Rows by key, with the state of these keys."""
+    def _group_rows(self, table: pa.Table | None) -> _Keys:
+        """Group rows by key, and look up the state of these keys."""
         job, schema = self._job, self._schema
         if table is None:
-            nothing: IndexArray = np.empty(0, dtype=np.int64)
+            no_positions: IndexArray = np.empty(0, dtype=np.int64)
             keys = [pa.array([], field.type) for field in schema.keys]
-            none = np.empty(0, dtype=np.uint64)
-            groups = Groups(pa.table({}), nothing, none, keys, keys)
-            return _Keys(groups, Lookup(nothing, self._expiry.shown.empty()), nothing)
+            no_hashes = np.empty(0, dtype=np.uint64)
+            groups = Groups(pa.table({}), no_positions, no_hashes, keys, keys)
+            return _Keys(groups, Lookup(no_positions, self._expiry.shown.empty()), no_positions)
         hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
         groups = Groups.of(table, hashes, job.key_positions, len(job.columns), schema)
         with timing(self._metrics, "lookup_ms"):
-            found: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
+            lookup: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
         gone = self._erased.among(groups.hashes, groups.keys)
         if gone.any():
-            found = Lookup(np.where(gone, -1, found.index), found.rows)
+            lookup = Lookup(np.where(gone, -1, lookup.index), lookup.rows)
         self._metrics.keys += groups.count
-        # Rows of a key are adjacent, and in one range: its hash is.
-        most = int(np.diff(np.append(groups.starts, table.num_rows)).max(initial=0))
-        self._metrics.key_rows_max = max(self._metrics.key_rows_max, most)
-        written_ms = np.full(groups.count, self._clock_ms(), dtype=np.int64)
+        # Rows of a key are adjacent, and all of them are in this range, as they have the same hash.
+        rows_max = int(np.diff(np.append(groups.starts, table.num_rows)).max(initial=0))
+        self._metrics.key_rows_max = max(self._metrics.key_rows_max, rows_max)
+        written_ms = np.full(groups.count, self._get_clock_ms(), dtype=np.int64)
         if job.options.ttl is not None and job.options.ttl.clock == "event":
             times = event_times(job, groups.rows)
             assert times is not None, "checked when the plan was made"
             latest_ms = np.maximum.reduceat(times.fill_null(0).to_numpy(), groups.starts) // 1000
             written_ms = np.maximum(written_ms, latest_ms)
-        return _Keys(groups, self._expiry.show_lookup(found), written_ms)
+        return _Keys(groups, self._expiry.show_lookup(lookup), written_ms)
 
-    def _data_rows(self, keys: _Keys, changed: Changed | None) -> tuple[pa.RecordBatch, BoolArray]:
-        """Rows to store for keys with rows, in run order, and which of the keys have one."""
-        # One more, always False, for keys that are not among them: these have the position -1.
+    def _collect_data_rows(self, keys: _Keys, changed: Changed | None) -> tuple[pa.RecordBatch, BoolArray]:
+        """Return the rows to store for keys with rows, in run order, and which of the keys have such a row."""
+        # One more element, always False, for other keys: they have the position -1.
         touched = np.zeros(keys.groups.count + 1, dtype=np.bool_)
         pieces = [self._schema.empty()]
         if changed is not None:
             touched[changed.positions] = True
             pieces = [self._expiry.add_expiry(changed.rows, keys.written_ms[changed.positions])]
         untouched = np.flatnonzero(~touched[:-1])
-        again = self._expiry.extend_life(keys.found, untouched, keys.written_ms)
-        if again is not None:
-            pieces.append(again)
+        extended = self._expiry.extend_life(keys.lookup, untouched, keys.written_ms)
+        if extended is not None:
+            pieces.append(extended)
         return sorted_run(joined(pieces)), touched
 
-    def _append(self, rows: SpillBuffer, pieces: list[pa.RecordBatch], after: int, upto: int) -> None:
-        """Add the rows of a range of hashes, newest first, to those that change, and what has expired there, if it is
-        its turn."""
+    def _append_range(self, rows: SpillBuffer, pieces: list[pa.RecordBatch], after: int, upto: int) -> None:
+        """Append the changed rows of a range of hashes to `rows`, with removals of erased and of expired keys.
+
+        `pieces` are ordered, newest first. Only the part of the range whose turn it is is searched for expired state.
+        """
         together = [sorted_run(piece) for piece in pieces if piece.num_rows]
         erased = self._erased.between(after, upto)
         if erased.num_rows:
-            # Behind what was written in this batch, and before what has expired.
+            # After the writes of this batch, which win, and before the expired rows.
             together.append(erased)
         sweep_after, sweep_upto = self._sweep
         if max(after, sweep_after) < min(upto, sweep_upto):
@@ -292,13 +298,13 @@ class KeyWork:
             now_ms = self._expiry.now_ms
             stale: pa.RecordBatch = self._bucket.read(lambda view: view.stale(EXPIRES_COLUMN, now_ms, low, high))
             if stale.num_rows:
-                # Behind what was written in this batch, which wins.
+                # After the writes of this batch, which win.
                 together.append(sorted_run(self._expiry.make_removals(stale)))
         if together:
             rows.append(newest_wins(together, self._schema, drop_tombstones=False))
 
-    def _sweep_range(self) -> tuple[int, int]:
-        """Hashes (after, upto] in which this call removes what has expired: each call another range, in turn."""
+    def _choose_sweep_range(self) -> tuple[int, int]:
+        """Return the hashes (after, upto] in which this call removes expired state: each call takes the next range."""
         if self._job.options.ttl is None:
             return 0, 0
         ranges: list[tuple[int, int]] = self._bucket.read(lambda view: list(view.ranges()))
@@ -306,16 +312,16 @@ class KeyWork:
 
     @property
     def expires_by_ms(self) -> int | None:
-        """By which time state has expired, by the clock of the time to live; None: there is none."""
-        return None if self._job.options.ttl is None else self._clock_ms()
+        """Time up to which state has expired, by the clock of the time to live; None without a time to live."""
+        return None if self._job.options.ttl is None else self._get_clock_ms()
 
-    def _clock_ms(self) -> int:
-        """The time by the clock of the time to live."""
+    def _get_clock_ms(self) -> int:
+        """Return the time by the clock of the time to live, milliseconds since 1970."""
         event_time = self._job.options.ttl is not None and self._job.options.ttl.clock == "event"
         return max(self._times.watermark_ms, 0) if event_time else self._times.processing_ms
 
     def _scan(self) -> Iterator[pa.Table]:
-        """The committed state as functions see it: keys and then state."""
+        """Yield the committed state as functions see it: the key columns and then the state columns."""
         names = [field.name for field in (*self._expiry.shown.keys, *self._expiry.shown.state)]
         for batch in self._bucket.scan():
             live = self._expiry.show_live(self._erased.without(batch))
@@ -324,9 +330,9 @@ class KeyWork:
 
     # -- timeouts ----------------------------------------------------------------------------------
 
-    def _expired_borders(self) -> list[int]:
-        """Hashes to stop at when due rows are fetched, so that these fit into memory; empty when all do at once."""
-        threshold_ms = self.threshold_ms()
+    def _find_borders(self) -> list[int]:
+        """Return hashes at which fetches of due rows stop so that these fit into memory; empty if all rows fit."""
+        threshold_ms = self.get_threshold_ms()
         if threshold_ms is None:
             return []
         floor = self._bucket.pointer.timer_low_watermark_ms, self._bucket.pointer.timer_low_watermark_version
@@ -336,36 +342,36 @@ class KeyWork:
         borders: list[int] = self._bucket.read(lambda view: [upto for _, upto in view.ranges()])
         return borders
 
-    def _expired(self, after: int, upto: int) -> pa.RecordBatch:
-        """Rows with a hash in (after, upto] whose time is up, in run order."""
-        threshold_ms = self.threshold_ms()
+    def _fetch_expired(self, after: int, upto: int) -> pa.RecordBatch:
+        """Return rows with a hash in (after, upto] whose timeout is over, in run order."""
+        threshold_ms = self.get_threshold_ms()
         if threshold_ms is None:
             return self._schema.empty()
         floor = self._bucket.pointer.timer_low_watermark_ms, self._bucket.pointer.timer_low_watermark_version
-        found: pa.RecordBatch = self._bucket.read(lambda view: view.expired(threshold_ms, *floor, after, upto))
-        return self._erased.without(sorted_run(found))
+        due: pa.RecordBatch = self._bucket.read(lambda view: view.expired(threshold_ms, *floor, after, upto))
+        return self._erased.without(sorted_run(due))
 
-    def threshold_ms(self) -> int | None:
-        """Keys whose timeout is before this are called; None without timeouts."""
+    def get_threshold_ms(self) -> int | None:
+        """Return the time before which timeouts are over; None without timeouts."""
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
             return self._times.processing_ms
         if self._job.timeout_conf == GroupStateTimeout.EventTimeTimeout:
             return self._times.watermark_ms
         return None
 
-    def earliest_timeout(self, rows: SpillBuffer) -> int | None:
-        """Lower bound of the earliest timeout in the bucket, after this call's changes."""
+    def find_earliest_timeout(self, rows: SpillBuffer) -> int | None:
+        """Return a lower bound of the earliest timeout in the bucket, after this call's changes; None without one."""
         bounds = [self._bucket.read(lambda view: view.earliest_timeout(self._times.processing_ms))]
         for batch in rows:
             set_ones = batch.column(TIMEOUT_MS).drop_null()
             if len(set_ones):
                 bounds.append(int(set_ones.to_numpy().min()))
-        known = [bound for bound in bounds if bound is not None]
-        return min(known) if known else None
+        present_bounds = [bound for bound in bounds if bound is not None]
+        return min(present_bounds) if present_bounds else None
 
 
 def _split_at(batch: pa.RecordBatch, upper: int) -> tuple[pa.RecordBatch, pa.RecordBatch]:
-    """Rows with a hash up to `upper`, and the others; the batch ascends by hash."""
+    """Split a batch, which ascends by hash, into rows with a hash up to `upper` and the others."""
     hashes: HashArray = batch.column(KEY_HASH).to_numpy()
     at = int(np.searchsorted(hashes, np.uint64(upper), side="right"))
     return batch.slice(0, at), batch.slice(at)

@@ -1,4 +1,4 @@
-"""What packing tells a bucket's call besides rows: the heartbeat, and which new source partitions the batch has."""
+"""Notes from the packing stage to a bucket's call: the heartbeat, and the batch's new source partitions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["KnownCounts", "PackingNotes"]
 
 
 class KnownCounts:
-    """The assignments that a process has seen in force: how many partitions streams are known to have had."""
+    """The partition counts of streams that a process has recorded already, by query folder and run."""
 
     _MAX = 64
 
@@ -23,10 +23,10 @@ class KnownCounts:
         self._known: OrderedDict[tuple[str, str], PartitionAssignment] = OrderedDict()
 
     def record_growth(self, job: Job, files: Folder, largest: dict[str, int]) -> None:
-        """Record what new partitions prove, unless it is known."""
+        """Record the partition counts that new partitions prove, unless they are recorded."""
         place = files.root, job.plan_id
-        known = self._known.get(place)
-        if known is not None and known.knows(largest):
+        assignment = self._known.get(place)
+        if assignment is not None and assignment.knows(largest):
             return
         timeout_s = job.options.commit.commit_timeout_ms / 1000
         self._known[place] = retried(lambda: record_growth(files, largest), timeout_s=timeout_s)
@@ -38,13 +38,13 @@ class PackingNotes:
     """The notes among the payloads of one call."""
 
     def __init__(self) -> None:
-        # The number that came with the heartbeat; None: there was none.
+        # The number that came with the heartbeat; None without a heartbeat.
         self.heartbeat: bytes | None = None
-        # Every bucket gets the same, whatever rows it has.
+        # Largest partition of each stream. Every bucket gets the same note, whichever rows it has.
         self._largest: dict[str, int] = {}
 
     def take(self, payload: bytes) -> bool:
-        """Keep a payload if it is a note; False if it holds rows."""
+        """Keep a payload if it is a note; return False if it holds rows."""
         nonce = heartbeat_nonce(payload)
         if nonce is not None:
             self.heartbeat = nonce
@@ -56,7 +56,7 @@ class PackingNotes:
             self._largest[stream] = max(index, self._largest.get(stream, 0))
         return True
 
-    def record_growth(self, known: KnownCounts, job: Job, files: Folder) -> None:
-        """Refuse a batch with new partitions that do not prove a declared count; record what they prove."""
+    def record_growth(self, known_counts: KnownCounts, job: Job, files: Folder) -> None:
+        """Record the partition counts that new partitions prove; refuse the batch if they prove no declared count."""
         if self._largest:
-            known.record_growth(job, files, self._largest)
+            known_counts.record_growth(job, files, self._largest)

@@ -1,6 +1,6 @@
-"""What tasks do when a savepoint is taken: the hold, the copies of buckets, the manifest. Bodies of `mapInArrow`.
+"""Tasks that take a savepoint: place the hold, copy the buckets, write the manifest.
 
-All of it runs in tasks, as a client of Spark Connect may not reach the folders.
+They run in `mapInArrow`, because a client of Spark Connect may not be able to reach the folders.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["begin", "capture", "check_start", "describe", "end", "finish", "refu
 _LOGGER = logging.getLogger("spark_state_ext")
 
 
-def _query_folder(plain: dict[str, Any]) -> tuple[StateOptions, Folder]:
+def _open_query_folder(plain: dict[str, Any]) -> tuple[StateOptions, Folder]:
     refuse_other_release(plain)
     options = StateOptions.from_plain(plain["options"])
     root = Folder(options.root, options.storage_options)
@@ -58,15 +58,15 @@ def _query_folder(plain: dict[str, Any]) -> tuple[StateOptions, Folder]:
 
 
 def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Hold the query folder; before that, see that the savepoint's folder is free.
+    """Check that the savepoint's folder is empty, and place a hold on the query folder.
 
-    Answers with the id of the hold, and the number of the lease's newest record. Nothing is held where the query is to
-    be rescaled and has no state here (the answer is the folder), has the buckets already that are asked for, or cannot
-    be rescaled (the answer is the error's name and text).
+    Yields the id of the hold, and the number of the lease's newest record. Places no hold if the query is to be
+    rescaled and has no state here (the answer is the folder), has the requested buckets already, or cannot be rescaled
+    (the answer is the error's name and text).
     """
     for _ in batches:
         pass
-    options, files = _query_folder(plain)
+    options, files = _open_query_folder(plain)
     if plain.get("rescales"):
         operator = newest_operator(files)
         if operator is None:
@@ -81,25 +81,25 @@ def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[
             yield answer({"refused": [type(error).__name__, str(error)]})
             return
     if plain.get("savepoint"):
-        refuse_existing(_savepoint(plain))
-    found = LeaseLog(files).newest(first=True)
-    if found is not None and found.record.format < LEASE_FORMAT and not found.record.released:
+        refuse_existing(_open_savepoint(plain))
+    newest = LeaseLog(files).newest(first=True)
+    if newest is not None and newest.record.format < LEASE_FORMAT and not newest.record.released:
         raise UsageError(
-            f"the query with its state at {files.root} runs, or ran last, with a release that knows no holds, and "
-            "might delete what is being copied. Run it once with this release, then try again."
+            f"the query with its state at {files.root} runs, or ran last, with a release that does not know holds, and "
+            "might delete files while they are copied. Run it once with this release, then try again."
         )
     free = None
     if plain.get("claims"):
-        # What is read of the query afterwards is the last there is, unless a later record follows this one.
-        free = until_free(LeaseLog(files), plain["claim"], partial(_lives, files))
+        # State that is read after this is the query's last, unless a later lease record follows this one.
+        free = until_free(LeaseLog(files), plain["claim"], partial(_make_live_error, files))
     held = Hold.place(files, plain["holder"], plain.get("lasts_ms", HOLD_MS))
     yield answer({"hold": held.id, "lease": 0 if free is None else free.number})
 
 
-def _lives(files: Folder, found: Found) -> LiveRunError:
+def _make_live_error(files: Folder, newest: Found) -> LiveRunError:
     return LiveRunError(
-        f"the state at {files.root} cannot be claimed: {found.record.owner} writes it, and renews its lease. Stop "
-        f"the old query first. Where it was killed, wait for {found.record.lease_ms / 1000:.0f} s, and plan the new "
+        f"the state at {files.root} cannot be claimed: {newest.record.owner} writes it, and renews its lease. Stop "
+        f"the old query first. If it was killed, wait for {newest.record.lease_ms / 1000:.0f} s, and plan the new "
         "one again"
     )
 
@@ -108,22 +108,22 @@ def end(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa
     """Release a hold."""
     for _ in batches:
         pass
-    _, files = _query_folder(plain)
+    _, files = _open_query_folder(plain)
     Hold(files, plain["hold"]).release()
     yield answer(None)
 
 
 def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Copy the buckets whose pointers come in; gives a row for each."""
+    """Copy the buckets of the input's pointers; yield a row for each bucket."""
     shared = Shared.of(Worker.current())
-    options, files = _query_folder(plain)
+    options, files = _open_query_folder(plain)
     scratch = scratch_folder(options.local_dir)
-    operator = _operator_in_force(files)
-    # Without a host: attempts on two hosts make the same file.
+    operator = _read_current_operator(files)
+    # Without a host name: attempts on two hosts write the same file.
     writer = Writer(plain["query_id"], "", plain["batch"], "")
-    savepoint = _savepoint(plain)
-    # Those of the query's other operators too: they wait for their turn.
-    with _renewed([Hold(_query_folder(part)[1], part["hold"]) for part in plain["parts"]]):
+    savepoint = _open_savepoint(plain)
+    # The holds of the query's other operators too, which are copied later.
+    with _renew_holds([Hold(_open_query_folder(part)[1], part["hold"]) for part in plain["parts"]]):
         for batch in batches:
             for value in batch.column(0).to_pylist():
                 pointer = Pointer.decode(bytes(value))
@@ -149,10 +149,10 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
 
 
 @contextmanager
-def _renewed(holds: Sequence[Hold]) -> Iterator[None]:
-    """Renew holds beside what takes long."""
+def _renew_holds(holds: Sequence[Hold]) -> Iterator[None]:
+    """Renew holds in the background of a long operation."""
     over = threading.Event()
-    # Before anything is copied: one may have expired while the task waited for its turn.
+    # Before anything is copied: a hold may have expired while the task waited to run.
     records = [hold.renew() for hold in holds]
 
     def renew() -> None:
@@ -172,35 +172,35 @@ def _renewed(holds: Sequence[Hold]) -> Iterator[None]:
         thread.join()
 
 
-def _operator_in_force(files: Folder) -> OperatorFile:
-    found = newest_operator(files)
-    if found is None:
+def _read_current_operator(files: Folder) -> OperatorFile:
+    operator = newest_operator(files)
+    if operator is None:
         raise MissingCheckpointError(
-            f"there is no operator file in {files.root}: look at root and operator of the ArrowState that was given"
+            f"there is no operator file in {files.root}: check root and operator of the given ArrowState"
         )
-    return found
+    return operator
 
 
 def finish(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Write the manifest, of the rows that come in; answers with the id of the savepoint."""
+    """Write the manifest from the input's rows; yield the id of the savepoint."""
     rows = [(row["saved"], row["pointer"]) for batch in batches for row in batch.to_pylist()]
     buckets = [copy.saved for copy in copies_of(rows)]
     operators: dict[str, OperatorFile] = {}
-    for one in plain["parts"]:
-        _, query_folder = _query_folder(one)
-        operators[one["operator"]] = _operator_in_force(query_folder)
+    for part in plain["parts"]:
+        _, query_folder = _open_query_folder(part)
+        operators[part["operator"]] = _read_current_operator(query_folder)
     if "operator_file" in plain:
-        made = OperatorFile.decode(plain["operator_file"].encode(), "the operator of the savepoint")
-        operators[made.operator] = made
-        # Of a table, buckets without rows have no state. (A query's all have a pointer, or something is wrong.)
-        there = {it.bucket for it in buckets}
-        empty = Pointer(made.operator, 0, made.buckets, made.schema_id, -1, plain["watermark_ms"])
+        operator = OperatorFile.decode(plain["operator_file"].encode(), "the operator of the savepoint")
+        operators[operator.operator] = operator
+        # Buckets without rows of a table have no state. (All buckets of a query have a pointer, or there is an error.)
+        with_rows = {saved.bucket for saved in buckets}
+        empty = Pointer(operator.operator, 0, operator.buckets, operator.schema_id, -1, plain["watermark_ms"])
         buckets += [
-            SavedBucket(made.operator, bucket, replace(empty, bucket=bucket), ())
-            for bucket in range(made.buckets)
-            if bucket not in there
+            SavedBucket(operator.operator, bucket, replace(empty, bucket=bucket), ())
+            for bucket in range(operator.buckets)
+            if bucket not in with_rows
         ]
-    watermarks = [it.pointer.watermark_ms for it in buckets if it.pointer.watermark_ms is not None]
+    watermarks = [saved.pointer.watermark_ms for saved in buckets if saved.pointer.watermark_ms is not None]
     header = SavepointHeader(
         id=plain["id"],
         form=plain["form"],
@@ -212,43 +212,43 @@ def finish(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator
         watermark_ms=max(watermarks, default=None),
         offsets=plain["offsets"],
     )
-    manifest = SavepointManifest(header, tuple(sorted(buckets, key=lambda it: (it.operator, it.bucket))))
-    finish_savepoint(_savepoint(plain), manifest)
+    manifest = SavepointManifest(header, tuple(sorted(buckets, key=lambda saved: (saved.operator, saved.bucket))))
+    finish_savepoint(_open_savepoint(plain), manifest)
     yield answer({"id": header.id, "watermark_ms": header.watermark_ms})
 
 
 def refuse(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """See that a savepoint's folder is free."""
+    """Check that a savepoint's folder is empty."""
     for _ in batches:
         pass
-    refuse_existing(_savepoint(plain))
+    refuse_existing(_open_savepoint(plain))
     yield answer(None)
 
 
 def describe(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Answers with an operator of a savepoint, and its schemas."""
+    """Yield an operator of a savepoint, and its schemas."""
     for _ in batches:
         pass
-    manifest = read_manifest(_savepoint(plain))
+    manifest = read_manifest(_open_savepoint(plain))
     name = operator_named(manifest, plain["operator"], plain["savepoint"])
-    found = manifest.header.operators[name]
-    shown = found.row_schema().without_expiry()
-    state = json.loads(found.state_schema)
-    state["fields"] = [field for field in state["fields"] if field["name"] in {it.name for it in shown.state}]
+    operator = manifest.header.operators[name]
+    shown = operator.row_schema().without_expiry()
+    state = json.loads(operator.state_schema)
+    state["fields"] = [field for field in state["fields"] if field["name"] in {column.name for column in shown.state}]
     yield answer(
         {
             "operator": name,
-            "buckets": found.buckets,
-            "one_state": found.bucket_map.one_state,
-            "key_schema": json.loads(found.key_schema),
+            "buckets": operator.buckets,
+            "one_state": operator.bucket_map.one_state,
+            "key_schema": json.loads(operator.key_schema),
             "state_schema": state,
-            "names": found.row_schema().shown_names(),
+            "names": operator.row_schema().shown_names(),
         }
     )
 
 
 def capture(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Write the pointers that come in down, for the first batch of a query that starts from them."""
+    """Write the input's pointers to a file, for the first batch of a query that starts from them."""
     pointers = [Pointer.decode(bytes(value)) for batch in batches for value in batch.column(0).to_pylist()]
     captured = Captured(
         plain["operator"],
@@ -256,7 +256,7 @@ def capture(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterato
         tuple(plain["later"]),
         plain["hold"],
         plain["lease"],
-        {pointer.bucket: pointer for pointer in sorted(pointers, key=lambda it: it.bucket)},
+        {pointer.bucket: pointer for pointer in sorted(pointers, key=lambda pointer: pointer.bucket)},
     )
     target = plain["target"]
     notes = Folder(target["root"], target["storage_options"]).child(target["operator"], STARTING_FOLDER)
@@ -265,7 +265,7 @@ def capture(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterato
 
 
 def check_start(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Answers with what keeps a job from starting from its snapshot, as far as that tells; None: nothing does."""
+    """Yield the error that keeps a job from starting from its snapshot, as far as it is known yet; None without one."""
     for _ in batches:
         pass
     try:
@@ -276,5 +276,5 @@ def check_start(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Ite
     yield answer(None)
 
 
-def _savepoint(plain: dict[str, Any]) -> Folder:
+def _open_savepoint(plain: dict[str, Any]) -> Folder:
     return Folder(plain["savepoint"], plain["savepoint_options"])

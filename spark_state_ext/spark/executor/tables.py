@@ -1,6 +1,6 @@
-"""What tasks do between tables and savepoints: rows become the snapshots of buckets, and these become rows again.
+"""Tasks that write a table as a savepoint's snapshots of buckets, and read such snapshots as rows.
 
-Bodies of `mapInArrow`.
+They run in `mapInArrow`.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ _HELD_BYTES_MAX = 64 << 20
 _PACKED = pa.schema([("label", pa.int32()), ("payload", pa.binary())])
 
 
-def _operator(plain: dict[str, Any]) -> OperatorFile:
+def _read_operator(plain: dict[str, Any]) -> OperatorFile:
     refuse_other_release(plain)
     return OperatorFile.decode(plain["operator_file"].encode(), "the operator of the savepoint")
 
 
 def pack_rows(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Rows of a table, with their hash, as payloads of one bucket each."""
-    bucket_map = _operator(plain).bucket_map
+    """Pack rows of a table, which include their hash, into payloads of one bucket each."""
+    bucket_map = _read_operator(plain).bucket_map
     held: list[pa.RecordBatch] = []
     held_bytes = 0
     for batch in batches:
         held.append(batch)
         held_bytes += batch.get_total_buffer_size()
         if held_bytes >= _HELD_BYTES_MAX:
-            yield _packed(held, bucket_map)
+            yield _pack(held, bucket_map)
             held, held_bytes = [], 0
     if held:
-        yield _packed(held, bucket_map)
+        yield _pack(held, bucket_map)
 
 
-def _packed(held: list[pa.RecordBatch], bucket_map: BucketMap) -> pa.RecordBatch:
+def _pack(held: list[pa.RecordBatch], bucket_map: BucketMap) -> pa.RecordBatch:
     table = pa.Table.from_batches(held)
-    found = bucket_map.of(table.column(HASH_COLUMN).to_numpy().view(np.uint64))
-    order = np.argsort(found, kind="stable")
-    table, found = table.take(pa.array(order)).combine_chunks(), found[order]
-    bounds = np.searchsorted(found, np.arange(bucket_map.buckets + 1))
+    buckets = bucket_map.of(table.column(HASH_COLUMN).to_numpy().view(np.uint64))
+    order = np.argsort(buckets, kind="stable")
+    table, buckets = table.take(pa.array(order)).combine_chunks(), buckets[order]
+    bounds = np.searchsorted(buckets, np.arange(bucket_map.buckets + 1))
     labels, payloads = [], []
     for bucket in np.flatnonzero(np.diff(bounds)).tolist():
         start, end = int(bounds[bucket]), int(bounds[bucket + 1])
@@ -80,34 +80,34 @@ def _packed(held: list[pa.RecordBatch], bucket_map: BucketMap) -> pa.RecordBatch
 
 
 def write_buckets(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Payloads of a partition's buckets as one snapshot a bucket; gives a row for each bucket."""
-    operator, scratch = _operator(plain), scratch_folder(None)
-    # One for all buckets of the task, each of which is a range of hashes: the budget is the task's.
+    """Write the payloads of a partition as one snapshot for each bucket; yield a row for each bucket."""
+    operator, scratch = _read_operator(plain), scratch_folder(None)
+    # One sorter for all buckets of the task: the memory budget is the task's, and each bucket is a range of hashes.
     sorter = HashSorter(scratch, HASH_COLUMN, plain["memory_bytes_max"])
     for batch in batches:
         for payload in batch.column(1):
-            for rows in decode(payload.as_py(), _nothing_spilled):
+            for rows in decode(payload.as_py(), _refuse_spill_file):
                 sorter.add(rows)
     savepoint = Folder(plain["savepoint"], plain["savepoint_options"])
-    cut = _cut(_runs(plain, operator.row_schema(), sorter), operator.bucket_map)
-    for bucket, found in groupby(cut, key=itemgetter(0)):
-        yield saved_row(_written(plain, operator, bucket, (rows for _, rows in found), savepoint, scratch))
+    by_bucket = _split_by_bucket(_make_runs(plain, operator.row_schema(), sorter), operator.bucket_map)
+    for bucket, runs in groupby(by_bucket, key=itemgetter(0)):
+        yield saved_row(_write_bucket(plain, operator, bucket, (rows for _, rows in runs), savepoint, scratch))
 
 
-def _nothing_spilled(name: str, offset: int, length: int) -> bytes:
-    raise CorruptFileError(f"a payload names the spill file {name}, and there is none")
+def _refuse_spill_file(name: str, offset: int, length: int) -> bytes:
+    raise CorruptFileError(f"a payload names the spill file {name}, but tables are packed without spill files")
 
 
-def _cut(runs: Iterable[pa.RecordBatch], bucket_map: BucketMap) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Rows that ascend by hash, cut where a bucket ends."""
+def _split_by_bucket(runs: Iterable[pa.RecordBatch], bucket_map: BucketMap) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """Split rows, which ascend by hash, where a bucket ends; yield the bucket and its rows."""
     for rows in runs:
-        found = bucket_map.of(hashes_of(rows))
-        borders = [0, *(np.flatnonzero(np.diff(found)) + 1).tolist(), len(found)]
+        buckets = bucket_map.of(hashes_of(rows))
+        borders = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), len(buckets)]
         for start, end in pairwise(borders):
-            yield int(found[start]), rows.slice(start, end - start)
+            yield int(buckets[start]), rows.slice(start, end - start)
 
 
-def _written(
+def _write_bucket(
     plain: dict[str, Any],
     operator: OperatorFile,
     bucket: int,
@@ -115,7 +115,7 @@ def _written(
     savepoint: Folder,
     scratch: Path,
 ) -> Copy:
-    # The same in every attempt at the task, so that none leaves a file behind that nobody knows of.
+    # The same in every attempt at the task, so that no attempt leaves an unknown file behind.
     text = f"{plain['id']} {operator.operator} {bucket}"
     ref = CheckpointRef(1, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
     pointer = Pointer(
@@ -129,30 +129,30 @@ def _written(
     )
     earliest: list[int] = []
     into = savepoint.child(operator.operator, str(bucket))
-    saved = write_snapshot(pointer, operator.row_schema(), _noting_timeouts(runs, earliest), into, scratch)
+    saved = write_snapshot(pointer, operator.row_schema(), _record_timeouts(runs, earliest), into, scratch)
     saved = replace(saved, pointer=replace(saved.pointer, earliest_timeout_ms=min(earliest, default=None)))
     return Copy(saved, 0, 1, saved.files[0].size_bytes)
 
 
-def _noting_timeouts(runs: Iterable[pa.RecordBatch], earliest: list[int]) -> Iterator[pa.RecordBatch]:
-    """Pass rows on, and note the earliest timeout of each batch."""
+def _record_timeouts(runs: Iterable[pa.RecordBatch], earliest: list[int]) -> Iterator[pa.RecordBatch]:
+    """Yield the same rows, and append the earliest timeout of each batch to `earliest`."""
     for rows in runs:
-        found = pc.min(rows.column(TIMEOUT_MS)).as_py()
-        if found is not None:
-            earliest.append(found)
+        earliest_ms = pc.min(rows.column(TIMEOUT_MS)).as_py()
+        if earliest_ms is not None:
+            earliest.append(earliest_ms)
         yield rows
 
 
-def _runs(plain: dict[str, Any], schema: RowSchema, sorter: HashSorter) -> Iterator[pa.RecordBatch]:
-    """A task's rows in run order; a key that is there twice is an error."""
+def _make_runs(plain: dict[str, Any], schema: RowSchema, sorter: HashSorter) -> Iterator[pa.RecordBatch]:
+    """Yield a task's rows in run order; raise a StateValueError for a duplicate key."""
     keys, has_timeout = len(schema.keys), plain["has_timeout"]
     for _, table in sorter.ranges():
         if table is None:
             continue
         columns = [flat(column) for column in table.columns]
         hashes = columns[-1].to_numpy().view(np.uint64)
-        mine = schema.normalise_keys(columns[:keys])
-        order, starts = group_by_key(hashes, mine)
+        normal_keys = schema.normalise_keys(columns[:keys])
+        order, starts = group_by_key(hashes, normal_keys)
         if len(starts) < len(order):
             counts = np.diff(np.append(starts, len(order)))
             at = int(order[starts[int(np.argmax(counts > 1))]])
@@ -167,18 +167,18 @@ def _runs(plain: dict[str, Any], schema: RowSchema, sorter: HashSorter) -> Itera
         ]
         defined = columns[keys + len(schema.state) + has_timeout] if plain.get("has_defined", False) else None
         for column, field in zip(state, schema.state, strict=False):
-            # A key that has a timeout and no state has none of the columns.
-            there = column if defined is None else column.filter(defined)
-            if not field.nullable and there.null_count:
+            # A key with a timeout but no state has NULL in all state columns.
+            present = column if defined is None else column.filter(defined)
+            if not field.nullable and present.null_count:
                 raise StateValueError(
-                    f"column {field.name!r} of the table is NULL in {there.null_count} rows, and the state schema "
+                    f"column {field.name!r} of the table is NULL in {present.null_count} rows, and the state schema "
                     "declares it NOT NULL: fill it, or declare it nullable"
                 )
         timeout = columns[keys + len(schema.state)].cast(pa.int64()) if has_timeout else pa.nulls(n, pa.int64())
         rows = pa.RecordBatch.from_arrays(
             [
                 pa.array(hashes, pa.uint64()),
-                *mine,
+                *normal_keys,
                 *state,
                 timeout,
                 pa.array(np.ones(n, np.bool_)) if defined is None else defined,
@@ -190,7 +190,7 @@ def _runs(plain: dict[str, Any], schema: RowSchema, sorter: HashSorter) -> Itera
 
 
 def read_rows(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The rows of a savepoint's buckets: keys, state and timeout; takes bucket numbers."""
+    """Yield the rows (keys, state and timeout) of the savepoint's buckets whose numbers are in the input."""
     savepoint, scratch = Folder(plain["savepoint"], plain["savepoint_options"]), scratch_folder(None)
     manifest = None
     for batch in batches:
