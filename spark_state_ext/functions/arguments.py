@@ -15,7 +15,7 @@ from spark_state_ext.errors import StateValueError
 from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.functions.tables import is_number, is_table
 
-__all__ = ["to_mask", "to_milliseconds", "copy_table"]
+__all__ = ["copy_table", "to_mask", "to_milliseconds"]
 
 
 def to_milliseconds(times: Any, event_time: bool) -> Any:

@@ -53,7 +53,7 @@ def _largest_absolute(column: pa.ChunkedArray) -> Any:
     return max(-(ends["min"] or 0), ends["max"] or 0, 0)
 
 
-def _group_starts(sizes: IndexArray) -> IndexArray:
+def _compute_starts(sizes: IndexArray) -> IndexArray:
     starts: IndexArray = np.append(0, np.cumsum(sizes)[:-1])
     return starts
 
@@ -61,7 +61,7 @@ def _group_starts(sizes: IndexArray) -> IndexArray:
 def _find_overflowing_integer_sums(column: pa.Array, sizes: IndexArray) -> BoolArray:
     """Return which sums overflow, from sums of the upper and lower 32 bits, which stay within 64 bits."""
     values = pc.fill_null(column, 0).to_numpy(zero_copy_only=False).astype(np.int64)
-    starts = _group_starts(sizes)
+    starts = _compute_starts(sizes)
     high, low = np.add.reduceat(values >> 32, starts), np.add.reduceat(values & _HALF, starts)
     high += low >> 32
     over: BoolArray = (high > 2**31 - 1) | (high < -(2**31))
@@ -82,7 +82,7 @@ def _find_overflowing_decimal_sums(column: pa.Array, sizes: IndexArray) -> BoolA
 def _find_overflowing_products(column: pa.Array, sizes: IndexArray, results: pa.Array) -> BoolArray:
     """Return which products overflow: a wrapped product differs from one of doubles by more than rounding does."""
     factors, wrapped_products = _to_doubles(pc.fill_null(column, 1)), _to_doubles(pc.fill_null(results, 0))
-    starts = _group_starts(sizes)
+    starts = _compute_starts(sizes)
     with np.errstate(over="ignore", invalid="ignore"):
         products = np.multiply.reduceat(factors, starts)
         zero = np.logical_or.reduceat(factors == 0, starts)

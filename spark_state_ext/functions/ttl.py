@@ -101,19 +101,19 @@ class Expiry:
         if not live.all():
             # A timeout may outlive its state; a row without state counts as missing here.
             index = np.where((index >= 0) & live[index], index, -1)
-        return Lookup(index, self._without_hidden(lookup.rows))
+        return Lookup(index, self._drop_hidden(lookup.rows))
 
     def due(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """Return rows whose timeout is over as functions see them: without state if it has expired."""
         expired = self.find_expired(rows)
-        shown = self._without_hidden(rows)
-        return _without_state(shown, self.shown, expired) if expired.any() else shown
+        shown = self._drop_hidden(rows)
+        return _drop_state(shown, self.shown, expired) if expired.any() else shown
 
     def show_live(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """Return the rows of a scan that have state, as functions see them."""
         defined = rows.column(DEFINED).to_numpy(zero_copy_only=False)
         keep = defined & ~self.find_expired(rows)
-        shown = self._without_hidden(rows)
+        shown = self._drop_hidden(rows)
         return shown if keep.all() else shown.filter(pa.array(keep))
 
     def add_expiry(self, rows: pa.RecordBatch, written_ms: IndexArray | int) -> pa.RecordBatch:
@@ -143,7 +143,7 @@ class Expiry:
     def make_removals(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """Return what to store in place of expired rows: a tombstone, or the timeout alone if there is one."""
         everywhere = np.ones(rows.num_rows, dtype=np.bool_)
-        return self.add_expiry(_without_state(self._without_hidden(rows), self.shown, everywhere), 0)
+        return self.add_expiry(_drop_state(self._drop_hidden(rows), self.shown, everywhere), 0)
 
     def find_expired(self, rows: pa.RecordBatch) -> BoolArray:
         """Return which stored rows have expired."""
@@ -159,7 +159,7 @@ class Expiry:
     def _hidden_at(self) -> int:
         return int(self.stored.state_slice.stop) - 1
 
-    def _without_hidden(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+    def _drop_hidden(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         if not self.hidden:
             return rows
         columns = list(rows.columns)
@@ -167,7 +167,7 @@ class Expiry:
         return pa.RecordBatch.from_arrays(columns, schema=self.shown.arrow)
 
 
-def _without_state(rows: pa.RecordBatch, schema: RowSchema, which: BoolArray) -> pa.RecordBatch:
+def _drop_state(rows: pa.RecordBatch, schema: RowSchema, which: BoolArray) -> pa.RecordBatch:
     """Remove the state of some rows; a row without a timeout becomes a tombstone."""
     columns: Sequence[pa.Array] = rows.columns
     at = pa.array(np.arange(rows.num_rows), mask=which)

@@ -23,11 +23,11 @@ __all__ = [
     "PANDAS_MAJOR",
     "SPARK_VERSION",
     "STATE_BINARY",
+    "get_labels",
+    "has_labels",
     "is_connect",
     "is_of_spark",
-    "get_labels",
     "said_by_spark",
-    "has_labels",
 ]
 
 _version = re.match(r"(\d+)\.(\d+)", pyspark.__version__)

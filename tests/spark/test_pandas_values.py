@@ -31,10 +31,10 @@ from pyspark.sql import functions as F
 from spark_state_ext.errors import UnsupportedTypeError
 from spark_state_ext.spark.callers.pandas_values import (
     column_to_series,
+    compute_null_flags,
     convert_keys,
     dtype_depends_on_nulls,
-    empty_frame,
-    null_flags,
+    make_empty_frame,
     table_to_frame,
 )
 from tests.helpers.soak import whole
@@ -465,7 +465,7 @@ def test_key(both: Both, case: Case) -> None:
 def test_groups_with_equal_null_flags_convert_together(both: Both, case: Case) -> None:
     column = both.table.column(case.name)
     names = np.array(both.table.column("g").to_pylist())
-    flags = null_flags(column)
+    flags = compute_null_flags(column)
     classes: dict[tuple[bool, ...], list[str]] = {}
     for group in both.by_group:
         classes.setdefault(tuple(bool(one[names == group].any()) for one in flags), []).append(group)
@@ -502,7 +502,7 @@ def test_timeout(spark: SparkSession, tmp_path: Path) -> None:
     columns = [convert_keys(table.column(name), ZONES[0], VERSION) for name in keys]
     expected = [describe(key) for key in zip(*columns, strict=True)]
     assert sorted(json.dumps(one["key"]) for one in records) == sorted(map(json.dumps, expected))
-    frame = describe_frame(empty_frame(["i", "at", *NAMES[1:]]))
+    frame = describe_frame(make_empty_frame(["i", "at", *NAMES[1:]]))
     for one in records:
         assert one["pdfs"] == "list"
         assert one["frames"] == [frame]

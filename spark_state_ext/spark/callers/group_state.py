@@ -55,7 +55,8 @@ class Clock:
 class KeyState(GroupState):
     """State of one key during one call.
 
-    Every method and every error is Spark's; the methods that change something also set these attributes:
+    Every method and every error is Spark's. Methods that change something also set `value`, `touched` and
+    `timeout_ms`.
     """
 
     # Spark's own constructor takes longer than many functions, so it runs only when needed (`__getattr__`).
@@ -67,16 +68,16 @@ class KeyState(GroupState):
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this only for missing attributes, which Spark's constructor sets.
-        if self._is_made() or not name.startswith("_") or name.startswith("__"):
+        if self._is_initialised() or not name.startswith("_") or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self._initialise()
         return getattr(self, name)
 
-    def _is_made(self) -> bool:
+    def _is_initialised(self) -> bool:
         return "spark_made" in self.__dict__
 
     def _initialise(self) -> None:
-        if self._is_made():
+        if self._is_initialised():
             return
         self.spark_made = True
         clock, before = self.clock, self.before

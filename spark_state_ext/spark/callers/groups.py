@@ -22,10 +22,10 @@ __all__ = [
     "Changed",
     "Groups",
     "Result",
+    "describe_error",
     "is_placed",
     "mark_placed",
     "note_place",
-    "describe_error",
 ]
 
 _PLACED = "spark_state_ext_placed"

@@ -28,10 +28,10 @@ from spark_state_ext.spark.callers.output_frames import (
     replace_extension_columns,
 )
 from spark_state_ext.spark.callers.pandas_values import (
+    compute_null_flags,
     convert_keys,
-    empty_frame,
     find_beyond_pandas,
-    null_flags,
+    make_empty_frame,
     table_to_frame,
 )
 from spark_state_ext.spark.callers.per_key import Call, Changes, PerKeyCaller, format_key, reraise
@@ -89,15 +89,15 @@ class KeyCaller(PerKeyCaller):
 
     # -- calling -----------------------------------------------------------------------------------
 
-    def _data_calls(self, groups: Groups, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
-        keys = self._keys = self._key_tuples(groups.raw_keys)
-        return ((at, keys[at], pdfs, before[at]) for at, pdfs in self._frames(groups))
+    def _prepare_data_calls(self, groups: Groups, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
+        keys = self._keys = self._make_key_tuples(groups.raw_keys)
+        return ((at, keys[at], pdfs, before[at]) for at, pdfs in self._make_frames(groups))
 
-    def _timeout_calls(self, expired: pa.RecordBatch, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
-        keys = self._keys = self._key_tuples(self._schema.key_columns(expired))
-        return ((at, keys[at], [empty_frame(self._columns)], before[at]) for at in range(expired.num_rows))
+    def _prepare_timeout_calls(self, expired: pa.RecordBatch, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
+        keys = self._keys = self._make_key_tuples(self._schema.key_columns(expired))
+        return ((at, keys[at], [make_empty_frame(self._columns)], before[at]) for at in range(expired.num_rows))
 
-    def _call(
+    def _run_calls(
         self, calls: Iterable[Call], timed_out: bool, context: CallContext, changes: Changes
     ) -> Iterator[pd.DataFrame]:
         function, output = self._function, self._output
@@ -139,7 +139,7 @@ class KeyCaller(PerKeyCaller):
 
     # -- frames ------------------------------------------------------------------------------------
 
-    def _key_tuples(self, keys: Sequence[pa.Array]) -> list[tuple[Any, ...]]:
+    def _make_key_tuples(self, keys: Sequence[pa.Array]) -> list[tuple[Any, ...]]:
         try:
             return list(zip(*(convert_keys(key, self._timezone, SPARK_VERSION) for key in keys), strict=True))
         except (pa.ArrowException, ValueError, OverflowError):
@@ -168,7 +168,7 @@ class KeyCaller(PerKeyCaller):
                     "apply_rows_with_state or apply_in_arrow_with_state, which take them"
                 )
 
-    def _frames(self, groups: Groups) -> Iterator[tuple[int, Iterable[pd.DataFrame]]]:
+    def _make_frames(self, groups: Groups) -> Iterator[tuple[int, Iterable[pd.DataFrame]]]:
         """Yield each key's position and frames, with the dtypes that the key's rows have alone.
 
         Keys are converted together only if all columns whose dtype depends on NULLs have the same pattern of NULLs.
@@ -183,15 +183,15 @@ class KeyCaller(PerKeyCaller):
             yield at, self._make_pieces(groups.rows.slice(int(starts[at]), int(sizes[at])), self._keys[at])
         if large.all():
             return
-        patterns = _null_patterns(groups.rows, starts)
+        patterns = _compute_null_patterns(groups.rows, starts)
         for pattern in np.unique(patterns[~large]).tolist():
             positions = np.flatnonzero((patterns == pattern) & ~large)
             if len(positions) == groups.count:
                 rows = groups.rows
             else:
-                chosen = np.zeros(groups.count, dtype=np.bool_)
-                chosen[positions] = True
-                rows = groups.rows.filter(pa.array(np.repeat(chosen, sizes)))
+                selected = np.zeros(groups.count, dtype=np.bool_)
+                selected[positions] = True
+                rows = groups.rows.filter(pa.array(np.repeat(selected, sizes)))
             yield from zip(positions.tolist(), self._split_frame(rows, sizes[positions], positions), strict=True)
 
     def _split_frame(
@@ -387,7 +387,7 @@ class _Outputs:
             if isinstance(field.dataType, _TEXTLESS_COLUMNS) and not _TEXTLESS_REFUSES.isdisjoint(map(type, values)):
                 for at, value in enumerate(values):
                     if type(value) in _TEXTLESS_REFUSES and not is_convertible(value, field):
-                        self._raise_misfit(field, value, self._owner_of(at), f", in the row {shorten(rows[at])}")
+                        self._raise_misfit(field, value, self._find_owner(at), f", in the row {shorten(rows[at])}")
 
     def _refuse_objects_as_text(self, rows: Sequence[Any]) -> None:
         """Refuse rows that have a value in a string column that is neither text nor a number."""
@@ -396,9 +396,11 @@ class _Outputs:
             if field is not None:
                 at = find_non_text([row[place] for row in rows])
                 if at is not None:
-                    self._raise_misfit(field, rows[at][place], self._owner_of(at), f", in the row {shorten(rows[at])}")
+                    self._raise_misfit(
+                        field, rows[at][place], self._find_owner(at), f", in the row {shorten(rows[at])}"
+                    )
 
-    def _owner_of(self, row: int) -> int:
+    def _find_owner(self, row: int) -> int:
         """Return the position of the call that returned a waiting row."""
         return self._row_owners[bisect.bisect_right(self._row_starts, row) - 1]
 
@@ -448,13 +450,13 @@ def as_frames(result: Any, output_type: StructType) -> Iterator[pd.DataFrame]:
     yield from outputs.rest()
 
 
-def _null_patterns(rows: pa.Table, starts: IndexArray) -> IndexArray:
+def _compute_null_patterns(rows: pa.Table, starts: IndexArray) -> IndexArray:
     """Return one number for each key: equal for keys whose columns get the same dtypes."""
     patterns: IndexArray = np.zeros(len(starts), dtype=np.int64)
     if not len(starts):
         return patterns
     for column in rows.columns:
-        for flags in null_flags(column):
+        for flags in compute_null_flags(column):
             if flags.any():
                 bits = np.logical_or.reduceat(flags, starts)
                 # Renumbered after each column, so that any number of columns fits.

@@ -18,7 +18,7 @@ from spark_state_ext.functions.missing import is_missing
 from spark_state_ext.spark.callers.state_values import to_text
 from spark_state_ext.spark.compat import PANDAS_MAJOR
 
-__all__ = ["find_non_text", "make_frame", "is_convertible", "replace_extension_columns"]
+__all__ = ["find_non_text", "is_convertible", "make_frame", "replace_extension_columns"]
 
 _DTYPES: dict[type, Any] = {int: np.int64, float: np.float64, bool: np.bool_}
 # Types of values that a string column takes, or that Spark checks itself.

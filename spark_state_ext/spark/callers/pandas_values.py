@@ -7,7 +7,7 @@ oddities. Two things make that difficult:
 - Spark converts each key's rows alone. pandas has no integer or boolean with NULLs, so an integer column is
   ``int64`` for one key and ``float64`` for another, and the same happens *inside* arrays, structs and
   maps. Rows of many keys may be converted together only if the keys have the same pattern of NULLs;
-  `null_flags` computes the pattern, and `convert_keys` applies it to keys.
+  `compute_null_flags` computes the pattern, and `convert_keys` applies it to keys.
 - The releases differ; see `_Rules`.
 
 Spark's option ``spark.sql.execution.pythonUDF.pandas.preferIntExtensionDtype`` (4.2 and later, off by default)
@@ -34,11 +34,11 @@ from spark_state_ext.spark.compat import PANDAS_MAJOR
 
 __all__ = [
     "column_to_series",
-    "dtype_depends_on_nulls",
-    "empty_frame",
-    "find_beyond_pandas",
+    "compute_null_flags",
     "convert_keys",
-    "null_flags",
+    "dtype_depends_on_nulls",
+    "find_beyond_pandas",
+    "make_empty_frame",
     "table_to_frame",
 ]
 
@@ -131,7 +131,7 @@ def find_beyond_pandas(column: pa.Array | pa.ChunkedArray, timezone: str, versio
     return start
 
 
-def empty_frame(names: list[str]) -> pd.DataFrame:
+def make_empty_frame(names: list[str]) -> pd.DataFrame:
     """Return the frame that the user's function gets on a timeout: no rows, all columns of dtype object."""
     return pd.DataFrame(columns=pd.Index(names))
 
@@ -140,25 +140,25 @@ def dtype_depends_on_nulls(kind: pa.DataType) -> bool:
     """Return whether a row's conversion changes if another row is NULL or has a NULL within it.
 
     True for integers and booleans and for nested types that contain them at any depth. In a nested type the
-    NULLs of these integers and booleans matter, not only the column's own: see `null_flags`.
+    NULLs of these integers and booleans matter, not only the column's own: see `compute_null_flags`.
     """
     if pat.is_integer(kind) or pat.is_boolean(kind):
         return True
-    return any(dtype_depends_on_nulls(child) for child in _child_types(kind))
+    return any(dtype_depends_on_nulls(child) for child in _list_child_types(kind))
 
 
-def null_flags(column: pa.Array | pa.ChunkedArray) -> list[Flags]:
+def compute_null_flags(column: pa.Array | pa.ChunkedArray) -> list[Flags]:
     """Return what determines dtypes: for each integer or boolean in the type, the rows with a NULL there.
 
     Two sets of rows may be converted together if each of these arrays has a True in both sets or in neither.
     """
-    return _null_flags(flat(column))
+    return _compute_flags(flat(column))
 
 
 def convert_keys(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> list[object]:
     """Convert each row separately to the object that Spark puts into the key tuple of its group."""
     array = flat(column)
-    classes = list(_split_into_classes(_null_flags(array), len(array)))
+    classes = list(_split_into_classes(_compute_flags(array), len(array)))
     if len(classes) == 1:
         return _convert_scalars(column_to_series(array, timezone, version))
     keys: list[object] = [None] * len(array)
@@ -304,7 +304,7 @@ def _make_spark_converter(kind: pa.StructType) -> Convert | None:
 # -- Arrow ----------------------------------------------------------------------------------------------
 
 
-def _child_types(kind: pa.DataType) -> list[pa.DataType]:
+def _list_child_types(kind: pa.DataType) -> list[pa.DataType]:
     if pat.is_map(kind):
         return [kind.key_type, kind.item_type]
     if pat.is_list(kind) or pat.is_large_list(kind):
@@ -315,7 +315,7 @@ def _child_types(kind: pa.DataType) -> list[pa.DataType]:
 
 
 def _has_map(kind: pa.DataType) -> bool:
-    return pat.is_map(kind) or any(_has_map(child) for child in _child_types(kind))
+    return pat.is_map(kind) or any(_has_map(child) for child in _list_child_types(kind))
 
 
 def _move_to_session_zone(column: pa.Array | pa.ChunkedArray, timezone: str) -> pa.Array | pa.ChunkedArray:
@@ -345,18 +345,18 @@ def _type_in_session_zone(kind: pa.DataType, timezone: str) -> pa.DataType:
 # -- classes of rows that convert alike -------------------------------------------------------------------
 
 
-def _null_flags(array: pa.Array) -> list[Flags]:
+def _compute_flags(array: pa.Array) -> list[Flags]:
     kind = array.type
     if not dtype_depends_on_nulls(kind):
         return []
     if pat.is_struct(kind):
         # `field`, not `flatten`: pyarrow uses the fields' own NULLs, whether or not the struct is NULL.
-        return [flags for i in range(kind.num_fields) for flags in _null_flags(array.field(i))]
+        return [flags for i in range(kind.num_fields) for flags in _compute_flags(array.field(i))]
     if pat.is_map(kind):
-        inner = _null_flags(array.keys) + _null_flags(array.items)
+        inner = _compute_flags(array.keys) + _compute_flags(array.items)
         return [_any_within(flags, array.offsets) for flags in inner]
     if pat.is_list(kind) or pat.is_large_list(kind):
-        return [_any_within(flags, array.offsets) for flags in _null_flags(array.values)]
+        return [_any_within(flags, array.offsets) for flags in _compute_flags(array.values)]
     flags: Flags = array.is_null().to_numpy(zero_copy_only=False)
     return [flags]
 

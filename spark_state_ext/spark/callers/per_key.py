@@ -32,7 +32,7 @@ from spark_state_ext.spark.callers.groups import (
 from spark_state_ext.spark.callers.state_values import column_to_values, make_row_copier, values_to_column
 from spark_state_ext.store import Lookup
 
-__all__ = ["Call", "Changes", "PerKeyCaller", "reraise", "format_key"]
+__all__ = ["Call", "Changes", "PerKeyCaller", "format_key", "reraise"]
 
 # Position, key, rows (frames or named tuples), state before the call.
 Call = tuple[int, tuple[Any, ...], Any, "tuple[Any, ...] | None"]
@@ -63,31 +63,31 @@ class PerKeyCaller(abc.ABC):
     ) -> Iterator[pd.DataFrame]:
         """Call for keys with rows; see `Caller.call_data`."""
         changes = Changes()
-        values = self._state_tuples(lookup)
+        values = self._make_state_tuples(lookup)
         before = [None if at < 0 else values[at] for at in lookup.index.tolist()]
-        yield from self._call(self._data_calls(groups, before), False, context, changes)
+        yield from self._run_calls(self._prepare_data_calls(groups, before), False, context, changes)
         result.data = self._collect_changes(changes, groups.hashes, groups.keys, context)
 
     def call_timeouts(self, expired: pa.RecordBatch, context: CallContext, result: Result) -> Iterator[pd.DataFrame]:
         """Call for keys that timed out; see `Caller.call_timeouts`."""
         changes = Changes()
-        values = self._state_tuples(Lookup(np.arange(expired.num_rows, dtype=np.int64), expired))
-        yield from self._call(self._timeout_calls(expired, values), True, context, changes)
+        values = self._make_state_tuples(Lookup(np.arange(expired.num_rows, dtype=np.int64), expired))
+        yield from self._run_calls(self._prepare_timeout_calls(expired, values), True, context, changes)
         keys = self._schema.key_columns(expired)
         result.timeouts = self._collect_changes(changes, expired.column(0).to_numpy(), keys, context)
 
     # -- for subclasses ----------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _data_calls(self, groups: Groups, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
+    def _prepare_data_calls(self, groups: Groups, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
         """Return the calls for keys with rows, in any order."""
 
     @abc.abstractmethod
-    def _timeout_calls(self, expired: pa.RecordBatch, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
+    def _prepare_timeout_calls(self, expired: pa.RecordBatch, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
         """Return the calls for keys that timed out."""
 
     @abc.abstractmethod
-    def _call(
+    def _run_calls(
         self, calls: Iterable[Call], timed_out: bool, context: CallContext, changes: Changes
     ) -> Iterator[pd.DataFrame]:
         """Make the calls; yield output frames for Spark, and record changes."""
@@ -112,7 +112,7 @@ class PerKeyCaller(abc.ABC):
             return record
         return lambda value: record(None if value is None else copy(value))
 
-    def _state_tuples(self, lookup: Lookup) -> list[tuple[Any, ...] | None]:
+    def _make_state_tuples(self, lookup: Lookup) -> list[tuple[Any, ...] | None]:
         rows = lookup.rows
         columns = [
             column_to_values(column, spark.dataType, f"state column {spark.name!r}")
@@ -145,14 +145,14 @@ class PerKeyCaller(abc.ABC):
 
         named_keys = []
 
-        def whose(row: int) -> str:
+        def describe_owner(row: int) -> str:
             key = tuple(shown(key, changes.positions[row]) for key in keys)
             named_keys.append(key)
             return f" (key {format_key(key)}, {context})"
 
         try:
             columns = [
-                values_to_column(values, spark.dataType, arrow.type, f"state column {arrow.name!r}", whose)
+                values_to_column(values, spark.dataType, arrow.type, f"state column {arrow.name!r}", describe_owner)
                 for values, spark, arrow in zip(by_column, fields, self._schema.state, strict=True)
             ]
             for place, (column, arrow) in enumerate(zip(columns, self._schema.state, strict=True)):
@@ -161,7 +161,8 @@ class PerKeyCaller(abc.ABC):
                     first = int(np.argmax(missing))
                     value = (changes.values[first] or no_state)[place]
                     raise StateValueError(
-                        f"state column {arrow.name!r} is declared without NULLs and was given {value!r}{whose(first)}"
+                        f"state column {arrow.name!r} is declared without NULLs and was given {value!r}"
+                        f"{describe_owner(first)}"
                     )
         except StateValueError as error:
             if named_keys:

@@ -74,7 +74,7 @@ class RowCaller(PerKeyCaller):
         self._make_row = make_row_factory("Row", input_type.names)
         self._make_key = make_row_factory("Key", key_type.names)
 
-    def _data_calls(self, groups: Groups, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
+    def _prepare_data_calls(self, groups: Groups, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
         keys = self._keys = self._make_tuples(groups.keys, self._key_type)
         make_key, make_row = self._make_key, self._make_row
         bounds = [*groups.starts.tolist(), groups.rows.num_rows]
@@ -87,11 +87,11 @@ class RowCaller(PerKeyCaller):
             piece = groups.rows.slice(start, bounds[until] - start)
             rows = list(map(make_row, self._make_tuples(list(map(flat, piece.columns)), self._input_type)))
             for position in range(at, until):
-                mine = rows[bounds[position] - start : bounds[position + 1] - start]
-                yield position, make_key(keys[position]), mine, before[position]
+                key_rows = rows[bounds[position] - start : bounds[position + 1] - start]
+                yield position, make_key(keys[position]), key_rows, before[position]
             at = until
 
-    def _timeout_calls(self, expired: pa.RecordBatch, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
+    def _prepare_timeout_calls(self, expired: pa.RecordBatch, before: list[tuple[Any, ...] | None]) -> Iterator[Call]:
         keys = self._keys = self._make_tuples(self._schema.key_columns(expired), self._key_type)
         return ((at, self._make_key(key), [], before[at]) for at, key in enumerate(keys))
 
@@ -103,7 +103,7 @@ class RowCaller(PerKeyCaller):
         ]
         return list(zip(*values, strict=True))
 
-    def _call(
+    def _run_calls(
         self, calls: Iterable[Call], timed_out: bool, context: CallContext, changes: Changes
     ) -> Iterator[pd.DataFrame]:
         function, after_key = self._function, context.after_key
@@ -154,12 +154,12 @@ class RowCaller(PerKeyCaller):
     ) -> pa.Table:
         wrong: list[int] = []
 
-        def whose(row: int) -> str:
+        def describe_owner(row: int) -> str:
             wrong.append(row)
             return f" (in {rows[row]!r})"
 
         try:
-            return conformed(self._make_columns(rows, whose), self._fields, "the function gave")
+            return conformed(self._make_columns(rows, describe_owner), self._fields, "the function gave")
         except StateError as error:
             place: list[object] = [context]
             if wrong:
@@ -169,13 +169,13 @@ class RowCaller(PerKeyCaller):
             note_place(error, *place)
             raise
 
-    def _make_columns(self, rows: list[Any], whose: Callable[[int], str]) -> pa.Table:
+    def _make_columns(self, rows: list[Any], describe_owner: Callable[[int], str]) -> pa.Table:
         fields = self._fields
         names = ", ".join(field.name for field in fields)
         for row_type in set(map(type, rows)):
             if not issubclass(row_type, (tuple, list)):
                 at = next(at for at, row in enumerate(rows) if type(row) is row_type)
-                whose(at)
+                describe_owner(at)
                 raise ResultTypeError(
                     f"the function gave {shorten(rows[at])} ({row_type.__name__}) for a row: return, or yield, one "
                     "tuple for each output row"
@@ -186,16 +186,16 @@ class RowCaller(PerKeyCaller):
             by_column = []
         if len(by_column) != len(fields):
             at = next(at for at, row in enumerate(rows) if len(row) != len(fields))
-            whose(at)
+            describe_owner(at)
             raise ResultTypeError(f"the function gave {shorten(rows[at])} for a row; expected a tuple of {names}")
         columns = [
-            values_to_column(values, spark.dataType, field.type, f"output column {field.name!r}", whose)
+            values_to_column(values, spark.dataType, field.type, f"output column {field.name!r}", describe_owner)
             for values, spark, field in zip(by_column, self._output_type.fields, fields, strict=True)
         ]
         for column, field in zip(columns, fields, strict=True):
             if not field.nullable and column.null_count:
                 at = pc.index(column.is_null(), True).as_py()
-                whose(at)
+                describe_owner(at)
                 raise StateValueError(f"output column {field.name!r} is declared without NULLs and row {at} is NULL")
         return pa.table(columns, names=[field.name for field in fields])
 

@@ -115,11 +115,11 @@ def values_to_column(
     spark_type: DataType,
     arrow_type: pa.DataType,
     column: str,
-    whose: Callable[[int], str] = lambda row: "",
+    describe_owner: Callable[[int], str] = lambda row: "",
 ) -> pa.Array:
     """Convert Python values, such as arguments of `GroupState.update`, to an Arrow column.
 
-    `column` and `whose` are for the error's text: the column's description, and the owner of a row's value.
+    `column` and `describe_owner` are for the error's text: the column, and the owner of a row's value.
     """
     try:
         return _make_column(values, spark_type, arrow_type)
@@ -131,14 +131,14 @@ def values_to_column(
         OverflowError,
         decimal.InvalidOperation,
     ) as error:
-        culprit = _describe_culprit(values, spark_type, arrow_type, whose)
+        culprit = _describe_culprit(values, spark_type, arrow_type, describe_owner)
         why = str(error) if isinstance(error, _UnfitError) else conversion_reason(error)
         raise StateValueError(f"{column} of type {spark_type.simpleString()} cannot hold {culprit}: {why}") from error
 
 
 def _make_column(values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType) -> pa.Array:
     """Convert values as `values_to_column` does, but raise the original error."""
-    # The set of types shows whether a value is missing or needs a conversion. Floats need neither: NaN is a float.
+    # The set of types shows whether a value is missing or needs a conversion. Float columns skip this: NaN is a float.
     kinds = set() if isinstance(spark_type, _WITH_NAN) else set(map(type, values))
     if isinstance(spark_type, StringType):
         if not kinds <= _TEXT_VALUES:
@@ -309,14 +309,14 @@ def _to_decimal(value: Any) -> decimal.Decimal:
 
 
 def _describe_culprit(
-    values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType, whose: Callable[[int], str]
+    values: Sequence[Any], spark_type: DataType, arrow_type: pa.DataType, describe_owner: Callable[[int], str]
 ) -> str:
     """Describe the first value that cannot be converted alone, for the error's text."""
     for row, value in enumerate(values):
         try:
             _make_column([value], spark_type, arrow_type)
         except Exception:  # for any error, this is the value to show
-            return f"{_format_value(value)} ({type(value).__name__}){whose(row)}"
+            return f"{_format_value(value)} ({type(value).__name__}){describe_owner(row)}"
     return "these values together"
 
 

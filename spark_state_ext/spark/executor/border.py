@@ -29,13 +29,13 @@ __all__ = ["bordered", "rewrite_error"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# The worker reads it when it reports an error to the driver (`pyspark.util.handle_worker_exception`), since 4.0. The
-# process ends then, so this does not affect errors of other functions.
+# The worker reads this variable when it reports an error to the driver (`pyspark.util.handle_worker_exception`), since
+# 4.0. The process ends then, so this does not affect errors of other functions.
 _HIDE_VARIABLE = "SPARK_HIDE_TRACEBACK"
 # Frames of compiled libraries, such as pandas, name files that are not installed.
 _COMPILED = (".pyx", ".pxi", ".pxd")
 # Errors that may have no frame of the function: raised after it ended, or before it began (too few parameters).
-_MAY_LACK_FRAMES = (StateValueError, UserFunctionError)
+_MAYBE_FRAMELESS = (StateValueError, UserFunctionError)
 _RAISED = "Where it was raised:"
 
 
@@ -61,7 +61,7 @@ def _hide_frames() -> None:
 def rewrite_error(error: BaseException, function: Callable[..., Any] | None = None) -> Exception:
     """Return an error of the same class name whose text begins with its message."""
     sentence, *more = _read_message(error).split("\n")
-    own = _find_own_line(error, function) or (_find_first_line(function) if isinstance(error, _MAY_LACK_FRAMES) else [])
+    own = _find_own_line(error, function) or (_find_first_line(function) if isinstance(error, _MAYBE_FRAMELESS) else [])
     lines = [sentence, *own, *more, "", _RAISED]
     # Text that cannot be encoded would end the worker without a message.
     text = "\n".join([*lines, *_format_traceback(error)]).encode("utf-8", "backslashreplace").decode()

@@ -198,7 +198,7 @@ class _OpenCall:
         with timing(self._metrics, "read_ms"):
             bucket.read(lambda view: None)
             erased = erase_turn.carry_out(work.erase)
-        self._publish_committed(work.expires_by_ms)
+        self._record_committed(work.expires_by_ms)
         for frame in work.run(self._batch.sorter.ranges(), rows):
             # A child process that the function forked and that returned from it ends here.
             bucket.store.check_process()
@@ -210,8 +210,8 @@ class _OpenCall:
         with timing(self._metrics, "commit_ms"):
             result = self._commit(clean_ups, rows, task_end, partitioning)
             pointer = erase_turn.marked(self._stamp(result.pointer, work.get_threshold_ms()), erased)
-            at = opened.iterate_parent_folders(self._job)
-            pointer = self._process.finishing.noted(at, opened.pointer, pointer, opened.leases.check)
+            parent_folders = opened.iterate_parent_folders(self._job)
+            pointer = self._process.finishing.noted(parent_folders, opened.pointer, pointer, opened.leases.check)
         opened.close_sources()
         self._run_maintenance(pointer, clean_ups, erase_turn)
         if self._job.timeout_conf == GroupStateTimeout.ProcessingTimeTimeout:
@@ -231,8 +231,8 @@ class _OpenCall:
         if self._job.api != PANDAS:
             yield numbers_of(self._metrics)
 
-    def _publish_committed(self, expires_by_ms: int | None) -> None:
-        """Publish which checkpoint is committed to other processes of the machine: the one that Spark handed out."""
+    def _record_committed(self, expires_by_ms: int | None) -> None:
+        """Record for other processes of the machine that the checkpoint which Spark handed out is committed."""
         opened = self._opened
         batch = opened.pointer.batch if self._task.batch is None else self._info.batch - 1
         record = CommittedRecord(

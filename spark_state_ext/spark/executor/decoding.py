@@ -68,7 +68,9 @@ def _decode_payloads(
             continue
         for payload in frame["payload"]:
             if not isinstance(payload, (bytes, bytearray)):
-                raise CorruptFileError(f"a payload of bucket {outlook.info.bucket} is {type(payload).__name__}")
+                raise CorruptFileError(
+                    f"a payload of bucket {outlook.info.bucket} has the type {type(payload).__name__}, not bytes"
+                )
             payload = bytes(payload)
             if notes.take(payload):
                 continue

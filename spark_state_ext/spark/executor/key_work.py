@@ -253,9 +253,9 @@ class KeyWork:
         groups = Groups.of(table, hashes, job.key_positions, len(job.columns), schema)
         with timing(self._metrics, "lookup_ms"):
             lookup: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
-        gone = self._erased.among(groups.hashes, groups.keys)
-        if gone.any():
-            lookup = Lookup(np.where(gone, -1, lookup.index), lookup.rows)
+        is_erased = self._erased.among(groups.hashes, groups.keys)
+        if is_erased.any():
+            lookup = Lookup(np.where(is_erased, -1, lookup.index), lookup.rows)
         self._metrics.keys += groups.count
         # Rows of a key are adjacent, and all of them are in this range, as they have the same hash.
         rows_max = int(np.diff(np.append(groups.starts, table.num_rows)).max(initial=0))
@@ -285,7 +285,7 @@ class KeyWork:
     def _append_range(self, rows: SpillBuffer, pieces: list[pa.RecordBatch], after: int, upto: int) -> None:
         """Append the changed rows of a range of hashes to `rows`, with removals of erased and of expired keys.
 
-        `pieces` are ordered, newest first. Only the part of the range whose turn it is is searched for expired state.
+        `pieces` are ordered, newest first. Expired state is only searched in the part of the range whose turn it is.
         """
         together = [sorted_run(piece) for piece in pieces if piece.num_rows]
         erased = self._erased.between(after, upto)

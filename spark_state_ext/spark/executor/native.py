@@ -57,7 +57,7 @@ def look(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
         )
     entries = old.tree()
     _refuse_unknown(old, {entry.name for entry in entries})
-    # Check it before the state is read, which takes long; `reserve` reserves it later.
+    # Check the new location before the state is read, which takes long; `reserve` reserves it later.
     _refuse_nonempty(new, new.names())
     offsets, commits = _list_batches(old, _OFFSETS), _list_batches(old, _COMMITS)
     batch, planned = last_committed(offsets, commits, old.root)

@@ -122,7 +122,7 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
     # Without a host name: attempts on two hosts write the same file.
     writer = Writer(plain["query_id"], "", plain["batch"], "")
     savepoint = _open_savepoint(plain)
-    # The holds of the query's other operators too, which are copied later.
+    # Also renew the holds of the query's other operators, which wait to be copied.
     with _renew_holds([Hold(_open_query_folder(part)[1], part["hold"]) for part in plain["parts"]]):
         for batch in batches:
             for value in batch.column(0).to_pylist():
@@ -192,7 +192,7 @@ def finish(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator
     if "operator_file" in plain:
         operator = OperatorFile.decode(plain["operator_file"].encode(), "the operator of the savepoint")
         operators[operator.operator] = operator
-        # Buckets without rows of a table have no state. (All buckets of a query have a pointer, or there is an error.)
+        # A table's buckets without rows have no state. (A query's buckets all have a pointer, or there is an error.)
         with_rows = {saved.bucket for saved in buckets}
         empty = Pointer(operator.operator, 0, operator.buckets, operator.schema_id, -1, plain["watermark_ms"])
         buckets += [
