@@ -56,7 +56,7 @@ class StateBatch:
         The input rows, all columns. Rows of a key are adjacent, in the order in which they arrived at the bucket.
         Timestamps are microseconds, with zone UTC or without zone.
     keys : pyarrow.Table
-        The distinct keys, one row each: first those with rows, in the order of `rows`, then those that time out. Keys
+        The distinct keys, one row each: first keys with rows, in the order of `rows`, then keys that time out. Keys
         have their stored form: ``-0.0`` is ``0.0``.
     state : pyarrow.Table
         The state columns, one row for each key; NULL for keys without state.
@@ -301,7 +301,7 @@ class StateBatch:
         columns = [cast_column(table.column(field.name), field, "state column") for field in self._fields]
         new = pa.table(columns, schema=self.state.schema)
         if positions is None:
-            selected = None if where is None else self._selected_positions(where)
+            selected = None if where is None else self._select_positions(where)
             positions, new = self._align_rows(new, selected)
         elif where is not None:
             keep = to_mask(where, len(self))[positions]
@@ -367,7 +367,7 @@ class StateBatch:
                     self._timeout_conf, "nothing: give timeout_conf='EventTimeTimeout' or 'ProcessingTimeTimeout'"
                 )
             )
-        positions = np.arange(len(self)) if where is None else self._selected_positions(where)
+        positions = np.arange(len(self)) if where is None else self._select_positions(where)
         times, is_set = self._read_times(times_given, event_time, positions)
         what = "timestamp" if event_time else "duration"
         self._refuse_times(is_set & (times < 1), times, positions, f"a {what} must be positive")
@@ -403,7 +403,7 @@ class StateBatch:
                 f"{results.type}: cast the column to a wider decimal or to double in the query"
             )
 
-    def _selected_positions(self, where: Any) -> IndexArray:
+    def _select_positions(self, where: Any) -> IndexArray:
         return np.flatnonzero(to_mask(where, len(self)))
 
     def _align_rows(self, new: pa.Table, selected: IndexArray | None) -> tuple[IndexArray | None, pa.Table]:

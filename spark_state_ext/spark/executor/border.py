@@ -136,7 +136,7 @@ def _find_home(function: Callable[..., Any] | None) -> str:
     code = _get_code(function)
     filename = "" if code is None else code.co_filename
     home = os.path.join(os.path.dirname(filename), "")
-    # For a single module next to those of other libraries: its file.
+    # If the file lies directly in a library folder, next to other libraries: the file itself.
     return "" if not os.path.isabs(filename) else filename if home in _list_folders()[1] else home
 
 
