@@ -1,6 +1,6 @@
 """Every format of spark_state_ext: rows, runs, lineage headers, pointers, operator files.
 
-Pure encoding, decoding and checking; no file or network is touched here.
+This package only encodes, decodes and checks; it never touches a file or the network.
 """
 
 from __future__ import annotations

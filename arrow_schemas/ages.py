@@ -1,4 +1,4 @@
-"""What a pointer tells of times, where removed keys' bytes have to be gone within a time."""
+"""When a bucket's checkpoints were made: a part of pointers if removed keys must be erased within a given time."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["Ages"]
 
 @dataclass(frozen=True)
 class Ages:
-    """When a bucket's checkpoints were made. All times are those of batches by Spark, milliseconds since 1970.
+    """When a bucket's checkpoints were made. All times are Spark's batch times, in milliseconds since 1970.
 
     Parameters
     ----------
     window_ms
-        How far back a query may go, milliseconds.
+        How far back a query may go, in milliseconds.
     newest_ms
-        When the committed checkpoint was made; 0 when not known.
+        When the committed checkpoint was made; 0 if unknown.
     snapshot_ms
-        When the last snapshot was begun, or waiting for one.
+        When the last snapshot began, or the waiting for the next one.
     snapshots_wanted
-        How far the bucket is from having no removed rows in its files (`files.erasure`); 0: it has none.
+        How many more snapshots it takes until the bucket's files have no removed rows (`files.erasure`); 0: that is so.
     marks
-        Times, ascending, and the heartbeats that the pointer had then.
+        Pairs of a time and the pointer's heartbeats at that time, ascending.
     """
 
     window_ms: int
@@ -33,13 +33,13 @@ class Ages:
     marks: tuple[tuple[int, int], ...] = ()
 
     def to_plain(self) -> list[Any]:
-        """As builtin values."""
+        """Return the fields as builtin values."""
         times = [self.window_ms, self.newest_ms, self.snapshot_ms, self.snapshots_wanted]
         return [*times, [list(mark) for mark in self.marks]]
 
     @staticmethod
     def from_plain(plain: list[Any]) -> Ages:
-        """Inverse of `to_plain`; `TypeError` or `ValueError` where it cannot be."""
-        window_ms, newest_ms, snapshot_ms, wanted, marks = plain
+        """Inverse of `to_plain`; raise `TypeError` or `ValueError` if the values do not fit."""
+        window_ms, newest_ms, snapshot_ms, snapshots_left, marks = plain
         times = tuple((int(time_ms), int(heartbeats)) for time_ms, heartbeats in marks)
-        return Ages(int(window_ms), int(newest_ms), int(snapshot_ms), int(wanted), times)
+        return Ages(int(window_ms), int(newest_ms), int(snapshot_ms), int(snapshots_left), times)

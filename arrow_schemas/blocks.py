@@ -1,7 +1,7 @@
-"""Checksums of a snapshot's body: CRC-32 of each piece and of each block, and BLAKE2b of those of the blocks.
+"""Checksums of a snapshot's body: a CRC-32 of each piece and each block, and one BLAKE2b of the blocks' CRCs.
 
-A digest over everything at once can only be computed from front to back, on one core. Blocks can be checked side by
-side, and one at a time when a part of the file is used. Pieces are for who fetches little of a file from elsewhere.
+A digest over all bytes can only be computed from front to back, on one core. Blocks can be checked in parallel, or one
+at a time if only a part of the file is used. Pieces are for readers that fetch small parts of a file from elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_BYTES", "PIECE_BYTES", "BlockDigest", "CrcArray", "PieceDigest", "blocks_of_pieces", "digest_of"]
+__all__ = ["BLOCK_BYTES", "PIECE_BYTES", "BlockDigest", "CrcArray", "PieceDigest", "combine_pieces", "digest_of"]
 
 BLOCK_BYTES = 4 << 20
 PIECE_BYTES = 16 << 10
@@ -26,12 +26,12 @@ CrcArray: TypeAlias = npt.NDArray[np.uint32]
 
 
 def digest_of(crcs: Sequence[int]) -> str:
-    """BLAKE2b, 16 bytes, of the blocks' CRC-32s, each as u32, as hexadecimal digits."""
+    """Return the 16-byte BLAKE2b of the blocks' CRC-32s, each packed as u32, in hexadecimal digits."""
     return hashlib.blake2b(struct.pack(f"<{len(crcs)}I", *crcs), digest_size=16).hexdigest()
 
 
 class _Crcs:
-    """The CRC-32 of each part of bytes that arrive piecemeal; to be used as the digests of `hashlib` are."""
+    """Collects the CRC-32 of each part of bytes that arrive bit by bit; has the interface of a `hashlib` digest."""
 
     _part_bytes: int
 
@@ -39,12 +39,12 @@ class _Crcs:
         self._crcs: list[int] = []
         self._crc = 0
         self._filled = 0
-        self._taken = 0
+        self._length = 0
 
     def update(self, data: bytes | memoryview) -> None:
-        """Take more bytes."""
+        """Add bytes."""
         view = memoryview(data).cast("B")
-        self._taken += len(view)
+        self._length += len(view)
         while len(view):
             whole = 0 if self._filled else len(view) // self._part_bytes * self._part_bytes
             if whole:
@@ -59,39 +59,39 @@ class _Crcs:
                 self._crcs.append(self._crc)
                 self._crc = self._filled = 0
 
-    def _all(self) -> list[int]:
+    def _list_crcs(self) -> list[int]:
         return [*self._crcs, self._crc] if self._filled else self._crcs
 
 
 class BlockDigest(_Crcs):
-    """The digest of what arrives."""
+    """Digest of the added bytes, by blocks."""
 
     _part_bytes = BLOCK_BYTES
 
     def hexdigest(self) -> str:
-        """The digest of what has been taken so far."""
-        return digest_of(self._all())
+        """Return the digest of all bytes added so far."""
+        return digest_of(self._list_crcs())
 
 
 class PieceDigest(_Crcs):
-    """The same digest, and the CRC-32 of each piece; no byte is looked at twice."""
+    """The same digest as `BlockDigest`, and the CRC-32 of each piece; each byte is read only once."""
 
     _part_bytes = PIECE_BYTES
 
     def pieces(self) -> CrcArray:
-        """CRC-32 of each piece of what has been taken so far; the last one may be shorter."""
-        return np.array(self._all(), dtype="<u4")
+        """Return the CRC-32 of each piece of the bytes added so far; the last piece may be shorter."""
+        return np.array(self._list_crcs(), dtype="<u4")
 
     def hexdigest(self) -> str:
-        """The digest of what has been taken so far."""
-        return digest_of(blocks_of_pieces(self.pieces(), self._taken))
+        """Return the digest of all bytes added so far."""
+        return digest_of(combine_pieces(self.pieces(), self._length))
 
 
-def blocks_of_pieces(pieces: CrcArray, length: int) -> list[int]:
-    """CRC-32 of each block, by arithmetic from those of its pieces (zlib's `crc32_combine`, for all blocks at once)."""
+def combine_pieces(pieces: CrcArray, length: int) -> list[int]:
+    """Return the CRC-32 of each block, computed from its pieces' CRCs (zlib's `crc32_combine`, vectorised)."""
     if not len(pieces):
         return []
-    # In rows of a block each. What lacks at the last one's front counts for nothing: no bytes have the CRC-32 0.
+    # One row a block. Zeros pad the last row at its front: they do not change its CRC, as the CRC-32 of no bytes is 0.
     whole, last_bytes = pieces[:-1], length - (len(pieces) - 1) * PIECE_BYTES
     full, rest = divmod(len(whole), _PIECES_A_BLOCK)
     crcs = np.zeros((full + 1, _PIECES_A_BLOCK), dtype=np.uint32)
@@ -100,16 +100,16 @@ def blocks_of_pieces(pieces: CrcArray, length: int) -> list[int]:
         crcs[full, -rest:] = whole[-rest:]
     doublings = 0
     while crcs.shape[1] > 1:
-        crcs = _shifted(_pieces_after(doublings), crcs[:, ::2]) ^ crcs[:, 1::2]
+        crcs = _append_zeros(_make_piece_tables(doublings), crcs[:, ::2]) ^ crcs[:, 1::2]
         doublings += 1
-    # The file's last piece, which may be shorter.
-    crcs[-1] = _shifted(_zeros_after(last_bytes), crcs[-1]) ^ pieces[-1]
-    found: list[int] = crcs[:, 0].tolist()
-    return found
+    # Append the file's last piece, which may be shorter.
+    crcs[-1] = _append_zeros(_make_zero_tables(last_bytes), crcs[-1]) ^ pieces[-1]
+    block_crcs: list[int] = crcs[:, 0].tolist()
+    return block_crcs
 
 
-def _shifted(tables: CrcArray, crcs: CrcArray) -> CrcArray:
-    """What CRCs become where as many zeros as the tables are for follow; CRC-32 is linear."""
+def _append_zeros(tables: CrcArray, crcs: CrcArray) -> CrcArray:
+    """Return the CRCs after appending as many zero bytes as the tables stand for; CRC-32 is linear."""
     shifted: CrcArray = tables[0][crcs & 0xFF]
     for byte in range(1, 4):
         shifted = shifted ^ tables[byte][(crcs >> np.uint32(8 * byte)) & np.uint32(0xFF)]
@@ -117,24 +117,24 @@ def _shifted(tables: CrcArray, crcs: CrcArray) -> CrcArray:
 
 
 @functools.cache
-def _pieces_after(doublings: int) -> CrcArray:
-    """As `_zeros_after`, for a piece, or for two, four and so on."""
+def _make_piece_tables(doublings: int) -> CrcArray:
+    """Return the tables for appending 2**`doublings` pieces of zeros."""
     if not doublings:
-        return _zeros_after(PIECE_BYTES)
-    half = _pieces_after(doublings - 1)
-    return _tables(_shifted(half, _shifted(half, np.uint32(1) << np.arange(32, dtype=np.uint32))))
+        return _make_zero_tables(PIECE_BYTES)
+    half = _make_piece_tables(doublings - 1)
+    return _make_tables(_append_zeros(half, _append_zeros(half, np.uint32(1) << np.arange(32, dtype=np.uint32))))
 
 
 @functools.lru_cache(maxsize=8)
-def _zeros_after(count: int) -> CrcArray:
-    """For each byte of a CRC and each of its values, what becomes of it after so many zeros; u32 (4, 256)."""
+def _make_zero_tables(count: int) -> CrcArray:
+    """Return the tables for appending `count` zero bytes: a CRC's change by byte and byte value; u32 (4, 256)."""
     zeros = bytes(count)
-    none = zlib.crc32(zeros)
-    return _tables(np.array([zlib.crc32(zeros, 1 << bit) ^ none for bit in range(32)], dtype=np.uint32))
+    unseeded = zlib.crc32(zeros)
+    return _make_tables(np.array([zlib.crc32(zeros, 1 << bit) ^ unseeded for bit in range(32)], dtype=np.uint32))
 
 
-def _tables(bits: CrcArray) -> CrcArray:
-    """From what becomes of each bit."""
+def _make_tables(bits: CrcArray) -> CrcArray:
+    """Return the tables that follow from the change of each single bit."""
     tables = np.zeros((4, 256), dtype=np.uint32)
     values = np.arange(256)
     for bit, effect in enumerate(bits):

@@ -1,4 +1,4 @@
-"""Headers of our Arrow files: JSON in the schema's metadata, with a checksum of its own beside it."""
+"""Headers of our Arrow files: JSON in the schema's metadata, next to a checksum of its own."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["header_metadata", "header_text"]
 
 
 def header_metadata(key: bytes, fields: dict[str, Any]) -> dict[bytes, bytes]:
-    """Schema metadata with a header: its JSON under the key, and the checksum under ``<key>_checksum``."""
+    """Return schema metadata with a header: its JSON under the key, and its checksum under ``<key>_checksum``."""
     text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
     return {key: text, _checksum_key(key): _digest(text)}
 
 
-def header_text(metadata: Mapping[bytes, bytes] | None, key: bytes, where: str, header: str, lacking: str) -> bytes:
-    """The JSON of a header whose checksum is right."""
+def header_text(metadata: Mapping[bytes, bytes] | None, key: bytes, where: str, header: str, if_missing: str) -> bytes:
+    """Return the JSON of a header; raise `CorruptFileError` if it is missing or fails its checksum."""
     text = (metadata or {}).get(key)
     if text is None:
-        raise CorruptFileError(f"{where} has no {header}: {lacking}")
+        raise CorruptFileError(f"{where} has no {header}: {if_missing}")
     if (metadata or {}).get(_checksum_key(key)) != _digest(text):
         raise CorruptFileError(f"the {header} of {where} fails its checksum")
     return text

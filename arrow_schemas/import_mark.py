@@ -1,7 +1,7 @@
-"""What Spark's own state holds of a bucket whose state was imported, until the bucket's first call: where it lies.
+"""The import mark: what Spark's own state holds for an imported bucket until its first call. It names a savepoint.
 
-A pointer takes its place with the first batch. Until then the bucket has no state of its own, so that its first call
-begins with the savepoint; and as Spark has a state of it, Spark calls it in the first batch, with rows or without.
+The first batch replaces it by a pointer. Until then the bucket has no state of its own, so its first call begins with
+the savepoint; and because Spark holds state for the bucket, Spark calls it in the first batch even without rows.
 
 Bytes: ``b"SSEI"``, format (u16), length of the JSON (u32), the JSON, and the CRC-32 of everything before (u32); all
 little-endian.
@@ -34,9 +34,9 @@ class ImportMark:
     Parameters
     ----------
     savepoint
-        Its folder when the job was imported, for people.
+        The savepoint's folder when the job was imported. For people only.
     savepoint_id
-        Its id, 32 hexadecimal digits.
+        The savepoint's id, 32 hexadecimal digits.
     """
 
     savepoint: str
@@ -44,11 +44,11 @@ class ImportMark:
 
     @property
     def nonce(self) -> bytes:
-        """A number that all buckets of the import share, and no others."""
+        """The savepoint id as bytes: all buckets of one import share it, and other buckets do not."""
         return bytes.fromhex(self.savepoint_id)
 
     def encode(self) -> bytes:
-        """The mark's bytes."""
+        """Return the mark's bytes."""
         fields = {"savepoint": self.savepoint, "savepoint_id": self.savepoint_id}
         text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
         body = _HEAD.pack(MAGIC, IMPORT_MARK_FORMAT, len(text)) + text
@@ -56,27 +56,25 @@ class ImportMark:
 
     @staticmethod
     def decode(data: bytes) -> ImportMark | None:
-        """Read a mark; None where the bytes are none, and so are a pointer."""
+        """Decode a mark; return None if the bytes are not a mark, and so must be a pointer."""
         if not data.startswith(MAGIC):
             return None
         if len(data) < _HEAD.size + _CRC.size:
-            raise CorruptPointerError(f"the mark of an import in Spark's state is cut short: {len(data)} bytes")
+            raise CorruptPointerError(f"the import mark in Spark's state is truncated: {len(data)} bytes")
         _, version, length = _HEAD.unpack_from(data)
         if version > IMPORT_MARK_FORMAT:
             raise VersionSkewError(
-                f"the mark of an import of format {version} was found; this release reads up to {IMPORT_MARK_FORMAT}. "
-                "Use a newer release."
+                f"the import mark in Spark's state has format {version}; this release reads up to "
+                f"{IMPORT_MARK_FORMAT}. Use a newer release."
             )
         (crc,) = _CRC.unpack_from(data, len(data) - _CRC.size)
         if crc != zlib.crc32(data[: -_CRC.size]) or _HEAD.size + length + _CRC.size != len(data):
-            raise CorruptPointerError("the mark of an import in Spark's state fails its checksum")
+            raise CorruptPointerError("the import mark in Spark's state fails its checksum")
         try:
             fields = json.loads(data[_HEAD.size : _HEAD.size + length])
-            found = ImportMark(str(fields["savepoint"]), str(fields["savepoint_id"]))
+            mark = ImportMark(str(fields["savepoint"]), str(fields["savepoint_id"]))
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptPointerError(
-                f"the mark of an import in Spark's state cannot be read: {damage_in(error)}"
-            ) from error
-        if not _ID.fullmatch(found.savepoint_id):
-            raise CorruptPointerError(f"the mark of an import names a savepoint of no id: {found.savepoint_id[:40]!r}")
-        return found
+            raise CorruptPointerError(f"the import mark in Spark's state cannot be read: {damage_in(error)}") from error
+        if not _ID.fullmatch(mark.savepoint_id):
+            raise CorruptPointerError(f"the import mark has an invalid savepoint id: {mark.savepoint_id[:40]!r}")
+        return mark

@@ -1,9 +1,9 @@
 """Bucket labels: the integers whose Spark hash is 0, 1, 2, …
 
-Spark places a row by ``murmur3(label, seed 42) mod partitions``. Were buckets labelled 0…N-1, chance would put
-several on one partition and none on another. Murmur3 of a 32-bit integer is a bijection, so it can be undone:
-label *i* hashes to exactly *i*, and buckets spread evenly over any number of partitions. Labels depend on
-nothing but the bucket's number.
+Spark places a row by ``murmur3(label, seed 42) mod partitions``. If buckets were labelled 0…N-1, chance would put
+several buckets on some partitions and leave others empty. Murmur3 of a 32-bit integer is a bijection, so it can be
+inverted: the label of bucket *i* hashes to exactly *i*, and buckets spread evenly over any number of partitions. A
+label depends only on the bucket's number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _F1, _F2 = 0x85EBCA6B, 0xC2B2AE35
 
 
 def bucket_label(bucket: int) -> int:
-    """The signed 32-bit integer whose Spark hash (`hash(label)`) is `bucket`."""
+    """Return the signed 32-bit integer whose Spark hash (`hash(label)`) is `bucket`."""
     h = bucket & _MASK
     h ^= h >> 16
     h = h * pow(_F2, -1, 1 << 32) & _MASK
@@ -51,6 +51,6 @@ def _rotate(value: int, bits: int) -> int:
 
 
 def buckets_of(hashes: HashArray, buckets: int) -> IndexArray:
-    """Bucket of each hash: its high 32 bits scaled to the number of buckets, so a bucket is a range of hashes."""
-    found: IndexArray = (((hashes >> np.uint64(32)) * np.uint64(buckets)) >> np.uint64(32)).astype(np.int64)
-    return found
+    """Return each hash's bucket: its high 32 bits scaled to the number of buckets, so a bucket is a range of hashes."""
+    bucket_numbers: IndexArray = (((hashes >> np.uint64(32)) * np.uint64(buckets)) >> np.uint64(32)).astype(np.int64)
+    return bucket_numbers

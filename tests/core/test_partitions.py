@@ -503,7 +503,7 @@ def test_numbered_files(tmp_path: Path) -> None:
     assert sorted(it.name for it in tmp_path.iterdir()) == [f"partitions_{n}.json" for n in range(4)]
     (tmp_path / "partitions_3.json").unlink()
     (tmp_path / "partitions_2.json").write_bytes(b"{}")
-    with pytest.raises(CorruptFileError, match=r"partitions_2.json is no assignment .* Bring it back"):
+    with pytest.raises(CorruptFileError, match=r"partitions_2.json is not a valid assignment .* Bring it back"):
         newest_assignment(files)
 
 

@@ -102,8 +102,8 @@ def test_each_kind_of_reason(call: Any, reason: str) -> None:
 @pytest.mark.parametrize(
     ("read", "damage"),
     [
-        (lambda fields: fields["id"], "it lacks 'id'"),
-        (lambda fields: fields["n"]["deep"], "a field of it is of another type, or missing"),
+        (lambda fields: fields["id"], "its field 'id' is missing"),
+        (lambda fields: fields["n"]["deep"], "one of its fields is missing or has the wrong type"),
         (lambda fields: json.loads("{"), "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
         (lambda fields: fields["n"].to_bytes(1, "big"), "a number in it is out of range"),
     ],
@@ -111,4 +111,4 @@ def test_each_kind_of_reason(call: Any, reason: str) -> None:
 def test_what_is_wrong_with_a_file(read: Any, damage: str) -> None:
     with pytest.raises(CorruptFileError) as raised, readable("x.json", "record of a run"):
         read({"n": 300})
-    assert str(raised.value) == f"x.json is no record of a run: {damage}"
+    assert str(raised.value) == f"x.json is not a valid record of a run: {damage}"

@@ -414,7 +414,9 @@ def test_settings(root: Counted) -> None:
     files = root.child(STANDBY_FOLDER)
     data = files.get("settings.json")
     files.put("settings.json", data[:-5])
-    with pytest.raises(CorruptFileError, match=r"settings\.json is no settings of standby.*Write the settings again"):
+    with pytest.raises(
+        CorruptFileError, match=r"settings\.json is not a valid standby settings file.*Write the settings again"
+    ):
         read_settings(root)
     files.put("settings.json", data.replace(b'"format": 1', b'"format": 2'))
     with pytest.raises(VersionSkewError, match="format 2"):

@@ -265,7 +265,9 @@ class StandbyWorld:
     def _check_view(self, service: Service) -> None:
         """Of hosts that it is not cut off from; damaged records say nothing."""
         seen = {it.host: it for it in service.members.records}
-        damaged = any("damaged" in it or "is no record" in it or "checksum" in it for it in service.members.problems)
+        damaged = any(
+            "damaged" in it or "is not a valid record" in it or "checksum" in it for it in service.members.problems
+        )
         for other in self.running.values():
             if other.host in service.files.frozen or other is service:
                 continue

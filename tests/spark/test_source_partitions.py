@@ -189,7 +189,9 @@ def test_state_without_its_assignment_is_refused(spark: Any, tmp_path: Path) -> 
     path.unlink()
     refused(job, "PartitionsChangedError", r"has state by source partition, and no partitions_0\.json", rows("a", 2))
     path.write_bytes(data[:-4])
-    refused(job, "CorruptFileError", r"partitions_0\.json is no assignment of partitions.*copy of the query folder")
+    refused(
+        job, "CorruptFileError", r"partitions_0\.json is not a valid assignment of partitions.*copy of the query folder"
+    )
     path.write_bytes(data)
     assert batches_of(job) == [{"a": 2}]
 
