@@ -1,8 +1,8 @@
-"""Erase requests: keys that a user wants gone from a query's state, and what pointers and folders say of them.
+"""Erase requests: keys that a user wants removed from a query's state, and what pointers and folders record of them.
 
-A request is an Arrow file in the query folder: the keys, in normal form, and a header. It is immutable. A bucket's
-pointer has a mark: up to which request its state is without the keys. A record without keys tells when a request was
-done. `docs/format.md` gives every byte.
+A request is an immutable Arrow file in the query folder: the keys, in normal form, and a header. A bucket's pointer has
+an erase mark: the last request whose keys, and those of all requests before it, its state no longer has. When a request
+is done, a record without keys says so. `docs/format.md` gives every byte.
 """
 
 from __future__ import annotations
@@ -38,40 +38,41 @@ ERASE_FOLDER = "erase"
 _KEY = b"spark_state_ext.erase"
 _ID = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"(\d{8})\.(keys\.arrow|done\.json)")
-_MEND = "Withdraw it (withdraw_erasure), and ask for the erasure of its keys again; do not remove the file"
+_MEND = "Withdraw it (withdraw_erasure), then request the erasure of its keys again; do not remove the file"
 
 
 def request_name(number: int) -> str:
-    """Name of a request's file."""
+    """Return the name of a request's file."""
     return f"{number:08d}.keys.arrow"
 
 
 def done_name(number: int) -> str:
-    """Name of the record that a request is done."""
+    """Return the name of the record that a request is done."""
     return f"{number:08d}.done.json"
 
 
 def parse_erase_name(name: str) -> tuple[int, bool] | None:
-    """Number of a request, and whether the file is its record of being done; None for another file."""
+    """Return a request's number, and True if the file records that it is done; None for any other file."""
     match = _NAME.fullmatch(name)
     return None if match is None else (int(match[1]), match[2] == "done.json")
 
 
 @dataclass(frozen=True)
 class EraseMark:
-    """What a bucket's pointer says of erase requests.
+    """Which erase requests a bucket has dealt with; a part of its pointer.
 
     Parameters
     ----------
     through
-        Its state is without the keys of requests up to this number, but for rows that came since.
+        The bucket's state has no keys of requests up to this number, except in rows that arrived later.
     heartbeat
-        `Pointer.heartbeats` of the call that dealt with the last of them, or of a later one that did not look.
+        `Pointer.heartbeats` of the call that dealt with the last of these requests, or of a later call that did not
+        look for requests.
     settled
-        Requests up to this number were dealt with at an earlier heartbeat.
+        Requests up to this number were dealt with before that heartbeat.
     id
-        Id of the request `through`. Where the folder has another of that number, or none, the mark is of other
-        requests: it says nothing of those that are there.
+        Id of request `through`. If the folder has no request of that number, or one with another id, the mark is about
+        other requests than the ones in the folder.
     """
 
     through: int
@@ -81,44 +82,46 @@ class EraseMark:
 
     def __post_init__(self) -> None:
         if not 0 <= self.settled <= self.through:
-            raise CorruptPointerError(f"an erase mark has dealt with requests up to {self.through} and {self.settled}")
+            raise CorruptPointerError(
+                f"an erase mark must have 0 <= settled <= through, not settled={self.settled}, through={self.through}"
+            )
         if not _ID.fullmatch(self.id):
-            raise CorruptPointerError(f"an erase mark names the request {self.id!r}")
+            raise CorruptPointerError(f"an erase mark has an invalid request id: {self.id!r}")
 
     def raised(self, through: int, heartbeat: int, request_id: str) -> EraseMark:
-        """The mark of a call that has dealt with more requests."""
+        """Return the mark of a call that has dealt with more requests."""
         settled = self.through if heartbeat > self.heartbeat else self.settled
         return EraseMark(through, heartbeat, settled, request_id)
 
     def passed(self, before: int, heartbeats: int) -> EraseMark:
-        """The mark of a call that did not look for requests.
+        """Return the mark of a call that did not look for requests.
 
-        Where the calls of the next heartbeat do not look, that heartbeat does not tell that the other buckets have
-        dealt with what this one has. So the mark is as if this one had done so then.
+        If the calls of the next heartbeat do not look for requests, that heartbeat does not prove that the other
+        buckets have dealt with this one's requests. So the mark counts from the later heartbeat.
         """
         return replace(self, heartbeat=heartbeats) if before <= self.heartbeat else self
 
     def done(self, heartbeats: int) -> int:
-        """Up to which request *every* bucket has dealt with them, told by the mark of a committed pointer."""
+        """Return the last request that *every* bucket has dealt with, judged by this mark of a committed pointer."""
         return self.through if heartbeats > self.heartbeat else self.settled
 
 
 @dataclass(frozen=True)
 class EraseRequest:
-    """Keys that are to be gone from an operator's state.
+    """Keys that must be removed from an operator's state.
 
     Parameters
     ----------
     id
-        32 hexadecimal digits, random: of two who write the same number, each sees whose file is there.
+        32 random hexadecimal digits: if two processes write the same number, each sees which file won.
     operator
-        The operator.
+        Name of the operator.
     asked_ms
-        When it was made: wall-clock time, milliseconds since 1970. For people.
+        When the request was made: wall-clock time, milliseconds since 1970. For people only.
     keys
-        The keys: columns named as the operator's, in normal form (`RowSchema.normalise_keys`).
+        The keys: columns with the operator's names, in normal form (`RowSchema.normalise_keys`).
     package_version
-        Version of this package that made it.
+        Version of this package that made the request.
     """
 
     id: str
@@ -129,10 +132,10 @@ class EraseRequest:
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
-            raise CorruptFileError(f"no erase request: id {self.id!r}")
+            raise CorruptFileError(f"an erase request has an invalid id: {self.id!r}")
 
     def schema(self) -> pa.Schema:
-        """Schema of the file, with its header."""
+        """Return the schema of the file, with its header."""
         fields = {
             "format": ERASE_FORMAT,
             "id": self.id,
@@ -144,7 +147,7 @@ class EraseRequest:
 
     @staticmethod
     def of(schema: pa.Schema, batches: Iterable[pa.RecordBatch], where: str) -> EraseRequest:
-        """A request as it is read."""
+        """Decode a request from the schema and batches of its file."""
         text = header_text(schema.metadata, _KEY, where, "header of an erase request", _MEND)
         try:
             fields: Mapping[str, Any] = json.loads(text)
@@ -153,12 +156,12 @@ class EraseRequest:
             table = pa.Table.from_batches([batch.replace_schema_metadata(None) for batch in batches], plain)
             table.validate(full=True)
             rows = table.combine_chunks().to_batches()
-            none = pa.RecordBatch.from_arrays([pa.array([], field.type) for field in plain], schema=plain)
+            empty = pa.RecordBatch.from_arrays([pa.array([], field.type) for field in plain], schema=plain)
             return EraseRequest(
                 str(fields["id"]),
                 str(fields["operator"]),
                 int(fields["asked_ms"]),
-                rows[0] if rows else none,
+                rows[0] if rows else empty,
                 str(fields["package_version"]),
             )
         except StateError:
@@ -167,33 +170,33 @@ class EraseRequest:
             raise CorruptFileError(f"{where} cannot be read: {damage_in(error)}. {_MEND}.") from error
 
     def emptied(self, request_id: str | None = None) -> EraseRequest:
-        """The same without keys; of another id where one is given."""
+        """Return this request without keys, and with `request_id` if it is given."""
         return replace(self, id=request_id or self.id, keys=self.keys.slice(0, 0))
 
     def columns(self, fields: Sequence[pa.Field], where: str) -> list[pa.Array]:
-        """The key columns, where they are those of an operator."""
-        found, wanted = [column.type for column in self.keys.columns], [field.type for field in fields]
-        if found != wanted:
-            raise CorruptFileError(f"{where} has keys of the types {found}, and the operator's are {wanted}. {_MEND}.")
+        """Return the key columns; raise `CorruptFileError` unless they have the types of an operator's key fields."""
+        types, expected = [column.type for column in self.keys.columns], [field.type for field in fields]
+        if types != expected:
+            raise CorruptFileError(f"{where} has keys of types {types}, but the operator's are {expected}. {_MEND}.")
         return list(self.keys.columns)
 
 
 @dataclass(frozen=True)
 class EraseDone:
-    """That every bucket's committed state is without a request's keys. It has none of them.
+    """The record that no bucket's committed state has a request's keys. The record does not hold the keys.
 
     Parameters
     ----------
     id
-        Of the request.
+        The request's id.
     keys
-        How many keys it had.
+        How many keys the request had.
     asked_ms, done_ms
-        When it was made, and when it was known to be done: milliseconds since 1970. For people.
+        When the request was made, and when it was known to be done: milliseconds since 1970. For people only.
     heartbeat
-        `Pointer.heartbeats` of the committed pointer that told.
+        `Pointer.heartbeats` of the committed pointer that proved it.
     batch
-        The batch that made that pointer.
+        The batch that wrote that pointer.
     """
 
     id: str
@@ -204,12 +207,12 @@ class EraseDone:
     batch: int
 
     def encode(self) -> bytes:
-        """The file's bytes."""
+        """Return the file's bytes."""
         return sealed_document({"format": DONE_FORMAT, **asdict(self)})
 
     @staticmethod
     def decode(data: bytes, where: str) -> EraseDone:
-        """Read a record."""
+        """Inverse of `encode`."""
         with readable(where, "record of an erase request"):
             fields = opened_document(data, where, DONE_FORMAT)
             return EraseDone(

@@ -1,7 +1,6 @@
-"""Root of the error tree and the errors that bytes and schemas can raise.
+"""The base class of all errors, and the errors that bytes and schemas can raise.
 
-The whole tree is published as `spark_state_ext.errors`; it begins here because the formats lie below
-every other layer.
+The whole tree is published as `spark_state_ext.errors`; it begins here because all other layers use the formats.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ __all__ = [
 
 
 class StateError(Exception):
-    """Anything this package raises on purpose."""
+    """Base class of every error that this package raises on purpose."""
 
 
 # -- change the call ------------------------------------------------------------------------------
 
 
 class UsageError(StateError, ValueError):
-    """The call or the plan cannot work as written; nothing was run."""
+    """The call or the plan cannot work as written; it was not run."""
 
 
 class UnsupportedTypeError(UsageError, TypeError):
@@ -48,7 +47,7 @@ class StateValueError(UsageError):
 
 
 class ChangedJobError(StateError):
-    """The job changed in a way its stored state cannot follow; the state is untouched."""
+    """The job changed in a way that its stored state cannot follow; the state is unchanged."""
 
 
 class SchemaChangedError(ChangedJobError):
@@ -56,38 +55,38 @@ class SchemaChangedError(ChangedJobError):
 
 
 class FunctionChangedError(ChangedJobError):
-    """A built-in operator was given other parameters than those its state was made with."""
+    """A built-in operator has other parameters than the ones its state was made with."""
 
 
 class BucketCountChangedError(ChangedJobError):
-    """The job asks for another number of buckets than the state was written with."""
+    """The job asks for another number of buckets than its state has."""
 
 
 class BucketMapChangedError(ChangedJobError):
-    """The job spreads rows over its buckets in another way than the state was written with."""
+    """The job asks for another bucket map than its state has."""
 
 
 class PartitionsChangedError(ChangedJobError):
-    """The source's partitions are not those that the plan declares, or the plan's are not those of the state."""
+    """The source's partitions differ from the plan's, or the plan's differ from the state's."""
 
 
 class VersionSkewError(ChangedJobError):
-    """Client, executors or files belong to versions that do not understand each other."""
+    """The versions of client, executors and files do not understand each other."""
 
 
 # -- bytes are not what was written -----------------------------------------------------------------
 
 
 class CorruptError(StateError, ValueError):
-    """Stored bytes fail a check; nothing was read from them."""
+    """Stored bytes fail a check; they were not used."""
 
 
 class CorruptFileError(CorruptError):
-    """A checkpoint or operator file is damaged, truncated or not one of ours."""
+    """A checkpoint or operator file is damaged or truncated, or this package did not write it."""
 
 
 class CorruptPointerError(CorruptError):
-    """The pointer in Spark's state is damaged or not one of ours."""
+    """The pointer in Spark's state is damaged, or this package did not write it."""
 
 
 class LineageError(CorruptError):

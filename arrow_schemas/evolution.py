@@ -1,7 +1,7 @@
 """Changes of a state schema that stored rows can follow.
 
-Allowed: a new nullable column, NULLs where there were none, also within lists, maps and structs, and a number made
-wider so that every old value is kept exactly. All else is refused with the column and the reason.
+Allowed changes are: a new nullable column; a column that becomes nullable, also within lists, maps and structs; and a
+wider number type that holds every old value exactly. The error for any other change names the column and the reason.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _EXACT_BITS = {pa.float32(): 24, pa.float64(): 53}
 
 
 def state_change(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Field, ...]) -> bool:
-    """Whether the state schema changed, in a way that stored rows can follow.
+    """Return True if the state schema changed in a way that stored rows can follow, False if it did not change.
 
     Raises
     ------
     SchemaChangedError
-        When they cannot; names the column.
+        If stored rows cannot follow the change; the message names the column.
     """
 
     def refuse(column: str, why: str, nested: bool = False) -> SchemaChangedError:
-        allowed = "Allowed are new nullable columns and wider numbers"
+        allowed = "New nullable columns and wider numbers are allowed"
         if nested:
             allowed = (
-                "Only top-level columns may be added or widened, not what lies within a struct, array or map: keep "
-                "this column as it was, and add what is new as a column of its own"
+                "Only top-level columns may be added or widened, not fields inside a struct, array or map: do not "
+                "change this column, and add the new values as a column of their own"
             )
         return SchemaChangedError(
             f"the state of operator {operator!r} changed: column {column!r} {why}. {allowed}; or go back to the old "
@@ -44,11 +44,11 @@ def state_change(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Fi
     new = {field.name: field for field in asked}
     for field in stored:
         if field.name not in new:
-            raise refuse(field.name, "was removed (or renamed)")
+            raise refuse(field.name, "was removed or renamed")
     kept = [field.name for field in asked if field.name in old]
     if kept != [field.name for field in stored]:
         moved = next(a for a, b in zip(kept, old, strict=True) if a != b)
-        raise refuse(moved, "changed its place, and state tuples go by position")
+        raise refuse(moved, "moved, but state tuples go by position")
     changed = False
     for field in asked:
         before = old.get(field.name)
@@ -60,25 +60,25 @@ def state_change(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Fi
             if not (_widens(before.type, field.type) or _relaxes(before.type, field.type)):
                 nested = pa.types.is_nested(before.type)
                 fits = "is sure to fit" if nested else "fits"
-                why = f"was {before.type} and is now {field.type}, which not every stored value {fits}"
+                why = f"was {before.type} and is now {field.type}, but not every stored value {fits}"
                 raise refuse(field.name, why, nested)
             changed = True
         elif field.nullable and not before.nullable:
-            # Runs have place for NULLs in any case; the function must not be held to the old declaration.
+            # Stored rows allow NULLs in any case; only the function would be bound by the old declaration.
             changed = True
     return changed
 
 
 def conform(batch: pa.RecordBatch, schema: RowSchema) -> pa.RecordBatch:
-    """Rows written under an earlier operator file, as rows of `schema`.
+    """Convert rows that were written under an earlier operator file to rows of `schema`.
 
-    A column the batch lacks becomes NULL, a narrower number is widened. A batch of the schema itself is
-    returned as it is.
+    A column that the batch does not have becomes NULL, and a narrower number is widened. A batch that already has the
+    schema is returned unchanged.
     """
     if batch.schema.equals(schema.arrow, check_metadata=False):
         return batch
     fixed = schema.key_slice.stop
-    # Keys cannot change and go by position: two of them may have the same name.
+    # Keys cannot change, and go by position: two keys may have the same name.
     columns = [column.cast(field.type) for column, field in zip(batch.columns[:fixed], schema.arrow, strict=False)]
     present = {name: i for i, name in enumerate(batch.schema.names)}
     for field in list(schema.arrow)[fixed:]:
@@ -106,7 +106,7 @@ def _widens(before: pa.DataType, after: pa.DataType) -> bool:
 
 
 def _relaxes(before: pa.DataType, after: pa.DataType) -> bool:
-    """Whether a nested type is the same but for NULLs that it allows and did not."""
+    """Return True if a nested type differs only by allowing NULLs that it did not allow before."""
     types = pa.types
     if types.is_struct(before) and types.is_struct(after):
         pairs = list(zip(before, after, strict=False))

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from arrow_schemas.bucket_map import BUCKETS_MAX, HASH, PARTITION, BucketMap
-from arrow_schemas.checksum import checksum_of, whole_number
+from arrow_schemas.checksum import compute_checksum, whole_number
 from arrow_schemas.damage import damage_in
 from arrow_schemas.errors import (
     BucketCountChangedError,
@@ -149,7 +149,7 @@ class OperatorFile:
             fields["function"] = json.loads(self.function)
         if self.mapped is not None:
             fields |= {"format": OPERATOR_FORMAT, "hash": MAPPED_NAME, "bucket_map": self.mapped.to_plain()}
-        fields["checksum"] = checksum_of(fields)
+        fields["checksum"] = compute_checksum(fields)
         return json.dumps(fields, sort_keys=True, indent=1).encode() + b"\n"
 
     @staticmethod
@@ -173,7 +173,7 @@ class OperatorFile:
                     f"{where} has format {written} and hash {fields['hash']!r}; this release reads up to format "
                     f"{OPERATOR_FORMAT}, with {MAPPED_NAME!r}, and {HASH_NAME!r} before. Use a newer release."
                 )
-            if checksum != checksum_of(fields):
+            if checksum != compute_checksum(fields):
                 raise CorruptFileError(f"{where} fails its checksum")
             if not is_operator_name(fields["operator"]):
                 raise CorruptFileError(

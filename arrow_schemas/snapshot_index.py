@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from arrow_schemas.blocks import PIECE_BYTES, CrcArray, blocks_of_pieces, digest_of
+from arrow_schemas.blocks import PIECE_BYTES, CrcArray, combine_pieces, digest_of
 from arrow_schemas.errors import CorruptFileError
 
 __all__ = ["INDEX_KEY", "INDEX_PLACEHOLDER", "IndexRecord", "IndexedChunk", "SnapshotIndex"]
@@ -134,7 +134,7 @@ class SnapshotIndex:
 
     def blocks(self) -> list[int]:
         """CRC-32 of each block of the body."""
-        return blocks_of_pieces(self.pieces, self.body_bytes)
+        return combine_pieces(self.pieces, self.body_bytes)
 
     def check(self, first: int, data: bytes | memoryview, where: str) -> None:
         """Compare bytes of the body with their checksums."""

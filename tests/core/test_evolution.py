@@ -60,7 +60,7 @@ _REFUSED = [
     ("removed", _json(("n", "integer")), "'s' was removed"),
     ("renamed", _json(("n", "integer"), ("t", "string")), "'s' was removed"),
     ("new and not nullable", _json(("n", "integer"), ("s", "string"), ("new", "long", False)), "'new'.*not nullable"),
-    ("moved", _json(("s", "string"), ("n", "integer")), "'s' changed its place"),
+    ("moved", _json(("s", "string"), ("n", "integer")), "'s' moved"),
     ("narrower", _json(("n", "short"), ("s", "string")), "'n' was int32 and is now int16"),
     ("float cannot hold every int", _json(("n", "float"), ("s", "string")), "'n'"),
     ("decimal too short", _json(("n", "decimal(11,2)"), ("s", "string")), "'n'"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from arrow_schemas import OperatorFile
-from arrow_schemas.checksum import checksum_of
+from arrow_schemas.checksum import compute_checksum
 from spark_state_ext.errors import (
     BucketCountChangedError,
     CorruptFileError,
@@ -108,7 +108,7 @@ def test_a_function_of_another_form_is_no_operator_file(function: object) -> Non
 def test_numbers_out_of_range_are_a_damaged_file(name: str, value: object) -> None:
     fields = {**json.loads(_wanted().encode()), name: value}
     del fields["checksum"]
-    data = json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
+    data = json.dumps({**fields, "checksum": compute_checksum(fields)}).encode()
     newer = name == "format" and value == 10**30
     with pytest.raises(VersionSkewError if newer else CorruptFileError, match=f"{value}"):
         OperatorFile.decode(data, "operator_0.json")

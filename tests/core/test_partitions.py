@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrow_schemas.bucket_map import BY_PARTITION, BY_STREAM_AND_PARTITION, BucketMap
-from arrow_schemas.checksum import checksum_of
+from arrow_schemas.checksum import compute_checksum
 from arrow_schemas.errors import CorruptFileError, PartitionsChangedError, UsageError, VersionSkewError
 from arrow_schemas.partitions import (
     PARTITIONS_FORMAT,
@@ -450,7 +450,7 @@ def test_damaged_assignments() -> None:
 )
 def test_files_with_no_assignment(streams: object) -> None:
     fields = {"format": PARTITIONS_FORMAT, "streams": streams}
-    data = json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
+    data = json.dumps({**fields, "checksum": compute_checksum(fields)}).encode()
     with pytest.raises(CorruptFileError, match="partitions_0"):
         PartitionAssignment.decode(data, "partitions_0.json")
 

@@ -594,7 +594,7 @@ def test_the_command_tells_the_new_buckets(
     [
         ([], "give --buckets, --split or both"),
         (["--buckets", "3"], "has 3 buckets already"),
-        (["--buckets", "0"], "there is no bucket map of kind 'hash' with 0 buckets"),
+        (["--buckets", "0"], "a bucket map cannot be of kind 'hash' with 0 buckets"),
         (["--buckets", "x"], "Usage: spark-state-ext rescale"),
         (["--split", "1"], "such as 3=4, not '1'"),
         (["--split", "1=-2"], "such as 3=4, not '1=-2'"),

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from test_base_file import SCHEMA, rows_of
 
 from arrow_schemas import CheckpointRef, LineageHeader
-from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES, BlockDigest, PieceDigest, blocks_of_pieces
+from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES, BlockDigest, PieceDigest, combine_pieces
 from arrow_schemas.lineage import DELTA, SNAPSHOT, BodyRecord, file_name
 from arrow_schemas.snapshot_index import IndexedChunk, IndexRecord, SnapshotIndex
 from spark_state_ext.errors import CorruptFileError
@@ -66,7 +66,7 @@ def test_checksums_of_blocks_follow_from_those_of_pieces(length: int, more: int,
         pieces.update(data[at : at + step])
         blocks.update(memoryview(data)[at : at + step])
     expected = [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
-    assert blocks_of_pieces(pieces.pieces(), len(data)) == expected
+    assert combine_pieces(pieces.pieces(), len(data)) == expected
     assert pieces.hexdigest() == blocks.hexdigest()
 
 

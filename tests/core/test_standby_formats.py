@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arrow_schemas.checksum import checksum_of
+from arrow_schemas.checksum import compute_checksum
 from arrow_schemas.errors import CorruptFileError, StateError, UsageError, VersionSkewError
 from arrow_schemas.standby import (
     MEMBER_FORMAT,
@@ -171,7 +171,7 @@ def test_damaged_bytes_are_noticed(it: MemberRecord | StandbySettings) -> None:
 
 def _signed(fields: dict[str, Any]) -> bytes:
     fields.pop("checksum", None)
-    return json.dumps({**fields, "checksum": checksum_of(fields)}).encode()
+    return json.dumps({**fields, "checksum": compute_checksum(fields)}).encode()
 
 
 @pytest.mark.parametrize(
