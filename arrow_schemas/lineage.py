@@ -1,9 +1,9 @@
 """Checkpoint identity, and the lineage header of every delta and snapshot file.
 
-A checkpoint is named by a version, which counts commits of a bucket, and a fresh UUID, because Spark may run
-any batch several times (SPARK-49374: a linear lineage needs ids that no retry can repeat). The header is JSON
-in the Arrow schema metadata, so the first few KiB of a file tell what it is; the footer, written last, holds
-what is known only then: counts and the checksum of the body. `docs/format.md` gives every byte.
+A checkpoint's name is a version, which counts the bucket's commits, and a fresh UUID, because Spark may run any batch
+several times (SPARK-49374: a linear lineage needs ids that no retry can repeat). The header is JSON in the Arrow schema
+metadata, so the first few KiB of a file identify it. The footer, written last, holds the counts and the checksum of the
+body, which are only known then. `docs/format.md` gives every byte.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ __all__ = [
 
 DELTA = "delta"
 SNAPSHOT = "snapshot"
-# What is written of each kind. Files of format 1 are compressed and have one digest over all; snapshots of format 2 are
-# laid out so that restoring one is copying it, and those of format 3 have an index, so that a part can be fetched.
-# Snapshots of format 1 are for readers from before the first release.
+# The format that is written for each kind. Files of format 1 are compressed and have one digest over all bytes.
+# Snapshots of format 2 can be restored by copying them, and snapshots of format 3 also have an index, so that a part can
+# be fetched. Snapshots of format 1 are for readers from before the first release.
 FILE_FORMATS = {DELTA: 1, SNAPSHOT: 3}
 FILE_FORMAT_MAX = 3
 INDEX_FORMAT_MIN = 3
@@ -62,7 +62,7 @@ _BODY = re.compile(
 
 
 def new_checkpoint_id() -> str:
-    """A fresh checkpoint id: 32 lower-case hexadecimal digits, random."""
+    """Return a fresh checkpoint id: 32 random lower-case hexadecimal digits."""
     return uuid.uuid4().hex
 
 
@@ -82,14 +82,14 @@ class CheckpointRef:
 
 
 def check_ascending(refs: Sequence[CheckpointRef], where: str) -> None:
-    """Ancestors have smaller versions; so a lineage has no cycle, and following it comes to an end."""
+    """Raise `LineageError` unless the versions ascend: then a lineage has no cycle, and following it ends."""
     for older, newer in pairwise(refs):
         if older.version >= newer.version:
-            raise LineageError(f"{where}: its lineage has {newer} after {older}; versions must ascend")
+            raise LineageError(f"{where}: its lineage has {newer} after {older}, but versions must ascend")
 
 
 def file_name(ref: CheckpointRef, kind: str) -> str:
-    """Name of the file of a checkpoint, `kind` being `DELTA` or `SNAPSHOT`."""
+    """Return the name of a checkpoint's file; `kind` is `DELTA` or `SNAPSHOT`."""
     return f"{ref}.{kind}.arrow"
 
 
@@ -101,20 +101,20 @@ def parse_file_name(name: str) -> tuple[CheckpointRef, str] | None:
 
 @dataclass(frozen=True)
 class Writer:
-    """Who wrote a checkpoint, and when; for people and clean-up, never for what a load reads.
+    """Who wrote a checkpoint, and when. People and clean-up use it; loading state never does.
 
     Parameters
     ----------
     query_id, run_id, batch, host
-        As Spark told the task.
+        What Spark reported to the task.
     heartbeat
-        `Pointer.heartbeats` of the pointer that this call made; 0 when not known (before the first release).
+        `Pointer.heartbeats` of the pointer that this call made; 0 if unknown (before the first release).
     epoch
-        Number of the run, by the records of the query folder; 0 when there was none.
+        The run's epoch, by the records of the query folder; 0 if it has no record.
     told
-        Whether the task was told its batch. Else `batch` counts the bucket's calls.
+        True if the task knew its batch. Otherwise `batch` counts the bucket's calls.
     quiet
-        Whether the batch had no data, and so no heartbeat of its own. Files of earlier releases do not tell.
+        True if the batch had no data, and so no heartbeat of its own. Always False for files of earlier releases.
     """
 
     query_id: str
@@ -128,34 +128,33 @@ class Writer:
 
     def __post_init__(self) -> None:
         if not all(isinstance(number, int) for number in (self.batch, self.heartbeat, self.epoch)):
-            raise CorruptFileError(f"a writer has numbers for batch, heartbeat and epoch, not {self}")
+            raise CorruptFileError(f"batch, heartbeat and epoch of a writer must be whole numbers, not {self}")
         if not (isinstance(self.told, bool) and isinstance(self.quiet, bool)):
-            raise CorruptFileError(f"a writer is told its batch or not, which has data or not, not {self}")
+            raise CorruptFileError(f"told and quiet of a writer must be bools, not {self}")
 
 
 @dataclass(frozen=True)
 class LineageHeader:
-    """What a checkpoint file says of itself.
+    """The header of a checkpoint file.
 
     Parameters
     ----------
     kind
         `DELTA` or `SNAPSHOT`.
     operator, bucket
-        Whose state it is.
+        The operator and the bucket that the state belongs to.
     ref, parent
-        The checkpoint, and the one it was built on (None for a bucket's first).
+        The checkpoint, and the checkpoint it was built on (None for a bucket's first).
     lineage
-        Ancestors of `ref`, oldest first, beginning with the last snapshot, which may be unconfirmed; ends with
-        `parent`.
+        Ancestors of `ref`, oldest first: from the last snapshot, which may be unconfirmed, to `parent`.
     schema_id
-        Number *n* of the ``operator_<n>.json`` the rows conform to.
+        Number *n* of the ``operator_<n>.json`` that the rows conform to.
     writer
-        Who wrote it.
+        Who wrote the file.
     package_version
-        Version of this package that wrote it.
+        Version of this package that wrote the file.
     format
-        Format of the file; that of this release when none is given.
+        Format of the file; 0: the format that this release writes.
     """
 
     kind: str
@@ -171,16 +170,16 @@ class LineageHeader:
 
     def __post_init__(self) -> None:
         if self.kind not in FILE_FORMATS:
-            raise CorruptFileError(f"{self.kind!r} is no kind of checkpoint file")
+            raise CorruptFileError(f"{self.kind!r} is not a kind of checkpoint file")
         object.__setattr__(self, "format", self.format or FILE_FORMATS[self.kind])
         if (self.lineage[-1] if self.lineage else None) != self.parent:
             raise LineageError(f"the lineage of {self.ref} does not end with its parent {self.parent}")
         check_ascending((*self.lineage, self.ref), f"the {self.kind} of checkpoint {self.ref}")
 
     def encode(self) -> dict[bytes, bytes]:
-        """Schema metadata holding this header and placeholders for the body record and, with an index, its record."""
+        """Return schema metadata: this header, and placeholders for the records of the body and the index, if any."""
         writer = asdict(self.writer)
-        # Optional: files of earlier releases have none of these, and these releases do not look at them.
+        # Optional fields: files of earlier releases do not have them, and these releases ignore them.
         optional = {"epoch": writer.pop("epoch"), "untold": not writer.pop("told"), "quiet": writer.pop("quiet")}
         fields: dict[str, Any] = {
             "format": self.format,
@@ -189,10 +188,10 @@ class LineageHeader:
             "bucket": self.bucket,
             "version": self.ref.version,
             "id": self.ref.id,
-            "parent": _pair(self.parent),
-            "lineage": [_pair(ref) for ref in self.lineage],
+            "parent": _to_pair(self.parent),
+            "lineage": [_to_pair(ref) for ref in self.lineage],
             "schema_id": self.schema_id,
-            # Not the writer's, whose fields are all that readers from before the first release take.
+            # Outside of `writer`, in which readers from before the first release accept no further fields.
             "heartbeat": writer.pop("heartbeat"),
             "writer": writer,
             "package_version": self.package_version,
@@ -210,28 +209,28 @@ class LineageHeader:
 
     @property
     def has_index(self) -> bool:
-        """Whether the file has an index (`arrow_schemas.snapshot_index`)."""
+        """True if the file has an index (`arrow_schemas.snapshot_index`)."""
         return self.format >= INDEX_FORMAT_MIN
 
     @staticmethod
     def decode(metadata: Mapping[bytes, bytes] | None, where: str) -> LineageHeader:
-        """Read a header from schema metadata.
+        """Decode a header from schema metadata.
 
         Raises
         ------
         CorruptFileError
-            When there is none, its checksum differs or a field is missing or wrong.
+            If the header is missing, its checksum differs, or a field is missing or wrong.
         VersionSkewError
-            When a newer release wrote it.
+            If a newer release wrote it.
         """
         text = header_text(
             metadata, HEADER_KEY, where, "lineage header", "it is not a checkpoint file of spark_state_ext"
         )
         try:
             fields = json.loads(text)
-            # Of a whole number's type: NaN, which Python's JSON knows, is neither too small nor too large.
+            # The type must be int: Python's JSON also reads NaN, which is neither too small nor too large.
             if type(fields["format"]) is not int or fields["format"] < 1:
-                raise CorruptFileError(f"format {fields['format']} is none")
+                raise CorruptFileError(f"format {fields['format']} is not a valid format")
             if fields["format"] > FILE_FORMAT_MAX:
                 raise VersionSkewError(
                     f"{where} has file format {fields['format']}; this release reads up to {FILE_FORMAT_MAX}. "
@@ -242,10 +241,10 @@ class LineageHeader:
                 operator=fields["operator"],
                 bucket=fields["bucket"],
                 ref=CheckpointRef(fields["version"], fields["id"]),
-                parent=_ref(fields["parent"]),
+                parent=_to_ref(fields["parent"]),
                 lineage=tuple(CheckpointRef(*pair) for pair in fields["lineage"]),
                 schema_id=fields["schema_id"],
-                writer=_writer(fields),
+                writer=_decode_writer(fields),
                 package_version=fields["package_version"],
                 format=fields["format"],
             )
@@ -257,18 +256,18 @@ class LineageHeader:
 
 @dataclass(frozen=True)
 class BodyRecord:
-    """What the footer of a checkpoint file says of its body.
+    """What the footer of a checkpoint file says about its body.
 
     Parameters
     ----------
     length
-        Bytes of the file before its end-of-stream marker and footer.
+        Number of bytes before the file's end-of-stream marker and footer.
     rows, tombstones
-        Rows in the file, and how many of them are tombstones.
+        Number of rows in the file, and how many of them are tombstones.
     digest
-        Of the first `length` bytes, 32 hexadecimal digits.
+        Digest of the first `length` bytes, 32 hexadecimal digits.
     algorithm
-        `BLAKE2B`: that of all bytes, 16 bytes long. `BLOCKCRC`: see `arrow_schemas.blocks`.
+        `BLAKE2B`: one 16-byte BLAKE2b of all bytes. `BLOCKCRC`: see `arrow_schemas.blocks`.
     """
 
     length: int
@@ -278,7 +277,7 @@ class BodyRecord:
     algorithm: str = BLAKE2B
 
     def encode(self) -> bytes:
-        """Fixed-width text, so that it can replace `BODY_PLACEHOLDER` in place."""
+        """Return the record as fixed-width text, which can replace `BODY_PLACEHOLDER` in place."""
         return (
             f"length={self.length:016x} rows={self.rows:016x} tombstones={self.tombstones:016x} "
             f"{self.algorithm}={self.digest}"
@@ -286,7 +285,7 @@ class BodyRecord:
 
     @staticmethod
     def find(footer: bytes, where: str) -> BodyRecord:
-        """Find the record in the bytes of a footer, before Arrow has parsed any of them."""
+        """Find the record in the bytes of a footer that Arrow has not parsed yet."""
         match = _BODY.search(footer)
         if match is None:
             raise CorruptFileError(f"{where} has no body record in its footer: it is damaged or was not finished")
@@ -296,18 +295,18 @@ class BodyRecord:
 BODY_PLACEHOLDER = BodyRecord(0, 0, 0, "0" * 32).encode()
 
 
-def _writer(fields: Mapping[str, Any]) -> Writer:
+def _decode_writer(fields: Mapping[str, Any]) -> Writer:
     query_id, run_id, batch, host = (fields["writer"][name] for name in ("query_id", "run_id", "batch", "host"))
     # Files from before the first release, all of format 1, have no heartbeat.
     heartbeat = fields["heartbeat"] if fields["format"] > 1 else fields.get("heartbeat", 0)
-    # Release 0.1.0 took its plan's id for the query and for the run where it was not told its batch.
+    # If a task did not know its batch, release 0.1.0 wrote its plan's id as both query_id and run_id.
     told = fields.get("untold", fields["format"] == 1 and query_id == run_id) is False
     return Writer(query_id, run_id, batch, host, heartbeat, fields.get("epoch", 0), told, fields.get("quiet", False))
 
 
-def _pair(ref: CheckpointRef | None) -> list[Any] | None:
+def _to_pair(ref: CheckpointRef | None) -> list[Any] | None:
     return None if ref is None else [ref.version, ref.id]
 
 
-def _ref(pair: Any) -> CheckpointRef | None:
+def _to_ref(pair: Any) -> CheckpointRef | None:
     return None if pair is None else CheckpointRef(*pair)

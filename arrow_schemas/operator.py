@@ -1,8 +1,8 @@
 """``operator_<n>.json``: what all buckets of an operator have in common.
 
-A file is immutable and byte-identical from every writer: whichever task of the first batch comes first, the
-others find what they would have written. A change of the state schema that old rows can follow makes a file
-with the next number; rows keep the number they were written under.
+A file is immutable and byte-identical from every writer: whichever task of the first batch writes it first, the other
+tasks find what they would have written. If the state schema changes in a way that old rows can follow, a file with the
+next number is written; rows keep the number they were written under.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ __all__ = [
     "with_expiry",
 ]
 
-# With another bucket map than equal ranges; 2 with a built-in operator's parameters; without both files are as they
-# always were.
+# Format 3 has a bucket map other than equal ranges, format 2 has a built-in operator's parameters, and format 1 has
+# neither; the oldest format that can hold the contents is written.
 OPERATOR_FORMAT = 3
 _FORMAT_1, _FORMAT_2 = 1, 2
 # Spark's xxhash64 with its seed of 42 over the normalised keys; bucket = (high 32 bits * buckets) >> 32.
 HASH_NAME = "spark-xxhash64-42/high32-multiply"
-# The same hash; the bucket is told by the field `bucket_map`. Releases that know no such map refuse the name.
+# The same hash, but the field `bucket_map` decides the bucket. Releases that do not know the field refuse this name.
 MAPPED_NAME = "spark-xxhash64-42/bucket-map"
-# What stands for a column in a parameter that is more than a column's name.
+# Stands for a column in a parameter if the column is an expression and not just a name.
 EXPRESSION = "an expression"
 _NAME = re.compile(r"operator_(0|[1-9][0-9]{0,8})\.json")
 _SCHEMA_ID_MAX = 10**9 - 1
-# It becomes the name of a folder, so none leads out of the folder above.
+# An operator's name becomes the name of a folder, so it must not lead out of the folder above.
 _OPERATOR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def is_operator_name(name: object) -> bool:
-    """Whether an operator may be called so: 1 to 100 letters, digits, '.', '_' and '-', the first a letter or digit."""
+    """True for 1 to 100 letters, digits, '.', '_' and '-' that start with a letter or digit."""
     return isinstance(name, str) and _OPERATOR_NAME.fullmatch(name) is not None
 
 
 def with_expiry(state_schema: str) -> str:
-    """A state schema with the hidden column for a time to live behind its own."""
+    """Return a state schema with the hidden column for a time to live appended."""
     parsed = json.loads(state_schema)
     hidden = {"name": EXPIRES_MS, "type": "long", "nullable": True, "metadata": {}}
     return json.dumps({**parsed, "fields": [*parsed["fields"], hidden]})
 
 
 def operator_file_name(schema_id: int) -> str:
-    """Name of the operator file number `schema_id`."""
+    """Return the name of operator file number `schema_id`."""
     return f"operator_{schema_id}.json"
 
 
@@ -88,18 +88,19 @@ class OperatorFile:
     Parameters
     ----------
     operator, query_id
-        Name of the operator and id of the streaming query that owns the state.
+        Name of the operator, and id of the streaming query that owns the state.
     buckets
-        Number of buckets; bucket *i* is labelled with the integer whose Spark hash is *i* (`labels`).
+        Number of buckets; the label of bucket *i* is the integer whose Spark hash is *i* (`labels`).
     key_schema, state_schema
         `StructType.json()` of the grouping and of the state columns.
     schema_id
         Number of this file.
     function
-        Of a built-in operator, as JSON: ``{"name": …, "parameters": {name: value}}``, what the state depends on and its
-        schema does not tell. None: the user's own function, or an older release wrote the file.
+        A built-in operator's name and the parameters that its state depends on, apart from its schema, as JSON:
+        ``{"name": …, "parameters": {name: value}}``. None: the function is the user's own, or an older release wrote
+        the file.
     mapped
-        Which bucket a row belongs to, where that is not told by equal ranges of its key's hash; else None.
+        The bucket map, unless it is equal ranges of the key's hash; then None.
     """
 
     operator: str
@@ -117,23 +118,23 @@ class OperatorFile:
 
     @property
     def bucket_map(self) -> BucketMap:
-        """Which bucket a row belongs to."""
+        """The bucket map, which says which bucket a row belongs to."""
         return self.mapped or BucketMap(self.buckets)
 
     def row_schema(self) -> RowSchema:
-        """Schema of the rows written under this file."""
+        """Return the schema of rows written under this file."""
         return RowSchema(key_fields(self.key_schema), state_fields(self.state_schema))
 
     def with_expiry(self) -> OperatorFile:
-        """The same with the hidden column for a time to live behind the state's."""
+        """Return this file with the hidden column for a time to live appended to the state's."""
         return replace(self, state_schema=with_expiry(self.state_schema))
 
     def with_map(self, bucket_map: BucketMap) -> OperatorFile:
-        """The same with another bucket map."""
+        """Return this file with another bucket map."""
         return replace(self, buckets=bucket_map.buckets, mapped=None if bucket_map.kind == HASH else bucket_map)
 
     def encode(self) -> bytes:
-        """The file's bytes; equal contents give equal bytes."""
+        """Return the file's bytes; equal contents give equal bytes."""
         fields = {
             "format": _FORMAT_1 if self.function is None else _FORMAT_2,
             "operator": self.operator,
@@ -154,14 +155,14 @@ class OperatorFile:
 
     @staticmethod
     def decode(data: bytes, where: str) -> OperatorFile:
-        """Read an operator file.
+        """Decode an operator file.
 
         Raises
         ------
         CorruptFileError
-            When it is damaged.
+            If it is damaged.
         VersionSkewError
-            When a newer release wrote it.
+            If a newer release wrote it.
         """
         try:
             fields = json.loads(data)
@@ -170,14 +171,15 @@ class OperatorFile:
             name = MAPPED_NAME if written == OPERATOR_FORMAT else HASH_NAME
             if written > OPERATOR_FORMAT or fields["hash"] != name:
                 raise VersionSkewError(
-                    f"{where} has format {written} and hash {fields['hash']!r}; this release reads up to format "
-                    f"{OPERATOR_FORMAT}, with {MAPPED_NAME!r}, and {HASH_NAME!r} before. Use a newer release."
+                    f"{where} has format {written} and hash {fields['hash']!r}; this release reads format "
+                    f"{OPERATOR_FORMAT} with {MAPPED_NAME!r} and older formats with {HASH_NAME!r}. Use a newer release."
                 )
             if checksum != compute_checksum(fields):
                 raise CorruptFileError(f"{where} fails its checksum")
             if not is_operator_name(fields["operator"]):
                 raise CorruptFileError(
-                    f"{where} is of an operator {fields['operator']!r}, and none can be called so: do not use it"
+                    f"{where} names the operator {fields['operator']!r}, which is not a valid operator name: do not "
+                    "use this file"
                 )
             return OperatorFile(
                 operator=fields["operator"],
@@ -186,7 +188,7 @@ class OperatorFile:
                 key_schema=json.dumps(fields["key_schema"]),
                 state_schema=json.dumps(fields["state_schema"]),
                 schema_id=whole_number(fields, "schema_id", 0, _SCHEMA_ID_MAX),
-                function=_function_of(fields.get("function")),
+                function=_encode_function(fields.get("function")),
                 mapped=BucketMap.from_plain(fields["bucket_map"]) if written == OPERATOR_FORMAT else None,
             )
         except StateError:
@@ -195,44 +197,44 @@ class OperatorFile:
             raise CorruptFileError(f"{where} is not an operator file: {damage_in(error)}") from error
 
     def succeeded_by(
-        self, wanted: OperatorFile, *, case_sensitive: bool = False, leave_behind: bool = False
+        self, requested: OperatorFile, *, case_sensitive: bool = False, leave_behind: bool = False
     ) -> OperatorFile:
-        """The operator file to use when a job asks for `wanted` and the newest stored file is this one.
+        """Return the operator file to use if a job asks for `requested` and the newest stored file is this one.
 
         Parameters
         ----------
-        wanted
+        requested
             The operator file that the job asks for.
         case_sensitive
-            Whether Spark tells names apart that differ in case only. If not, a key may be written in another case.
+            True if Spark treats names that differ only in case as different. Otherwise a key's case may change.
         leave_behind
-            State columns that the job does not have are left behind.
+            True if state columns that the job does not have are dropped.
 
         Returns
         -------
         OperatorFile
-            This one when nothing changed; else `wanted` with the next number.
+            This file if it still fits; otherwise `requested` with the next number.
 
         Raises
         ------
         BucketCountChangedError, BucketMapChangedError, SchemaChangedError, FunctionChangedError
-            When stored rows cannot serve the job; the text says which column or parameter, and why.
+            If the job cannot use the stored rows; the message says which column or parameter is the cause, and why.
         """
-        self.refuse_other_map(wanted.bucket_map)
-        kept = self._without_columns_beside(wanted) if leave_behind else self
-        stored, asked = kept.row_schema(), wanted.row_schema()
+        self.refuse_other_map(requested.bucket_map)
+        kept = self._drop_extra_columns(requested) if leave_behind else self
+        stored, asked = kept.row_schema(), requested.row_schema()
         if stored.expires and not asked.expires:
-            # The job no longer has a time to live; the rows keep their place for it.
-            wanted = wanted.with_expiry()
-            asked = wanted.row_schema()
-        _same_keys(self.operator, stored.keys, asked.keys, case_sensitive)
-        # First, as another function mostly has another state too, and its own words say more.
-        _same_function(self.operator, self.function, wanted.function)
+            # The job no longer has a time to live, but the rows keep the column for it.
+            requested = requested.with_expiry()
+            asked = requested.row_schema()
+        _check_keys(self.operator, stored.keys, asked.keys, case_sensitive)
+        # Before the state: another function mostly has another state too, and this check's message says more.
+        _check_function(self.operator, self.function, requested.function)
         changed = state_change(self.operator, stored.state, asked.state)
         # Functions see the keys under the names that the job asks for.
         changed |= [field.name for field in stored.keys] != [field.name for field in asked.keys]
         changed |= kept.state_schema != self.state_schema
-        return replace(wanted, schema_id=self.schema_id + 1) if changed else self
+        return replace(requested, schema_id=self.schema_id + 1) if changed else self
 
     def refuse_other_map(self, asked: BucketMap) -> None:
         """Refuse a job that has another bucket map.
@@ -240,45 +242,47 @@ class OperatorFile:
         Parameters
         ----------
         asked
-            The job's.
+            The job's bucket map.
 
         Raises
         ------
         BucketCountChangedError, BucketMapChangedError
-            The text says what to give.
+            If the maps differ; the message says which argument to give.
         """
-        _same_map(self.operator, self.bucket_map, asked)
+        _check_map(self.operator, self.bucket_map, asked)
 
-    def begins(self, wanted: OperatorFile, *, leave_behind: bool = False, case_sensitive: bool = False) -> OperatorFile:
-        """The first operator file of a query that begins with the state which was written under this one.
+    def begins(
+        self, requested: OperatorFile, *, leave_behind: bool = False, case_sensitive: bool = False
+    ) -> OperatorFile:
+        """Return the first operator file of a query that begins with state which was written under this file.
 
         Parameters
         ----------
-        wanted
-            The operator file that the job asks for, which may call the operator otherwise.
+        requested
+            The operator file that the job asks for, which may give the operator another name.
         leave_behind
-            State columns that the job does not have are left behind.
+            True if state columns that the job does not have are dropped.
         case_sensitive
             As for `succeeded_by`.
 
         Returns
         -------
         OperatorFile
-            With number 0.
+            The file, with number 0.
 
         Raises
         ------
         BucketCountChangedError, BucketMapChangedError, SchemaChangedError, FunctionChangedError
-            When stored rows cannot serve the job; the text says which column or parameter, and why.
+            If the job cannot use the stored rows; the message says which column or parameter is the cause, and why.
         """
-        saved = replace(self, operator=wanted.operator, query_id=wanted.query_id, schema_id=0)
-        in_force = saved.succeeded_by(wanted, case_sensitive=case_sensitive, leave_behind=leave_behind)
-        # What is known of a built-in operator stays known where the job does not say.
+        saved = replace(self, operator=requested.operator, query_id=requested.query_id, schema_id=0)
+        in_force = saved.succeeded_by(requested, case_sensitive=case_sensitive, leave_behind=leave_behind)
+        # Keep the known built-in operator if the job does not name one.
         return replace(in_force, schema_id=0, function=in_force.function or saved.function)
 
-    def _without_columns_beside(self, wanted: OperatorFile) -> OperatorFile:
-        """The same without state columns that `wanted` does not have; that of a time to live stays."""
-        names = {field["name"] for field in json.loads(wanted.state_schema)["fields"]} | {EXPIRES_MS}
+    def _drop_extra_columns(self, requested: OperatorFile) -> OperatorFile:
+        """Return this file without state columns that `requested` does not have; the one for a time to live stays."""
+        names = {field["name"] for field in json.loads(requested.state_schema)["fields"]} | {EXPIRES_MS}
         parsed = json.loads(self.state_schema)
         kept = [field for field in parsed["fields"] if field["name"] in names]
         if len(kept) == len(parsed["fields"]):
@@ -286,16 +290,16 @@ class OperatorFile:
         return replace(self, state_schema=json.dumps({**parsed, "fields": kept}))
 
 
-def _function_of(given: Any) -> str | None:
-    """A built-in operator as it is in a file, checked."""
-    if given is None:
+def _encode_function(builtin: Any) -> str | None:
+    """Check a built-in operator that was read from a file, and return it as JSON."""
+    if builtin is None:
         return None
-    if not isinstance(given["name"], str) or not isinstance(given["parameters"], dict):
-        raise TypeError(f"no function: {given!r}")
-    return json.dumps(given, sort_keys=True)
+    if not isinstance(builtin["name"], str) or not isinstance(builtin["parameters"], dict):
+        raise TypeError(f"not a function: {builtin!r}")
+    return json.dumps(builtin, sort_keys=True)
 
 
-def _same_map(operator: str, stored: BucketMap, asked: BucketMap) -> None:
+def _check_map(operator: str, stored: BucketMap, asked: BucketMap) -> None:
     if stored == asked:
         return
     if stored.kind == asked.kind == HASH:
@@ -306,24 +310,26 @@ def _same_map(operator: str, stored: BucketMap, asked: BucketMap) -> None:
     if stored.kind == asked.kind == PARTITION:
         raise BucketMapChangedError(
             f"operator {operator!r} has its state in buckets by source partition, and "
-            f"{_other_partitions(stored, asked)}, or start from a new checkpoint location."
+            f"{_describe_other_partitions(stored, asked)}, or start from a new checkpoint location."
         )
     mend = "rescale the query with rescale=<its checkpointLocation>, " if stored.by_hash and asked.by_hash else ""
     raise BucketMapChangedError(
         f"operator {operator!r} has its state in {stored} and the job asks for {asked}"
-        f"{', which begin elsewhere' if str(stored) == str(asked) else ''}: give {stored.argument}, {mend}or start "
+        f"{' with other bounds' if str(stored) == str(asked) else ''}: give {stored.argument}, {mend}or start "
         "from a new checkpoint location."
     )
 
 
-def _other_partitions(stored: BucketMap, asked: BucketMap) -> str:
-    """What differs between two maps by partition, and what to give."""
+def _describe_other_partitions(stored: BucketMap, asked: BucketMap) -> str:
+    """Say what differs between two maps by partition, and which argument to give."""
     before, after = dict(stored.streams), dict(asked.streams)
     if before.keys() != after.keys():
-        names = [", ".join(it) or "none by name" for it in (filter(None, before), filter(None, after))]
-        return f"its streams were {names[0]}, and are now {names[1]}: give the streams as they were"
+        names = [", ".join(group) or "unnamed" for group in (filter(None, before), filter(None, after))]
+        return f"its streams were {names[0]} and are now {names[1]}: give the old streams"
     if stored.group_by != asked.group_by:
-        return f"these are grouped by {stored.group_by!r}, not {asked.group_by!r}: give group_by as it was"
+        return (
+            f"partitions are grouped by {stored.group_by!r}, not {asked.group_by!r}: give group_by={stored.group_by!r}"
+        )
     stream = next(name for name in before if before[name] != after[name])
     was, now, which = before[stream], after[stream], f" of stream {stream!r}" if stream else ""
     began = f"the state began with {was} partitions{which} and the plan says {now}"
@@ -332,14 +338,15 @@ def _other_partitions(stored: BucketMap, asked: BucketMap) -> str:
     return f"{began}: give a list for counts{which} that begins with {was}"
 
 
-def _same_function(operator: str, stored: str | None, asked: str | None) -> None:
+def _check_function(operator: str, stored: str | None, asked: str | None) -> None:
     if stored is None or asked is None:
         return
     before, after = json.loads(stored), json.loads(asked)
     if before["name"] != after["name"]:
         detail = f"it was {before['name']} and is now {after['name']}"
     else:
-        # A new aggregate is a parameter that was not there; one that is gone is a state column that is gone.
+        # Only parameters in both are compared: a new aggregate is a new parameter, and a removed one is reported as a
+        # removed state column.
         changed = [
             f"{name!r} was {was} and is now {after['parameters'][name]}"
             for name, was in before["parameters"].items()
@@ -349,14 +356,15 @@ def _same_function(operator: str, stored: str | None, asked: str | None) -> None
             return
         detail = f"of {before['name']}, {', '.join(changed)}"
         if EXPRESSION in detail:
-            detail += " (a column alone, 'v' or F.col('v'), is told by its name)"
+            detail += " (only a plain column, 'v' or F.col('v'), is shown by its name)"
     raise FunctionChangedError(
-        f"operator {operator!r} changed: {detail}. Its state was made with the old and cannot serve the new: go back "
-        "to the old, add a new aggregate under a name of its own, or start from a new checkpoint location."
+        f"operator {operator!r} changed: {detail}. Its state was made with the old function and does not fit the new "
+        "one: go back to the old function, add a new aggregate under a name of its own, or start from a new checkpoint "
+        "location."
     )
 
 
-def _same_keys(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Field, ...], case_sensitive: bool) -> None:
+def _check_keys(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Field, ...], case_sensitive: bool) -> None:
     before = [(field.name if case_sensitive else field.name.lower(), field.type) for field in stored]
     after = [(field.name if case_sensitive else field.name.lower(), field.type) for field in asked]
     if before == after:
@@ -370,6 +378,6 @@ def _same_keys(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Fiel
             detail = f"column {old.name!r} was {old.type} and is now {new.type}"
             break
     raise SchemaChangedError(
-        f"the key of operator {operator!r} changed: {detail}. Keys are found by their hash, so no change of them can "
-        "follow the stored state: group by the old columns, or start from a new checkpoint location."
+        f"the key of operator {operator!r} changed: {detail}. State is found by the hash of its key, so the key cannot "
+        "change: group by the old columns, or start from a new checkpoint location."
     )
