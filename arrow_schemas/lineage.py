@@ -44,8 +44,8 @@ __all__ = [
 DELTA = "delta"
 SNAPSHOT = "snapshot"
 # The format that is written for each kind. Files of format 1 are compressed and have one digest over all bytes.
-# Snapshots of format 2 can be restored by copying them, and snapshots of format 3 also have an index, so that a part can
-# be fetched. Snapshots of format 1 are for readers from before the first release.
+# Snapshots of format 2 can be restored by copying them. Snapshots of format 3 also have an index, so that a part can be
+# fetched. Snapshots of format 1 are for readers from before the first release.
 FILE_FORMATS = {DELTA: 1, SNAPSHOT: 3}
 FILE_FORMAT_MAX = 3
 INDEX_FORMAT_MIN = 3

@@ -1,7 +1,7 @@
-"""``partitions_<n>.json``: which bucket each partition of a source is in, where buckets go by partition.
+"""``partitions_<n>.json``: which bucket each source partition is in, for operators whose buckets go by partition.
 
-A file is immutable and byte-identical from every writer, as an operator file is. A source that grows makes a file with
-the next number; no partition ever goes to another bucket (Samza SEP-5).
+Like an operator file, a file is immutable and byte-identical from every writer. When the source grows, a file with the
+next number is written; no partition ever moves to another bucket (Samza SEP-5).
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ __all__ = [
 
 PARTITIONS_FORMAT = 1
 PARTITIONS_PAGE = "docs/operating/source-partitions.md"
-# More than any source has; what a plan declares is a table of all of them.
+# More than any source has; a plan's declaration becomes a table of all partitions, so it needs a limit.
 _PARTITIONS_MAX = 1 << 17
 _NAME = re.compile(r"partitions_(0|[1-9][0-9]{0,8})\.json")
 
-# Index of a partition, the count it is one of, and the first count → the partition that held its keys then.
+# Maps a partition, the number of partitions, and the initial number to the partition that held its keys initially.
 BeforeExpansion = Callable[[int, int, int], int]
 
 
 def partition_before_expansion(current_index: int, current_count: int, initial_count: int) -> int:
-    """Which partition held a partition's keys when the query began, where a row is in the one of its hash % count.
+    """Return the partition that held a partition's keys when the query began, if producers use hash % count.
 
     Parameters
     ----------
     current_index
-        The partition.
+        The partition's index.
     current_count
         How many partitions there are now: a multiple of `initial_count`.
     initial_count
-        How many there were when the query began.
+        How many partitions there were when the query began.
 
     Returns
     -------
     int
-        Its index, below `initial_count`.
+        The index of the partition that held the keys, below `initial_count`.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def partition_before_expansion(current_index: int, current_count: int, initial_c
 
 
 def partitions_name(number: int) -> str:
-    """Name of the assignment number `number`."""
+    """Return the file name of assignment number `number`."""
     return f"partitions_{number}.json"
 
 
@@ -75,7 +75,7 @@ def parse_partitions_name(name: str) -> int | None:
 
 
 def shown_counts(counts: Sequence[int]) -> str:
-    """Counts as a user gives them: ``[2, 4]``."""
+    """Return counts as the user writes them: ``[2, 4]``."""
     return f"[{', '.join(map(str, counts))}]"
 
 
@@ -86,13 +86,14 @@ class StreamPartitions:
     Parameters
     ----------
     stream
-        Its name; empty where nothing tells streams apart.
+        The stream's name; empty for a source without stream names.
     counts
-        How many partitions it had when the query began, and has grown to, or may grow to; ascending.
+        How many partitions the stream had when the query began, and the numbers it has grown to or may grow to;
+        ascending.
     buckets
         The bucket of every partition below the last count.
     reached
-        The largest of the counts that the stream is known to have had; 0: the first one.
+        The largest count that the stream is known to have had; 0: the first count.
     """
 
     stream: str
@@ -101,52 +102,58 @@ class StreamPartitions:
     reached: int = 0
 
     def __post_init__(self) -> None:
-        _check_counts(self.counts, _of(self.stream))
+        _check_counts(self.counts, _format_stream(self.stream))
         if self.reached == 0:
             object.__setattr__(self, "reached", self.counts[0])
         if type(self.reached) is not int or self.reached not in self.counts:
             raise UsageError(
-                f"reached{_of(self.stream)} must be one of counts={shown_counts(self.counts)}, not {self.reached!r}"
+                f"reached{_format_stream(self.stream)} must be one of counts={shown_counts(self.counts)}, "
+                f"not {self.reached!r}"
             )
-        if len(self.buckets) != self.counts[-1] or not all(type(it) is int and it >= 0 for it in self.buckets):
-            raise UsageError(f"{self.counts[-1]} partitions{_of(self.stream)} cannot be in buckets {self.buckets[:8]}")
+        if len(self.buckets) != self.counts[-1] or not all(
+            type(bucket) is int and bucket >= 0 for bucket in self.buckets
+        ):
+            raise UsageError(
+                f"{self.counts[-1]} partitions{_format_stream(self.stream)} cannot be in buckets {self.buckets[:8]}"
+            )
 
-    def grown_to(self, wanted: StreamPartitions) -> StreamPartitions:
-        """The same with the counts of a plan beside those that are known."""
-        which = _of(self.stream)
-        if wanted.counts[-1] < self.counts[-1]:
+    def grown_to(self, declared: StreamPartitions) -> StreamPartitions:
+        """Return these partitions with the counts that a plan declares added to the known counts."""
+        which = _format_stream(self.stream)
+        if declared.counts[-1] < self.counts[-1]:
             raise PartitionsChangedError(
-                f"the source has had up to {self.counts[-1]} partitions{which}, and the plan declares "
-                f"{wanted.counts[-1]} at most: give counts={shown_counts(self.counts)}{which}. Partitions never go away"
+                f"the source has had up to {self.counts[-1]} partitions{which}, but the plan declares at most "
+                f"{declared.counts[-1]}: give counts={shown_counts(self.counts)}{which}, because partitions are never "
+                "removed"
             )
-        moved = next((at for at, bucket in enumerate(self.buckets) if wanted.buckets[at] != bucket), None)
+        moved = next((at for at, bucket in enumerate(self.buckets) if declared.buckets[at] != bucket), None)
         if moved is not None:
             raise PartitionsChangedError(
-                f"partition {moved}{which} has its keys in bucket {self.buckets[moved]}, and by the plan they would be "
-                f"in bucket {wanted.buckets[moved]}, where there is no state of them: give before_expansion as it was"
+                f"partition {moved}{which} has its keys in bucket {self.buckets[moved]}, but the plan puts them in "
+                f"bucket {declared.buckets[moved]}, which has no state for them: give the old before_expansion"
             )
-        counts = tuple(sorted({*self.counts, *wanted.counts}))
-        return StreamPartitions(self.stream, counts, wanted.buckets, max(self.reached, wanted.reached))
+        counts = tuple(sorted({*self.counts, *declared.counts}))
+        return StreamPartitions(self.stream, counts, declared.buckets, max(self.reached, declared.reached))
 
     def reached_by(self, largest: int) -> StreamPartitions:
-        """The same after a batch in which `largest` is the largest partition that rows come from.
+        """Return these partitions after a batch whose rows come from partitions up to `largest`.
 
         A partition beyond the known count proves that the stream has grown, but not to which number. Only the last
-        partition of a declared count is taken as proof of that count.
+        partition of a declared count counts as proof of that count.
         """
         if largest < self.reached:
             return self
-        count = next(it for it in self.counts if it > largest)
+        count = next(larger for larger in self.counts if larger > largest)
         if largest == count - 1:
             return replace(self, reached=count)
-        which, first = _of(self.stream), self.counts[0]
+        which, first = _format_stream(self.stream), self.counts[0]
         reached = f"{{{self.stream!r}: {count}}}" if self.stream else str(count)
         raise PartitionsChangedError(
-            f"rows come from partition {largest}{which}, and none from partition {count - 1}: the source has grown "
-            f"from {self.reached} partitions, and the rows do not show whether to {count}, as the plan declares. "
-            f"Nothing of this batch was written. Look up how many partitions the source has now. If it has {count}, "
-            f"start the query again with reached={reached}. If it has another multiple of {first}, add that to counts "
-            "and give it as reached. Any other number cannot be followed, unless before_expansion is right for it: see "
+            f"rows come from partition {largest}{which}, but not from partition {count - 1}: the source has grown "
+            f"from {self.reached} partitions, but the rows do not show whether to {count}, as the plan declares. "
+            f"This batch was not written. Look up how many partitions the source has now. If it has {count}, start the "
+            f"query again with reached={reached}. If it has another multiple of {first}, add that number to counts and "
+            "give it as reached. Any other number cannot be followed, unless before_expansion is right for it: see "
             f'"A number that cannot be followed" in {PARTITIONS_PAGE}'
         )
 
@@ -158,20 +165,20 @@ class PartitionAssignment:
     Parameters
     ----------
     streams
-        Its streams, ascending by name.
+        The source's streams, ascending by name.
 
     Raises
     ------
     UsageError
-        When there is none, or they are in no order.
+        If there are no streams, or they are not in order.
     """
 
     streams: tuple[StreamPartitions, ...]
 
     def __post_init__(self) -> None:
-        names = [it.stream for it in self.streams]
+        names = [partitions.stream for partitions in self.streams]
         if not names or names != sorted(set(names)):
-            raise UsageError(f"the streams of an assignment are there once each and ascend by name, not {names!r}")
+            raise UsageError(f"the streams of an assignment must be distinct and ascend by name, not {names!r}")
 
     @staticmethod
     def declared(
@@ -180,107 +187,113 @@ class PartitionAssignment:
         before: BeforeExpansion | None,
         reached: Mapping[str, int] | None = None,
     ) -> PartitionAssignment:
-        """The assignment by the counts that a plan declares.
+        """Return the assignment for the counts that a plan declares.
 
         Parameters
         ----------
         bucket_map
-            By partition, with the first count of each stream.
+            The map by source partition, with each stream's first count.
         counts
-            All counts of each stream, by its name.
+            All counts of each stream, by the stream's name.
         before
-            Which partition held a partition's keys when the query began; None: `partition_before_expansion`, and each
-            count is a multiple of the first one.
+            The function that returns the partition that held a partition's keys when the query began; None:
+            `partition_before_expansion`, and each count must be a multiple of the first one.
         reached
-            The count that a stream is known to have had, by its name; by default the first one.
+            The count that a stream is known to have had, by the stream's name; by default the first count.
 
         Returns
         -------
         PartitionAssignment
-            With every partition below the last counts.
+            The bucket of every partition below the last counts.
 
         Raises
         ------
         UsageError
-            When a count is not more than the one before, or `before` is no such function.
+            If counts do not ascend, or `before` does not return valid partitions.
         """
         if bucket_map.kind != PARTITION:
             raise UsageError(f"partitions cannot be assigned to {bucket_map}")
-        found = []
+        partitions = []
         for stream, initial in bucket_map.streams:
-            mine = tuple(counts[stream])
-            _check_counts(mine, _of(stream))
-            held = _by_rest(mine, _of(stream)) if before is None else _by_function(mine, before, _of(stream))
+            own_counts = tuple(counts[stream])
+            _check_counts(own_counts, _format_stream(stream))
+            indices = (
+                _map_by_remainder(own_counts, _format_stream(stream))
+                if before is None
+                else _map_by_function(own_counts, before, _format_stream(stream))
+            )
             first = bucket_map.first_of(stream)
-            assert mine[0] == initial, "a map has the first counts"
-            buckets = tuple(first + it for it in held)
-            found.append(StreamPartitions(stream, mine, buckets, (reached or {}).get(stream, 0)))
-        return PartitionAssignment(tuple(found))
+            assert own_counts[0] == initial, "a map has the first counts"
+            buckets = tuple(first + index for index in indices)
+            partitions.append(StreamPartitions(stream, own_counts, buckets, (reached or {}).get(stream, 0)))
+        return PartitionAssignment(tuple(partitions))
 
     @property
     def initial(self) -> tuple[tuple[str, int], ...]:
-        """Each stream, and how many partitions it had when the state began."""
-        return tuple((it.stream, it.counts[0]) for it in self.streams)
+        """The name of each stream, and how many partitions it had when the state began."""
+        return tuple((partitions.stream, partitions.counts[0]) for partitions in self.streams)
 
-    def grown_to(self, wanted: PartitionAssignment) -> PartitionAssignment:
-        """The assignment to use when a plan asks for `wanted` and this one is recorded.
+    def grown_to(self, declared: PartitionAssignment) -> PartitionAssignment:
+        """Return the assignment to use if a plan declares `declared` and this one is recorded.
 
         Parameters
         ----------
-        wanted
-            What the plan declares.
+        declared
+            The assignment that the plan declares.
 
         Returns
         -------
         PartitionAssignment
-            This one when nothing grew.
+            The grown assignment; this one if no stream grew.
 
         Raises
         ------
         PartitionsChangedError
-            When the streams are others, one has shrunk, or a partition would go to another bucket.
+            If the streams differ, a stream has shrunk, or a partition would move to another bucket.
         """
-        if self.initial != wanted.initial:
+        if self.initial != declared.initial:
             raise PartitionsChangedError(
-                f"the state has an assignment of the streams {dict(self.initial)} (name and first number of "
-                f"partitions), and the plan declares {dict(wanted.initial)}: give streams and first counts as they were"
+                f"the state has the streams {dict(self.initial)} (names and first numbers of partitions), but the plan "
+                f"declares {dict(declared.initial)}: give the old streams and first counts"
             )
-        grown = tuple(mine.grown_to(asked) for mine, asked in zip(self.streams, wanted.streams, strict=True))
+        grown = tuple(mine.grown_to(theirs) for mine, theirs in zip(self.streams, declared.streams, strict=True))
         return self if grown == self.streams else PartitionAssignment(grown)
 
     def knows(self, largest: Mapping[str, int]) -> bool:
-        """Whether all these partitions, the largest of each stream, are below the counts that are known."""
-        return all(largest.get(it.stream, -1) < it.reached for it in self.streams)
+        """Return True if each stream's largest partition is below the count that the stream is known to have had."""
+        return all(largest.get(partitions.stream, -1) < partitions.reached for partitions in self.streams)
 
     def reached_by(self, largest: Mapping[str, int]) -> PartitionAssignment:
-        """The assignment after a batch with rows of these partitions.
+        """Return the assignment after a batch.
 
         Parameters
         ----------
         largest
-            The largest partition of each stream that rows of the batch come from.
+            The largest partition of each stream that the batch has rows of, by the stream's name.
 
         Returns
         -------
         PartitionAssignment
-            This one when no count is newly proven.
+            The assignment with the counts that the batch proves; this one if it proves no new count.
 
         Raises
         ------
         PartitionsChangedError
-            When a stream has grown, and the rows do not prove a declared count.
+            If a stream has grown, but the rows do not prove a declared count.
         """
         if self.knows(largest):
             return self
-        return PartitionAssignment(tuple(it.reached_by(largest.get(it.stream, -1)) for it in self.streams))
+        return PartitionAssignment(
+            tuple(partitions.reached_by(largest.get(partitions.stream, -1)) for partitions in self.streams)
+        )
 
     def encode(self) -> bytes:
-        """The file's bytes; equal contents give equal bytes."""
+        """Return the file's bytes; equal contents give equal bytes."""
         streams: dict[str, dict[str, Any]] = {}
-        for it in self.streams:
-            streams[it.stream] = {"counts": list(it.counts), "buckets": list(it.buckets)}
-            if it.reached != it.counts[0]:
-                streams[it.stream]["reached"] = it.reached
+        for partitions in self.streams:
+            streams[partitions.stream] = {"counts": list(partitions.counts), "buckets": list(partitions.buckets)}
+            if partitions.reached != partitions.counts[0]:
+                streams[partitions.stream]["reached"] = partitions.reached
         return sealed_document({"format": PARTITIONS_FORMAT, "streams": streams})
 
     @staticmethod
@@ -290,16 +303,16 @@ class PartitionAssignment:
         Parameters
         ----------
         data
-            The bytes.
+            The file's bytes.
         where
-            How to call them in messages.
+            Name of the file for messages.
 
         Raises
         ------
         CorruptFileError
-            When they are damaged.
+            If the bytes are damaged.
         VersionSkewError
-            When a newer release wrote them.
+            If a newer release wrote them.
         """
         mend = "Bring it back from a copy of the query folder"
         with readable(where, "assignment of partitions", mend):
@@ -309,19 +322,22 @@ class PartitionAssignment:
                     tuple(
                         StreamPartitions(
                             stream,
-                            tuple(told["counts"]),
-                            tuple(told["buckets"]),
-                            told.get("reached", told["counts"][0]),
+                            tuple(stream_fields["counts"]),
+                            tuple(stream_fields["buckets"]),
+                            stream_fields.get("reached", stream_fields["counts"][0]),
                         )
-                        for stream, told in fields["streams"].items()
+                        for stream, stream_fields in fields["streams"].items()
                     )
                 )
             except UsageError as error:
-                raise CorruptFileError(f"{where} is no assignment of partitions: {error}. {mend}") from error
+                raise CorruptFileError(f"{where} is not a valid assignment of partitions: {error}. {mend}") from error
 
     def to_plain(self) -> dict[str, Any]:
-        """As builtin values."""
-        return {it.stream: [list(it.counts), list(it.buckets), it.reached] for it in self.streams}
+        """Return the assignment as builtin values."""
+        return {
+            partitions.stream: [list(partitions.counts), list(partitions.buckets), partitions.reached]
+            for partitions in self.streams
+        }
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> PartitionAssignment:
@@ -334,54 +350,54 @@ class PartitionAssignment:
         )
 
 
-def _of(stream: str) -> str:
+def _format_stream(stream: str) -> str:
     return f" of stream {stream!r}" if stream else ""
 
 
 def _check_counts(counts: tuple[int, ...], which: str) -> None:
-    if not counts or not all(type(it) is int and 0 < it <= _PARTITIONS_MAX for it in counts):
+    if not counts or not all(type(count) is int and 0 < count <= _PARTITIONS_MAX for count in counts):
         raise UsageError(
-            f"counts{which} are numbers of partitions, from 1 to {_PARTITIONS_MAX}, not {shown_counts(counts)}"
+            f"counts{which} must be numbers of partitions from 1 to {_PARTITIONS_MAX}, not {shown_counts(counts)}"
         )
     if not all(before < after for before, after in pairwise(counts)):
-        raise UsageError(f"counts{which} ascend, as a source only grows, and {shown_counts(counts)} do not")
+        raise UsageError(f"counts{which} must ascend, because a source only grows, but {shown_counts(counts)} do not")
 
 
-def _by_rest(counts: tuple[int, ...], which: str) -> list[int]:
+def _map_by_remainder(counts: tuple[int, ...], which: str) -> list[int]:
     first = counts[0]
     for count in counts[1:]:
         if count % first:
             raise UsageError(
-                f"counts{which} has {count}, which is no multiple of the first number, {first}: with {count} "
+                f"counts{which} has {count}, which is not a multiple of the first number, {first}: with {count} "
                 "partitions a key may move to a partition whose bucket does not have its state. If the source has not "
-                f"grown, let it grow to {2 * first} or another multiple. If it has {count} partitions already, it "
-                f'cannot be followed: see "A number that cannot be followed" in {PARTITIONS_PAGE}. Give '
-                "before_expansion if the producer partitions otherwise"
+                f"grown yet, let it grow to {2 * first} or another multiple. If it already has {count} partitions, it "
+                f'cannot be followed: see "A number that cannot be followed" in {PARTITIONS_PAGE}. If the producer '
+                "does not partition by hash % count, give before_expansion"
             )
     return [partition_before_expansion(index, counts[-1], counts[0]) for index in range(counts[-1])]
 
 
-def _by_function(counts: tuple[int, ...], before: BeforeExpansion, which: str) -> list[int]:
+def _map_by_function(counts: tuple[int, ...], before: BeforeExpansion, which: str) -> list[int]:
     initial = counts[0]
-    held: list[int] = []
+    answers: list[int] = []
     for count in counts:
         for index in range(count):
             try:
-                found = before(index, count, initial)
+                answer = before(index, count, initial)
             except Exception as error:
                 raise UsageError(
                     f"before_expansion({index}, {count}, {initial}){which} raised {type(error).__name__}: {error}"
                 ) from error
-            told = f"before_expansion({index}, {count}, {initial}){which} is {found!r}"
-            if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < initial:
-                raise UsageError(f"{told}, and must be a whole number from 0 to {initial - 1}")
-            if index < initial and found != index:
-                raise UsageError(f"{told}, and must be {index}: what was there when the query began is where it was")
-            if index < len(held) and held[index] != found:
+            call = f"before_expansion({index}, {count}, {initial}){which} is {answer!r}"
+            if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < initial:
+                raise UsageError(f"{call}, but must be a whole number from 0 to {initial - 1}")
+            if index < initial and answer != index:
+                raise UsageError(f"{call}, but must be {index}: a partition that was there at first keeps its index")
+            if index < len(answers) and answers[index] != answer:
                 raise UsageError(
-                    f"{told}, and for a smaller count it was {held[index]}: no row tells which count it was written "
-                    "under, so a partition has one answer for all of them"
+                    f"{call}, but for a smaller count it was {answers[index]}: rows do not show which count they were "
+                    "written under, so a partition must have one answer for all counts"
                 )
-            if index == len(held):
-                held.append(found)
-    return held
+            if index == len(answers):
+                answers.append(answer)
+    return answers

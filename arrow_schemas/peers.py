@@ -1,9 +1,9 @@
-"""What a peer is asked for pieces of a snapshot, and what it answers: bodies of Arrow Flight actions.
+"""Questions to peers for pieces of a snapshot, and their answers: the bodies of Arrow Flight actions.
 
 A question is a proof and a JSON document; an answer is a proof, a status and the bytes of some pieces. A proof is a
-keyed BLAKE2b: only who has the secret can make one, and the secret itself never goes over the line. Each answer proves
-to be one to this very question, so nobody without the secret can put bytes in their place. What they are worth is told
-by the checksums of the store's index alone. `docs/format.md` gives every byte.
+keyed BLAKE2b: making one needs the secret, which itself is never sent. The proof of an answer also covers its question,
+so bytes cannot be replaced without the secret. Whether the bytes are right is checked only with the checksums in the
+store's index. `docs/format.md` gives every byte.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = [
 
 PEER_FORMAT = 1
 PIECES_ACTION = "spark_state_ext.pieces"
-# Of one question: its own bytes, its ranges, pieces of a range, and bytes of all answers to it.
+# Limits of one question: its own bytes, its ranges, the pieces of a range, and the bytes of all its answers.
 QUESTION_BYTES_MAX = 128 << 10
 RANGES_MAX = 1024
 RANGE_PIECES_MAX = BLOCK_BYTES // PIECE_BYTES
 ANSWER_BYTES_MAX = 16 << 20
 NONCE_BYTES = 16
-# The peer does not have that snapshot (any more); it has too much to do.
+# Statuses: the answer has the pieces; the peer does not have the snapshot, or no longer; the peer is too busy.
 GIVEN, GONE, BUSY = range(3)
 _STATUSES = frozenset({GIVEN, GONE, BUSY})
 _PROOF_BYTES = 16
@@ -58,7 +58,7 @@ _ORDER = struct.Struct("<IB")
 
 @dataclass(frozen=True)
 class PeerSecret:
-    """What those that give and those that ask have in common. No text that is made of one shows it.
+    """The secret that peers and the processes that ask them share. Its `repr` does not show it.
 
     Parameters
     ----------
@@ -70,27 +70,27 @@ class PeerSecret:
 
     @staticmethod
     def of(text: str) -> PeerSecret:
-        """That of a text, without white space around it."""
+        """Return the secret for a text; white space around the text is ignored."""
         stripped = text.strip()
         if len(stripped) < _SECRET_CHARACTERS_MIN:
             raise UsageError(
                 f"the secret of peers has {len(stripped)} characters: take at least {_SECRET_CHARACTERS_MIN}, such as "
-                "those of `openssl rand -hex 32`, the same for services and executors"
+                "the output of `openssl rand -hex 32`, and use the same secret for services and executors"
             )
         return PeerSecret(hashlib.sha256(stripped.encode()).digest())
 
     def proof(self, what: bytes, *parts: bytes | memoryview) -> bytes:
-        """A proof of bytes."""
+        """Return the proof of some bytes."""
         digest = hashlib.blake2b(key=self.key, digest_size=_PROOF_BYTES, person=what)
         for part in parts:
             digest.update(part)
         return digest.digest()
 
     def check(self, proof: bytes | memoryview, what: bytes, *parts: bytes | memoryview) -> None:
-        """See that a proof is one, in a time that does not tell how wrong it is."""
+        """Raise `CorruptFileError` unless a proof is right; the time this takes does not reveal how wrong it is."""
         if not hmac.compare_digest(bytes(proof), self.proof(what, *parts)):
             raise CorruptFileError(
-                f"{what.decode()} of a peer fails its proof: the two have different secrets, or bytes were changed"
+                f"{what.decode()} of a peer fails its proof: both sides have different secrets, or bytes were changed"
             )
 
 
@@ -99,20 +99,20 @@ _QUESTION, _ANSWER = b"a question", b"an answer"
 
 @dataclass(frozen=True)
 class PeerQuestion:
-    """Which pieces of which snapshot.
+    """A question for some pieces of one snapshot.
 
     Parameters
     ----------
     key
-        Of which bucket.
+        The snapshot's bucket.
     ref
-        Of which checkpoint.
+        The snapshot's checkpoint.
     body_digest
-        What the snapshot's footer says of its body: a file of the same name with other bytes is another one.
+        The digest of the body in the snapshot's footer: a file of the same name with other bytes is another snapshot.
     ranges
-        Numbers of pieces, first and end. The answers come in their order.
+        Ranges of piece numbers: first and end, which is exclusive. Answers come in the same order.
     nonce
-        Random, so that no answer is one to another question.
+        Random bytes, so that an answer cannot be used for another question.
     """
 
     key: BucketKey
@@ -123,22 +123,24 @@ class PeerQuestion:
 
     def __post_init__(self) -> None:
         operator, query_folder, bucket = self.key
-        names = all(isinstance(it, str) and it for it in (operator, query_folder))
+        names = all(isinstance(name, str) and name for name in (operator, query_folder))
         if not names or not _is_count(bucket) or not _is_count(self.ref.version) or not isinstance(self.ref.id, str):
-            raise UsageError(f"a peer is asked for a checkpoint of a bucket, not for {self.key!r} at {self.ref!r}")
+            raise UsageError(f"a question must name a bucket and a checkpoint, not {self.key!r} and {self.ref!r}")
         if not isinstance(self.body_digest, str) or _DIGEST.fullmatch(self.body_digest) is None:
-            raise UsageError(f"a body has a digest of 32 hexadecimal digits, not {self.body_digest!r}")
+            raise UsageError(f"the body digest of a question must be 32 hexadecimal digits, not {self.body_digest!r}")
         if not isinstance(self.nonce, bytes) or len(self.nonce) != NONCE_BYTES:
-            raise UsageError(f"a question has a nonce of {NONCE_BYTES} bytes")
+            raise UsageError(f"the nonce of a question must be {NONCE_BYTES} bytes")
         if not 0 < len(self.ranges) <= RANGES_MAX:
-            raise UsageError(f"a question has 1 to {RANGES_MAX} ranges, not {len(self.ranges)}")
+            raise UsageError(f"a question must have 1 to {RANGES_MAX} ranges, not {len(self.ranges)}")
         if not all(map(_is_range, self.ranges)):
-            raise UsageError(f"a range has 1 to {RANGE_PIECES_MAX} pieces, from a first one on")
+            raise UsageError(
+                f"each range of a question must be a first number and an end, of 1 to {RANGE_PIECES_MAX} pieces"
+            )
         if sum(end - first for first, end in self.ranges) * PIECE_BYTES > ANSWER_BYTES_MAX:
-            raise UsageError(f"a question is for {ANSWER_BYTES_MAX} bytes at most")
+            raise UsageError(f"a question must ask for at most {ANSWER_BYTES_MAX} bytes")
 
     def encode(self, secret: PeerSecret) -> bytes:
-        """The body of the action."""
+        """Return the body of the action."""
         fields = {
             "format": PEER_FORMAT,
             "operator": self.key.operator,
@@ -147,7 +149,7 @@ class PeerQuestion:
             "version": self.ref.version,
             "id": self.ref.id,
             "body_digest": self.body_digest,
-            "ranges": [list(it) for it in self.ranges],
+            "ranges": [list(bounds) for bounds in self.ranges],
             "nonce": self.nonce.hex(),
         }
         data = json.dumps(fields).encode()
@@ -163,13 +165,13 @@ class PeerQuestion:
         secret.check(data[:_PROOF_BYTES], _QUESTION, text)
         try:
             with readable(where, "question"):
-                return _question(json.loads(text), where)
+                return _decode_question(json.loads(text), where)
         except UsageError as error:
-            raise CorruptFileError(f"{where} cannot be right: {error}") from error
+            raise CorruptFileError(f"{where} is not valid: {error}") from error
         raise AssertionError("unreachable: readable raises what it catches")
 
 
-def _question(fields: dict[str, Any], where: str) -> PeerQuestion:
+def _decode_question(fields: dict[str, Any], where: str) -> PeerQuestion:
     refuse_newer(fields["format"], PEER_FORMAT, where)
     ranges = tuple((first, end) for first, end in fields["ranges"])
     key = BucketKey(fields["operator"], fields["query_folder"], fields["bucket"])
@@ -179,12 +181,12 @@ def _question(fields: dict[str, Any], where: str) -> PeerQuestion:
 
 @dataclass(frozen=True)
 class PeerAnswer:
-    """The pieces of one range, or why there are none.
+    """The pieces of one range, or the reason why the peer does not give them.
 
     Parameters
     ----------
     status
-        `GIVEN`, `GONE` or `BUSY`. After one of the last two there is no further answer.
+        `GIVEN`, `GONE` or `BUSY`. `GONE` and `BUSY` end the answers.
     data
         The bytes of the pieces.
     """
@@ -193,7 +195,7 @@ class PeerAnswer:
     data: bytes | memoryview = b""
 
     def encode(self, secret: PeerSecret, nonce: bytes, number: int) -> bytes:
-        """The body of a result."""
+        """Return the body of a result."""
         order = _ORDER.pack(number, self.status)
         return b"".join((secret.proof(_ANSWER, nonce, order, self.data), order[-1:], self.data))
 
@@ -201,7 +203,7 @@ class PeerAnswer:
     def decode(data: memoryview, secret: PeerSecret, nonce: bytes, number: int) -> PeerAnswer:
         """Inverse of `encode`."""
         if len(data) <= _PROOF_BYTES or data[_PROOF_BYTES] not in _STATUSES:
-            raise CorruptFileError(f"an answer of a peer has {len(data)} bytes, and no status")
+            raise CorruptFileError(f"an answer of a peer has {len(data)} bytes and no valid status")
         answer = PeerAnswer(data[_PROOF_BYTES], data[_PROOF_BYTES + 1 :])
         order = _ORDER.pack(number, answer.status)
         secret.check(data[:_PROOF_BYTES], _ANSWER, nonce, order, answer.data)
@@ -209,17 +211,17 @@ class PeerAnswer:
 
 
 def in_questions(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Ranges of pieces, each of the size that a question may have, as those of one question after the other."""
-    some: list[tuple[int, int]] = []
+    """Yield the ranges of one question after the other; each of `ranges` must fit into a question."""
+    batch: list[tuple[int, int]] = []
     pieces = 0
     for first, end in ranges:
-        if some and (len(some) == RANGES_MAX or (pieces + end - first) * PIECE_BYTES > ANSWER_BYTES_MAX):
-            yield tuple(some)
-            some, pieces = [], 0
-        some.append((first, end))
+        if batch and (len(batch) == RANGES_MAX or (pieces + end - first) * PIECE_BYTES > ANSWER_BYTES_MAX):
+            yield tuple(batch)
+            batch, pieces = [], 0
+        batch.append((first, end))
         pieces += end - first
-    if some:
-        yield tuple(some)
+    if batch:
+        yield tuple(batch)
 
 
 def _is_count(value: object) -> bool:

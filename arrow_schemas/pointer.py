@@ -1,15 +1,15 @@
-"""The pointer: what Spark's own state holds of a bucket.
+"""The pointer: what Spark's own state holds for a bucket.
 
-Spark commits it atomically with the batch and hands every retry and restart the pointer of the batch before, so
-it is the commit log (`docs/design`). It holds deltas that are not durable elsewhere yet, tells which backend has
-confirmed what, and counts the bucket's calls and heartbeats, which clean-up goes by.
+Spark commits the pointer atomically with the batch and hands every retry and restart the pointer of the batch before,
+so it is the commit log (`docs/design`). It holds deltas that are not durable elsewhere yet, records which backend has
+confirmed what, and counts the bucket's calls and heartbeats, which clean-up needs.
 
 Format 1 is what the project wrote before its first release: one backend, committed synchronously; every delta that the
 pointer names, and the snapshot that its lineage begins with, are durable before Spark sees the pointer. It is still
-written where that is asked for, with or without the newer fields beside it, so that a job can go back. Format 2 has
-neither a claim nor origins, as no query of its time began with the state of another. Format 3 has no erase mark, and is
-written where there is none, so that a query which was never asked to erase keys can go back to a release that knows no
-more. Format 4 has no parents, and is written where there are none and an erase mark is.
+written on request, with or without the newer fields in a field of their own, so that a job can go back. Format 2 has no
+claim and no origins, because queries could not begin with another query's state then. Format 3 has no erase mark; it is
+written if there is none, so that a query that never erased keys can go back to a release that only knows format 3.
+Format 4 has no parents; it is written if there is an erase mark but no parents.
 
 Bytes: ``b"SSEP"``, format (u16), length of the JSON part (u32), the JSON part, the inline deltas' bytes one
 after the other, and the CRC-32 of everything before (u32); all little-endian.
@@ -33,12 +33,12 @@ from arrow_schemas.lineage import DELTA, CheckpointRef, check_ascending, file_na
 __all__ = ["BOTH", "POINTER_FORMAT", "V1", "V2", "InlineDelta", "LineageEntry", "Pointer", "ReplicationStatus"]
 
 POINTER_FORMAT = 5
-# What is written and read: format 1, the present format, or format 1 with what format 2 has more beside it.
+# What is written and read: format 1, the present format, or format 1 with the newer fields in a field of their own.
 V1, V2, BOTH = "v1", "v2", "both"
 _FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4 = 1, 2, 3, 4
-_BESIDE = "v2"
-# Fields of format 1: those that have the same name in format 2, and the others. Its `markers` and `inline` are empty.
-_IN_BOTH = ("operator", "bucket", "buckets", "schema_id", "batch", "watermark_ms", "rows", "earliest_timeout_ms")
+_NEWER_KEY = "v2"
+# Fields of format 1 that have the same name in format 2, and the others. Its `markers` and `inline` are empty.
+_SAME_NAMES = ("operator", "bucket", "buckets", "schema_id", "batch", "watermark_ms", "rows", "earliest_timeout_ms")
 _FORMAT_1_NAMES = {"home": "query_folder", "timeout_floor": "timer_low_watermark"}
 _MAGIC = b"SSEP"
 _HEAD = struct.Struct("<4sHI")
@@ -56,7 +56,7 @@ class LineageEntry:
     size_bytes
         Size of its delta file.
     heartbeat
-        `Pointer.heartbeats` of the pointer that its call made; 0 when not known (format 1).
+        `Pointer.heartbeats` of the pointer that its call made; 0 if unknown (format 1).
     """
 
     ref: CheckpointRef
@@ -66,16 +66,16 @@ class LineageEntry:
 
 @dataclass(frozen=True)
 class InlineDelta:
-    """A delta file in the pointer itself, as it is not durable elsewhere.
+    """A delta file within the pointer, because it is not durable elsewhere yet.
 
     Parameters
     ----------
     ref
-        Its checkpoint.
+        The delta's checkpoint.
     data
         The file's bytes.
     made_ms
-        When it was made: wall-clock time, milliseconds since 1970.
+        When the file was made: wall-clock time, milliseconds since 1970.
     heartbeat
         `Pointer.heartbeats` of the pointer that its call made.
     """
@@ -87,7 +87,7 @@ class InlineDelta:
 
     @property
     def name(self) -> str:
-        """Name of the file."""
+        """The name of the file."""
         return file_name(self.ref, DELTA)
 
 
@@ -98,9 +98,11 @@ class ReplicationStatus:
     Parameters
     ----------
     through
-        It has every delta up to this checkpoint's, from `since` on. None: it has none, and there was nothing before.
+        The backend has every delta from `since` up to this checkpoint's. None: it has no delta, because none was made
+        before.
     since
-        It is catching up: it has everything once the full snapshot of this checkpoint has arrived. None: it has.
+        The backend bootstraps: it is complete only when the full snapshot of this checkpoint has arrived. None: it is
+        complete.
     """
 
     through: CheckpointRef | None
@@ -114,60 +116,61 @@ class Pointer:
     Parameters
     ----------
     operator, bucket, buckets
-        Whose state; `buckets` is the operator's number of buckets.
+        The operator and the bucket that the state belongs to, and the operator's number of buckets.
     schema_id
         Number of the ``operator_<n>.json`` in force.
     batch
-        Micro-batch that wrote this pointer (where tasks are not told theirs: the number of calls before).
+        Micro-batch that wrote this pointer; the number of earlier calls if tasks do not know their batch.
     watermark_ms
-        That batch's watermark; the next batch's late rows are judged by it. None: no watermark.
+        That batch's watermark, which decides which rows of the next batch are late. None: no watermark.
     query_folder
         Folder of the state below ``<root>/<operator>``: the query's id.
     lineage
-        Checkpoints since the last snapshot, which may be unconfirmed: that one first, the committed one last. Empty: no
-        state yet.
+        Checkpoints since the last snapshot, which may be unconfirmed: the snapshot's first, the committed one last.
+        Empty: no state yet.
     parent
-        The checkpoint that the committed one was built on; None for the first, and where format 1 did not tell.
+        The checkpoint that the committed one was built on; None for the first, and if format 1 did not record it.
     calls
-        Calls of the bucket so far, this pointer's included.
+        Number of the bucket's calls so far, including this pointer's.
     heartbeats
-        How many of them came with a heartbeat, which reaches either every bucket in a batch or none. So parallel
-        lineages, which may differ in what timeouts call them, have the same number in the same batch.
+        How many of these calls had a heartbeat. In each batch all buckets get one or none does, so parallel lineages,
+        which timeouts may call at different times, have the same number in the same batch.
     retained, retained_heartbeat
-        The most batches that Spark was told to retain, so far as that matters still, and the last heartbeat at which it
-        was.
+        The largest number of batches that Spark was configured to retain, as far as that still matters, and the last
+        heartbeat at which it was configured so.
     snapshots_missed
-        Unconfirmed snapshots in a row that never arrived.
+        Number of unconfirmed snapshots in a row that never arrived.
     rows
         Upper bound of the bucket's live rows.
     timer_low_watermark_ms, timer_low_watermark_version
-        Rows of checkpoints older than the version that time out before that time have been dealt with.
+        A time and a version: rows of older checkpoints that time out before that time have been dealt with.
     earliest_timeout_ms
         Lower bound of the bucket's next processing-time timeout, or None.
     replication
-        What each replica has, by the backend's name; a backend that is not named has nothing that can be relied on.
+        What each replica has, by the backend's name; files of a backend that is not in it cannot be relied on.
     markers
-        ``{backend: {store: marker}}``: where that lies, in the backend's own words.
+        ``{backend: {store: marker}}``: where those files lie, in the backend's own words.
     inline
-        Deltas that not every backend has confirmed, oldest first.
+        Deltas that some backend has not confirmed yet, oldest first.
     partitioning
-        A run, and the number of partitions over which its calls found the buckets spread (`commit`). None: not known.
+        A run of the query, and the number of partitions over which Spark spread the buckets in its calls (`commit`).
+        None: unknown.
     made_by
-        The Spark application that wrote this pointer. None: not known.
+        The Spark application that wrote this pointer. None: unknown.
     ages
-        When its checkpoints were made, where removed keys' bytes have to be gone within a time.
+        When the checkpoints were made, if removed keys must be erased within a given time.
     claim
-        Id of the query's claim to a query folder that another query began; None where it is the query's own.
+        Id of the query's claim to a query folder that another query began; None if the folder is the query's own.
     origins
-        Operators that wrote files of the lineage under another name, which stands in these files' headers.
+        Other names of the operator under which files of the lineage were written; these files' headers have them.
     erased
-        Which erase requests the state is without the keys of; None: there was none.
+        The erase mark: which erase requests' keys the state no longer has. None: no request so far.
     parents
-        The checkpoint that a rescaled bucket began with, whose state is that of parts of other buckets (`rescale`).
-        None: it is noted that a backend holds the bucket's state without these, or there were none.
+        The checkpoint that a rescaled bucket began with; its state is parts of other buckets (`rescale`). None: a
+        backend is known to hold the bucket's state without these parts, or there were no parts.
     epoch
-        Number of the run that wrote the pointer, by the records of its query folder; 0 where it is not known, as in
-        format 1. Optional in every other format, as older releases do not look at it.
+        Epoch of the run that wrote the pointer, by the records of its query folder; 0 if unknown, as in format 1.
+        Optional in every other format, because older releases ignore it.
     """
 
     operator: str
@@ -205,7 +208,7 @@ class Pointer:
         where = f"the pointer of bucket {self.bucket} of operator {self.operator!r}"
         check_ascending(refs, where)
         if len(refs) > 1 and self.parent not in (None, refs[-2]):
-            raise LineageError(f"{where}: {refs[-1]} was built on {self.parent} and its lineage says {refs[-2]}")
+            raise LineageError(f"{where}: {refs[-1]} was built on {self.parent}, but its lineage says {refs[-2]}")
         check_ascending([delta.ref for delta in self.inline], f"the inline deltas of {where}")
 
     @property
@@ -215,43 +218,43 @@ class Pointer:
 
     @property
     def version(self) -> int:
-        """Version of the committed checkpoint; 0 while the bucket has no state."""
+        """The version of the committed checkpoint; 0 while the bucket has no state."""
         return self.lineage[-1].ref.version if self.lineage else 0
 
     def encode(self, write: str = V2) -> bytes:
-        """The pointer's bytes.
+        """Return the pointer's bytes.
 
         Parameters
         ----------
         write
-            `V2`: the present format, or an older one that has place for all there is. `V1`: format 1, which has no
-            place for inline deltas and means that a snapshot of the lineage's first checkpoint is there. `BOTH`: format
-            1 with the other fields beside it, which releases that know format 1 only do not look at.
+            `V2`: the present format, or an older one that can hold all fields. `V1`: format 1, which cannot hold inline
+            deltas and implies that a snapshot of the lineage's first checkpoint exists. `BOTH`: format 1 with the other
+            fields in a field of their own, which releases that only know format 1 ignore.
         """
         if write == V2:
-            written = _FORMAT_3 if self.erased is None else _FORMAT_4
-            written = written if self.parents is None else POINTER_FORMAT
-            return _sealed(written, self._plain(), [delta.data for delta in self.inline])
+            pointer_format = _FORMAT_3 if self.erased is None else _FORMAT_4
+            pointer_format = pointer_format if self.parents is None else POINTER_FORMAT
+            return _seal(pointer_format, self._to_plain(), [delta.data for delta in self.inline])
         if self.inline:
-            raise ValueError("format 1 of the pointer has no place for inline deltas")
+            raise ValueError("format 1 of the pointer cannot hold inline deltas")
         if self.claim is not None or self.origins:
-            raise ValueError("format 1 of the pointer has no place for a claim or for origins")
+            raise ValueError("format 1 of the pointer cannot hold a claim or origins")
         if self.erased is not None:
-            raise ValueError("format 1 of the pointer has no place for an erase mark")
+            raise ValueError("format 1 of the pointer cannot hold an erase mark")
         if self.parents is not None:
-            raise ValueError("format 1 of the pointer has no place for parents")
-        fields = self._plain()
+            raise ValueError("format 1 of the pointer cannot hold parents")
+        fields = self._to_plain()
         del fields["claim"], fields["origins"]
-        text = {name: fields.pop(name) for name in _IN_BOTH}
-        text |= {old: fields.pop(name) for old, name in _FORMAT_1_NAMES.items()}
+        old_fields = {name: fields.pop(name) for name in _SAME_NAMES}
+        old_fields |= {old: fields.pop(name) for old, name in _FORMAT_1_NAMES.items()}
         entries = fields.pop("lineage")
-        text |= {"lineage": [entry[:3] for entry in entries], "markers": {}, "inline": []}
+        old_fields |= {"lineage": [entry[:3] for entry in entries], "markers": {}, "inline": []}
         if write == BOTH:
-            text[_BESIDE] = {"lineage_heartbeats": [entry[3] for entry in entries], **fields}
-        return _sealed(_FORMAT_1, text, [])
+            old_fields[_NEWER_KEY] = {"lineage_heartbeats": [entry[3] for entry in entries], **fields}
+        return _seal(_FORMAT_1, old_fields, [])
 
-    def _plain(self) -> dict[str, Any]:
-        """The fields of the present format as builtin values."""
+    def _to_plain(self) -> dict[str, Any]:
+        """Return the fields of the present format as builtin values."""
         return {
             "operator": self.operator,
             "bucket": self.bucket,
@@ -263,13 +266,15 @@ class Pointer:
             "rows": self.rows,
             "timer_low_watermark": [self.timer_low_watermark_ms, self.timer_low_watermark_version],
             "earliest_timeout_ms": self.earliest_timeout_ms,
-            "lineage": [[it.ref.version, it.ref.id, it.size_bytes, it.heartbeat] for it in self.lineage],
-            "parent": _pair(self.parent),
+            "lineage": [[entry.ref.version, entry.ref.id, entry.size_bytes, entry.heartbeat] for entry in self.lineage],
+            "parent": _to_pair(self.parent),
             "calls": self.calls,
             "heartbeats": self.heartbeats,
             "retained": [self.retained, self.retained_heartbeat],
             "snapshots_missed": self.snapshots_missed,
-            "replication": {name: [_pair(it.through), _pair(it.since)] for name, it in self.replication.items()},
+            "replication": {
+                name: [_to_pair(status.through), _to_pair(status.since)] for name, status in self.replication.items()
+            },
             "markers": self.markers,
             "inline": [[d.ref.version, d.ref.id, len(d.data), d.made_ms, d.heartbeat] for d in self.inline],
             "partitioning": None if self.partitioning is None else list(self.partitioning),
@@ -277,50 +282,50 @@ class Pointer:
             "ages": None if self.ages is None else self.ages.to_plain(),
             "claim": self.claim,
             "origins": list(self.origins),
-            **self._only_newer(),
+            **self._newer_to_plain(),
         }
 
-    def _only_newer(self) -> dict[str, Any]:
-        """Fields that formats up to 3 do not have, and the epoch, which is optional."""
+    def _newer_to_plain(self) -> dict[str, Any]:
+        """Return the fields that formats up to 3 do not have, and the epoch, which is optional."""
         epoch = {"epoch": self.epoch} if self.epoch else {}
-        erased = None if self.erased is None else list(asdict(self.erased).values())
+        mark = None if self.erased is None else list(asdict(self.erased).values())
         if self.parents is not None:
-            return {"erased": erased, "parents": _pair(self.parents), **epoch}
-        return epoch if erased is None else {"erased": erased, **epoch}
+            return {"erased": mark, "parents": _to_pair(self.parents), **epoch}
+        return epoch if mark is None else {"erased": mark, **epoch}
 
     @staticmethod
     def decode(data: bytes, read: str = V2) -> Pointer:
-        """Read a pointer.
+        """Decode a pointer.
 
         Parameters
         ----------
         data
             What `encode` returned.
         read
-            `V1`: only what format 1 has counts, whatever stands beside it. `V2`: everything.
+            `V1`: use only the fields of format 1, and ignore newer ones. `V2`: use all fields.
 
         Raises
         ------
         CorruptPointerError
-            When the bytes are damaged or not a pointer.
+            If the bytes are damaged or not a pointer.
         VersionSkewError
-            When a newer release wrote it, or one that was told to write what this one is told not to read.
+            If a newer release wrote the pointer, or it is not of format 1 and `read` is `V1`.
         """
         if len(data) < _HEAD.size + _CRC.size or not data.startswith(_MAGIC):
             raise CorruptPointerError(
-                f"{len(data)} bytes in Spark's state are no pointer of spark_state_ext: the Spark checkpoint belongs "
-                "to another operator. Use a new checkpoint location."
+                f"{len(data)} bytes in Spark's state are not a pointer of spark_state_ext: the Spark checkpoint "
+                "belongs to another operator. Use a new checkpoint location."
             )
         _, version, length = _HEAD.unpack_from(data)
         if version > POINTER_FORMAT:
             raise VersionSkewError(
-                f"a pointer of format {version} was found; this release reads up to {POINTER_FORMAT}. Use a "
+                f"a pointer in Spark's state has format {version}; this release reads up to {POINTER_FORMAT}. Use a "
                 "newer release."
             )
         if read == V1 and version != _FORMAT_1:
             raise VersionSkewError(
-                f"a pointer of format {version} was found and pointer_read='v1' reads format 1 only. Read 'v2', and "
-                "write 'v1' or 'both' for a batch before you go back to reading 'v1'."
+                f"a pointer in Spark's state has format {version}, but pointer_read='v1' only reads format 1. Read "
+                "'v2', and write 'v1' or 'both' for a batch before you go back to reading 'v1'."
             )
         (crc,) = _CRC.unpack_from(data, len(data) - _CRC.size)
         if crc != zlib.crc32(data[: -_CRC.size]):
@@ -328,7 +333,7 @@ class Pointer:
         try:
             fields = json.loads(data[_HEAD.size : _HEAD.size + length])
             if version == _FORMAT_1:
-                fields = _as_format_2(fields, read)
+                fields = _convert_format_1(fields, read)
             if version <= _FORMAT_2:
                 fields = {**fields, "claim": None, "origins": []}
             if version <= _FORMAT_3:
@@ -342,73 +347,73 @@ class Pointer:
             raise CorruptPointerError(f"a pointer in Spark's state cannot be read: {damage_in(error)}") from error
 
 
-def _sealed(pointer_format: int, fields: dict[str, Any], blobs: list[bytes]) -> bytes:
+def _seal(pointer_format: int, fields: dict[str, Any], blobs: list[bytes]) -> bytes:
     text = json.dumps(fields, separators=(",", ":")).encode()
     body = b"".join([_HEAD.pack(_MAGIC, pointer_format, len(text)), text, *blobs])
     return body + _CRC.pack(zlib.crc32(body))
 
 
-def _pair(ref: CheckpointRef | None) -> list[Any] | None:
+def _to_pair(ref: CheckpointRef | None) -> list[Any] | None:
     return None if ref is None else [ref.version, ref.id]
 
 
-def _ref(pair: list[Any] | None) -> CheckpointRef | None:
+def _to_ref(pair: list[Any] | None) -> CheckpointRef | None:
     return None if pair is None else CheckpointRef(*pair)
 
 
-def _as_format_2(fields: dict[str, Any], read: str) -> dict[str, Any]:
-    """The fields of a pointer of format 1; what it lacks stands beside it, or is not known."""
-    beside = fields.pop(_BESIDE, None)
+def _convert_format_1(fields: dict[str, Any], read: str) -> dict[str, Any]:
+    """Convert the fields of format 1 to format 2; fields that it does not have come from `_NEWER_KEY`, if at all."""
+    newer_fields = fields.pop(_NEWER_KEY, None)
     if fields["markers"] or fields["inline"]:
         raise CorruptPointerError("a pointer of format 1 has no markers and no inline deltas")
-    found = {name: fields[name] for name in _IN_BOTH}
-    found |= {name: fields[old] for old, name in _FORMAT_1_NAMES.items()}
+    converted = {name: fields[name] for name in _SAME_NAMES}
+    converted |= {name: fields[old] for old, name in _FORMAT_1_NAMES.items()}
     entries = [[version, checkpoint_id, size_bytes] for version, checkpoint_id, size_bytes in fields["lineage"]]
-    if beside is not None and read == V2:
-        heartbeats = beside.pop("lineage_heartbeats")
+    if newer_fields is not None and read == V2:
+        heartbeats = newer_fields.pop("lineage_heartbeats")
         lineage = [[*entry, heartbeat] for entry, heartbeat in zip(entries, heartbeats, strict=True)]
-        return {**beside, **found, "lineage": lineage}
+        return {**newer_fields, **converted, "lineage": lineage}
     parent = entries[-2][:2] if len(entries) > 1 else None
     unknown = {"calls": 0, "heartbeats": 0, "retained": [0, 0], "snapshots_missed": 0, "replication": {}, "markers": {}}
     unknown |= {"inline": [], "partitioning": None, "made_by": None, "ages": None}
-    return {**found, **unknown, "lineage": [[*entry, 0] for entry in entries], "parent": parent}
+    return {**converted, **unknown, "lineage": [[*entry, 0] for entry in entries], "parent": parent}
 
 
-def _replication_status(values: list[Any]) -> ReplicationStatus:
+def _decode_status(values: list[Any]) -> ReplicationStatus:
     through, since = values
-    return ReplicationStatus(_ref(through), _ref(since))
+    return ReplicationStatus(_to_ref(through), _to_ref(since))
 
 
-def _partitioning(values: list[Any] | None) -> tuple[str, int] | None:
+def _decode_partitioning(values: list[Any] | None) -> tuple[str, int] | None:
     if values is None:
         return None
     run, partitions = values
     return str(run), int(partitions)
 
 
-def _erase_mark(values: list[Any] | None) -> EraseMark | None:
+def _decode_erase_mark(values: list[Any] | None) -> EraseMark | None:
     if values is None:
         return None
     through, heartbeat, settled, request_id = values
     return EraseMark(int(through), int(heartbeat), int(settled), str(request_id))
 
 
-def _inline(announced: list[list[Any]], blobs: bytes) -> tuple[InlineDelta, ...]:
-    found: list[InlineDelta] = []
+def _decode_inline(entries: list[list[Any]], blobs: bytes) -> tuple[InlineDelta, ...]:
+    deltas: list[InlineDelta] = []
     offset = 0
-    for version, checkpoint_id, size, made_ms, heartbeat in announced:
+    for version, checkpoint_id, size, made_ms, heartbeat in entries:
         if size < 0:
             raise CorruptPointerError(f"a pointer announces an inline delta of {size} bytes")
         ref = CheckpointRef(version, checkpoint_id)
-        found.append(InlineDelta(ref, blobs[offset : offset + size], int(made_ms), int(heartbeat)))
+        deltas.append(InlineDelta(ref, blobs[offset : offset + size], int(made_ms), int(heartbeat)))
         offset += size
     if offset != len(blobs):
-        raise CorruptPointerError(f"a pointer announces {offset} bytes of inline deltas and holds {len(blobs)}")
-    return tuple(found)
+        raise CorruptPointerError(f"a pointer announces {offset} bytes of inline deltas but holds {len(blobs)}")
+    return tuple(deltas)
 
 
 def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
-    """A pointer of the fields of the present format."""
+    """Return the pointer that has the given fields of the present format."""
     low_watermark_ms, low_watermark_version = fields["timer_low_watermark"]
     retained, retained_heartbeat = fields["retained"]
     return Pointer(
@@ -427,21 +432,21 @@ def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
         timer_low_watermark_ms=low_watermark_ms,
         timer_low_watermark_version=low_watermark_version,
         earliest_timeout_ms=fields["earliest_timeout_ms"],
-        parent=_ref(fields["parent"]),
+        parent=_to_ref(fields["parent"]),
         calls=fields["calls"],
         heartbeats=fields["heartbeats"],
         retained=retained,
         retained_heartbeat=retained_heartbeat,
         snapshots_missed=fields["snapshots_missed"],
-        replication={str(name): _replication_status(values) for name, values in fields["replication"].items()},
+        replication={str(name): _decode_status(values) for name, values in fields["replication"].items()},
         markers=fields["markers"],
-        inline=_inline(fields["inline"], blobs),
-        partitioning=_partitioning(fields["partitioning"]),
+        inline=_decode_inline(fields["inline"], blobs),
+        partitioning=_decode_partitioning(fields["partitioning"]),
         made_by=fields["made_by"],
         ages=None if fields["ages"] is None else Ages.from_plain(fields["ages"]),
         claim=None if fields["claim"] is None else str(fields["claim"]),
         origins=tuple(str(name) for name in fields["origins"]),
-        erased=_erase_mark(fields["erased"]),
-        parents=_ref(fields["parents"]),
+        erased=_decode_erase_mark(fields["erased"]),
+        parents=_to_ref(fields["parents"]),
         epoch=whole_number({"epoch": 0, **fields}, "epoch", 0),
     )

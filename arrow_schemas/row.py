@@ -1,14 +1,14 @@
-"""The row of a run: what one key's state looks like in Arrow.
+"""The row of a run: one key's state in Arrow.
 
 A run is a set of rows sorted by ``key_hash``, at most one row a key. Columns, in order:
 
 ==================  ==================  ============================================================
 ``key_hash``        uint64              hash of the key, see `spark_state_ext.spark.shuffle.pack`
-``key.<name>``      the key's type      one column a grouping column
-``state.<name>``    the state's type    one column a state column, NULL where ``defined`` is false
+``key.<name>``      the key's type      one column for each grouping column
+``state.<name>``    the state's type    one column for each state column, NULL if ``defined`` is false
 ``timeout_ms``      int64, may be NULL  when the key times out, milliseconds since 1970
 ``defined``         bool                the key has a state value (false: only a timeout is set)
-``deleted``         bool                tombstone: the key is gone, older runs' rows of it are void
+``deleted``         bool                tombstone: the key was removed, its rows in older runs are void
 ==================  ==================  ============================================================
 """
 
@@ -30,10 +30,10 @@ KEY_HASH = "key_hash"
 TIMEOUT_MS = "timeout_ms"
 DEFINED = "defined"
 DELETED = "deleted"
-# The number of a row's bucket, which readers show.
+# Column in which readers show the number of a row's bucket.
 BUCKET = "bucket"
-# The last state column of operators whose state has a time to live, hidden from functions: when the row expires,
-# milliseconds since 1970 by the clock of the time to live, or NULL for never.
+# The last state column of operators whose state has a time to live; functions do not see it. It says when the row
+# expires: milliseconds since 1970 by the clock of the time to live, or NULL for never.
 EXPIRES_MS = "__expires_ms"
 
 
@@ -44,7 +44,7 @@ class RowSchema:
     Parameters
     ----------
     keys, state
-        Arrow fields of the grouping and of the state columns, in normal form (`spark_types`).
+        Arrow fields of the grouping columns and of the state columns, in normal form (`spark_types`).
     """
 
     keys: tuple[pa.Field, ...]
@@ -66,18 +66,18 @@ class RowSchema:
 
     @property
     def expires(self) -> bool:
-        """Whether rows have the hidden column `EXPIRES_MS`."""
+        """True if rows have the hidden column `EXPIRES_MS`."""
         return bool(self.state) and self.state[-1].name == EXPIRES_MS
 
     def without_expiry(self) -> RowSchema:
-        """The schema without the hidden column."""
+        """Return the schema without the hidden column."""
         return RowSchema(self.keys, self.state[:-1]) if self.expires else self
 
     def shown_names(self) -> list[str]:
-        """Names of the key and state columns as readers see them, without the hidden column; no two are equal.
+        """Return distinct names of the key and state columns for readers, without the hidden column.
 
-        A name that several columns have is told apart as in checkpoint files: ``key.<name>`` and ``state.<name>``, and
-        by a number if two keys share it.
+        If several columns share a name, they are called ``key.<name>`` and ``state.<name>``, as in checkpoint files,
+        with a number if two keys share it.
         """
         columns = [("key", field.name) for field in self.keys]
         columns += [("state", field.name) for field in self.without_expiry().state]
@@ -101,24 +101,24 @@ class RowSchema:
         return slice(1 + len(self.keys), 1 + len(self.keys) + len(self.state))
 
     def key_columns(self, batch: pa.RecordBatch) -> list[pa.Array]:
-        """Key columns of a batch that has this schema."""
+        """Return the key columns of a batch that has this schema."""
         return list(batch.columns[self.key_slice])
 
     def state_columns(self, batch: pa.RecordBatch) -> list[pa.Array]:
-        """State columns of a batch that has this schema."""
+        """Return the state columns of a batch that has this schema."""
         return list(batch.columns[self.state_slice])
 
     def normalise_keys(self, columns: Sequence[pa.Array]) -> list[pa.Array]:
-        """Key columns in their stored form: normal types, ``-0.0`` as ``0.0``, each NaN the same NaN."""
+        """Return key columns in their stored form: normal types, ``-0.0`` as ``0.0``, all NaNs as one NaN."""
         return [normal_array(column, field.type) for column, field in zip(columns, self.keys, strict=True)]
 
     def empty(self) -> pa.RecordBatch:
-        """A batch of no rows."""
+        """Return a batch without rows."""
         return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in self.arrow], schema=self.arrow)
 
 
 def normal_array(column: pa.Array, data_type: pa.DataType) -> pa.Array:
-    """`column` as `data_type`, its floats in one canonical form, so that equal keys are equal bytes."""
+    """Return `column` as `data_type`, with floats in one canonical form, so that equal keys have equal bytes."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     if column.type != data_type and normal_type(column.type) == normal_type(data_type):
@@ -127,7 +127,7 @@ def normal_array(column: pa.Array, data_type: pa.DataType) -> pa.Array:
         # Field names and nullability of nested types may differ; values may not.
         column = column.cast(data_type, safe=True)
     if pa.types.is_floating(data_type):
-        # x + 0.0 turns -0.0 into 0.0; NaNs are compared as such (`equality`), never by their bits.
+        # x + 0.0 turns -0.0 into 0.0. `equality` treats all NaNs as equal, whatever their bits.
         return pc.add(column, pa.scalar(0.0, data_type))
     if pa.types.is_struct(data_type) and _holds_floats(data_type):
         mask = column.is_null()

@@ -1,8 +1,8 @@
-"""A savepoint's manifest: what belongs to it, and where a job that starts from it goes on.
+"""A savepoint's manifest: the files that belong to it, and the point from which a job that starts from it goes on.
 
-One row a bucket: its pointer, from which everything is taken that names a place, and the files that loading it needs,
-by names relative to the savepoint. What all buckets share stands in the header, JSON in the schema's metadata. The
-idea of a snapshot that belongs to the user is Flink's (FLIP-193); `docs/format.md` gives every byte.
+It has one row for each bucket: the bucket's pointer, without everything that names a place, and the files that loading
+it needs, by their names relative to the savepoint. The header, JSON in the schema's metadata, has what all buckets
+share. The idea of a snapshot that belongs to the user is Flink's (FLIP-193). `docs/format.md` gives every byte.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 SAVEPOINT_FORMAT = 1
 MANIFEST_NAME = "savepoint.arrow"
-# Files as they were; or one compacted snapshot a bucket.
+# A native savepoint has copies of the query's files, a canonical one has one compacted snapshot for each bucket.
 NATIVE, CANONICAL = "native", "canonical"
 _FORMS = (NATIVE, CANONICAL)
 _HEADER_KEY = b"spark_state_ext.savepoint"
@@ -56,11 +56,11 @@ class SavedFile:
     Parameters
     ----------
     name
-        Its name in the bucket's folder, ``<operator>/<bucket>/`` below the savepoint.
+        The file's name in the bucket's folder, ``<operator>/<bucket>/`` below the savepoint.
     size_bytes
-        Its size.
+        The file's size.
     digest
-        Kind and digest of its body as its footer announces them: ``blake2b=…`` or ``blkcrcs=…``.
+        Kind and digest of the file's body, as in its footer: ``blake2b=…`` or ``blkcrcs=…``.
     """
 
     name: str
@@ -69,7 +69,7 @@ class SavedFile:
 
     def __post_init__(self) -> None:
         if parse_file_name(self.name) is None or self.size_bytes <= 0 or not _DIGEST.fullmatch(self.digest):
-            raise CorruptFileError(f"no checkpoint file: {self!r}")
+            raise CorruptFileError(f"not a valid checkpoint file: {self!r}")
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class SavedBucket:
     Parameters
     ----------
     operator, bucket
-        Which one.
+        The operator's name and the bucket's number.
     pointer
-        Where it stood, without what names a place (`relocatable`).
+        The bucket's pointer, without what names a place (`relocatable`).
     files
-        What loading it needs, oldest first.
+        The files that loading the bucket needs, oldest first.
     """
 
     operator: str
@@ -94,7 +94,7 @@ class SavedBucket:
 
 @dataclass(frozen=True)
 class SavepointHeader:
-    """What all buckets of a savepoint share.
+    """The header of a savepoint's manifest: what all buckets share.
 
     Parameters
     ----------
@@ -103,19 +103,19 @@ class SavepointHeader:
     form
         `NATIVE` or `CANONICAL`.
     made_ms
-        When it was made: wall-clock time, milliseconds since 1970. For people.
+        When the savepoint was made: wall-clock time, milliseconds since 1970. For people only.
     operators
-        The operator file in force of each operator, by name.
+        Each operator's newest operator file, by the operator's name.
     query_id
-        Spark's id of the query; empty where it was made of a table.
+        Spark's id of the query; empty if the savepoint was made from a table.
     batch
-        The micro-batch after which the state is so; -1 where it was made of a table.
+        The micro-batch after which the query had this state; -1 if the savepoint was made from a table.
     watermark_ms
-        That batch's watermark; None: it had none.
+        That batch's watermark; None if it had no watermark.
     offsets
-        Spark's log of where the batch's input ended, as it is; None where there is none.
+        Spark's offset log of that batch, unchanged, which says where its input ended; None if there is no such log.
     package_version
-        Version of this package that made it.
+        Version of this package that made the savepoint.
     """
 
     id: str
@@ -130,16 +130,16 @@ class SavepointHeader:
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id) or self.form not in _FORMS:
-            raise CorruptFileError(f"no savepoint: id {self.id!r}, form {self.form!r}")
+            raise CorruptFileError(f"not a valid savepoint: id {self.id!r}, form {self.form!r}")
         for name, operator in self.operators.items():
             if not is_operator_name(name):
-                # Its files lie in a folder of that name; whoever deletes the savepoint deletes there.
-                raise CorruptFileError(f"no savepoint: it has an operator {name!r}, and none can be called so")
+                # The name is also a folder's name, and deleting the savepoint deletes that folder.
+                raise CorruptFileError(f"not a valid savepoint: {name!r} is not a valid operator name")
             if name != operator.operator:
-                raise CorruptFileError(f"the operator file of {name!r} is that of {operator.operator!r}")
+                raise CorruptFileError(f"the operator file of {name!r} belongs to {operator.operator!r}")
 
     def encode(self) -> dict[bytes, bytes]:
-        """Schema metadata with this header, and a placeholder for the body record."""
+        """Return schema metadata with this header, and a placeholder for the body record."""
         fields = {
             "format": SAVEPOINT_FORMAT,
             "id": self.id,
@@ -156,14 +156,14 @@ class SavepointHeader:
 
     @staticmethod
     def decode(metadata: Mapping[bytes, bytes] | None, where: str) -> SavepointHeader:
-        """Read a header from schema metadata."""
+        """Inverse of `encode`."""
         text = header_text(
-            metadata, _HEADER_KEY, where, "header of a savepoint", "it is no savepoint of spark_state_ext"
+            metadata, _HEADER_KEY, where, "header of a savepoint", "it is not a savepoint of spark_state_ext"
         )
         try:
             fields = json.loads(text)
             if type(fields["format"]) is not int or fields["format"] < 1:
-                raise CorruptFileError(f"{where} has format {fields['format']}, which is none")
+                raise CorruptFileError(f"{where} has format {fields['format']}, which is not a valid format")
             if fields["format"] > SAVEPOINT_FORMAT:
                 raise VersionSkewError(
                     f"{where} has format {fields['format']}; this release reads savepoints up to format "
@@ -200,65 +200,67 @@ class SavepointManifest:
     header
         What all buckets share.
     buckets
-        Every bucket of every operator, in order.
+        Every bucket of every operator, ascending by operator and bucket.
     """
 
     header: SavepointHeader
     buckets: tuple[SavedBucket, ...]
 
     def __post_init__(self) -> None:
-        found = [(it.operator, it.bucket) for it in self.buckets]
-        wanted = [(name, bucket) for name, it in sorted(self.header.operators.items()) for bucket in range(it.buckets)]
-        if found != wanted:
-            lacking = sorted(set(wanted) - set(found))
+        actual = [(saved.operator, saved.bucket) for saved in self.buckets]
+        expected = [
+            (name, bucket) for name, file in sorted(self.header.operators.items()) for bucket in range(file.buckets)
+        ]
+        if actual != expected:
+            missing = sorted(set(expected) - set(actual))
             raise CorruptFileError(
-                f"savepoint {self.header.id} has {len(found)} buckets in place of {len(wanted)}; "
-                + (f"the first that it lacks is {lacking[0]}" if lacking else "some are there twice, or out of order")
+                f"savepoint {self.header.id} has {len(actual)} buckets instead of {len(expected)}; "
+                + (f"the first missing bucket is {missing[0]}" if missing else "some are duplicates or out of order")
             )
 
     def bucket(self, operator: str, bucket: int) -> SavedBucket:
-        """One bucket; `KeyError` where there is no such operator or bucket."""
-        before = sum(it.buckets for name, it in self.header.operators.items() if name < operator)
+        """Return one bucket; raise `KeyError` if the operator or the bucket does not exist."""
+        before = sum(file.buckets for name, file in self.header.operators.items() if name < operator)
         if not 0 <= bucket < self.header.operators[operator].buckets:
             raise KeyError(bucket)
         return self.buckets[before + bucket]
 
     def batch(self) -> pa.RecordBatch:
-        """The rows of the manifest."""
+        """Return the rows of the manifest."""
         files = [
-            [{"name": file.name, "size_bytes": file.size_bytes, "digest": file.digest} for file in it.files]
-            for it in self.buckets
+            [{"name": file.name, "size_bytes": file.size_bytes, "digest": file.digest} for file in saved.files]
+            for saved in self.buckets
         ]
         columns = [
-            pa.array([it.operator for it in self.buckets], pa.string()),
-            pa.array([it.bucket for it in self.buckets], pa.int32()),
-            pa.array([it.pointer.encode() for it in self.buckets], pa.binary()),
+            pa.array([saved.operator for saved in self.buckets], pa.string()),
+            pa.array([saved.bucket for saved in self.buckets], pa.int32()),
+            pa.array([saved.pointer.encode() for saved in self.buckets], pa.binary()),
             pa.array(files, pa.list_(_FILE)),
         ]
         return pa.RecordBatch.from_arrays(columns, schema=self.schema())
 
     def schema(self) -> pa.Schema:
-        """Schema of the manifest's file, with its header."""
+        """Return the schema of the manifest's file, with its header."""
         return _ROWS.with_metadata(self.header.encode())
 
     @staticmethod
     def of(schema: pa.Schema, batches: Iterable[pa.RecordBatch], where: str) -> SavepointManifest:
-        """A manifest as it is read."""
+        """Decode a manifest from the schema and batches of its file."""
         header = SavepointHeader.decode(schema.metadata, where)
         if not schema.remove_metadata().equals(_ROWS):
-            raise CorruptFileError(f"{where} has the columns {schema.names}, which no manifest has")
+            raise CorruptFileError(f"{where} does not have the columns of a manifest, but {schema.names}")
         buckets: list[SavedBucket] = []
         for batch in batches:
             batch.validate(full=True)
             for row in batch.to_pylist():
-                buckets.append(_saved_bucket(row, where))
+                buckets.append(_decode_bucket(row, where))
         try:
             return SavepointManifest(header, tuple(buckets))
         except CorruptFileError as error:
             raise CorruptFileError(f"{where}: {error}") from error
 
 
-def _saved_bucket(row: Mapping[str, Any], where: str) -> SavedBucket:
+def _decode_bucket(row: Mapping[str, Any], where: str) -> SavedBucket:
     what = f"bucket {row['bucket']} of operator {row['operator']!r} in {where}"
     if None in row.values():
         raise CorruptFileError(f"{what} has no {', '.join(name for name, value in row.items() if value is None)}")
@@ -273,10 +275,10 @@ def _saved_bucket(row: Mapping[str, Any], where: str) -> SavedBucket:
 
 
 def relocatable(pointer: Pointer, lineage: Sequence[LineageEntry]) -> Pointer:
-    """A pointer without what names a place: it can be moved, and used by any query."""
+    """Return a pointer without everything that names a place, so that it can be moved and any query can use it."""
     last: CheckpointRef | None = lineage[-1].ref if lineage else None
     if last != pointer.ref:
-        raise LineageError(f"the pointer of bucket {pointer.bucket} is at {pointer.ref}, and its files end at {last}")
+        raise LineageError(f"the pointer of bucket {pointer.bucket} is at {pointer.ref}, but its files end at {last}")
     return replace(
         pointer,
         lineage=tuple(lineage),
@@ -288,8 +290,8 @@ def relocatable(pointer: Pointer, lineage: Sequence[LineageEntry]) -> Pointer:
         made_by=None,
         snapshots_missed=0,
         claim=None,
-        # Another folder's requests have numbers of their own.
+        # Another folder numbers its erase requests differently.
         erased=None,
-        # Its files are all that it needs.
+        # The savepoint's files hold the whole state.
         parents=None,
     )

@@ -1,8 +1,8 @@
 """The index of a snapshot file of format 3: where each chunk lies, and the CRC-32 of each piece of the body.
 
-It stands between the body and Arrow's footer, where Arrow readers do not look; a record of fixed width in the footer
-says where. Whoever has both ends of a file can fetch any part of it and check it, without the rest. `docs/format.md`
-gives every byte.
+It lies between the body and Arrow's footer, where Arrow readers do not look; a fixed-width record in the footer gives
+its position. A reader that has both ends of a file can fetch and check any part of it without the rest.
+`docs/format.md` gives every byte.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["INDEX_KEY", "INDEX_PLACEHOLDER", "IndexRecord", "IndexedChunk", "Sna
 INDEX_KEY = b"spark_state_ext.index"
 _RECORD = re.compile(rb"index=([0-9a-f]{16}) bytes=([0-9a-f]{16}) blake2b=([0-9a-f]{32})")
 _MAGIC = b"SSEX"
-# Magic, bytes of a piece, body bytes, rows, tombstones, chunks, pieces.
+# The magic number, then the numbers of: bytes in a piece, bytes in the body, rows, tombstones, chunks, pieces.
 _HEAD = struct.Struct("<4sIQQQII")
 _CHUNK = np.dtype(
     [
@@ -43,14 +43,14 @@ _CHUNK = np.dtype(
 
 @dataclass(frozen=True)
 class IndexRecord:
-    """What the footer of a snapshot says of its index.
+    """What the footer of a snapshot says about its index.
 
     Parameters
     ----------
     offset, size_bytes
-        Where it begins in the file, and its size.
+        Position of the index in the file, and its size.
     digest
-        BLAKE2b of its bytes, 32 hexadecimal digits.
+        BLAKE2b of the index's bytes, 32 hexadecimal digits.
     """
 
     offset: int
@@ -58,17 +58,17 @@ class IndexRecord:
     digest: str
 
     def encode(self) -> bytes:
-        """Fixed-width text, so that it can replace `INDEX_PLACEHOLDER` in place."""
+        """Return the record as fixed-width text, which can replace `INDEX_PLACEHOLDER` in place."""
         return f"index={self.offset:016x} bytes={self.size_bytes:016x} blake2b={self.digest}".encode()
 
     @staticmethod
     def of(index: bytes, offset: int) -> IndexRecord:
-        """That of an index's bytes."""
+        """Return the record for an encoded index at `offset`."""
         return IndexRecord(offset, len(index), _digest(index))
 
     @staticmethod
     def find(footer: bytes) -> IndexRecord | None:
-        """Find the record in the bytes of a footer, before Arrow has parsed any of them; None where there is none."""
+        """Find the record in the bytes of a footer that Arrow has not parsed yet; return None if it has no record."""
         match = _RECORD.search(footer)
         return None if match is None else IndexRecord(int(match[1], 16), int(match[2], 16), match[3].decode())
 
@@ -78,18 +78,18 @@ INDEX_PLACEHOLDER = IndexRecord(0, 0, "0" * 32).encode()
 
 @dataclass(frozen=True)
 class IndexedChunk:
-    """A record batch with rows.
+    """A chunk of a snapshot: one record batch, which has rows.
 
     Parameters
     ----------
     offset, size_bytes
-        Where its message begins in the file, and the message's bytes.
+        Position of the chunk's message in the file, and the size of the message.
     rows, tombstones
-        Its rows, and how many are tombstones.
+        Number of the chunk's rows, and how many of them are tombstones.
     hash_min, hash_max
-        Its first and its last hash.
+        The chunk's first and last key hash.
     timeout_min, timeout_max
-        Of the rows that have a timeout, milliseconds; where none has, the largest time there is and -1.
+        The smallest and largest timeout of the rows, milliseconds; the largest int64 and -1 if no row has a timeout.
     """
 
     offset: int
@@ -104,14 +104,14 @@ class IndexedChunk:
 
 @dataclass(frozen=True, eq=False)
 class SnapshotIndex:
-    """The index.
+    """The index of a snapshot.
 
     Parameters
     ----------
     body_bytes, rows, tombstones
-        As in the body record.
+        The same numbers as in the body record.
     chunks
-        In the order of the file.
+        The chunks, in the order of the file.
     pieces
         CRC-32 of each piece of the body.
     """
@@ -123,7 +123,7 @@ class SnapshotIndex:
     pieces: CrcArray
 
     def encode(self) -> bytes:
-        """The index section: a multiple of 8 bytes."""
+        """Return the bytes of the index section, padded to a multiple of 8 bytes."""
         head = _HEAD.pack(
             _MAGIC, PIECE_BYTES, self.body_bytes, self.rows, self.tombstones, len(self.chunks), len(self.pieces)
         )
@@ -133,43 +133,43 @@ class SnapshotIndex:
         return data + bytes(-len(data) % 8)
 
     def blocks(self) -> list[int]:
-        """CRC-32 of each block of the body."""
+        """Return the CRC-32 of each block of the body."""
         return combine_pieces(self.pieces, self.body_bytes)
 
     def check(self, first: int, data: bytes | memoryview, where: str) -> None:
-        """Compare bytes of the body with their checksums."""
+        """Compare bytes of the body, which begin at piece number `first`, with their checksums."""
         view = memoryview(data)
         count = -(-len(view) // PIECE_BYTES)
         if min((first + count) * PIECE_BYTES, self.body_bytes) - first * PIECE_BYTES != len(view):
             raise CorruptFileError(f"{where} is shorter than it announces: it is damaged")
         for piece in range(count):
             if zlib.crc32(view[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]) != self.pieces[first + piece]:
-                raise CorruptFileError(f"byte {(first + piece) * PIECE_BYTES} ff. of {where} fail their checksum")
+                raise CorruptFileError(f"{where} fails its checksum from byte {(first + piece) * PIECE_BYTES} on")
 
     @staticmethod
     def decode(data: bytes, record: IndexRecord, body_digest: str, where: str) -> SnapshotIndex:
-        """Read an index section."""
+        """Decode an index section."""
         if len(data) != record.size_bytes or _digest(data) != record.digest:
             raise CorruptFileError(f"the index of {where} fails its checksum")
         try:
-            index = _parsed(data)
+            index = _parse(data)
         except (struct.error, ValueError) as error:
             raise CorruptFileError(f"the index of {where} cannot be read: {error}") from error
         if digest_of(index.blocks()) != body_digest:
-            raise CorruptFileError(f"the index of {where} is of another body than the file announces")
+            raise CorruptFileError(f"the index of {where} belongs to another body than the file announces")
         return index
 
 
-def _parsed(data: bytes) -> SnapshotIndex:
+def _parse(data: bytes) -> SnapshotIndex:
     magic, piece_bytes, body_bytes, rows, tombstones, chunk_count, piece_count = _HEAD.unpack_from(data)
     if magic != _MAGIC or piece_bytes != PIECE_BYTES:
-        raise ValueError(f"it begins with {magic!r}, and has pieces of {piece_bytes} bytes")
+        raise ValueError(f"it begins with {magic!r} and has pieces of {piece_bytes} bytes")
     if piece_count != -(-body_bytes // PIECE_BYTES):
-        raise ValueError(f"it has {piece_count} pieces of {body_bytes} bytes")
+        raise ValueError(f"it has {piece_count} pieces for a body of {body_bytes} bytes")
     pieces_at = _HEAD.size + chunk_count * _CHUNK.itemsize
     end = pieces_at + 4 * piece_count
     if len(data) != end + -end % 8:
-        raise ValueError(f"it has {len(data)} bytes, and {chunk_count} chunks and {piece_count} pieces need {end}")
+        raise ValueError(f"it has {len(data)} bytes, but {chunk_count} chunks and {piece_count} pieces need {end}")
     table = np.frombuffer(data, _CHUNK, chunk_count, _HEAD.size)
     chunks = tuple(IndexedChunk(*row) for row in table.tolist())
     _check(table, body_bytes, rows, tombstones)
@@ -178,7 +178,7 @@ def _parsed(data: bytes) -> SnapshotIndex:
 
 
 def _check(table: npt.NDArray[Any], body_bytes: int, rows: int, tombstones: int) -> None:
-    """See that chunks lie one behind the other in the body, ascending, and that their rows are all."""
+    """Raise `ValueError` unless the chunks ascend in the body without overlap and have all its rows."""
     ends = table["offset"] + table["size_bytes"]
     wrong = (
         (table["rows"] == 0)
@@ -189,12 +189,12 @@ def _check(table: npt.NDArray[Any], body_bytes: int, rows: int, tombstones: int)
         | (table["tombstones"] > table["rows"])
         | (table["hash_min"] > table["hash_max"])
     )
-    behind = (table["offset"][1:] < ends[:-1]) | (table["hash_min"][1:] < table["hash_max"][:-1])
-    if wrong.any() or behind.any():
+    disordered = (table["offset"][1:] < ends[:-1]) | (table["hash_min"][1:] < table["hash_max"][:-1])
+    if wrong.any() or disordered.any():
         raise ValueError("its chunks are not in order")
-    found = (int(table["rows"].sum()), int(table["tombstones"].sum()))
-    if found != (rows, tombstones):
-        raise ValueError(f"its chunks have {found} rows and tombstones, and it announces {(rows, tombstones)}")
+    counts = (int(table["rows"].sum()), int(table["tombstones"].sum()))
+    if counts != (rows, tombstones):
+        raise ValueError(f"its chunks have {counts} rows and tombstones, but it announces {(rows, tombstones)}")
 
 
 def _digest(data: bytes) -> str:

@@ -1,11 +1,11 @@
-"""Spark's ``xxhash64(key columns …)`` of one key, in Python: which bucket a key is in can be told without Spark.
+"""Spark's ``xxhash64(key columns …)`` of one key, in Python, so that a key's bucket can be found without Spark.
 
-For one key, or a few: what is hashed by the million is hashed by Spark, or by columns (`spark_hashes`). It is written
-a second time as a lookup from nothing must be fast, and the conversions of PyArrow that columns need import pandas. A
-test compares both with Spark and with each other.
+This is for one key or a few; Spark or `spark_hashes` hash many keys. The code is a second implementation, because the
+first lookup of a process must be fast, and PyArrow's conversions in `spark_hashes` import pandas. A test compares both
+with Spark and with each other.
 
-NULLs leave the hash as it is, so keys that differ in NULLs may have one hash, and whoever looks a key up compares the
-key too (`arrow_schemas.equality`).
+NULLs do not change the hash, so keys that differ only in NULLs may have the same hash. Lookups therefore compare the
+keys too (`arrow_schemas.equality`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DIGITS_OF_A_LONG = 18
 
 
 def key_hash(columns: Sequence[pa.Array]) -> int:
-    """Hash of a key, as the column ``key_hash`` of checkpoint files has it: unsigned."""
+    """Return the unsigned hash of a key, as in the column ``key_hash`` of checkpoint files."""
     seed = _SEED
     for column in columns:
         seed = _hash(column[0], seed)
@@ -36,7 +36,7 @@ def key_hash(columns: Sequence[pa.Array]) -> int:
 
 
 def xxhash64(data: bytes, seed: int) -> int:
-    """XXH64 of some bytes."""
+    """Return the XXH64 of some bytes."""
     length, at = len(data), 0
     if length >= 32:
         lanes = [(seed + _P1 + _P2) & _MASK, (seed + _P2) & _MASK, seed, (seed - _P1) & _MASK]
@@ -45,27 +45,27 @@ def xxhash64(data: bytes, seed: int) -> int:
             lanes = [_round(lane, word) for lane, word in zip(lanes, words, strict=True)]
             at += 32
         rotated = zip(lanes, (1, 7, 12, 18), strict=True)
-        found = sum(_rotate(lane, bits) for lane, bits in rotated) & _MASK
+        digest = sum(_rotate(lane, bits) for lane, bits in rotated) & _MASK
         for lane in lanes:
-            found = ((found ^ _round(0, lane)) * _P1 + _P4) & _MASK
+            digest = ((digest ^ _round(0, lane)) * _P1 + _P4) & _MASK
     else:
-        found = (seed + _P5) & _MASK
-    found = (found + length) & _MASK
+        digest = (seed + _P5) & _MASK
+    digest = (digest + length) & _MASK
     while at + 8 <= length:
         (word,) = struct.unpack_from("<Q", data, at)
-        found = (_rotate(found ^ _round(0, word), 27) * _P1 + _P4) & _MASK
+        digest = (_rotate(digest ^ _round(0, word), 27) * _P1 + _P4) & _MASK
         at += 8
     if at + 4 <= length:
         (half,) = struct.unpack_from("<I", data, at)
-        found = (_rotate(found ^ (half * _P1 & _MASK), 23) * _P2 + _P3) & _MASK
+        digest = (_rotate(digest ^ (half * _P1 & _MASK), 23) * _P2 + _P3) & _MASK
         at += 4
     for byte in data[at:]:
-        found = _rotate(found ^ (byte * _P5 & _MASK), 11) * _P1 & _MASK
-    return _mixed(found)
+        digest = _rotate(digest ^ (byte * _P5 & _MASK), 11) * _P1 & _MASK
+    return _mix(digest)
 
 
 def _hash(value: pa.Scalar, seed: int) -> int:
-    """Spark's rule for a value; the hash so far is the seed."""
+    """Hash one value by Spark's rules; the seed is the hash of the values before it."""
     if not value.is_valid:
         return seed
     types, data_type = pa.types, value.type
@@ -77,7 +77,7 @@ def _hash(value: pa.Scalar, seed: int) -> int:
         for element in value.values:
             seed = _hash(element, seed)
         return seed
-    # What Spark holds in 32 bits is hashed as a word of 4 bytes, all other numbers as one of 8.
+    # Types that Spark holds in 32 bits are hashed as a word of 4 bytes, all other numbers as a word of 8 bytes.
     if types.is_boolean(data_type):
         return xxhash64(struct.pack("<i", value.as_py()), seed)
     if types.is_int64(data_type):
@@ -96,11 +96,11 @@ def _hash(value: pa.Scalar, seed: int) -> int:
         return xxhash64(value.as_buffer().to_pybytes(), seed)
     if types.is_binary(data_type):
         return xxhash64(value.as_py(), seed)
-    raise UnsupportedTypeError(f"a key of the type {data_type} cannot be hashed: no key column has it")
+    raise UnsupportedTypeError(f"a key of type {data_type} cannot be hashed: key columns cannot have this type")
 
 
 def _float_bytes(number: float, layout: str) -> bytes:
-    # -0.0 as 0.0, and each NaN as Java's own.
+    # -0.0 is hashed as 0.0, and every NaN as Java's canonical NaN.
     return struct.pack(layout, float("nan") if number != number else number + 0.0)
 
 
@@ -108,7 +108,7 @@ def _decimal_bytes(value: pa.Scalar, data_type: pa.DataType) -> bytes:
     unscaled = int(value.as_py().scaleb(data_type.scale, Context(prec=data_type.precision)))
     if data_type.precision <= _DIGITS_OF_A_LONG:
         return struct.pack("<q", unscaled)
-    # Java's BigInteger: as few bytes as hold it with its sign, the highest first.
+    # As Java's BigInteger: the fewest bytes that hold the number and its sign, the highest byte first.
     magnitude = unscaled if unscaled >= 0 else ~unscaled
     return unscaled.to_bytes(magnitude.bit_length() // 8 + 1, "big", signed=True)
 
@@ -121,7 +121,7 @@ def _round(lane: int, word: int) -> int:
     return _rotate((lane + word * _P2) & _MASK, 31) * _P1 & _MASK
 
 
-def _mixed(found: int) -> int:
-    found = (found ^ found >> 33) * _P2 & _MASK
-    found = (found ^ found >> 29) * _P3 & _MASK
-    return found ^ found >> 32
+def _mix(digest: int) -> int:
+    digest = (digest ^ digest >> 33) * _P2 & _MASK
+    digest = (digest ^ digest >> 29) * _P3 & _MASK
+    return digest ^ digest >> 32

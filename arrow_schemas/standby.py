@@ -1,7 +1,7 @@
-"""What hosts tell each other of standby replicas: the settings of a root, and the record of each host.
+"""The files by which hosts coordinate standby replicas: the settings of a root, and the record of each host.
 
-Both are JSON with a format number and a checksum, below `<root>/_standby` (`docs/design/009-standby.md`). A record is
-read by every other host when it changes, so it is compact: replicas are grouped by query folder, in lists.
+Both are JSON with a format number and a checksum, below `<root>/_standby` (`docs/design/009-standby.md`). Every other
+host reads a record when it changes, so it is compact: replicas are grouped by query folder, in lists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MEMBER_MEND = "Its host writes the next one soon; remove it when that host has 
 
 
 class BucketKey(NamedTuple):
-    """Which bucket."""
+    """Identifies one bucket of a root."""
 
     operator: str
     query_folder: str
@@ -44,16 +44,16 @@ class BucketKey(NamedTuple):
 
 @dataclass(frozen=True)
 class StandbySettings:
-    """What all hosts of a root go by.
+    """The standby settings that all hosts of a root follow.
 
     Parameters
     ----------
     enabled
-        Whether there are standby replicas at all.
+        False: there are no standby replicas at all.
     standby_replicas
-        How many a bucket has, beside the state of its active task.
+        How many replicas each bucket has, in addition to the state of its active task.
     heartbeat_s
-        How often a host writes its record.
+        How often a host writes its record, in seconds.
     """
 
     enabled: bool = True
@@ -64,17 +64,17 @@ class StandbySettings:
         if type(self.enabled) is not bool:
             raise UsageError(f"enabled must be true or false, not {self.enabled!r}")
         if not _is_count(self.standby_replicas):
-            raise UsageError(f"standby_replicas must be a whole number from 0 on, not {self.standby_replicas!r}")
+            raise UsageError(f"standby_replicas must be a whole number of at least 0, not {self.standby_replicas!r}")
         if not _is_number(self.heartbeat_s) or self.heartbeat_s <= 0:
             raise UsageError(f"heartbeat_s must be a number of seconds above 0, not {self.heartbeat_s!r}")
 
     @property
     def replicas(self) -> int:
-        """How many replicas a bucket is to have: 0 where standby is off."""
+        """How many replicas a bucket must have: 0 if standby is disabled."""
         return self.standby_replicas if self.enabled else 0
 
     def encode(self) -> bytes:
-        """The file's bytes."""
+        """Return the file's bytes."""
         return sealed_document(
             {
                 "format": STANDBY_SETTINGS_FORMAT,
@@ -87,7 +87,7 @@ class StandbySettings:
     @staticmethod
     def decode(data: bytes, where: str) -> StandbySettings:
         """Inverse of `encode`."""
-        with readable(where, "settings of standby", _SETTINGS_MEND), _checked(where, _SETTINGS_MEND):
+        with readable(where, "standby settings file", _SETTINGS_MEND), _refuse_as_damage(where, _SETTINGS_MEND):
             fields = opened_document(data, where, STANDBY_SETTINGS_FORMAT, _SETTINGS_MEND)
             return StandbySettings(fields["enabled"], fields["standby_replicas"], fields["heartbeat_s"])
         raise AssertionError("unreachable: readable raises what it catches")
@@ -95,22 +95,23 @@ class StandbySettings:
 
 @dataclass(frozen=True)
 class StandbyReplica:
-    """What a host has of one bucket that it follows.
+    """A host's standby replica of one bucket.
 
     Parameters
     ----------
     key
-        Which bucket.
+        The bucket.
     version
-        Version of the newest checkpoint that it has; 0 while it has none.
+        Version of the newest checkpoint that the replica has; 0 if it has no checkpoint yet.
     bytes
-        Size of what it has.
+        Size of the replica.
     in_sync
-        Whether it has all that it has seen of the bucket, or had a moment ago.
+        True if the replica has everything of the bucket that the host has seen, or had it a moment ago.
     active
-        Host in the header of the newest file that it has seen; None where it has seen none.
+        The bucket's active host, by the header of the newest file that this host has seen; None if it has seen no file.
     lag_versions, lag_bytes, lag_s
-        What it has seen and does not have: versions, bytes, and for how long by its own clock.
+        What the host has seen but the replica does not have: versions, bytes, and for how many seconds by the host's
+        clock.
     """
 
     key: BucketKey
@@ -124,44 +125,50 @@ class StandbyReplica:
 
     def __post_init__(self) -> None:
         if not _is_key(self.key):
-            raise UsageError(f"a replica is of an operator, a query folder and a bucket's number, not {self.key!r}")
+            raise UsageError(f"key must be an operator, a query folder and a bucket's number, not {self.key!r}")
         counts = (self.version, self.bytes, self.lag_versions, self.lag_bytes)
         if not all(map(_is_count, counts)) or not _is_number(self.lag_s) or self.lag_s < 0:
-            raise UsageError(f"{self.key}: version, bytes and lag are numbers from 0 on, not {(*counts, self.lag_s)}")
+            raise UsageError(
+                f"{self.key}: version, bytes and lags must be numbers of at least 0, not {(*counts, self.lag_s)}"
+            )
         if type(self.in_sync) is not bool or not (self.active is None or _is_name(self.active)):
-            raise UsageError(f"{self.key}: in_sync {self.in_sync!r}, active {self.active!r}: no truth value, no host")
+            raise UsageError(
+                f"{self.key}: in_sync must be a bool, not {self.in_sync!r}, and active a host or None, "
+                f"not {self.active!r}"
+            )
 
     @property
     def seen_version(self) -> int:
-        """Version of the newest file that its host has seen."""
+        """The version of the newest file that the host has seen."""
         return self.version + self.lag_versions
 
 
 @dataclass(frozen=True)
 class MemberRecord:
-    """What a host tells the others.
+    """The record that a host writes for the other hosts.
 
     Parameters
     ----------
     host
-        Its name.
+        The host's name.
     rack
-        Where it stands, so that replicas can stand elsewhere; None where nobody said.
+        The host's rack, so that replicas can be on other racks; None if it is not configured.
     generation
-        Changes whenever something changes by which others decide (`decided_by`).
+        A number that changes whenever something changes that other hosts' decisions depend on (`decided_by`).
     replicas
-        What it has. They are put in order.
+        The host's replicas; they are sorted.
     addresses
-        Where others reach it, by kind: ``{"flight": "host:port"}``.
+        The host's addresses, by kind: ``{"flight": "host:port"}``.
     active
-        Buckets of which this host wrote the newest file that anybody has told of, with that file's version. So that is
-        known too where nobody follows them.
+        The buckets whose newest file known to any host was written by this host, with that file's version. They are
+        here so that they are known even if no host follows them.
     restore_bytes_per_s, restore_rows_per_s
-        What it has restored in a second, while it did; None where it has not measured that, and in records of format 1.
+        The host's speed while restoring; None if it has not measured that, and in records of format 1.
     failing
-        By bucket why this host could not follow it when it last tried. Of many buckets some reasons are empty.
+        Why this host could not follow a bucket when it last tried, by bucket. If there are many such buckets, some
+        reasons are empty.
     doubled
-        Whether another service writes records under the same host name.
+        True if another service writes records under the same host name.
     """
 
     host: str
@@ -177,19 +184,19 @@ class MemberRecord:
 
     def __post_init__(self) -> None:
         if not _is_name(self.host) or not (self.rack is None or _is_name(self.rack)) or not _is_count(self.generation):
-            told = (self.host, self.rack, self.generation)
-            raise UsageError(f"a member has a host, a rack or None, and a generation from 0 on, not {told}")
+            values = (self.host, self.rack, self.generation)
+            raise UsageError(f"a member must have a host, a rack or None, and a generation of at least 0, not {values}")
         if not all(_is_name(kind) and _is_name(address) for kind, address in self.addresses.items()):
-            raise UsageError(f"addresses of {self.host} must be texts by kind, not {dict(self.addresses)!r}")
+            raise UsageError(f"addresses of {self.host} must be strings by kind, not {dict(self.addresses)!r}")
         ordered = tuple(sorted(self.replicas, key=attrgetter("key")))
-        twice = next((one.key for one, other in pairwise(ordered) if one.key == other.key), None)
+        twice = next((first.key for first, second in pairwise(ordered) if first.key == second.key), None)
         if twice is not None:
             raise UsageError(f"{self.host} has {twice} twice in its record")
         if not all(_is_key(key) and _is_count(version) for key, version in self.active.items()):
-            raise UsageError(f"{self.host} is active for what is no bucket at a version: {dict(self.active)!r}")
+            raise UsageError(f"active buckets of {self.host} must be versions by bucket, not {dict(self.active)!r}")
         rates = (self.restore_bytes_per_s, self.restore_rows_per_s)
-        if not all(it is None or (_is_number(it) and it >= 0) for it in rates):
-            raise UsageError(f"rates of {self.host} must be numbers from 0 on, or None, not {rates!r}")
+        if not all(rate is None or (_is_number(rate) and rate >= 0) for rate in rates):
+            raise UsageError(f"rates of {self.host} must be numbers of at least 0, or None, not {rates!r}")
         reasons = all(_is_key(key) and isinstance(reason, str) for key, reason in self.failing.items())
         if not reasons or type(self.doubled) is not bool:
             raise UsageError(
@@ -203,21 +210,21 @@ class MemberRecord:
 
     @property
     def decided_by(self) -> tuple[Any, ...]:
-        """What others decide by: records that are equal in this have one generation.
+        """The part of the record that other hosts' decisions depend on: if it is equal, so is the generation.
 
-        Versions, bytes, lags and rates are not in it: they change with every batch, and then each host would read the
-        record of each other one at every heartbeat.
+        Versions, bytes, lags and rates are not part of it: they change with every batch, so each host would have to
+        read every other host's record at every heartbeat.
         """
-        held = tuple((it.key, it.in_sync, it.active) for it in self.replicas)
-        return self.rack, held, tuple(self.active), tuple(self.addresses.items())
+        replicas = tuple((replica.key, replica.in_sync, replica.active) for replica in self.replicas)
+        return self.rack, replicas, tuple(self.active), tuple(self.addresses.items())
 
     def encode(self) -> bytes:
-        """The file's bytes; equal contents give equal bytes."""
-        active = sorted({it.active for it in self.replicas if it.active is not None})
+        """Return the file's bytes; equal contents give equal bytes."""
+        active = sorted({replica.active for replica in self.replicas if replica.active is not None})
         index: dict[str | None, int] = {host: at for at, host in enumerate(active)}
-        grouped = groupby(self.replicas, key=lambda it: (it.key.operator, it.key.query_folder))
-        # What there is nothing of is left out.
-        wrong: dict[str, Any] = {"failing": _bucket_columns(self.failing, "reasons"), "doubled": self.doubled}
+        grouped = groupby(self.replicas, key=lambda replica: (replica.key.operator, replica.key.query_folder))
+        # Empty fields are left out.
+        wrong: dict[str, Any] = {"failing": _encode_by_bucket(self.failing, "reasons"), "doubled": self.doubled}
         return sealed_document(
             {
                 "format": MEMBER_FORMAT,
@@ -227,21 +234,21 @@ class MemberRecord:
                 "addresses": dict(self.addresses),
                 "restore_bytes_per_s": self.restore_bytes_per_s,
                 "restore_rows_per_s": self.restore_rows_per_s,
-                "active": _bucket_columns(self.active, "versions"),
+                "active": _encode_by_bucket(self.active, "versions"),
                 "active_hosts": active,
-                "replicas": [_columns(folder, list(replicas), index) for folder, replicas in grouped],
-                **{name: told for name, told in wrong.items() if told},
+                "replicas": [_encode_replicas(folder, list(replicas), index) for folder, replicas in grouped],
+                **{name: value for name, value in wrong.items() if value},
             }
         )
 
     @staticmethod
     def decode(data: bytes, where: str) -> MemberRecord:
         """Inverse of `encode`."""
-        with readable(where, "record of a member", _MEMBER_MEND), _checked(where, _MEMBER_MEND):
+        with readable(where, "record of a member", _MEMBER_MEND), _refuse_as_damage(where, _MEMBER_MEND):
             fields = opened_document(data, where, MEMBER_FORMAT, _MEMBER_MEND)
             hosts = [*fields["active_hosts"], None]
-            replicas = tuple(replica for columns in fields["replicas"] for replica in _rows(columns, hosts))
-            # Format 1 does not tell them.
+            replicas = tuple(replica for columns in fields["replicas"] for replica in _decode_replicas(columns, hosts))
+            # Format 1 does not have the rates.
             names = ("restore_bytes_per_s", "restore_rows_per_s") if fields["format"] > 1 else ()
             return MemberRecord(
                 fields["host"],
@@ -249,15 +256,15 @@ class MemberRecord:
                 fields["generation"],
                 replicas,
                 fields["addresses"],
-                _bucket_rows(fields["active"], "versions", "a bucket that it is active for"),
-                failing=_bucket_rows(fields.get("failing", []), "reasons", "a bucket that fails"),
+                _decode_by_bucket(fields["active"], "versions", "active"),
+                failing=_decode_by_bucket(fields.get("failing", []), "reasons", "failing"),
                 doubled=fields.get("doubled", False),
                 **{name: fields[name] for name in names},
             )
         raise AssertionError("unreachable: readable raises what it catches")
 
 
-# Field of `StandbyReplica` by column of a record, as it is; buckets, `in_sync` and `active` are written in other forms.
+# Maps columns of a record to fields of `StandbyReplica` that are written unchanged; the other fields are encoded.
 _PLAIN = {
     "versions": "version",
     "bytes": "bytes",
@@ -267,23 +274,23 @@ _PLAIN = {
 }
 
 
-def _columns(
+def _encode_replicas(
     folder: tuple[str, str], replicas: list[StandbyReplica], active: Mapping[str | None, int]
 ) -> dict[str, Any]:
-    """Replicas of one query folder; an active host is its place in a list, -1 for none."""
-    plain = {column: [getattr(it, name) for it in replicas] for column, name in _PLAIN.items()}
+    """Encode the replicas of one query folder; an active host becomes its index in `active`, and None becomes -1."""
+    plain = {column: [getattr(replica, name) for replica in replicas] for column, name in _PLAIN.items()}
     return {
         "operator": folder[0],
         "query_folder": folder[1],
-        "buckets": [it.key.bucket for it in replicas],
-        "in_sync": [int(it.in_sync) for it in replicas],
-        "active": [active.get(it.active, -1) for it in replicas],
+        "buckets": [replica.key.bucket for replica in replicas],
+        "in_sync": [int(replica.in_sync) for replica in replicas],
+        "active": [active.get(replica.active, -1) for replica in replicas],
         **plain,
     }
 
 
-def _rows(columns: Mapping[str, Any], active: list[str | None]) -> Iterable[StandbyReplica]:
-    """Inverse of `_columns`; the last of `active` is None."""
+def _decode_replicas(columns: Mapping[str, Any], active: list[str | None]) -> Iterable[StandbyReplica]:
+    """Inverse of `_encode_replicas`; the last element of `active` is None."""
     operator, query_folder = columns["operator"], columns["query_folder"]
     names = ("buckets", "in_sync", "active", *_PLAIN)
     for bucket, in_sync, at, *plain in zip(*(columns[name] for name in names), strict=True):
@@ -295,8 +302,8 @@ def _rows(columns: Mapping[str, Any], active: list[str | None]) -> Iterable[Stan
         )
 
 
-def _bucket_columns(values: Mapping[BucketKey, Any], name: str) -> list[dict[str, Any]]:
-    """Values of buckets, which are in order, by query folder."""
+def _encode_by_bucket(values: Mapping[BucketKey, Any], name: str) -> list[dict[str, Any]]:
+    """Encode values by bucket, which are sorted, as one object for each query folder."""
     return [
         {
             "operator": operator,
@@ -304,30 +311,30 @@ def _bucket_columns(values: Mapping[BucketKey, Any], name: str) -> list[dict[str
             "buckets": [key.bucket for key, _ in rows],
             name: [value for _, value in rows],
         }
-        for (operator, query_folder), grouped in groupby(values.items(), key=lambda it: it[0][:2])
+        for (operator, query_folder), grouped in groupby(values.items(), key=lambda item: item[0][:2])
         for rows in [list(grouped)]
     ]
 
 
-def _bucket_rows(folders: Iterable[Mapping[str, Any]], name: str, what: str) -> dict[BucketKey, Any]:
-    """Inverse of `_bucket_columns`."""
+def _decode_by_bucket(folders: Iterable[Mapping[str, Any]], name: str, what: str) -> dict[BucketKey, Any]:
+    """Inverse of `_encode_by_bucket`."""
     rows = [
         (BucketKey(columns["operator"], columns["query_folder"], bucket), value)
         for columns in folders
         for bucket, value in zip(columns["buckets"], columns[name], strict=True)
     ]
     if len(dict(rows)) < len(rows):
-        raise ValueError(f"{what} is there twice")
+        raise ValueError(f"{what} has a bucket twice")
     return dict(rows)
 
 
 @contextmanager
-def _checked(where: str, mend: str) -> Iterator[None]:
-    """What a constructor refuses was refused because the bytes say so."""
+def _refuse_as_damage(where: str, mend: str) -> Iterator[None]:
+    """Report a constructor's refusal of decoded values as damage of the file."""
     try:
         yield
     except UsageError as error:
-        raise CorruptFileError(f"{where} cannot be right: {error}. {mend}") from error
+        raise CorruptFileError(f"{where} is not valid: {error}. {mend}") from error
 
 
 def _is_count(value: object) -> bool:

@@ -119,7 +119,7 @@ def test_broken_mappings_lose_counts() -> None:
     grown = _produced([2, 3], range(6))
     for table in ((0, 1, 0), (0, 1, 1)):
         assert set(_counted_by_bucket(grown, table.__getitem__)[6:]) == {1, 2}
-    with pytest.raises(UsageError, match="3, which is no multiple of the first number, 2"):
+    with pytest.raises(UsageError, match="3, which is not a multiple of the first number, 2"):
         SourcePartition("partition", [2, 3])
 
 
@@ -234,9 +234,9 @@ def test_a_partition_never_goes_to_another_bucket() -> None:
         (
             [2, 3],
             None,
-            r"has 3, which is no multiple of the first number, 2: .* has 3 partitions already, it cannot be followed",
+            r"has 3, which is not a multiple of the first number, 2: .* already has 3 partitions, it cannot be followed",
         ),
-        ([2, 4, 7], None, "has 7, which is no multiple of the first number, 2"),
+        ([2, 4, 7], None, "has 7, which is not a multiple of the first number, 2"),
         ([4, 2], None, "ascend"),
         ([2, 2], None, "ascend"),
         ([], None, "a number of partitions"),
@@ -246,10 +246,10 @@ def test_a_partition_never_goes_to_another_bucket() -> None:
         ("2", None, "a number of partitions"),
         ([2, 4.0], None, "a number of partitions"),
         ({"a": 2}, None, "stream names the column"),
-        ([2, 4], "to_itself", r"before_expansion\(2, 4, 2\) is 2, and must be a whole number from 0 to 1"),
-        ([2, 4, 7], "by_count", r"before_expansion\(2, 7, 2\) is 1, and for a smaller count it was 0"),
+        ([2, 4], "to_itself", r"before_expansion\(2, 4, 2\) is 2, but must be a whole number from 0 to 1"),
+        ([2, 4, 7], "by_count", r"before_expansion\(2, 7, 2\) is 1, but for a smaller count it was 0"),
         ([2, 4], "_not_whole", "is '0'"),
-        ([2, 4], "_moves_the_first", r"before_expansion\(0, 2, 2\) is 1, and must be 0"),
+        ([2, 4], "_moves_the_first", r"before_expansion\(0, 2, 2\) is 1, but must be 0"),
         ([2, 4], "_raises", r"before_expansion\(0, 2, 2\) raised ValueError: no such partition"),
         ([2, 4], "nobody", "cannot be imported here"),
         ([2, 4], "HERE", "no function"),
@@ -271,7 +271,7 @@ def test_there_is_no_such_source(counts: object, function: str | None, text: str
         ({"stream": "s", "counts": {"": 2}}, "names the streams"),
         (
             {"stream": "s", "counts": {"a": [2, 3]}},
-            "counts of stream 'a' has 3, which is no multiple of the first number, 2",
+            "counts of stream 'a' has 3, which is not a multiple of the first number, 2",
         ),
         (
             {"stream": "s", "counts": {"a": 2, "b": 2, "c": 4}},
@@ -294,7 +294,7 @@ def test_there_is_no_such_source(counts: object, function: str | None, text: str
         ),
         ({"checkpoint_location": ""}, "the query's checkpointLocation"),
         ({"checkpoint_location": "checkpoint"}, "checkpoint_location must be a URL or an absolute path"),
-        ({"group_by": "task"}, "grouped by"),
+        ({"group_by": "task"}, "group_by must be"),
         ({"before_expansion": "nothing"}, "an import path"),
         ({"before_expansion": len}, "an import path"),
         ({"before_expansion": "no_such_package:f"}, "cannot be imported here"),
@@ -349,7 +349,7 @@ def test_the_last_partition_proves_a_count(reached: int, largest: int, proven: i
     count = 4 if largest < 4 else 8
     with pytest.raises(
         PartitionsChangedError,
-        match=f"from partition {largest}, and none from partition {count - 1}: .* grown from {reached} .* "
+        match=f"from partition {largest}, but not from partition {count - 1}: .* grown from {reached} .* "
         f"reached={count}.* multiple of 2, .*cannot be followed",
     ):
         before.reached_by({"": largest})
@@ -497,7 +497,7 @@ def test_numbered_files(tmp_path: Path) -> None:
     # What rows prove is recorded once, and stays in force whatever a plan says.
     for _ in range(2):
         assert record_growth(files, {"": 3}).streams[0].reached == 4
-    with pytest.raises(PartitionsChangedError, match="from partition 4, and none from partition 7"):
+    with pytest.raises(PartitionsChangedError, match="from partition 4, but not from partition 7"):
         record_growth(files, {"": 4})
     assert record_assignment(files, _told(2, 8), has_state=True).streams[0].reached == 4
     assert sorted(it.name for it in tmp_path.iterdir()) == [f"partitions_{n}.json" for n in range(4)]

@@ -101,7 +101,7 @@ def test_numbers_out_of_range_are_a_damaged_manifest(name: str, value: Any, mani
 
 
 def test_one_that_lacks_a_bucket_is_none(manifest: SavepointManifest) -> None:
-    with pytest.raises(CorruptFileError, match=r"3 buckets in place of 4; the first that it lacks is \('a', 1\)"):
+    with pytest.raises(CorruptFileError, match=r"3 buckets instead of 4; the first missing bucket is \('a', 1\)"):
         SavepointManifest(manifest.header, (manifest.buckets[0], *manifest.buckets[2:]))
 
 
@@ -146,18 +146,20 @@ def test_a_name_that_leads_out_of_the_savepoint_is_none(
     name: str, manifest: SavepointManifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operators = {name: replace(manifest.header.operators["a"], operator=name)}
-    with pytest.raises(CorruptFileError, match="none can be called so"):
+    with pytest.raises(CorruptFileError, match="is not a valid operator name"):
         replace(manifest.header, operators=operators)
     # As one writes it who checks no names.
     with monkeypatch.context() as unchecked:
         unchecked.setattr("arrow_schemas.savepoint.is_operator_name", lambda name: True)
         buckets = tuple(_bucket(name, bucket) for bucket in range(2))
         data = encode_manifest(SavepointManifest(replace(manifest.header, operators=operators), buckets))
-    with pytest.raises(CorruptFileError, match="none can be called so"):
+    with pytest.raises(CorruptFileError, match="is not a valid operator name"):
         decode_manifest(data, "it")
 
 
 def test_an_operator_file_of_such_a_name_is_refused() -> None:
     data = OperatorFile("../counts", "query", 2, KEY, STATE).encode()
-    with pytest.raises(CorruptFileError, match=r"it is of an operator '\.\./counts', and none can be called so"):
+    with pytest.raises(
+        CorruptFileError, match=r"it names the operator '\.\./counts', which is not a valid operator name"
+    ):
         OperatorFile.decode(data, "it")
