@@ -1,10 +1,10 @@
-"""State backends: places that keep checkpoint files. (Samza's StateBackendFactory, SAMZA-2591, in our words.)
+"""State backends: places that keep checkpoint files. The design follows Samza's StateBackendFactory (SAMZA-2591).
 
-A backend is made by a factory and has three sides: a backup manager, to which commits hand their files, a restore
-manager, and an admin. Two come with the package, ``fsspec`` and ``changelog``; other packages register theirs as entry
-points of the group ``spark_state_ext.backends``, and test them with `spark_state_ext.testing.backends`.
+A factory makes the three sides of a backend: a backup manager, which gets the files of commits; a restore manager,
+which reads them back; and an admin. The package has two backends, ``fsspec`` and ``changelog``. Other packages register
+theirs as entry points of the group ``spark_state_ext.backends``, and test them with `spark_state_ext.testing.backends`.
 
-One bucket of an operator has one store, `STATE`. Checkpoint files are immutable, and their names are unique for ever.
+Each bucket of an operator has one store, `STATE`. Checkpoint files are immutable, and a file name is never used twice.
 """
 
 from __future__ import annotations
@@ -32,38 +32,37 @@ __all__ = [
     "RestoreManager",
 ]
 
-# The one store of a bucket.
+# The only store of a bucket.
 STATE = "state"
 
-# What a backend says of a store's files in a checkpoint, by store: enough for it to find them again.
+# By store: where a backend keeps the store's files of one checkpoint, in the backend's own words.
 Markers = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class BackendContext:
-    """What a backend is made for.
+    """What a factory needs to make a backend's managers and admin.
 
     Parameters
     ----------
     name
-        The backend's name, unique within an operator; it is what pointers call it.
+        The backend's name, unique within an operator; pointers use it too.
     options
-        As configured: plain values.
+        The configured options: plain values.
     operator, query_folder
-        The operator, and the folder of its state below it.
+        The operator's name, and the name of its query folder.
     bucket
-        The bucket; None for an admin, which is there for all.
+        The bucket's number; None for an admin, which serves all buckets.
     executor
-        Where uploads run, beside batches. It has few threads.
+        The thread pool for uploads, which run in the background. It has few threads.
     scratch
         Local folder for temporary files.
     timeout_s
-        After this time nobody waits for an upload any more.
+        After this time, in seconds, a commit no longer waits for an upload.
     resources
-        Files that every backend keeps for the operator as a whole, by name, the one in force last; for an admin, which
-        has to store them.
+        For an admin: the files to store that all buckets of the operator share, by name; the newest one last.
     cleaner
-        Where clean-up runs: one that hangs takes no thread from uploads then. None: with the uploads.
+        A separate thread pool for clean-up, so that a clean-up that hangs blocks no upload. None: use `executor`.
     """
 
     name: str
@@ -80,12 +79,12 @@ class BackendContext:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint, apart from Spark's input offsets (Samza's CheckpointV2).
+    """A checkpoint and where backends keep its files (Samza's CheckpointV2, without the input offsets).
 
     Parameters
     ----------
     ref
-        The checkpoint.
+        The checkpoint's version and id.
     markers
         ``{backend: {store: marker}}``.
     """
@@ -95,126 +94,129 @@ class Checkpoint:
 
 
 class BackupManager(Protocol):
-    """Keeps the files of one bucket.
+    """Stores the files of one bucket.
 
-    For each checkpoint, `snapshot` and then `upload` are called, one checkpoint after the other; `clean_up` only after
-    Spark has committed a pointer that has the markers.
+    For each checkpoint, in order, `snapshot` is called and then `upload`; `clean_up` is called only after Spark has
+    committed a pointer that has the markers.
     """
 
     def init(self, checkpoint: Checkpoint | None) -> None:
-        """Begin a call of the bucket: comes with each batch that the bucket has a part in, before the rest.
+        """Begin a call of the bucket: the first method called in each batch that calls the bucket.
 
         Parameters
         ----------
         checkpoint
-            The last committed checkpoint, with the markers of all backends; None when there is none.
+            The last committed checkpoint, with the markers of all backends; None if there is no checkpoint.
         """
         ...
 
     def snapshot(self, ref: CheckpointRef, files: Mapping[str, SealedFile]) -> Markers:
-        """Take hold of a checkpoint's file of each store. No row is processed meanwhile, so it must be quick.
+        """Take a checkpoint's file of each store, to upload it later. Processing waits for this, so it must be quick.
 
         Parameters
         ----------
         ref
             The checkpoint.
         files
-            Its file of each store.
+            The checkpoint's file of each store.
 
         Returns
         -------
         dict
-            For `upload`.
+            The markers to hand to `upload`.
         """
         ...
 
     def upload(self, ref: CheckpointRef, markers: Markers) -> Future[Markers]:
-        """Store what `snapshot` took hold of, beside processing. When the future is done, it can be restored from
-        there, on any machine, for certain: what was stored has been compared with what was to be.
+        """Store the files that `snapshot` took, in the background.
+
+        When the future is done, any machine can restore the files: the backend has read them back and compared them.
 
         Parameters
         ----------
         ref
-            The checkpoint. It may come a second time, also while its first upload hangs.
+            The checkpoint. It may be uploaded a second time, even while its first upload hangs.
         markers
-            What `snapshot` gave for it.
+            What `snapshot` returned for it.
 
         Returns
         -------
         Future
-            Of the markers that pointers keep, by which a `RestoreManager` finds the files. It fails with
+            Resolves to the markers that pointers keep, by which a `RestoreManager` finds the files; fails with
             `StorageError`.
         """
         ...
 
     def clean_up(self, request: CleanUp) -> Future[int]:
-        """Remove what no pointer needs that Spark may still hand out. May be repeated, and stopped.
+        """Remove the files that no pointer needs which Spark may still hand out. It may be repeated and interrupted.
 
         Parameters
         ----------
         request
-            What to go by, as for `spark_state_ext.files.retention.clean_up`.
+            What may be removed, as for `spark_state_ext.files.retention.clean_up`.
 
         Returns
         -------
         Future
-            Of how many files were removed.
+            Resolves to the number of removed files.
         """
         ...
 
     def close(self) -> None:
-        """Let go of everything. Uploads that are under way may be given up."""
+        """Release all resources. Uploads that are under way may be abandoned."""
         ...
 
 
 class RestoreManager(Protocol):
-    """Gives the files of one bucket back."""
+    """Reads the files of one bucket back."""
 
     def init(self, checkpoint: Checkpoint) -> None:
-        """Begin a restore; there may be several, one after the other.
+        """Begin a restore; several restores may follow each other.
 
         Parameters
         ----------
         checkpoint
-            The one that is to be restored, with the markers of all backends.
+            The checkpoint to restore, with the markers of all backends.
         """
         ...
 
     def restore(self) -> Readable:
-        """The files, by name. They are read from several threads, in any order, and not all of them.
+        """Return the files, by name. Several threads read some of them, in any order.
 
-        Also asked for without `init`, while nothing is restored: whether a file is there is looked up by its size, and
-        a snapshot that another machine has sent is read back.
+        This is also called without `init`, when no restore is under way: to probe whether a file exists, by its size,
+        and to read back a snapshot that another machine has sent.
 
         Returns
         -------
         Readable
-            Reading what is not there raises `MissingCheckpointError`.
+            The files; reading a missing file raises `MissingCheckpointError`.
         """
         ...
 
     def close(self) -> None:
-        """Have reads end soon with `InterruptedRestoreError`, those under way too; from any thread."""
+        """Make all reads, also those under way, fail soon with `InterruptedRestoreError`. Any thread may call this."""
         ...
 
 
 class BackendAdmin(Protocol):
-    """Looks after what all buckets of an operator share."""
+    """Manages the files that all buckets of an operator share."""
 
     def create_resources(self) -> None:
-        """Store what all buckets share, the files in `BackendContext.resources`, unless they are there."""
+        """Store the files in `BackendContext.resources`, which all buckets share, unless they exist already."""
         ...
 
     def validate_resources(self) -> None:
-        """Raise `StorageError` or `ChangedJobError` when what is needed is not there, or cannot be written."""
+        """Raise `StorageError` or `ChangedJobError` if a file is missing or wrong, or files cannot be written."""
         ...
 
 
 class BackendFactory(Protocol):
-    """Makes the sides of a backend. The class of an entry point, called without arguments."""
+    """Makes a backend's managers and admin. An entry point names the class, which is called without arguments."""
 
     def backup_manager(self, context: BackendContext) -> BackupManager:
-        """Make what keeps the files of a bucket. A worker does so once for a bucket and plan, and anew if it forgot.
+        """Make the manager that stores a bucket's files.
+
+        A worker calls this once for each bucket and plan, and again if it has dropped the manager meanwhile.
 
         Parameters
         ----------
@@ -224,7 +226,7 @@ class BackendFactory(Protocol):
         ...
 
     def restore_manager(self, context: BackendContext) -> RestoreManager:
-        """Make what gives the files of a bucket back: right after `backup_manager`, with the same context.
+        """Make the manager that reads a bucket's files back. This is called right after `backup_manager`.
 
         Parameters
         ----------
@@ -234,7 +236,7 @@ class BackendFactory(Protocol):
         ...
 
     def admin(self, context: BackendContext) -> BackendAdmin:
-        """Make what looks after the operator as a whole: once a worker, and anew when the schema changed.
+        """Make the admin of an operator. A worker calls this once, and again when the schema changes.
 
         Parameters
         ----------

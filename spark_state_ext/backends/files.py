@@ -1,8 +1,8 @@
 """The backend ``fsspec``: a folder of any fsspec file system.
 
-Files lie under ``<root>/<operator>/<query folder>/<bucket>/``, each under its own name, which is its marker. A file is
-confirmed when it has been read back and compared, to the last byte. One that is there already, as another attempt has
-sent it, is compared and stays: somebody may have been told that it is safe.
+Files lie under ``<root>/<operator>/<query folder>/<bucket>/``, each under its own name, which is also its marker. A
+file is confirmed when it has been read back and compared to the last byte. A file that exists already, because another
+attempt sent it, is compared and kept: a pointer may rely on it already.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ T = TypeVar("T")
 
 # Files are compared in pieces of this size.
 _PIECE_BYTES = 8 << 20
-# A restore tries for so long; then another backend is asked, or the task fails and Spark tries again.
+# How long a restore tries to read. Then it uses another backend, or the task fails and Spark tries again.
 RESTORE_TIMEOUT_S_MAX = 60.0
 
 
 class FilesBackend:
-    """Factory of the backend ``fsspec``. Its options: ``root`` and ``storage_options``."""
+    """Factory of the backend ``fsspec``. Its options are ``root`` and ``storage_options``."""
 
     def backup_manager(self, context: BackendContext) -> BackupManager:
-        # Made by whoever has the context alone, so this is where the process is asked.
+        # The caller only has the context, so the process-wide object is looked up here.
         return FilesBackup(_bucket_folder(context), context, Worker.current().own(KnownFiles))
 
     def restore_manager(self, context: BackendContext) -> RestoreManager:
@@ -78,33 +78,33 @@ def _bucket_folder(context: BackendContext) -> Folder:
 
 
 class FilesBackup:
-    """Puts files into a folder."""
+    """Stores files in a folder."""
 
     def __init__(self, folder: Folder, context: BackendContext, known: KnownFiles | None = None) -> None:
         self.folder = folder
         self._context = context
         self._known = known or KnownFiles()
-        # By name, until it is there: an upload that hangs may be begun once more.
-        self._held: dict[str, SealedFile] = {}
+        # By name, until the file is stored: an upload that hangs may be started a second time.
+        self._pending: dict[str, SealedFile] = {}
         self._closed = threading.Event()
 
     def init(self, checkpoint: Checkpoint | None) -> None:
-        """Nothing to do: files do not depend on each other."""
+        """Do nothing: files do not depend on each other."""
 
     def snapshot(self, ref: CheckpointRef, files: Mapping[str, SealedFile]) -> Markers:
-        self._held.update({file.name: file for file in files.values()})
+        self._pending.update({file.name: file for file in files.values()})
         return {store: file.name for store, file in files.items()}
 
     def upload(self, ref: CheckpointRef, markers: Markers) -> Future[Markers]:
         def work() -> Markers:
             for name in markers.values():
-                # One that is not held any more has been confirmed by another upload of the same.
-                file = self._held.get(name)
+                # None: another upload of the same file has confirmed it already.
+                file = self._pending.get(name)
                 if self._closed.is_set():
-                    raise StorageError(f"{name} was not sent to {self.folder.root}, as its backend was closed")
+                    raise StorageError(f"{name} was not sent to {self.folder.root} because the backend was closed")
                 if file is not None:
                     retried(partial(self._put, file), self._context.timeout_s, self._closed)
-                    self._held.pop(name, None)
+                    self._pending.pop(name, None)
             return markers
 
         return self._context.executor.submit(work)
@@ -116,48 +116,48 @@ class FilesBackup:
         return (self._context.cleaner or self._context.executor).submit(work)
 
     def is_crowded(self, batches_retained: int) -> bool:
-        """Whether so much lies here that nobody can have cleaned up for long."""
+        """Return True if the folder has so many files that clean-up cannot have run for long."""
         return is_crowded(self.folder.entries(), batches_retained)
 
     def close(self) -> None:
         self._closed.set()
-        self._held.clear()
+        self._pending.clear()
 
     def _put(self, file: SealedFile) -> None:
-        """Have a file there, whole; one that is whole already is left alone."""
-        found = self._compared(file)
-        if found or (found is False and self._is_whole(file)):
+        """Store a file and compare it; a complete file that exists already is kept."""
+        same = self._compare(file)
+        if same or (same is False and self._is_whole(file)):
             return
         where = self.folder.where(file.name)
-        if found is False and not self.folder.replaces:
-            raise taken(where) from FileExistsError(errno.EEXIST, "there is another one", where)
-        # What another attempt sent since is compared now.
+        if same is False and not self.folder.replaces:
+            raise taken(where) from FileExistsError(errno.EEXIST, "another file has this name", where)
+        # If another attempt sent the file meanwhile, that file is compared.
         publish(self.folder, file)
-        found = self._compared(file)
-        if found is None:
-            raise StorageError(f"{where} was written and is not there")
-        if not found:
-            raise StorageError(f"{where} was written and reads otherwise: the upload was torn or damaged on its way")
+        same = self._compare(file)
+        if same is None:
+            raise StorageError(f"{where} was written but does not exist")
+        if not same:
+            raise StorageError(f"{where} was written but reads differently: the upload was torn or damaged on its way")
 
-    def _compared(self, file: SealedFile) -> bool | None:
-        """Whether what is there under a file's name is the file, to the last byte; None where nothing is."""
+    def _compare(self, file: SealedFile) -> bool | None:
+        """Return True if the stored file of that name has the same bytes, False if not, None if it does not exist."""
         try:
             if file.size_bytes <= _PIECE_BYTES:
                 return self.folder.get(file.name) == file.get_range(0, file.size_bytes)
             if self.folder.size(file.name) != file.size_bytes:
                 return False
-            return all(self._is_same(file, at) for at in range(0, file.size_bytes, _PIECE_BYTES))
+            return all(self._is_piece_same(file, at) for at in range(0, file.size_bytes, _PIECE_BYTES))
         except MissingCheckpointError:
             return None
 
-    def _is_same(self, file: SealedFile, start: int) -> bool:
+    def _is_piece_same(self, file: SealedFile, start: int) -> bool:
         if self._closed.is_set():
-            raise StorageError(f"{file.name} was not compared in {self.folder.root}, as its backend was closed")
+            raise StorageError(f"{file.name} was not compared in {self.folder.root} because the backend was closed")
         end = min(start + _PIECE_BYTES, file.size_bytes)
         return self.folder.get_range(file.name, start, end) == file.get_range(start, end)
 
     def _is_whole(self, file: SealedFile) -> bool:
-        """Whether what is there is a snapshot that holds the same: rows may be laid out otherwise each time."""
+        """Return True if the stored file is a valid snapshot of the same checkpoint, even with other bytes."""
         parsed = parse_file_name(file.name)
         if parsed is None or parsed[1] != SNAPSHOT:
             return False
@@ -169,7 +169,7 @@ class FilesBackup:
 
 
 class FilesRestore:
-    """Reads files of a folder."""
+    """Reads files from a folder."""
 
     def __init__(self, folder: Folder, timeout_s: float) -> None:
         self._folder = folder
@@ -177,7 +177,7 @@ class FilesRestore:
         self._closed = threading.Event()
 
     def init(self, checkpoint: Checkpoint) -> None:
-        """Nothing to do: files are found by their names."""
+        """Do nothing: files are found by their names."""
 
     def restore(self) -> Readable:
         return _Interruptible(self._folder, self._timeout_s, self._closed)
@@ -187,9 +187,9 @@ class FilesRestore:
 
 
 class _Interruptible:
-    """A folder of which reads are tried again, and end when they are told to."""
+    """A folder whose reads are retried until they are stopped."""
 
-    # A large file is fetched in pieces of this size, so that telling it to end takes no longer than one.
+    # A large file is fetched in pieces of this size, so that a stopped read ends after at most one piece.
     _PIECE_BYTES = 64 << 20
 
     def __init__(self, folder: Folder, timeout_s: float, stop: threading.Event) -> None:
@@ -201,17 +201,17 @@ class _Interruptible:
         return self._folder.where(name)
 
     def size(self, name: str) -> int:
-        return self._tried(lambda: self._folder.size(name))
+        return self._retry(lambda: self._folder.size(name))
 
     def get(self, name: str) -> bytes:
-        return self._tried(lambda: self._folder.get(name))
+        return self._retry(lambda: self._folder.get(name))
 
     def get_range(self, name: str, start: int, end: int) -> bytes:
-        return self._tried(lambda: self._folder.get_range(name, start, end))
+        return self._retry(lambda: self._folder.get_range(name, start, end))
 
     def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
         if self._folder.is_local:
-            self._tried(lambda: self._folder.get_file(name, local_path))
+            self._retry(lambda: self._folder.get_file(name, local_path))
             return
         size = self.size(name)
         with open(local_path, "wb") as file:
@@ -219,48 +219,48 @@ class _Interruptible:
                 file.write(self.get_range(name, at, min(at + self._PIECE_BYTES, size)))
 
     def open_local(self, name: str) -> pa.NativeFile | None:
-        return self._tried(lambda: self._folder.open_local(name))
+        return self._retry(lambda: self._folder.open_local(name))
 
     def duplicate_to(self, target: Folder, name: str) -> bool:
-        return self._tried(lambda: target.duplicate(name, self._folder))
+        return self._retry(lambda: target.duplicate(name, self._folder))
 
-    def _tried(self, work: Callable[[], T]) -> T:
+    def _retry(self, work: Callable[[], T]) -> T:
         if self._stop.is_set():
-            raise InterruptedRestoreError(f"the restore from {self._folder.root} was told to stop")
+            raise InterruptedRestoreError(f"the restore from {self._folder.root} was stopped")
         return retried(work, self._timeout_s, self._stop)
 
 
 def sole_replica(folder: Folder, scratch: Path, name: str = "files") -> list[Replica]:
-    """A bucket's folder as its only backend, to which files are written at once and without trying again."""
+    """Return a bucket's folder as its only backend; writing to it is synchronous and is not retried."""
     context = BackendContext(name, {}, "", "", 0, CallerExecutor(), scratch, 0.0)
     return [Replica(name, FilesBackup(folder, context), FilesRestore(folder, 0.0), root=True)]
 
 
 class FilesAdmin:
-    """Looks after an operator's folder."""
+    """Manages the files that all buckets of a query folder share."""
 
     def __init__(self, query_folder: Folder, resources: Mapping[str, bytes]) -> None:
         self._query_folder = query_folder
         self._resources = resources
 
     def create_resources(self) -> None:
-        there = set(self._query_folder.names())
+        existing = set(self._query_folder.names())
         for name, content in self._resources.items():
-            if name not in there:
-                # Another one that comes in between is looked at by `validate_resources`.
+            if name not in existing:
+                # If another process creates the file meanwhile, `validate_resources` checks that file.
                 self._query_folder.create(name, content)
 
     def validate_resources(self) -> None:
-        """See that what must be there is, and that the folder can be written to, read and deleted from."""
+        """Check that all files exist and are right, and that files can be written, read and deleted."""
         for name, content in self._resources.items():
             if self._query_folder.get(name) != content:
                 raise ChangedJobError(
                     f"{self._query_folder.where(name)} is not the operator file of this job: "
-                    "the folder belongs to another one"
+                    "the folder belongs to another job"
                 )
         probe, content = f"probe-{uuid.uuid4().hex}", b"spark_state_ext"
         self._query_folder.put(probe, content)
-        found = self._query_folder.get(probe)
+        stored = self._query_folder.get(probe)
         self._query_folder.as_named().remove(probe)
-        if found != content:
-            raise StorageError(f"{self._query_folder.where(probe)} reads otherwise than it was written")
+        if stored != content:
+            raise StorageError(f"{self._query_folder.where(probe)} does not read as it was written")

@@ -1,4 +1,4 @@
-"""Which backends a job has: as the user says it, and as factories found by entry point."""
+"""The backends of a job: the user's list of them, and their factories, which entry points name."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ class Backend:
     root
         For ``fsspec``: the folder, any fsspec URL or an absolute path.
     name
-        What pointers call it; by default its root. Two places must not have one name, and a place whose files were
-        moved as they are keeps its old name.
+        The backend's name in pointers; by default its root. Two backends must not have the same name. A backend whose
+        files were moved unchanged keeps its old name.
     kind
         ``fsspec``, or the name of an entry point in the group ``spark_state_ext.backends``.
     storage_options
         For ``fsspec``: options of the file system.
     options
-        For other kinds: whatever they take, as plain values.
+        For other kinds: the options that they take, as plain values.
 
     Raises
     ------
     UsageError
-        When `kind` is ``changelog``, which has no settings; when ``fsspec`` has no `root`, or a relative one; when
-        another kind has no `name`; or when `root` holds a password.
+        If `kind` is ``changelog``, which has no settings; if ``fsspec`` has no `root` or a relative one; if another
+        kind has no `name`; or if `root` holds a password.
     """
 
     root: str = ""
     name: str = ""
     kind: str = FSSPEC
-    # They may hold secrets, and messages show backends.
+    # Not in the repr, which messages show: options may hold secrets.
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -63,7 +63,7 @@ class Backend:
             raise UsageError("a backend of kind 'fsspec' needs a root")
         if _PASSWORD.search(self.root):
             raise UsageError(
-                "a backend's root must not hold a password, as it is written down with the state: use storage_options"
+                "a backend's root must not hold a password, because it is stored with the state: use storage_options"
             )
         if self.kind == FSSPEC:
             refuse_relative(self.root, "a backend's root")
@@ -76,7 +76,7 @@ class Backend:
         object.__setattr__(self, "options", dict(self.options))
 
     def to_plain(self) -> dict[str, Any]:
-        """As builtin values.
+        """Return the backend as builtin values.
 
         Returns
         -------
@@ -87,7 +87,7 @@ class Backend:
 
     @property
     def factory_options(self) -> dict[str, Any]:
-        """What the factory is told."""
+        """The options for the factory."""
         if self.kind == FSSPEC:
             return {"root": self.root, "storage_options": dict(self.storage_options)}
         return dict(self.options)
@@ -96,66 +96,66 @@ class Backend:
 def configured(
     backends: Sequence[str | Backend], root: str, storage_options: Mapping[str, Any], restore_from: str | None
 ) -> tuple[bool, list[Backend]]:
-    """What a user's list of backends says.
+    """Check a user's list of backends, and split off the changelog.
 
     Parameters
     ----------
     backends
         ``"changelog"``, ``"fsspec"`` (the operator's root) and any `Backend`.
     root, storage_options
-        The operator's root.
+        The operator's root and its storage options.
     restore_from
         Name of the backend that state is restored from first.
 
     Returns
     -------
     tuple
-        Whether the changelog is among them, and the others in their order.
+        True if the list has the changelog, and the other backends in their order.
 
     Raises
     ------
     UsageError
-        When the list cannot work.
+        If the list cannot work.
     """
     if isinstance(backends, (str, Backend)) or not isinstance(backends, Sequence):
         raise UsageError(f"backends must be a list, not {backends!r}")
-    journal, found = False, []
+    journal, others = False, []
     for backend in backends:
         if backend == CHANGELOG:
             journal = True
         elif backend == FSSPEC:
-            found.append(Backend(root, storage_options=storage_options))
+            others.append(Backend(root, storage_options=storage_options))
         elif isinstance(backend, Backend):
-            found.append(backend)
+            others.append(backend)
         else:
             raise UsageError(f"backends may be 'changelog', 'fsspec' and Backend(…), not {backend!r}")
-    names = [backend.name for backend in found]
-    if not found:
+    names = [backend.name for backend in others]
+    if not others:
         raise UsageError(
-            "backends must name a place for files, 'fsspec' for the root: the changelog is a journal only, which has "
-            "no room for a state"
+            "backends must have a place for files, such as 'fsspec' for the root: the changelog is only a journal and "
+            "cannot hold the whole state"
         )
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"two backends are called {name!r}")
+            raise UsageError(f"two backends have the name {name!r}")
     if restore_from == FSSPEC:
         restore_from = Backend(root).name
     if restore_from is not None and restore_from not in names:
         raise UsageError(
-            f"restore_from must be a name of one of the backends ({', '.join(names)}), not {restore_from!r}"
+            f"restore_from must be the name of one of the backends ({', '.join(names)}), not {restore_from!r}"
         )
-    return journal, found
+    return journal, others
 
 
 def refuse_unusable(root: str, storage_options: Mapping[str, Any], backends: Sequence[Backend]) -> None:
-    """Raise a UsageError, where the job is planned, for places that no executor could use.
+    """Raise `UsageError`, already when the job is planned, for backends that executors could not use.
 
     Parameters
     ----------
     root, storage_options
-        The operator's root.
+        The operator's root and its storage options.
     backends
-        As the user gave them.
+        The user's backends.
 
     Raises
     ------
@@ -163,7 +163,7 @@ def refuse_unusable(root: str, storage_options: Mapping[str, Any], backends: Seq
         For an unknown kind or protocol, and for storage options that a file system does not take.
     """
     folders = [(root, storage_options)]
-    folders += [(it.root, it.storage_options) for it in backends if it.kind == FSSPEC]
+    folders += [(backend.root, backend.storage_options) for backend in backends if backend.kind == FSSPEC]
     for folder, options in folders:
         refuse_misspelt(folder, options)
         Folder(folder, options)
@@ -173,35 +173,35 @@ def refuse_unusable(root: str, storage_options: Mapping[str, Any], backends: Seq
 
 
 def _refuse_unknown_kind(backend: Backend) -> None:
-    # What this Python lacks the executors', with the same packages, lack too.
+    # Executors have the same packages as this Python, so a kind that is missing here is missing there too.
     kinds = sorted({FSSPEC, *(entry.name for entry in entry_points(group=ENTRY_POINTS))})
     if backend.kind in kinds:
         return
     alike = difflib.get_close_matches(str(backend.kind), kinds, n=1)
     raise UsageError(
-        f"the backend {backend.name!r} is of the kind {backend.kind!r}, which no package here has"
+        f"the backend {backend.name!r} is of the kind {backend.kind!r}, which no package here provides"
         f"{f'; most likely {alike[0]!r} is meant' if alike else ''}. Known kinds are {', '.join(kinds)}: correct the "
-        f"name, or install the package with the entry point {backend.kind!r} in the group {ENTRY_POINTS!r}, here and "
+        f"kind, or install the package with the entry point {backend.kind!r} in the group {ENTRY_POINTS!r}, here and "
         "on the executors"
     )
 
 
 @functools.cache
 def factory_of(kind: str) -> BackendFactory:
-    """The factory of a kind of backend.
+    """Return the factory of a kind of backend.
 
     Raises
     ------
     ExecutorPackageError
-        When no package of this Python has it.
+        If no package of this Python provides the kind.
     """
     if kind == FSSPEC:
         return FilesBackend()
     for entry in entry_points(group=ENTRY_POINTS):
         if entry.name == kind:
-            made: BackendFactory = entry.load()()
-            return made
+            factory: BackendFactory = entry.load()()
+            return factory
     raise ExecutorPackageError(
-        f"no installed package has a backend of kind {kind!r} (entry point group {ENTRY_POINTS!r}). Install it on the "
-        "client and on the executors."
+        f"no installed package provides the backend kind {kind!r} (entry point group {ENTRY_POINTS!r}). Install it on "
+        "the client and on the executors."
     )

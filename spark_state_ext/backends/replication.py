@@ -1,4 +1,4 @@
-"""What each backend has of a bucket, as pointers tell it."""
+"""The replicas of a bucket, and what each of them has according to the bucket's pointer."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ __all__ = [
 
 
 class Restorable(Protocol):
-    """A backend as far as one reads from it."""
+    """The reading side of a replica."""
 
     @property
     def name(self) -> str:
-        """What pointers call it."""
+        """The backend's name in pointers."""
         ...
 
     @property
     def root(self) -> bool:
-        """As of `Replica`."""
+        """True if pointers of format 1, which name no backend, mean this one."""
         ...
 
     def files(self, checkpoint: Checkpoint | None = None) -> Readable:
-        """Its files; those of a checkpoint, where one is to be restored."""
+        """Return the replica's files; begin a restore if a checkpoint is given."""
         ...
 
     def stop(self) -> None:
-        """Have reads end, and whoever waits for them; from any thread."""
+        """Make reads, and the threads that wait for them, end. Any thread may call this."""
         ...
 
     def close(self) -> None:
-        """Nobody reads from it any more."""
+        """Release resources; the replica is no longer read."""
         ...
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A backend as configured for a bucket.
+    """One backend's copy of a bucket's files, with the managers that write and read it.
 
     Parameters
     ----------
     name
-        What pointers call it.
+        The backend's name in pointers.
     backup, restore
-        Its managers.
+        The backend's managers for the bucket.
     root
-        It is what pointers of format 1 mean, which do not name it.
+        True if pointers of format 1, which name no backend, mean this one.
     """
 
     name: str
@@ -70,31 +70,31 @@ class Replica:
     root: bool = False
 
     def files(self, checkpoint: Checkpoint | None = None) -> Readable:
-        """As of `Restorable`."""
+        """Return the replica's files; begin a restore if a checkpoint is given."""
         if checkpoint is not None:
             self.restore.init(checkpoint)
         return self.restore.restore()
 
     def stop(self) -> None:
-        """As of `Restorable`."""
+        """Make reads end. Any thread may call this."""
         self.restore.close()
 
     def close(self) -> None:
-        """Close its managers."""
+        """Close both managers."""
         self.restore.close()
         self.backup.close()
 
 
 @dataclass(frozen=True)
 class ReadOnly:
-    """Files that lie somewhere, such as a savepoint's, to be read as those of a backend.
+    """Files in any place, such as a savepoint's, that are read like a replica.
 
     Parameters
     ----------
     name
-        What pointers call it.
+        The backend's name in pointers.
     where
-        Who has them.
+        The files.
     """
 
     name: str
@@ -102,29 +102,29 @@ class ReadOnly:
     root: bool = True
 
     def files(self, checkpoint: Checkpoint | None = None) -> Readable:
-        """They are found by their names."""
+        """Return the files, which are found by their names."""
         return self.where
 
     def stop(self) -> None:
-        """Reads end when the file that is read does."""
+        """Do nothing: a read ends at the end of its file."""
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there are no resources to release."""
 
 
 def close_all(replicas: Iterable[Restorable]) -> None:
-    """Close what nobody keeps, such as backends of another query that was only read."""
+    """Close replicas that are no longer needed, such as another query's that were only read."""
     for replica in replicas:
         replica.close()
 
 
 def is_complete(status: ReplicationStatus | None) -> bool:
-    """Whether a backend holds a state as far as its replication status says."""
+    """Return True if a replica holds the whole state of its replication status, and does not bootstrap."""
     return status is not None and status.since is None
 
 
 def is_held(pointer: Pointer) -> bool:
-    """Whether a pointer's backends hold its state: one of them alone, or with a rescaled bucket's parents."""
+    """Return True if one of a pointer's backends holds its state, alone or with a rescaled bucket's parents."""
     return any(
         is_complete(status) or (pointer.parents is not None and status.since == pointer.parents)
         for status in pointer.replication.values()
@@ -132,24 +132,27 @@ def is_held(pointer: Pointer) -> bool:
 
 
 def needs_parents(pointer: Pointer) -> bool:
-    """Whether no backend holds all of a rescaled bucket's state without its parents."""
+    """Return True if no backend holds a rescaled bucket's whole state without the bucket's parents."""
     return pointer.parents is not None and not any(is_complete(status) for status in pointer.replication.values())
 
 
 def taken_over(pointer: Pointer, replicas: Sequence[Restorable]) -> Pointer:
-    """An input pointer as the configured backends have to see it: those it does not know have nothing of it."""
+    """Return an input pointer with only the configured backends; new ones have no replication status yet."""
     names = [replica.name for replica in replicas]
     if pointer.ref is None:
-        # There is nothing to hold yet, and everyone does.
+        # There is no state yet, so every backend is complete.
         return replace(pointer, replication={name: ReplicationStatus(None) for name in names}, markers={})
     replication = pointer.replication or {
         replica.name: ReplicationStatus(pointer.ref) for replica in replicas if replica.root
     }
     replication = {name: replication[name] for name in names if name in replication}
     return replace(
-        pointer, replication=replication, markers={n: m for n, m in pointer.markers.items() if n in replication}
+        pointer,
+        replication=replication,
+        markers={name: markers for name, markers in pointer.markers.items() if name in replication},
     )
 
 
 def version_of(ref: CheckpointRef | None) -> int:
+    """Return a checkpoint's version; 0 for None."""
     return 0 if ref is None else ref.version

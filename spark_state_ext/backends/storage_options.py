@@ -1,9 +1,9 @@
-"""Misspelt storage options, found where the job is planned.
+"""Finds misspelt storage options when the job is planned.
 
-Most file systems of fsspec take any option, and pass over one that they do not know, or complain when an executor first
-connects. So what a user gave is compared with what the constructors name. An option that none of them names may be
-legitimate, as many hand it on to another library: it is refused only where it looks like one that is named, or where it
-is known that nothing else is taken.
+Most file systems of fsspec accept any option. They ignore unknown ones, or fail when an executor first connects.
+Therefore the user's options are compared with the parameters of the file system's constructors. An option that is not
+among them may still be valid, because many file systems pass it on to another library. It is refused only if it looks
+like a known option, or if the file system is known to accept no others.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from spark_state_ext.errors import UsageError
 
 __all__ = ["refuse_misspelt"]
 
-# How alike two names must be for one to be taken for the other: "anno" for "anon" is 0.75, "hostname" for "host" 0.67.
+# How similar a name must be to count as a misspelling: "anno" and "anon" have 0.75, "hostname" and "host" 0.67.
 _ALIKE = 0.75
-# What fsspec itself takes, for every file system; no constructor names it.
+# Options that fsspec itself takes for every file system; constructors do not name them.
 _COMMON = frozenset(
     {
         "asynchronous",
@@ -37,10 +37,10 @@ _COMMON = frozenset(
         "use_listings_cache",
     }
 )
-# What fsspec takes out before it makes a file system, and what it puts in for one that lies on another.
-_PASSED_OVER = frozenset({"compression", "encoding", "errors", "expand", "mode", "name_function", "newline", "num"})
+# Options that fsspec removes before it makes a file system, and options that it adds for chained file systems.
+_REMOVED = frozenset({"compression", "encoding", "errors", "expand", "mode", "name_function", "newline", "num"})
 _CHAINED = frozenset({"add_aliases", "add_docs", "fo", "fs", "target_options", "target_protocol"})
-# To whom s3fs hands on: whatever else it was given, and two options that are mappings themselves.
+# s3fs passes unknown options to its session, and two options that are mappings to the client and its configuration.
 _S3 = "s3fs.core.S3FileSystem"
 _S3_SESSION = "aiobotocore.session.AioSession"
 _S3_CLIENT = "botocore.session.Session.create_client"
@@ -48,89 +48,98 @@ _S3_CONFIG = "botocore.config.Config.OPTION_DEFAULTS"
 
 
 def refuse_misspelt(root: str, options: Mapping[str, Any]) -> None:
-    """Raise a UsageError for storage options that the file system of a root cannot take."""
-    given = set(options) - {"implementation"}
-    if not given or "::" in root:
+    """Raise `UsageError` for storage options that the file system of a root cannot take."""
+    options_given = set(options) - {"implementation"}
+    if not options_given or "::" in root:
         return
-    made = _class_of(root, options.get("implementation"))
-    if made is None:  # whoever makes the folder says why
+    file_system = _find_class(root, options.get("implementation"))
+    if file_system is None:  # the error comes when the folder is made
         return
-    name = f"{made.__module__}.{made.__qualname__}"
-    named, open_ended = _named(made)
+    name = f"{file_system.__module__}.{file_system.__qualname__}"
+    known, open_ended = _list_options(file_system)
     is_s3 = name == _S3
     if is_s3:
-        named |= _parameters(_S3_SESSION)
-        # A session that the user made is not made of options; who hands one in knows what else may be.
+        known |= _read_parameters(_S3_SESSION)
+        # With a session of the user's own, s3fs does not pass options to a new session, and others may be valid.
         open_ended = "session" in options
-    _refuse(root, made, "storage_options", given - _PASSED_OVER - _CHAINED, named, open_ended)
+    _refuse(root, file_system, "storage_options", options_given - _REMOVED - _CHAINED, known, open_ended)
     if is_s3:
-        for nested, taken in (("client_kwargs", _parameters(_S3_CLIENT)), ("config_kwargs", _defaults(_S3_CONFIG))):
+        for nested, accepted in (
+            ("client_kwargs", _read_parameters(_S3_CLIENT)),
+            ("config_kwargs", _read_defaults(_S3_CONFIG)),
+        ):
             inner = options.get(nested)
-            if taken and isinstance(inner, Mapping):
-                _refuse(root, made, f"storage_options[{nested!r}]", set(inner), taken, open_ended=True)
+            if accepted and isinstance(inner, Mapping):
+                _refuse(root, file_system, f"storage_options[{nested!r}]", set(inner), accepted, open_ended=True)
 
 
-def _refuse(root: str, made: type, where: str, given: Iterable[Any], named: frozenset[str], open_ended: bool) -> None:
-    known = named | (_COMMON if where == "storage_options" else frozenset())
-    for option in sorted(set(given) - known, key=str):
-        alike = difflib.get_close_matches(str(option), sorted(known), n=1, cutoff=_ALIKE)
+def _refuse(
+    root: str, file_system: type, where: str, options: Iterable[Any], named: frozenset[str], open_ended: bool
+) -> None:
+    accepted = named | (_COMMON if where == "storage_options" else frozenset())
+    for option in sorted(set(options) - accepted, key=str):
+        alike = difflib.get_close_matches(str(option), sorted(accepted), n=1, cutoff=_ALIKE)
         if not alike and open_ended and isinstance(option, str):
             continue
-        meant = f"most likely {alike[0]!r} is meant. " if alike else ""
+        hint = f"; most likely {alike[0]!r} is meant" if alike else ""
         raise UsageError(
-            f"{where} of the root {root!r} has the option {option!r}, which {made.__name__} does not take: {meant}"
-            f"It takes {', '.join(sorted(named))}"
+            f"{where} of the root {root!r} has the option {option!r}, which {file_system.__name__} does not take"
+            f"{hint}. It takes {', '.join(sorted(named))}"
         )
 
 
-def _class_of(root: str, implementation: Any) -> Any:
-    """The class of a root's file system; None where there is none."""
+def _find_class(root: str, implementation: Any) -> Any:
+    """Return the class of a root's file system; None if it cannot be found."""
     try:
         if implementation is not None:
-            return _found(str(implementation))
+            return _import_dotted(str(implementation))
         return fsspec.get_filesystem_class(get_protocol(root))
     except (ImportError, ValueError, AttributeError):
         return None
 
 
 @functools.cache
-def _named(made: type) -> tuple[frozenset[str], bool]:
-    """The options that a class's constructors name, and whether they take others too."""
-    named: set[str] = set()
-    for base in made.__mro__:
+def _list_options(file_system: type) -> tuple[frozenset[str], bool]:
+    """Return the parameters of a class's constructors, and True if the constructors take other options too."""
+    known: set[str] = set()
+    for base in file_system.__mro__:
         if "__init__" not in vars(base) or base is object:
             continue
         parameters = list(inspect.signature(base.__init__).parameters.values())[1:]  # type: ignore[misc]  # of a class
-        named |= {it.name for it in parameters if it.kind in (it.POSITIONAL_OR_KEYWORD, it.KEYWORD_ONLY)}
-        if not any(it.kind is it.VAR_KEYWORD for it in parameters):
-            return frozenset(named), False
-    return frozenset(named), True
+        known |= {
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        }
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return frozenset(known), False
+    return frozenset(known), True
 
 
-def _found(dotted: str) -> Any:
-    """A class, or what is in one, by its dotted name."""
+def _import_dotted(dotted: str) -> Any:
+    """Import an object, such as a class or an attribute of a class, by its dotted name."""
     names = dotted.split(".")
     for at in range(len(names) - 1, 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(names[:at]))
+            target: Any = importlib.import_module(".".join(names[:at]))
         except ModuleNotFoundError:
             continue
         for name in names[at:]:
-            found = getattr(found, name)
-        return found
-    raise ImportError(f"there is no {dotted!r}")
+            target = getattr(target, name)
+        return target
+    raise ImportError(f"{dotted!r} cannot be imported")
 
 
-def _parameters(dotted: str) -> frozenset[str]:
-    """Names of a callable's parameters; none where another release of its library does not have it."""
+def _read_parameters(dotted: str) -> frozenset[str]:
+    """Return the names of a callable's parameters; empty if the installed release of its library does not have it."""
     try:
-        return frozenset(inspect.signature(_found(dotted)).parameters) - {"self", "args", "kwargs"}
+        return frozenset(inspect.signature(_import_dotted(dotted)).parameters) - {"self", "args", "kwargs"}
     except (ImportError, AttributeError, ValueError, TypeError):
         return frozenset()
 
 
-def _defaults(dotted: str) -> frozenset[str]:
+def _read_defaults(dotted: str) -> frozenset[str]:
     try:
-        return frozenset(_found(dotted))
+        return frozenset(_import_dotted(dotted))
     except (ImportError, AttributeError, TypeError):
         return frozenset()

@@ -45,7 +45,9 @@ def test_columns_of_one_name_are_refused() -> None:
 
 
 def test_restore_from_is_told_to_be_a_name_of_the_backends(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=rf"restore_from must be a name of one of the backends .{tmp_path}., not 'x'"):
+    with pytest.raises(
+        UsageError, match=rf"restore_from must be the name of one of the backends .{tmp_path}., not 'x'"
+    ):
         ArrowState(str(tmp_path), "tested", restore_from="x")
 
 

@@ -126,7 +126,7 @@ def test_a_package_that_is_not_there_is_named(tmp_path: Path) -> None:
     captured(query, pointer, old.root, "golden")
     # The client has it, and this worker does not.
     object.__setattr__(query.job.options.start_from, "backends", (Backend(name="other", kind="tape"),))
-    with pytest.raises(ExecutorPackageError, match="no installed package has a backend of kind 'tape'"):
+    with pytest.raises(ExecutorPackageError, match="no installed package provides the backend kind 'tape'"):
         query.call(1, None, unchanged)
 
 

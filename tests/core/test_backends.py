@@ -93,7 +93,7 @@ class TestAnotherPackage(BackendContract):
 
 
 def test_a_kind_that_no_package_has() -> None:
-    with pytest.raises(ExecutorPackageError, match="no installed package has a backend of kind 'tape'"):
+    with pytest.raises(ExecutorPackageError, match="no installed package provides the backend kind 'tape'"):
         factory_of("tape")
     assert factory_of("fsspec") is factory_of("fsspec")
     assert Backend(kind="tape", name="t").factory_options == {}
@@ -126,5 +126,5 @@ def test_what_is_sent_after_closing_is_not_confirmed(tmp_path: Path) -> None:
     ref = Refs().next(1)
     markers = backup.snapshot(ref, {STATE: SealedFile.of("file", b"state")})
     backup.close()
-    with pytest.raises(StorageError, match=r"file was not sent to .*root, as its backend was closed"):
+    with pytest.raises(StorageError, match=r"file was not sent to .*root because the backend was closed"):
         backup.upload(ref, markers).result()

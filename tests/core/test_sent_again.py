@@ -173,7 +173,7 @@ def test_every_byte_is_compared(
         s3: S3 = request.getfixturevalue("s3")
         folder = Damaging(s3.root(tmp_path.name), s3.options)
     folder.at = at
-    with pytest.raises(StorageError, match="reads otherwise: the upload was torn or damaged on its way"):
+    with pytest.raises(StorageError, match="reads differently: the upload was torn or damaged on its way"):
         sent(backup_of(folder, tmp_path), sealed)
 
 

@@ -30,18 +30,18 @@ class Closed(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
 STORE, CLOSED = f"{__name__}.Store", f"{__name__}.Closed"
 
 MISSPELT: list[tuple[str, Any, str]] = [
-    ("s3://b/x", {"secert": "1"}, "'s3://b/x' has the option 'secert', which S3FileSystem does not take: most likely 'secret' is meant. It takes anon, asy"),
-    ("s3://b/x", {"key": "k", "access_token": "1"}, "has the option 'access_token', which S3FileSystem does not take: It takes"),
+    ("s3://b/x", {"secert": "1"}, "'s3://b/x' has the option 'secert', which S3FileSystem does not take; most likely 'secret' is meant. It takes anon, asy"),
+    ("s3://b/x", {"key": "k", "access_token": "1"}, "has the option 'access_token', which S3FileSystem does not take. It takes"),
     ("s3://b/x", {"anno": True}, "most likely 'anon' is meant"),
     ("s3://b/x", {"client_kwargs": {"endpont_url": "http://localhost:1"}},
-     "storage_options['client_kwargs'] of the root 's3://b/x' has the option 'endpont_url', which S3FileSystem does not take: most likely 'endpoint_url' is"),
+     "storage_options['client_kwargs'] of the root 's3://b/x' has the option 'endpont_url', which S3FileSystem does not take; most likely 'endpoint_url' is"),
     ("s3://b/x", {"config_kwargs": {"max_pool_connection": 5}}, "most likely 'max_pool_connections' is meant"),
     ("abfs://c/x", {"acount_name": "a"}, "most likely 'account_name' is meant"),
     ("file:///tmp/x", {"auto_mkdirs": True}, "most likely 'auto_mkdir' is meant"),
     ("/tmp/x", {"use_listing_cache": True}, "most likely 'use_listings_cache' is meant"),
     ("memory://x", {"skip_instance_cach": True}, "most likely 'skip_instance_cache' is meant"),
-    ("x://y/z", {"implementation": STORE, "regoin": "eu"}, "has the option 'regoin', which Store does not take: most likely 'region'"),
-    ("x://y/z", {"implementation": CLOSED, "anything": 1}, "has the option 'anything', which Closed does not take: It takes region"),
+    ("x://y/z", {"implementation": STORE, "regoin": "eu"}, "has the option 'regoin', which Store does not take; most likely 'region'"),
+    ("x://y/z", {"implementation": CLOSED, "anything": 1}, "has the option 'anything', which Closed does not take. It takes region"),
     ("s3://b/x", {1: 2}, "has the option 1, which S3FileSystem does not take"),
 ]  # fmt: skip
 
@@ -85,7 +85,7 @@ def test_an_unknown_kind_of_backend_is_refused() -> None:
     known = "Known kinds are fsspec, sqlite"
     for kind, text in (
         ("sqlitee", f"most likely 'sqlite' is meant. {known}"),
-        ("tape", f"which no package here has. {known}"),
+        ("tape", f"which no package here provides. {known}"),
     ):
         with pytest.raises(UsageError, match=re.escape(text)) as raised:
             refuse_unusable("/tmp/x", {}, [Backend(name="other", kind=kind)])

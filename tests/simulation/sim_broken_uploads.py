@@ -81,7 +81,7 @@ class CaughtUpByItsSize(Snapshots):
 
 BROKEN_UPLOADS = {
     "a confirmed delta removed to be sent again": Built(patches=((FilesBackup, "_put", _sent_anew),)),
-    "confirmed by its size": Built(patches=((FilesBackup, "_compared", _has_its_size),)),
+    "confirmed by its size": Built(patches=((FilesBackup, "_compare", _has_its_size),)),
     "caught up by its size": Built(bucket=committing(Committer, CaughtUpByItsSize)),
     "failures of dead runs told": Built(patches=((committer_module, "counts", _whoever_failed),)),
     "a failure told once": Built(bucket=committing(ToldOnce)),

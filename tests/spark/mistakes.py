@@ -457,7 +457,7 @@ MISTAKES = [
     Mistake(
         "an unknown kind of backend",
         unknown_kind_of_backend,
-        r"UsageError: the backend 'other' is of the kind 'sqlitee', which no package here has; .*'sqlite' is meant",
+        r"UsageError: the backend 'other' is of the kind 'sqlitee', which no package here provides; .*'sqlite' is meant",
         client=True,
     ),
     Mistake(
