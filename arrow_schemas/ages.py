@@ -39,7 +39,7 @@ class Ages:
 
     @staticmethod
     def from_plain(plain: list[Any]) -> Ages:
-        """Inverse of `to_plain`; raise `TypeError` or `ValueError` if the values do not fit."""
+        """Convert the values of `to_plain` back; raise `TypeError` or `ValueError` if they do not fit."""
         window_ms, newest_ms, snapshot_ms, snapshots_left, marks = plain
         times = tuple((int(time_ms), int(heartbeats)) for time_ms, heartbeats in marks)
         return Ages(int(window_ms), int(newest_ms), int(snapshot_ms), int(snapshots_left), times)

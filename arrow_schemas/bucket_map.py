@@ -33,7 +33,7 @@ _END = 1 << 32
 
 @dataclass(frozen=True)
 class BucketMap:
-    """Which bucket a row belongs to.
+    """Decides which bucket a row belongs to.
 
     Parameters
     ----------
@@ -333,7 +333,7 @@ class BucketMap:
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> BucketMap:
-        """Inverse of `to_plain`.
+        """Return the map that `to_plain` converted.
 
         Parameters
         ----------

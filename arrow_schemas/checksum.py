@@ -36,7 +36,7 @@ def sealed_document(fields: dict[str, Any]) -> bytes:
 
 
 def opened_document(data: bytes, where: str, known_format: int, mend: str = "") -> dict[str, Any]:
-    """Inverse of `sealed_document`; call it, and read the fields it returns, inside `with readable(…)`."""
+    """Return the fields of a sealed document; call this, and read the fields, inside `with readable(…)`."""
     fields: dict[str, Any] = json.loads(data)
     refuse_newer(fields["format"], known_format, where)
     if fields.pop("checksum", None) != compute_checksum(fields):

@@ -1,7 +1,7 @@
 """Erase requests: keys that a user wants removed from a query's state, and what pointers and folders record of them.
 
-A request is an immutable Arrow file in the query folder: the keys, in normal form, and a header. A bucket's pointer has
-an erase mark: the last request whose keys, and those of all requests before it, its state no longer has. When a request
+A request is an immutable Arrow file in the query folder: the keys, in normal form, and a header. The erase mark in a
+bucket's pointer has the number of a request: the bucket's state has no keys of requests up to that one. When a request
 is done, a record without keys says so. `docs/format.md` gives every byte.
 """
 
@@ -59,7 +59,7 @@ def parse_erase_name(name: str) -> tuple[int, bool] | None:
 
 @dataclass(frozen=True)
 class EraseMark:
-    """Which erase requests a bucket has dealt with; a part of its pointer.
+    """The erase requests that a bucket has dealt with; a part of its pointer.
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ class EraseDone:
 
     @staticmethod
     def decode(data: bytes, where: str) -> EraseDone:
-        """Inverse of `encode`."""
+        """Decode the bytes of a record."""
         with readable(where, "record of an erase request"):
             fields = opened_document(data, where, DONE_FORMAT)
             return EraseDone(

@@ -29,7 +29,7 @@ _PREFIX = struct.Struct("<ii")
 
 @dataclass(frozen=True)
 class MessageHead:
-    """What a message says about its body.
+    """The size and the compression of a message's body.
 
     Parameters
     ----------

@@ -37,7 +37,7 @@ def bucket_label(bucket: int) -> int:
 
 
 def label_bucket(label: int) -> int:
-    """Inverse of `bucket_label`: Spark's Murmur3 hash of an int, as an unsigned number."""
+    """Return the bucket of a label: Spark's Murmur3 hash of an int, as an unsigned number."""
     k = _rotate((label & _MASK) * _C1 & _MASK, 15) * _C2 & _MASK
     h = (_rotate(_SEED ^ k, 13) * _M + _N) & _MASK
     h ^= 4

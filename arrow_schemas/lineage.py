@@ -94,14 +94,14 @@ def file_name(ref: CheckpointRef, kind: str) -> str:
 
 
 def parse_file_name(name: str) -> tuple[CheckpointRef, str] | None:
-    """Inverse of `file_name`; None for any other name."""
+    """Return the checkpoint and the kind of a file named by `file_name`; None for any other name."""
     match = _FILE_NAME.fullmatch(name)
     return (CheckpointRef(int(match[1]), match[2]), match[3]) if match else None
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Who wrote a checkpoint, and when. People and clean-up use it; loading state never does.
+    """The task that wrote a checkpoint. People and clean-up use this record; loading state never does.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ class LineageHeader:
     schema_id
         Number *n* of the ``operator_<n>.json`` that the rows conform to.
     writer
-        Who wrote the file.
+        The task that wrote the file.
     package_version
         Version of this package that wrote the file.
     format
@@ -256,7 +256,7 @@ class LineageHeader:
 
 @dataclass(frozen=True)
 class BodyRecord:
-    """What the footer of a checkpoint file says about its body.
+    """The record of a checkpoint file's body, which is in the file's footer.
 
     Parameters
     ----------

@@ -76,7 +76,7 @@ def operator_file_name(schema_id: int) -> str:
 
 
 def parse_operator_file_name(name: str) -> int | None:
-    """Inverse of `operator_file_name`; None for any other name."""
+    """Return the number of an operator file with that name; None for any other name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 

@@ -69,7 +69,7 @@ def partitions_name(number: int) -> str:
 
 
 def parse_partitions_name(name: str) -> int | None:
-    """Inverse of `partitions_name`; None for any other name."""
+    """Return the number of an assignment with that file name; None for any other name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -298,7 +298,7 @@ class PartitionAssignment:
 
     @staticmethod
     def decode(data: bytes, where: str) -> PartitionAssignment:
-        """Inverse of `encode`.
+        """Decode an assignment's file.
 
         Parameters
         ----------
@@ -341,7 +341,7 @@ class PartitionAssignment:
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> PartitionAssignment:
-        """Inverse of `to_plain`."""
+        """Return the assignment that `to_plain` converted."""
         return PartitionAssignment(
             tuple(
                 StreamPartitions(name, tuple(counts), tuple(buckets), reached)

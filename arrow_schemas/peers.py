@@ -157,7 +157,7 @@ class PeerQuestion:
 
     @staticmethod
     def decode(data: bytes, secret: PeerSecret) -> PeerQuestion:
-        """Inverse of `encode`."""
+        """Check and decode a question."""
         where = "a question of a peer"
         if not _PROOF_BYTES < len(data) <= QUESTION_BYTES_MAX:
             raise CorruptFileError(f"{where} has {len(data)} bytes")
@@ -201,7 +201,7 @@ class PeerAnswer:
 
     @staticmethod
     def decode(data: memoryview, secret: PeerSecret, nonce: bytes, number: int) -> PeerAnswer:
-        """Inverse of `encode`."""
+        """Check and decode the answer that must have the given nonce and number."""
         if len(data) <= _PROOF_BYTES or data[_PROOF_BYTES] not in _STATUSES:
             raise CorruptFileError(f"an answer of a peer has {len(data)} bytes and no valid status")
         answer = PeerAnswer(data[_PROOF_BYTES], data[_PROOF_BYTES + 1 :])

@@ -8,7 +8,7 @@ Format 1 is what the project wrote before its first release: one backend, commit
 pointer names, and the snapshot that its lineage begins with, are durable before Spark sees the pointer. It is still
 written on request, with or without the newer fields in a field of their own, so that a job can go back. Format 2 has no
 claim and no origins, because queries could not begin with another query's state then. Format 3 has no erase mark; it is
-written if there is none, so that a query that never erased keys can go back to a release that only knows format 3.
+written if there is no mark, so that a query that never erased keys can go back to a release that only knows format 3.
 Format 4 has no parents; it is written if there is an erase mark but no parents.
 
 Bytes: ``b"SSEP"``, format (u16), length of the JSON part (u32), the JSON part, the inline deltas' bytes one
@@ -47,7 +47,7 @@ _CRC = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class LineageEntry:
-    """One checkpoint of a lineage.
+    """A checkpoint in a lineage.
 
     Parameters
     ----------
@@ -93,13 +93,12 @@ class InlineDelta:
 
 @dataclass(frozen=True)
 class ReplicationStatus:
-    """What a backend has confirmed.
+    """The part of a bucket's state that a backend has confirmed.
 
     Parameters
     ----------
     through
-        The backend has every delta from `since` up to this checkpoint's. None: it has no delta, because none was made
-        before.
+        The backend has every delta from `since` up to this checkpoint's. None: there was no delta before.
     since
         The backend bootstraps: it is complete only when the full snapshot of this checkpoint has arrived. None: it is
         complete.
@@ -111,7 +110,7 @@ class ReplicationStatus:
 
 @dataclass(frozen=True)
 class Pointer:
-    """Which checkpoint of a bucket is committed, and what the next call must know.
+    """A bucket's committed checkpoint, and all that the bucket's next call must know.
 
     Parameters
     ----------
@@ -133,8 +132,8 @@ class Pointer:
     calls
         Number of the bucket's calls so far, including this pointer's.
     heartbeats
-        How many of these calls had a heartbeat. In each batch all buckets get one or none does, so parallel lineages,
-        which timeouts may call at different times, have the same number in the same batch.
+        How many of these calls had a heartbeat. In each batch either all buckets get a heartbeat or no bucket does, so
+        parallel lineages have the same number in the same batch, even if timeouts cause calls in only one of them.
     retained, retained_heartbeat
         The largest number of batches that Spark was configured to retain, as far as that still matters, and the last
         heartbeat at which it was configured so.

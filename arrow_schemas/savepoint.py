@@ -156,7 +156,7 @@ class SavepointHeader:
 
     @staticmethod
     def decode(metadata: Mapping[bytes, bytes] | None, where: str) -> SavepointHeader:
-        """Inverse of `encode`."""
+        """Decode a header from schema metadata."""
         text = header_text(
             metadata, _HEADER_KEY, where, "header of a savepoint", "it is not a savepoint of spark_state_ext"
         )

@@ -43,7 +43,7 @@ _CHUNK = np.dtype(
 
 @dataclass(frozen=True)
 class IndexRecord:
-    """What the footer of a snapshot says about its index.
+    """The record of a snapshot's index, which is in the snapshot's footer.
 
     Parameters
     ----------

@@ -70,7 +70,7 @@ class StandbySettings:
 
     @property
     def replicas(self) -> int:
-        """How many replicas a bucket must have: 0 if standby is disabled."""
+        """The number of replicas that a bucket must have; 0 if standby is disabled."""
         return self.standby_replicas if self.enabled else 0
 
     def encode(self) -> bytes:
@@ -86,7 +86,7 @@ class StandbySettings:
 
     @staticmethod
     def decode(data: bytes, where: str) -> StandbySettings:
-        """Inverse of `encode`."""
+        """Decode a settings file."""
         with readable(where, "standby settings file", _SETTINGS_MEND), _refuse_as_damage(where, _SETTINGS_MEND):
             fields = opened_document(data, where, STANDBY_SETTINGS_FORMAT, _SETTINGS_MEND)
             return StandbySettings(fields["enabled"], fields["standby_replicas"], fields["heartbeat_s"])
@@ -243,7 +243,7 @@ class MemberRecord:
 
     @staticmethod
     def decode(data: bytes, where: str) -> MemberRecord:
-        """Inverse of `encode`."""
+        """Decode a host's record."""
         with readable(where, "record of a member", _MEMBER_MEND), _refuse_as_damage(where, _MEMBER_MEND):
             fields = opened_document(data, where, MEMBER_FORMAT, _MEMBER_MEND)
             hosts = [*fields["active_hosts"], None]
@@ -290,7 +290,7 @@ def _encode_replicas(
 
 
 def _decode_replicas(columns: Mapping[str, Any], active: list[str | None]) -> Iterable[StandbyReplica]:
-    """Inverse of `_encode_replicas`; the last element of `active` is None."""
+    """Decode what `_encode_replicas` returned; the last element of `active` is None."""
     operator, query_folder = columns["operator"], columns["query_folder"]
     names = ("buckets", "in_sync", "active", *_PLAIN)
     for bucket, in_sync, at, *plain in zip(*(columns[name] for name in names), strict=True):
@@ -317,7 +317,7 @@ def _encode_by_bucket(values: Mapping[BucketKey, Any], name: str) -> list[dict[s
 
 
 def _decode_by_bucket(folders: Iterable[Mapping[str, Any]], name: str, what: str) -> dict[BucketKey, Any]:
-    """Inverse of `_encode_by_bucket`."""
+    """Decode what `_encode_by_bucket` returned."""
     rows = [
         (BucketKey(columns["operator"], columns["query_folder"], bucket), value)
         for columns in folders

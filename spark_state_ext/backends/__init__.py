@@ -35,13 +35,13 @@ __all__ = [
 # The only store of a bucket.
 STATE = "state"
 
-# By store: where a backend keeps the store's files of one checkpoint, in the backend's own words.
+# The place of a checkpoint's file in a backend, by store, in the backend's own words.
 Markers = Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class BackendContext:
-    """What a factory needs to make a backend's managers and admin.
+    """The arguments with which a factory makes a backend's managers and admin.
 
     Parameters
     ----------

@@ -80,10 +80,10 @@ def _bucket_folder(context: BackendContext) -> Folder:
 class FilesBackup:
     """Stores files in a folder."""
 
-    def __init__(self, folder: Folder, context: BackendContext, known: KnownFiles | None = None) -> None:
+    def __init__(self, folder: Folder, context: BackendContext, known_files: KnownFiles | None = None) -> None:
         self.folder = folder
         self._context = context
-        self._known = known or KnownFiles()
+        self._known_files = known_files or KnownFiles()
         # By name, until the file is stored: an upload that hangs may be started a second time.
         self._pending: dict[str, SealedFile] = {}
         self._closed = threading.Event()
@@ -111,7 +111,7 @@ class FilesBackup:
 
     def clean_up(self, request: CleanUp) -> Future[int]:
         def work() -> int:
-            return clean_up(self.folder, request, self._context.scratch, known=self._known)
+            return clean_up(self.folder, request, self._context.scratch, known=self._known_files)
 
         return (self._context.cleaner or self._context.executor).submit(work)
 

@@ -49,20 +49,20 @@ _S3_CONFIG = "botocore.config.Config.OPTION_DEFAULTS"
 
 def refuse_misspelt(root: str, options: Mapping[str, Any]) -> None:
     """Raise `UsageError` for storage options that the file system of a root cannot take."""
-    options_given = set(options) - {"implementation"}
-    if not options_given or "::" in root:
+    names = set(options) - {"implementation"}
+    if not names or "::" in root:
         return
     file_system = _find_class(root, options.get("implementation"))
     if file_system is None:  # the error comes when the folder is made
         return
     name = f"{file_system.__module__}.{file_system.__qualname__}"
-    known, open_ended = _list_options(file_system)
+    parameters, open_ended = _list_options(file_system)
     is_s3 = name == _S3
     if is_s3:
-        known |= _read_parameters(_S3_SESSION)
+        parameters |= _read_parameters(_S3_SESSION)
         # With a session of the user's own, s3fs does not pass options to a new session, and others may be valid.
         open_ended = "session" in options
-    _refuse(root, file_system, "storage_options", options_given - _REMOVED - _CHAINED, known, open_ended)
+    _refuse(root, file_system, "storage_options", names - _REMOVED - _CHAINED, parameters, open_ended)
     if is_s3:
         for nested, accepted in (
             ("client_kwargs", _read_parameters(_S3_CLIENT)),
@@ -74,9 +74,9 @@ def refuse_misspelt(root: str, options: Mapping[str, Any]) -> None:
 
 
 def _refuse(
-    root: str, file_system: type, where: str, options: Iterable[Any], named: frozenset[str], open_ended: bool
+    root: str, file_system: type, where: str, options: Iterable[Any], parameters: frozenset[str], open_ended: bool
 ) -> None:
-    accepted = named | (_COMMON if where == "storage_options" else frozenset())
+    accepted = parameters | (_COMMON if where == "storage_options" else frozenset())
     for option in sorted(set(options) - accepted, key=str):
         alike = difflib.get_close_matches(str(option), sorted(accepted), n=1, cutoff=_ALIKE)
         if not alike and open_ended and isinstance(option, str):
@@ -84,7 +84,7 @@ def _refuse(
         hint = f"; most likely {alike[0]!r} is meant" if alike else ""
         raise UsageError(
             f"{where} of the root {root!r} has the option {option!r}, which {file_system.__name__} does not take"
-            f"{hint}. It takes {', '.join(sorted(named))}"
+            f"{hint}. It takes {', '.join(sorted(parameters))}"
         )
 
 
@@ -101,19 +101,19 @@ def _find_class(root: str, implementation: Any) -> Any:
 @functools.cache
 def _list_options(file_system: type) -> tuple[frozenset[str], bool]:
     """Return the parameters of a class's constructors, and True if the constructors take other options too."""
-    known: set[str] = set()
+    names: set[str] = set()
     for base in file_system.__mro__:
         if "__init__" not in vars(base) or base is object:
             continue
-        parameters = list(inspect.signature(base.__init__).parameters.values())[1:]  # type: ignore[misc]  # of a class
-        known |= {
+        signature = list(inspect.signature(base.__init__).parameters.values())[1:]  # type: ignore[misc]  # of a class
+        names |= {
             parameter.name
-            for parameter in parameters
+            for parameter in signature
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         }
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            return frozenset(known), False
-    return frozenset(known), True
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature):
+            return frozenset(names), False
+    return frozenset(names), True
 
 
 def _import_dotted(dotted: str) -> Any:
