@@ -15,7 +15,7 @@ __all__ = ["conform", "state_change"]
 
 _INTEGER_BITS = {pa.int8(): 8, pa.int16(): 16, pa.int32(): 32, pa.int64(): 64}
 _INTEGER_DIGITS = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
-# Bits of integer that a float holds exactly.
+# How many bits of an integer a float holds exactly.
 _EXACT_BITS = {pa.float32(): 24, pa.float64(): 53}
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from arrow_schemas.errors import CorruptFileError
 
-__all__ = ["LZ4_FRAME", "MessageHead", "message_at", "message_head"]
+__all__ = ["LZ4_FRAME", "MessageHead", "decode_message_head", "message_at"]
 
 LZ4_FRAME = 0
 _SCHEMA, _RECORD_BATCH = 1, 3
@@ -52,11 +52,11 @@ def message_at(read: Callable[[int, int], bytes], at: int, where: str) -> Messag
     continuation, metadata_bytes = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (0, 0)
     if continuation != -1 or not 0 < metadata_bytes <= _METADATA_BYTES_MAX:
         raise CorruptFileError(f"{where} has no Arrow message at byte {at}: it is damaged")
-    head = message_head(read(at + _PREFIX.size, metadata_bytes), where)
+    head = decode_message_head(read(at + _PREFIX.size, metadata_bytes), where)
     return replace(head, metadata_bytes=_PREFIX.size + metadata_bytes)
 
 
-def message_head(metadata: bytes, where: str) -> MessageHead:
+def decode_message_head(metadata: bytes, where: str) -> MessageHead:
     """Decode the metadata of a schema's or record batch's message."""
     try:
         (root,) = struct.unpack_from("<I", metadata, 0)

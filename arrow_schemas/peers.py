@@ -160,7 +160,7 @@ class PeerQuestion:
         """Check and decode a question."""
         where = "a question of a peer"
         if not _PROOF_BYTES < len(data) <= QUESTION_BYTES_MAX:
-            raise CorruptFileError(f"{where} has {len(data)} bytes")
+            raise CorruptFileError(f"{where} has {len(data)} bytes, which is too few or too many")
         text = data[_PROOF_BYTES:]
         secret.check(data[:_PROOF_BYTES], _QUESTION, text)
         try:

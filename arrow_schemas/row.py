@@ -1,6 +1,6 @@
 """The row of a run: one key's state in Arrow.
 
-A run is a set of rows sorted by ``key_hash``, at most one row a key. Columns, in order:
+A run is a set of rows sorted by ``key_hash``, with at most one row for each key. Columns, in order:
 
 ==================  ==================  ============================================================
 ``key_hash``        uint64              hash of the key, see `spark_state_ext.spark.shuffle.pack`

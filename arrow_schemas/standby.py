@@ -28,7 +28,7 @@ __all__ = [
 
 STANDBY_SETTINGS_FORMAT, MEMBER_FORMAT = 1, 2
 _SETTINGS_MEND = "Write the settings again"
-_MEMBER_MEND = "Its host writes the next one soon; remove it when that host has no standby service"
+_MEMBER_MEND = "Its host writes the next record soon; remove this one if that host has no standby service"
 
 
 class BucketKey(NamedTuple):
@@ -295,7 +295,7 @@ def _decode_replicas(columns: Mapping[str, Any], active: list[str | None]) -> It
     names = ("buckets", "in_sync", "active", *_PLAIN)
     for bucket, in_sync, at, *plain in zip(*(columns[name] for name in names), strict=True):
         if type(in_sync) is not int or in_sync not in (0, 1) or type(at) is not int or not -1 <= at < len(active) - 1:
-            raise ValueError(f"in_sync {in_sync!r}, active {at!r} of {operator}/{query_folder}/{bucket}")
+            raise ValueError(f"{operator}/{query_folder}/{bucket} has in_sync {in_sync!r} and active {at!r}")
         fields = dict(zip(_PLAIN.values(), plain, strict=True))
         yield StandbyReplica(
             BucketKey(operator, query_folder, bucket), in_sync=in_sync == 1, active=active[at], **fields

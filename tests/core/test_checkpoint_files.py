@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arrow_schemas import CheckpointRef, LineageHeader, RowSchema
-from arrow_schemas.ipc_message import message_head
+from arrow_schemas.ipc_message import decode_message_head
 from arrow_schemas.lineage import BODY_PLACEHOLDER, DELTA, SNAPSHOT, file_name
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.files import checkpoint
@@ -196,7 +196,7 @@ def test_a_small_file_that_would_take_a_machines_memory_is_refused(
 def test_any_other_bytes_are_no_head_of_a_message(data: bytes) -> None:
     for metadata in (data, struct.pack("<II", 4, 8) + data):
         with contextlib.suppress(CorruptFileError):
-            assert message_head(metadata, "it").body_bytes >= 0
+            assert decode_message_head(metadata, "it").body_bytes >= 0
 
 
 def test_a_missing_file(files: Folder, tmp_path: Path) -> None:

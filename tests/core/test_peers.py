@@ -248,7 +248,7 @@ def test_bytes_that_are_damaged_on_the_peers_disk(world: PeerWorld, caplog: pyte
     bucket = world.task()
     assert world.look_up(bucket, KEYS) > ENDS
     assert server.work.questions["given"] + server.work.questions["left"] == 1
-    assert sum("fail their checksum" in it.getMessage() for it in caplog.records) == 1
+    assert sum("fails its checksum from byte" in it.getMessage() for it in caplog.records) == 1
     world.clock.sleep(300.0)
     world.later.run()
     assert sum(server.work.questions.values()) == 1, "it is left alone for long"
