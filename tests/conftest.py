@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.spark import ROCKSDB
+from tests.helpers.costs import Costs
 from tests.helpers.jvm import JVM_OPTIONS, LOCAL_FILES
 from tests.helpers.soak import SOAK
 
@@ -48,6 +49,13 @@ _ONE_WORKER = {
     "both": "both",
     "built": "built",
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count what tests cost, if ``scripts/run_tests.py`` asks for it."""
+    results = os.environ.get("SPARK_STATE_EXT_COSTS")
+    if results and not config.getoption("numprocesses", None):
+        config.pluginmanager.register(Costs(Path(results)))
 
 
 @pytest.hookimpl(tryfirst=True)
