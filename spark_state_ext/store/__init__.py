@@ -1,6 +1,6 @@
-"""Local store: sorted runs of Arrow record batches in LMDB, one environment a bucket.
+"""Local store: sorted runs of Arrow record batches in LMDB, one environment per bucket.
 
-Who only reads files needs no LMDB, so what is named here is imported when it is first used.
+The names below are imported on first use, because code that only reads checkpoint files does not need LMDB.
 """
 
 from __future__ import annotations

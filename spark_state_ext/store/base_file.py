@@ -1,8 +1,8 @@
-"""A run whose chunks lie in a file beside the environment: a snapshot, as it was copied from its checkpoint file.
+"""Runs whose chunks lie in a file next to the environment: unchanged copies of a snapshot's checkpoint file.
 
-Restoring millions of rows is then copying one file. The record batch messages of an Arrow IPC file are what chunks are
-anyway; the manifest says where each begins. The file is mapped, so its chunks live as long as the map, longer than a
-transaction.
+This way, restoring millions of rows only copies one file. Chunks are Arrow IPC record batch messages anyway; the
+manifest says where each begins in the file. The file is memory-mapped, so its chunks live as long as the map, longer
+than a transaction.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from spark_state_ext.store.runs import Chunk, Run, describe
 
 __all__ = ["check_blocks", "chunks_in", "chunks_of", "file_of", "mapped"]
 
-# What is before the first message of an Arrow IPC file: magic and padding.
+# Bytes of an Arrow IPC file before its first message: magic and padding.
 _FIRST_MESSAGE = 8
 _PREFIX = struct.Struct("<Ii")
 _CONTINUES = 0xFFFFFFFF
 
 
 def file_of(folder: Path, run_key: str) -> Path:
-    """Where the file of a run lies."""
+    """Return the path of a run's file."""
     return folder / f"base-{run_key}.arrow"
 
 
 def mapped(folder: Path, run: Run) -> pa.Buffer:
-    """The file of a run as memory."""
+    """Memory-map the file of a run."""
     try:
         with pa.memory_map(str(file_of(folder, run.key))) as file:
             return file.read_buffer()
@@ -47,12 +47,11 @@ def mapped(folder: Path, run: Run) -> pa.Buffer:
 
 
 def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str, int]]) -> list[int]:
-    """Compare the blocks that a chunk lies in with their checksums, those that were not compared before."""
+    """Check the blocks of a chunk that are not in `checked` against their checksums; return and add these blocks."""
     if data.size < run.file_bytes:
-        raise CorruptStoreError("a file of the local store is shorter than it was")
+        raise CorruptStoreError("a file of the local store is shorter than the manifest says")
     compared = []
     for block in range(chunk.offset // BLOCK_BYTES, (chunk.offset + chunk.size_bytes - 1) // BLOCK_BYTES + 1):
-        # As chunks of runs inside the environment are noted by their number.
         if (run.key, block) in checked:
             continue
         start = block * BLOCK_BYTES
@@ -66,7 +65,7 @@ def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str
 def chunks_in(
     data: pa.Buffer, run: Run, schema: pa.Schema, where: str, index: SnapshotIndex | None = None
 ) -> tuple[Chunk, ...]:
-    """The chunks of the Arrow IPC file of a run, whose body was checked before."""
+    """Return the chunks of a run's Arrow IPC file, whose body has been checked already."""
     if index is not None:
         return _indexed(data, index, schema, where)
     view, length, rows = memoryview(data), run.file_bytes, run.rows
@@ -82,10 +81,10 @@ def chunks_in(
                 chunks.append(describe(batch, size, 0, at))
             at += size
     except (pa.ArrowException, OSError, struct.error) as error:
-        raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
+        raise CorruptFileError(f"{where} is not the Arrow file that its header describes: {error}") from error
     found = sum(chunk.rows for chunk in chunks)
     if at != length or found != rows:
-        raise CorruptFileError(f"{where} holds {found} rows in {at} bytes and announces {rows} in {length}")
+        raise CorruptFileError(f"{where} holds {found} rows in {at} bytes, but its header says {rows} in {length}")
     return tuple(chunks)
 
 
@@ -96,15 +95,15 @@ def _indexed(data: pa.Buffer, index: SnapshotIndex, schema: pa.Schema, where: st
             batch = pa.ipc.read_record_batch(data.slice(chunk.offset, chunk.size_bytes), schema)
             batch.validate()
             if batch.num_rows != chunk.rows:
-                raise pa.ArrowInvalid(f"{batch.num_rows} rows are where {chunk.rows} should be")
+                raise pa.ArrowInvalid(f"a chunk has {batch.num_rows} rows instead of {chunk.rows}")
     except (pa.ArrowException, OSError) as error:
-        raise CorruptFileError(f"{where} is not the Arrow file that its index announces: {error}") from error
+        raise CorruptFileError(f"{where} is not the Arrow file that its index describes: {error}") from error
     return chunks
 
 
 def chunks_of(index: SnapshotIndex) -> tuple[Chunk, ...]:
-    """What the manifest keeps of the chunks of an index."""
-    return tuple(Chunk(**asdict(it), crc=0) for it in index.chunks)
+    """Convert the chunks of a snapshot's index to manifest entries."""
+    return tuple(Chunk(**asdict(chunk), crc=0) for chunk in index.chunks)
 
 
 def _message_bytes(view: memoryview, at: int, data: pa.Buffer) -> int:

@@ -1,6 +1,7 @@
-"""Entries with a checksum: what the local store says of itself, as one wrong bit there may hide rows without a trace.
+"""Checksums of the local store's small entries: one wrong bit there could hide rows unnoticed.
 
-LMDB keeps no checksums. Chunks have theirs in the manifest; the manifest, pins and records have them here.
+LMDB keeps no checksums. The manifest has the checksums of chunks; the entries of the manifest, pins and records get
+theirs here.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ CRC_BYTES = 4
 
 
 def checked(key: bytes, value: bytes) -> bytes:
-    """An entry's value with a CRC-32 of key and value before it."""
+    """Prefix an entry's value with a CRC-32 of key and value."""
     return zlib.crc32(value, zlib.crc32(key)).to_bytes(CRC_BYTES, "little") + value
 
 
 def opened(key: bytes, value: bytes | memoryview) -> bytes:
-    """Inverse of `checked`."""
+    """Check an entry's CRC-32 and return the value without it; the inverse of `add_checksum`."""
     data = bytes(value)
     if checked(key, data[CRC_BYTES:]) != data:
         raise CorruptStoreError(f"the entry {key!r} of the local store differs from its checksum")

@@ -1,8 +1,7 @@
-"""Checksums of a chunk, by block, so that who wants one row need not read all of the chunk to trust it.
+"""Checksums of a chunk, one per block, so that a reader of one row need not check the whole chunk.
 
-A chunk has megabytes, and each batch writes new ones. A process that asks a running job for a key (`View.row`) compares
-the blocks that it looks at, each once, as RocksDB does with the blocks of its files. Who reads a chunk whole compares
-all of them at once.
+A chunk has megabytes, and each batch writes new ones. A process that asks a running job for a key (`View.row`) checks
+only the blocks that it reads, each once, as RocksDB does. A reader of a whole chunk checks all blocks at once.
 """
 
 from __future__ import annotations
@@ -35,46 +34,47 @@ __all__ = [
 
 CHECK_BYTES = 16 << 10
 _PREFIX_BYTES = 8
-# Hashes around an estimate. Of 500,000 random hashes estimates are up to 30 rows off in the middle of all, and a few
-# hundred where a chunk is a part of a run only.
+# Rows searched on each side of an estimate. With 500,000 random hashes, estimates are up to 30 rows off in the middle,
+# and a few hundred if a chunk is only a part of a run.
 _REACH = 256
 NOTHING, FIXED, BINARY, WHOLE = range(4)
-# From bytes: PyArrow imports pandas with the first array that it makes of Python's values.
+# Made from bytes, because PyArrow imports pandas when it first makes an array from Python values.
 _FIRST = pa.Array.from_buffers(pa.int64(), 1, [None, pa.py_buffer(bytes(8))])
 
 
 def block_crcs(data: pa.Buffer | memoryview) -> bytes:
-    """The CRC-32 of each block, u32, little-endian."""
+    """Return the CRC-32 of each block, u32, little-endian."""
     view = memoryview(data)
     crcs = [zlib.crc32(view[at : at + CHECK_BYTES]) for at in range(0, len(view), CHECK_BYTES)]
     return struct.pack(f"<{len(crcs)}I", *crcs)
 
 
 def opened_crcs(stored: memoryview | None, size_bytes: int, crc: int) -> bytes:
-    """The checksums of a chunk as they are stored, once they are what the manifest says."""
+    """Return a chunk's stored block checksums after checking them against the manifest."""
     crcs = b"" if stored is None else bytes(stored)
     if len(crcs) != 4 * -(-size_bytes // CHECK_BYTES) or zlib.crc32(crcs) != crc:
-        raise CorruptStoreError("the checksums of a chunk of the local store differ from theirs")
+        raise CorruptStoreError("the block checksums of a chunk of the local store do not match the manifest")
     return crcs
 
 
 def check_all(data: pa.Buffer | memoryview, crcs: bytes) -> None:
-    """Compare all blocks."""
+    """Check all blocks of a chunk."""
     if block_crcs(data) != crcs:
         raise _differs()
 
 
 @dataclass(frozen=True)
 class Cells:
-    """Where the values of a column are in the bytes of a chunk.
+    """Positions of a column's values in the bytes of a chunk.
 
     Parameters
     ----------
     kind
-        `NOTHING`: NULL only, so that no values are looked at; `FIXED`: of one width each; `BINARY`: bytes or text;
-        `WHOLE`: of any other form.
+        `NOTHING`: all values are NULL, so their bytes are never read; `FIXED`: all values have one width; `BINARY`:
+        bytes or text; `WHOLE`: any other type, of which the whole chunk is checked.
     validity, values, data
-        Where the bitmap begins (-1: there is none), the values or their offsets, and what the offsets lead to.
+        Start of the validity bitmap (-1 if there is none), of the values or their offsets, and of the bytes that the
+        offsets point into.
     bits
         Width of a value, or of an offset.
     """
@@ -88,16 +88,16 @@ class Cells:
 
 @dataclass
 class Compared:
-    """What is known of a chunk's blocks; to be kept from one use to the next.
+    """Which blocks of a chunk have been checked; kept from one use of the chunk to the next.
 
     Parameters
     ----------
     crcs
-        Their checksums.
+        Checksums of the blocks.
     done
-        A byte for each, not 0 once it was compared.
+        A byte for each block, not 0 once it was checked.
     cells
-        Where its columns are; None: nobody has looked yet.
+        Positions of the chunk's columns; None until they are determined.
     """
 
     crcs: bytes
@@ -106,17 +106,17 @@ class Compared:
 
     @staticmethod
     def nothing(crcs: bytes) -> Compared:
-        """No block was compared."""
+        """Return the state of a chunk of which no block was checked."""
         return Compared(crcs, bytearray(len(crcs) // 4))
 
     @staticmethod
     def everything(size_bytes: int) -> Compared:
-        """All were."""
+        """Return the state of a chunk of which all blocks were checked."""
         return Compared(b"", bytearray(b"\1") * -(-size_bytes // CHECK_BYTES))
 
 
 class PartlyChecked:
-    """A chunk of which is compared what is looked at; valid as long as its memory is."""
+    """A chunk that checks only the blocks it reads; valid as long as the chunk's memory."""
 
     def __init__(self, data: pa.Buffer, compared: Compared, schema: pa.Schema, hash_min: int, hash_max: int) -> None:
         self._data = memoryview(data)
@@ -133,7 +133,7 @@ class PartlyChecked:
         self._hashes: HashArray = np.frombuffer(self._data, np.uint64, self._rows.num_rows, self._hashes_at)
 
     def first_at_least(self, wanted: int) -> int:
-        """The first row whose hash is at least this one; as many as there are rows, where none is."""
+        """Return the first row whose hash is at least `wanted`, or the number of rows if there is none."""
         last = len(self._hashes) - 1
         hashes, least = self._hashes, np.uint64(wanted)
         span = max(1, self._hash_max - self._hash_min)
@@ -147,23 +147,23 @@ class PartlyChecked:
             reach *= 4
 
     def hash_at(self, row: int) -> int | None:
-        """The hash of a row; None beyond the last one."""
+        """Return the hash of a row; None beyond the last row."""
         if row >= len(self._hashes):
             return None
         self._compare(self._hashes_at + 8 * row, 8)
         return int(self._hashes[row])
 
     def row(self, row: int) -> pa.RecordBatch:
-        """A copy of one row."""
+        """Return a copy of one row."""
         if 0 in self._compared.done:
             assert self._compared.cells is not None
             for cells in self._compared.cells:
                 self._compare_cell(cells, row)
-        # Of one row: Arrow makes room for what all rows have, by the last offset, which may not have been compared.
+        # Slice first: `take` allocates by the last offset of all rows, which may be unchecked.
         return self._rows.slice(row, 1).take(_FIRST)
 
     def _compare_cell(self, cells: Cells, row: int) -> None:
-        """All that a value of a row consists of."""
+        """Check the blocks that hold one row's value of a column."""
         if cells.kind == WHOLE:
             self._compare(0, len(self._data))
             return
@@ -192,20 +192,20 @@ class PartlyChecked:
 
 
 def cells_of(column: pa.Array, address: int) -> Cells:
-    """Where a whole column of a chunk is."""
+    """Return the positions of a column's values, relative to `address`."""
     data_type, types = column.type, pa.types
     if types.is_null(data_type):
         return Cells(NOTHING)
     is_long = types.is_large_string(data_type) or types.is_large_binary(data_type)
     is_binary = is_long or types.is_string(data_type) or types.is_binary(data_type)
     if not (is_binary or types.is_primitive(data_type) or types.is_decimal(data_type)):
-        # Structs, lists and maps have too many forms to follow each.
+        # Structs, lists and maps nest in too many ways to follow.
         return Cells(WHOLE)
     validity, values, *data = (-1 if it is None else it.address - address for it in column.buffers())
     if is_binary:
         return Cells(BINARY, validity, values, 64 if is_long else 32, data[0])
     if 0 < column.null_count == len(column):
-        # As timeouts mostly are. Its bytes are as many as if it had values, and nobody needs them.
+        # Typical for timeouts. The column still has bytes for its values, which are never read.
         return Cells(NOTHING, validity)
     return Cells(FIXED, validity, values, data_type.bit_width)
 

@@ -1,4 +1,4 @@
-"""The chunks of a store's runs, opened and compared with their checksums: what was compared is not compared again."""
+"""Opening the chunks of a store's runs: each is checked against its checksums once, and not again."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from spark_state_ext.store.transaction import Reader
 
 __all__ = ["Chunks"]
 
-# Chunks, or blocks of files, remembered as checked, whole or partly; beyond, all are checked anew.
+# How many chunks (or blocks of files) are remembered as checked, entirely or partly; above this, all are forgotten.
 _CHECKED_MAX = 100_000
 _PARTLY_MAX = 1_000
 
 
 class _Unknown:
-    """Nobody has looked yet, whether the file of a run is whole."""
+    """Marks a run of which this process has not determined yet whether its file is complete."""
 
 
 _UNKNOWN = _Unknown()
 
 
 class Chunks:
-    """What a process knows of the chunks of a store."""
+    """Opens chunks of one store and remembers which of them were checked."""
 
     def __init__(self, schema: RowSchema, notes: bool) -> None:
         self._schema = schema.arrow
-        # By the run's key and the number of the chunk, or of the block where the run has a file.
+        # Run key and number of the chunk, or number of the block if the run has a file.
         self._checked: set[tuple[str, int]] = set()
         self._partly: dict[tuple[str, int], Compared] = {}
         self._maps: dict[str, pa.Buffer] = {}
-        # Of maps; those of which nothing can be told have none.
+        # Only of files whose checked blocks can be recorded for other processes.
         self._compared: dict[str, ComparedBlocks] = {}
         self._notes = notes
-        # By the run's key; None: its file is whole.
+        # By run key; None: the file is complete.
         self._lazy: dict[str, LazyFile | None] = {}
 
     @property
     def checked(self) -> int:
-        """How many chunks and blocks are known to be as they were written."""
+        """How many chunks and blocks are remembered as checked."""
         return len(self._checked)
 
     def opened(self, folder: Path, txn: Reader, run: Run, index: int) -> pa.RecordBatch:
-        """A chunk, compared whole; valid as long as the transaction."""
+        """Check and return a whole chunk; it is valid as long as the transaction."""
         chunk = run.chunks[index]
         if run.file_bytes:
             lazy = self.lazy(folder, run)
             if lazy is not None:
-                # What is looked at was compared before.
+                # Callers read only pieces that `LazyFile` has checked.
                 return lazy.chunk(index, self._schema)
             data = self._checked_file(folder, run, chunk)
             return pa.ipc.read_record_batch(data.slice(chunk.offset, chunk.size_bytes), self._schema)
@@ -68,12 +68,12 @@ class Chunks:
         return pa.ipc.read_record_batch(data, self._schema)
 
     def partly(self, folder: Path, txn: Reader, run: Run, index: int) -> PartlyChecked:
-        """A chunk of which is compared what is looked at; else as `opened`."""
+        """Return a chunk that checks only the blocks it reads; it is valid as long as the transaction."""
         chunk = run.chunks[index]
         if run.file_bytes:
             if self.lazy(folder, run) is not None:
-                raise MissingRunError(f"run {run.newest} is restored lazily, and not whole yet", run.newest)
-            # Few files come in, and each is compared in blocks of megabytes, once.
+                raise MissingRunError(f"run {run.newest} is being restored lazily and is not complete yet", run.newest)
+            # Files have large blocks, each of which is checked once; smaller ones would gain little.
             data = self._checked_file(folder, run, chunk)
             data, compared = data.slice(chunk.offset, chunk.size_bytes), Compared.everything(chunk.size_bytes)
         else:
@@ -88,10 +88,10 @@ class Chunks:
         return PartlyChecked(data, compared, self._schema, chunk.hash_min, chunk.hash_max)
 
     def lazy(self, folder: Path, run: Run) -> LazyFile | None:
-        """The file of a run that is restored lazily; None when it is whole, or the run has none."""
+        """Return the file of a run that is being restored lazily; None if it is complete or the run has no file."""
         if not run.file_bytes:
             return None
-        # Once each: another thread may forget the run, or all of them, between any two looks.
+        # Read the entry only once: another thread may remove it between two reads.
         known = self._lazy.get(run.key, _UNKNOWN)
         found = LazyFile.opened(folder, run) if isinstance(known, _Unknown) else known
         if found is not known:
@@ -102,11 +102,11 @@ class Chunks:
         return found
 
     def note_whole(self, run: Run) -> None:
-        """All of a run's file is here."""
+        """Record that a run's file is complete."""
         self._lazy[run.key] = None
 
     def note_file(self, folder: Path, run: Run, data: pa.Buffer) -> None:
-        """A run's file, which is mapped, was read and compared after it was written; nobody else has known it since."""
+        """Record that a run's new file is mapped, and that all its blocks were checked."""
         self._maps[run.key], self._lazy[run.key] = data, None
         blocks, path = range(len(run.blocks)), file_of(folder, run.key)
         self._checked.update((run.key, block) for block in blocks)
@@ -114,18 +114,18 @@ class Chunks:
         self._note(folder, run, blocks)
 
     def note_written(self, run: Run) -> None:
-        """What this process wrote it need not check again at the first read."""
+        """Record the chunks that this process wrote as checked."""
         self._checked.update((run.key, index) for index in range(len(run.chunks)))
 
     def keep(self, run_keys: Collection[str]) -> None:
-        """Forget the chunks of all other runs: a worker lives long and runs do not."""
-        # Of copies: the background reads from this store too.
-        self._checked = {it for it in self._checked.copy() if it[0] in run_keys}
-        self._partly = {key: it for key, it in self._partly.copy().items() if key[0] in run_keys}
+        """Forget the chunks of all runs but these: a worker lives longer than runs do."""
+        # Iterate over copies, because the background thread reads from this store too.
+        self._checked = {key for key in self._checked.copy() if key[0] in run_keys}
+        self._partly = {key: checks for key, checks in self._partly.copy().items() if key[0] in run_keys}
         self._keep_maps(run_keys)
 
     def keep_files(self, run_keys: Collection[str]) -> None:
-        """Let go of the files of all other runs."""
+        """Release the files of all runs but these."""
         if any(key not in run_keys for key in self._maps.copy() | self._lazy.copy()):
             self._keep_maps(run_keys)
 
@@ -135,32 +135,32 @@ class Chunks:
         self._compared = {key: compared for key, compared in self._compared.copy().items() if key in run_keys}
 
     def forget_file(self, run_key: str) -> None:
-        """A run was dropped, and its file goes."""
+        """Release the file of a run that was dropped."""
         self._maps.pop(run_key, None)
         self._compared.pop(run_key, None)
         self._lazy.pop(run_key, None)
 
     def forget_some(self) -> None:
-        """Forget what is known where it has become much."""
+        """Forget which chunks were checked once too many are remembered."""
         if len(self._checked) > _CHECKED_MAX:
             self._checked.clear()
         if len(self._partly) > _PARTLY_MAX:
             self._partly.clear()
 
     def forget_all(self) -> None:
-        """Forget everything: the environment is another one now."""
+        """Forget everything, because the environment was replaced."""
         self._checked.clear()
         self._partly.clear()
         self.close_files()
 
     def close_files(self) -> None:
-        """Let go of the runs' files; who is at one has it open as long as that takes."""
+        """Release the runs' files; a reader keeps its file mapped until it is done."""
         self._maps.clear()
         self._compared.clear()
         self._lazy.clear()
 
     def _checked_file(self, folder: Path, run: Run, chunk: Chunk) -> pa.Buffer:
-        """The file of a run, of which a chunk's blocks were compared."""
+        """Return the mapped file of a run after checking the blocks of one chunk."""
         data = self._file(folder, run)
         self._note(folder, run, check_blocks(data, run, chunk, self._checked))
         return data

@@ -1,8 +1,8 @@
-"""What is committed of a bucket, as the calls that work on it tell other processes of the machine.
+"""The committed record of a bucket: which checkpoint is committed, for other processes of the machine.
 
-A call is handed a checkpoint that is committed. Runs do not say which one that is: they are there of attempts that
-failed too. So each call writes it down beside the environment, in a file of one block, which is written and read at
-once.
+Runs do not show which checkpoint is committed, because failed attempts leave runs too. So each call records the
+committed checkpoint that Spark handed it, in a file of one block next to the environment, which is written and read in
+one step.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class CommittedRecord:
     ref
         The checkpoint; None: there is no state yet.
     batch
-        The batch after which the state is so; -1: what the query began with.
+        The batch that committed it; -1: the state that the query began with.
     called_ms
-        When the call was made that was handed it, by the machine's clock, milliseconds since 1970.
+        When the call that received it began, by the machine's clock, milliseconds since 1970.
     plan_id
-        Of the run.
+        Id of the run of the query.
     namespace
-        Where the numbers of the job's processes count (`worker.process`).
+        PID namespace of the job's processes (`worker.process`).
     clock_ms
-        The time by the clock of the operator's time to live; None: nothing expires.
+        The current time by the clock of the operator's time to live; None: nothing expires.
     """
 
     ref: CheckpointRef | None
@@ -60,14 +60,14 @@ class CommittedRecord:
     clock_ms: int | None = None
 
     def encode(self) -> bytes:
-        """As it stands in the file."""
+        """Encode the record as it is written to the file."""
         fields = {**asdict(self), "ref": None if self.ref is None else [self.ref.version, self.ref.id]}
         body = json.dumps(fields).encode().ljust(_BYTES - _CRC_BYTES)
         return zlib.crc32(body).to_bytes(_CRC_BYTES, "little") + body
 
     @staticmethod
     def decode(data: bytes, where: str) -> CommittedRecord:
-        """Inverse of `encode`."""
+        """Decode what `encode` returned."""
         body = data[_CRC_BYTES:]
         if len(data) < _CRC_BYTES or zlib.crc32(body).to_bytes(_CRC_BYTES, "little") != data[:_CRC_BYTES]:
             raise CorruptStoreError(f"{where} differs from its checksum")
@@ -76,11 +76,11 @@ class CommittedRecord:
             ref = fields.pop("ref")
             return CommittedRecord(None if ref is None else CheckpointRef(*ref), **fields)
         except (AttributeError, CorruptFileError, KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"{where} is not what this release writes: {damage_in(error)}") from error
+            raise CorruptStoreError(f"{where} was not written by this release: {damage_in(error)}") from error
 
 
 def write_committed(bucket_folder: Path, record: CommittedRecord, operator: OperatorFile) -> None:
-    """Tell what is committed; where that cannot be written, nobody is told."""
+    """Write a bucket's committed record; if the disk refuses it, log a warning and write none."""
     folder = bucket_folder / boot_id()
     try:
         if not (folder / _OPERATOR).exists():
@@ -97,11 +97,11 @@ def write_committed(bucket_folder: Path, record: CommittedRecord, operator: Oper
     except FileNotFoundError:  # another process has just set the store aside
         return
     except OSError as error:
-        _tell(f"others cannot read the state of {bucket_folder}: {error.strerror}")
+        _warn_once(f"other processes cannot read the state in {bucket_folder}: {error.strerror}")
 
 
 def _put_operator(folder: Path, operator: OperatorFile) -> None:
-    """Whole, or not there; and nothing is left of it where the disk is full."""
+    """Write the operator file atomically, and leave no partial file if the disk is full."""
     written = folder / f"{_OPERATOR}-{uuid.uuid4().hex}"
     try:
         written.write_bytes(operator.encode())
@@ -112,19 +112,19 @@ def _put_operator(folder: Path, operator: OperatorFile) -> None:
 
 
 @functools.cache
-def _tell(text: str) -> None:
-    """Once in a process: each call of a bucket would say the same."""
+def _warn_once(text: str) -> None:
+    """Log a warning once per process, because each call of a bucket would log the same."""
     _LOGGER.warning(text)
 
 
 def read_committed(bucket_folder: Path) -> CommittedRecord | None:
-    """What is committed; None where no call has told."""
+    """Read a bucket's committed record; None if no call has written one."""
     data = committed_bytes(bucket_folder)
     return None if data is None else CommittedRecord.decode(data, str(bucket_folder))
 
 
 def committed_bytes(bucket_folder: Path) -> bytes | None:
-    """What is committed, as it stands there; None where no call has told."""
+    """Read the bytes of a bucket's committed record; None if no call has written one."""
     try:
         file = os.open(f"{bucket_folder}/{boot_id()}/{_COMMITTED}", os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -136,7 +136,7 @@ def committed_bytes(bucket_folder: Path) -> bytes | None:
 
 
 def operator_of(bucket_folder: Path) -> OperatorFile | None:
-    """The operator file that the rows of a store are written under; None where no call has told."""
+    """Read the operator file that describes a store's rows; None if no call has written one."""
     path = bucket_folder / boot_id() / _OPERATOR
     try:
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Which runs to merge, which to drop: decisions over values, no I/O."""
+"""Decisions about runs: which ones to read, to merge and to drop. No I/O."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _GROWTH = 1.5
 
 
 def choose_runs(runs: Iterable[Run], head: CheckpointRef | None) -> list[Run]:
-    """The runs that make up a checkpoint, newest first.
+    """Return the runs that make up a checkpoint, newest first.
 
     Runs form a graph (run → checkpoints it covers → parent). From the head, each step takes the run that ends
-    exactly there and reaches deepest; a compacted run is thereby never used for a checkpoint inside it. Where that way
-    breaks off, because processes merged at odds with each other, the next best is tried.
+    exactly there and reaches deepest, so a compacted run is never used for a checkpoint inside it. If a path breaks
+    off, because processes merged different runs, the next best run is tried.
     """
     ending: dict[CheckpointRef, list[Run]] = {}
     for run in runs:
@@ -31,7 +31,7 @@ def choose_runs(runs: Iterable[Run], head: CheckpointRef | None) -> list[Run]:
     if head is None:
         return []
     chosen: list[Run] = []
-    # The ways still to try at each step, the best one last.
+    # Runs still to try at each step, the best one last.
     untried = [_best_last(ending.pop(head, []))]
     broken_at: CheckpointRef | None = None if untried[0] else head
     while untried:
@@ -44,12 +44,12 @@ def choose_runs(runs: Iterable[Run], head: CheckpointRef | None) -> list[Run]:
         chosen.append(run)
         if run.base or run.parent is None:
             return chosen
-        # Taken out, as what lies below a checkpoint is the same from wherever it is reached: one visit settles it.
+        # Removed from the graph: whether a checkpoint leads to a base is the same on every path, so visit it once.
         below = ending.pop(run.parent, None)
         if below is None and broken_at is None:
             broken_at = run.parent
         untried.append(_best_last(below or []))
-    assert broken_at is not None, "a way that does not end at a base breaks off somewhere"
+    assert broken_at is not None, "a path that does not end at a base breaks off somewhere"
     raise MissingRunError(f"the local store has no run for checkpoint {broken_at}", broken_at)
 
 
@@ -58,10 +58,10 @@ def _best_last(runs: list[Run]) -> list[Run]:
 
 
 def outgrown(sizes: Sequence[int], bytes_max: int = COMPACTION_BYTES_MAX) -> bool:
-    """Whether runs are more than bounded compactions can keep few and free of rows that were written anew.
+    """True if runs are too large for bounded compactions to keep them few and free of overwritten rows.
 
-    Four runs that hold most of a state beyond a quarter of the bound can no longer be merged. Then it takes a snapshot,
-    which goes through all of them anyway, to replace them.
+    Four runs that together hold most of the state, each above a quarter of the bound, can no longer be merged. Then
+    only a snapshot can replace them, which reads all of them anyway.
     """
     return sum(sizes) > bytes_max // 2
 
@@ -69,7 +69,7 @@ def outgrown(sizes: Sequence[int], bytes_max: int = COMPACTION_BYTES_MAX) -> boo
 def choose_compaction(
     sizes: Sequence[int], bytes_max: int = COMPACTION_BYTES_MAX, border: int = 0
 ) -> tuple[int, int] | None:
-    """Which neighbouring runs to merge now (tiered, so that a row is rewritten a logarithmic number of times)."""
+    """Choose which neighbouring runs to merge now: tiered, so that a row is rewritten a logarithmic number of times."""
     for start in range(len(sizes)):
         total, stop = sizes[start], start + 1
         end = border if start < border else len(sizes)
@@ -84,13 +84,13 @@ def choose_compaction(
 def choose_compacted(
     runs: Sequence[Run], bytes_max: int, unconfirmed: CheckpointRef | None, large: bool, keeps_files: bool
 ) -> Sequence[Run]:
-    """The neighbouring runs of a checkpoint to merge now; none when nothing is due."""
+    """Choose the neighbouring runs of a checkpoint to merge now; an empty sequence if no merge is due."""
     place = next((at for at, run in enumerate(runs) if run.newest == unconfirmed), None)
     if not keeps_files:
         chosen = choose_compaction([run.size_bytes for run in runs], bytes_max, (place or 0) if large else 0)
         return runs[slice(*chosen)] if chosen else ()
     end = len(runs) - bool(runs and runs[-1].file_bytes)
-    # Nothing else may end where the snapshot does.
+    # A merge must not cover the snapshot's checkpoint: no other run may end there.
     for part in (runs[:end],) if place is None else (runs[: min(place, end)], runs[place + 1 : end]):
         chosen = choose_compaction([run.size_bytes for run in part], bytes_max)
         if chosen:
@@ -99,18 +99,18 @@ def choose_compacted(
 
 
 def droppable(runs: Iterable[Run], head: CheckpointRef | None, pinned: frozenset[str]) -> list[Run]:
-    """Runs that no later call with this or a newer input pointer can want.
+    """Return the runs that no call with this or a newer input pointer can need.
 
-    Only runs whose newest checkpoint is older than the *input* pointer's are considered (a zombie of an earlier
-    batch has an earlier input pointer, so it cannot drop what a later batch was built on), and of those only
-    runs that are not part of the pointer's own view. Nor are they part of any newer checkpoint's view: that may use
-    older runs which this one does without, when the two were merged at odds.
+    Only runs older than the *input* pointer's checkpoint are candidates: a zombie task of an earlier batch has an
+    earlier input pointer, so it cannot drop what a later batch was built on. Runs in the view of that checkpoint, or of
+    any newer one, are kept: a newer view may use older runs that the pointer's view skips, if different processes
+    merged different runs.
     """
     runs = list(runs)
     if head is None:
         return []
     used = {run.key for run in choose_runs(runs, head)}
     for newer in {run.newest for run in runs if run.newest.version > head.version}:
-        with contextlib.suppress(MissingRunError):  # not whole: nothing of it can be read from here anyway
+        with contextlib.suppress(MissingRunError):  # incomplete, so it cannot be read from here anyway
             used.update(run.key for run in choose_runs(runs, newer))
     return [run for run in runs if run.newest.version < head.version and run.key not in used | pinned]

@@ -1,12 +1,12 @@
-"""Which blocks of a run's file were compared with their checksums in this boot, told to processes that come later.
+"""Marks of the blocks of a run's file that were checked during this boot, for later processes.
 
-A file beside the run's has 8 bytes for each block: a digest of the boot, of which file it is (device, inode, length,
-and when it was changed, as the system tells), of the block's number and of its checksum. So a mark that is torn,
-damaged, of another file, or of this one before somebody changed it, is none; and processes may write at once, as each
-writes the same bytes to the same place. Nothing needs the file: who finds no mark compares the block.
+A file next to the run's file has a mark of 8 bytes for each block: a digest of the boot, the file's identity (device,
+inode, length, times of change), the block's number and its checksum. A mark does not match if it is torn, damaged, of
+another file or of an earlier version of the file. Processes may write marks at the same time, because each writes the
+same bytes to the same place. The file is optional: a block without a mark is checked again.
 
-What is not noticed: a byte that the disk or the memory of the machine changes after the block was compared, without
-anybody writing to the file. Within a process that is so anyway.
+Not detected: a byte that the machine's disk or memory changes after the block was checked, without a write to the file.
+A single process does not detect that either.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ _BLOCK = struct.Struct("<QI")
 
 
 def compared_of(folder: Path, run_key: str) -> Path:
-    """Where the marks of a run's file lie."""
+    """Return the path of the marks of a run's file."""
     return folder / f"base-{run_key}.compared"
 
 
 @dataclass(frozen=True)
 class FileState:
-    """Which file it is, and when it was changed last.
+    """Identity of a file, and when it was last changed.
 
     Parameters
     ----------
     device, inode
-        Where it lies.
+        Identity of the file in the file system.
     size_bytes
-        Its length.
+        Length of the file.
     modified_ns, changed_ns
-        When its bytes were written, and when anything of it was changed. Nobody can set the latter.
+        When the content was last written, and when content or metadata last changed. The latter cannot be set by
+        programs.
     """
 
     device: int
@@ -58,43 +59,43 @@ class FileState:
 
     @staticmethod
     def of(path: Path) -> FileState | None:
-        """That of a file; None where there is none, or the system does not say."""
+        """Return the state of a file; None if the file does not exist or cannot be examined."""
         try:
-            it = path.stat()
+            stat = path.stat()
         except OSError:
             return None
-        return FileState(it.st_dev, it.st_ino, it.st_size, it.st_mtime_ns, it.st_ctime_ns)
+        return FileState(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
     def encode(self) -> bytes:
-        """As bytes of a fixed length."""
+        """Encode the state as bytes of a fixed length."""
         fields = (self.device, self.inode, self.size_bytes, self.modified_ns, self.changed_ns)
-        return _STATE.pack(*(it & 0xFFFF_FFFF_FFFF_FFFF for it in fields))
+        return _STATE.pack(*(field & 0xFFFF_FFFF_FFFF_FFFF for field in fields))
 
 
 class ComparedBlocks:
-    """The marks of a run's file, as a process has it mapped. Get one with `ComparedBlocks.of`."""
+    """The marks of a run's file that this process has mapped. Create one with `ComparedBlocks.of`."""
 
     def __init__(self, folder: Path, run: Run, state: FileState) -> None:
         self._folder = folder
         self._run = run
         self._state = state
-        told = f"{boot_id()} {run.key} ".encode() + state.encode()
-        self._digest = hashlib.blake2b(told, digest_size=_MARK_BYTES)
+        prefix = f"{boot_id()} {run.key} ".encode() + state.encode()
+        self._digest = hashlib.blake2b(prefix, digest_size=_MARK_BYTES)
         self._ended = False
 
     @staticmethod
     def of(folder: Path, run: Run, file: Path, before: FileState | None) -> ComparedBlocks | None:
-        """The marks of a file; None where nothing can be told of it, and every process has to compare for itself."""
-        # Of boots that cannot be told apart, what was compared in one says nothing for the other.
+        """Return the marks of a file; None if marks are not usable and every process has to check the blocks itself."""
+        # If boots cannot be distinguished, a mark of an earlier boot would look valid.
         if before is None or boot_id() == UNKNOWN_BOOT or FileState.of(file) != before:
             return None
         return ComparedBlocks(folder, run, before)
 
     def known(self) -> list[int]:
-        """The blocks that were compared, by whatever process, while the file was as it is."""
+        """Return the blocks that any process has checked since the file was last changed."""
         try:
             marks = compared_of(self._folder, self._run.key).read_bytes()
-        except OSError:  # mostly nobody has compared any
+        except OSError:  # usually because no block was checked yet
             return []
         return [
             block
@@ -103,7 +104,7 @@ class ComparedBlocks:
         ]
 
     def note(self, file: Path, blocks: Sequence[int]) -> None:
-        """Tell that this process has compared some blocks."""
+        """Mark blocks as checked by this process."""
         if self._ended or not blocks:
             return
         if FileState.of(file) != self._state:
@@ -112,17 +113,17 @@ class ComparedBlocks:
         try:
             marks = os.open(compared_of(self._folder, self._run.key), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                # Neighbours are written at once.
-                for _, found in groupby(enumerate(blocks), key=lambda it: it[1] - it[0]):
-                    together = [block for _, block in found]
-                    data = b"".join(map(self._mark, together))
-                    os.pwrite(marks, data, _MARK_BYTES * together[0])
+                # Marks of neighbouring blocks are written together.
+                for _, group in groupby(enumerate(blocks), key=lambda pair: pair[1] - pair[0]):
+                    neighbours = [block for _, block in group]
+                    data = b"".join(map(self._mark, neighbours))
+                    os.pwrite(marks, data, _MARK_BYTES * neighbours[0])
             finally:
                 os.close(marks)
         except OSError as error:
-            # The next process compares them once more, that is all.
+            # Harmless: the next process checks these blocks again.
             self._ended = True
-            _LOGGER.warning("what was compared of the local store %s is not noted: %s", self._folder, error)
+            _LOGGER.warning("blocks that were checked in the local store %s are not recorded: %s", self._folder, error)
 
     def _mark(self, block: int) -> bytes:
         digest = self._digest.copy()

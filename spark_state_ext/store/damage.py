@@ -1,7 +1,7 @@
-"""Damage of a local store: which errors report it, and what is done about it.
+"""Damage of a local store: which errors report it, and how it is repaired.
 
-LMDB finds some damage where it cannot report it; then only the next call of the transaction fails, with BadTxn. What it
-does not find at all is found by this package's checksums, or is a fault that ends the process.
+LMDB finds some damage in calls that cannot report it; then only the transaction's next call fails, with BadTxn. Damage
+that LMDB does not find is found by this package's checksums, or crashes the process.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _SPARE_BYTES = 2 << 20
 
 
 def is_damage(error: Exception) -> bool:
-    """Return whether LMDB reports that its files are damaged."""
-    # py-lmdb 3 has no class for files of another LMDB.
+    """True if LMDB reports that its files are damaged."""
+    # py-lmdb 3 has no error class for files of another LMDB version.
     return isinstance(error, _ERRORS) or (isinstance(error, lmdb.Error) and "data format" in str(error))
 
 
 def can_be_mapped(data_file: Path, map_bytes: int) -> bool:
-    """Return whether this process has the address space for the map of a data file of its present length.
+    """True if this process has enough address space to map a data file of its present length.
 
-    If it has, and LMDB could not map the file, then the file announces more pages than it has.
+    If it has, and LMDB could not map the file, then the file's header claims more pages than the file has.
     """
     try:
         needed_bytes = max(data_file.stat().st_size, map_bytes) + _SPARE_BYTES

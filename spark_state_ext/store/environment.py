@@ -1,20 +1,20 @@
-"""One LMDB environment, opened once a process, behind a gate.
+"""One LMDB environment, opened once per process, behind a gate.
 
-What this module knows of LMDB, and nobody above it needs to:
+This module deals with the following properties of LMDB, so that its callers need not:
 
 * `set_mapsize` while any transaction of the process is open corrupts memory (py-lmdb returns normally and the
   next read faults). So every transaction passes a gate that resizing takes exclusively.
-* Another process may have grown the map: LMDB says MapResized, and the size is adopted.
+* Another process may have grown the map: LMDB then raises MapResized, and this process adopts the new size.
 * With ``sync=False`` a crash of the *machine* may leave a damaged file. The environment's folder is named after the
-  machine's boot, so after a restart the old one is simply not used, and is removed.
-* An environment must not be carried over a fork (`forks`) or opened twice in a process.
-* Each takes open files, of which a process has so many (`descriptors`). So those used longest ago are closed when
-  another one is opened; whoever has one of them opens it again.
-* With py-lmdb 2, a write transaction that fails waits for all calls of the process into LMDB before it is taken back,
-  also for another thread's that waits for that very transaction to end: both wait forever. So writers of one process
-  wait for each other here, and not in LMDB.
-* A page beyond the end of the file is a fault that ends the process, so a file that was cut short is not used. LMDB
-  itself leaves out free pages at the end; writers make the file as long as its last page number says, to tell the two.
+  machine's boot, so after a restart the old folder is not used, and is removed.
+* An environment must not be used after a fork (`forks`) or opened twice in a process.
+* Each environment takes open files, of which a process has a limited number (`descriptors`). So opening one closes
+  those unused for longest; their users open them again when needed.
+* With py-lmdb 2, a write transaction that fails waits for all of the process's calls into LMDB before it is rolled
+  back, even for a thread that waits for this very transaction to end: a deadlock. So writers of one process wait for
+  each other here, and not in LMDB.
+* Access to a page beyond the end of the file crashes the process, so a file that was cut short is not used. LMDB itself
+  omits free pages at the end of its file. To distinguish the two cases, writers extend the file up to its last page.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ T = TypeVar("T")
 ViewType = TypeVar("ViewType", bound=Reader)
 
 MAP_BYTES_MIN = 1 << 20
-# Task slots of an executor that may work on one bucket at once, with retries and speculation, are far fewer.
+# Far more than the tasks that may work on one bucket at once, including retries and speculation.
 READERS_MAX = 512
 _GROW_ATTEMPTS_MAX = 32
 _LENGTH_CHECKS = 3
@@ -59,11 +59,11 @@ _LENGTHENED_WITHIN_S = 0.05
 
 
 class Environment:
-    """An LMDB environment that grows by itself. Get one with `Environment.at`."""
+    """An LMDB environment that grows automatically. Get one with `Environment.at`."""
 
     _open: ClassVar[dict[Path, Environment]] = {}
     _open_lock = threading.Lock()
-    # Of the process that this one was forked from.
+    # Environments of the process that this one was forked from.
     _inherited: ClassVar[dict[Path, Environment]] = {}
 
     def __init__(self, folder: Path, env: Any, file: int) -> None:
@@ -79,18 +79,18 @@ class Environment:
 
     @classmethod
     def _opened(cls, folder: Path, map_bytes: int) -> Environment:
-        """A folder's environment, open and looked at."""
+        """Open a folder's environment and check its length."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             refuse_full(folder)
             env = _open(folder, map_bytes)
         except (lmdb.Error, OSError) as error:
             if isinstance(error, lmdb.MemoryError) and can_be_mapped(folder / DATA_FILE, map_bytes):
-                raise CorruptStoreError(f"the local store {folder} announces more pages than it has") from error
+                raise CorruptStoreError(f"the local store {folder} claims more pages than its file has") from error
             raise storage_error(folder, error) from error
         try:
             file = os.open(folder / DATA_FILE, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:  # another process has just set it aside
+        except OSError as error:  # another process has just removed the environment
             env.close()
             raise storage_error(folder, error) from error
         made = cls(folder, env, file)
@@ -103,28 +103,28 @@ class Environment:
         return made
 
     def _check_length(self) -> None:
-        """See that the file was not cut short; of its pages only the first two are looked at, as LMDB did."""
+        """Raise a CorruptStoreError if the file was cut short; reads only the first two pages, as LMDB has done."""
         for _ in range(_LENGTH_CHECKS):
-            # First where it must end: it may grow meanwhile.
+            # Read the expected length before the actual one, because the file may grow in between.
             length = self._least_length()
             found = os.fstat(self._file).st_size
             if found >= length:
                 return
-            # Another process may have committed just now, and be about to lengthen it.
+            # Another process may have just committed and be about to extend the file.
             time.sleep(_LENGTHENED_WITHIN_S)
         raise CorruptStoreError(f"the local store {self.folder} was cut short: {found} of {length} bytes are left")
 
     def _lengthen(self) -> None:
         if os.fstat(self._file).st_size >= self._least_length():
             return
-        # What was written is committed. A file that stays short is at worst built anew.
+        # Errors are harmless: the data is committed, and a file that stays too short is at worst rebuilt.
         with contextlib.suppress(lmdb.Error, OSError), self._env.begin(write=True):
-            # In a transaction, when no other process makes it longer.
+            # Within a write transaction, because then no other process extends the file.
             if os.fstat(self._file).st_size < (length := self._least_length()):
                 os.ftruncate(self._file, length)
 
     def _least_length(self) -> int:
-        """Where the file's last page ends."""
+        """Return the offset of the end of the file's last page."""
         pages: int = self._env.info()["last_pgno"] + 1
         size: int = self._env.stat()["psize"]
         return pages * size
@@ -135,27 +135,27 @@ class Environment:
             for _ in range(_GROW_ATTEMPTS_MAX):
                 try:
                     return {name: self._env.open_db(name) for name in DATABASES}
-                except lmdb.MapResizedError:  # by another process, since this one opened the file
+                except lmdb.MapResizedError:  # another process resized it since this one opened the file
                     self._env.set_mapsize(0)
         raise StorageError(f"the map of {self.folder} was resized {_GROW_ATTEMPTS_MAX} times while it was opened")
 
     @classmethod
     def at(cls, bucket_folder: Path, map_bytes: int) -> Environment:
-        """The environment of a bucket's folder for the machine's current boot; opened at most once a process."""
+        """Return the environment of a bucket's folder for the machine's current boot, opened at most once a process."""
         folder = bucket_folder / boot_id()
         if (inherited := cls._inherited.get(folder)) is not None:
             check_process(inherited._pid, folder)
         with cls._open_lock:
             found = cls._open.get(folder)
             if found is not None and not found.closed:
-                # Asked here too: code that is not Python's may fork as well.
+                # Checked here too, because a fork by native code does not call `_after_fork`.
                 check_process(found._pid, folder)
                 return found
             cls._close_idle(descriptors.stores_max() - 1)
             try:
                 opened = cls._begun(bucket_folder, folder, map_bytes)
             except TooManyOpenFilesError:
-                # Others in this process have more than was left to them.
+                # Other code in this process has more files open than `descriptors` leaves for it.
                 if not cls._close_idle(0):
                     raise
                 opened = cls._begun(bucket_folder, folder, map_bytes)
@@ -164,7 +164,7 @@ class Environment:
 
     @classmethod
     def has_open(cls, folder: Path) -> bool:
-        """Whether this process has the environment of a folder open."""
+        """True if this process has the environment of a folder open."""
         with cls._open_lock:
             found = cls._open.get(folder)
             return found is not None and not found.closed
@@ -174,7 +174,7 @@ class Environment:
         try:
             # 0700 on every level we make: state is user data, and the folder's parent is often world-readable.
             make_private(bucket_folder)
-            with contextlib.suppress(FileNotFoundError):  # another process takes it for unused just now
+            with contextlib.suppress(FileNotFoundError):  # another process is removing the folder as unused
                 for stale in bucket_folder.iterdir():
                     if stale.name != folder.name:
                         remove_tree(stale, ignore_errors=True)
@@ -184,15 +184,17 @@ class Environment:
 
     @classmethod
     def _close_idle(cls, most: int) -> int:
-        """Close those that nobody uses at this moment, used longest ago first, until so many are open; returns how
-        many were closed. For who has the lock."""
+        """Close environments not in use, longest unused first, until `most` are open; return how many were closed.
+
+        The caller must hold `_open_lock`.
+        """
         excess, closed = len(cls._open) - most, 0
         if excess <= 0:
             return 0
         for environment in sorted(cls._open.values(), key=lambda it: it._used_s):
             if closed == excess:
                 break
-            # Not waited for: it may be in use for long, and others may wait for the lock.
+            # Do not wait for its users: that may take long, and other threads may wait for `_open_lock`.
             with environment._gate.exclusive_if_free() as free:
                 if free:
                     if not environment.closed:
@@ -203,8 +205,8 @@ class Environment:
 
     @classmethod
     def _after_fork(cls) -> None:
-        """In a child: whatever the parent has open is none of its."""
-        # Another thread may have had it, which does not live here.
+        """In a forked child, make the parent's environments unusable."""
+        # A new lock: the old one may be held by a thread of the parent that does not exist here.
         cls._open_lock = threading.Lock()
         for environment in cls._open.values():
             keep_for_ever(environment._env)
@@ -215,7 +217,7 @@ class Environment:
         """Set the environment aside as damaged, so that the next `at` builds a new one."""
         with self._alone():
             try:
-                # Closed first: py-lmdb 2 opens no environment at a path where this process still has one.
+                # Close it first: py-lmdb 2 refuses to open an environment at a path that this process has open.
                 self._env.close()
                 if not self._replaced():
                     set_aside(self.folder)
@@ -224,20 +226,20 @@ class Environment:
         self._forget()
 
     def is_replaced(self) -> bool:
-        """Whether another process has set it aside, and begun a new one in its place."""
+        """True if another process has removed the environment and begun a new one in its place."""
         with self._used():
             return self._replaced()
 
     def _replaced(self) -> bool:
         try:
             return not os.path.samestat(os.fstat(self._file), (self.folder / DATA_FILE).stat())
-        except OSError:  # it has not begun
+        except OSError:  # the new environment does not exist yet
             return False
 
     def close(self) -> None:
-        """Close it, when nobody in this process uses it; the next `at` opens it again.
+        """Wait for this process's users and close the environment; the next `at` opens it again.
 
-        In a process that was forked from this one nothing is done.
+        Does nothing in a process that was forked from this one.
         """
         if self._pid != os.getpid():
             return
@@ -248,18 +250,18 @@ class Environment:
     def _end(self) -> None:
         self._env.close()
         os.close(self._file)
-        # Not before: whoever finds it closed opens the folder again, which LMDB allows once a process.
+        # Set last: a thread that sees it opens the folder again, and LMDB allows one open environment per process.
         self.closed = True
 
     def _forget(self) -> None:
-        # After the gate, which nobody waits for with the lock in hand.
+        # Outside of the gate: no thread may wait for the gate while it holds the lock.
         with self._open_lock:
             if self._open.get(self.folder) is self:
                 del self._open[self.folder]
 
     @contextlib.contextmanager
     def _used(self) -> Iterator[None]:
-        # Before the gate: threads that are inside do not live in a forked process.
+        # Before the gate: in a forked child, the threads that are inside do not exist and would never leave.
         check_process(self._pid, self.folder)
         with self._gate.shared():
             self._check_open()
@@ -279,7 +281,7 @@ class Environment:
 
     @property
     def map_bytes(self) -> int:
-        """Present size of the map."""
+        """Current size of the map."""
         with self._used():
             return self._map_bytes()
 
@@ -288,12 +290,12 @@ class Environment:
         return size
 
     def check_readers(self) -> None:
-        """Free the slots of readers that were killed: as long as they stand, no page they saw is used again."""
+        """Free the slots of readers that were killed, because LMDB does not reuse any page that a reader may see."""
         with self._used(), translated(self.folder):
             self._env.reader_check()
 
     def read(self, work: Callable[[Reader], T]) -> T:
-        """Run `work` in one read transaction. Memory it gets from the reader dies with the call."""
+        """Run `work` in one read transaction. Memory from the reader is valid only during the call."""
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
                 with self._used(), translated(self.folder):
@@ -305,14 +307,14 @@ class Environment:
         )
 
     def write(self, work: Callable[[Writing], T], need_bytes: int = 0) -> T:
-        """Run `work` in one write transaction, again with a larger map when the map is full.
+        """Run `work` in one write transaction; if the map is full, run it again with a larger map.
 
-        `work` must be repeatable: nothing of a failed try remains. `need_bytes` is about what it adds; the map at least
-        doubles and grows by twice that.
+        `work` must be repeatable: a failed try is rolled back. `need_bytes` is about how much it adds; the map grows by
+        at least twice that, and at least doubles.
         """
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
-                # A resize comes when the lock is free again: those who wait for it have the gate, and go first.
+                # Threads that wait for `_writer` are inside the gate, so they go first and a resize comes after them.
                 with self._used(), self._writer, translated(self.folder):
                     done = self._in_transaction(Writing, work, write=True)
                     self._lengthen()
@@ -324,10 +326,10 @@ class Environment:
         raise StoreFullError(f"the map of {self.folder} is {self.map_bytes} bytes large and still full")
 
     def _in_transaction(self, view: type[ViewType], work: Callable[[ViewType], T], write: bool) -> T:
-        """Run `work` in a transaction, of which nothing is left when this returns, also by an error.
+        """Run `work` in a transaction, and release the transaction object before returning or raising.
 
-        What is left of it is taken down when nobody refers to it any more. With py-lmdb 1.4 that ends the process where
-        somebody closes the environment at that moment, so it must be within the gate, and no traceback may hold it.
+        With py-lmdb 1.4 the process crashes if a transaction object is collected while another thread closes the
+        environment. So it must be collected within the gate, and no traceback may hold it.
         """
         txn = self._env.begin(write=write, buffers=True)
         seen = view(txn, self._dbs)
@@ -343,8 +345,8 @@ class Environment:
             try:
                 self._resize(0)
             except StoreFullError as error:
-                # No address space for all that another process has set aside. Opened again, it is mapped as far as it
-                # is filled.
+                # There is no address space for the larger map of another process. When opened again, the environment is
+                # mapped only as far as it is filled.
                 raise ClosedEnvironmentError(f"the local store {self.folder} grew: {error}") from error
 
     def _grow(self, need_bytes: int) -> None:
@@ -357,7 +359,7 @@ class Environment:
             with translated(self.folder):
                 self._env.set_mapsize(map_bytes)
         except BaseException:
-            # The old map is gone, so nothing can be done with it; the next `at` opens it again.
+            # The old map is gone, so the environment is unusable; the next `at` opens it again.
             self._end()
             raise
 
@@ -375,7 +377,7 @@ def _open(folder: Path, map_bytes: int) -> Any:
                 metasync=False,
                 readahead=False,
             )
-        except lmdb.MapResizedError:  # by another process, between its two looks at the file
+        except lmdb.MapResizedError:  # another process resized it while LMDB opened the file
             if not attempts_left:
                 raise
     raise AssertionError("unreachable: the last attempt returns or raises")

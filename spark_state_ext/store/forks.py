@@ -1,8 +1,8 @@
-"""Processes that are forked from one that has LMDB environments open, as a user's function may do.
+"""Protection against forks of a process that has LMDB environments open: a user's function may fork.
 
-LMDB forbids to use an environment in a forked child. Parent and child share the file that says who reads which pages,
-by a map: a child that closes its environment frees the parent's readers there, and the parent's next write
-overwrites what they read. So a child may do nothing with an environment that it inherits, not even let Python collect
+LMDB forbids using an environment in a forked child. Parent and child share a memory-mapped table of which reader uses
+which pages: a child that closes its environment frees the parent's readers there, and the parent's next write
+overwrites the pages they read. So a child must not touch an inherited environment; even garbage collection would close
 it.
 """
 
@@ -18,18 +18,18 @@ __all__ = ["check_process", "keep_for_ever"]
 
 
 def check_process(pid: int, folder: Path) -> None:
-    """See that this is the process that has a local store open."""
+    """Raise a ForkedProcessError if this is not the process that opened the local store."""
     if pid != os.getpid():
         raise ForkedProcessError(
-            f"the local store {folder} was used in process {os.getpid()}, forked from worker {pid} that has it "
-            "open. A child that your function forks must not come back from the function, nor use state: end it "
-            'with os._exit (multiprocessing does), or start it with subprocess or multiprocessing.get_context("spawn").'
+            f"the local store {folder} was used in process {os.getpid()}, which was forked from worker {pid}. A "
+            "child that your function forks must neither use state nor return from the function: end it with os._exit "
+            '(multiprocessing does), or start it with subprocess or multiprocessing.get_context("spawn").'
         )
 
 
 def keep_for_ever(thing: object) -> None:
-    """Never collect an object, also when Python ends: its destructor would touch what the parent uses.
+    """Keep an object from ever being collected, even at exit: its destructor would change what the parent uses.
 
-    py-lmdb 1.4 closes environments when they are collected, in whatever process.
+    py-lmdb 1.4 closes an environment when it is collected, in any process.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

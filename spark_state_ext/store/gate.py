@@ -1,4 +1,4 @@
-"""Many at once, or one alone."""
+"""A lock that many users share, or one takes exclusively."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Gate"]
 
 
 class Gate:
-    """Many users, or one alone: transactions share it, resizing the map takes it exclusively."""
+    """A shared/exclusive lock: transactions share it, resizing the map takes it exclusively."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -42,7 +42,7 @@ class Gate:
 
     @contextlib.contextmanager
     def exclusive_if_free(self) -> Iterator[bool]:
-        """As `exclusive` where nobody is inside, which is what it yields; it never waits."""
+        """Like `exclusive`, but without waiting: yields False, without the lock, if the gate is in use."""
         with self._condition:
             free = not self._closed and self._users == 0
             self._closed = self._closed or free

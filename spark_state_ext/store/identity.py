@@ -1,4 +1,4 @@
-"""What a local store is: its format and the schema of its rows, noted when it is opened first."""
+"""Identity of a local store: its format and the schema of its rows, recorded when it is first opened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STORE_FORMAT = 6
 
 
 def check_identity(environment: SharedEnvironment, schema: RowSchema) -> None:
-    """Note format and schema at the first opening; a store of others is not ours, and is begun anew."""
+    """Record format and schema on first use; if a store has others, discard it and begin an empty one."""
     identity = json.dumps({"format": _STORE_FORMAT, "schema": schema.arrow.to_string()}).encode()
 
     def stored(txn: Reader) -> bytes | None:

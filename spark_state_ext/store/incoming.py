@@ -1,8 +1,9 @@
-"""Files beside the environment that are to become runs, and those whose process died before they did.
+"""Files next to the environment that will become runs, and removal of such files whose process died.
 
-A file is copied here under a name of its own, renamed to that of its run, and then named in the manifest. While a
-process is at it, it shares a lock, which the system lets go of when it dies, however it does. Who has the lock alone
-knows that every file which the manifest does not name is left over, and may be gigabytes.
+A file is first copied under a temporary name, then renamed to the name of its run, and then named in the manifest.
+Meanwhile its process holds a shared file lock, which the system releases if the process dies in any way. So a process
+that gets the lock exclusively knows that every file which the manifest does not name is abandoned (and may take
+gigabytes).
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ __all__ = ["Incoming", "remove_abandoned"]
 
 _PATTERNS = ("base-*", "incoming-*")
 _LOCK_FILE = "incoming.lock"
-# Where nobody can tell by the lock, as somebody is at it, or the disk has no such locks.
+# Without the exclusive lock (it is held by others, or the disk has no locks), a file counts as abandoned at this age.
 _ABANDONED_AFTER_S = 3600.0
 
 
 class Incoming:
-    """Files of this process that are on their way."""
+    """Files that this process is writing."""
 
     def __init__(self) -> None:
         self._locks: dict[Path, int | None] = {}
 
     def begin(self, folder: Path) -> Path:
-        """A path for a new one, in an environment's folder; until `end` nobody takes it for left over."""
+        """Return a path for a new file in an environment's folder; until `end`, no process removes it as abandoned."""
         path = folder / f"incoming-{uuid.uuid4().hex}"
         try:
             lock = _opened(folder)
         except OSError as error:
             raise storage_error(folder, error) from error
         try:
-            # Waits for others only while these remove what is left over.
+            # Waits only for processes that are removing abandoned files.
             fcntl.flock(lock, fcntl.LOCK_SH)
         except OSError:  # the disk has no such locks
             os.close(lock)
@@ -50,7 +51,7 @@ class Incoming:
         return path
 
     def end(self, path: Path) -> None:
-        """It has become a run, or will not: remove what is left of it."""
+        """Release a path from `begin`, and remove the file if it has not become a run."""
         remove_file(path, missing_ok=True)
         lock = self._locks.pop(path, None)
         if lock is not None:
@@ -58,8 +59,11 @@ class Incoming:
 
 
 def remove_abandoned(folder: Path, known: Callable[[], Collection[str] | None]) -> None:
-    """Remove files of processes that died between beginning one and naming it in the manifest."""
-    # Before the manifest is read: what is named meanwhile is found there.
+    """Remove the files of processes that died before naming them in the manifest.
+
+    `known` returns the names of files in the manifest, or None if nothing may be removed.
+    """
+    # List the files before reading the manifest, so that a file named in between is found there.
     found = [path for pattern in _PATTERNS for path in folder.glob(pattern)]
     if not found:
         return
@@ -76,7 +80,7 @@ def remove_abandoned(folder: Path, known: Callable[[], Collection[str] | None]) 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Whether no live process has a file on its way here; none begins one until this is over."""
+    """Yield True if no live process is writing a file here; until the block ends, no process can begin one."""
     try:
         lock = _opened(folder)
     except OSError:  # the folder is gone
@@ -85,7 +89,7 @@ def _alone(folder: Path) -> Iterator[bool]:
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # somebody has, or the disk has no such locks
+        except OSError:  # another process is writing a file, or the disk has no such locks
             yield False
         else:
             yield True

@@ -1,9 +1,9 @@
-"""The file of a run that is restored lazily: a snapshot's body with holes, and what is known of which parts are there.
+"""The file of a run that is restored lazily: a snapshot's body with holes, and marks of the pieces that are present.
 
-A piece is compared with its checksum, written, and then marked, a byte each: whoever dies in between leaves a piece
-that counts as absent. Processes that share the store write the same bytes to the same places and mark only what they
-have written, so none of them undoes what another did. Once every piece is marked, the marks go, and the run is as if
-its file had been fetched whole.
+A piece is checked against its checksum, written, and then marked with one byte: if the process dies in between, the
+piece counts as absent. Processes that share the store write the same bytes to the same places and mark only pieces
+that they have written, so they do not disturb each other. Once every piece is marked, the marks are removed, and the
+run is the same as one whose file was fetched at once.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["FetchPieces", "LazyFile", "LazyOptions", "PieceGiver", "marks_of"]
 
 _MAGIC = b"SSEL"
-# Magic, CRC-32 of the index, its bytes.
+# Magic, CRC-32 of the index, length of the index in bytes.
 _HEAD = struct.Struct("<4sIQ")
 
 
 class PieceGiver(Protocol):
-    """Who may have pieces of a file beside the store (`spark_state_ext.peers`)."""
+    """A source of snapshots' pieces besides the backend: standby services of other hosts (`spark_state_ext.peers`)."""
 
     def give(
         self,
@@ -52,14 +52,14 @@ class PieceGiver(Protocol):
         beside: bool,
         raise_if_closed: Callable[[], None],
     ) -> None:
-        """Put pieces of a bucket's file there, as far as they are had: ranges of their numbers.
+        """Put those pieces of a bucket's file into `lazy` that can be had; `ranges` are ranges of piece numbers.
 
-        With `beside` nobody waits for them. What `raise_if_closed` raises ends it.
+        `beside` is true if no batch waits for the pieces. An error that `raise_if_closed` raises ends the transfer.
         """
         ...
 
     def note_store(self, requests: int, size_bytes: int, took_s: float) -> None:
-        """How long the store took where nobody waited for it."""
+        """Record how long the backend took for requests that no batch waited for."""
         ...
 
 
@@ -70,15 +70,15 @@ class LazyOptions:
     Parameters
     ----------
     bytes_min
-        Smallest snapshot of which only what is asked for is fetched.
+        Size of the smallest snapshot that is restored lazily.
     fill_bytes_per_s_max
-        How much is fetched beside batches.
+        Maximum rate at which the remaining pieces are fetched in the background.
     runner
-        What that runs in.
+        Runs the fetching in the background.
     peers
-        Who is asked before the store; None: nobody.
+        Source of pieces that is asked before the backend; None: only the backend is asked.
     foreground
-        What batches of the process wait for: what is fetched beside them stands back meanwhile.
+        What batches of the process wait for: background fetching pauses meanwhile.
     """
 
     bytes_min: int
@@ -89,12 +89,12 @@ class LazyOptions:
 
 
 def marks_of(folder: Path, run_key: str) -> Path:
-    """Where the marks of a run's file lie, while it is not whole."""
+    """Return the path of the marks of a run's file; they exist until the file is complete."""
     return folder / f"base-{run_key}.lazy"
 
 
 class LazyFile:
-    """Get one with `LazyFile.opened`."""
+    """The incomplete file of a run and its marks. Get one with `LazyFile.opened`."""
 
     def __init__(
         self, folder: Path, run: Run, index: SnapshotIndex, data: FileIO, marks: FileIO, marks_at: int
@@ -106,12 +106,12 @@ class LazyFile:
         self.index = index
         self.buffer = mapped(folder, run)
         self.pieces = len(index.pieces)
-        # By this process: since it was written here, or before it was looked at first.
+        # Pieces that this process has checked: when it wrote them, or before it first read them.
         self._compared = np.zeros(self.pieces, dtype=np.bool_)
 
     @staticmethod
     def begin(folder: Path, run_key: str, path: Path, index: SnapshotIndex) -> None:
-        """Make the two files, the larger of them at a path that is still to be moved."""
+        """Create both files: the marks in place, and the file of the run at `path`, from where the caller moves it."""
         data = index.encode()
         try:
             with path.open("wb") as file:
@@ -123,7 +123,7 @@ class LazyFile:
 
     @staticmethod
     def opened(folder: Path, run: Run) -> LazyFile | None:
-        """The file of a run; None when it is whole."""
+        """Open the file of a run; None if it is complete."""
         try:
             marks = FileIO(marks_of(folder, run.key), "r+")
         except FileNotFoundError:
@@ -138,67 +138,67 @@ class LazyFile:
             raise storage_error(folder, error) from error
         head = os.pread(marks.fileno(), _HEAD.size, 0)
         magic, crc, size = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0)
-        # No more than there is, whatever a damaged head says.
+        # A damaged head may give any size, so read at most the length of the file.
         size_max = os.fstat(marks.fileno()).st_size
         stored = os.pread(marks.fileno(), min(size, size_max), _HEAD.size) if magic == _MAGIC else b""
         where = f"the file of run {run.newest} in the local store"
         try:
             if len(stored) != size or zlib.crc32(stored) != crc:
                 raise CorruptFileError(f"the index of {where} fails its checksum")
-            # The manifest has the blocks, so an index of another body is none.
+            # The manifest has the checksums of the body's blocks, so the index of another body is refused.
             index = SnapshotIndex.decode(stored, IndexRecord.of(stored, 0), digest_of(run.blocks), where)
         except CorruptFileError as error:
             raise CorruptStoreError(str(error)) from error
         return LazyFile(folder, run, index, data, marks, _HEAD.size + size)
 
     def absent(self, first: int = 0, count: int | None = None) -> IndexArray:
-        """The pieces of a range that are not marked, ascending."""
+        """Return the pieces of a range that are not marked, ascending."""
         end = self.pieces if count is None else min(first + count, self.pieces)
         marks = os.pread(self._marks.fileno(), end - first, self._marks_at + first)
         if len(marks) != end - first:
-            raise CorruptStoreError("the marks of a file of the local store are fewer than they were")
-        found: IndexArray = np.flatnonzero(np.frombuffer(marks, np.uint8) != 1) + first
-        return found
+            raise CorruptStoreError("marks of pieces are missing for a file of the local store")
+        absent: IndexArray = np.flatnonzero(np.frombuffer(marks, np.uint8) != 1) + first
+        return absent
 
     def lacking(self, wanted: IndexArray) -> IndexArray:
-        """Which of some pieces are not here; those that are were compared with their checksums then."""
+        """Return those of some pieces that are absent; the others were checked against their checksums."""
         if not len(wanted):
             return wanted
         pieces: IndexArray = np.unique(wanted)
         first, last = int(pieces[0]), int(pieces[-1])
         if first < 0 or last >= self.pieces:
-            raise CorruptStoreError("a chunk of the local store leads to bytes outside of its file")
+            raise CorruptStoreError("a chunk of the local store refers to bytes outside its file")
         if self._compared[pieces].all():
             return pieces[:0]
         absent = self.absent(first, last - first + 1)
-        here = ~np.isin(pieces, absent, assume_unique=True)
-        for piece in pieces[here & ~self._compared[pieces]].tolist():
+        present = ~np.isin(pieces, absent, assume_unique=True)
+        for piece in pieces[present & ~self._compared[pieces]].tolist():
             try:
                 self.index.check(piece, self._bytes(piece), "a file of the local store")
             except CorruptFileError as error:
                 raise CorruptStoreError(str(error)) from error
             self._compared[piece] = True
-        lacking: IndexArray = pieces[~here]
-        return lacking
+        missing: IndexArray = pieces[~present]
+        return missing
 
     def put(self, first: int, data: bytes | memoryview, where: str) -> None:
-        """Write pieces that are not here."""
+        """Check absent pieces, write them and mark them as present."""
         self.index.check(first, data, where)
         count = -(-len(data) // PIECE_BYTES)
         try:
             _write(self._data, data, first * PIECE_BYTES)
-            # Only now: a process may die at any line.
+            # Marked only after writing, because the process may die at any line.
             _write(self._marks, b"\1" * count, self._marks_at + first)
         except OSError as error:
             raise storage_error(self._folder, error) from error
         self._compared[first : first + count] = True
 
     def is_finished(self) -> bool:
-        """Whether the marks are removed."""
+        """True if the marks were removed."""
         return not marks_of(self._folder, self.run.key).exists()
 
     def finish(self) -> bool:
-        """Whether every piece is here; then the marks are removed, and the run is as any other."""
+        """Remove the marks if every piece is present, which completes the run; return whether it is."""
         if len(self.absent()):
             return False
         try:
@@ -212,19 +212,21 @@ class LazyFile:
         return memoryview(self.buffer)[start : min(start + PIECE_BYTES, self.index.body_bytes)]
 
     def chunk(self, number: int, schema: pa.Schema) -> pa.RecordBatch:
-        """A chunk whose message's head is here; of its columns only what is here may be looked at."""
-        it, view = self.run.chunks[number], memoryview(self.buffer)
+        """Return a chunk, once the head of its message is present; only present parts of its columns may be read."""
+        chunk, view = self.run.chunks[number], memoryview(self.buffer)
         try:
-            # Arrow makes room for a compressed body before it looks at it, and no chunk is compressed.
-            head = message_at(lambda at, size: bytes(view[at : at + size]), it.offset, f"chunk {number}")
+            # Arrow allocates memory for a compressed body before it checks the body. Chunks are never compressed.
+            head = message_at(lambda at, size: bytes(view[at : at + size]), chunk.offset, f"chunk {number}")
             if head.codec is not None:
                 raise CorruptFileError(f"chunk {number} is compressed")
-            return pa.ipc.read_record_batch(self.buffer.slice(it.offset, it.size_bytes), schema)
+            return pa.ipc.read_record_batch(self.buffer.slice(chunk.offset, chunk.size_bytes), schema)
         except (CorruptFileError, pa.ArrowException, OSError) as error:
-            raise CorruptStoreError(f"chunk {number} of run {self.run.newest} is no record batch: {error}") from error
+            raise CorruptStoreError(
+                f"chunk {number} of run {self.run.newest} is not a record batch: {error}"
+            ) from error
 
 
-# Fetches pieces of a file that are not here, and puts them there. MissingRunError: nobody has them any more.
+# Fetches absent pieces of a file and puts them into it; raises a MissingRunError if no source has them any longer.
 FetchPieces: TypeAlias = Callable[[LazyFile, IndexArray], None]
 
 

@@ -1,8 +1,9 @@
-"""What a lookup has to have here of a run that is restored lazily, and where its keys are in it.
+"""Lookups in a run that is being restored lazily: fetch only the pieces that a lookup reads, and locate its keys.
 
-Of each chunk that may have a wanted hash: the head of its message; of the column of hashes the pieces around where the
-hash should be, as hashes are spread evenly; then the cells of the rows that have it. What lacks is asked for once a
-step, for all chunks together. Who looks for timeouts has whole columns, and then the rows that he finds in them.
+For each chunk that may have a wanted hash, these are: the head of the chunk's message; the pieces of the hash column
+around the estimated position of the hash, as hashes are spread evenly; then the cells of the rows with that hash. Each
+step fetches its absent pieces for all chunks in one request. A search for timeouts fetches whole columns, and then the
+rows that it finds in them.
 """
 
 from __future__ import annotations
@@ -24,47 +25,49 @@ from spark_state_ext.store.lazy_file import FetchPieces, LazyFile
 __all__ = ["Places", "columns", "ensured", "places"]
 
 _PREFIX = struct.Struct("<Ii")
-# The head of a message with few columns is shorter.
+# Bytes fetched first for the head of a message: enough unless there are many columns.
 _HEAD_BYTES = 16 << 10
-# Rows on each side of where a hash should be.
+# Rows searched on each side of a hash's estimated position.
 _REACH = 256
-# Looks at a column of hashes, until the whole column is fetched.
+# Attempts to locate hashes in a column; the last one fetches the whole column.
 _LOOKS_MAX = 4
 
 _Step = Callable[[IndexArray], None]
 
 
 def ensured(lazy: LazyFile, pieces: IndexArray, fetch: FetchPieces | None) -> None:
-    """Have pieces here."""
-    lacking = lazy.lacking(pieces)
-    if not len(lacking):
+    """Fetch those of some pieces that are absent."""
+    missing = lazy.lacking(pieces)
+    if not len(missing):
         return
     if fetch is None:
         raise MissingRunError(
-            f"run {lazy.run.newest} is restored lazily, and what is looked for is not here yet", lazy.run.newest
+            f"run {lazy.run.newest} is being restored lazily, and the rows looked for are not here yet", lazy.run.newest
         )
-    fetch(lazy, lacking)
-    left = lazy.lacking(lacking)
+    fetch(lazy, missing)
+    left = lazy.lacking(missing)
     if len(left):
-        raise CorruptStoreError(f"{len(left)} pieces of run {lazy.run.newest} are not here after they were fetched")
+        raise CorruptStoreError(
+            f"{len(left)} pieces of run {lazy.run.newest} are still missing after they were fetched"
+        )
 
 
 class Places:
-    """Where wanted hashes are in the chunks of a run."""
+    """Rows at which wanted hashes stand in the chunks of a run."""
 
     def __init__(self, rank: IndexArray, found: dict[int, tuple[int, IndexArray]]) -> None:
         self._rank = rank
         self._found = found
 
     def rows(self, chunk: int, wanted: IndexArray) -> IndexArray:
-        """The rows of some of the hashes in a chunk that may have them."""
+        """Return the rows of some of the hashes in a chunk; at least one of these hashes may be in the chunk."""
         first, at = self._found[chunk]
         rows: IndexArray = at[self._rank[wanted] - first]
         return rows
 
 
 def places(lazy: LazyFile, schema: RowSchema, hashes: HashArray, fetch: FetchPieces | None) -> Places:
-    """Have here what a lookup of hashes looks at, and tell where each is."""
+    """Fetch all pieces that a lookup of hashes reads, and return the position of each hash."""
     step = _step(lazy, fetch)
     order = np.argsort(hashes, kind="stable")
     ascending = hashes[order]
@@ -77,22 +80,22 @@ def places(lazy: LazyFile, schema: RowSchema, hashes: HashArray, fetch: FetchPie
     _open(lazy, searches, schema, step)
     _find(searches, step)
     _with_followers(searches, step)
-    step(_joined(it.cells() for it in searches))
-    step(_joined(it.values() for it in searches))
+    step(_joined(search.cells() for search in searches))
+    step(_joined(search.values() for search in searches))
     rank = np.empty(len(hashes), dtype=np.int64)
     rank[order] = np.arange(len(hashes))
-    return Places(rank, {it.number: (it.first, it.at) for it in searches})
+    return Places(rank, {search.number: (search.first, search.at) for search in searches})
 
 
 def columns(
     lazy: LazyFile, schema: RowSchema, chunks: Iterable[int], names: Collection[str], fetch: FetchPieces | None
 ) -> None:
-    """Have some columns of chunks here, all of each."""
-    step, none = _step(lazy, fetch), np.empty(0, dtype=np.uint64)
-    opened = [_Search(lazy, number, 0, none) for number in chunks]
-    _open(lazy, opened, schema, step)
-    places = [schema.arrow.get_field_index(name) for name in names]
-    step(_joined(it.column(place) for it in opened for place in places))
+    """Fetch whole columns of some chunks."""
+    step, no_hashes = _step(lazy, fetch), np.empty(0, dtype=np.uint64)
+    searches = [_Search(lazy, number, 0, no_hashes) for number in chunks]
+    _open(lazy, searches, schema, step)
+    positions = [schema.arrow.get_field_index(name) for name in names]
+    step(_joined(search.column(position) for search in searches for position in positions))
 
 
 def _step(lazy: LazyFile, fetch: FetchPieces | None) -> _Step:
@@ -100,51 +103,53 @@ def _step(lazy: LazyFile, fetch: FetchPieces | None) -> _Step:
 
 
 def _open(lazy: LazyFile, searches: Iterable[_Search], schema: RowSchema, step: _Step) -> None:
-    """Have the heads of chunks' messages here."""
-    starts = [(it.offset, it.offset + min(_HEAD_BYTES, it.size_bytes)) for it in searches]
+    """Fetch the heads of chunks' messages and open the chunks."""
+    starts = [(search.offset, search.offset + min(_HEAD_BYTES, search.size_bytes)) for search in searches]
     step(_joined(_between(start, end) for start, end in starts))
-    longer = []
-    for it in searches:
-        _, metadata_bytes = _PREFIX.unpack_from(memoryview(lazy.buffer), it.offset)
-        if not 0 < metadata_bytes <= it.size_bytes - _PREFIX.size:
-            raise CorruptStoreError(f"chunk {it.number} of run {lazy.run.newest} has a head of {metadata_bytes} bytes")
-        longer.append(_between(it.offset, it.offset + _PREFIX.size + metadata_bytes))
-    step(_joined(longer))
-    for it in searches:
-        it.open(schema)
+    heads = []
+    for search in searches:
+        _, metadata_bytes = _PREFIX.unpack_from(memoryview(lazy.buffer), search.offset)
+        if not 0 < metadata_bytes <= search.size_bytes - _PREFIX.size:
+            raise CorruptStoreError(
+                f"chunk {search.number} of run {lazy.run.newest} has a head of {metadata_bytes} bytes"
+            )
+        heads.append(_between(search.offset, search.offset + _PREFIX.size + metadata_bytes))
+    step(_joined(heads))
+    for search in searches:
+        search.open(schema)
 
 
 def _find(searches: Iterable[_Search], step: _Step) -> None:
     for look in range(_LOOKS_MAX):
-        unsettled = [it for it in searches if it.unsettled]
+        unsettled = [search for search in searches if search.unsettled]
         if not unsettled:
             return
-        step(_joined(it.looks_at() if look + 1 < _LOOKS_MAX else it.all_hashes() for it in unsettled))
-        for it in unsettled:
+        step(_joined(search.looks_at() if look + 1 < _LOOKS_MAX else search.all_hashes() for search in unsettled))
+        for search in unsettled:
             if look + 1 < _LOOKS_MAX:
-                it.look()
+                search.look()
             else:
-                it.search()
+                search.search()
 
 
 def _with_followers(searches: Iterable[_Search], step: _Step) -> None:
-    """Rows of other keys of the same hash stand behind the first one of it."""
-    left = [it for it in searches if it.begin_followers()]
-    while left:
-        step(_joined(it.next_hashes() for it in left))
-        left = [it for it in left if it.follow()]
+    """Find the rows of other keys with the same hashes: they follow the first row with that hash."""
+    unfinished = [search for search in searches if search.begin_followers()]
+    while unfinished:
+        step(_joined(search.next_hashes() for search in unfinished))
+        unfinished = [search for search in unfinished if search.follow()]
 
 
 @dataclass
 class _Window:
-    """Rows that are looked at, from and to, for each hash that is not settled."""
+    """First and last row of the hash column to read for each hash that is not located yet."""
 
     first: IndexArray
     last: IndexArray
 
 
 class _Search:
-    """The wanted hashes that one chunk may have."""
+    """Search for the wanted hashes that one chunk may have."""
 
     def __init__(self, lazy: LazyFile, number: int, first: int, hashes: HashArray) -> None:
         chunk = lazy.run.chunks[number]
@@ -154,17 +159,19 @@ class _Search:
         self._rows = chunk.rows
         count = len(hashes)
         self.at: IndexArray = np.full(count, -1, dtype=np.int64)
-        # The row that is wanted is none before `low` and none behind `high`; and what hashes these have.
+        # For each hash, the first and last row at which it may be, and the hashes of these rows.
         self._low, self._high = np.zeros(count, dtype=np.int64), np.full(count, chunk.rows - 1, dtype=np.int64)
         self._low_hash = np.full(count, chunk.hash_min, dtype=np.uint64)
         self._high_hash = np.full(count, chunk.hash_max, dtype=np.uint64)
         self._found: IndexArray = np.empty(0, dtype=np.int64)
 
     def open(self, schema: RowSchema) -> None:
-        """The head of its message is here."""
+        """Open the chunk, once the head of its message is present."""
         batch = self._lazy.chunk(self.number, schema.arrow)
         if batch.num_rows != self._rows:
-            raise CorruptStoreError(f"chunk {self.number} has {batch.num_rows} rows, and {self._rows} are announced")
+            raise CorruptStoreError(
+                f"chunk {self.number} has {batch.num_rows} rows, but the manifest says {self._rows}"
+            )
         address = self._lazy.buffer.address
         self._columns = [(cells_of(column, address), column) for column in batch.columns]
         self._hashes_at = self._columns[schema.arrow.get_field_index(KEY_HASH)][0].values
@@ -178,11 +185,11 @@ class _Search:
         return _between(self._hashes_at, self._hashes_at + 8 * self._rows)
 
     def search(self) -> None:
-        """All hashes are here."""
+        """Locate all hashes, once the whole column is present."""
         self.at = np.searchsorted(self._all, self._hashes, side="left").astype(np.int64)
 
     def looks_at(self) -> IndexArray:
-        """Pieces around where hashes should be that are not settled."""
+        """Return the pieces around the estimated positions of the hashes that are not located yet."""
         self._at_work = np.flatnonzero(self.at < 0)
         low, high = self._low[self._at_work], self._high[self._at_work]
         below = self._low_hash[self._at_work]
@@ -191,7 +198,7 @@ class _Search:
         guess = low + (share * (high - low)).astype(np.int64)
         first = (self._hashes_at + 8 * np.maximum(guess - _REACH, low)) // PIECE_BYTES
         last = (self._hashes_at + 8 * np.minimum(guess + _REACH, high) + 7) // PIECE_BYTES
-        # All rows that lie in these pieces wholly.
+        # All rows that lie entirely in these pieces.
         self._window = _Window(
             np.maximum(low, -(-(first * PIECE_BYTES - self._hashes_at) // 8)),
             np.minimum(high, ((last + 1) * PIECE_BYTES - self._hashes_at) // 8 - 1),
@@ -199,7 +206,7 @@ class _Search:
         return _expanded(first, last)
 
     def look(self) -> None:
-        """What was to be looked at is here."""
+        """Locate hashes in the window, or narrow their bounds, once the pieces from `looks_at` are present."""
         work, first, last = self._at_work, self._window.first, self._window.last
         wanted, begins, ends = self._hashes[work], self._all[first], self._all[last]
         above, below = (begins >= wanted) & (first > 0), ends < wanted
@@ -214,18 +221,18 @@ class _Search:
         self.at[work[inside]] = low
 
     def begin_followers(self) -> bool:
-        """Whether any of the hashes is there at all."""
+        """Find the hashes that the chunk really has; return whether any of them has a following row to check."""
         self._found = self.at[self._all[self.at] == self._hashes]
         self._next = self._found + 1
         self._next = self._next[self._next < self._rows]
         return bool(len(self._next))
 
     def next_hashes(self) -> IndexArray:
-        """Pieces of the hashes behind those found."""
+        """Return the pieces with the hashes of the following rows."""
         return _cells(self._hashes_at, self._next, 64)
 
     def follow(self) -> bool:
-        """Those that are the same are found too; whether there may be more."""
+        """Add the following rows with the same hash to those found; return whether there may be more."""
         same = self._next[self._all[self._next] == self._all[self._next - 1]]
         self._found = np.concatenate([self._found, same])
         self._next = same + 1
@@ -233,7 +240,7 @@ class _Search:
         return bool(len(self._next))
 
     def cells(self) -> IndexArray:
-        """Pieces of all that rows found have, but of text and bytes what only their offsets tell."""
+        """Return the pieces of all cells of the rows found; for text and bytes, of their offsets only."""
         rows = self._found
         if not len(rows):
             return rows
@@ -242,62 +249,62 @@ class _Search:
     def _cells_of(self, cells: Cells, column: pa.Array, rows: IndexArray) -> IndexArray:
         if cells.kind == WHOLE:
             return self._all_of(column)
-        found = []
+        pieces = []
         if cells.validity >= 0:
-            found.append(_cells(cells.validity, rows, 1))
+            pieces.append(_cells(cells.validity, rows, 1))
         if cells.kind == FIXED:
-            found.append(_cells(cells.values, rows, cells.bits))
+            pieces.append(_cells(cells.values, rows, cells.bits))
         elif cells.kind == BINARY:
-            # Arrow makes room by the last offset, of all rows.
+            # Arrow allocates memory by the column's first and last offset.
             ends = np.array([0, self._rows], dtype=np.int64)
-            found.append(_cells(cells.values, np.concatenate([rows, rows + 1, ends]), cells.bits))
-        return _joined(found)
+            pieces.append(_cells(cells.values, np.concatenate([rows, rows + 1, ends]), cells.bits))
+        return _joined(pieces)
 
-    def column(self, place: int) -> IndexArray:
-        """Pieces of a whole column."""
-        return self._all_of(self._columns[place][1])
+    def column(self, position: int) -> IndexArray:
+        """Return the pieces of a whole column."""
+        return self._all_of(self._columns[position][1])
 
     def _all_of(self, column: pa.Array) -> IndexArray:
-        buffers = [it for it in column.buffers() if it is not None and it.size]
-        starts = [it.address - self._lazy.buffer.address for it in buffers]
-        return _joined(_between(at, at + it.size) for at, it in zip(starts, buffers, strict=True))
+        buffers = [buffer for buffer in column.buffers() if buffer is not None and buffer.size]
+        starts = [buffer.address - self._lazy.buffer.address for buffer in buffers]
+        return _joined(_between(at, at + buffer.size) for at, buffer in zip(starts, buffers, strict=True))
 
     def values(self) -> IndexArray:
-        """Pieces of the text and bytes of rows found."""
-        found = []
+        """Return the pieces of the text and bytes of the rows found."""
+        pieces = []
         for cells, _ in self._columns if len(self._found) else ():
             if cells.kind == BINARY:
                 kind = np.int64 if cells.bits == 64 else np.int32
                 table = np.frombuffer(self._lazy.buffer, kind, self._rows + 1, cells.values)
                 starts, ends = table[self._found].astype(np.int64), table[self._found + 1].astype(np.int64)
-                some = starts < ends
+                filled = starts < ends
                 if len(ends) and int(ends.max()) > self.size_bytes:
-                    raise CorruptStoreError(f"chunk {self.number} of the local store has offsets that lead out of it")
-                first = (cells.data + starts[some]) // PIECE_BYTES
-                last = (cells.data + ends[some] - 1) // PIECE_BYTES
-                found.append(_expanded(first, last))
-        return _joined(found)
+                    raise CorruptStoreError(f"chunk {self.number} of the local store has offsets beyond its end")
+                first = (cells.data + starts[filled]) // PIECE_BYTES
+                last = (cells.data + ends[filled] - 1) // PIECE_BYTES
+                pieces.append(_expanded(first, last))
+        return _joined(pieces)
 
 
 def _between(start: int, end: int) -> IndexArray:
-    """The pieces from one place of the file to another."""
+    """Return the pieces of a range of bytes of the file."""
     return np.arange(start // PIECE_BYTES, -(-end // PIECE_BYTES), dtype=np.int64)
 
 
 def _cells(at: int, rows: IndexArray, bits: int) -> IndexArray:
-    """The pieces of a column's cells."""
+    """Return the pieces of some rows' cells in a column whose values begin at `at`."""
     first = at + rows * bits // 8
     last = at + -(-(rows + 1) * bits // 8) - 1
     return np.concatenate([first // PIECE_BYTES, last // PIECE_BYTES])
 
 
 def _expanded(first: IndexArray, last: IndexArray) -> IndexArray:
-    """All numbers of some ranges."""
+    """Return all numbers of some ranges, whose ends are included."""
     if not len(first):
         return first
     counts = last - first + 1
     if (counts <= 0).any():
-        raise CorruptStoreError("a chunk of the local store has offsets that lead backwards")
+        raise CorruptStoreError("a chunk of the local store has descending offsets")
     begins = np.cumsum(counts) - counts
     return np.repeat(first - begins, counts) + np.arange(int(counts.sum()), dtype=np.int64)
 

@@ -1,4 +1,4 @@
-"""Runs of a store that are restored lazily: taken in with nothing but their index, looked up, completed and lost."""
+"""Lazily restored runs of one store: begin them with only their index, look up keys, complete and drop them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ __all__ = ["LazyRuns", "files_of", "remove_files"]
 
 
 class LazyRuns:
-    """Those of one store."""
+    """Lazily restored runs of one store."""
 
     def __init__(self, environment: SharedEnvironment, schema: RowSchema, chunks: Chunks, incoming: Incoming) -> None:
         self._environment = environment
         self._schema = schema
         self._chunks = chunks
         self._incoming = incoming
-        # Checkpoints whose runs this process has lost: begun anew, they would be lost anew.
+        # Checkpoints whose runs this process has dropped because pieces were gone; restored again, they would be again.
         self.lost: set[CheckpointRef] = set()
 
     def ingest(self, index: SnapshotIndex, ref: CheckpointRef) -> Run:
-        """Take a snapshot as the run of a checkpoint that holds everything, none of whose rows is here."""
+        """Add a snapshot as a base run of a checkpoint, without fetching any of its rows yet."""
         folder = self._environment.folder
         run = Run(
             key=uuid.uuid4().hex,
@@ -54,7 +54,7 @@ class LazyRuns:
             file_bytes=index.body_bytes,
             blocks=tuple(index.blocks()),
         )
-        # Until it is in the manifest nobody takes the files for left over.
+        # Keeps other processes from removing the files as abandoned until the manifest names the run.
         path = self._incoming.begin(folder)
         written = None
         try:
@@ -62,7 +62,7 @@ class LazyRuns:
             try:
                 path.replace(file_of(folder, run.key))
             except OSError as error:
-                raise StorageError(f"the local store {folder} was set aside while a run came in: {error}") from error
+                raise StorageError(f"the local store {folder} was removed while a run was added: {error}") from error
             written = self._environment.write(lambda txn: manifest.put_new(txn, run))
         finally:
             self._incoming.end(path)
@@ -71,15 +71,15 @@ class LazyRuns:
         return written
 
     def among(self, runs: Sequence[Run]) -> list[Run]:
-        """Those of some runs that are not whole."""
+        """Return those of some runs that are not complete."""
         return [run for run in runs if self.file(run) is not None]
 
     def file(self, run: Run) -> LazyFile | None:
-        """The file of a run that is not whole; None where it is, or has none."""
+        """Return the file of an incomplete run; None if the run is complete or has no file."""
         return self._chunks.lazy(self._environment.folder, run) if run.file_bytes else None
 
     def whole_file(self, ref: CheckpointRef, body_digest: str) -> tuple[Path, int] | None:
-        """Where the body of a snapshot lies, and its bytes; None where it is not here, not whole, or another one."""
+        """Return the path and length of a snapshot's body; None if it is absent, incomplete or has another digest."""
         folder = self._environment.folder
         for run in self._environment.read(lambda txn: list(manifest.every(txn))):
             if run.newest == ref and run.base and run.file_bytes and digest_of(run.blocks) == body_digest:
@@ -87,7 +87,7 @@ class LazyRuns:
         return None
 
     def places(self, runs: Sequence[Run], hashes: HashArray, fetch: FetchPieces | None) -> dict[str, Places]:
-        """Have here what a lookup looks at, and tell where it is: by the key of each run that is not whole."""
+        """Fetch all pieces that a lookup reads; return the hashes' positions by the key of each incomplete run."""
         found: dict[str, Places] = {}
         for run in runs:
             lazy = self.file(run)
@@ -97,14 +97,14 @@ class LazyRuns:
         return found
 
     def columns(self, run: Run, chunks: Sequence[int], names: Collection[str], fetch: FetchPieces | None) -> None:
-        """Have some columns of a run's chunks here, all of each; of a run that is whole they are."""
+        """Fetch whole columns of some chunks of a run, if the run is incomplete."""
         lazy = self.file(run)
         if lazy is not None:
             self._environment.check_process()
             columns(lazy, self._schema, chunks, names, fetch)
 
     def complete(self, run: Run, fetch: FetchPieces | None) -> None:
-        """Have all of a run here; then it is as any other."""
+        """Fetch all absent pieces of a run, which completes it."""
         lazy = self.file(run)
         if lazy is None:
             return
@@ -113,14 +113,14 @@ class LazyRuns:
         self.finish(lazy)
 
     def finish(self, lazy: LazyFile) -> bool:
-        """Whether a run is whole by now; then it is noted."""
+        """Mark a run as complete if it is; return whether it is."""
         whole = lazy.finish()
         if whole:
             self._chunks.note_whole(lazy.run)
         return whole
 
     def lose(self, run: Run) -> None:
-        """Drop a run of which nobody has what lacks here."""
+        """Drop a run whose absent pieces no source has."""
         self.lost.add(run.newest)
         self._environment.write(lambda txn: manifest.drop(txn, run))
         self._chunks.forget_file(run.key)
@@ -128,11 +128,11 @@ class LazyRuns:
 
 
 def files_of(folder: Path, run_key: str) -> tuple[Path, ...]:
-    """The files that a run may have."""
+    """Return the paths of all files that a run may have."""
     return file_of(folder, run_key), marks_of(folder, run_key), compared_of(folder, run_key)
 
 
 def remove_files(folder: Path, run_key: str) -> None:
-    """Remove the files of a run; whoever has them mapped goes on reading them."""
+    """Remove the files of a run; processes that have them mapped can still read them."""
     for path in files_of(folder, run_key):
         remove_file(path, missing_ok=True)

@@ -1,8 +1,8 @@
 """The local store of one bucket: runs in LMDB, addressed by checkpoint.
 
-It is a cache; the checkpoint files and the pointer are the truth. There is no head: every read names the
-checkpoint it wants, and a commit only adds a run. So uncommitted attempts, zombies and siblings may write here
-at will; nobody reads their runs.
+It is a cache; the checkpoint files and the pointer are authoritative. There is no head: every read names a checkpoint,
+and a commit only adds a run. So failed attempts, zombie tasks and speculative tasks may write here freely: their runs
+are never read.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ T = TypeVar("T")
 Store = TypeVar("Store", bound="LocalStore")
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Chunks of one write transaction; LMDB keeps a transaction's dirty pages in memory.
+# Most bytes of chunks in one write transaction, because LMDB keeps a transaction's dirty pages in memory.
 _TRANSACTION_BYTES = 16 << 20
-# A writer that died left its chunks without a run; they are removed after this time.
+# Chunks of a writer that died before adding its run are removed after this time.
 _ABANDONED_AFTER_S = 3600.0
 
 
@@ -69,7 +69,6 @@ class LocalStore:
         self._chunks = Chunks(schema, notes=environment.writes)
         self._closed, self._incoming = False, Incoming()
         self._environment = environment
-        # What of its runs is not here yet.
         self.lazy = LazyRuns(environment, schema, self._chunks, self._incoming)
 
     @classmethod
@@ -84,37 +83,37 @@ class LocalStore:
     ) -> Store:
         """Open the store of a folder; runs of another format or schema are removed."""
         environment = SharedEnvironment.at(Path(folder), map_bytes)
-        made = cls(Path(folder), schema, environment, chunk_rows=chunk_rows, compaction_bytes_max=compaction_bytes_max)
+        store = cls(Path(folder), schema, environment, chunk_rows=chunk_rows, compaction_bytes_max=compaction_bytes_max)
         check_identity(environment, schema)
-        made._remove_abandoned()
-        return made
+        store._remove_abandoned()
+        return store
 
     # -- reading -----------------------------------------------------------------------------------
 
     def view(self, head: CheckpointRef | None) -> View:
-        """The state at a checkpoint (None: no state)."""
-        every = self._environment.read(lambda txn: list(manifest.every(txn)))
-        # Who only reads prunes nothing: a file that was dropped takes room as long as somebody has it mapped.
-        self._chunks.keep_files({run.key for run in every})
+        """Return the state at a checkpoint (None: no state)."""
+        runs = self._environment.read(lambda txn: list(manifest.every(txn)))
+        # Done here because a reader never calls `prune`, and a dropped file takes disk space while it is mapped.
+        self._chunks.keep_files({run.key for run in runs})
         self._chunks.forget_some()
-        return View(self, choose_runs(every, head))
+        return View(self, choose_runs(runs, head))
 
     def rollback(self, head: CheckpointRef | None) -> View:
-        """The state at an earlier checkpoint. There is no head to move, so this is `view` by another name."""
+        """Return the state at an earlier checkpoint: an alias of `view`, because there is no head to move."""
         return self.view(head)
 
     def has(self, ref: CheckpointRef) -> bool:
-        """Whether some run ends at this checkpoint."""
+        """True if a run ends at this checkpoint."""
         return any(run.newest == ref for run in self.runs())
 
     def runs(self) -> list[Run]:
-        """All runs here, in no order."""
+        """Return all runs, in no particular order."""
         return self._rebuild_if_damaged(lambda: self._environment.read(lambda txn: list(manifest.every(txn))))
 
     # -- writing -----------------------------------------------------------------------------------
 
     def apply(self, batches: Iterable[pa.RecordBatch], ref: CheckpointRef, parent: CheckpointRef | None) -> Run:
-        """Add the run of a new checkpoint. Adding one that is there already changes nothing."""
+        """Add the run of a new checkpoint, unless there is one already."""
 
         def intact(txn: Reader) -> None:
             choose_runs(manifest.every(txn), parent)
@@ -129,7 +128,7 @@ class LocalStore:
         *,
         snapshot: bool,
     ) -> Run:
-        """Add a run read from a checkpoint file, whether or not its parent is here yet."""
+        """Add a run read from a checkpoint file, even if its parent is not here yet."""
         return self._add(
             batches,
             newest=ref,
@@ -140,12 +139,12 @@ class LocalStore:
         )
 
     def incoming(self) -> Path:
-        """A path for a file to be given to `ingest`, on the same disk; `end_incoming` when that is over."""
+        """Return a path on the store's disk for a file that `ingest` will take; release it with `end_incoming`."""
         self._remove_abandoned()
         return self._incoming.begin(self._environment.folder)
 
     def end_incoming(self, path: Path) -> None:
-        """Remove what is left at a path from `incoming`: nothing where it was ingested."""
+        """Release a path from `incoming`, and remove the file if it was not ingested."""
         self._incoming.end(path)
 
     def ingest(
@@ -157,13 +156,13 @@ class LocalStore:
         ref: CheckpointRef,
         index: SnapshotIndex | None = None,
     ) -> Run:
-        """Take a snapshot's file, at a path from `incoming`, as the run of a checkpoint that holds everything."""
+        """Move a snapshot's file from a path of `incoming` into the store, as the base run of a checkpoint."""
         folder = self._environment.folder
         run = Run(uuid.uuid4().hex, ref, ref, None, True, rows, 0, (), body_bytes, tuple(blocks))
         try:
             path.replace(file_of(folder, run.key))
         except OSError as error:
-            raise StorageError(f"the local store {folder} was set aside while a snapshot came in: {error}") from error
+            raise StorageError(f"the local store {folder} was removed while a snapshot was added: {error}") from error
         try:
             data = mapped(folder, run)
             run = replace(run, chunks=chunks_in(data, run, self.schema.arrow, f"the snapshot of {ref}", index))
@@ -178,15 +177,15 @@ class LocalStore:
         return written
 
     def outgrown(self, view: View) -> bool:
-        """Whether a snapshot of a view should replace its runs (`ingest`), as merging does not keep them small."""
+        """True if a snapshot of a view should replace its runs (`ingest`), because merging cannot keep them small."""
         return outgrown([run.size_bytes for run in view.runs], self._compaction_bytes_max)
 
     def compact(
         self, head: CheckpointRef | None, unconfirmed: CheckpointRef | None = None, keeps_bytes_min: int | None = None
     ) -> Run | None:
-        """Merge some runs of a *committed* checkpoint, if that is due; those that it covers stay until `prune`."""
+        """Merge some runs of a *committed* checkpoint if a merge is due; the merged runs stay until `prune`."""
         view = self.view(head)
-        # Of a run that is not whole nothing is merged.
+        # Incomplete runs, and the runs below them, are not merged.
         runs = list(itertools.takewhile(lambda run: self.lazy.file(run) is None, view.runs))
         large = self.outgrown(view)
         keeps_files = keeps_bytes_min is not None and view.size_bytes >= keeps_bytes_min
@@ -208,7 +207,7 @@ class LocalStore:
         )
 
     def prune(self, head: CheckpointRef | None) -> int:
-        """Drop runs that no call with this input pointer or a newer one can want; returns how many."""
+        """Drop runs that no call with this input pointer or a newer one can need; return how many."""
 
         def work(txn: Writing) -> list[Run]:
             now = time.time()
@@ -223,7 +222,7 @@ class LocalStore:
             return dropped
 
         self._environment.check_readers()
-        # Most calls find nothing to drop; they should not wait for the write lock to learn that.
+        # Most calls have nothing to drop, and should not wait for the write lock just to find out.
         if not self._worth_pruning(head):
             return 0
         dropped = self._environment.write(work)
@@ -234,7 +233,7 @@ class LocalStore:
         return len(dropped)
 
     def pin(self, view: View, seconds: float) -> str:
-        """Keep a view's runs from being dropped for a while; returns the pin's name for `unpin`."""
+        """Keep a view's runs from being dropped for some seconds; return the pin's name for `unpin`."""
         name = uuid.uuid4().hex
 
         def work(txn: Writing) -> None:
@@ -245,8 +244,8 @@ class LocalStore:
         return name
 
     def renew(self, name: str, seconds: float) -> None:
-        """Let a pin expire later."""
-        # Most calls come long before the pin expires; they need not wait for the write lock.
+        """Extend a pin, to expire this many seconds from now."""
+        # Most calls come long before the pin expires, and need not wait for the write lock.
         if self._environment.read(lambda txn: pins.expires_s(txn, name)) - time.time() > seconds / 2:
             return
         if not self._environment.write(lambda txn: pins.extend(txn, name, seconds)):
@@ -258,7 +257,7 @@ class LocalStore:
         self._stay_closed()
 
     def record(self, written: Mapping[str, bytes], removed: Collection[str] = ()) -> None:
-        """Leave records for other processes of this machine, and remove some."""
+        """Write records for other processes of this machine, and remove some."""
 
         def work(txn: Writing) -> None:
             records.remove(txn, removed)
@@ -268,28 +267,28 @@ class LocalStore:
         self._stay_closed()
 
     def records(self) -> dict[str, bytes]:
-        """All records, by name."""
+        """Return all records by name."""
         return self._rebuild_if_damaged(lambda: self._environment.read(records.every))
 
     def rebuild(self) -> None:
-        """Set a damaged environment aside and begin with an empty one."""
+        """Remove a damaged environment and begin an empty one."""
         self._environment.discard()
         self._chunks.forget_all()
         check_identity(self._environment, self.schema)
 
     def check_process(self) -> None:
-        """As `SharedEnvironment.check_process`."""
+        """See `SharedEnvironment.check_process`."""
         self._environment.check_process()
 
     def is_replaced(self) -> bool:
-        """Whether another process has begun a new store in its place, as it was damaged or not used; close it then."""
+        """True if another process has begun a new store in its place (after damage or disuse): then close this one."""
         return self._environment.is_replaced()
 
     def close(self) -> None:
         """Close the environment in this process.
 
-        What still uses this object, beside batches, opens it again, and notices when it is over: then it is closed once
-        more. (Another object of the same folder opens it again when it needs it.)
+        Background work that still uses this object may open the environment again, and closes it when it is done.
+        (Other objects of the same folder open it again when they need it.)
         """
         self._closed = True
         self._chunks.close_files()
@@ -297,7 +296,7 @@ class LocalStore:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._closed
 
     def _stay_closed(self) -> None:
@@ -306,15 +305,15 @@ class LocalStore:
 
     @property
     def map_bytes(self) -> int:
-        """Present size of the map."""
+        """Current size of the map."""
         return self._environment.map_bytes
 
     # -- for View ----------------------------------------------------------------------------------
 
     def read(self, work: Callable[[Callable[[Run, int], pa.RecordBatch]], None]) -> None:
-        """Run `work` in one read transaction, giving it a function that opens chunk *i* of a run.
+        """Run `work` in one read transaction, with a function that opens chunk *i* of a run.
 
-        Batches are valid only within the call: copy (`take`) what must live longer.
+        Batches are valid only within the call: copy (`take`) rows that must live longer.
         """
 
         def with_txn(txn: Reader) -> None:
@@ -323,7 +322,7 @@ class LocalStore:
         self._environment.read(with_txn)
 
     def read_partly(self, work: Callable[[Callable[[Run, int], PartlyChecked]], None]) -> None:
-        """As `read`, where little of each chunk is looked at; only that is compared with its checksums."""
+        """Like `read`, for reading a small part of each chunk: only that part is checked against its checksums."""
 
         def with_txn(txn: Reader) -> None:
             work(lambda run, i: self._chunks.partly(self._environment.folder, txn, run, i))
@@ -344,8 +343,8 @@ class LocalStore:
         try:
             remove_abandoned(self._environment.folder, known)
         except (StateError, OSError) as error:
-            # Nothing needs them to be gone but the room they take.
-            _LOGGER.warning("files that were left over in %s are not removed: %s", self.folder, error)
+            # Only a warning: abandoned files take disk space and have no other effect.
+            _LOGGER.warning("abandoned files in %s could not be removed: %s", self.folder, error)
 
     def _add(
         self,
@@ -360,7 +359,7 @@ class LocalStore:
         for batch in cut(batches, self._chunk_rows):
             chunk, data, crcs = encode_chunk(batch)
             pending.add(chunk, data, crcs)
-            del batch, data  # LMDB holds a copy while a transaction is open; two are enough
+            del batch, data  # LMDB holds another copy while a transaction is open
             if pending.waiting_bytes >= _TRANSACTION_BYTES:
                 self._environment.write(pending.put_waiting, pending.waiting_bytes)
                 pending.flushed()
@@ -384,8 +383,8 @@ class LocalStore:
             check(txn)
             if pending.any_flushed and not manifest.is_begun(txn, run.key):
                 raise StorageError(
-                    f"writing run {newest} to the local store {self.folder} took so long that it was taken for "
-                    "abandoned; try again"
+                    f"writing run {newest} to the local store {self.folder} took so long that another process removed "
+                    "it as abandoned; try again"
                 )
             pending.put_waiting(txn)
             manifest.put(txn, run)

@@ -1,4 +1,4 @@
-"""The local disk that a store lies on: its folder is made and removed, and what the system says becomes our errors."""
+"""The local disk of a store: create and remove its folder, and translate errors of LMDB and the system into ours."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from spark_state_ext.worker.removal import remove_tree
 __all__ = ["DATA_FILE", "make_private", "refuse_full", "set_aside", "storage_error", "translated"]
 
 DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
-# With less than this a disk counts as full.
+# A disk with less free space than this counts as full.
 _FREE_BYTES_MIN = 1 << 20
-# What LMDB's lock file takes with its readers, and as much again for its first pages of data.
+# Twice the size of LMDB's lock file, which leaves room for its first pages of data.
 _OPENED_BYTES = 1 << 16
 
 
 def set_aside(folder: Path) -> None:
-    """Move a damaged environment's folder away and delete it; processes that have it open keep their copy."""
-    away = folder.with_name(f"damaged-{uuid.uuid4().hex}")
-    with contextlib.suppress(FileNotFoundError):  # another process was first
-        folder.rename(away)
-    remove_tree(away, ignore_errors=True)
+    """Rename a damaged environment's folder and delete it; processes that have it open can still use their files."""
+    damaged = folder.with_name(f"damaged-{uuid.uuid4().hex}")
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        folder.rename(damaged)
+    remove_tree(damaged, ignore_errors=True)
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those above it that are not there, for this user alone."""
+    """Create a folder and its missing parents with access for this user only."""
     missing = [folder, *folder.parents]
     missing = missing[: next(i for i, parent in enumerate(missing) if parent.exists())]
     for path in reversed(missing):
@@ -45,7 +45,7 @@ def make_private(folder: Path) -> None:
 
 @contextlib.contextmanager
 def translated(folder: Path) -> Iterator[None]:
-    """Raise LMDB's errors as this package's own, except those that report a full or resized map."""
+    """Raise LMDB's errors as this package's errors, except those that report a full or resized map."""
     try:
         yield
     except (lmdb.MapResizedError, lmdb.MapFullError):
@@ -62,12 +62,12 @@ def _free_bytes(folder: Path) -> int:
 
 
 def refuse_full(folder: Path) -> None:
-    """Raise an OSError where a new store has no room.
+    """Raise an OSError if the disk has no room for a new store.
 
-    LMDB writes its lock file by a map, and where the disk has no page for that the system ends the process.
+    LMDB writes its lock file through a map, and the system kills the process if the disk has no room for a page.
     """
     try:
-        # Pages that it has; its length says nothing, as it begins as a hole.
+        # Bytes allocated on disk: the file's length includes holes, with which LMDB creates it.
         held = 512 * (folder / LOCK_FILE).stat().st_blocks
     except FileNotFoundError:
         held = 0
@@ -76,7 +76,7 @@ def refuse_full(folder: Path) -> None:
 
 
 def storage_error(folder: Path, error: Exception) -> StateError:
-    """Return the error to raise for what the system or LMDB reports about a local store; its text says what to do."""
+    """Return the error to raise for an error of LMDB or the system about a local store; its text says what to do."""
     if is_damage(error):
         return CorruptStoreError(f"the local store {folder} is damaged: {error}")
     if descriptors.used_up(error):
@@ -87,14 +87,14 @@ def storage_error(folder: Path, error: Exception) -> StateError:
     full = "Input/output error" in text and _free_bytes(folder) < _FREE_BYTES_MIN
     if full or number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in text or "quota" in text:
         return StoreFullError(
-            f"the disk of the local store {folder} is full: {text}. Make room or set local_dir elsewhere."
+            f"the disk of the local store {folder} is full: {text}. Make room, or set local_dir to another disk."
         )
     if number == errno.ENOMEM or "Cannot allocate memory" in text:
         return StoreFullError(
-            f"no address space to map the local store {folder}: {text}. Raise spark.executor.pyspark.memory, or "
-            "use more buckets."
+            f"there is no address space to map the local store {folder}: {text}. Raise spark.executor.pyspark.memory, "
+            "or use more buckets."
         )
-    if "MDB_" in text:  # LMDB's own words, which say nothing about the disk
+    if "MDB_" in text:  # an error code of LMDB, which is not about the disk
         return StorageError(
             f"the local store {folder} failed: {text}. Start again; if that fails too, remove this folder: it is a "
             "cache, and is rebuilt from the checkpoint files."

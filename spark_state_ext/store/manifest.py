@@ -1,7 +1,7 @@
-"""The manifest: which runs there are, and which are being written; table ``runs`` of a local store's environment.
+"""The manifest: which runs exist, and which are being written; table ``runs`` of a local store's environment.
 
-A run exists once its entry is there. One that takes several transactions is noted as begun, so that what a process
-leaves behind when it dies can be told from what another is at.
+A run exists once it has an entry. A run that is written in several transactions is first recorded as begun, with the
+time, so that chunks left by a process that died can be distinguished from chunks of a run that is being written.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _RUN, _NEW = b"run/", b"new/"
 
 
 def every(txn: Reader) -> Iterator[Run]:
-    """All runs, in no order."""
+    """Yield all runs, in no particular order."""
     for key, value in txn.items(_TABLE, _RUN):
         yield Run.decode(opened(key, value))
 
 
 def same(txn: Reader, run: Run) -> Run | None:
-    """The run of the same checkpoints that is there already, written in another attempt."""
-    wanted = (run.newest, run.oldest, run.base)
-    return next((it for it in every(txn) if (it.newest, it.oldest, it.base) == wanted), None)
+    """Return the existing run of the same checkpoints, written by another attempt; None if there is none."""
+    covered = (run.newest, run.oldest, run.base)
+    return next((other for other in every(txn) if (other.newest, other.oldest, other.base) == covered), None)
 
 
 def check_present(txn: Reader, runs: Iterable[Run], doing: str) -> None:
-    """Raise a MissingRunError when one of them has gone."""
+    """Raise a MissingRunError if one of these runs was dropped; `doing` says what was to be done with them."""
     present = {run.key for run in every(txn)}
     for run in runs:
         if run.key not in present:
@@ -47,7 +47,7 @@ def put(txn: Writing, run: Run) -> None:
 
 
 def put_new(txn: Writing, run: Run) -> Run:
-    """Add a run, unless there is one of the same checkpoints already; the one that is there then."""
+    """Add a run, unless there is one of the same checkpoints; return the run that exists afterwards."""
     existing = same(txn, run)
     if existing is None:
         put(txn, run)
@@ -60,18 +60,18 @@ def drop(txn: Writing, run: Run) -> None:
 
 
 def begin(txn: Writing, run_key: str) -> None:
-    """Note that chunks of a run are being written."""
+    """Record a run as begun: its chunks are being written."""
     _put(txn, _NEW + run_key.encode(), json.dumps({"started_s": time.time()}).encode())
 
 
 def is_begun(txn: Reader, run_key: str) -> bool:
-    """Whether that is noted still."""
+    """True if a run is recorded as begun."""
     return txn.get(_TABLE, _NEW + run_key.encode()) is not None
 
 
 def begun(txn: Reader) -> list[tuple[str, float]]:
-    """Keys of runs that are being written, and since when: seconds since 1970."""
-    # A list, as a change may move what a view shows.
+    """Return the keys of the runs recorded as begun, and when each began, in seconds since 1970."""
+    # A list, because callers change the table, which may invalidate entries that are read later.
     return [
         (key[len(_NEW) :].decode(), float(json.loads(opened(key, value))["started_s"]))
         for key, value in txn.items(_TABLE, _NEW)
@@ -79,7 +79,7 @@ def begun(txn: Reader) -> list[tuple[str, float]]:
 
 
 def end(txn: Writing, run_key: str) -> None:
-    """Remove that note."""
+    """Remove the record that a run was begun."""
     txn.delete(_TABLE, _NEW + run_key.encode())
 
 

@@ -1,4 +1,4 @@
-"""A run that is being written, over several transactions."""
+"""A run that is being written in several transactions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Pending", "chunk_key", "crcs_key"]
 
 @dataclass
 class Pending:
-    """A run being written: chunks done, and chunks that wait for the next write transaction."""
+    """A run being written: all chunks so far, and those that wait for the next write transaction."""
 
     key: str
 
@@ -32,24 +32,24 @@ class Pending:
         self.waiting_bytes += data.size
 
     def put_waiting(self, txn: Writing) -> None:
-        """Write what waits."""
+        """Write the waiting chunks."""
         manifest.begin(txn, self.key)
         for index, data, crcs in self.waiting:
             txn.put(b"chunks", chunk_key(self.key, index), memoryview(data))
             txn.put(b"chunks", crcs_key(self.key, index), crcs)
 
     def flushed(self) -> None:
-        """It is written, and visible to nobody: a run exists only once the manifest names it."""
+        """Forget the waiting chunks, which were written; they are not visible until the manifest names the run."""
         self.waiting = []
         self.waiting_bytes = 0
         self.any_flushed = True
 
 
 def chunk_key(run_key: str, index: int) -> bytes:
-    """Where a chunk lies in the database."""
+    """Return the key of a chunk in the database."""
     return bytes.fromhex(run_key) + index.to_bytes(4, "big")
 
 
 def crcs_key(run_key: str, index: int) -> bytes:
-    """Where the checksums of its blocks lie."""
+    """Return the key of a chunk's block checksums in the database."""
     return chunk_key(run_key, index) + b"/crc"

@@ -1,6 +1,7 @@
-"""Pins: runs that must not be dropped for a while, in the table ``pins`` of a local store's environment.
+"""Pins: promises that runs are not dropped for a while, in the table ``pins`` of a local store's environment.
 
-A snapshot in the making reads them in short transactions, never in one long one. A pin expires, because processes die.
+They let the writer of a snapshot read its runs in many short transactions instead of a long one. A pin expires, because
+its process may die.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ def put(txn: Writing, name: str, run_keys: Iterable[str], seconds: float) -> Non
 
 
 def expires_s(txn: Reader, name: str) -> float:
-    """When a pin expires, seconds since 1970; 0 when there is none."""
+    """Return when a pin expires, in seconds since 1970; 0 if there is no such pin."""
     pin = _pin(txn, name)
     return 0.0 if pin is None else float(pin["expires_s"])
 
 
 def extend(txn: Writing, name: str, seconds: float) -> bool:
-    """Let a pin expire later; False when there is none."""
+    """Let a pin expire this many seconds from now; return False if there is no such pin."""
     pin = _pin(txn, name)
     if pin is None:
         return False
@@ -46,16 +47,16 @@ def release(txn: Writing, name: str) -> None:
 
 
 def pinned(txn: Writing) -> set[str]:
-    """Keys of the runs that are pinned; pins that have expired are removed."""
-    found: set[str] = set()
-    # Copied before the first change: a change may move what a view shows.
+    """Return the keys of pinned runs, and remove pins that have expired."""
+    run_keys: set[str] = set()
+    # Copied first, because a change to the table may invalidate entries that are read later.
     for key, value in [(key, bytes(value)) for key, value in txn.items(_TABLE)]:
         pin = json.loads(opened(key, value))
         if pin["expires_s"] < time.time():
             txn.delete(_TABLE, key)
         else:
-            found.update(pin["runs"])
-    return found
+            run_keys.update(pin["runs"])
+    return run_keys
 
 
 def _pin(txn: Reader, name: str) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
-"""An environment that another process writes, for reading: nothing is made, changed, repaired or removed.
+"""Read-only access to an environment that another process writes: it creates, changes, repairs and removes no files.
 
-A read transaction takes a slot in LMDB's table of readers, and no lock that a writer waits for. Slots of a process that
-was killed are freed by the job (`Environment.check_readers`). Only processes of one PID namespace may share a table.
+A read transaction takes a slot in LMDB's table of readers, but no lock that a writer waits for. The job frees the slots
+of killed processes (`Environment.check_readers`). Only processes of one PID namespace may share a table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RESIZES_MAX = 32
 
 
 class ReadOnlyEnvironment(SharedEnvironment):
-    """A bucket's environment as a process has it that only reads. Get one with `ReadOnlyEnvironment.of`."""
+    """A bucket's environment in a process that only reads it. Get one with `ReadOnlyEnvironment.of`."""
 
     writes: ClassVar[bool] = False
 
@@ -52,12 +52,12 @@ class ReadOnlyEnvironment(SharedEnvironment):
 
     @staticmethod
     def of(bucket_folder: Path) -> ReadOnlyEnvironment:
-        """The environment of a bucket's folder for the machine's current boot."""
+        """Open the environment of a bucket's folder for the machine's current boot."""
         folder = bucket_folder / boot_id()
         if Environment.has_open(folder):
             raise UsageError(
-                f"this process works on the local store {folder} itself, and LMDB opens none twice: ask from another "
-                "process"
+                f"this process runs tasks that use the local store {folder}, and LMDB does not open a store twice in "
+                "one process: read it from another process"
             )
         try:
             file = os.open(folder / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
@@ -79,23 +79,23 @@ class ReadOnlyEnvironment(SharedEnvironment):
         return made
 
     def _check_length(self) -> None:
-        """See that the file was not cut short: a page beyond its end would end the process."""
-        least = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-        if os.fstat(self._file).st_size < least:
-            raise CorruptStoreError(f"the local store {self._folder} is shorter than the {least} bytes that it has")
+        """Raise a CorruptStoreError if the file was cut short: reading a page beyond its end crashes the process."""
+        length = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        if os.fstat(self._file).st_size < length:
+            raise CorruptStoreError(f"the local store {self._folder} was cut short: it should have {length} bytes")
 
     def _databases(self) -> dict[bytes, Any]:
         try:
             with translated(self._folder):
                 return {name: self._env.open_db(name, create=False) for name in DATABASES}
         except StorageError as error:
-            if isinstance(error.__cause__, lmdb.NotFoundError):  # it is being made
+            if isinstance(error.__cause__, lmdb.NotFoundError):  # it is being created
                 raise _gone(self._folder) from error
             raise
 
     @property
     def opened(self) -> Environment:
-        """There is none: nobody here writes."""
+        """Refused: there is no writable environment in this process."""
         self._refuse()
 
     @property
@@ -108,7 +108,7 @@ class ReadOnlyEnvironment(SharedEnvironment):
         return size
 
     def read(self, work: Callable[[Reader], T]) -> T:
-        """As `Environment.read`."""
+        """Run `work` in one read transaction, as `Environment.read` does."""
 
         def in_transaction() -> T:
             check_process(self._pid, self._folder)
@@ -121,14 +121,14 @@ class ReadOnlyEnvironment(SharedEnvironment):
                     with txn:
                         return work(seen)
                 finally:
-                    # No traceback may hold it: the environment may be closed next.
+                    # No traceback may hold the transaction, because the environment may be closed next.
                     seen.end()
                     del txn
 
         return self._resized_if_need_be(in_transaction)
 
     def _resized_if_need_be(self, work: Callable[[], T]) -> T:
-        """Do something, again whenever the job has made the map larger meanwhile."""
+        """Run `work`, and again whenever the job has enlarged the map meanwhile."""
         for _ in range(_RESIZES_MAX):
             try:
                 return work()
@@ -139,14 +139,14 @@ class ReadOnlyEnvironment(SharedEnvironment):
         raise StorageError(f"the map of {self._folder} was resized {_RESIZES_MAX} times in a row by the job")
 
     def is_replaced(self) -> bool:
-        """Whether the job has removed the environment, or begun a new one in its place."""
+        """True if the job has removed the environment or begun a new one in its place."""
         try:
             return not os.path.samestat(os.fstat(self._file), os.stat(f"{self._folder}/{DATA_FILE}"))
         except OSError:
             return True
 
     def close(self) -> None:
-        """Close it, once nobody in this process reads it. In a process that was forked nothing is done."""
+        """Wait for this process's readers and close the environment. Does nothing in a forked process."""
         if self._pid != os.getpid():
             return
         with self._gate.exclusive():
@@ -170,7 +170,7 @@ class ReadOnlyEnvironment(SharedEnvironment):
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        raise UsageError(f"the local store {self._folder} is only read here")
+        raise UsageError(f"the local store {self._folder} is open for reading only")
 
 
 def _opened(folder: Path) -> Any:
@@ -181,11 +181,11 @@ def _opened(folder: Path) -> Any:
                 readonly=True,
                 create=False,
                 max_dbs=len(DATABASES),
-                # Whoever opens it first makes the table of readers.
+                # The first process to open the environment creates the table of readers.
                 max_readers=READERS_MAX,
                 readahead=False,
             )
-        except lmdb.MapResizedError:  # by the job, between two looks at the file
+        except lmdb.MapResizedError:  # the job resized it while LMDB opened the file
             if not attempts_left:
                 raise
         except (lmdb.Error, OSError) as error:
@@ -193,16 +193,16 @@ def _opened(folder: Path) -> Any:
                 raise _gone(folder) from error
             if "already open" in str(error):
                 raise UsageError(
-                    f"this process has the local store {folder} open already: share one LiveState"
+                    f"this process already has the local store {folder} open: share one LiveState"
                 ) from error
             if is_damage(error):
-                raise CorruptStoreError(f"the local store {folder} is damaged, or being made: {error}") from error
+                raise CorruptStoreError(f"the local store {folder} is damaged, or being created: {error}") from error
             raise storage_error(folder, error) from error
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def _gone(folder: Path) -> StateGoneError:
     return StateGoneError(
-        f"there is no local store at {folder}: the bucket moved to another executor, or its store was removed. Ask on "
-        "the host that works on it now"
+        f"there is no local store at {folder}: the bucket moved to another executor, or its store was removed. Read it "
+        "on the host that runs the bucket now"
     )

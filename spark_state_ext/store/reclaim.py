@@ -1,7 +1,7 @@
-"""Local disks: stores of buckets that moved to another executor, and what killed workers left, are removed.
+"""Free space on local disks: remove stores of buckets that moved to other executors, and files of killed workers.
 
-A local store is a cache, so removing one that is wanted again costs a restore and nothing else. Each task that uses a
-store records the time in a file beside it.
+A local store is a cache: if one is removed and needed again, it costs only a restore. Each task that uses a store
+records the time in a file in the store's folder.
 """
 
 from __future__ import annotations
@@ -23,26 +23,25 @@ __all__ = ["note_use", "reclaim"]
 _LOGGER = logging.getLogger("spark_state_ext")
 _USED = "used"
 _GONE = "gone-"
-# A file that waits for its upload is older than any that is written to, and nobody can tell whether it does.
+# Temporary files are kept at least this long, because one may be waiting for its upload without being written to.
 _SCRATCH_KEPT_S_MIN = 86_400.0
 
 
 def note_use(bucket_folder: Path) -> bool:
-    """Note that a bucket's store is used now; False when the store is not there."""
+    """Record that a bucket's store is used now; return False if the store does not exist."""
     used = bucket_folder / boot_id() / _USED
     try:
         os.utime(used)
     except FileNotFoundError:
         if not used.parent.is_dir():
             return False
-        # Private, as all that lies here.
         with contextlib.suppress(FileNotFoundError):
             os.close(os.open(used, os.O_CREAT | os.O_WRONLY, 0o600))
     return True
 
 
 def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = None) -> list[Path]:
-    """Remove stores that were not used for a while, and old temporary files; returns what was removed."""
+    """Remove stores that were not used for `keep_s` seconds, and old temporary files; return the removed paths."""
     now_s = time.time() if now_s is None else now_s
     removed: list[Path] = []
     if not _is_linked(stores):
@@ -61,59 +60,59 @@ def _is_linked(folder: Path) -> bool:
 
 def _reclaim_stores(stores: Path, scratch: Path, keep_s: float, now_s: float) -> list[Path]:
     removed: list[Path] = []
-    operators = [it for it in real_folders(stores) if it != scratch]
-    query_folders = [it for operator in operators for it in real_folders(operator)]
-    schemas = [it for folder in query_folders for it in real_folders(folder) if it.name.startswith("s")]
+    operators = [folder for folder in real_folders(stores) if folder != scratch]
+    query_folders = [folder for operator in operators for folder in real_folders(operator)]
+    schemas = [schema for folder in query_folders for schema in real_folders(folder) if schema.name.startswith("s")]
     for schema in schemas:
         for bucket in real_folders(schema):
             if bucket.name.startswith(_GONE):
-                # Somebody died while removing it.
+                # Its process died while removing it.
                 remove_tree(bucket, ignore_errors=True)
             elif _last_use_s(bucket) + keep_s < now_s:
                 gone = bucket.with_name(f"{_GONE}{uuid.uuid4().hex}")
-                # Renamed first: whoever opens it now makes a new one, and none sees half of it.
+                # Renamed first, so that no process opens a partly removed store; it creates a new one instead.
                 with _going_on(bucket):
                     bucket.rename(gone)
                     remove_tree(gone, ignore_errors=True)
                     removed.append(bucket)
-                    _LOGGER.info("the local store %s was not used for %d s and is removed", bucket, keep_s)
-        for file in schema.glob("*"):  # about the buckets beside it
+                    _LOGGER.info("removed the local store %s, which was not used for %d s", bucket, keep_s)
+        for file in schema.glob("*"):  # files about the buckets
             with _going_on(file):
-                found = file.lstat()
-                if not stat.S_ISDIR(found.st_mode) and found.st_mtime + keep_s < now_s:
+                status = file.lstat()
+                if not stat.S_ISDIR(status.st_mode) and status.st_mtime + keep_s < now_s:
                     remove_file(file)
     for folder in (*schemas, *query_folders, *operators):
-        with contextlib.suppress(OSError):  # only empty ones go
+        with contextlib.suppress(OSError):  # not empty
             remove_empty(folder)
     return removed
 
 
 def _reclaim_scratch(scratch: Path, keep_s: float, now_s: float) -> list[Path]:
     removed = []
-    for left in scratch.glob("*"):
-        with _going_on(left):
-            if left.lstat().st_mtime + max(keep_s, _SCRATCH_KEPT_S_MIN) < now_s:
-                remove_tree(left)
-                removed.append(left)
+    for path in scratch.glob("*"):
+        with _going_on(path):
+            if path.lstat().st_mtime + max(keep_s, _SCRATCH_KEPT_S_MIN) < now_s:
+                remove_tree(path)
+                removed.append(path)
     return removed
 
 
 @contextlib.contextmanager
 def _going_on(path: Path) -> Iterator[None]:
-    """One that cannot be removed does not keep the others."""
+    """Log an error of removing `path` instead of raising it, so that the other paths are removed."""
     try:
         yield
-    except FileNotFoundError:  # somebody else was first
+    except FileNotFoundError:  # another process was faster
         pass
     except OSError as error:
-        _LOGGER.warning("%s was not used for long, and cannot be removed: %s", path, error)
+        _LOGGER.warning("%s was not used for a long time, but cannot be removed: %s", path, error)
 
 
 def _last_use_s(bucket: Path) -> float:
-    """When a bucket's store was used last: what is noted, else what the files tell."""
+    """Return when a bucket's store was last used: the latest recorded time or time of its files."""
     times: list[float] = []
     for path in (bucket, *bucket.glob(f"*/{_USED}"), *bucket.glob("*/data.mdb")):
-        with contextlib.suppress(FileNotFoundError):  # somebody else removes it
+        with contextlib.suppress(FileNotFoundError):  # another process removes it
             times.append(path.stat().st_mtime)
-    # The folder's own time is that of its making.
+    # The folder's own time, which comes first, counts only if there is no other: it is when the folder was created.
     return max(times[1:] or times, default=float("inf"))

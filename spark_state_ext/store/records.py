@@ -1,6 +1,6 @@
-"""Records: small values that the processes of a machine leave each other in a bucket's local store, table ``records``.
+"""Records: small values that processes of a machine leave for each other in a bucket's local store, table ``records``.
 
-They are of use as long as they are there, like all of the store; nothing may depend on one.
+They are a cache like the rest of the store: correctness must not depend on a record.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _TABLE = b"records"
 
 
 def put(txn: Writing, records: Mapping[str, bytes]) -> None:
-    """Leave records, in the place of those of the same names."""
+    """Write records, replacing those of the same names."""
     for name, value in records.items():
         key = name.encode()
         txn.put(_TABLE, key, checked(key, value))
 
 
 def every(txn: Reader) -> dict[str, bytes]:
-    """All records; a damaged one is as good as none."""
-    found: dict[str, bytes] = {}
+    """Return all records by name, except damaged ones."""
+    records: dict[str, bytes] = {}
     for key, value in txn.items(_TABLE):
         with contextlib.suppress(CorruptStoreError):
-            found[key.decode(errors="replace")] = opened(key, value)
-    return found
+            records[key.decode(errors="replace")] = opened(key, value)
+    return records
 
 
 def remove(txn: Writing, names: Iterable[str]) -> None:
-    """Remove records, where they are there."""
+    """Remove records, if they exist."""
     for name in names:
         txn.delete(_TABLE, name.encode())

@@ -1,7 +1,7 @@
-"""Runs: sorted, immutable sets of rows, cut into chunks.
+"""Runs: sorted, immutable sets of rows, divided into chunks.
 
-A chunk is the bytes of one Arrow IPC record-batch message; the schema is known from the store. Search within a
-chunk is a binary search over its hash column; equal hashes are then compared on the real keys.
+A chunk is the bytes of one Arrow IPC record-batch message; the store has the schema. A lookup searches the hash column
+of a chunk, and then compares the keys of rows with equal hashes.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = [
     "sorted_run",
 ]
 
-# Each chunk that a lookup opens costs a fixed time, so large runs have few of them.
+# Opening a chunk costs a fixed time, so chunks are large and a run has few of them.
 CHUNK_ROWS = 524_288
-# Rows of 60 bytes still fill a chunk; larger ones would make merging and reading one take memory without bound.
+# Bounds the memory that reading and merging chunks takes; rows of up to 60 bytes still reach `CHUNK_ROWS`.
 _CHUNK_BYTES_MAX = 32 << 20
 _TOO_LARGE = (
-    "the state rows handled together have more than 2 GiB in one column; use more buckets, or a smaller "
-    "memory_bytes_max so that a call takes its keys in smaller portions"
+    "state rows that are processed together have more than 2 GiB in one column; use more buckets, or a smaller "
+    "memory_bytes_max so that a call processes its keys in smaller portions"
 )
 _NO_TIMEOUT = 2**63 - 1
-# Arrow needs its buffers aligned to 8 bytes; LMDB aligns only values large enough for pages of their own.
+# Arrow needs its buffers aligned to 8 bytes; LMDB aligns only values that are large enough for separate pages.
 _ALIGNMENT = 8
-# Where there are fewer rows for each hash, a search in order goes through most of the memory anyway.
+# With fewer rows per wanted hash, a plain binary search is used: it reads most of the memory anyway.
 _SPARSE_ROWS_A_HASH = 64
 # Rows searched around an estimate, a power of two. Of 500,000 random hashes estimates are up to 30 rows off.
 _WINDOW = 64
@@ -57,10 +57,10 @@ _WINDOW = 64
 
 @dataclass(frozen=True)
 class Chunk:
-    """What the manifest says of a chunk, so that most need not be opened.
+    """Statistics of a chunk in the manifest, so that most chunks need not be opened.
 
-    `timeout_min` and `timeout_max` are in milliseconds over the rows that have a timeout; `offset` is where it begins
-    in the run's file, if the run has one.
+    `timeout_min` and `timeout_max`, in milliseconds, are over the rows that have a timeout; `offset` is the start of
+    the chunk in the run's file, if the run has one.
     """
 
     rows: int
@@ -81,16 +81,16 @@ class Run:
     Parameters
     ----------
     key
-        Where its chunks are: 16 bytes as hexadecimal digits.
+        Random id that the keys of its chunks begin with: 16 bytes as hexadecimal digits.
     newest, oldest
-        The checkpoints it covers, from–to; equal for a delta.
+        The range of checkpoints it covers; equal for a delta.
     parent
-        The checkpoint below `oldest`. None when the run is a base: nothing lies below it.
+        The checkpoint below `oldest`; None if the run is a base, below which there is no other run.
     base
-        Holds everything up to `newest`.
+        True if the run holds the whole state up to `newest`.
     file_bytes, blocks
-        Of a run whose chunks lie in a file of its own (`base_file`): the bytes that count, and their CRC-32s by block.
-        Else 0 and empty.
+        If the chunks lie in a separate file (`base_file`): the length of its content, and the CRC-32 of each of its
+        blocks. Otherwise 0 and empty.
     """
 
     key: str
@@ -110,7 +110,7 @@ class Run:
         return sum(chunk.size_bytes for chunk in self.chunks)
 
     def encode(self) -> bytes:
-        """The manifest entry."""
+        """Encode the run as a manifest entry."""
         return json.dumps(
             {
                 "key": self.key,
@@ -129,7 +129,7 @@ class Run:
     @staticmethod
     @functools.lru_cache(maxsize=4_096)
     def decode(data: bytes) -> Run:
-        """Read a manifest entry. Each is read in every call of a bucket, so they are remembered."""
+        """Decode a manifest entry; cached, because every call of a bucket reads all entries."""
         try:
             fields = json.loads(data)
             return Run(
@@ -149,7 +149,7 @@ class Run:
 
 
 def sorted_run(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows of a batch in run order. Keys must be distinct."""
+    """Return the rows of a batch, sorted by hash. Keys must be distinct."""
     hashes = hashes_of(batch)
     if len(hashes) < 2 or bool((hashes[1:] >= hashes[:-1]).all()):
         return batch
@@ -157,20 +157,20 @@ def sorted_run(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def hashes_of(batch: pa.RecordBatch) -> HashArray:
-    """The hash column as a NumPy view."""
+    """Return the hash column as a NumPy view."""
     view: HashArray = batch.column(KEY_HASH).to_numpy(zero_copy_only=True)
     return view
 
 
 def encode_chunk(batch: pa.RecordBatch) -> tuple[Chunk, pa.Buffer, bytes]:
-    """What the manifest keeps of a chunk, its bytes and their checksums."""
+    """Return the manifest's statistics of a chunk, its bytes, and the checksums of its blocks."""
     data = batch.serialize()
     crcs = block_crcs(data)
     return describe(batch, data.size, zlib.crc32(crcs)), data, crcs
 
 
 def describe(batch: pa.RecordBatch, size_bytes: int, crc: int, offset: int = 0) -> Chunk:
-    """What the manifest keeps of a chunk."""
+    """Return the manifest's statistics of a chunk."""
     hashes = hashes_of(batch)
     timeouts = batch.column(TIMEOUT_MS)
     has_timeout = timeouts.null_count < len(timeouts)
@@ -189,15 +189,15 @@ def describe(batch: pa.RecordBatch, size_bytes: int, crc: int, offset: int = 0) 
 
 
 def aligned(data: memoryview, chunk: Chunk) -> pa.Buffer:
-    """A chunk's bytes, as Arrow needs them."""
+    """Return a chunk's bytes as an Arrow buffer, copied if they are not aligned."""
     if len(data) != chunk.size_bytes:
-        raise CorruptStoreError("a chunk of the local store has another size than the manifest says")
+        raise CorruptStoreError("the size of a chunk of the local store differs from the manifest")
     buffer = pa.py_buffer(data)
     return pa.py_buffer(bytes(data)) if buffer.address % _ALIGNMENT else buffer
 
 
 def cut(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of exactly `rows_max` rows, but the last; of fewer where rows are large."""
+    """Yield the same rows in batches of `rows_max` rows; the last has fewer, and so do batches of large rows."""
     held: list[pa.RecordBatch] = []
     count = 0
     held_bytes = 0.0
@@ -222,23 +222,23 @@ def cut(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.RecordB
 
 
 def _joined_off(held: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """The rows of the list as one batch, and the list emptied: whoever takes the batch should not pay for both."""
-    together = joined(held)
+    """Join a list of batches and empty the list, so that it does not hold memory while the caller uses the result."""
+    batch = joined(held)
     held.clear()
-    return together
+    return batch
 
 
 def joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    """The rows of some batches as one."""
+    """Join the rows of some batches into one batch."""
     if len(batches) == 1:
         return batches[0]
     try:
-        together = pa.Table.from_batches(batches).combine_chunks().to_batches()
-    except pa.ArrowInvalid as error:  # nested strings: Arrow does not divide them
+        combined = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    except pa.ArrowInvalid as error:  # Arrow does not divide nested strings
         raise StorageError(_TOO_LARGE) from error
-    if len(together) > 1:
+    if len(combined) > 1:
         raise StorageError(_TOO_LARGE)
-    return together[0] if together else batches[0]
+    return combined[0] if combined else batches[0]
 
 
 def find(
@@ -248,7 +248,10 @@ def find(
     keys: Sequence[pa.Array],
     at: IndexArray | None = None,
 ) -> tuple[IndexArray, pa.RecordBatch]:
-    """Look up many keys in one chunk."""
+    """Look up many keys in one chunk; return the positions of the keys found, and their rows.
+
+    `at`, if given, has for each key the row of the first hash that is not smaller.
+    """
     chunk_hashes = hashes_of(chunk)
     if at is None:
         at = first_at_least(chunk_hashes, hashes)
@@ -272,7 +275,7 @@ def find(
             break
         found_wanted.append(wanted[same])
         found_rows.append(rows.filter(pa.array(same)))
-        # Another key with the same hash: the wanted one may be in the next row.
+        # The row has another key with the same hash; the next row may have the wanted key.
         at, wanted = at[~same] + 1, wanted[~same]
     if not found_wanted:
         return np.empty(0, dtype=np.int64), schema.empty()
@@ -282,11 +285,11 @@ def find(
 
 
 def first_at_least(ascending: HashArray, wanted: HashArray) -> IndexArray:
-    """What ``np.searchsorted(ascending, wanted)`` gives; for a few hashes of very many, evenly spread, in less time.
+    """Return ``np.searchsorted(ascending, wanted)``, but faster if few of very many evenly spread hashes are wanted.
 
-    A binary search over more rows than the processor's cache holds waits for memory at every other step, one step after
-    the other. Evenly spread hashes say where they are instead, within a few rows, and those are searched for all hashes
-    at once. What is not found there (a bad hash function) is searched for in the ordinary way.
+    A binary search over more rows than fit in the processor's cache waits for memory at every other step. With evenly
+    spread hashes, the value of a hash gives its position to within a few rows, and these rows are searched for all
+    hashes at once. Hashes that are not there (with a bad hash function) are searched for in the ordinary way.
     """
     count = len(ascending)
     if count < _SPARSE_ROWS_A_HASH * len(wanted) or count <= _WINDOW or not len(wanted):
@@ -313,14 +316,14 @@ def first_at_least(ascending: HashArray, wanted: HashArray) -> IndexArray:
 
 
 def newest_wins(batches: Sequence[pa.RecordBatch], schema: RowSchema, drop_tombstones: bool) -> pa.RecordBatch:
-    """Merge sorted batches, given newest first: of each key the newest row, in run order."""
+    """Merge sorted batches, given newest first: return the newest row of each key, sorted by hash."""
     if len(batches) == 1:
         merged = batches[0]
     else:
-        together = joined(batches)
-        # Rows of one key stay in the order given, so the first of each group is the newest.
-        order, starts = group_by_key(hashes_of(together), schema.key_columns(together))
-        merged = together.take(pa.array(order[starts]))
+        rows = joined(batches)
+        # Rows of one key keep their order, so the first of each group is the newest.
+        order, starts = group_by_key(hashes_of(rows), schema.key_columns(rows))
+        merged = rows.take(pa.array(order[starts]))
     if drop_tombstones and merged.num_rows:
         deleted = merged.column(DELETED)
         if deleted.true_count:

@@ -1,4 +1,4 @@
-"""An environment as one of its users has it."""
+"""A user's handle on an environment, which may be closed and opened again meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REOPEN_ATTEMPTS_MAX = 32
 
 
 class SharedEnvironment:
-    """A bucket's environment as one of its users has it: opened again whenever another one closed it.
+    """A user's handle on a bucket's environment: opens it again whenever another user has closed it.
 
     Get one with `SharedEnvironment.at`.
     """
@@ -36,53 +36,53 @@ class SharedEnvironment:
 
     @staticmethod
     def at(bucket_folder: Path, map_bytes: int) -> SharedEnvironment:
-        """That of a bucket's folder, opened."""
+        """Open the environment of a bucket's folder."""
         return SharedEnvironment(bucket_folder, map_bytes, Environment.at(bucket_folder, map_bytes))
 
     @property
     def opened(self) -> Environment:
-        """The environment; open, unless it is closed at this very moment."""
+        """The environment, opened again if it was closed (another thread may close it at any moment)."""
         self.check_process()
         if self._opened.closed:
             self._opened = Environment.at(self._bucket_folder, self._map_bytes)
         return self._opened
 
     def check_process(self) -> None:
-        """See that this is not a child that was forked from the process that has it open."""
+        """Raise a ForkedProcessError if this process was forked from the one that opened the environment."""
         check_process(self._pid, self._bucket_folder)
 
     @property
     def folder(self) -> Path:
-        """Its folder."""
+        """The environment's folder."""
         return self.opened.folder
 
     @property
     def map_bytes(self) -> int:
-        """As `Environment.map_bytes`."""
+        """See `Environment.map_bytes`."""
         return self._do(lambda opened: opened.map_bytes)
 
     def check_readers(self) -> None:
-        """As `Environment.check_readers`."""
+        """See `Environment.check_readers`."""
         self._do(Environment.check_readers)
 
     def read(self, work: Callable[[Reader], T]) -> T:
-        """As `Environment.read`."""
+        """See `Environment.read`."""
         return self._do(lambda opened: opened.read(work))
 
     def write(self, work: Callable[[Writing], T], need_bytes: int = 0) -> T:
-        """As `Environment.write`."""
+        """See `Environment.write`."""
         return self._do(lambda opened: opened.write(work, need_bytes))
 
     def is_replaced(self) -> bool:
-        """As `Environment.is_replaced`."""
+        """See `Environment.is_replaced`."""
         return self._do(lambda opened: opened.is_replaced())
 
     def discard(self) -> None:
-        """As `Environment.discard`."""
+        """See `Environment.discard`."""
         self._do(Environment.discard)
 
     def close(self) -> None:
-        """As `Environment.close`."""
+        """See `Environment.close`."""
         self._opened.close()
 
     def _do(self, task: Callable[[Environment], T]) -> T:

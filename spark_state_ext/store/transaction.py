@@ -1,4 +1,4 @@
-"""What a transaction sees of an environment's databases."""
+"""Access to an environment's databases within a transaction."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Reader:
         self._dbs = dbs
 
     def end(self) -> None:
-        """Let go of the transaction."""
+        """Release the transaction object."""
         del self._txn
 
     def get(self, db: bytes, key: bytes) -> memoryview | None:
-        """The value of a key, valid until the transaction ends; None when absent."""
+        """Return the value of a key, valid until the transaction ends; None if absent."""
         value = self._txn.get(key, db=self._dbs[db])
         return None if value is None else memoryview(value)
 
     def items(self, db: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
-        """All entries whose key begins with `prefix`, ascending."""
+        """Yield all entries whose key begins with `prefix`, ascending."""
         with self._txn.cursor(db=self._dbs[db]) as cursor:
             if cursor.set_range(prefix) if prefix else cursor.first():
                 for key, value in cursor:

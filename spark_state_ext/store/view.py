@@ -25,7 +25,7 @@ __all__ = ["Lookup", "View"]
 
 OpenChunk = Callable[[Run, int], pa.RecordBatch]
 
-# About so many bytes of the view's runs are merged at once; several copies of them exist on the way.
+# About how many bytes of the view's runs are merged at once; merging makes several copies of them.
 _SCAN_BYTES = 4 << 20
 
 
@@ -36,9 +36,9 @@ class Lookup:
     Parameters
     ----------
     index
-        For each wanted key its row in `rows`, or -1 when there is none; int64 (n,).
+        For each wanted key its row in `rows`, or -1 if there is none; int64 (n,).
     rows
-        The rows found, in no order; memory of their own.
+        Copies of the rows found, in no particular order.
     """
 
     index: IndexArray
@@ -46,22 +46,22 @@ class Lookup:
 
 
 class View:
-    """State at a checkpoint. Get one with `LocalStore.view`; it holds no transaction between calls."""
+    """The state at a checkpoint. Get one with `LocalStore.view`; it holds no transaction between calls."""
 
     def __init__(self, store: LocalStore, runs: Sequence[Run]) -> None:
         self._store = store
         self.runs = list(runs)
-        # Gets what lacks of a run that is restored lazily.
+        # Fetches absent pieces of lazily restored runs.
         self.fetch: FetchPieces | None = None
 
     @property
     def rows_max(self) -> int:
-        """Upper bound of the live rows."""
+        """Upper bound of the number of live rows."""
         return sum(run.rows - run.tombstones for run in self.runs)
 
     @property
     def rows_min(self) -> int:
-        """Lower bound of the live rows: those of one run are, but for as many as newer runs have tombstones."""
+        """Lower bound of the number of live rows: one run's live rows, less the tombstones of newer runs."""
         least = removed = 0
         for run in self.runs:
             least = max(least, run.rows - run.tombstones - removed)
@@ -79,15 +79,15 @@ class View:
         index: IndexArray = np.full(n, -1, dtype=np.int64)
         ascending = n < 2 or bool((hashes[1:] >= hashes[:-1]).all())
         pending: IndexArray = (np.arange(n) if ascending else np.argsort(hashes, kind="stable")).astype(np.int64)
-        taken: list[pa.RecordBatch] = []
-        # Outside of a transaction, as it may take long.
+        found: list[pa.RecordBatch] = []
+        # Outside of the transaction, because fetching may take long.
         known = self._store.lazy.places(self.runs, hashes, self.fetch)
         first = pending
 
         def work(open_chunk: OpenChunk) -> None:
             nonlocal pending
             pending = first
-            taken.clear()
+            found.clear()
             count = 0
             for run in self.runs:
                 if not len(pending):
@@ -110,16 +110,19 @@ class View:
                         if deleted.true_count:
                             wanted = wanted[~deleted.to_numpy(zero_copy_only=False)]
                             rows = rows.filter(pc.invert(deleted))
-                    taken.append(rows)
+                    found.append(rows)
                     index[ask[wanted]] = np.arange(count, count + len(wanted))
                     count += len(wanted)
                 pending = pending[~done]
 
         self._store.read(work)
-        return Lookup(index, _concatenated(taken, self._schema))
+        return Lookup(index, _concatenated(found, self._schema))
 
     def row(self, wanted: int, is_wanted: Callable[[pa.RecordBatch], bool]) -> pa.RecordBatch:
-        """Find one key, by a process that keeps nothing but a few blocks of each chunk in its memory."""
+        """Find the row of one key, reading only a few blocks of each chunk; return an empty batch if there is none.
+
+        `wanted` is the key's hash, and `is_wanted` compares the key of a row with it.
+        """
         found: pa.RecordBatch | None = None
 
         def work(open_partly: Callable[[Run, int], PartlyChecked]) -> None:
@@ -143,7 +146,7 @@ class View:
         return self._schema.empty() if found is None else found
 
     def scan(self, *, keep_tombstones: bool = False) -> Iterator[pa.RecordBatch]:
-        """All live rows, ascending by hash, in batches of bounded size; one short transaction each."""
+        """Yield all live rows, ascending by hash, in batches of bounded size, each read in a short transaction."""
         for after, upto in self._small_ranges():
             pieces = self._copied(after, upto)
             if pieces:
@@ -152,16 +155,16 @@ class View:
                     yield merged
 
     def piece(self, after: int) -> tuple[int, pa.RecordBatch]:
-        """Live rows with hashes beyond `after` up to some border, ascending by hash, and that border.
+        """Return the upper bound of the next range of hashes beyond `after`, and the range's live rows by hash.
 
-        For a reader that takes its time: the next piece may be another view's of the same checkpoint.
+        A slow reader may read the next range from a new view of the same checkpoint.
         """
         upto = next((border for _, border in self.ranges() if border > after), 2**64 - 1)
         pieces = self._copied(after, upto)
         return upto, newest_wins(pieces, self._schema, drop_tombstones=True) if pieces else self._schema.empty()
 
     def _copied(self, after: int, upto: int) -> list[pa.RecordBatch]:
-        """Copies of all rows with a hash in (after, upto], newest run first."""
+        """Copy all rows with a hash in (after, upto], newest run first."""
         pieces: list[pa.RecordBatch] = []
         for run in self._store.lazy.among(self.runs):
             if any(chunk.hash_max > after and chunk.hash_min <= upto for chunk in run.chunks):
@@ -178,14 +181,14 @@ class View:
                     lo = 0 if after < 0 else int(np.searchsorted(hashes, np.uint64(after), side="right"))
                     hi = int(np.searchsorted(hashes, np.uint64(upto), side="right"))
                     if lo < hi:
-                        # A copy: slices of LMDB's memory die with the transaction.
+                        # A copy, because slices of LMDB's memory are valid only within the transaction.
                         pieces.append(batch.slice(lo, hi - lo).take(pa.array(np.arange(hi - lo))))
 
         self._store.read(work)
         return pieces
 
     def expired_bytes_max(self, now_ms: int, low_watermark_ms: int = 0, low_watermark_version: int = 0) -> int:
-        """Upper bound of the bytes that `expired` has to look through; from the manifest alone."""
+        """Return an upper bound of the bytes that `expired` has to read, from the manifest alone."""
         return sum(
             chunk.size_bytes
             for run in self.runs
@@ -201,7 +204,11 @@ class View:
         after: int = -1,
         upto: int = 2**64 - 1,
     ) -> pa.RecordBatch:
-        """Live rows that time out before `now_ms`."""
+        """Return the live rows with a hash in (after, upto] that time out before `now_ms`.
+
+        Rows of checkpoints before `low_watermark_version` that time out before `low_watermark_ms` were processed
+        already, and are skipped.
+        """
 
         def chunks(run: Run) -> Iterator[tuple[int, int]]:
             low = _lowest(run, low_watermark_ms, low_watermark_version)
@@ -212,10 +219,10 @@ class View:
         return self._before(TIMEOUT_MS, now_ms, chunks, after, upto)
 
     def stale(self, column: str, until: int, after: int, upto: int) -> pa.RecordBatch:
-        """Live rows with a hash in (after, upto] in which a whole-number column is at most `until`."""
+        """Return the live rows with a hash in (after, upto] in which an integer column is at most `until`."""
 
         def chunks(run: Run) -> Iterator[tuple[int, int]]:
-            # Only these: a call goes through one range, and its next one through the next.
+            # Only chunks in this range: each call of a bucket searches one range, and the next call the next range.
             for i, chunk in enumerate(run.chunks):
                 if chunk.hash_max > after and chunk.hash_min <= upto:
                     yield i, -(2**63)
@@ -230,7 +237,7 @@ class View:
         after: int,
         upto: int,
     ) -> pa.RecordBatch:
-        """Live rows in a range of hashes in which a column is below a limit."""
+        """Return the live rows with a hash in (after, upto] in which a column is below a limit."""
         candidates: list[pa.RecordBatch] = []
 
         def rows_in(run: Run, open_chunk: OpenChunk) -> Iterator[tuple[pa.RecordBatch, IndexArray]]:
@@ -252,7 +259,7 @@ class View:
                     yield batch, rows
 
         for run in self._store.lazy.among(self.runs):
-            # Of all that are asked for in turn, at once: each round trip takes its time.
+            # Fetch all chunks' columns in one request, to save round trips.
             self._store.lazy.columns(run, [i for i, _ in chunks(run)], (KEY_HASH, column), self.fetch)
             self._have(run, rows_in)
 
@@ -265,50 +272,53 @@ class View:
         if not candidates:
             return self._schema.empty()
         newest = newest_wins(candidates, self._schema, drop_tombstones=True)
-        # A candidate may have been overwritten by a row that is not below: only the current row counts.
+        # A candidate may have been overwritten by a row that is not below the limit, so look up the current rows.
         current = self.lookup(hashes_of(newest), self._schema.key_columns(newest))
         values = current.rows.column(column).fill_null(2**63 - 1).to_numpy(zero_copy_only=False)
         return current.rows.filter(pa.array(values < limit))
 
     def _have(self, run: Run, rows_in: Callable[[Run, OpenChunk], Iterator[tuple[pa.RecordBatch, IndexArray]]]) -> None:
-        """Have rows of a run here that is restored lazily, whose hashes are."""
-        found: list[HashArray] = []
+        """Fetch some rows of a lazily restored run, of which the hash column is present."""
+        hashes: list[HashArray] = []
 
         def work(open_chunk: OpenChunk) -> None:
-            found[:] = [hashes_of(batch)[rows] for batch, rows in rows_in(run, open_chunk)]
+            hashes[:] = [hashes_of(batch)[rows] for batch, rows in rows_in(run, open_chunk)]
 
         self._store.read(work)
-        if found:
-            self._store.lazy.places([run], np.unique(np.concatenate(found)), self.fetch)
+        if hashes:
+            self._store.lazy.places([run], np.unique(np.concatenate(hashes)), self.fetch)
 
     def earliest_timeout(self, now_ms: int) -> int | None:
-        """Lower bound of the timeouts at or after `now_ms`; None when there are none. May be a row that is void."""
-        found: list[int] = []
+        """Return a lower bound of the live rows' timeouts at or after `now_ms`; None if there are none.
+
+        Rows that were overwritten or removed are included, which is why it is only a bound.
+        """
+        timeouts: list[int] = []
         for run in self._store.lazy.among(self.runs):
-            its = [i for i, chunk in enumerate(run.chunks) if chunk.timeout_min < now_ms <= chunk.timeout_max]
-            self._store.lazy.columns(run, its, (TIMEOUT_MS,), self.fetch)
+            chunks = [i for i, chunk in enumerate(run.chunks) if chunk.timeout_min < now_ms <= chunk.timeout_max]
+            self._store.lazy.columns(run, chunks, (TIMEOUT_MS,), self.fetch)
 
         def work(open_chunk: OpenChunk) -> None:
-            found.clear()
+            timeouts.clear()
             for run in self.runs:
                 for i, chunk in enumerate(run.chunks):
                     if chunk.timeout_max < now_ms:
                         continue
                     if chunk.timeout_min >= now_ms:
-                        found.append(chunk.timeout_min)
+                        timeouts.append(chunk.timeout_min)
                         continue
                     values = open_chunk(run, i).column(TIMEOUT_MS).drop_null().to_numpy()
-                    found.append(int(values[values >= now_ms].min()))
+                    timeouts.append(int(values[values >= now_ms].min()))
 
         self._store.read(work)
-        return min(found) if found else None
+        return min(timeouts) if timeouts else None
 
     @property
     def _schema(self) -> RowSchema:
         return self._store.schema
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Hash ranges (after, upto] that cut the run with most chunks at its chunk borders; none without runs."""
+        """Yield hash ranges (after, upto] between the chunk borders of the run with most chunks; none without runs."""
         largest = max(self.runs, key=lambda run: len(run.chunks), default=None)
         if largest is None:
             return
@@ -316,10 +326,10 @@ class View:
         yield from zip([-1, *borders], borders, strict=False)
 
     def _small_ranges(self) -> Iterator[tuple[int, int]]:
-        """The ranges, cut further, so that what is at work at once does not depend on how many rows a chunk has.
+        """Yield the ranges of `ranges`, divided further, so that memory use does not depend on the size of chunks.
 
-        Evenly between the lowest and the highest hash there is (a bucket's are a part of all), as hashes are spread
-        evenly; with a bad hash function a range may hold more.
+        They are divided evenly between the lowest and the highest hash of the bucket, because hashes are spread evenly;
+        with a bad hash function, a range may hold more rows.
         """
         chunks = [chunk for run in self.runs for chunk in run.chunks]
         if not chunks:
@@ -333,7 +343,7 @@ class View:
 
 
 def _lowest(run: Run, low_watermark_ms: int, low_watermark_version: int) -> int:
-    """Timeouts of a run below this are dealt with."""
+    """Return the timeout of a run below which all timeouts were processed already."""
     return low_watermark_ms if run.newest.version < low_watermark_version else -(2**63)
 
 

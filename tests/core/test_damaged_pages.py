@@ -159,8 +159,12 @@ def test_every_damaged_page_is_mended() -> None:
     [
         (lmdb.BadTxnError("mdb_get: MDB_BAD_TXN: Transaction must abort"), CorruptStoreError, "is damaged"),
         (lmdb.CursorFullError("MDB_CURSOR_FULL: Internal error"), CorruptStoreError, "is damaged"),
-        (lmdb.DiskError("mdb_put: No space left on device"), StoreFullError, "Make room or set local_dir elsewhere"),
-        (OSError(122, "Disk quota exceeded"), StoreFullError, "Make room or set local_dir elsewhere"),
+        (
+            lmdb.DiskError("mdb_put: No space left on device"),
+            StoreFullError,
+            "Make room, or set local_dir to another disk",
+        ),
+        (OSError(122, "Disk quota exceeded"), StoreFullError, "Make room, or set local_dir to another disk"),
         (lmdb.ReadersFullError("MDB_READERS_FULL: Environment maxreaders"), StorageError, "remove this folder"),
         (lmdb.ReadonlyError("mdb_put: Permission denied"), StorageError, "to a writable local disk"),
     ],

@@ -308,7 +308,7 @@ def test_a_full_disk_is_told_once_and_not_filled_further(tmp_path: Path, caplog:
             write_committed(disk / "bucket", CommittedRecord(None, batch, 1, "", ""), operator)
         assert not list(folder.iterdir())
         assert [it.getMessage() for it in caplog.records] == [
-            f"others cannot read the state of {disk / 'bucket'}: No space left on device"
+            f"other processes cannot read the state in {disk / 'bucket'}: No space left on device"
         ]
         (disk / "fill").unlink()
         write_committed(disk / "bucket", CommittedRecord(None, 4, 1, "", ""), operator)

@@ -253,7 +253,7 @@ def test_an_index_that_leads_elsewhere_is_no_way_in(tmp_path: Path) -> None:
     ):
         keep = store.incoming()
         keep.write_bytes(data)
-        with pytest.raises(CorruptFileError, match="its index announces"):
+        with pytest.raises(CorruptFileError, match="its index describes"):
             store.ingest(keep, record.length, index.blocks(), record.rows, REF, replace(index, chunks=wrong))
         store.end_incoming(keep)
         assert store.runs() == []
