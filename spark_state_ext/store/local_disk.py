@@ -91,7 +91,7 @@ def storage_error(folder: Path, error: Exception) -> StateError:
         )
     if number == errno.ENOMEM or "Cannot allocate memory" in text:
         return StoreFullError(
-            f"there is no address space to map the local store {folder}: {text}. Raise spark.executor.pyspark.memory, "
+            f"no address space to map the local store {folder}: {text}. Raise spark.executor.pyspark.memory, "
             "or use more buckets."
         )
     if "MDB_" in text:  # an error code of LMDB, which is not about the disk

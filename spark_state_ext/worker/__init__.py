@@ -1,3 +1,3 @@
-"""What a worker process has once: its identity, memory, threads, retries, spill files, open files and metrics."""
+"""Services of a worker process: its identity, memory, threads, retries, spill files, open files and metrics."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One thread a worker process for work that no batch waits for: snapshots and clean-up.
+"""One background thread per worker process, for work that no batch waits for: snapshots and clean-up.
 
-Worker processes die without notice, idle ones after a minute. So whatever runs here may stop at any line, and nothing
-depends on it: a snapshot that never arrived was never confirmed, and clean-up goes on another time.
+Worker processes end without notice, idle ones after a minute. So background work may stop at any line, and correctness
+must not depend on it: a snapshot that never arrived was never confirmed, and clean-up continues another time.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from spark_state_ext.worker.threads import DaemonPool
 __all__ = ["Background", "Foreground", "Inline", "Runner", "Work"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# More than this waiting means that the thread does not keep up: then the work is refused, and due again later.
+# If more work than this waits, the thread does not keep up: further work is refused, and its callers retry later.
 _WAITING_MAX = 256
-# Work that runs for longer hangs, most likely in a connection; what waits behind it is given to another thread.
+# Work that runs for longer is considered hung, most likely in a connection; another thread then runs the waiting work.
 HUNG_S = 3_600.0
 
-# What it returns is of no interest.
+# The result is ignored.
 Work = Callable[[], object]
 
 
 class Runner(Protocol):
-    """Something that runs work sooner or later."""
+    """Something that runs work, immediately or later."""
 
     def submit(self, name: str, work: Work) -> bool:
-        """Have `work` run, unless work of this name waits already; whether it was taken."""
+        """Have `work` run, unless work of this name waits already; return whether it was accepted."""
         ...
 
     def busy(self, name: str) -> bool:
-        """Whether work of this name waits or runs."""
+        """True if work of this name waits or runs."""
         ...
 
 
 class Foreground:
-    """What batches of a process wait for, so that work beside them can stand back."""
+    """Knows whether batches of a process wait for something, so that background work can pause meanwhile."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        # How many wait, and when the last one had what it waited for.
+        # How many batches wait, and when a wait last ended.
         self.waiting = 0
         self._last_s = -math.inf
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """While a batch waits for something."""
+        """Mark the block as one in which a batch waits for something."""
         with self._condition:
             self.waiting += 1
         try:
@@ -67,7 +67,7 @@ class Foreground:
                 self._condition.notify_all()
 
     def stand_back(self, quiet_s: float, s_max: float) -> None:
-        """Wait until no batch has waited for anything for a while."""
+        """Wait until no batch has waited for anything for `quiet_s`, but at most `s_max`."""
         until_s = time.monotonic() + s_max
         with self._condition:
             while (
@@ -77,7 +77,7 @@ class Foreground:
 
 
 class Inline:
-    """Runs work at once, in the caller's thread: for tests, and where a call must have it done."""
+    """Runs work at once in the caller's thread: for tests, and for calls that need it done."""
 
     def submit(self, name: str, work: Work) -> bool:
         _run(name, work)
@@ -88,23 +88,23 @@ class Inline:
 
 
 class Background:
-    """Runs work in a thread of its own, one after the other."""
+    """Runs work in a background thread, one piece after the other."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._waiting: OrderedDict[str, Work] = OrderedDict()
         self._running: str | None = None
         self._since_s = 0.0
-        # Pieces of work that came to their end.
+        # How many pieces of work have ended, also by an error.
         self.finished = 0
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
     def submit(self, name: str, work: Work) -> bool:
-        """Have `work` run after what waits already."""
+        """Have `work` run after the work that waits already; return whether it was accepted."""
         with self._condition:
-            # First, as it may be what keeps work of this name, or too much of any, waiting.
-            # A thread may also have ended: by what is no `Exception`, such as a library's exit.
+            # Replace a hung thread first: it may be why work of this name, or too much work, is waiting.
+            # A thread may also have ended by a `BaseException`, such as a library's exit.
             if (self._thread is None or not self._thread.is_alive() or self._hangs()) and not self._start():
                 return False
             if name in self._waiting or len(self._waiting) >= _WAITING_MAX:
@@ -114,17 +114,17 @@ class Background:
             return True
 
     def busy(self, name: str) -> bool:
-        """Whether work of this name waits or runs."""
+        """True if work of this name waits or runs."""
         with self._condition:
             return (name == self._running and not self._hangs()) or name in self._waiting
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing waits or runs; whether that came to be."""
+        """Wait until all work has ended; return False if it has not after `timeout_s`."""
         with self._condition:
             return self._condition.wait_for(lambda: not self._waiting and self._running is None, timeout_s)
 
     def close(self) -> None:
-        """Have the thread end, with the work that it is at; what waits is not done."""
+        """Have the thread end after its current work, and drop the work that waits."""
         atexit.unregister(self._end_at_exit)
         with self._condition:
             self._waiting.clear()
@@ -132,19 +132,19 @@ class Background:
             self._condition.notify_all()
 
     def _end_at_exit(self) -> None:
-        """As for a pool of threads: wait some seconds for the work under way."""
+        """Wait some seconds for the current work, as pools of threads do (`DaemonPool`)."""
         thread = self._thread
         if self._pid == os.getpid() and thread is not None:
             self.close()
             thread.join(DaemonPool.exit_left_s())
 
     def _start(self) -> bool:
-        # A daemon: a worker process that is told to end must not wait for an upload.
+        # A daemon thread, because a worker process that is asked to end must not wait for an upload.
         thread = threading.Thread(target=self._loop, name="spark_state_ext background", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:  # no address space for its stack
-            _LOGGER.warning("snapshots and clean-up wait: %s", error)
+            _LOGGER.warning("cannot start the thread for snapshots and clean-up, which are delayed: %s", error)
             return False
         if self._thread is None:
             self._pid = os.getpid()
@@ -160,7 +160,7 @@ class Background:
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: bool(self._waiting) or self._thread is not me)
-                if self._thread is not me:  # taken for hanging, and replaced
+                if self._thread is not me:  # considered hung, and replaced
                     return
                 name, work = self._waiting.popitem(last=False)
                 self._running, self._since_s = name, time.monotonic()
@@ -180,5 +180,5 @@ def _run(name: str, work: Work) -> None:
     except StateError as error:
         _LOGGER.warning("%s: %s", name, error)
     except Exception:
-        # A fault of ours. It must not end the thread, and nobody else would tell of it.
+        # A bug of this package. It must not end the thread, and would not be logged elsewhere.
         _LOGGER.exception("%s failed", name)

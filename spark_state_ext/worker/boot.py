@@ -1,4 +1,4 @@
-"""Which boot of the machine this is."""
+"""The id of the machine's current boot."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    """Identifies this boot of the machine; a constant where the system does not tell."""
+    """Return an id of the machine's current boot, or a constant if the system has none."""
     try:
         return _boot_id()
     except OSError as error:
-        # Another name would have the store of this boot taken for one of an earlier boot, and removed.
+        # Returning the constant here would make stores of this boot look like those of an earlier one, to be removed.
         if descriptors.used_up(error):
             raise descriptors.too_many(f"{_BOOT_ID_FILE} cannot be read") from error
         return UNKNOWN_BOOT

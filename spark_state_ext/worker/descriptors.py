@@ -1,8 +1,8 @@
-"""Open files: how many of them local stores may have, and what is said when the system gives no more.
+"""Open files: how many of them local stores may use, and the error when the limit is reached.
 
-A system gives a process so many open files (`ulimit -n`, often 1,024), and a store takes four. Everything else in a
-worker needs some as well: connections of backends, files under way, what the user's function opens. So stores have
-three quarters of the limit; of more, those used longest ago are closed, and opened again when they are wanted.
+The system limits the open files of a process (`ulimit -n`, often 1,024), and a store takes four. Other code in a worker
+needs some as well: connections of backends, files being written, the user's function. So stores may use three quarters
+of the limit; above that, stores unused for longest are closed, and opened again when needed.
 """
 
 from __future__ import annotations
@@ -18,52 +18,52 @@ from spark_state_ext.errors import TooManyOpenFilesError
 
 __all__ = ["FILES_OF_A_STORE", "limit", "stores_max", "too_many", "used_up"]
 
-# LMDB has its data open twice, for pages and for what must reach the disk at once, and its lock file; ours is the one
-# by which we tell whether the data is still that at its path.
+# LMDB opens its data file twice (for pages, and for synchronous writes) and its lock file; we open the data file once
+# more, to see whether it is still the file at its path.
 FILES_OF_A_STORE = 4
-# With a high limit other things end first: each store also takes maps, of which Linux gives a process 65,530.
+# With a high limit another one is reached first: each store also takes maps, of which Linux allows a process 65,530.
 _STORES_MAX = 1024
-# With fewer, threads that work side by side would close each other's all the time.
+# With fewer stores, parallel threads would close each other's stores all the time.
 _STORES_MIN = 8
-# A limit may be a thousand million; nobody has as many open.
+# Highest descriptor that is examined: the limit may be a thousand million, which would take too long.
 _LOOKED_AT_MAX = 1 << 16
 _UNLIMITED = 1 << 30
 
 
 def limit() -> int:
-    """How many files this process may have open: the soft limit, which is the one that counts."""
+    """Return how many files this process may have open: the soft limit, which is the one in force."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
 def stores_max() -> int:
-    """How many local stores this process may have open."""
+    """Return how many local stores this process may have open."""
     return max(_STORES_MIN, min(_STORES_MAX, limit() * 3 // 4 // FILES_OF_A_STORE))
 
 
 def used_up(error: BaseException) -> bool:
-    """Whether an error says that there are no more open files to be had, in this process or on the machine."""
+    """True if an error says that the process or the machine has reached its limit of open files."""
     number = getattr(error, "errno", None)
-    # LMDB's have no number.
+    # LMDB's errors have no error number, so compare the text.
     return number in (errno.EMFILE, errno.ENFILE) or os.strerror(errno.EMFILE) in str(error)
 
 
 def too_many(what: str) -> TooManyOpenFilesError:
-    """The error for that, with the limit, and what holds the files."""
-    most = limit()
-    held = _held(min(most, _LOOKED_AT_MAX))
-    stores = held.pop("of local stores", 0)
-    told = [f"{stores} of {-(-stores // FILES_OF_A_STORE)} local stores"]
-    told += [f"{count} {kind}" for kind, count in held.most_common()]
+    """Return the error for too many open files, with the limit and the kinds of open files."""
+    files_max = limit()
+    counts = _held(min(files_max, _LOOKED_AT_MAX))
+    stores = counts.pop("of local stores", 0)
+    texts = [f"{stores} of {-(-stores // FILES_OF_A_STORE)} local stores"]
+    texts += [f"{count} {kind}" for kind, count in counts.most_common()]
     return TooManyOpenFilesError(
-        f"{what}: this worker process has too many open files. Its limit (ulimit -n) is {most}, and it has "
-        f"{', '.join(told)} open. Raise the limit where executors are started, or have fewer buckets on each executor: "
-        "more executors, or fewer buckets in a new query."
+        f"{what}: this worker process has too many open files. Its limit (ulimit -n) is {files_max}, and it has "
+        f"{', '.join(texts)} open. Raise the limit where executors are started, or have fewer buckets on each "
+        "executor: use more executors, or fewer buckets in a new query."
     )
 
 
 def _held(upto: int) -> Counter[str]:
-    """This process's open files by kind. It opens none, as there may be none to be had."""
+    """Count this process's open files by kind, without opening a file, because that might fail."""
     kinds: Counter[str] = Counter()
     for number in range(upto):
         try:
@@ -81,6 +81,6 @@ def _kind(number: int, mode: int) -> str:
         return "pipes"
     try:
         name = Path(os.readlink(f"/proc/self/fd/{number}").removesuffix(" (deleted)")).name
-    except OSError:  # the system does not tell
+    except OSError:  # the system does not say
         name = ""
     return "of local stores" if name in ("data.mdb", "lock.mdb") else "other files"

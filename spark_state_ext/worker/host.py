@@ -1,7 +1,7 @@
-"""What the host of a process is called, where hosts are told apart: in files' headers, in metrics, and for standby.
+"""The name of a process's host, by which file headers, metrics and standby services distinguish hosts.
 
-A host has one local folder, and one service that keeps copies of buckets in it. What the machine is called need not do:
-all machines of an image may have one name, and the containers of one machine may be hosts of their own.
+A host has one local folder, and one standby service that keeps copies of buckets in it. The machine's name may be
+unsuitable: all machines of an image may have the same name, and each container of a machine may be a separate host.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from spark_state_ext.errors import UsageError
 __all__ = ["HOST_VARIABLE", "host_name", "machine_name"]
 
 HOST_VARIABLE = "SPARK_STATE_EXT_HOST"
-# It is a part of file names, which mostly may have 255 bytes.
+# The name is a part of file names, which most file systems limit to 255 bytes.
 _BYTES_MAX = 150
 
 
 def host_name() -> str:
-    """Name of this process's host: the environment variable ``SPARK_STATE_EXT_HOST``, else the machine's name."""
-    given = os.environ.get(HOST_VARIABLE)
-    name = machine_name() if given is None else given
-    wrong = _wrong_with(name)
-    if wrong:
-        source = "the system gives this machine" if given is None else f"{HOST_VARIABLE} gives this host"
+    """Return the name of this process's host: the variable ``SPARK_STATE_EXT_HOST``, else the machine's name."""
+    configured = os.environ.get(HOST_VARIABLE)
+    name = machine_name() if configured is None else configured
+    fault = _wrong_with(name)
+    if fault:
+        source = "the system gives this machine" if configured is None else f"{HOST_VARIABLE} gives this host"
         raise UsageError(
-            f"{source} the name {name!r}, which {wrong}: set {HOST_VARIABLE} to a name of up to {_BYTES_MAX} bytes, "
-            "without control characters, spaces at its ends and slashes, for executors and services of this host alike"
+            f"{source} the name {name!r}, which {fault}: set {HOST_VARIABLE} to a name of up to {_BYTES_MAX} bytes "
+            "without slashes, control characters, or spaces at its ends; use the same name for the executors and "
+            "services of this host"
         )
     return name
 
 
 def machine_name() -> str:
-    """What the system calls this machine, or this container: for whoever looks for a process by its number."""
+    """Return the system's name of this machine or container, which identifies where a process id is valid."""
     return socket.gethostname()
 
 

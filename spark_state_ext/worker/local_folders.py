@@ -1,4 +1,4 @@
-"""Local folders of this machine: stores and temporary files. All lie in one folder of this user."""
+"""Paths of local stores and temporary files, all below one private folder per user."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ __all__ = ["root_id", "scratch_folder", "store_folder", "stores_folder", "stores
 
 
 def store_folder(stores: Path, root: str, operator: str, query_folder: str, schema_id: int, bucket: int) -> Path:
-    """Folder of a bucket's local store: each root, operator, query folder, schema and bucket has its own."""
+    """Return the folder of a bucket's local store, unique for the root, operator, query folder, schema and bucket."""
     return stores / f"{root_id(root)}-{operator}" / query_folder / f"s{schema_id}" / str(bucket)
 
 
 def root_id(root: str) -> str:
-    """What tells the local stores of one root from those of another: 16 hexadecimal digits."""
-    # And those of each container of a machine, as LMDB tells processes apart by their numbers.
+    """Return an id of a root for the names of its local stores: 16 hexadecimal digits."""
+    # Containers of a machine get different ids, because LMDB identifies processes by their process ids.
     return hashlib.blake2b(f"{root}\0{namespace()}".encode(), digest_size=8).hexdigest()
 
 
 def scratch_folder(local_dir: str | None) -> Path:
-    """A folder for temporary files, on a local disk."""
+    """Return the private folder for temporary files on a local disk; create it if it is missing."""
     return _private(stores_folder(local_dir) / "scratch")
 
 
 def stores_folder(local_dir: str | None) -> Path:
-    """Where the local stores lie: our folder, mode 0700, in `local_dir` or else in Spark's first folder for scratch."""
+    """Return the folder of the local stores (see `stores_path`), and create it with mode 0700 if it is missing."""
     return _private(stores_path(local_dir))
 
 
 def stores_path(local_dir: str | None) -> Path:
-    """The same, whether or not it is there."""
+    """Return the path of the folder of the local stores, in `local_dir` or else in Spark's first local folder."""
     base = local_dir or os.environ.get("SPARK_LOCAL_DIRS", "").split(",")[0] or tempfile.gettempdir()
     return Path(base) / f"spark_state_ext-{os.getuid()}"
 
 
 def _private(folder: Path) -> Path:
-    """Make or check a folder of this user alone, and return it."""
+    """Create or check a folder that only this user may access, and return it."""
     try:
         make_private(folder)
     except StorageError:

@@ -1,4 +1,4 @@
-"""Memory that a worker process no longer uses, given back to the system."""
+"""Return memory that a worker process no longer uses to the system."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import pyarrow as pa
 
 __all__ = ["Calls", "give_back", "settle"]
 
-# Work over fewer bytes leaves nothing behind that is worth the milliseconds.
+# After work over at most this many bytes, freeing memory is not worth the milliseconds it takes.
 _MUCH_BYTES = 8 << 20
-# A call with at most one part in so many of its bucket's largest one's changes is a small one.
+# A call is small if it changes at most a quarter as many bytes as the bucket's largest call.
 _SMALL_PART = 4
-# So many small calls of a bucket in a row mean that its large ones are over.
+# How many small calls of a bucket in a row mean that its large calls are over.
 _SMALL_CALLS = 2
 
 
 def give_back(after_bytes: int) -> None:
-    """Give unused memory back, after work over so many bytes if these are many: a merge of large runs, a snapshot.
+    """Return unused memory to the system after work over many bytes, such as a merge of large runs or a snapshot.
 
-    A worker goes on for as long as its query. What its allocators keep for the next such piece of work is memory that
-    others lack, and it becomes more with every larger piece, though what is in use stays the same. Trimming takes some
-    milliseconds, and fetching the memory again as many: not for every call. As Dask's workers do it (``malloc_trim``);
-    Arrow's own way to trim the C library's memory does nothing in its wheels.
+    A worker lives as long as its query. Its allocators keep freed memory for later work; other processes cannot use it,
+    and it grows with every larger piece of work. Trimming takes some milliseconds, and so does getting the memory
+    again, so it is not done after every call. It uses ``malloc_trim``, as Dask's workers do; Arrow's function to trim
+    the C library's memory does nothing in its wheels.
     """
     if after_bytes <= _MUCH_BYTES:
         return
@@ -34,30 +34,33 @@ def give_back(after_bytes: int) -> None:
 
 
 class Calls:
-    """The calls of a process: once a bucket's large ones are over, after a backlog for instance, memory is given back.
+    """Sizes of a process's calls: frees memory once a bucket's large calls are over, for instance after a backlog.
 
-    By bucket, as a few large ones may lie beside many small ones.
+    They are kept by bucket, because a few large buckets may be among many small ones.
     """
 
     def __init__(self) -> None:
-        # By bucket, bytes of the largest call and how many small ones followed.
+        # By bucket: bytes of the largest call, and how many small calls followed.
         self._known: dict[str, tuple[int, int]] = {}
 
     def note(self, bucket: str, changed_bytes: int) -> None:
-        """A call of a bucket changed so many bytes of state."""
-        most_bytes, small = self._known.get(bucket, (0, 0))
-        if changed_bytes * _SMALL_PART > most_bytes:
-            self._known[bucket] = max(most_bytes, changed_bytes), 0
-        elif small + 1 < _SMALL_CALLS:
-            self._known[bucket] = most_bytes, small + 1
+        """Record a call of a bucket and how many bytes of state it changed; free memory if large calls are over."""
+        largest_bytes, small_calls = self._known.get(bucket, (0, 0))
+        if changed_bytes * _SMALL_PART > largest_bytes:
+            self._known[bucket] = max(largest_bytes, changed_bytes), 0
+        elif small_calls + 1 < _SMALL_CALLS:
+            self._known[bucket] = largest_bytes, small_calls + 1
         else:
             self._known[bucket] = changed_bytes, 0
-            give_back(most_bytes)
+            give_back(largest_bytes)
 
 
 @functools.lru_cache(maxsize=1)
 def _trim() -> Callable[[int], object]:
-    """The C library's own; LMDB, NumPy and Arrow's small objects use its memory. Only GNU's needs it, and has it."""
+    """Return the C library's `malloc_trim`, or a function that does nothing if it is not GNU's library.
+
+    LMDB, NumPy and Arrow's small objects use memory of the C library; only GNU's library needs trimming.
+    """
     try:
         trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):
@@ -65,19 +68,19 @@ def _trim() -> Callable[[int], object]:
     return trim
 
 
-# Numbers of GNU's `mallopt`, which its headers fix.
+# Parameter numbers of GNU's `mallopt`, from its headers.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# LMDB asks for 1 MiB and for 2 MiB with each environment, and touches little of them.
+# LMDB allocates 1 MiB and 2 MiB with each environment, and uses little of it.
 _APART_BYTES_MIN = 1 << 20
-# What the C library's own rule, which a fixed threshold switches off, comes to in a process with large arrays.
+# The threshold that the C library's adaptive rule, which fixed values disable, reaches in a process with large arrays.
 _TRIM_BYTES = 64 << 20
 
 
 def _large_pieces_apart() -> None:
-    """Have the C library map each large piece by itself, as fresh pages that take no memory until they are touched.
+    """Have the C library map each large allocation separately, as new pages that take no memory until they are used.
 
-    Its own rule raises the threshold to the largest piece that was ever freed. From then on LMDB's two tables of each
-    open environment lie in memory that arrays had before, whose pages all count: 3 MB a store in place of 0.2 MB.
+    By default it raises the threshold for this to the largest allocation that was ever freed. From then on, the two
+    tables of each open LMDB environment reuse memory of arrays with all its pages: 3 MB per store instead of 0.2 MB.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -87,20 +90,20 @@ def _large_pieces_apart() -> None:
     mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
 
 
-# Containers allocated, and not freed yet, at which a young collection begins; Python's own default is 700.
+# How many allocated objects that are not freed yet start a young garbage collection; Python's default is 700.
 _YOUNG_OBJECTS_MAX = 5_000
 
 
 @functools.cache
 def settle() -> None:
-    """Once in the life of a worker process: map large memory, and let the garbage collector run less often, over less.
+    """Tune memory once per worker process: map large allocations, and make garbage collections rarer and cheaper.
 
-    What is alive now, modules mostly, stays for good, but each full collection would go through all of it again. And
-    the frames that functions make for thousands of keys allocate so much that young collections follow each other.
+    Objects alive now, mostly modules, are never freed, but each full collection would visit all of them. And functions
+    that make data frames for thousands of keys allocate so many objects that young collections would run all the time.
     """
     _large_pieces_apart()
     gc.collect()
     gc.freeze()
     young, *old = gc.get_threshold()
-    if young:  # zero: somebody switched collections off
+    if young:  # zero means that collections are disabled
         gc.set_threshold(max(young, _YOUNG_OBJECTS_MAX), *old)

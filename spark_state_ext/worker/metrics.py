@@ -1,9 +1,9 @@
-"""Metrics: one row for each call of a bucket, as Arrow on the executor's disk, and through OpenTelemetry if it is
-there (`telemetry`).
+"""Metrics: one row for each call of a bucket, in Arrow files on the executor's disk, and through OpenTelemetry if it
+is installed (`telemetry`).
 
-Spark's own progress counts buckets and payloads, not keys and rows; these are the true numbers. Each worker process
-appends to a file of its own (an Arrow IPC stream, so what a killed process wrote is readable up to its last batch),
-and starts another when it is large. `read` puts the files of a folder together, `by_batch` sums them up::
+Spark's own progress counts buckets and payloads; these metrics count keys and rows. Each worker process appends to a
+separate file (an Arrow IPC stream, so a killed process's file is readable up to its last batch), and starts another
+when it is large. `read` joins the files of a folder, `by_batch` sums them up::
 
     spark-state-ext metrics /path/to/spark_state_ext-1000/metrics
 """
@@ -57,49 +57,49 @@ class CallMetrics:
     Parameters
     ----------
     query_id, run_id, batch, operator, bucket
-        Whose. Where tasks are not told their batch, `batch` is the number of calls before.
+        What was called. If tasks cannot get their batch id from Spark, `batch` is the number of earlier calls.
     ended_ms
-        When the call was over: wall-clock time, milliseconds since 1970.
+        When the call ended: wall-clock time, milliseconds since 1970.
     rows, keys, timeouts
-        Input rows without late ones, distinct keys among them, and keys that were called because their time was up.
-        (For an operator that makes rows fewer before the shuffle: those that are left.)
+        Number of input rows except late ones, of distinct keys among them, and of keys whose timeout was due.
+        (If an operator combines rows before the shuffle, the rows after that.)
     key_rows_max
-        Of these rows, those of the key that has most.
+        Number of these rows that the key with most rows has.
     changed_rows
-        Rows of the delta, tombstones included; 0 when nothing changed.
+        Rows of the delta, tombstones included; 0 if the state did not change.
     state_rows, state_rows_min
-        Bounds of the bucket's keys that have state or a timeout, expired state that has not been removed included: they
-        are at most `state_rows` and at least `state_rows_min`.
+        Upper and lower bound of the number of keys that have state or a timeout in the bucket, including expired state
+        that has not been removed.
     state_bytes
-        Size of the bucket's state in the local store, rows included that newer ones replace until they are merged.
+        Size of the bucket's state in the local store, including overwritten rows that are not merged yet.
     read_ms, lookup_ms, user_ms, commit_ms, wait_ms, total_ms
-        Milliseconds in which state was restored; in which it was looked up; in which the user's function ran,
-        conversions included; of the commit, from settling earlier uploads to the new pointer, `wait_ms` included; in
-        which uploads of deltas were waited for; and all from asking for the first row, with what Spark does with the
-        output and without how a call begins (lease, opening the store).
+        Milliseconds of restoring state; of looking up state; of the user's function, conversions included; of the
+        commit, from settling earlier uploads to the new pointer, `wait_ms` included; of waiting for uploads of deltas;
+        and of the whole call from requesting the first row on, including Spark's processing of the output, but not the
+        start of the call (lease, opening the store).
     cpu_ms
-        Processor time of the call's thread, milliseconds: with its beginning and the user's function, without Spark's
-        own work and uploads.
+        Processor time of the call's thread, milliseconds: including the start of the call and the user's function, but
+        not Spark's own work and uploads.
     upload_ms, uploaded_bytes, uploads
-        Milliseconds that uploads of deltas took, queues included, which were confirmed since the bucket's call before
-        in this process, beside batches; their bytes, and how many.
+        Milliseconds, including queues, bytes and number of the background uploads of deltas that were confirmed since
+        the bucket's previous call in this process.
     snapshot_ms, snapshot_bytes, snapshots, snapshot_failures
-        The same of full snapshots; and how many were not made, or refused by a backend.
+        The same for full snapshots; and how many could not be written, or were refused by a backend.
     delta_bytes, inline_bytes
-        Size of the delta, and what is inline in the new pointer.
+        Size of the delta, and of the inline deltas in the new pointer.
     oldest_inline_ms
-        Age of the oldest delta that not every backend has confirmed, milliseconds; 0 when there is none.
+        Age of the oldest delta that not every backend has confirmed, milliseconds; 0 if there is none.
     cache_hit
-        The local store had all of the state.
+        True if the local store had the whole state.
     restored_files, restore_gaps
-        Checkpoint files that were fetched; and how many times a backend that should have given one did not, and another
-        one gave it: the backend that the job prefers (`restore_from`), or one that had confirmed the file.
+        Checkpoint files that were fetched; and how often another backend had to supply a file that the preferred
+        backend (`restore_from`), or one that had confirmed the file, did not have.
     upload_failures
-        Uploads of deltas that failed since the bucket's call before in this process.
+        Uploads of deltas that failed since the bucket's previous call in this process.
     deleted_files
-        Checkpoint files that clean-ups deleted since the bucket's call before in this process.
+        Checkpoint files that clean-ups deleted since the bucket's previous call in this process.
     lease_age_ms
-        Since when the process knew that the run holds the lease of its state, milliseconds before the call's end.
+        How long before the call's end the process last verified that the run holds the lease, milliseconds.
     job_buckets
         How many buckets the operator has.
     """
@@ -147,12 +147,12 @@ class CallMetrics:
 _TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 SCHEMA = pa.schema(
     [
-        *(pa.field(it.name, _TYPES[str(it.type)], nullable=False) for it in fields(CallMetrics)),
+        *(pa.field(column.name, _TYPES[str(column.type)], nullable=False) for column in fields(CallMetrics)),
         pa.field("host", pa.string(), nullable=False),
         pa.field("pid", pa.int64(), nullable=False),
     ]
 )
-# How columns are summed up over the buckets of a batch.
+# Columns that are summed over the buckets of a batch.
 _SUMMED = (
     *("rows", "keys", "timeouts", "changed_rows", "read_ms", "lookup_ms", "user_ms", "commit_ms"),
     *("state_rows", "state_rows_min", "state_bytes"),
@@ -175,7 +175,7 @@ _SUMMED = (
         "deleted_files",
     ),
 )
-# Of these the largest counts.
+# Columns of which the maximum over the buckets is taken.
 _LARGEST = ("key_rows_max", "oldest_inline_ms", "lease_age_ms", "job_buckets", "ended_ms")
 _KEYS = ("query_id", "run_id", "operator", "batch")
 
@@ -184,7 +184,7 @@ T = TypeVar("T")
 
 
 def timed(work: Iterator[T], call: CallMetrics, column: str) -> Iterator[T]:
-    """The items of an iterator; the time until each is there is added to a column."""
+    """Yield the items of an iterator, and add the time that producing them took to a column of `call`."""
     spent_s = 0.0
     try:
         while True:
@@ -202,7 +202,7 @@ def timed(work: Iterator[T], call: CallMetrics, column: str) -> Iterator[T]:
 
 @contextlib.contextmanager
 def timing(call: CallMetrics, column: str) -> Iterator[None]:
-    """Adds the time of a block to a column."""
+    """Add the time that a block takes to a column of `call`."""
     started_s = time.perf_counter()
     try:
         yield
@@ -211,7 +211,7 @@ def timing(call: CallMetrics, column: str) -> Iterator[None]:
 
 
 class MetricsLog:
-    """Where a worker process writes its metrics."""
+    """Writes a worker process's metrics to files in a folder."""
 
     def __init__(self, folder: Path, beside: DaemonPool | None = None, telemetry: Telemetry | None = None) -> None:
         self._folder = folder
@@ -223,7 +223,7 @@ class MetricsLog:
         self._writer: Any = None
 
     def add(self, call: CallMetrics) -> None:
-        """Note a call; it is written with the task's last one where that is known, or within a second."""
+        """Add a call; it is written at the end of the task if that is known, and otherwise within a second."""
         self._telemetry.record(call)
         with self._writing:
             self._held.append({**asdict(call), "host": host_name(), "pid": os.getpid()})
@@ -239,15 +239,15 @@ class MetricsLog:
         self._telemetry.flush(0)
 
     def end_task(self) -> None:
-        """A task is over, and its worker may be gone within a second: have what is held back written and exported.
+        """Write and export pending calls at the end of a task, because the worker may end within a second.
 
-        It waits for an export for `telemetry.FLUSH_WAIT_S_MAX` at most.
+        Waits for the export for at most `telemetry.FLUSH_WAIT_S_MAX`.
         """
         self.flush()
         self._telemetry.flush()
 
     def flush(self) -> None:
-        """Write what is held back. That it cannot be written is told once, and harms nothing else."""
+        """Write pending calls; if that fails, log a warning once and drop them."""
         with self._writing:
             rows, self._held = self._held, []
             if not rows:
@@ -259,7 +259,7 @@ class MetricsLog:
                 self._stream.flush()
             except (OSError, pa.ArrowException) as error:
                 self._writer = self._stream = None
-                _tell(f"metrics are not written to {self._folder}: {error}")
+                _warn_once(f"metrics could not be written to {self._folder}: {error}")
 
     def _begin_file(self) -> None:
         if self._writer is not None:
@@ -275,7 +275,7 @@ class MetricsLog:
 
 
 class MetricsLogs:
-    """The logs of a worker process, one for each folder."""
+    """The metrics logs of a worker process, one for each folder."""
 
     def __init__(self) -> None:
         self._logs: dict[str, MetricsLog] = {}
@@ -286,18 +286,18 @@ class MetricsLogs:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is the process that made them, and no child that it forked."""
+        """True in the process that created the logs, False in a child that it forked."""
         return os.getpid() == self._pid
 
     def at(self, folder: Path) -> MetricsLog:
-        """The log in a folder."""
+        """Return the log of a folder, created on first use."""
         with self._lock:
             if str(folder) not in self._logs:
                 self._logs[str(folder)] = MetricsLog(folder, self._beside, self._telemetry)
             return self._logs[str(folder)]
 
     def close(self) -> None:
-        """Write what they hold back, and have their thread end."""
+        """Write the pending calls of all logs, and end their thread."""
         with self._lock:
             logs = list(self._logs.values())
         for log in logs:
@@ -305,9 +305,9 @@ class MetricsLogs:
         self._beside.close()
 
     def fail(self, call: CallMetrics) -> None:
-        """A call failed, and so does its task: export that, and have written what its calls before held back."""
+        """Export a failed call, and write the pending calls of all logs, because the task fails too."""
         if not self.is_ours:
-            return  # a child that the user's function forked; files, threads and locks are the worker's
+            return  # a child that the user's function forked; files, threads and locks belong to the worker
         self._telemetry.record_failure(call)
         with self._lock:
             logs = list(self._logs.values())
@@ -316,25 +316,25 @@ class MetricsLogs:
 
 
 def whole_ms(spent_s: float) -> int:
-    """Seconds as a column of milliseconds holds them; for what never was, the most that it can."""
+    """Convert seconds to whole milliseconds for an int64 column; infinity becomes the largest value."""
     return int(min(1000 * spent_s, 2**63 - 1))
 
 
 @functools.cache
-def _tell(text: str) -> None:
+def _warn_once(text: str) -> None:
     _LOGGER.warning(text)
 
 
 def read(folder: Path | str) -> pa.Table:
-    """Calls that are noted in a folder and those below it, in the order in which they ended.
+    """Read the calls that are recorded in a folder and its subfolders, in the order in which they ended.
 
-    A file ends where its process was killed; what comes after the last whole batch is passed over.
+    The file of a killed process is read up to its last complete batch.
     """
     batches: list[pa.RecordBatch] = []
     for path in sorted(Path(folder).rglob(FILES)):
         with contextlib.suppress(pa.ArrowInvalid, OSError, EOFError), pa.OSFile(str(path), "r") as file:
             reader = pa.ipc.open_stream(file)
-            # Of another release; its columns may mean something else.
+            # A file of another release, whose columns may have other meanings.
             if not reader.schema.equals(SCHEMA):
                 continue
             for batch in reader:
@@ -344,7 +344,7 @@ def read(folder: Path | str) -> pa.Table:
 
 
 def by_batch(calls: pa.Table) -> pa.Table:
-    """Sums over the buckets of each batch; of calls that were made again, the last one counts."""
+    """Sum the calls of each batch over its buckets; if a bucket was called again, only its last call counts."""
     calls = calls.append_column("at", pa.array(range(calls.num_rows), pa.int64()))
     last = calls.group_by([*_KEYS, "bucket"]).aggregate([("at", "max")]).column("at_max")
     calls = calls.take(last)
@@ -353,32 +353,32 @@ def by_batch(calls: pa.Table) -> pa.Table:
     )
     aggregates: list[tuple[str, str]] = [(name, "sum") for name in _SUMMED]
     aggregates += [("bucket", "count"), ("cache_hit", "sum"), *((name, "max") for name in _LARGEST)]
-    found = calls.group_by(list(_KEYS)).aggregate(aggregates)
+    batches = calls.group_by(list(_KEYS)).aggregate(aggregates)
     names = {"bucket_count": "buckets", "cache_hit_sum": "cache_hits"}
     names |= {f"{name}_max": name for name in _LARGEST} | {f"{name}_sum": name for name in _SUMMED}
-    found = found.rename_columns([names.get(name, name) for name in found.column_names])
-    return found.sort_by([("query_id", "ascending"), ("ended_ms", "ascending"), ("batch", "ascending")])
+    batches = batches.rename_columns([names.get(name, name) for name in batches.column_names])
+    return batches.sort_by([("query_id", "ascending"), ("ended_ms", "ascending"), ("batch", "ascending")])
 
 
 class CpuTime:
-    """Processor time of a call's thread, without what Spark does meanwhile."""
+    """Measures the processor time of a call's thread, without Spark's own work in between."""
 
     def __init__(self, spent_s: float) -> None:
         self._spent_s = spent_s
 
     @staticmethod
     def started() -> CpuTime:
-        """From now on."""
+        """Start measuring now."""
         return CpuTime(-time.thread_time())
 
     def pause(self) -> None:
-        """What comes next does not count."""
+        """Stop counting until `resume`."""
         self._spent_s += time.thread_time()
 
     def resume(self) -> None:
-        """It counts again."""
+        """Continue counting."""
         self._spent_s -= time.thread_time()
 
     def spent_s(self) -> float:
-        """So far, seconds."""
+        """Return the processor time so far, in seconds; only while counting."""
         return self._spent_s + time.thread_time()

@@ -1,7 +1,7 @@
-"""A folder on this machine that only its user may use.
+"""Folders on this machine that only the current user may access.
 
-The name of the folder for local stores can be guessed, and everybody may write to some folders that it lies in, such as
-/tmp. So another user may have made it first, or a link in its place.
+The name of the folder for local stores can be guessed, and it may lie in a folder that everybody may write to, such as
+/tmp. So another user may have created it first, or a link in its place.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ _OTHERS_WRITE = 0o022
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder for this user alone; one that exists must be real and this user's, and others lose their rights."""
+    """Create a folder with access for this user only.
+
+    An existing folder must not be a link and must belong to this user; access by others is removed.
+    """
     try:
-        # Each call of each bucket asks, and the folder is nearly always there.
+        # Check first: this runs in each call of each bucket, and the folder nearly always exists.
         mode = check_private(folder)
     except FileNotFoundError:
         _make_parents(folder.parent)
@@ -36,25 +39,25 @@ def make_private(folder: Path) -> None:
 
 
 def check_private(folder: Path) -> int:
-    """Return the mode of a folder that is real and this user's."""
-    found = os.lstat(folder)
-    if stat.S_ISLNK(found.st_mode):
+    """Return the mode of a folder; raise an UnsafeFolderError if it is a link or belongs to another user."""
+    status = os.lstat(folder)
+    if stat.S_ISLNK(status.st_mode):
         raise UnsafeFolderError(
             f"the local folder {folder} is a symbolic link, which another user may have made. Remove the link, and set "
             "local_dir to the folder that you want to use."
         )
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(f"{folder} is not a folder")
-    if found.st_uid != os.getuid():
+    if status.st_uid != os.getuid():
         raise UnsafeFolderError(
-            f"the local folder {folder} belongs to another user (uid {found.st_uid}); set local_dir to a folder of "
+            f"the local folder {folder} belongs to another user (uid {status.st_uid}); set local_dir to a folder of "
             "your own"
         )
-    return stat.S_IMODE(found.st_mode)
+    return stat.S_IMODE(status.st_mode)
 
 
 def _make_parents(folder: Path) -> None:
-    """Make folders that are missing, so that others cannot replace what is in them, whatever the umask is."""
+    """Create missing folders with a mode in which other users cannot replace entries, whatever the umask is."""
     missing = []
     while not folder.exists():
         missing.append(folder)
@@ -73,22 +76,23 @@ def _take_rights(folder: Path) -> None:
         left = stat.S_IMODE(os.fstat(opened).st_mode)
         if left & _OTHERS:
             raise UnsafeFolderError(
-                f"other users have rights in the local folder {folder} (mode {left:o}), and its disk does not let "
-                "them be taken away: set local_dir to another disk"
+                f"other users have access to the local folder {folder} (mode {left:o}), and its disk does not let "
+                "this be changed: set local_dir to another disk"
             )
         try:
-            # What came since the first look; if there is something, the next task must find it too.
+            # Check again for entries made since the first check; if there is one, restore the mode, so that the next
+            # task finds it too.
             _refuse_foreign(folder, mode)
         except UnsafeFolderError:
             os.fchmod(opened, mode)
             raise
     finally:
         os.close(opened)
-    _LOGGER.warning("other users had rights in the local folder %s (mode %o); these are taken away now", folder, mode)
+    _LOGGER.warning("other users had access to the local folder %s (mode %o); this was revoked", folder, mode)
 
 
 def _refuse_foreign(folder: Path, mode: int) -> None:
-    """Raise an UnsafeFolderError if others could write to a folder, and a link or another user's file is in it."""
+    """Raise an UnsafeFolderError if others could write to a folder and it contains a link or another user's file."""
     if not mode & _OTHERS_WRITE:
         return
     with os.scandir(folder) as entries:
@@ -96,5 +100,5 @@ def _refuse_foreign(folder: Path, mode: int) -> None:
             if entry.is_symlink() or entry.stat(follow_symlinks=False).st_uid != os.getuid():
                 raise UnsafeFolderError(
                     f"other users could write to the local folder {folder} (mode {mode:o}), and {entry.name!r} in it "
-                    "is a link or belongs to another user: look at it and remove it, or set local_dir to another folder"
+                    "is a link or belongs to another user: inspect and remove it, or set local_dir to another folder"
                 )

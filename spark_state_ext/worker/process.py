@@ -1,4 +1,4 @@
-"""Who a process is, so that others on the machine can tell whether it still lives."""
+"""Identity of a process, by which other processes on the machine can check whether it is still running."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["is_alive", "is_running", "namespace", "start_of", "token"]
 
 
 def start_of(pid: int) -> str:
-    """Start time of a process in clock ticks since boot, so that a reused pid is not taken for the old process."""
+    """Return a process's start time in clock ticks since boot, which distinguishes processes with a reused pid."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except (OSError, IndexError):
@@ -18,8 +18,10 @@ def start_of(pid: int) -> str:
 
 
 def namespace() -> str:
-    """Where this process's numbers of processes count: containers of one machine each have their own; empty where the
-    system does not tell."""
+    """Return the PID namespace of this process, in which process ids are valid; empty if the system has none.
+
+    Each container of a machine has a separate PID namespace.
+    """
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -27,7 +29,7 @@ def namespace() -> str:
 
 
 def token() -> str:
-    """This process, in words that `is_alive` of another process on the same machine understands."""
+    """Return a token of this process for `is_alive` in another process on the same machine."""
     return _token(os.getpid())
 
 
@@ -37,16 +39,16 @@ def _token(pid: int) -> str:
 
 
 def is_alive(token: str) -> bool:
-    """Whether the process of a token still runs."""
+    """True if the process of a token is still running."""
     pid, _, start = token.partition(" ")
     return is_running(int(pid), start)
 
 
 def is_running(pid: int, start: str) -> bool:
-    """Whether the process of that number and start still runs."""
-    found = start_of(pid)
-    # Without /proc, or where it hides other users' processes, any process of that number has to be taken for it.
-    return found == start if found and start else _exists(pid)
+    """True if the process with this pid and start time is still running."""
+    current = start_of(pid)
+    # Without /proc, or if it hides other users' processes, any process with this pid has to count as the same.
+    return current == start if current and start else _exists(pid)
 
 
 def _exists(pid: int) -> bool:

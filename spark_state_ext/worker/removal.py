@@ -1,7 +1,7 @@
-"""Removing files and folders of this machine: nothing is removed behind a symbolic link.
+"""Remove files and folders of this machine, without following symbolic links.
 
-Anybody who may write to a folder can put a link there that leads anywhere. So a link may be removed itself, and what it
-leads to stays. A link may stand above the folder that the user named, or be that folder; below it a link is refused.
+Any user who may write to a folder can put a link there that leads anywhere. So a link itself may be removed, but not
+what it leads to. The folder that the user named, and folders above it, may be links; links below it are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["is_link", "real_folders", "refuse_links", "remove_empty", "remove_fi
 
 
 def is_link(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a symbolic link itself."""
+    """True if a path is itself a symbolic link."""
     try:
         return stat.S_ISLNK(os.lstat(path).st_mode)
     except OSError:
@@ -27,31 +27,31 @@ def is_link(path: str | os.PathLike[str]) -> bool:
 
 
 def refuse_links(folder: str | os.PathLike[str], below: str | os.PathLike[str]) -> None:
-    """Raise an UnsafeFolderError if a folder, or one between it and the folder `below` that it is in, is a link."""
+    """Raise an UnsafeFolderError if `folder`, or a folder between it and its ancestor `below`, is a link."""
     at, top = Path(folder), Path(below)
     while at != top and top in at.parents:
         if is_link(at):
             raise UnsafeFolderError(
-                f"{at} is a symbolic link, and nothing is removed behind a link. Put a real folder there, or mount the "
-                f"other disk there; {top} itself may be a link."
+                f"{at} is a symbolic link, and files behind a link are not removed. Replace it by a real folder, or "
+                f"mount the other disk there; {top} itself may be a link."
             )
         at = at.parent
 
 
 def real_folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders in a folder that are no links; none if it is gone."""
+    """Yield the folders in a folder, except links; none if the folder does not exist."""
     try:
         with os.scandir(folder) as entries:
-            found = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+            folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
     except (FileNotFoundError, NotADirectoryError):
         return
-    yield from found
+    yield from folders
 
 
 def remove_file(
     path: str | os.PathLike[str], below: str | os.PathLike[str] | None = None, *, missing_ok: bool = False
 ) -> None:
-    """Remove a file, or a link itself. `below`: a folder that it is in, down from which links are refused."""
+    """Remove a file, or a link itself; with an ancestor `below`, refuse links between it and the file."""
     if below is not None:
         refuse_links(Path(path).parent, below)
     with contextlib.suppress(FileNotFoundError) if missing_ok else contextlib.nullcontext():
@@ -61,11 +61,11 @@ def remove_file(
 def remove_tree(
     path: str | os.PathLike[str], below: str | os.PathLike[str] | None = None, *, ignore_errors: bool = False
 ) -> None:
-    """Remove a folder with what is in it; of a link, only the link. Other parameters are those of `remove_file`."""
+    """Remove a folder and its content; if it is a link, only the link. Other parameters are as for `remove_file`."""
     if below is not None:
         refuse_links(Path(path).parent, below)
     if not is_link(path) and os.path.isdir(path):
-        # It follows no links either, also if they come while it runs.
+        # `rmtree` does not follow links either, even if they appear while it runs.
         shutil.rmtree(path, ignore_errors=ignore_errors)
         return
     with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
@@ -73,5 +73,5 @@ def remove_tree(
 
 
 def remove_empty(folder: str | os.PathLike[str]) -> None:
-    """Remove a folder in which nothing is; another one is an OSError, and so is a link."""
+    """Remove an empty folder; raise an OSError if it is not empty or is a link."""
     os.rmdir(folder)

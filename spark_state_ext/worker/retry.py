@@ -1,7 +1,7 @@
-"""Trying again, only where that can help.
+"""Retries of operations whose errors may be temporary.
 
-Clients of object stores have classes of errors of their own, which this package must not import. So an error is judged
-by what they have in common: builtin classes, error numbers, and the status that an HTTP server answered with.
+Clients of object stores have their own error classes, which this package must not import. So an error is judged by what
+all clients have in common: builtin classes, error numbers, and the status of an HTTP response.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ T = TypeVar("T")
 
 _WAIT_S_MIN = 0.1
 _WAIT_S_MAX = 10.0
-# Requests that the server may take another time; everything else from 400 to 499 it will refuse again.
+# Statuses after which the server may accept the request later; it will refuse it again after other 4xx statuses.
 _STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _HOPELESS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
-# Clients name by them what has no class of Python's own: botocore's EndpointConnectionError, aiohttp's
+# Parts of class names of connection errors that are not builtin: botocore's EndpointConnectionError, aiohttp's
 # ServerDisconnectedError and ClientPayloadError, azure-core's ServiceRequestError, Python 3.10's asyncio.TimeoutError.
 _CONNECTION_WORDS = ("Connection", "Disconnected", "Timeout", "Incomplete", "Payload", "ServiceRe")
 _HOPELESS_NUMBERS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 
 
 def is_retriable(error: BaseException) -> bool:
-    """Whether doing the same once more may go well: connections, timeouts, and servers that are busy or failed."""
+    """True if a retry may succeed: after connection errors, timeouts, and errors of servers that are busy or failed."""
     if isinstance(error, StateError):
         if not isinstance(error, StorageError) or isinstance(error, (StoreFullError, MissingError, UnsafeFolderError)):
             return False
-        # Ours wrap what a file system raised. One of our own making, as of a torn upload, may go well another time.
+        # Our errors wrap an error of a file system. Those without a cause, as for a torn upload, may be temporary.
         return error.__cause__ is None or is_retriable(error.__cause__)
     causes = list(causes_of(error))
     for cause in causes:
@@ -56,17 +56,17 @@ def is_retriable(error: BaseException) -> bool:
             return False
         if isinstance(cause, (TimeoutError, ConnectionError)):
             return True
-    # What went wrong with a connection, clients wrap in errors of their own, some of which are no OSError.
+    # Clients wrap connection errors in their own classes, some of which are not an OSError.
     return any(isinstance(cause, OSError) or _is_connections(cause) for cause in causes)
 
 
 def _is_connections(error: BaseException) -> bool:
-    names = (made.__name__ for made in type(error).__mro__)
+    names = (base.__name__ for base in type(error).__mro__)
     return any(word in name for name in names for word in _CONNECTION_WORDS)
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that it was raised from, each once."""
+    """Yield an error and all errors that it was raised from, each once."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -76,17 +76,17 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status that a client's error, or one that it was raised from, came of; None where there is none."""
+    """Return the HTTP status in a client's error, or in an error that it was raised from; None if there is none."""
     return next((status for cause in causes_of(error) if (status := _status_of(cause)) is not None), None)
 
 
 def _status_of(error: BaseException) -> int | None:
-    """The HTTP status in an error of botocore, azure-core, aiohttp, google-auth or requests."""
+    """Return the HTTP status in an error of botocore, azure-core, aiohttp, google-auth or requests, if there is one."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         response = response.get("ResponseMetadata", {})
-        found = response.get("HTTPStatusCode")
-        return found if isinstance(found, int) else None
+        status = response.get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
     for holder in (error, response):
         for name in ("status_code", "status", "code"):
             value = getattr(holder, name, None)
@@ -96,14 +96,17 @@ def _status_of(error: BaseException) -> int | None:
 
 
 def retried(work: Callable[[], T], timeout_s: float, stop: threading.Event | None = None) -> T:
-    """Run `work`, again after an error that is retriable, at random intervals that grow."""
+    """Run `work`; after a retriable error, run it again at random, growing intervals until `timeout_s` is over.
+
+    Once `stop` is set, raise an InterruptedRestoreError instead of running it.
+    """
 
     def once() -> T:
         if stop is not None and stop.is_set():
-            raise InterruptedRestoreError("told to stop")
+            raise InterruptedRestoreError("stopped on request")
         return work()
 
-    if timeout_s <= 0:  # the same, without what tenacity keeps account of
+    if timeout_s <= 0:  # the same result, without tenacity's overhead
         return once()
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception(is_retriable),

@@ -1,7 +1,7 @@
-"""Bounded memory: rows beyond a budget go to files on the local disk and come back mapped.
+"""Bounded memory: rows beyond a budget are written to files on the local disk and read back memory-mapped.
 
-`SpillBuffer` keeps batches in order. `HashSorter` takes rows in any order and gives them back by ascending hash, in
-ranges that fit the budget; only the rows of a single key are never divided.
+`SpillBuffer` keeps batches in order. `HashSorter` takes rows in any order and returns them by ascending hash, in ranges
+that fit the budget; the rows of a single key are never divided, even if they exceed it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class HashSorter:
         self.size_bytes = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Take some rows."""
+        """Add rows."""
         if not batch.num_rows:
             return
         size = batch.get_total_buffer_size()
@@ -77,17 +77,17 @@ class HashSorter:
         self._held_bytes += size
         self.rows += batch.num_rows
         self.size_bytes += size
-        # Half the budget: sorting makes a copy of what is held.
+        # Half the budget, because sorting makes a copy of the rows in memory.
         if self._held_bytes > self._memory_bytes_max // 2:
             self._spill()
 
     @property
     def spilled(self) -> bool:
-        """Whether anything went to disk."""
+        """True if rows were written to disk."""
         return bool(self._pieces)
 
     def ranges(self) -> Iterator[tuple[int, pa.Table | None]]:
-        """All rows, by ascending ranges of hashes that together cover all hashes. Consumes the rows."""
+        """Yield all rows as (upper bound, rows) of ascending hash ranges that cover all hashes; consumes the rows."""
         if not self._pieces:
             held, self._held = self._held, []
             yield 2**64 - 1, pa.Table.from_batches(held) if held else None
@@ -112,7 +112,7 @@ class HashSorter:
             lower = upper
 
     def _borders(self, batches: list[pa.RecordBatch]) -> list[int]:
-        """Upper bounds of the ranges: quantiles of the hashes, as many as the budget asks for."""
+        """Return the upper bounds of the ranges: quantiles of the hashes, so many that each range fits the budget."""
         count = max(1, -(-4 * self.size_bytes // self._memory_bytes_max))
         step = max(1, self.rows // 100_000)
         sample = np.sort(np.concatenate([self._hashes(batch)[::step] for batch in batches]))
@@ -121,7 +121,7 @@ class HashSorter:
         return borders
 
     def _spill(self) -> None:
-        # One chunk a column: taking from many would join them anew for every piece.
+        # One chunk per column, because `take` from several chunks would join them for every piece.
         table = pa.Table.from_batches(self._held).combine_chunks()
         self._held, self._held_bytes = [], 0
         order = pa.array(np.argsort(_unsigned(table[self._column]), kind="stable"))
@@ -134,13 +134,13 @@ class HashSorter:
 
 
 def _unsigned(column: pa.Array | pa.ChunkedArray) -> HashArray:
-    """A column of 64-bit hashes as unsigned numbers; Spark's are signed, and buckets and runs go by the bits."""
+    """Return a column of 64-bit hashes as unsigned numbers: Spark's are signed, buckets and runs use the bits."""
     hashes: HashArray = column.to_numpy().view(np.uint64)
     return hashes
 
 
 def _write_mapped(folder: Path, batches: Iterator[pa.RecordBatch] | list[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    """Write batches to an unnamed local file and give them back as views of its mapped pages."""
+    """Write batches to a local file that is removed at once, and return them as views of its mapped pages."""
     with local_errors(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
         path = Path(scratch) / "spill.arrow"
         with contextlib.ExitStack() as stack:
@@ -161,7 +161,7 @@ def _write_mapped(folder: Path, batches: Iterator[pa.RecordBatch] | list[pa.Reco
 
 @contextlib.contextmanager
 def local_errors(folder: Path) -> Iterator[None]:
-    """Translate what temporary files in a local folder can raise; our own errors pass."""
+    """Translate errors of temporary files in a local folder into this package's errors."""
     try:
         yield
     except StateError:

@@ -1,4 +1,4 @@
-"""State machines as tables: where each event leads. No I/O and no clock; who has these asks a table what comes next."""
+"""State machines as tables of the state after each event, without I/O and clocks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ E = TypeVar("E", bound=enum.Enum)
 
 @dataclass(frozen=True)
 class Transitions(Generic[S, E]):
-    """What may become of something.
+    """The allowed transitions of a state machine.
 
     Parameters
     ----------
     subject, cannot
-        What it is, and how to say that an event cannot happen to it.
+        What has the state, and a phrase that says that an event cannot happen to it; for the error.
     table
-        The state after an event; what is not there cannot happen.
+        The state after an event; an event that is missing for a state cannot happen in it.
     """
 
     subject: str
@@ -30,8 +30,8 @@ class Transitions(Generic[S, E]):
     table: Mapping[tuple[S, E], S]
 
     def next_state(self, state: S, event: E) -> S:
-        """How it stands after an event."""
-        found = self.table.get((state, event))
-        if found is None:
+        """Return the state after an event."""
+        following = self.table.get((state, event))
+        if following is None:
             raise AssertionError(f"{self.subject} that is {state.name} {self.cannot} {event.name}")
-        return found
+        return following

@@ -1,8 +1,8 @@
-"""Metrics through OpenTelemetry, where a worker process has an SDK, and their way out before the process is gone.
+"""Metrics through OpenTelemetry, if a worker process has an SDK, exported before the process ends.
 
-An SDK's readers export now and then, and Spark ends Python workers without notice. So what calls recorded is flushed
-when their task ends, beside it: the task waits for that, but never longer than `FLUSH_WAIT_S_MAX`. Whatever fails here
-is told once and harms no batch.
+An SDK exports only now and then, and Spark ends Python workers without notice. So the metrics of calls are flushed in
+the background when their task ends; the task waits for that, but never longer than `FLUSH_WAIT_S_MAX`. Errors are
+logged once and do not affect batches.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _LOGGER = logging.getLogger("spark_state_ext")
 METER = "spark_state_ext"
 # How long the end of a task waits for an export.
 FLUSH_WAIT_S_MAX = 0.5
-# Exports of a process begin so far apart, however many tasks end.
+# Minimum time between the starts of two exports of a process, however many tasks end.
 FLUSH_EVERY_S = 1.0
-# What the SDK is told. Nobody waits so long.
+# The timeout passed to the SDK; tasks do not wait this long.
 _EXPORT_MS_MAX = 10_000
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
-# What is nothing is to look like nothing, not like something below the first bound.
+# The first bound is 0, so that zeros are distinguished from small values.
 _MS_BOUNDS = [0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 30_000, 60_000, 300_000]
 _BYTES_BOUNDS = [0, *(4**n for n in range(5, 18))]
 _ROWS_BOUNDS = [0, *(10**n for n in range(10))]
@@ -51,13 +51,13 @@ class Instrument:
     Parameters
     ----------
     name
-        Behind ``spark_state_ext.``.
+        Name without the prefix ``spark_state_ext.``.
     kind
         ``"counter"``, ``"gauge"`` or ``"histogram"``.
     column
-        The column of `CallMetrics` that it has its values from; empty where they are of calls that failed.
+        The column of `CallMetrics` with its values; empty for the counter of failed calls.
     unit
-        As OpenTelemetry writes it.
+        Unit in OpenTelemetry's notation.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Instrument:
 
     @property
     def full_name(self) -> str:
-        """As exporters get it."""
+        """Name that exporters get."""
         return f"{METER}.{self.name}"
 
 
@@ -75,11 +75,11 @@ _UNITS = {"ms": "ms", "bytes": "By"}
 
 
 def _made_of(kind: str, *columns: str) -> tuple[Instrument, ...]:
-    return tuple(Instrument(it, kind, it, _UNITS.get(it.rpartition("_")[2], "1")) for it in columns)
+    return tuple(Instrument(name, kind, name, _UNITS.get(name.rpartition("_")[2], "1")) for name in columns)
 
 
 FAILED_CALLS = Instrument("failed_calls", COUNTER, "")
-# What a failed call tells too; all else is told of calls that came to their end.
+# Columns that are recorded for failed calls too; the others are recorded only for calls that succeeded.
 _OF_FAILED = ("upload_failures", "snapshot_failures", "deleted_files")
 INSTRUMENTS: tuple[Instrument, ...] = (
     *_made_of(COUNTER, "rows", "keys", "timeouts", "changed_rows", "uploaded_bytes", "uploads", "upload_failures"),
@@ -97,48 +97,48 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 
 
 class Telemetry:
-    """What a worker process tells an SDK of OpenTelemetry, if it has one."""
+    """Records a worker process's metrics with the SDK of OpenTelemetry, if there is one."""
 
     def __init__(self, beside: DaemonPool | None = None) -> None:
         self._beside = beside or DaemonPool("telemetry")
         self._changed = threading.Condition()
-        # How many recordings there were, how many of them are to be flushed, and how many are.
+        # Numbers of calls that were recorded, that were requested to be flushed, and that were flushed.
         self._recorded = self._asked = self._flushed = 0
         self._busy = False
-        # Somebody waited in vain, and no export has come through since.
+        # True from when a task waited in vain until an export succeeds.
         self._slow = False
         self._begun_s = -math.inf
 
     def record(self, call: CallMetrics) -> None:
-        """Record a call that came to its end."""
-        self._record(call, lambda it: bool(it.column))
+        """Record a call that succeeded."""
+        self._record(call, lambda instrument: bool(instrument.column))
 
     def record_failure(self, call: CallMetrics) -> None:
         """Record a call that failed."""
-        self._record(call, lambda it: it is FAILED_CALLS or it.column in _OF_FAILED)
+        self._record(call, lambda instrument: instrument is FAILED_CALLS or instrument.column in _OF_FAILED)
 
     def _record(self, call: CallMetrics, which: Callable[[Instrument], bool]) -> None:
-        made = _instruments()
-        if made is None:
+        sdk_instruments = _instruments()
+        if sdk_instruments is None:
             return
-        # Buckets are too many to be told apart in a metrics store.
+        # No attribute for the bucket: there are too many for a metrics store.
         attributes = {"operator": call.operator, "query_id": call.query_id}
         try:
-            for it in filter(which, INSTRUMENTS):
-                value = int(getattr(call, it.column)) if it.kind == COUNTER and it.column else 1
-                if it.kind == COUNTER:
-                    made[it.name].add(value, attributes)
-                elif it.kind == GAUGE:
-                    made[it.name].set(getattr(call, it.column), attributes)
+            for instrument in filter(which, INSTRUMENTS):
+                value = int(getattr(call, instrument.column)) if instrument.kind == COUNTER and instrument.column else 1
+                if instrument.kind == COUNTER:
+                    sdk_instruments[instrument.name].add(value, attributes)
+                elif instrument.kind == GAUGE:
+                    sdk_instruments[instrument.name].set(getattr(call, instrument.column), attributes)
                 else:
-                    made[it.name].record(getattr(call, it.column), attributes)
+                    sdk_instruments[instrument.name].record(getattr(call, instrument.column), attributes)
         except Exception as error:
-            _tell(f"the SDK of OpenTelemetry takes no metrics: {type(error).__name__}: {error}")
+            _warn_once(f"the SDK of OpenTelemetry does not accept metrics: {type(error).__name__}: {error}")
         with self._changed:
             self._recorded += 1
 
     def flush(self, wait_s: float = FLUSH_WAIT_S_MAX) -> bool:
-        """Have what was recorded exported, beside the caller; whether it is."""
+        """Export all recorded calls in the background, wait at most `wait_s`, and return whether they are exported."""
         if _force_flush() is None:
             return False
         with self._changed:
@@ -148,8 +148,8 @@ class Telemetry:
             if not self._busy:
                 try:
                     self._beside.submit(self._flush_all)
-                except StorageError as error:  # no thread
-                    _tell(f"metrics are not exported: {error}")
+                except StorageError as error:  # no thread could be started
+                    _warn_once(f"metrics are not exported: {error}")
                     return False
                 self._busy = True
             if self._slow or not wait_s or time.monotonic() < self._begun_s + FLUSH_EVERY_S:
@@ -157,7 +157,9 @@ class Telemetry:
             if self._changed.wait_for(lambda: self._flushed >= mine, wait_s):
                 return True
             self._slow = True
-        _tell(f"no task waits for metrics to be exported: that took longer than {wait_s:g} s. Is the collector slow?")
+        _warn_once(
+            f"tasks no longer wait for metrics to be exported: it took over {wait_s:g} s. Is the collector slow?"
+        )
         return False
 
     def _flush_all(self) -> None:
@@ -171,11 +173,11 @@ class Telemetry:
                 time.sleep(pause_s)
             with self._changed:
                 through, self._begun_s = self._recorded, time.monotonic()
-            came_through = _exported()
+            succeeded = _exported()
             with self._changed:
-                # Also what could not be exported: the SDK has it still, or has dropped it.
+                # Even if the export failed, because then the SDK either still has the data or has dropped it.
                 self._flushed = through
-                if came_through:
+                if succeeded:
                     self._slow = False
                 self._changed.notify_all()
 
@@ -187,54 +189,56 @@ def _exported() -> bool:
     try:
         flush(timeout_millis=_EXPORT_MS_MAX)
     except Exception as error:
-        _tell(f"metrics could not be exported: {type(error).__name__}: {error}")
+        _warn_once(f"metrics could not be exported: {type(error).__name__}: {error}")
         return False
     return True
 
 
 def _force_flush() -> Callable[..., Any] | None:
-    """That of the SDK; None where there is no SDK, or one that cannot."""
+    """Return the SDK's function to export at once; None if there is no SDK or it has no such function."""
     if _instruments() is None:
         return None
     from opentelemetry.metrics import get_meter_provider
 
-    found: Callable[..., Any] | None = getattr(get_meter_provider(), "force_flush", None)
-    return found
+    flush: Callable[..., Any] | None = getattr(get_meter_provider(), "force_flush", None)
+    return flush
 
 
 @functools.cache
-def _tell(text: str) -> None:
+def _warn_once(text: str) -> None:
     _LOGGER.warning(text)
 
 
 @functools.cache
 def _instruments() -> Mapping[str, Any] | None:
-    """Instruments by name, or None where OpenTelemetry's API is not installed, or its SDK cannot be set up."""
+    """Create the SDK's instruments, by name; None if OpenTelemetry's API is missing or its SDK cannot be set up."""
     try:
         from opentelemetry.metrics import get_meter
     except ImportError:
         return None
     try:
         meter = get_meter(METER)
-        return {it.name: _made(meter, it) for it in INSTRUMENTS}
+        return {instrument.name: _made(meter, instrument) for instrument in INSTRUMENTS}
     except Exception as error:
-        _tell(f"metrics do not go to OpenTelemetry: {type(error).__name__}: {error}")
+        _warn_once(f"metrics are not sent to OpenTelemetry: {type(error).__name__}: {error}")
         return None
 
 
-def _made(meter: Any, it: Instrument) -> Any:
-    if it.kind == COUNTER:
-        return meter.create_counter(it.full_name, it.unit)
-    if it.kind == GAUGE:
-        return meter.create_gauge(it.full_name, it.unit)
-    return meter.create_histogram(it.full_name, it.unit, explicit_bucket_boundaries_advisory=_BOUNDS[it.unit])
+def _made(meter: Any, instrument: Instrument) -> Any:
+    if instrument.kind == COUNTER:
+        return meter.create_counter(instrument.full_name, instrument.unit)
+    if instrument.kind == GAUGE:
+        return meter.create_gauge(instrument.full_name, instrument.unit)
+    return meter.create_histogram(
+        instrument.full_name, instrument.unit, explicit_bucket_boundaries_advisory=_BOUNDS[instrument.unit]
+    )
 
 
 def meter_provider() -> Any:
-    """An SDK that exports by OTLP over HTTP, for ``OTEL_PYTHON_METER_PROVIDER=spark_state_ext``.
+    """Create an SDK that exports by OTLP over HTTP, for ``OTEL_PYTHON_METER_PROVIDER=spark_state_ext``.
 
-    A worker process makes it with its first call, so after Spark's daemon has forked it: each has an identity of its
-    own (`service.instance.id`). All else is told by the variables of OpenTelemetry, such as
+    A worker process creates it with its first call, so after Spark's daemon has forked the process, and gives it a
+    unique `service.instance.id`. Everything else is configured by OpenTelemetry's variables, such as
     ``OTEL_EXPORTER_OTLP_ENDPOINT``.
     """
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
@@ -247,5 +251,5 @@ def meter_provider() -> Any:
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": METER}))
     reader = PeriodicExportingMetricReader(OTLPMetricExporter())
-    # The end of a task has flushed; a process that ends must not wait for a collector.
+    # Metrics are flushed at the end of each task, and a process that ends must not wait for a collector.
     return MeterProvider(metric_readers=[reader], resource=resource, shutdown_on_exit=False)

@@ -1,4 +1,4 @@
-"""Executors: threads that do not keep a process from ending, and none at all."""
+"""Executors: pools of daemon threads, and one that runs work in the caller's thread."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _IDLE_S = 60.0
-# How long what was begun ahead, and is not wanted any more, is waited for; and what a thread does as the process ends.
+# How long to wait for work that was started ahead and is no longer needed, and for threads when the process ends.
 _END_S = 5.0
-# How often whoever waits does what there is to do meanwhile.
+# How often `side_by_side` calls `while_waiting`.
 _LOOK_S = 0.5
 
 
 class DaemonPool(Executor):
-    """Threads that do not keep a process from ending, made when there is work and gone when there is none for long."""
+    """A pool of daemon threads, which start when there is work and end after a time without work."""
 
     _exit_until_s: ClassVar[float | None] = None
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._forget()
-        # As many as there are buckets, up to `THREADS_MAX`, and one for each that hangs.
+        # Callers set it to the number of buckets up to `THREADS_MAX`, plus one for each hung thread.
         self.threads_max = 1
 
     def _forget(self) -> None:
         self._pid = os.getpid()
-        # None: one thread is to end.
+        # An item None asks one thread to end.
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        # Work submitted and not done, callbacks included: a thread that has just taken some is not free for more.
+        # Work that is submitted and not finished, including callbacks; threads beyond this number are idle.
         self._outstanding = 0
         self._threads: set[threading.Thread] = set()
 
@@ -61,15 +61,15 @@ class DaemonPool(Executor):
         return future
 
     def close(self) -> None:
-        """Cancel what has not begun, and have each thread end with the work that it is at; nobody waits for them."""
+        """Cancel work that has not started, and have each thread end after its current work, without waiting for it."""
         if self._pid != os.getpid():
             self._forget()
         with self._lock:
             with contextlib.suppress(queue.Empty):
                 while True:
-                    taken = self._work.get_nowait()
-                    if taken is not None:
-                        taken[0].cancel()
+                    item = self._work.get_nowait()
+                    if item is not None:
+                        item[0].cancel()
                         self._outstanding -= 1
             for _ in self._threads:
                 self._work.put(None)
@@ -80,10 +80,10 @@ class DaemonPool(Executor):
             atexit.unregister(self._end_at_exit)
 
     def _end_at_exit(self) -> None:
-        """Wait some seconds for threads to end, idle ones too.
+        """Wait some seconds for all threads to end, including idle ones.
 
-        Python ends a daemon thread when it next asks for the interpreter's lock. If that is inside Arrow, which calls
-        Python's files, or in a thread that has just been woken, the whole process may be aborted: "terminate called
+        At exit, Python ends a daemon thread when it next requests the interpreter's lock. If the thread is then inside
+        Arrow, which calls Python's files, or has just been woken, the whole process may be aborted: "terminate called
         without an active exception".
         """
         if self._pid == os.getpid():
@@ -94,7 +94,7 @@ class DaemonPool(Executor):
 
     @staticmethod
     def exit_left_s() -> float:
-        """How long an ending process still waits for its threads, of all pools together."""
+        """Return how many seconds an ending process may still wait for the threads of all pools."""
         if DaemonPool._exit_until_s is None:
             DaemonPool._exit_until_s = time.monotonic() + _END_S
         return max(0.0, DaemonPool._exit_until_s - time.monotonic())
@@ -108,24 +108,24 @@ class DaemonPool(Executor):
                 atexit.register(self._end_at_exit)
         except RuntimeError as error:  # no address space for its stack
             if not self._threads:
-                raise StorageError(f"no thread can be made for {self._name}: {error}") from error
+                raise StorageError(f"cannot start a thread for {self._name}: {error}") from error
 
     def _loop(self) -> None:
         while True:
             try:
-                taken = self._work.get(timeout=_IDLE_S)
+                item = self._work.get(timeout=_IDLE_S)
             except queue.Empty:
                 with self._lock:
                     if not self._work.empty():
                         continue
                     self._end_thread()
                     return
-            if taken is None:
+            if item is None:
                 with self._lock:
                     self._end_thread()
                 return
             try:
-                _run(*taken)
+                _run(*item)
             finally:
                 with self._lock:
                     self._outstanding -= 1
@@ -147,7 +147,10 @@ def side_by_side(
     items: Iterable[S],
     while_waiting: Callable[[], None] | None = None,
 ) -> list[T]:
-    """Results of `work` for each item, in their order, from threads that do not keep a process from ending."""
+    """Run `work` for each item in parallel daemon threads, and return the results in the order of the items.
+
+    `while_waiting`, if given, is called regularly meanwhile.
+    """
     pool = DaemonPool(name)
     pool.threads_max = threads
     try:
@@ -165,7 +168,7 @@ def side_by_side(
 
 
 def ahead(name: str, threads: int, work: Callable[[S], T], items: Iterable[S]) -> Generator[T, None, None]:
-    """Results of `work` for each item, in their order, a few of them made before they are asked for."""
+    """Yield the results of `work` in the order of the items, running it for up to `threads` items ahead."""
     pool = DaemonPool(name)
     pool.threads_max = threads
     rest = iter(items)
@@ -178,12 +181,12 @@ def ahead(name: str, threads: int, work: Callable[[S], T], items: Iterable[S]) -
             yield waiting.popleft().result()
     finally:
         pool.close()
-        # A process that ends while a thread of it is inside Arrow is aborted.
-        wait([it for it in waiting if not it.cancelled()], timeout=_END_S)
+        # Wait, because a process that ends while one of its threads is inside Arrow is aborted.
+        wait([future for future in waiting if not future.cancelled()], timeout=_END_S)
 
 
 class CallerExecutor(Executor):
-    """Runs work at once, in the caller's thread."""
+    """An executor that runs work at once, in the caller's thread."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -250,7 +250,7 @@ def test_marks_that_cannot_be_written_are_told_and_end_nothing(
     blocks = opened(tmp_path, run)
     blocks.note(file, [0])
     blocks.note(file, [1])
-    (told,) = [it.message for it in caplog.records if "is not noted" in it.message]
+    (told,) = [it.message for it in caplog.records if "are not recorded" in it.message]
     assert str(tmp_path) in told
     assert blocks.known() == []
 

@@ -81,7 +81,7 @@ def test_others_lose_their_rights_in_a_folder_that_was_made_before(
         (ours / "scratch").mkdir(exist_ok=True)
         assert stores_folder(str(tmp_path)) == ours
         assert _mode(ours) == 0o700
-        assert f"(mode {mode:o}); these are taken away now" in caplog.text
+        assert f"(mode {mode:o}); this was revoked" in caplog.text
     caplog.clear()
     assert stores_folder(str(tmp_path)) == ours
     assert caplog.records == []
@@ -169,7 +169,7 @@ def test_erasing_drops_no_stores_behind_a_link(tmp_path: Path, precious: Path) -
     operators = tmp_path / "local" / _OURS / f"{'0' * 16}-counts"
     operators.mkdir(parents=True)
     (operators / "query").symlink_to(precious.parent.parent)
-    with pytest.raises(UnsafeFolderError, match="query is a symbolic link, and nothing is removed behind"):
+    with pytest.raises(UnsafeFolderError, match="query is a symbolic link, and files behind a link are not removed"):
         _drop_stores(tmp_path / "local", "root", "counts", "query")
     assert precious.exists()
     assert (operators / "query").is_symlink(), "nor is it renamed"
@@ -181,7 +181,7 @@ def test_a_savepoint_with_a_linked_folder_is_not_deleted(tmp_path: Path, linked:
     (tmp_path / "savepoint" / linked).rename(tmp_path / "elsewhere")
     (tmp_path / "savepoint" / linked).symlink_to(tmp_path / "elsewhere")
     before = sorted(path for path in tmp_path.rglob("*"))
-    with pytest.raises(UnsafeFolderError, match=f"savepoint/{linked} is a symbolic link, and nothing is removed"):
+    with pytest.raises(UnsafeFolderError, match=f"savepoint/{linked} is a symbolic link, and files behind"):
         delete_files(savepoint, read_manifest(savepoint))
     assert sorted(path for path in tmp_path.rglob("*")) == before, "also of the buckets before it"
 

@@ -268,7 +268,7 @@ def test_a_store_that_lacks_what_is_committed_is_being_restored(
             next(live.scan([0]))
         body = json.dumps({"later": 1}).encode().ljust(508)
         path.write_bytes(zlib.crc32(body).to_bytes(4, "little") + body)
-        with pytest.raises(CorruptStoreError, match="not what this release writes"):
+        with pytest.raises(CorruptStoreError, match="was not written by this release"):
             next(live.scan([0]))
         path.write_bytes(replace(record, namespace="pid:[1]").encode())
         with pytest.raises(UsageError, match="another container"):
@@ -331,7 +331,7 @@ def test_a_store_is_not_asked_by_the_process_that_works_on_it(tmp_path: Path) ->
     asked = Asked(tmp_path)
     asked.buckets.batch(0, live_job.rows_of(0), Times(0, -1, False))
     try:
-        with asked.live() as live, pytest.raises(UsageError, match="ask from another process"):
+        with asked.live() as live, pytest.raises(UsageError, match="read it from another process"):
             live.get(1)
     finally:
         asked.buckets.close()
@@ -371,7 +371,7 @@ def test_a_reader_changes_nothing(tmp_path: Path) -> None:
     changes: list[Callable[[], object]] = [environment.check_readers, environment.discard]
     changes.append(lambda: environment.write(lambda txn: None))
     for change in changes:
-        with pytest.raises(UsageError, match="only read here"):
+        with pytest.raises(UsageError, match="open for reading only"):
             change()
     environment.close()
     with asked.live() as live:

@@ -85,7 +85,7 @@ def test_where_nothing_can_be_written_that_is_told_once(tmp_path: Path, caplog: 
     with caplog.at_level(logging.WARNING, "spark_state_ext"):
         for batch in range(3):
             _log(tmp_path / "metrics", _call(batch, 0))
-    assert len([it for it in caplog.messages if "metrics are not written" in it]) == 1
+    assert len([it for it in caplog.messages if "metrics could not be written" in it]) == 1
 
 
 def _printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:

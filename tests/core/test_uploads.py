@@ -350,7 +350,7 @@ def test_work_that_no_thread_can_be_made_for_is_not_kept(monkeypatch: pytest.Mon
     done: list[str] = []
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-        with pytest.raises(StorageError, match="no thread can be made for p"):
+        with pytest.raises(StorageError, match="cannot start a thread for p"):
             pool.submit(done.append, "refused")
     pool.submit(done.append, "taken").result(WAIT_S)
     assert done == ["taken"]
