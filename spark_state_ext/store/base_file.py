@@ -20,7 +20,7 @@ from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingR
 from spark_state_ext.store.local_disk import storage_error
 from spark_state_ext.store.runs import Chunk, Run, describe
 
-__all__ = ["check_blocks", "chunks_in", "chunks_of", "file_of", "mapped"]
+__all__ = ["check_blocks", "read_chunks", "chunks_of", "file_path", "map_file"]
 
 # Bytes of an Arrow IPC file before its first message: magic and padding.
 _FIRST_MESSAGE = 8
@@ -28,15 +28,15 @@ _PREFIX = struct.Struct("<Ii")
 _CONTINUES = 0xFFFFFFFF
 
 
-def file_of(folder: Path, run_key: str) -> Path:
+def file_path(folder: Path, run_key: str) -> Path:
     """Return the path of a run's file."""
     return folder / f"base-{run_key}.arrow"
 
 
-def mapped(folder: Path, run: Run) -> pa.Buffer:
+def map_file(folder: Path, run: Run) -> pa.Buffer:
     """Memory-map the file of a run."""
     try:
-        with pa.memory_map(str(file_of(folder, run.key))) as file:
+        with pa.memory_map(str(file_path(folder, run.key))) as file:
             return file.read_buffer()
     except FileNotFoundError as error:
         raise MissingRunError(
@@ -50,7 +50,7 @@ def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str
     """Check the blocks of a chunk that are not in `checked` against their checksums; return and add these blocks."""
     if data.size < run.file_bytes:
         raise CorruptStoreError("a file of the local store is shorter than the manifest says")
-    compared = []
+    newly_checked = []
     for block in range(chunk.offset // BLOCK_BYTES, (chunk.offset + chunk.size_bytes - 1) // BLOCK_BYTES + 1):
         if (run.key, block) in checked:
             continue
@@ -58,16 +58,16 @@ def check_blocks(data: pa.Buffer, run: Run, chunk: Chunk, checked: set[tuple[str
         if zlib.crc32(memoryview(data)[start : min(start + BLOCK_BYTES, run.file_bytes)]) != run.blocks[block]:
             raise CorruptStoreError("a file of the local store differs from its checksum")
         checked.add((run.key, block))
-        compared.append(block)
-    return compared
+        newly_checked.append(block)
+    return newly_checked
 
 
-def chunks_in(
+def read_chunks(
     data: pa.Buffer, run: Run, schema: pa.Schema, where: str, index: SnapshotIndex | None = None
 ) -> tuple[Chunk, ...]:
     """Return the chunks of a run's Arrow IPC file, whose body has been checked already."""
     if index is not None:
-        return _indexed(data, index, schema, where)
+        return _read_indexed_chunks(data, index, schema, where)
     view, length, rows = memoryview(data), run.file_bytes, run.rows
     chunks: list[Chunk] = []
     try:
@@ -82,13 +82,13 @@ def chunks_in(
             at += size
     except (pa.ArrowException, OSError, struct.error) as error:
         raise CorruptFileError(f"{where} is not the Arrow file that its header describes: {error}") from error
-    found = sum(chunk.rows for chunk in chunks)
-    if at != length or found != rows:
-        raise CorruptFileError(f"{where} holds {found} rows in {at} bytes, but its header says {rows} in {length}")
+    rows_found = sum(chunk.rows for chunk in chunks)
+    if at != length or rows_found != rows:
+        raise CorruptFileError(f"{where} holds {rows_found} rows in {at} bytes, but its header says {rows} in {length}")
     return tuple(chunks)
 
 
-def _indexed(data: pa.Buffer, index: SnapshotIndex, schema: pa.Schema, where: str) -> tuple[Chunk, ...]:
+def _read_indexed_chunks(data: pa.Buffer, index: SnapshotIndex, schema: pa.Schema, where: str) -> tuple[Chunk, ...]:
     chunks = chunks_of(index)
     try:
         for chunk in chunks:

@@ -10,19 +10,19 @@ import zlib
 
 from spark_state_ext.errors import CorruptStoreError
 
-__all__ = ["CRC_BYTES", "checked", "opened"]
+__all__ = ["CRC_BYTES", "add_checksum", "remove_checksum"]
 
 CRC_BYTES = 4
 
 
-def checked(key: bytes, value: bytes) -> bytes:
+def add_checksum(key: bytes, value: bytes) -> bytes:
     """Prefix an entry's value with a CRC-32 of key and value."""
     return zlib.crc32(value, zlib.crc32(key)).to_bytes(CRC_BYTES, "little") + value
 
 
-def opened(key: bytes, value: bytes | memoryview) -> bytes:
+def remove_checksum(key: bytes, value: bytes | memoryview) -> bytes:
     """Check an entry's CRC-32 and return the value without it; the inverse of `add_checksum`."""
     data = bytes(value)
-    if checked(key, data[CRC_BYTES:]) != data:
+    if add_checksum(key, data[CRC_BYTES:]) != data:
         raise CorruptStoreError(f"the entry {key!r} of the local store differs from its checksum")
     return data[CRC_BYTES:]

@@ -24,12 +24,12 @@ __all__ = [
     "NOTHING",
     "WHOLE",
     "Cells",
-    "Compared",
+    "BlockChecks",
     "PartlyChecked",
     "block_crcs",
     "cells_of",
     "check_all",
-    "opened_crcs",
+    "check_crcs",
 ]
 
 CHECK_BYTES = 16 << 10
@@ -49,7 +49,7 @@ def block_crcs(data: pa.Buffer | memoryview) -> bytes:
     return struct.pack(f"<{len(crcs)}I", *crcs)
 
 
-def opened_crcs(stored: memoryview | None, size_bytes: int, crc: int) -> bytes:
+def check_crcs(stored: memoryview | None, size_bytes: int, crc: int) -> bytes:
     """Return a chunk's stored block checksums after checking them against the manifest."""
     crcs = b"" if stored is None else bytes(stored)
     if len(crcs) != 4 * -(-size_bytes // CHECK_BYTES) or zlib.crc32(crcs) != crc:
@@ -60,7 +60,7 @@ def opened_crcs(stored: memoryview | None, size_bytes: int, crc: int) -> bytes:
 def check_all(data: pa.Buffer | memoryview, crcs: bytes) -> None:
     """Check all blocks of a chunk."""
     if block_crcs(data) != crcs:
-        raise _differs()
+        raise _checksum_error()
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Cells:
 
 
 @dataclass
-class Compared:
+class BlockChecks:
     """Which blocks of a chunk have been checked; kept from one use of the chunk to the next.
 
     Parameters
@@ -105,43 +105,43 @@ class Compared:
     cells: tuple[Cells, ...] | None = None
 
     @staticmethod
-    def nothing(crcs: bytes) -> Compared:
+    def none_checked(crcs: bytes) -> BlockChecks:
         """Return the state of a chunk of which no block was checked."""
-        return Compared(crcs, bytearray(len(crcs) // 4))
+        return BlockChecks(crcs, bytearray(len(crcs) // 4))
 
     @staticmethod
-    def everything(size_bytes: int) -> Compared:
+    def all_checked(size_bytes: int) -> BlockChecks:
         """Return the state of a chunk of which all blocks were checked."""
-        return Compared(b"", bytearray(b"\1") * -(-size_bytes // CHECK_BYTES))
+        return BlockChecks(b"", bytearray(b"\1") * -(-size_bytes // CHECK_BYTES))
 
 
 class PartlyChecked:
     """A chunk that checks only the blocks it reads; valid as long as the chunk's memory."""
 
-    def __init__(self, data: pa.Buffer, compared: Compared, schema: pa.Schema, hash_min: int, hash_max: int) -> None:
+    def __init__(self, data: pa.Buffer, checks: BlockChecks, schema: pa.Schema, hash_min: int, hash_max: int) -> None:
         self._data = memoryview(data)
         self._address = data.address
-        self._compared = compared
+        self._checks = checks
         self._hash_min, self._hash_max = hash_min, hash_max
-        self._compare(0, _PREFIX_BYTES)
+        self._check(0, _PREFIX_BYTES)
         _, header_bytes = struct.unpack_from("<Ii", self._data)
-        self._compare(0, _PREFIX_BYTES + header_bytes)
+        self._check(0, _PREFIX_BYTES + header_bytes)
         self._rows = pa.ipc.read_record_batch(data, schema)
-        if compared.cells is None:
-            compared.cells = tuple(cells_of(column, self._address) for column in self._rows.columns)
-        self._hashes_at = compared.cells[schema.get_field_index(KEY_HASH)].values
+        if checks.cells is None:
+            checks.cells = tuple(cells_of(column, self._address) for column in self._rows.columns)
+        self._hashes_at = checks.cells[schema.get_field_index(KEY_HASH)].values
         self._hashes: HashArray = np.frombuffer(self._data, np.uint64, self._rows.num_rows, self._hashes_at)
 
-    def first_at_least(self, wanted: int) -> int:
+    def first_at_least(self, key_hash: int) -> int:
         """Return the first row whose hash is at least `wanted`, or the number of rows if there is none."""
         last = len(self._hashes) - 1
-        hashes, least = self._hashes, np.uint64(wanted)
+        hashes, least = self._hashes, np.uint64(key_hash)
         span = max(1, self._hash_max - self._hash_min)
-        guess = min(max(0, (wanted - self._hash_min) * last // span), last)
+        guess = min(max(0, (key_hash - self._hash_min) * last // span), last)
         reach = _REACH
         while True:
             low, high = max(0, guess - reach), min(last, guess + reach)
-            self._compare(self._hashes_at + 8 * low, 8 * (high - low + 1))
+            self._check(self._hashes_at + 8 * low, 8 * (high - low + 1))
             if (low == 0 or hashes[low] < least) and (high == last or hashes[high] >= least):
                 return low + int(hashes[low : high + 1].searchsorted(least))
             reach *= 4
@@ -150,45 +150,45 @@ class PartlyChecked:
         """Return the hash of a row; None beyond the last row."""
         if row >= len(self._hashes):
             return None
-        self._compare(self._hashes_at + 8 * row, 8)
+        self._check(self._hashes_at + 8 * row, 8)
         return int(self._hashes[row])
 
     def row(self, row: int) -> pa.RecordBatch:
         """Return a copy of one row."""
-        if 0 in self._compared.done:
-            assert self._compared.cells is not None
-            for cells in self._compared.cells:
-                self._compare_cell(cells, row)
+        if 0 in self._checks.done:
+            assert self._checks.cells is not None
+            for cells in self._checks.cells:
+                self._check_cell(cells, row)
         # Slice first: `take` allocates by the last offset of all rows, which may be unchecked.
         return self._rows.slice(row, 1).take(_FIRST)
 
-    def _compare_cell(self, cells: Cells, row: int) -> None:
+    def _check_cell(self, cells: Cells, row: int) -> None:
         """Check the blocks that hold one row's value of a column."""
         if cells.kind == WHOLE:
-            self._compare(0, len(self._data))
+            self._check(0, len(self._data))
             return
         if cells.validity >= 0:
-            self._compare(cells.validity + row // 8, 1)
+            self._check(cells.validity + row // 8, 1)
         if cells.kind == FIXED:
             start = row * cells.bits // 8
-            self._compare(cells.values + start, -(-(row + 1) * cells.bits // 8) - start)
+            self._check(cells.values + start, -(-(row + 1) * cells.bits // 8) - start)
         elif cells.kind == BINARY:
             width = cells.bits // 8
-            self._compare(cells.values + width * row, 2 * width)
+            self._check(cells.values + width * row, 2 * width)
             start, end = struct.unpack_from("<2q" if width == 8 else "<2i", self._data, cells.values + width * row)
             if start < end:
-                self._compare(cells.data + start, end - start)
+                self._check(cells.data + start, end - start)
 
-    def _compare(self, start: int, size_bytes: int) -> None:
+    def _check(self, start: int, size_bytes: int) -> None:
         end = start + size_bytes
         if not 0 <= start <= end <= len(self._data):
-            raise _differs()
+            raise _checksum_error()
         for block in range(start // CHECK_BYTES, -(-end // CHECK_BYTES)):
-            if not self._compared.done[block]:
-                piece = self._data[block * CHECK_BYTES : (block + 1) * CHECK_BYTES]
-                if zlib.crc32(piece).to_bytes(4, "little") != self._compared.crcs[4 * block : 4 * block + 4]:
-                    raise _differs()
-                self._compared.done[block] = 1
+            if not self._checks.done[block]:
+                block_bytes = self._data[block * CHECK_BYTES : (block + 1) * CHECK_BYTES]
+                if zlib.crc32(block_bytes).to_bytes(4, "little") != self._checks.crcs[4 * block : 4 * block + 4]:
+                    raise _checksum_error()
+                self._checks.done[block] = 1
 
 
 def cells_of(column: pa.Array, address: int) -> Cells:
@@ -201,7 +201,7 @@ def cells_of(column: pa.Array, address: int) -> Cells:
     if not (is_binary or types.is_primitive(data_type) or types.is_decimal(data_type)):
         # Structs, lists and maps nest in too many ways to follow.
         return Cells(WHOLE)
-    validity, values, *data = (-1 if it is None else it.address - address for it in column.buffers())
+    validity, values, *data = (-1 if buffer is None else buffer.address - address for buffer in column.buffers())
     if is_binary:
         return Cells(BINARY, validity, values, 64 if is_long else 32, data[0])
     if 0 < column.null_count == len(column):
@@ -210,5 +210,5 @@ def cells_of(column: pa.Array, address: int) -> Cells:
     return Cells(FIXED, validity, values, data_type.bit_width)
 
 
-def _differs() -> CorruptStoreError:
+def _checksum_error() -> CorruptStoreError:
     return CorruptStoreError("a chunk of the local store differs from its checksum")

@@ -23,7 +23,7 @@ from pathlib import Path
 from spark_state_ext.store.runs import Run
 from spark_state_ext.worker.boot import UNKNOWN_BOOT, boot_id
 
-__all__ = ["ComparedBlocks", "FileState", "compared_of"]
+__all__ = ["CheckMarks", "FileState", "check_marks_path"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _MARK_BYTES = 8
@@ -31,7 +31,7 @@ _STATE = struct.Struct("<5Q")
 _BLOCK = struct.Struct("<QI")
 
 
-def compared_of(folder: Path, run_key: str) -> Path:
+def check_marks_path(folder: Path, run_key: str) -> Path:
     """Return the path of the marks of a run's file."""
     return folder / f"base-{run_key}.compared"
 
@@ -72,8 +72,8 @@ class FileState:
         return _STATE.pack(*(field & 0xFFFF_FFFF_FFFF_FFFF for field in fields))
 
 
-class ComparedBlocks:
-    """The marks of a run's file that this process has mapped. Create one with `ComparedBlocks.of`."""
+class CheckMarks:
+    """The marks of a run's file that this process has mapped. Create one with `CheckMarks.of`."""
 
     def __init__(self, folder: Path, run: Run, state: FileState) -> None:
         self._folder = folder
@@ -81,51 +81,53 @@ class ComparedBlocks:
         self._state = state
         prefix = f"{boot_id()} {run.key} ".encode() + state.encode()
         self._digest = hashlib.blake2b(prefix, digest_size=_MARK_BYTES)
-        self._ended = False
+        self._disabled = False
 
     @staticmethod
-    def of(folder: Path, run: Run, file: Path, before: FileState | None) -> ComparedBlocks | None:
+    def of(folder: Path, run: Run, file: Path, before: FileState | None) -> CheckMarks | None:
         """Return the marks of a file; None if marks are not usable and every process has to check the blocks itself."""
         # If boots cannot be distinguished, a mark of an earlier boot would look valid.
         if before is None or boot_id() == UNKNOWN_BOOT or FileState.of(file) != before:
             return None
-        return ComparedBlocks(folder, run, before)
+        return CheckMarks(folder, run, before)
 
-    def known(self) -> list[int]:
+    def marked_blocks(self) -> list[int]:
         """Return the blocks that any process has checked since the file was last changed."""
         try:
-            marks = compared_of(self._folder, self._run.key).read_bytes()
+            marks = check_marks_path(self._folder, self._run.key).read_bytes()
         except OSError:  # usually because no block was checked yet
             return []
         return [
             block
             for block in range(min(len(self._run.blocks), len(marks) // _MARK_BYTES))
-            if marks[_MARK_BYTES * block : _MARK_BYTES * (block + 1)] == self._mark(block)
+            if marks[_MARK_BYTES * block : _MARK_BYTES * (block + 1)] == self._mark_of(block)
         ]
 
-    def note(self, file: Path, blocks: Sequence[int]) -> None:
+    def mark_blocks(self, file: Path, blocks: Sequence[int]) -> None:
         """Mark blocks as checked by this process."""
-        if self._ended or not blocks:
+        if self._disabled or not blocks:
             return
         if FileState.of(file) != self._state:
-            self._ended = True
+            self._disabled = True
             return
         try:
-            marks = os.open(compared_of(self._folder, self._run.key), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            marks = os.open(
+                check_marks_path(self._folder, self._run.key), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
             try:
                 # Marks of neighbouring blocks are written together.
                 for _, group in groupby(enumerate(blocks), key=lambda pair: pair[1] - pair[0]):
                     neighbours = [block for _, block in group]
-                    data = b"".join(map(self._mark, neighbours))
+                    data = b"".join(map(self._mark_of, neighbours))
                     os.pwrite(marks, data, _MARK_BYTES * neighbours[0])
             finally:
                 os.close(marks)
         except OSError as error:
             # Harmless: the next process checks these blocks again.
-            self._ended = True
+            self._disabled = True
             _LOGGER.warning("blocks that were checked in the local store %s are not recorded: %s", self._folder, error)
 
-    def _mark(self, block: int) -> bytes:
+    def _mark_of(self, block: int) -> bytes:
         digest = self._digest.copy()
         digest.update(_BLOCK.pack(block, self._run.blocks[block]))
         return digest.digest()

@@ -26,7 +26,7 @@ from arrow_schemas.ipc_message import message_at
 from arrow_schemas.snapshot_index import IndexRecord, SnapshotIndex
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingRunError
-from spark_state_ext.store.base_file import file_of, mapped
+from spark_state_ext.store.base_file import file_path, map_file
 from spark_state_ext.store.local_disk import storage_error
 from spark_state_ext.worker.background import Foreground, Runner
 from spark_state_ext.worker.removal import remove_file
@@ -34,7 +34,7 @@ from spark_state_ext.worker.removal import remove_file
 if TYPE_CHECKING:
     from spark_state_ext.store.runs import Run
 
-__all__ = ["FetchPieces", "LazyFile", "LazyOptions", "PieceGiver", "marks_of"]
+__all__ = ["FetchPieces", "LazyFile", "LazyOptions", "PieceGiver", "marks_path"]
 
 _MAGIC = b"SSEL"
 # Magic, CRC-32 of the index, length of the index in bytes.
@@ -88,13 +88,13 @@ class LazyOptions:
     foreground: Foreground = field(default_factory=Foreground)
 
 
-def marks_of(folder: Path, run_key: str) -> Path:
+def marks_path(folder: Path, run_key: str) -> Path:
     """Return the path of the marks of a run's file; they exist until the file is complete."""
     return folder / f"base-{run_key}.lazy"
 
 
 class LazyFile:
-    """The incomplete file of a run and its marks. Get one with `LazyFile.opened`."""
+    """The incomplete file of a run and its marks. Get one with `LazyFile.open`."""
 
     def __init__(
         self, folder: Path, run: Run, index: SnapshotIndex, data: FileIO, marks: FileIO, marks_at: int
@@ -104,10 +104,10 @@ class LazyFile:
         self._marks_at = marks_at
         self.run = run
         self.index = index
-        self.buffer = mapped(folder, run)
+        self.buffer = map_file(folder, run)
         self.pieces = len(index.pieces)
         # Pieces that this process has checked: when it wrote them, or before it first read them.
-        self._compared = np.zeros(self.pieces, dtype=np.bool_)
+        self._checked = np.zeros(self.pieces, dtype=np.bool_)
 
     @staticmethod
     def begin(folder: Path, run_key: str, path: Path, index: SnapshotIndex) -> None:
@@ -116,22 +116,22 @@ class LazyFile:
         try:
             with path.open("wb") as file:
                 file.truncate(index.body_bytes)
-            with marks_of(folder, run_key).open("wb") as file:
+            with marks_path(folder, run_key).open("wb") as file:
                 file.write(_HEAD.pack(_MAGIC, zlib.crc32(data), len(data)) + data + bytes(len(index.pieces)))
         except OSError as error:
             raise storage_error(folder, error) from error
 
     @staticmethod
-    def opened(folder: Path, run: Run) -> LazyFile | None:
+    def open(folder: Path, run: Run) -> LazyFile | None:
         """Open the file of a run; None if it is complete."""
         try:
-            marks = FileIO(marks_of(folder, run.key), "r+")
+            marks = FileIO(marks_path(folder, run.key), "r+")
         except FileNotFoundError:
             return None
         except OSError as error:
             raise storage_error(folder, error) from error
         try:
-            data = FileIO(file_of(folder, run.key), "r+")
+            data = FileIO(file_path(folder, run.key), "r+")
         except FileNotFoundError as error:
             raise MissingRunError(f"run {run.newest} was dropped from the local store", run.newest) from error
         except OSError as error:
@@ -160,24 +160,24 @@ class LazyFile:
         absent: IndexArray = np.flatnonzero(np.frombuffer(marks, np.uint8) != 1) + first
         return absent
 
-    def lacking(self, wanted: IndexArray) -> IndexArray:
+    def lacking(self, numbers: IndexArray) -> IndexArray:
         """Return those of some pieces that are absent; the others were checked against their checksums."""
-        if not len(wanted):
-            return wanted
-        pieces: IndexArray = np.unique(wanted)
+        if not len(numbers):
+            return numbers
+        pieces: IndexArray = np.unique(numbers)
         first, last = int(pieces[0]), int(pieces[-1])
         if first < 0 or last >= self.pieces:
             raise CorruptStoreError("a chunk of the local store refers to bytes outside its file")
-        if self._compared[pieces].all():
+        if self._checked[pieces].all():
             return pieces[:0]
         absent = self.absent(first, last - first + 1)
         present = ~np.isin(pieces, absent, assume_unique=True)
-        for piece in pieces[present & ~self._compared[pieces]].tolist():
+        for piece in pieces[present & ~self._checked[pieces]].tolist():
             try:
-                self.index.check(piece, self._bytes(piece), "a file of the local store")
+                self.index.check(piece, self._piece_bytes(piece), "a file of the local store")
             except CorruptFileError as error:
                 raise CorruptStoreError(str(error)) from error
-            self._compared[piece] = True
+            self._checked[piece] = True
         missing: IndexArray = pieces[~present]
         return missing
 
@@ -191,23 +191,23 @@ class LazyFile:
             _write(self._marks, b"\1" * count, self._marks_at + first)
         except OSError as error:
             raise storage_error(self._folder, error) from error
-        self._compared[first : first + count] = True
+        self._checked[first : first + count] = True
 
     def is_finished(self) -> bool:
         """True if the marks were removed."""
-        return not marks_of(self._folder, self.run.key).exists()
+        return not marks_path(self._folder, self.run.key).exists()
 
     def finish(self) -> bool:
         """Remove the marks if every piece is present, which completes the run; return whether it is."""
         if len(self.absent()):
             return False
         try:
-            remove_file(marks_of(self._folder, self.run.key), missing_ok=True)
+            remove_file(marks_path(self._folder, self.run.key), missing_ok=True)
         except OSError as error:
             raise storage_error(self._folder, error) from error
         return True
 
-    def _bytes(self, piece: int) -> memoryview:
+    def _piece_bytes(self, piece: int) -> memoryview:
         start = piece * PIECE_BYTES
         return memoryview(self.buffer)[start : min(start + PIECE_BYTES, self.index.body_bytes)]
 

@@ -15,17 +15,17 @@ from arrow_schemas.row import RowSchema
 from arrow_schemas.snapshot_index import SnapshotIndex
 from spark_state_ext.errors import StorageError
 from spark_state_ext.store import manifest
-from spark_state_ext.store.base_file import chunks_of, file_of
+from spark_state_ext.store.base_file import chunks_of, file_path
 from spark_state_ext.store.chunks import Chunks
-from spark_state_ext.store.compared import compared_of
+from spark_state_ext.store.compared import check_marks_path
 from spark_state_ext.store.incoming import Incoming
-from spark_state_ext.store.lazy_file import FetchPieces, LazyFile, marks_of
+from spark_state_ext.store.lazy_file import FetchPieces, LazyFile, marks_path
 from spark_state_ext.store.lazy_lookup import Places, columns, ensured, places
 from spark_state_ext.store.runs import Run
 from spark_state_ext.store.shared import SharedEnvironment
 from spark_state_ext.worker.removal import remove_file
 
-__all__ = ["LazyRuns", "files_of", "remove_files"]
+__all__ = ["LazyRuns", "file_paths", "remove_files"]
 
 
 class LazyRuns:
@@ -60,7 +60,7 @@ class LazyRuns:
         try:
             LazyFile.begin(folder, run.key, path, index)
             try:
-                path.replace(file_of(folder, run.key))
+                path.replace(file_path(folder, run.key))
             except OSError as error:
                 raise StorageError(f"the local store {folder} was removed while a run was added: {error}") from error
             written = self._environment.write(lambda txn: manifest.put_new(txn, run))
@@ -83,7 +83,7 @@ class LazyRuns:
         folder = self._environment.folder
         for run in self._environment.read(lambda txn: list(manifest.every(txn))):
             if run.newest == ref and run.base and run.file_bytes and digest_of(run.blocks) == body_digest:
-                return None if self.file(run) is not None else (file_of(folder, run.key), run.file_bytes)
+                return None if self.file(run) is not None else (file_path(folder, run.key), run.file_bytes)
         return None
 
     def places(self, runs: Sequence[Run], hashes: HashArray, fetch: FetchPieces | None) -> dict[str, Places]:
@@ -116,7 +116,7 @@ class LazyRuns:
         """Mark a run as complete if it is; return whether it is."""
         whole = lazy.finish()
         if whole:
-            self._chunks.note_whole(lazy.run)
+            self._chunks.mark_complete(lazy.run)
         return whole
 
     def lose(self, run: Run) -> None:
@@ -127,12 +127,12 @@ class LazyRuns:
         remove_files(self._environment.folder, run.key)
 
 
-def files_of(folder: Path, run_key: str) -> tuple[Path, ...]:
+def file_paths(folder: Path, run_key: str) -> tuple[Path, ...]:
     """Return the paths of all files that a run may have."""
-    return file_of(folder, run_key), marks_of(folder, run_key), compared_of(folder, run_key)
+    return file_path(folder, run_key), marks_path(folder, run_key), check_marks_path(folder, run_key)
 
 
 def remove_files(folder: Path, run_key: str) -> None:
     """Remove the files of a run; processes that have them mapped can still read them."""
-    for path in files_of(folder, run_key):
+    for path in file_paths(folder, run_key):
         remove_file(path, missing_ok=True)

@@ -23,7 +23,7 @@ from arrow_schemas.row import RowSchema
 from arrow_schemas.snapshot_index import SnapshotIndex
 from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import manifest, pins, records
-from spark_state_ext.store.base_file import chunks_in, file_of, mapped
+from spark_state_ext.store.base_file import file_path, map_file, read_chunks
 from spark_state_ext.store.checksums import PartlyChecked
 from spark_state_ext.store.chunks import Chunks
 from spark_state_ext.store.compaction import COMPACTION_BYTES_MAX, choose_compacted, choose_runs, droppable, outgrown
@@ -31,7 +31,7 @@ from spark_state_ext.store.damage import rebuild_if_damaged
 from spark_state_ext.store.environment import MAP_BYTES_MIN
 from spark_state_ext.store.identity import check_identity
 from spark_state_ext.store.incoming import Incoming, remove_abandoned
-from spark_state_ext.store.lazy_runs import LazyRuns, files_of, remove_files
+from spark_state_ext.store.lazy_runs import LazyRuns, file_paths, remove_files
 from spark_state_ext.store.pending import Pending
 from spark_state_ext.store.runs import CHUNK_ROWS, Run, cut, encode_chunk
 from spark_state_ext.store.shared import SharedEnvironment
@@ -66,7 +66,7 @@ class LocalStore:
         self.schema = schema
         self._chunk_rows = chunk_rows
         self._compaction_bytes_max = compaction_bytes_max
-        self._chunks = Chunks(schema, notes=environment.writes)
+        self._chunks = Chunks(schema, write_marks=environment.writes)
         self._closed, self._incoming = False, Incoming()
         self._environment = environment
         self.lazy = LazyRuns(environment, schema, self._chunks, self._incoming)
@@ -94,7 +94,7 @@ class LocalStore:
         """Return the state at a checkpoint (None: no state)."""
         runs = self._environment.read(lambda txn: list(manifest.every(txn)))
         # Done here because a reader never calls `prune`, and a dropped file takes disk space while it is mapped.
-        self._chunks.keep_files({run.key for run in runs})
+        self._chunks.keep_files_of({run.key for run in runs})
         self._chunks.forget_some()
         return View(self, choose_runs(runs, head))
 
@@ -160,12 +160,12 @@ class LocalStore:
         folder = self._environment.folder
         run = Run(uuid.uuid4().hex, ref, ref, None, True, rows, 0, (), body_bytes, tuple(blocks))
         try:
-            path.replace(file_of(folder, run.key))
+            path.replace(file_path(folder, run.key))
         except OSError as error:
             raise StorageError(f"the local store {folder} was removed while a snapshot was added: {error}") from error
         try:
-            data = mapped(folder, run)
-            run = replace(run, chunks=chunks_in(data, run, self.schema.arrow, f"the snapshot of {ref}", index))
+            data = map_file(folder, run)
+            run = replace(run, chunks=read_chunks(data, run, self.schema.arrow, f"the snapshot of {ref}", index))
             written = self._environment.write(lambda txn: manifest.put_new(txn, run))
         except BaseException:
             remove_files(folder, run.key)
@@ -173,7 +173,7 @@ class LocalStore:
         if written is not run:
             remove_files(folder, run.key)
         else:
-            self._chunks.note_file(folder, run, data)
+            self._chunks.add_checked_file(folder, run, data)
         return written
 
     def outgrown(self, view: View) -> bool:
@@ -337,7 +337,7 @@ class LocalStore:
     def _remove_abandoned(self) -> None:
         def known() -> set[str] | None:
             folder, runs = self._environment.folder, self.runs()
-            files = {path.name for run in runs for path in files_of(folder, run.key)}
+            files = {path.name for run in runs for path in file_paths(folder, run.key)}
             return None if self.is_replaced() else files
 
         try:
@@ -393,7 +393,7 @@ class LocalStore:
 
         written = self._environment.write(finish, pending.waiting_bytes)
         if written is run:
-            self._chunks.note_written(run)
+            self._chunks.mark_checked(run)
         return written
 
     def _worth_pruning(self, head: CheckpointRef | None) -> bool:
@@ -401,7 +401,7 @@ class LocalStore:
             if manifest.begun(txn):
                 return True
             runs = list(manifest.every(txn))
-            self._chunks.keep({run.key for run in runs})
+            self._chunks.keep_only({run.key for run in runs})
             return bool(droppable(runs, head, frozenset()))
 
         return self._environment.read(work)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from spark_state_ext.errors import MissingRunError
-from spark_state_ext.store.checked import checked, opened
+from spark_state_ext.store.checked import add_checksum, remove_checksum
 from spark_state_ext.store.runs import Run
 from spark_state_ext.store.transaction import Reader, Writing
 
@@ -24,7 +24,7 @@ _RUN, _NEW = b"run/", b"new/"
 def every(txn: Reader) -> Iterator[Run]:
     """Yield all runs, in no particular order."""
     for key, value in txn.items(_TABLE, _RUN):
-        yield Run.decode(opened(key, value))
+        yield Run.decode(remove_checksum(key, value))
 
 
 def same(txn: Reader, run: Run) -> Run | None:
@@ -73,7 +73,7 @@ def begun(txn: Reader) -> list[tuple[str, float]]:
     """Return the keys of the runs recorded as begun, and when each began, in seconds since 1970."""
     # A list, because callers change the table, which may invalidate entries that are read later.
     return [
-        (key[len(_NEW) :].decode(), float(json.loads(opened(key, value))["started_s"]))
+        (key[len(_NEW) :].decode(), float(json.loads(remove_checksum(key, value))["started_s"]))
         for key, value in txn.items(_TABLE, _NEW)
     ]
 
@@ -84,4 +84,4 @@ def end(txn: Writing, run_key: str) -> None:
 
 
 def _put(txn: Writing, key: bytes, value: bytes) -> None:
-    txn.put(_TABLE, key, checked(key, value))
+    txn.put(_TABLE, key, add_checksum(key, value))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from spark_state_ext.store.checked import checked, opened
+from spark_state_ext.store.checked import add_checksum, remove_checksum
 from spark_state_ext.store.transaction import Reader, Writing
 
 __all__ = ["expires_s", "extend", "pinned", "put", "release"]
@@ -23,7 +23,7 @@ _TABLE = b"pins"
 def put(txn: Writing, name: str, run_keys: Iterable[str], seconds: float) -> None:
     """Pin runs."""
     key, pin = name.encode(), {"runs": list(run_keys), "expires_s": time.time() + seconds, "pid": os.getpid()}
-    txn.put(_TABLE, key, checked(key, json.dumps(pin).encode()))
+    txn.put(_TABLE, key, add_checksum(key, json.dumps(pin).encode()))
 
 
 def expires_s(txn: Reader, name: str) -> float:
@@ -51,7 +51,7 @@ def pinned(txn: Writing) -> set[str]:
     run_keys: set[str] = set()
     # Copied first, because a change to the table may invalidate entries that are read later.
     for key, value in [(key, bytes(value)) for key, value in txn.items(_TABLE)]:
-        pin = json.loads(opened(key, value))
+        pin = json.loads(remove_checksum(key, value))
         if pin["expires_s"] < time.time():
             txn.delete(_TABLE, key)
         else:
@@ -64,5 +64,5 @@ def _pin(txn: Reader, name: str) -> dict[str, Any] | None:
     value = txn.get(_TABLE, key)
     if value is None:
         return None
-    pin: dict[str, Any] = json.loads(opened(key, value))
+    pin: dict[str, Any] = json.loads(remove_checksum(key, value))
     return pin

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterable, Mapping
 
 from spark_state_ext.errors import CorruptStoreError
-from spark_state_ext.store.checked import checked, opened
+from spark_state_ext.store.checked import add_checksum, remove_checksum
 from spark_state_ext.store.transaction import Reader, Writing
 
 __all__ = ["every", "put", "remove"]
@@ -21,7 +21,7 @@ def put(txn: Writing, records: Mapping[str, bytes]) -> None:
     """Write records, replacing those of the same names."""
     for name, value in records.items():
         key = name.encode()
-        txn.put(_TABLE, key, checked(key, value))
+        txn.put(_TABLE, key, add_checksum(key, value))
 
 
 def every(txn: Reader) -> dict[str, bytes]:
@@ -29,7 +29,7 @@ def every(txn: Reader) -> dict[str, bytes]:
     records: dict[str, bytes] = {}
     for key, value in txn.items(_TABLE):
         with contextlib.suppress(CorruptStoreError):
-            records[key.decode(errors="replace")] = opened(key, value)
+            records[key.decode(errors="replace")] = remove_checksum(key, value)
     return records
 
 

@@ -338,7 +338,7 @@ class LocalStoreContract:
             store.prune(parent)
         assert scanned(store.view(ref)) == model
         assert len(store.runs()) < 25
-        assert store._chunks.checked < 60
+        assert store._chunks.checked_count < 60
 
     def test_rows_too_large_for_a_chunk_of_full_length(self) -> None:
         """A chunk is bounded in bytes, too, or wide rows would take memory without bound."""

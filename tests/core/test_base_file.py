@@ -198,7 +198,7 @@ def stop(*args):
     sys.stdin.read()
 
 if when == "copied":
-    local.file_of = stop
+    local.file_path = stop
 else:  # renamed, and not named in the manifest yet
     SharedEnvironment.write = stop
 bucket_on(store, Folder(root).child("3"), POINTER, folder.parent).read(lambda view: view.rows_max)

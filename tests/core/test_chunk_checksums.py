@@ -21,7 +21,7 @@ from arrow_schemas.lineage import new_checkpoint_id
 from arrow_schemas.row import DEFINED, DELETED, KEY_HASH
 from spark_state_ext.errors import CorruptStoreError
 from spark_state_ext.store import LocalStore, checksums
-from spark_state_ext.store.checksums import CHECK_BYTES, Compared, PartlyChecked, block_crcs, check_all
+from spark_state_ext.store.checksums import CHECK_BYTES, BlockChecks, PartlyChecked, block_crcs, check_all
 from spark_state_ext.store.runs import encode_chunk
 
 SCHEMA = RowSchema(
@@ -70,7 +70,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 
 def opened(data: pa.Buffer, batch: pa.RecordBatch, crcs: bytes) -> PartlyChecked:
     hashes = batch.column(KEY_HASH).to_numpy()
-    return PartlyChecked(data, Compared.nothing(crcs), SCHEMA.arrow, int(hashes[0]), int(hashes[-1]))
+    return PartlyChecked(data, BlockChecks.none_checked(crcs), SCHEMA.arrow, int(hashes[0]), int(hashes[-1]))
 
 
 def test_rows_are_those_of_the_chunk(blocks: int) -> None:
@@ -95,7 +95,7 @@ def test_any_spread_of_hashes(shape: str, rows: int, seed: int, wanted: int) -> 
     flags = pa.array(np.ones(n, dtype=np.bool_))
     batch = pa.RecordBatch.from_arrays([pa.array(hashes), pa.nulls(n, pa.int64()), flags, flags], schema=schema.arrow)
     _, data, crcs = encode_chunk(batch)
-    chunk = PartlyChecked(data, Compared.nothing(crcs), schema.arrow, int(hashes[0]), int(hashes[-1]))
+    chunk = PartlyChecked(data, BlockChecks.none_checked(crcs), schema.arrow, int(hashes[0]), int(hashes[-1]))
     for asked in {wanted, 0, 2**64 - 1, int(hashes[0]), int(hashes[-1]), int(hashes[n // 2])}:
         assert chunk.first_at_least(asked) == int(np.searchsorted(hashes, np.uint64(asked)))
 
@@ -139,7 +139,7 @@ def test_damage_beyond_the_row_does_not_reach_it(kind: pa.DataType, monkeypatch:
     width = 8 if "large" in str(kind) else 4
     offsets = pa.ipc.read_record_batch(data, schema.arrow).column(1).buffers()[1].address - data.address
     damaged[offsets + width * rows : offsets + width * (rows + 1)] = b"\x77" * width
-    chunk = PartlyChecked(pa.py_buffer(bytes(damaged)), Compared.nothing(crcs), schema.arrow, 0, rows - 1)
+    chunk = PartlyChecked(pa.py_buffer(bytes(damaged)), BlockChecks.none_checked(crcs), schema.arrow, 0, rows - 1)
     assert chunk.row(700).column(1).cast(pa.binary() if "binary" in str(kind) else pa.string())[0].as_py() in (
         "text 700",
         b"text 700",
@@ -155,7 +155,7 @@ def test_little_of_a_chunk_is_compared() -> None:
         [pa.array(hashes), numbers, numbers, pa.nulls(rows, pa.int64()), flags, flags], schema=schema.arrow
     )
     _, data, crcs = encode_chunk(batch)
-    compared = Compared.nothing(crcs)
+    compared = BlockChecks.none_checked(crcs)
     chunk = PartlyChecked(data, compared, schema.arrow, int(hashes[0]), int(hashes[-1]))
     assert chunk.row(chunk.first_at_least(int(hashes[70_000]))).column("state.n").to_pylist() == [70_000]
     # The header, the hashes around it, and a block of each column.
@@ -220,6 +220,6 @@ def test_checksums_have_one_too(tmp_path: Path) -> None:
     crcs = block_crcs(data)
     assert len(crcs) == 4 * -(-200_000 // CHECK_BYTES)
     with pytest.raises(CorruptStoreError, match="checksums of a chunk"):
-        checksums.opened_crcs(memoryview(crcs[:-1] + b"?"), 200_000, zlib.crc32(crcs))
+        checksums.check_crcs(memoryview(crcs[:-1] + b"?"), 200_000, zlib.crc32(crcs))
     with pytest.raises(CorruptStoreError, match="checksums of a chunk"):
-        checksums.opened_crcs(None, 200_000, zlib.crc32(crcs))
+        checksums.check_crcs(None, 200_000, zlib.crc32(crcs))

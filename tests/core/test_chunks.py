@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from arrow_schemas import CheckpointRef, RowSchema
 from spark_state_ext.store import LocalStore
-from spark_state_ext.store.base_file import file_of, mapped
+from spark_state_ext.store.base_file import file_path, map_file
 from spark_state_ext.store.chunks import Chunks
 from spark_state_ext.store.runs import Run
 from spark_state_ext.testing.model import KEYS, SCHEMA, Row, run_of
@@ -25,7 +25,7 @@ def test_files_of_runs_that_another_process_dropped_are_let_go(tmp_path: Path) -
     store = LocalStore.at(tmp_path, SCHEMA)
     store.apply([run_of({KEYS[0]: Row(1)})], REF, None)
     dropped = a_run("ab" * 16)
-    store._chunks.note_file(tmp_path, dropped, _mapped(tmp_path, dropped))
+    store._chunks.add_checked_file(tmp_path, dropped, _mapped(tmp_path, dropped))
     assert list(store._chunks._maps) == [dropped.key]
     store.view(REF)
     assert store._chunks._maps == {}
@@ -33,16 +33,16 @@ def test_files_of_runs_that_another_process_dropped_are_let_go(tmp_path: Path) -
 
 
 def test_other_files_are_kept(tmp_path: Path) -> None:
-    chunks = Chunks(RowSchema((), ()), notes=True)
+    chunks = Chunks(RowSchema((), ()), write_marks=True)
     one, other = a_run("ab" * 16), a_run("cd" * 16)
     for run in (one, other):
-        chunks.note_file(tmp_path, run, _mapped(tmp_path, run))
-    chunks.keep_files({one.key, other.key})
+        chunks.add_checked_file(tmp_path, run, _mapped(tmp_path, run))
+    chunks.keep_files_of({one.key, other.key})
     assert set(chunks._maps) == {one.key, other.key}
-    chunks.keep_files({other.key})
+    chunks.keep_files_of({other.key})
     assert set(chunks._maps) == {other.key}
 
 
 def _mapped(folder: Path, run: Run) -> pa.Buffer:
-    file_of(folder, run.key).write_bytes(b"8 bytes!")
-    return mapped(folder, run)
+    file_path(folder, run.key).write_bytes(b"8 bytes!")
+    return map_file(folder, run)

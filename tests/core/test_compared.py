@@ -17,8 +17,8 @@ from test_base_file import KEYS, POINTER, REF, ROWS, SCHEMA, bucket_on, values_a
 
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore, compared
-from spark_state_ext.store.base_file import file_of
-from spark_state_ext.store.compared import ComparedBlocks, FileState, compared_of
+from spark_state_ext.store.base_file import file_path
+from spark_state_ext.store.compared import CheckMarks, FileState, check_marks_path
 from spark_state_ext.store.runs import Run
 from spark_state_ext.worker.boot import UNKNOWN_BOOT, boot_id
 from tests.helpers.soak import examples
@@ -79,7 +79,7 @@ def restored(tmp_path: Path) -> tuple[Path, Path, int]:
     bucket = bucket_on(store, files, POINTER, tmp_path)
     assert bucket.read(lambda view: values_at(view, KEYS))[1] == 10
     (run,) = store.runs()
-    file = file_of(store._environment.folder, run.key)
+    file = file_path(store._environment.folder, run.key)
     store.close()
     time.sleep(_TICK_S)
     return folder, file, len(run.blocks)
@@ -140,7 +140,7 @@ def test_who_only_reads_writes_nothing(restored: tuple[Path, Path, int]) -> None
 
 def test_marks_go_with_their_run_and_what_is_left_over_is_removed(restored: tuple[Path, Path, int]) -> None:
     folder, file, _ = restored
-    left = compared_of(file.parent, "ab" * 16)
+    left = check_marks_path(file.parent, "ab" * 16)
     left.write_bytes(b"12345678")
     store = LocalStore.at(folder, SCHEMA)
     assert [path.name for path in file.parent.glob("*.compared")] == [f"{file.stem}.compared"]
@@ -154,14 +154,14 @@ def test_marks_go_with_their_run_and_what_is_left_over_is_removed(restored: tupl
 
 def a_run(folder: Path, key: str = "ab" * 16) -> tuple[Run, Path]:
     run = Run(key, REF, REF, None, True, 1, 0, (), 100, tuple(range(1_000, 1_000 + _BLOCKS)))
-    file = file_of(folder, key)
+    file = file_path(folder, key)
     file.write_bytes(bytes(100))
     return run, file
 
 
-def opened(folder: Path, run: Run) -> ComparedBlocks:
-    file = file_of(folder, run.key)
-    found = ComparedBlocks.of(folder, run, file, FileState.of(file))
+def opened(folder: Path, run: Run) -> CheckMarks:
+    file = file_path(folder, run.key)
+    found = CheckMarks.of(folder, run, file, FileState.of(file))
     assert found is not None
     return found
 
@@ -189,12 +189,12 @@ def test_nothing_is_known_that_nobody_compared(steps: list[tuple[str, object]]) 
     with tempfile.TemporaryDirectory() as base, pytest.MonkeyPatch.context() as patched:
         folder = Path(base)
         run, file = a_run(folder)
-        marks = compared_of(folder, run.key)
+        marks = check_marks_path(folder, run.key)
         process, did, whole = opened(folder, run), set[int](), set[int]()
         for boot, (step, given_) in enumerate(steps):
             if step == "note":
                 assert isinstance(given_, set)
-                process.note(file, sorted(given_))
+                process.mark_blocks(file, sorted(given_))
                 if FileState.of(file) == process._state:
                     did |= given_
                     whole |= given_
@@ -222,7 +222,7 @@ def test_nothing_is_known_that_nobody_compared(steps: list[tuple[str, object]]) 
                     whole = set() if step == "gone" else whole
                     data = bytearray() if step == "gone" else data
                 marks.write_bytes(data)
-            known = set(opened(folder, run).known())
+            known = set(opened(folder, run).marked_blocks())
             assert known <= did
             assert whole <= known
 
@@ -230,47 +230,47 @@ def test_nothing_is_known_that_nobody_compared(steps: list[tuple[str, object]]) 
 def test_marks_of_another_run_or_boot_count_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, file = a_run(tmp_path)
     other, _ = a_run(tmp_path, "cd" * 16)
-    opened(tmp_path, run).note(file, [0, 1, 4])
-    assert opened(tmp_path, run).known() == [0, 1, 4]
-    compared_of(tmp_path, run.key).rename(compared_of(tmp_path, other.key))
-    assert opened(tmp_path, other).known() == []
-    opened(tmp_path, run).note(file, [2])
+    opened(tmp_path, run).mark_blocks(file, [0, 1, 4])
+    assert opened(tmp_path, run).marked_blocks() == [0, 1, 4]
+    check_marks_path(tmp_path, run.key).rename(check_marks_path(tmp_path, other.key))
+    assert opened(tmp_path, other).marked_blocks() == []
+    opened(tmp_path, run).mark_blocks(file, [2])
     monkeypatch.setattr(compared, "boot_id", lambda: "another")
-    assert opened(tmp_path, run).known() == []
+    assert opened(tmp_path, run).marked_blocks() == []
     # Where boots cannot be told apart nothing is remembered.
     monkeypatch.setattr(compared, "boot_id", lambda: UNKNOWN_BOOT)
-    assert ComparedBlocks.of(tmp_path, run, file, FileState.of(file)) is None
+    assert CheckMarks.of(tmp_path, run, file, FileState.of(file)) is None
 
 
 def test_marks_that_cannot_be_written_are_told_and_end_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, file = a_run(tmp_path)
-    compared_of(tmp_path, run.key).mkdir()
+    check_marks_path(tmp_path, run.key).mkdir()
     blocks = opened(tmp_path, run)
-    blocks.note(file, [0])
-    blocks.note(file, [1])
+    blocks.mark_blocks(file, [0])
+    blocks.mark_blocks(file, [1])
     (told,) = [it.message for it in caplog.records if "are not recorded" in it.message]
     assert str(tmp_path) in told
-    assert blocks.known() == []
+    assert blocks.marked_blocks() == []
 
 
 _WRITER = """
 import sys, random
 from pathlib import Path
 from arrow_schemas import CheckpointRef
-from spark_state_ext.store.base_file import file_of
-from spark_state_ext.store.compared import ComparedBlocks, FileState
+from spark_state_ext.store.base_file import file_path
+from spark_state_ext.store.compared import CheckMarks, FileState
 from spark_state_ext.store.runs import Run
 
 REF = CheckpointRef(7, "7" * 32)
 folder, seed, mine = Path(sys.argv[1]), int(sys.argv[2]), [int(it) for it in sys.argv[3:]]
 run = Run("ab" * 16, REF, REF, None, True, 1, 0, (), 100, tuple(range(1_000, 1_006)))
-file, drawn = file_of(folder, run.key), random.Random(seed)
-blocks = ComparedBlocks.of(folder, run, file, FileState.of(file))
+file, drawn = file_path(folder, run.key), random.Random(seed)
+blocks = CheckMarks.of(folder, run, file, FileState.of(file))
 print("begun", flush=True)
 while True:
-    blocks.note(file, sorted(drawn.sample(mine, drawn.randint(1, len(mine)))))
+    blocks.mark_blocks(file, sorted(drawn.sample(mine, drawn.randint(1, len(mine)))))
 """
 
 
@@ -291,12 +291,12 @@ def test_processes_that_write_at_once_and_are_killed(tmp_path: Path) -> None:
             assert writer.stdout is not None
             assert writer.stdout.readline() == b"begun\n"
         deadline_s = time.monotonic() + WAIT_S
-        while opened(tmp_path, run).known() != [0, 1, 3, 4]:
-            assert set(opened(tmp_path, run).known()) <= {0, 1, 3, 4}
+        while opened(tmp_path, run).marked_blocks() != [0, 1, 3, 4]:
+            assert set(opened(tmp_path, run).marked_blocks()) <= {0, 1, 3, 4}
             assert time.monotonic() < deadline_s
     finally:
         for writer in writers:
             writer.send_signal(signal.SIGKILL)
             writer.communicate()
-    assert opened(tmp_path, run).known() == [0, 1, 3, 4]
+    assert opened(tmp_path, run).marked_blocks() == [0, 1, 3, 4]
     assert boot_id() != UNKNOWN_BOOT

@@ -389,7 +389,7 @@ def test_a_file_whose_index_leads_nowhere(remote: Remote, store: LocalStore, tmp
     bucket.read(Sizes.of)
     (run,) = store.runs()
     wrong = replace(run, chunks=tuple(replace(chunk, offset=chunk.offset + 8) for chunk in run.chunks))
-    lazy = LazyFile.opened(store._environment.folder, wrong)
+    lazy = LazyFile.open(store._environment.folder, wrong)
     assert lazy is not None
     from spark_state_ext.store.lazy_lookup import places
 

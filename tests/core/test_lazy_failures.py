@@ -225,7 +225,7 @@ class _Forgetful(dict[str, LazyFile | None]):
 
 
 def test_runs_are_forgotten_while_another_thread_looks(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
-    store._chunks._lazy = _Forgetful()
+    store._chunks._lazy_files = _Forgetful()
     bucket = bucket_on(store, remote, tmp_path)
     assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
     assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == len(remote.keys)

@@ -27,7 +27,7 @@ from spark_state_ext.files.checkpoint import read_checkpoint, verify_checkpoint,
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed_body import announced_index
 from spark_state_ext.store import LocalStore
-from spark_state_ext.store.base_file import chunks_in, chunks_of
+from spark_state_ext.store.base_file import chunks_of, read_chunks
 from spark_state_ext.store.runs import Run
 
 REF = CheckpointRef(7, "7" * 32)
@@ -74,7 +74,7 @@ def test_the_index_says_what_a_look_at_all_rows_says() -> None:
     data = large()
     record, index = index_of(data)
     run = Run("0" * 32, REF, REF, None, True, record.rows, 0, (), record.length)
-    found = chunks_in(pa.py_buffer(data), run, SCHEMA.arrow, "file")
+    found = read_chunks(pa.py_buffer(data), run, SCHEMA.arrow, "file")
     assert chunks_of(index) == found
     assert len(found) == 2
     assert found[0].timeout_max > found[0].timeout_min == 0
