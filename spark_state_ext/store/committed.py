@@ -84,12 +84,12 @@ def write_committed(bucket_folder: Path, record: CommittedRecord, operator: Oper
     folder = bucket_folder / boot_id()
     try:
         if not (folder / _OPERATOR).exists():
-            _put_operator(folder, operator)
+            _write_operator(folder, operator)
         file = os.open(folder / _COMMITTED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             with contextlib.suppress(CorruptStoreError):
-                before = CommittedRecord.decode(os.pread(file, _BYTES, 0), _COMMITTED)
-                if before.plan_id == record.plan_id and before.batch > record.batch:
+                previous = CommittedRecord.decode(os.pread(file, _BYTES, 0), _COMMITTED)
+                if previous.plan_id == record.plan_id and previous.batch > record.batch:
                     return
             os.pwrite(file, record.encode(), 0)
         finally:
@@ -100,15 +100,15 @@ def write_committed(bucket_folder: Path, record: CommittedRecord, operator: Oper
         _warn_once(f"other processes cannot read the state in {bucket_folder}: {error.strerror}")
 
 
-def _put_operator(folder: Path, operator: OperatorFile) -> None:
+def _write_operator(folder: Path, operator: OperatorFile) -> None:
     """Write the operator file atomically, and leave no partial file if the disk is full."""
-    written = folder / f"{_OPERATOR}-{uuid.uuid4().hex}"
+    temporary = folder / f"{_OPERATOR}-{uuid.uuid4().hex}"
     try:
-        written.write_bytes(operator.encode())
-        written.chmod(0o600)
-        written.replace(folder / _OPERATOR)
+        temporary.write_bytes(operator.encode())
+        temporary.chmod(0o600)
+        temporary.replace(folder / _OPERATOR)
     finally:
-        remove_file(written, missing_ok=True)
+        remove_file(temporary, missing_ok=True)
 
 
 @functools.cache

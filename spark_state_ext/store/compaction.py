@@ -9,7 +9,14 @@ from arrow_schemas.lineage import CheckpointRef
 from spark_state_ext.errors import MissingRunError
 from spark_state_ext.store.runs import Run
 
-__all__ = ["COMPACTION_BYTES_MAX", "choose_compaction", "choose_compacted", "choose_runs", "droppable", "outgrown"]
+__all__ = [
+    "COMPACTION_BYTES_MAX",
+    "choose_compaction",
+    "choose_runs_to_compact",
+    "choose_runs",
+    "find_droppable",
+    "outgrown",
+]
 
 FANOUT = 4
 # One commit never rewrites more than this; runs that would need more stay apart.
@@ -25,14 +32,14 @@ def choose_runs(runs: Iterable[Run], head: CheckpointRef | None) -> list[Run]:
     exactly there and reaches deepest, so a compacted run is never used for a checkpoint inside it. If a path breaks
     off, because processes merged different runs, the next best run is tried.
     """
-    ending: dict[CheckpointRef, list[Run]] = {}
+    runs_by_end: dict[CheckpointRef, list[Run]] = {}
     for run in runs:
-        ending.setdefault(run.newest, []).append(run)
+        runs_by_end.setdefault(run.newest, []).append(run)
     if head is None:
         return []
     chosen: list[Run] = []
     # Runs still to try at each step, the best one last.
-    untried = [_best_last(ending.pop(head, []))]
+    untried = [_sort_best_last(runs_by_end.pop(head, []))]
     broken_at: CheckpointRef | None = None if untried[0] else head
     while untried:
         if not untried[-1]:
@@ -45,15 +52,15 @@ def choose_runs(runs: Iterable[Run], head: CheckpointRef | None) -> list[Run]:
         if run.base or run.parent is None:
             return chosen
         # Removed from the graph: whether a checkpoint leads to a base is the same on every path, so visit it once.
-        below = ending.pop(run.parent, None)
+        below = runs_by_end.pop(run.parent, None)
         if below is None and broken_at is None:
             broken_at = run.parent
-        untried.append(_best_last(below or []))
+        untried.append(_sort_best_last(below or []))
     assert broken_at is not None, "a path that does not end at a base breaks off somewhere"
     raise MissingRunError(f"the local store has no run for checkpoint {broken_at}", broken_at)
 
 
-def _best_last(runs: list[Run]) -> list[Run]:
+def _sort_best_last(runs: list[Run]) -> list[Run]:
     return sorted(runs, key=lambda run: (not run.base, run.oldest.version), reverse=True)
 
 
@@ -81,24 +88,24 @@ def choose_compaction(
     return None
 
 
-def choose_compacted(
+def choose_runs_to_compact(
     runs: Sequence[Run], bytes_max: int, unconfirmed: CheckpointRef | None, large: bool, keeps_files: bool
 ) -> Sequence[Run]:
     """Choose the neighbouring runs of a checkpoint to merge now; an empty sequence if no merge is due."""
-    place = next((at for at, run in enumerate(runs) if run.newest == unconfirmed), None)
+    position = next((index for index, run in enumerate(runs) if run.newest == unconfirmed), None)
     if not keeps_files:
-        chosen = choose_compaction([run.size_bytes for run in runs], bytes_max, (place or 0) if large else 0)
+        chosen = choose_compaction([run.size_bytes for run in runs], bytes_max, (position or 0) if large else 0)
         return runs[slice(*chosen)] if chosen else ()
     end = len(runs) - bool(runs and runs[-1].file_bytes)
     # A merge must not cover the snapshot's checkpoint: no other run may end there.
-    for part in (runs[:end],) if place is None else (runs[: min(place, end)], runs[place + 1 : end]):
+    for part in (runs[:end],) if position is None else (runs[: min(position, end)], runs[position + 1 : end]):
         chosen = choose_compaction([run.size_bytes for run in part], bytes_max)
         if chosen:
             return part[slice(*chosen)]
     return ()
 
 
-def droppable(runs: Iterable[Run], head: CheckpointRef | None, pinned: frozenset[str]) -> list[Run]:
+def find_droppable(runs: Iterable[Run], head: CheckpointRef | None, pinned: frozenset[str]) -> list[Run]:
     """Return the runs that no call with this or a newer input pointer can need.
 
     Only runs older than the *input* pointer's checkpoint are candidates: a zombie task of an earlier batch has an
@@ -109,8 +116,8 @@ def droppable(runs: Iterable[Run], head: CheckpointRef | None, pinned: frozenset
     runs = list(runs)
     if head is None:
         return []
-    used = {run.key for run in choose_runs(runs, head)}
+    needed = {run.key for run in choose_runs(runs, head)}
     for newer in {run.newest for run in runs if run.newest.version > head.version}:
         with contextlib.suppress(MissingRunError):  # incomplete, so it cannot be read from here anyway
-            used.update(run.key for run in choose_runs(runs, newer))
-    return [run for run in runs if run.newest.version < head.version and run.key not in used | pinned]
+            needed.update(run.key for run in choose_runs(runs, newer))
+    return [run for run in runs if run.newest.version < head.version and run.key not in needed | pinned]

@@ -37,7 +37,7 @@ from spark_state_ext.errors import (
     TooManyOpenFilesError,
 )
 from spark_state_ext.store.damage import can_be_mapped, rebuild_if_damaged
-from spark_state_ext.store.forks import check_process, keep_for_ever
+from spark_state_ext.store.forks import check_process, keep_forever
 from spark_state_ext.store.gate import Gate
 from spark_state_ext.store.local_disk import DATA_FILE, make_private, refuse_full, set_aside, storage_error, translated
 from spark_state_ext.store.transaction import DATABASES, Reader, Writing
@@ -61,7 +61,7 @@ _LENGTHENED_WITHIN_S = 0.05
 class Environment:
     """An LMDB environment that grows automatically. Get one with `Environment.at`."""
 
-    _open: ClassVar[dict[Path, Environment]] = {}
+    _environments: ClassVar[dict[Path, Environment]] = {}
     _open_lock = threading.Lock()
     # Environments of the process that this one was forked from.
     _inherited: ClassVar[dict[Path, Environment]] = {}
@@ -75,15 +75,15 @@ class Environment:
         self._gate = Gate()
         self._writer = threading.Lock()
         self._pid = os.getpid()
-        self._used_s = time.monotonic()
+        self._last_used_s = time.monotonic()
 
     @classmethod
-    def _opened(cls, folder: Path, map_bytes: int) -> Environment:
+    def _open_checked(cls, folder: Path, map_bytes: int) -> Environment:
         """Open a folder's environment and check its length."""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             refuse_full(folder)
-            env = _open(folder, map_bytes)
+            env = _open_lmdb(folder, map_bytes)
         except (lmdb.Error, OSError) as error:
             if isinstance(error, lmdb.MemoryError) and can_be_mapped(folder / DATA_FILE, map_bytes):
                 raise CorruptStoreError(f"the local store {folder} claims more pages than its file has") from error
@@ -93,26 +93,26 @@ class Environment:
         except OSError as error:  # another process has just removed the environment
             env.close()
             raise storage_error(folder, error) from error
-        made = cls(folder, env, file)
+        environment = cls(folder, env, file)
         try:
-            made._check_length()
-            made._dbs = made._databases()
+            environment._check_length()
+            environment._dbs = environment._databases()
         except BaseException:
-            made._end()
+            environment._close()
             raise
-        return made
+        return environment
 
     def _check_length(self) -> None:
         """Raise a CorruptStoreError if the file was cut short; reads only the first two pages, as LMDB has done."""
         for _ in range(_LENGTH_CHECKS):
             # Read the expected length before the actual one, because the file may grow in between.
             length = self._least_length()
-            found = os.fstat(self._file).st_size
-            if found >= length:
+            size = os.fstat(self._file).st_size
+            if size >= length:
                 return
             # Another process may have just committed and be about to extend the file.
             time.sleep(_LENGTHENED_WITHIN_S)
-        raise CorruptStoreError(f"the local store {self.folder} was cut short: {found} of {length} bytes are left")
+        raise CorruptStoreError(f"the local store {self.folder} was cut short: {size} of {length} bytes are left")
 
     def _lengthen(self) -> None:
         if os.fstat(self._file).st_size >= self._least_length():
@@ -146,31 +146,31 @@ class Environment:
         if (inherited := cls._inherited.get(folder)) is not None:
             check_process(inherited._pid, folder)
         with cls._open_lock:
-            found = cls._open.get(folder)
-            if found is not None and not found.closed:
+            environment = cls._environments.get(folder)
+            if environment is not None and not environment.closed:
                 # Checked here too, because a fork by native code does not call `_after_fork`.
-                check_process(found._pid, folder)
-                return found
+                check_process(environment._pid, folder)
+                return environment
             cls._close_idle(descriptors.stores_max() - 1)
             try:
-                opened = cls._begun(bucket_folder, folder, map_bytes)
+                new = cls._open_for_boot(bucket_folder, folder, map_bytes)
             except TooManyOpenFilesError:
                 # Other code in this process has more files open than `descriptors` leaves for it.
                 if not cls._close_idle(0):
                     raise
-                opened = cls._begun(bucket_folder, folder, map_bytes)
-            cls._open[folder] = opened
-            return opened
+                new = cls._open_for_boot(bucket_folder, folder, map_bytes)
+            cls._environments[folder] = new
+            return new
 
     @classmethod
     def has_open(cls, folder: Path) -> bool:
         """True if this process has the environment of a folder open."""
         with cls._open_lock:
-            found = cls._open.get(folder)
-            return found is not None and not found.closed
+            environment = cls._environments.get(folder)
+            return environment is not None and not environment.closed
 
     @classmethod
-    def _begun(cls, bucket_folder: Path, folder: Path, map_bytes: int) -> Environment:
+    def _open_for_boot(cls, bucket_folder: Path, folder: Path, map_bytes: int) -> Environment:
         try:
             # 0700 on every level we make: state is user data, and the folder's parent is often world-readable.
             make_private(bucket_folder)
@@ -180,26 +180,26 @@ class Environment:
                         remove_tree(stale, ignore_errors=True)
         except OSError as error:
             raise storage_error(folder, error) from error
-        return rebuild_if_damaged(lambda: cls._opened(folder, map_bytes), lambda: set_aside(folder))
+        return rebuild_if_damaged(lambda: cls._open_checked(folder, map_bytes), lambda: set_aside(folder))
 
     @classmethod
-    def _close_idle(cls, most: int) -> int:
+    def _close_idle(cls, count_max: int) -> int:
         """Close environments not in use, longest unused first, until `most` are open; return how many were closed.
 
         The caller must hold `_open_lock`.
         """
-        excess, closed = len(cls._open) - most, 0
+        excess, closed = len(cls._environments) - count_max, 0
         if excess <= 0:
             return 0
-        for environment in sorted(cls._open.values(), key=lambda it: it._used_s):
+        for environment in sorted(cls._environments.values(), key=lambda candidate: candidate._last_used_s):
             if closed == excess:
                 break
             # Do not wait for its users: that may take long, and other threads may wait for `_open_lock`.
             with environment._gate.exclusive_if_free() as free:
                 if free:
                     if not environment.closed:
-                        environment._end()
-                    del cls._open[environment.folder]
+                        environment._close()
+                    del cls._environments[environment.folder]
                     closed += 1
         return closed
 
@@ -208,29 +208,29 @@ class Environment:
         """In a forked child, make the parent's environments unusable."""
         # A new lock: the old one may be held by a thread of the parent that does not exist here.
         cls._open_lock = threading.Lock()
-        for environment in cls._open.values():
-            keep_for_ever(environment._env)
-        cls._inherited = {**cls._inherited, **cls._open}
-        cls._open = {}
+        for environment in cls._environments.values():
+            keep_forever(environment._env)
+        cls._inherited = {**cls._inherited, **cls._environments}
+        cls._environments = {}
 
     def discard(self) -> None:
         """Set the environment aside as damaged, so that the next `at` builds a new one."""
-        with self._alone():
+        with self._use_exclusively():
             try:
                 # Close it first: py-lmdb 2 refuses to open an environment at a path that this process has open.
                 self._env.close()
-                if not self._replaced():
+                if not self._is_replaced():
                     set_aside(self.folder)
             finally:
-                self._end()
+                self._close()
         self._forget()
 
     def is_replaced(self) -> bool:
         """True if another process has removed the environment and begun a new one in its place."""
-        with self._used():
-            return self._replaced()
+        with self._use():
+            return self._is_replaced()
 
-    def _replaced(self) -> bool:
+    def _is_replaced(self) -> bool:
         try:
             return not os.path.samestat(os.fstat(self._file), (self.folder / DATA_FILE).stat())
         except OSError:  # the new environment does not exist yet
@@ -243,11 +243,11 @@ class Environment:
         """
         if self._pid != os.getpid():
             return
-        with contextlib.suppress(ClosedEnvironmentError), self._alone():
-            self._end()
+        with contextlib.suppress(ClosedEnvironmentError), self._use_exclusively():
+            self._close()
         self._forget()
 
-    def _end(self) -> None:
+    def _close(self) -> None:
         self._env.close()
         os.close(self._file)
         # Set last: a thread that sees it opens the folder again, and LMDB allows one open environment per process.
@@ -256,20 +256,20 @@ class Environment:
     def _forget(self) -> None:
         # Outside of the gate: no thread may wait for the gate while it holds the lock.
         with self._open_lock:
-            if self._open.get(self.folder) is self:
-                del self._open[self.folder]
+            if self._environments.get(self.folder) is self:
+                del self._environments[self.folder]
 
     @contextlib.contextmanager
-    def _used(self) -> Iterator[None]:
+    def _use(self) -> Iterator[None]:
         # Before the gate: in a forked child, the threads that are inside do not exist and would never leave.
         check_process(self._pid, self.folder)
         with self._gate.shared():
             self._check_open()
-            self._used_s = time.monotonic()
+            self._last_used_s = time.monotonic()
             yield
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _use_exclusively(self) -> Iterator[None]:
         check_process(self._pid, self.folder)
         with self._gate.exclusive():
             self._check_open()
@@ -282,7 +282,7 @@ class Environment:
     @property
     def map_bytes(self) -> int:
         """Current size of the map."""
-        with self._used():
+        with self._use():
             return self._map_bytes()
 
     def _map_bytes(self) -> int:
@@ -291,14 +291,14 @@ class Environment:
 
     def check_readers(self) -> None:
         """Free the slots of readers that were killed, because LMDB does not reuse any page that a reader may see."""
-        with self._used(), translated(self.folder):
+        with self._use(), translated(self.folder):
             self._env.reader_check()
 
     def read(self, work: Callable[[Reader], T]) -> T:
         """Run `work` in one read transaction. Memory from the reader is valid only during the call."""
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
-                with self._used(), translated(self.folder):
+                with self._use(), translated(self.folder):
                     return self._in_transaction(Reader, work, write=False)
             except lmdb.MapResizedError:
                 self._follow_resize()
@@ -315,33 +315,33 @@ class Environment:
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
                 # Threads that wait for `_writer` are inside the gate, so they go first and a resize comes after them.
-                with self._used(), self._writer, translated(self.folder):
-                    done = self._in_transaction(Writing, work, write=True)
+                with self._use(), self._writer, translated(self.folder):
+                    result = self._in_transaction(Writing, work, write=True)
                     self._lengthen()
-                    return done
+                    return result
             except lmdb.MapResizedError:
                 self._follow_resize()
             except lmdb.MapFullError:
                 self._grow(need_bytes)
         raise StoreFullError(f"the map of {self.folder} is {self.map_bytes} bytes large and still full")
 
-    def _in_transaction(self, view: type[ViewType], work: Callable[[ViewType], T], write: bool) -> T:
+    def _in_transaction(self, reader_type: type[ViewType], work: Callable[[ViewType], T], write: bool) -> T:
         """Run `work` in a transaction, and release the transaction object before returning or raising.
 
         With py-lmdb 1.4 the process crashes if a transaction object is collected while another thread closes the
         environment. So it must be collected within the gate, and no traceback may hold it.
         """
         txn = self._env.begin(write=write, buffers=True)
-        seen = view(txn, self._dbs)
+        reader = reader_type(txn, self._dbs)
         try:
             with txn:
-                return work(seen)
+                return work(reader)
         finally:
-            seen.end()
+            reader.end()
             del txn
 
     def _follow_resize(self) -> None:
-        with self._alone():
+        with self._use_exclusively():
             try:
                 self._resize(0)
             except StoreFullError as error:
@@ -350,7 +350,7 @@ class Environment:
                 raise ClosedEnvironmentError(f"the local store {self.folder} grew: {error}") from error
 
     def _grow(self, need_bytes: int) -> None:
-        with self._alone():
+        with self._use_exclusively():
             present = self._map_bytes()
             self._resize(max(2 * present, present + 2 * need_bytes) // MAP_BYTES_MIN * MAP_BYTES_MIN)
 
@@ -360,11 +360,11 @@ class Environment:
                 self._env.set_mapsize(map_bytes)
         except BaseException:
             # The old map is gone, so the environment is unusable; the next `at` opens it again.
-            self._end()
+            self._close()
             raise
 
 
-def _open(folder: Path, map_bytes: int) -> Any:
+def _open_lmdb(folder: Path, map_bytes: int) -> Any:
     for attempts_left in reversed(range(_GROW_ATTEMPTS_MAX)):
         try:
             return lmdb.open(

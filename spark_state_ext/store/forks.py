@@ -14,7 +14,7 @@ from pathlib import Path
 
 from spark_state_ext.errors import ForkedProcessError
 
-__all__ = ["check_process", "keep_for_ever"]
+__all__ = ["check_process", "keep_forever"]
 
 
 def check_process(pid: int, folder: Path) -> None:
@@ -27,9 +27,9 @@ def check_process(pid: int, folder: Path) -> None:
         )
 
 
-def keep_for_ever(thing: object) -> None:
+def keep_forever(instance: object) -> None:
     """Keep an object from ever being collected, even at exit: its destructor would change what the parent uses.
 
     py-lmdb 1.4 closes an environment when it is collected, in any process.
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(instance))

@@ -18,7 +18,7 @@ def check_identity(environment: SharedEnvironment, schema: RowSchema) -> None:
     """Record format and schema on first use; if a store has others, discard it and begin an empty one."""
     identity = json.dumps({"format": _STORE_FORMAT, "schema": schema.arrow.to_string()}).encode()
 
-    def stored(txn: Reader) -> bytes | None:
+    def read(txn: Reader) -> bytes | None:
         value = txn.get(b"meta", b"identity")
         return None if value is None else bytes(value)
 
@@ -27,11 +27,11 @@ def check_identity(environment: SharedEnvironment, schema: RowSchema) -> None:
             txn.put(b"meta", b"identity", identity)
 
     def read_or_record() -> bytes | None:
-        found = environment.read(stored)
-        if found is None:
+        recorded = environment.read(read)
+        if recorded is None:
             environment.write(record)
-            found = environment.read(stored)
-        return found
+            recorded = environment.read(read)
+        return recorded
 
     if rebuild_if_damaged(read_or_record, environment.discard) != identity:
         environment.discard()

@@ -37,7 +37,7 @@ class Incoming:
         """Return a path for a new file in an environment's folder; until `end`, no process removes it as abandoned."""
         path = folder / f"incoming-{uuid.uuid4().hex}"
         try:
-            lock = _opened(folder)
+            lock = _open_lock_file(folder)
         except OSError as error:
             raise storage_error(folder, error) from error
         try:
@@ -58,31 +58,31 @@ class Incoming:
             os.close(lock)
 
 
-def remove_abandoned(folder: Path, known: Callable[[], Collection[str] | None]) -> None:
+def remove_abandoned(folder: Path, read_known_names: Callable[[], Collection[str] | None]) -> None:
     """Remove the files of processes that died before naming them in the manifest.
 
     `known` returns the names of files in the manifest, or None if nothing may be removed.
     """
     # List the files before reading the manifest, so that a file named in between is found there.
-    found = [path for pattern in _PATTERNS for path in folder.glob(pattern)]
-    if not found:
+    files = [path for pattern in _PATTERNS for path in folder.glob(pattern)]
+    if not files:
         return
-    with _alone(folder) as alone:
-        names = known()
+    with _lock_exclusively(folder) as locked:
+        names = read_known_names()
         if names is None:
             return
         young_s = time.time() - _ABANDONED_AFTER_S
-        for path in found:
+        for path in files:
             with contextlib.suppress(FileNotFoundError):  # another process was first
-                if path.name not in names and (alone or path.stat().st_mtime < young_s):
+                if path.name not in names and (locked or path.stat().st_mtime < young_s):
                     remove_file(path)
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[bool]:
+def _lock_exclusively(folder: Path) -> Iterator[bool]:
     """Yield True if no live process is writing a file here; until the block ends, no process can begin one."""
     try:
-        lock = _opened(folder)
+        lock = _open_lock_file(folder)
     except OSError:  # the folder is gone
         yield False
         return
@@ -97,5 +97,5 @@ def _alone(folder: Path) -> Iterator[bool]:
         os.close(lock)
 
 
-def _opened(folder: Path) -> int:
+def _open_lock_file(folder: Path) -> int:
     return os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

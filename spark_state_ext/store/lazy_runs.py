@@ -20,7 +20,7 @@ from spark_state_ext.store.chunks import Chunks
 from spark_state_ext.store.compared import check_marks_path
 from spark_state_ext.store.incoming import Incoming
 from spark_state_ext.store.lazy_file import FetchPieces, LazyFile, marks_path
-from spark_state_ext.store.lazy_lookup import Places, columns, ensured, places
+from spark_state_ext.store.lazy_lookup import Positions, ensure_pieces, fetch_columns, locate_hashes
 from spark_state_ext.store.runs import Run
 from spark_state_ext.store.shared import SharedEnvironment
 from spark_state_ext.worker.removal import remove_file
@@ -86,22 +86,22 @@ class LazyRuns:
                 return None if self.file(run) is not None else (file_path(folder, run.key), run.file_bytes)
         return None
 
-    def places(self, runs: Sequence[Run], hashes: HashArray, fetch: FetchPieces | None) -> dict[str, Places]:
+    def locate_hashes(self, runs: Sequence[Run], hashes: HashArray, fetch: FetchPieces | None) -> dict[str, Positions]:
         """Fetch all pieces that a lookup reads; return the hashes' positions by the key of each incomplete run."""
-        found: dict[str, Places] = {}
+        found: dict[str, Positions] = {}
         for run in runs:
             lazy = self.file(run)
             if lazy is not None:
                 self._environment.check_process()
-                found[run.key] = places(lazy, self._schema, hashes, fetch)
+                found[run.key] = locate_hashes(lazy, self._schema, hashes, fetch)
         return found
 
-    def columns(self, run: Run, chunks: Sequence[int], names: Collection[str], fetch: FetchPieces | None) -> None:
+    def fetch_columns(self, run: Run, chunks: Sequence[int], names: Collection[str], fetch: FetchPieces | None) -> None:
         """Fetch whole columns of some chunks of a run, if the run is incomplete."""
         lazy = self.file(run)
         if lazy is not None:
             self._environment.check_process()
-            columns(lazy, self._schema, chunks, names, fetch)
+            fetch_columns(lazy, self._schema, chunks, names, fetch)
 
     def complete(self, run: Run, fetch: FetchPieces | None) -> None:
         """Fetch all absent pieces of a run, which completes it."""
@@ -109,7 +109,7 @@ class LazyRuns:
         if lazy is None:
             return
         self._environment.check_process()
-        ensured(lazy, np.arange(lazy.pieces), fetch)
+        ensure_pieces(lazy, np.arange(lazy.pieces), fetch)
         self.finish(lazy)
 
     def finish(self, lazy: LazyFile) -> bool:

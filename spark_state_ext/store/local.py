@@ -26,7 +26,13 @@ from spark_state_ext.store import manifest, pins, records
 from spark_state_ext.store.base_file import file_path, map_file, read_chunks
 from spark_state_ext.store.checksums import PartlyChecked
 from spark_state_ext.store.chunks import Chunks
-from spark_state_ext.store.compaction import COMPACTION_BYTES_MAX, choose_compacted, choose_runs, droppable, outgrown
+from spark_state_ext.store.compaction import (
+    COMPACTION_BYTES_MAX,
+    choose_runs,
+    choose_runs_to_compact,
+    find_droppable,
+    outgrown,
+)
 from spark_state_ext.store.damage import rebuild_if_damaged
 from spark_state_ext.store.environment import MAP_BYTES_MIN
 from spark_state_ext.store.identity import check_identity
@@ -189,7 +195,7 @@ class LocalStore:
         runs = list(itertools.takewhile(lambda run: self.lazy.file(run) is None, view.runs))
         large = self.outgrown(view)
         keeps_files = keeps_bytes_min is not None and view.size_bytes >= keeps_bytes_min
-        chosen_runs = choose_compacted(runs, self._compaction_bytes_max, unconfirmed, large, keeps_files)
+        chosen_runs = choose_runs_to_compact(runs, self._compaction_bytes_max, unconfirmed, large, keeps_files)
         if not chosen_runs:
             return None
         base = chosen_runs[-1].base or chosen_runs[-1].parent is None
@@ -211,7 +217,7 @@ class LocalStore:
 
         def work(txn: Writing) -> list[Run]:
             now = time.time()
-            dropped = droppable(manifest.every(txn), head, frozenset(pins.pinned(txn)))
+            dropped = find_droppable(manifest.every(txn), head, frozenset(pins.pinned(txn)))
             for run in dropped:
                 manifest.drop(txn, run)
                 txn.delete_prefix(b"chunks", bytes.fromhex(run.key))
@@ -335,13 +341,13 @@ class LocalStore:
         return rebuild_if_damaged(work, self.rebuild) if self._environment.writes else work()
 
     def _remove_abandoned(self) -> None:
-        def known() -> set[str] | None:
+        def read_known_names() -> set[str] | None:
             folder, runs = self._environment.folder, self.runs()
             files = {path.name for run in runs for path in file_paths(folder, run.key)}
             return None if self.is_replaced() else files
 
         try:
-            remove_abandoned(self._environment.folder, known)
+            remove_abandoned(self._environment.folder, read_known_names)
         except (StateError, OSError) as error:
             # Only a warning: abandoned files take disk space and have no other effect.
             _LOGGER.warning("abandoned files in %s could not be removed: %s", self.folder, error)
@@ -402,6 +408,6 @@ class LocalStore:
                 return True
             runs = list(manifest.every(txn))
             self._chunks.keep_only({run.key for run in runs})
-            return bool(droppable(runs, head, frozenset()))
+            return bool(find_droppable(runs, head, frozenset()))
 
         return self._environment.read(work)

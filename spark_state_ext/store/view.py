@@ -81,7 +81,7 @@ class View:
         pending: IndexArray = (np.arange(n) if ascending else np.argsort(hashes, kind="stable")).astype(np.int64)
         found: list[pa.RecordBatch] = []
         # Outside of the transaction, because fetching may take long.
-        known = self._store.lazy.places(self.runs, hashes, self.fetch)
+        known = self._store.lazy.locate_hashes(self.runs, hashes, self.fetch)
         first = pending
 
         def work(open_chunk: OpenChunk) -> None:
@@ -260,7 +260,7 @@ class View:
 
         for run in self._store.lazy.among(self.runs):
             # Fetch all chunks' columns in one request, to save round trips.
-            self._store.lazy.columns(run, [i for i, _ in chunks(run)], (KEY_HASH, column), self.fetch)
+            self._store.lazy.fetch_columns(run, [i for i, _ in chunks(run)], (KEY_HASH, column), self.fetch)
             self._have(run, rows_in)
 
         def work(open_chunk: OpenChunk) -> None:
@@ -286,7 +286,7 @@ class View:
 
         self._store.read(work)
         if hashes:
-            self._store.lazy.places([run], np.unique(np.concatenate(hashes)), self.fetch)
+            self._store.lazy.locate_hashes([run], np.unique(np.concatenate(hashes)), self.fetch)
 
     def earliest_timeout(self, now_ms: int) -> int | None:
         """Return a lower bound of the live rows' timeouts at or after `now_ms`; None if there are none.
@@ -296,7 +296,7 @@ class View:
         timeouts: list[int] = []
         for run in self._store.lazy.among(self.runs):
             chunks = [i for i, chunk in enumerate(run.chunks) if chunk.timeout_min < now_ms <= chunk.timeout_max]
-            self._store.lazy.columns(run, chunks, (TIMEOUT_MS,), self.fetch)
+            self._store.lazy.fetch_columns(run, chunks, (TIMEOUT_MS,), self.fetch)
 
         def work(open_chunk: OpenChunk) -> None:
             timeouts.clear()

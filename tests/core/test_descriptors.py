@@ -105,8 +105,8 @@ for _ in range(2):
         assert right(store, number)
         store.record({"a": b"b"})
         assert opened() - before <= 3 * limit // 4, opened() - before
-        assert len(Environment._open) <= descriptors.stores_max()
-assert len(Environment._open) == descriptors.stores_max() == 24
+        assert len(Environment._environments) <= descriptors.stores_max()
+assert len(Environment._environments) == descriptors.stores_max() == 24
 """
 
 

@@ -46,7 +46,7 @@ def test_what_is_closed_between_opening_and_use_is_opened_again(
 ) -> None:
     shared = _shared(tmp_path / "bucket")
     shared.write(_put(b"a"))
-    real = Environment._used
+    real = Environment._use
     closed: list[Environment] = []
 
     def closed_first(self: Environment) -> Any:
@@ -56,7 +56,7 @@ def test_what_is_closed_between_opening_and_use_is_opened_again(
                 self.close()
         return real(self)
 
-    monkeypatch.setattr(Environment, "_used", closed_first)
+    monkeypatch.setattr(Environment, "_use", closed_first)
     assert shared.read(_got(b"a")) == b"value"
     assert len(closed) == 4, "three were closed, and the fourth was used"
     for use in (lambda: shared.write(_put(b"b")), lambda: shared.map_bytes, shared.check_readers):
@@ -68,13 +68,13 @@ def test_what_is_closed_between_opening_and_use_is_opened_again(
 
 def test_trying_again_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = _shared(tmp_path / "bucket")
-    real = Environment._used
+    real = Environment._use
 
     def closed_first(self: Environment) -> Any:
         self.close()
         return real(self)
 
-    monkeypatch.setattr(Environment, "_used", closed_first)
+    monkeypatch.setattr(Environment, "_use", closed_first)
     with pytest.raises(StorageError, match="was closed while it was used; try again"):
         shared.read(_got(b"a"))
 

@@ -391,7 +391,7 @@ def test_a_file_whose_index_leads_nowhere(remote: Remote, store: LocalStore, tmp
     wrong = replace(run, chunks=tuple(replace(chunk, offset=chunk.offset + 8) for chunk in run.chunks))
     lazy = LazyFile.open(store._environment.folder, wrong)
     assert lazy is not None
-    from spark_state_ext.store.lazy_lookup import places
+    from spark_state_ext.store.lazy_lookup import locate_hashes
 
     with pytest.raises(CorruptError):
-        places(lazy, SCHEMA, remote.hashed[:10], bucket._lazy.fetch)
+        locate_hashes(lazy, SCHEMA, remote.hashed[:10], bucket._lazy.fetch)

@@ -323,4 +323,4 @@ print("as expected")
     def test_environments_are_opened_once(self) -> None:
         first, second = self.store(), self.store()
         assert first._environment.opened is second._environment.opened
-        assert Environment._open[first._environment.folder] is first._environment.opened
+        assert Environment._environments[first._environment.folder] is first._environment.opened

@@ -59,9 +59,9 @@ def test_a_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
     """So that it can give that to it as a peer, from the batch after it on: a large one, or where peers may ask."""
     if why == "large":
         monkeypatch.setattr("spark_state_ext.store.local.outgrown", lambda sizes, _: outgrown(sizes, 1_000))
-        merge = compaction.choose_compacted
+        merge = compaction.choose_runs_to_compact
         monkeypatch.setattr(
-            "spark_state_ext.store.local.choose_compacted", lambda runs, _, *how: merge(runs, 1_000, *how)
+            "spark_state_ext.store.local.choose_runs_to_compact", lambda runs, _, *how: merge(runs, 1_000, *how)
         )
     world.stores.close()
     world.follow(gives_bytes_min=1 if why == "peers ask" else None)

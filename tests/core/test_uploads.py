@@ -377,7 +377,7 @@ def test_a_store_that_was_closed_meanwhile_does_not_stay_open(store: LocalStore)
     store.close()
     gate.set()
     await_all(mine, uploads, CommitOptions())
-    assert not [folder for folder in Environment._open if store.folder in folder.parents]
+    assert not [folder for folder in Environment._environments if store.folder in folder.parents]
     assert all(UploadRecord.decode(value) for value in other.records().values())
     assert len(other.records()) == 3
     other.close()
