@@ -14,7 +14,7 @@ from spark_state_ext.store.checksums import BlockChecks, PartlyChecked, check_al
 from spark_state_ext.store.compared import CheckMarks, FileState
 from spark_state_ext.store.lazy_file import LazyFile
 from spark_state_ext.store.pending import chunk_key, crcs_key
-from spark_state_ext.store.runs import Chunk, Run, aligned
+from spark_state_ext.store.runs import Chunk, Run, align
 from spark_state_ext.store.transaction import Reader
 
 __all__ = ["Chunks"]
@@ -196,7 +196,7 @@ def _chunk_bytes(txn: Reader, run: Run, index: int) -> pa.Buffer:
     data = txn.get(b"chunks", chunk_key(run.key, index))
     if data is None:
         raise MissingRunError(f"run {run.newest} was dropped from the local store while it was read", run.newest)
-    return aligned(data, run.chunks[index])
+    return align(data, run.chunks[index])
 
 
 def _chunk_crcs(txn: Reader, run: Run, index: int) -> bytes:

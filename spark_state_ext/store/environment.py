@@ -39,8 +39,15 @@ from spark_state_ext.errors import (
 from spark_state_ext.store.damage import can_be_mapped, rebuild_if_damaged
 from spark_state_ext.store.forks import check_process, keep_forever
 from spark_state_ext.store.gate import Gate
-from spark_state_ext.store.local_disk import DATA_FILE, make_private, refuse_full, set_aside, storage_error, translated
-from spark_state_ext.store.transaction import DATABASES, Reader, Writing
+from spark_state_ext.store.local_disk import (
+    DATA_FILE,
+    make_private,
+    refuse_full,
+    set_aside,
+    storage_error,
+    translate_errors,
+)
+from spark_state_ext.store.transaction import DATABASES, Reader, Writer
 from spark_state_ext.worker import descriptors
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.removal import remove_tree
@@ -130,7 +137,7 @@ class Environment:
         return pages * size
 
     def _databases(self) -> dict[bytes, Any]:
-        with translated(self.folder):
+        with translate_errors(self.folder):
             self._env.reader_check()
             for _ in range(_GROW_ATTEMPTS_MAX):
                 try:
@@ -291,14 +298,14 @@ class Environment:
 
     def check_readers(self) -> None:
         """Free the slots of readers that were killed, because LMDB does not reuse any page that a reader may see."""
-        with self._use(), translated(self.folder):
+        with self._use(), translate_errors(self.folder):
             self._env.reader_check()
 
     def read(self, work: Callable[[Reader], T]) -> T:
         """Run `work` in one read transaction. Memory from the reader is valid only during the call."""
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
-                with self._use(), translated(self.folder):
+                with self._use(), translate_errors(self.folder):
                     return self._in_transaction(Reader, work, write=False)
             except lmdb.MapResizedError:
                 self._follow_resize()
@@ -306,7 +313,7 @@ class Environment:
             f"the map of {self.folder} was resized {_GROW_ATTEMPTS_MAX} times in a row by other processes"
         )
 
-    def write(self, work: Callable[[Writing], T], need_bytes: int = 0) -> T:
+    def write(self, work: Callable[[Writer], T], need_bytes: int = 0) -> T:
         """Run `work` in one write transaction; if the map is full, run it again with a larger map.
 
         `work` must be repeatable: a failed try is rolled back. `need_bytes` is about how much it adds; the map grows by
@@ -315,8 +322,8 @@ class Environment:
         for _ in range(_GROW_ATTEMPTS_MAX):
             try:
                 # Threads that wait for `_writer` are inside the gate, so they go first and a resize comes after them.
-                with self._use(), self._writer, translated(self.folder):
-                    result = self._in_transaction(Writing, work, write=True)
+                with self._use(), self._writer, translate_errors(self.folder):
+                    result = self._in_transaction(Writer, work, write=True)
                     self._lengthen()
                     return result
             except lmdb.MapResizedError:
@@ -337,7 +344,7 @@ class Environment:
             with txn:
                 return work(reader)
         finally:
-            reader.end()
+            reader.release()
             del txn
 
     def _follow_resize(self) -> None:
@@ -356,7 +363,7 @@ class Environment:
 
     def _resize(self, map_bytes: int) -> None:
         try:
-            with translated(self.folder):
+            with translate_errors(self.folder):
                 self._env.set_mapsize(map_bytes)
         except BaseException:
             # The old map is gone, so the environment is unusable; the next `at` opens it again.

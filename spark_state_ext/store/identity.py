@@ -7,7 +7,7 @@ import json
 from arrow_schemas.row import RowSchema
 from spark_state_ext.store.damage import rebuild_if_damaged
 from spark_state_ext.store.shared import SharedEnvironment
-from spark_state_ext.store.transaction import Reader, Writing
+from spark_state_ext.store.transaction import Reader, Writer
 
 __all__ = ["check_identity"]
 
@@ -22,7 +22,7 @@ def check_identity(environment: SharedEnvironment, schema: RowSchema) -> None:
         value = txn.get(b"meta", b"identity")
         return None if value is None else bytes(value)
 
-    def record(txn: Writing) -> None:
+    def record(txn: Writer) -> None:
         if txn.get(b"meta", b"identity") is None:
             txn.put(b"meta", b"identity", identity)
 

@@ -22,7 +22,7 @@ from spark_state_ext.errors import CorruptStoreError, MissingRunError
 from spark_state_ext.store.checksums import BINARY, FIXED, WHOLE, Cells, cells_of
 from spark_state_ext.store.lazy_file import FetchPieces, LazyFile
 
-__all__ = ["Positions", "fetch_columns", "ensure_pieces", "locate_hashes"]
+__all__ = ["Positions", "ensure_pieces", "fetch_columns", "locate_hashes"]
 
 _PREFIX = struct.Struct("<Ii")
 # Bytes fetched first for the head of a message: enough unless there are many columns.

@@ -63,7 +63,7 @@ class LazyRuns:
                 path.replace(file_path(folder, run.key))
             except OSError as error:
                 raise StorageError(f"the local store {folder} was removed while a run was added: {error}") from error
-            written = self._environment.write(lambda txn: manifest.put_new(txn, run))
+            written = self._environment.write(lambda txn: manifest.put_if_new(txn, run))
         finally:
             self._incoming.end(path)
             if written is not run:
@@ -81,20 +81,20 @@ class LazyRuns:
     def whole_file(self, ref: CheckpointRef, body_digest: str) -> tuple[Path, int] | None:
         """Return the path and length of a snapshot's body; None if it is absent, incomplete or has another digest."""
         folder = self._environment.folder
-        for run in self._environment.read(lambda txn: list(manifest.every(txn))):
+        for run in self._environment.read(lambda txn: list(manifest.read_runs(txn))):
             if run.newest == ref and run.base and run.file_bytes and digest_of(run.blocks) == body_digest:
                 return None if self.file(run) is not None else (file_path(folder, run.key), run.file_bytes)
         return None
 
     def locate_hashes(self, runs: Sequence[Run], hashes: HashArray, fetch: FetchPieces | None) -> dict[str, Positions]:
         """Fetch all pieces that a lookup reads; return the hashes' positions by the key of each incomplete run."""
-        found: dict[str, Positions] = {}
+        positions: dict[str, Positions] = {}
         for run in runs:
             lazy = self.file(run)
             if lazy is not None:
                 self._environment.check_process()
-                found[run.key] = locate_hashes(lazy, self._schema, hashes, fetch)
-        return found
+                positions[run.key] = locate_hashes(lazy, self._schema, hashes, fetch)
+        return positions
 
     def fetch_columns(self, run: Run, chunks: Sequence[int], names: Collection[str], fetch: FetchPieces | None) -> None:
         """Fetch whole columns of some chunks of a run, if the run is incomplete."""

@@ -38,10 +38,10 @@ from spark_state_ext.store.environment import MAP_BYTES_MIN
 from spark_state_ext.store.identity import check_identity
 from spark_state_ext.store.incoming import Incoming, remove_abandoned
 from spark_state_ext.store.lazy_runs import LazyRuns, file_paths, remove_files
-from spark_state_ext.store.pending import Pending
+from spark_state_ext.store.pending import PendingRun
 from spark_state_ext.store.runs import CHUNK_ROWS, Run, cut, encode_chunk
 from spark_state_ext.store.shared import SharedEnvironment
-from spark_state_ext.store.transaction import Reader, Writing
+from spark_state_ext.store.transaction import Reader, Writer
 from spark_state_ext.store.view import View
 
 __all__ = ["LocalStore"]
@@ -98,7 +98,7 @@ class LocalStore:
 
     def view(self, head: CheckpointRef | None) -> View:
         """Return the state at a checkpoint (None: no state)."""
-        runs = self._environment.read(lambda txn: list(manifest.every(txn)))
+        runs = self._environment.read(lambda txn: list(manifest.read_runs(txn)))
         # Done here because a reader never calls `prune`, and a dropped file takes disk space while it is mapped.
         self._chunks.keep_files_of({run.key for run in runs})
         self._chunks.forget_some()
@@ -114,17 +114,17 @@ class LocalStore:
 
     def runs(self) -> list[Run]:
         """Return all runs, in no particular order."""
-        return self._rebuild_if_damaged(lambda: self._environment.read(lambda txn: list(manifest.every(txn))))
+        return self._rebuild_if_damaged(lambda: self._environment.read(lambda txn: list(manifest.read_runs(txn))))
 
     # -- writing -----------------------------------------------------------------------------------
 
     def apply(self, batches: Iterable[pa.RecordBatch], ref: CheckpointRef, parent: CheckpointRef | None) -> Run:
         """Add the run of a new checkpoint, unless there is one already."""
 
-        def intact(txn: Reader) -> None:
-            choose_runs(manifest.every(txn), parent)
+        def check_parent(txn: Reader) -> None:
+            choose_runs(manifest.read_runs(txn), parent)
 
-        return self._add(batches, newest=ref, oldest=ref, parent=parent, base=False, check=intact)
+        return self._add(batches, newest=ref, oldest=ref, parent=parent, base=False, check=check_parent)
 
     def restore(
         self,
@@ -172,7 +172,7 @@ class LocalStore:
         try:
             data = map_file(folder, run)
             run = replace(run, chunks=read_chunks(data, run, self.schema.arrow, f"the snapshot of {ref}", index))
-            written = self._environment.write(lambda txn: manifest.put_new(txn, run))
+            written = self._environment.write(lambda txn: manifest.put_if_new(txn, run))
         except BaseException:
             remove_files(folder, run.key)
             raise
@@ -200,7 +200,7 @@ class LocalStore:
             return None
         base = chosen_runs[-1].base or chosen_runs[-1].parent is None
 
-        def intact(txn: Reader) -> None:
+        def check_runs(txn: Reader) -> None:
             manifest.check_present(txn, chosen_runs, "merged")
 
         return self._add(
@@ -209,27 +209,27 @@ class LocalStore:
             oldest=chosen_runs[-1].oldest,
             parent=chosen_runs[-1].parent,
             base=base,
-            check=intact,
+            check=check_runs,
         )
 
     def prune(self, head: CheckpointRef | None) -> int:
         """Drop runs that no call with this input pointer or a newer one can need; return how many."""
 
-        def work(txn: Writing) -> list[Run]:
+        def work(txn: Writer) -> list[Run]:
             now = time.time()
-            dropped = find_droppable(manifest.every(txn), head, frozenset(pins.pinned(txn)))
+            dropped = find_droppable(manifest.read_runs(txn), head, frozenset(pins.read_pinned(txn)))
             for run in dropped:
                 manifest.drop(txn, run)
                 txn.delete_prefix(b"chunks", bytes.fromhex(run.key))
-            for key, started_s in manifest.begun(txn):
+            for key, started_s in manifest.read_begun(txn):
                 if started_s < now - _ABANDONED_AFTER_S:
                     txn.delete_prefix(b"chunks", bytes.fromhex(key))
-                    manifest.end(txn, key)
+                    manifest.unmark_begun(txn, key)
             return dropped
 
         self._environment.check_readers()
         # Most calls have nothing to drop, and should not wait for the write lock just to find out.
-        if not self._worth_pruning(head):
+        if not self._is_worth_pruning(head):
             return 0
         dropped = self._environment.write(work)
         for run in dropped:
@@ -242,7 +242,7 @@ class LocalStore:
         """Keep a view's runs from being dropped for some seconds; return the pin's name for `unpin`."""
         name = uuid.uuid4().hex
 
-        def work(txn: Writing) -> None:
+        def work(txn: Writer) -> None:
             manifest.check_present(txn, view.runs, "pinned")
             pins.put(txn, name, [run.key for run in view.runs], seconds)
 
@@ -252,7 +252,7 @@ class LocalStore:
     def renew(self, name: str, seconds: float) -> None:
         """Extend a pin, to expire this many seconds from now."""
         # Most calls come long before the pin expires, and need not wait for the write lock.
-        if self._environment.read(lambda txn: pins.expires_s(txn, name)) - time.time() > seconds / 2:
+        if self._environment.read(lambda txn: pins.read_expiry_s(txn, name)) - time.time() > seconds / 2:
             return
         if not self._environment.write(lambda txn: pins.extend(txn, name, seconds)):
             raise StorageError(f"a pin of the local store {self.folder} expired while its runs were read")
@@ -260,21 +260,21 @@ class LocalStore:
     def unpin(self, name: str) -> None:
         """Release a pin."""
         self._rebuild_if_damaged(lambda: self._environment.write(lambda txn: pins.release(txn, name)))
-        self._stay_closed()
+        self._close_again()
 
     def record(self, written: Mapping[str, bytes], removed: Collection[str] = ()) -> None:
         """Write records for other processes of this machine, and remove some."""
 
-        def work(txn: Writing) -> None:
+        def work(txn: Writer) -> None:
             records.remove(txn, removed)
             records.put(txn, written)
 
         self._rebuild_if_damaged(lambda: self._environment.write(work))
-        self._stay_closed()
+        self._close_again()
 
     def records(self) -> dict[str, bytes]:
         """Return all records by name."""
-        return self._rebuild_if_damaged(lambda: self._environment.read(records.every))
+        return self._rebuild_if_damaged(lambda: self._environment.read(records.read_all))
 
     def rebuild(self) -> None:
         """Remove a damaged environment and begin an empty one."""
@@ -305,7 +305,7 @@ class LocalStore:
         """True if `close` was called."""
         return self._closed
 
-    def _stay_closed(self) -> None:
+    def _close_again(self) -> None:
         if self._closed:
             self.close()
 
@@ -361,14 +361,14 @@ class LocalStore:
         base: bool,
         check: Callable[[Reader], None],
     ) -> Run:
-        pending = Pending(uuid.uuid4().hex)
+        pending = PendingRun(uuid.uuid4().hex)
         for batch in cut(batches, self._chunk_rows):
             chunk, data, crcs = encode_chunk(batch)
             pending.add(chunk, data, crcs)
             del batch, data  # LMDB holds another copy while a transaction is open
             if pending.waiting_bytes >= _TRANSACTION_BYTES:
                 self._environment.write(pending.put_waiting, pending.waiting_bytes)
-                pending.flushed()
+                pending.mark_flushed()
         run = Run(
             key=pending.key,
             newest=newest,
@@ -380,11 +380,11 @@ class LocalStore:
             chunks=tuple(pending.chunks),
         )
 
-        def finish(txn: Writing) -> Run:
-            existing = manifest.same(txn, run)
+        def finish(txn: Writer) -> Run:
+            existing = manifest.find_same(txn, run)
             if existing is not None:
                 txn.delete_prefix(b"chunks", bytes.fromhex(run.key))
-                manifest.end(txn, run.key)
+                manifest.unmark_begun(txn, run.key)
                 return existing
             check(txn)
             if pending.any_flushed and not manifest.is_begun(txn, run.key):
@@ -394,7 +394,7 @@ class LocalStore:
                 )
             pending.put_waiting(txn)
             manifest.put(txn, run)
-            manifest.end(txn, run.key)
+            manifest.unmark_begun(txn, run.key)
             return run
 
         written = self._environment.write(finish, pending.waiting_bytes)
@@ -402,11 +402,11 @@ class LocalStore:
             self._chunks.mark_checked(run)
         return written
 
-    def _worth_pruning(self, head: CheckpointRef | None) -> bool:
+    def _is_worth_pruning(self, head: CheckpointRef | None) -> bool:
         def work(txn: Reader) -> bool:
-            if manifest.begun(txn):
+            if manifest.read_begun(txn):
                 return True
-            runs = list(manifest.every(txn))
+            runs = list(manifest.read_runs(txn))
             self._chunks.keep_only({run.key for run in runs})
             return bool(find_droppable(runs, head, frozenset()))
 

@@ -17,7 +17,7 @@ from spark_state_ext.store.damage import is_damage
 from spark_state_ext.worker import descriptors
 from spark_state_ext.worker.removal import remove_tree
 
-__all__ = ["DATA_FILE", "make_private", "refuse_full", "set_aside", "storage_error", "translated"]
+__all__ = ["DATA_FILE", "make_private", "refuse_full", "set_aside", "storage_error", "translate_errors"]
 
 DATA_FILE, LOCK_FILE = "data.mdb", "lock.mdb"
 # A disk with less free space than this counts as full.
@@ -44,7 +44,7 @@ def make_private(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def translated(folder: Path) -> Iterator[None]:
+def translate_errors(folder: Path) -> Iterator[None]:
     """Raise LMDB's errors as this package's errors, except those that report a full or resized map."""
     try:
         yield
@@ -68,10 +68,10 @@ def refuse_full(folder: Path) -> None:
     """
     try:
         # Bytes allocated on disk: the file's length includes holes, with which LMDB creates it.
-        held = 512 * (folder / LOCK_FILE).stat().st_blocks
+        allocated = 512 * (folder / LOCK_FILE).stat().st_blocks
     except FileNotFoundError:
-        held = 0
-    if not held and _free_bytes(folder) < _OPENED_BYTES:
+        allocated = 0
+    if not allocated and _free_bytes(folder) < _OPENED_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -13,53 +13,64 @@ from collections.abc import Iterable, Iterator
 from spark_state_ext.errors import MissingRunError
 from spark_state_ext.store.checked import add_checksum, remove_checksum
 from spark_state_ext.store.runs import Run
-from spark_state_ext.store.transaction import Reader, Writing
+from spark_state_ext.store.transaction import Reader, Writer
 
-__all__ = ["begin", "begun", "check_present", "drop", "end", "every", "is_begun", "put", "put_new", "same"]
+__all__ = [
+    "check_present",
+    "drop",
+    "find_same",
+    "is_begun",
+    "mark_begun",
+    "put",
+    "put_if_new",
+    "read_begun",
+    "read_runs",
+    "unmark_begun",
+]
 
 _TABLE = b"runs"
 _RUN, _NEW = b"run/", b"new/"
 
 
-def every(txn: Reader) -> Iterator[Run]:
+def read_runs(txn: Reader) -> Iterator[Run]:
     """Yield all runs, in no particular order."""
     for key, value in txn.items(_TABLE, _RUN):
         yield Run.decode(remove_checksum(key, value))
 
 
-def same(txn: Reader, run: Run) -> Run | None:
+def find_same(txn: Reader, run: Run) -> Run | None:
     """Return the existing run of the same checkpoints, written by another attempt; None if there is none."""
     covered = (run.newest, run.oldest, run.base)
-    return next((other for other in every(txn) if (other.newest, other.oldest, other.base) == covered), None)
+    return next((other for other in read_runs(txn) if (other.newest, other.oldest, other.base) == covered), None)
 
 
 def check_present(txn: Reader, runs: Iterable[Run], doing: str) -> None:
     """Raise a MissingRunError if one of these runs was dropped; `doing` says what was to be done with them."""
-    present = {run.key for run in every(txn)}
+    present = {run.key for run in read_runs(txn)}
     for run in runs:
         if run.key not in present:
             raise MissingRunError(f"run {run.newest} was dropped before it was {doing}", run.newest)
 
 
-def put(txn: Writing, run: Run) -> None:
+def put(txn: Writer, run: Run) -> None:
     """Add a run."""
     _put(txn, _RUN + run.key.encode(), run.encode())
 
 
-def put_new(txn: Writing, run: Run) -> Run:
+def put_if_new(txn: Writer, run: Run) -> Run:
     """Add a run, unless there is one of the same checkpoints; return the run that exists afterwards."""
-    existing = same(txn, run)
+    existing = find_same(txn, run)
     if existing is None:
         put(txn, run)
     return existing or run
 
 
-def drop(txn: Writing, run: Run) -> None:
+def drop(txn: Writer, run: Run) -> None:
     """Remove a run."""
     txn.delete(_TABLE, _RUN + run.key.encode())
 
 
-def begin(txn: Writing, run_key: str) -> None:
+def mark_begun(txn: Writer, run_key: str) -> None:
     """Record a run as begun: its chunks are being written."""
     _put(txn, _NEW + run_key.encode(), json.dumps({"started_s": time.time()}).encode())
 
@@ -69,7 +80,7 @@ def is_begun(txn: Reader, run_key: str) -> bool:
     return txn.get(_TABLE, _NEW + run_key.encode()) is not None
 
 
-def begun(txn: Reader) -> list[tuple[str, float]]:
+def read_begun(txn: Reader) -> list[tuple[str, float]]:
     """Return the keys of the runs recorded as begun, and when each began, in seconds since 1970."""
     # A list, because callers change the table, which may invalidate entries that are read later.
     return [
@@ -78,10 +89,10 @@ def begun(txn: Reader) -> list[tuple[str, float]]:
     ]
 
 
-def end(txn: Writing, run_key: str) -> None:
+def unmark_begun(txn: Writer, run_key: str) -> None:
     """Remove the record that a run was begun."""
     txn.delete(_TABLE, _NEW + run_key.encode())
 
 
-def _put(txn: Writing, key: bytes, value: bytes) -> None:
+def _put(txn: Writer, key: bytes, value: bytes) -> None:
     txn.put(_TABLE, key, add_checksum(key, value))

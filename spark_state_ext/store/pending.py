@@ -8,13 +8,13 @@ import pyarrow as pa
 
 from spark_state_ext.store import manifest
 from spark_state_ext.store.runs import Chunk
-from spark_state_ext.store.transaction import Writing
+from spark_state_ext.store.transaction import Writer
 
-__all__ = ["Pending", "chunk_key", "crcs_key"]
+__all__ = ["PendingRun", "chunk_key", "crcs_key"]
 
 
 @dataclass
-class Pending:
+class PendingRun:
     """A run being written: all chunks so far, and those that wait for the next write transaction."""
 
     key: str
@@ -31,14 +31,14 @@ class Pending:
         self.waiting.append((len(self.chunks) - 1, data, crcs))
         self.waiting_bytes += data.size
 
-    def put_waiting(self, txn: Writing) -> None:
+    def put_waiting(self, txn: Writer) -> None:
         """Write the waiting chunks."""
-        manifest.begin(txn, self.key)
+        manifest.mark_begun(txn, self.key)
         for index, data, crcs in self.waiting:
             txn.put(b"chunks", chunk_key(self.key, index), memoryview(data))
             txn.put(b"chunks", crcs_key(self.key, index), crcs)
 
-    def flushed(self) -> None:
+    def mark_flushed(self) -> None:
         """Forget the waiting chunks, which were written; they are not visible until the manifest names the run."""
         self.waiting = []
         self.waiting_bytes = 0

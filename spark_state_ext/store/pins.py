@@ -13,26 +13,26 @@ from collections.abc import Iterable
 from typing import Any
 
 from spark_state_ext.store.checked import add_checksum, remove_checksum
-from spark_state_ext.store.transaction import Reader, Writing
+from spark_state_ext.store.transaction import Reader, Writer
 
-__all__ = ["expires_s", "extend", "pinned", "put", "release"]
+__all__ = ["read_expiry_s", "extend", "read_pinned", "put", "release"]
 
 _TABLE = b"pins"
 
 
-def put(txn: Writing, name: str, run_keys: Iterable[str], seconds: float) -> None:
+def put(txn: Writer, name: str, run_keys: Iterable[str], seconds: float) -> None:
     """Pin runs."""
     key, pin = name.encode(), {"runs": list(run_keys), "expires_s": time.time() + seconds, "pid": os.getpid()}
     txn.put(_TABLE, key, add_checksum(key, json.dumps(pin).encode()))
 
 
-def expires_s(txn: Reader, name: str) -> float:
+def read_expiry_s(txn: Reader, name: str) -> float:
     """Return when a pin expires, in seconds since 1970; 0 if there is no such pin."""
     pin = _pin(txn, name)
     return 0.0 if pin is None else float(pin["expires_s"])
 
 
-def extend(txn: Writing, name: str, seconds: float) -> bool:
+def extend(txn: Writer, name: str, seconds: float) -> bool:
     """Let a pin expire this many seconds from now; return False if there is no such pin."""
     pin = _pin(txn, name)
     if pin is None:
@@ -41,12 +41,12 @@ def extend(txn: Writing, name: str, seconds: float) -> bool:
     return True
 
 
-def release(txn: Writing, name: str) -> None:
+def release(txn: Writer, name: str) -> None:
     """Remove a pin."""
     txn.delete(_TABLE, name.encode())
 
 
-def pinned(txn: Writing) -> set[str]:
+def read_pinned(txn: Writer) -> set[str]:
     """Return the keys of pinned runs, and remove pins that have expired."""
     run_keys: set[str] = set()
     # Copied first, because a change to the table may invalidate entries that are read later.

@@ -24,9 +24,9 @@ from spark_state_ext.store.damage import is_damage
 from spark_state_ext.store.environment import READERS_MAX, Environment
 from spark_state_ext.store.forks import check_process
 from spark_state_ext.store.gate import Gate
-from spark_state_ext.store.local_disk import DATA_FILE, storage_error, translated
+from spark_state_ext.store.local_disk import DATA_FILE, storage_error, translate_errors
 from spark_state_ext.store.shared import SharedEnvironment
-from spark_state_ext.store.transaction import DATABASES, Reader, Writing
+from spark_state_ext.store.transaction import DATABASES, Reader, Writer
 from spark_state_ext.worker.boot import boot_id
 
 __all__ = ["ReadOnlyEnvironment"]
@@ -62,21 +62,21 @@ class ReadOnlyEnvironment(SharedEnvironment):
         try:
             file = os.open(folder / DATA_FILE, os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise _gone(folder) from error
+            raise _gone_error(folder) from error
         except OSError as error:
             raise storage_error(folder, error) from error
         try:
-            made = ReadOnlyEnvironment(folder, _opened(folder), file)
+            environment = ReadOnlyEnvironment(folder, _open(folder), file)
         except BaseException:
             os.close(file)
             raise
         try:
-            made._check_length()
-            made._dbs = made._resized_if_need_be(made._databases)
+            environment._check_length()
+            environment._dbs = environment._retry_resized(environment._databases)
         except BaseException:
-            made.close()
+            environment.close()
             raise
-        return made
+        return environment
 
     def _check_length(self) -> None:
         """Raise a CorruptStoreError if the file was cut short: reading a page beyond its end crashes the process."""
@@ -86,15 +86,15 @@ class ReadOnlyEnvironment(SharedEnvironment):
 
     def _databases(self) -> dict[bytes, Any]:
         try:
-            with translated(self._folder):
+            with translate_errors(self._folder):
                 return {name: self._env.open_db(name, create=False) for name in DATABASES}
         except StorageError as error:
             if isinstance(error.__cause__, lmdb.NotFoundError):  # it is being created
-                raise _gone(self._folder) from error
+                raise _gone_error(self._folder) from error
             raise
 
     @property
-    def opened(self) -> Environment:
+    def environment(self) -> Environment:
         """Refused: there is no writable environment in this process."""
         self._refuse()
 
@@ -112,28 +112,28 @@ class ReadOnlyEnvironment(SharedEnvironment):
 
         def in_transaction() -> T:
             check_process(self._pid, self._folder)
-            with self._gate.shared(), translated(self._folder):
+            with self._gate.shared(), translate_errors(self._folder):
                 if self._closed:
                     raise ClosedEnvironmentError(f"the local store {self._folder} was closed while it was read")
                 txn = self._env.begin(buffers=True)
-                seen = Reader(txn, self._dbs)
+                reader = Reader(txn, self._dbs)
                 try:
                     with txn:
-                        return work(seen)
+                        return work(reader)
                 finally:
                     # No traceback may hold the transaction, because the environment may be closed next.
-                    seen.end()
+                    reader.release()
                     del txn
 
-        return self._resized_if_need_be(in_transaction)
+        return self._retry_resized(in_transaction)
 
-    def _resized_if_need_be(self, work: Callable[[], T]) -> T:
+    def _retry_resized(self, work: Callable[[], T]) -> T:
         """Run `work`, and again whenever the job has enlarged the map meanwhile."""
         for _ in range(_RESIZES_MAX):
             try:
                 return work()
             except lmdb.MapResizedError:
-                with self._gate.exclusive(), translated(self._folder):
+                with self._gate.exclusive(), translate_errors(self._folder):
                     if not self._closed:
                         self._env.set_mapsize(0)
         raise StorageError(f"the map of {self._folder} was resized {_RESIZES_MAX} times in a row by the job")
@@ -157,7 +157,7 @@ class ReadOnlyEnvironment(SharedEnvironment):
 
     # -- what only the job does --------------------------------------------------------------------
 
-    def write(self, work: Callable[[Writing], T], need_bytes: int = 0) -> T:
+    def write(self, work: Callable[[Writer], T], need_bytes: int = 0) -> T:
         """Refused."""
         self._refuse()
 
@@ -173,7 +173,7 @@ class ReadOnlyEnvironment(SharedEnvironment):
         raise UsageError(f"the local store {self._folder} is open for reading only")
 
 
-def _opened(folder: Path) -> Any:
+def _open(folder: Path) -> Any:
     for attempts_left in reversed(range(_RESIZES_MAX)):
         try:
             return lmdb.open(
@@ -190,7 +190,7 @@ def _opened(folder: Path) -> Any:
                 raise
         except (lmdb.Error, OSError) as error:
             if not (folder / DATA_FILE).exists():
-                raise _gone(folder) from error
+                raise _gone_error(folder) from error
             if "already open" in str(error):
                 raise UsageError(
                     f"this process already has the local store {folder} open: share one LiveState"
@@ -201,7 +201,7 @@ def _opened(folder: Path) -> Any:
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-def _gone(folder: Path) -> StateGoneError:
+def _gone_error(folder: Path) -> StateGoneError:
     return StateGoneError(
         f"there is no local store at {folder}: the bucket moved to another executor, or its store was removed. Read it "
         "on the host that runs the bucket now"

@@ -22,7 +22,7 @@ __all__ = ["note_use", "reclaim"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _USED = "used"
-_GONE = "gone-"
+_RENAMED = "gone-"
 # Temporary files are kept at least this long, because one may be waiting for its upload without being written to.
 _SCRATCH_KEPT_S_MIN = 86_400.0
 
@@ -44,18 +44,18 @@ def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = No
     """Remove stores that were not used for `keep_s` seconds, and old temporary files; return the removed paths."""
     now_s = time.time() if now_s is None else now_s
     removed: list[Path] = []
-    if not _is_linked(stores):
+    if not _warn_if_link(stores):
         removed += _reclaim_stores(stores, scratch, keep_s, now_s)
-    if not _is_linked(scratch):
+    if not _warn_if_link(scratch):
         removed += _reclaim_scratch(scratch, keep_s, now_s)
     return removed
 
 
-def _is_linked(folder: Path) -> bool:
-    linked = is_link(folder)
-    if linked:
+def _warn_if_link(folder: Path) -> bool:
+    is_linked = is_link(folder)
+    if is_linked:
         _LOGGER.warning("%s is a symbolic link: nothing is removed there", folder)
-    return linked
+    return is_linked
 
 
 def _reclaim_stores(stores: Path, scratch: Path, keep_s: float, now_s: float) -> list[Path]:
@@ -65,19 +65,19 @@ def _reclaim_stores(stores: Path, scratch: Path, keep_s: float, now_s: float) ->
     schemas = [schema for folder in query_folders for schema in real_folders(folder) if schema.name.startswith("s")]
     for schema in schemas:
         for bucket in real_folders(schema):
-            if bucket.name.startswith(_GONE):
+            if bucket.name.startswith(_RENAMED):
                 # Its process died while removing it.
                 remove_tree(bucket, ignore_errors=True)
             elif _last_use_s(bucket) + keep_s < now_s:
-                gone = bucket.with_name(f"{_GONE}{uuid.uuid4().hex}")
+                renamed = bucket.with_name(f"{_RENAMED}{uuid.uuid4().hex}")
                 # Renamed first, so that no process opens a partly removed store; it creates a new one instead.
-                with _going_on(bucket):
-                    bucket.rename(gone)
-                    remove_tree(gone, ignore_errors=True)
+                with _log_errors(bucket):
+                    bucket.rename(renamed)
+                    remove_tree(renamed, ignore_errors=True)
                     removed.append(bucket)
                     _LOGGER.info("removed the local store %s, which was not used for %d s", bucket, keep_s)
         for file in schema.glob("*"):  # files about the buckets
-            with _going_on(file):
+            with _log_errors(file):
                 status = file.lstat()
                 if not stat.S_ISDIR(status.st_mode) and status.st_mtime + keep_s < now_s:
                     remove_file(file)
@@ -90,7 +90,7 @@ def _reclaim_stores(stores: Path, scratch: Path, keep_s: float, now_s: float) ->
 def _reclaim_scratch(scratch: Path, keep_s: float, now_s: float) -> list[Path]:
     removed = []
     for path in scratch.glob("*"):
-        with _going_on(path):
+        with _log_errors(path):
             if path.lstat().st_mtime + max(keep_s, _SCRATCH_KEPT_S_MIN) < now_s:
                 remove_tree(path)
                 removed.append(path)
@@ -98,7 +98,7 @@ def _reclaim_scratch(scratch: Path, keep_s: float, now_s: float) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _going_on(path: Path) -> Iterator[None]:
+def _log_errors(path: Path) -> Iterator[None]:
     """Log an error of removing `path` instead of raising it, so that the other paths are removed."""
     try:
         yield

@@ -10,21 +10,21 @@ from collections.abc import Iterable, Mapping
 
 from spark_state_ext.errors import CorruptStoreError
 from spark_state_ext.store.checked import add_checksum, remove_checksum
-from spark_state_ext.store.transaction import Reader, Writing
+from spark_state_ext.store.transaction import Reader, Writer
 
-__all__ = ["every", "put", "remove"]
+__all__ = ["read_all", "put", "remove"]
 
 _TABLE = b"records"
 
 
-def put(txn: Writing, records: Mapping[str, bytes]) -> None:
+def put(txn: Writer, records: Mapping[str, bytes]) -> None:
     """Write records, replacing those of the same names."""
     for name, value in records.items():
         key = name.encode()
         txn.put(_TABLE, key, add_checksum(key, value))
 
 
-def every(txn: Reader) -> dict[str, bytes]:
+def read_all(txn: Reader) -> dict[str, bytes]:
     """Return all records by name, except damaged ones."""
     records: dict[str, bytes] = {}
     for key, value in txn.items(_TABLE):
@@ -33,7 +33,7 @@ def every(txn: Reader) -> dict[str, bytes]:
     return records
 
 
-def remove(txn: Writing, names: Iterable[str]) -> None:
+def remove(txn: Writer, names: Iterable[str]) -> None:
     """Remove records, if they exist."""
     for name in names:
         txn.delete(_TABLE, name.encode())

@@ -27,7 +27,7 @@ __all__ = [
     "CHUNK_ROWS",
     "Chunk",
     "Run",
-    "aligned",
+    "align",
     "cut",
     "describe",
     "encode_chunk",
@@ -188,7 +188,7 @@ def describe(batch: pa.RecordBatch, size_bytes: int, crc: int, offset: int = 0) 
     )
 
 
-def aligned(data: memoryview, chunk: Chunk) -> pa.Buffer:
+def align(data: memoryview, chunk: Chunk) -> pa.Buffer:
     """Return a chunk's bytes as an Arrow buffer, copied if they are not aligned."""
     if len(data) != chunk.size_bytes:
         raise CorruptStoreError("the size of a chunk of the local store differs from the manifest")
@@ -206,7 +206,7 @@ def cut(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.RecordB
         while batch.num_rows:
             room = int((_CHUNK_BYTES_MAX - held_bytes) // row_bytes) if row_bytes else rows_max
             if held and room < 1:
-                yield _joined_off(held)
+                yield _join_and_clear(held)
                 count, held_bytes = 0, 0.0
                 continue
             piece = batch.slice(0, min(rows_max - count, max(1, room)))
@@ -215,13 +215,13 @@ def cut(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.RecordB
             count += piece.num_rows
             held_bytes += piece.num_rows * row_bytes
             if count == rows_max:
-                yield _joined_off(held)
+                yield _join_and_clear(held)
                 count, held_bytes = 0, 0.0
     if held:
-        yield _joined_off(held)
+        yield _join_and_clear(held)
 
 
-def _joined_off(held: list[pa.RecordBatch]) -> pa.RecordBatch:
+def _join_and_clear(held: list[pa.RecordBatch]) -> pa.RecordBatch:
     """Join a list of batches and empty the list, so that it does not hold memory while the caller uses the result."""
     batch = joined(held)
     held.clear()
@@ -255,36 +255,36 @@ def find(
     chunk_hashes = hashes_of(chunk)
     if at is None:
         at = first_at_least(chunk_hashes, hashes)
-    wanted: IndexArray = np.arange(len(hashes), dtype=np.int64)
-    found_wanted: list[IndexArray] = []
-    found_rows: list[pa.RecordBatch] = []
+    positions: IndexArray = np.arange(len(hashes), dtype=np.int64)
+    positions_found: list[IndexArray] = []
+    rows_found: list[pa.RecordBatch] = []
     while True:
         at_row = np.minimum(at, len(chunk_hashes) - 1)
-        hit = (chunk_hashes[at_row] == hashes[wanted]) & (at == at_row)
+        hit = (chunk_hashes[at_row] == hashes[positions]) & (at == at_row)
         if not hit.all():
-            at, wanted = at[hit], wanted[hit]
+            at, positions = at[hit], positions[hit]
         if not len(at):
             break
         # Copying first and comparing the copy costs one pass less than comparing in place.
         rows = chunk.take(pa.array(at))
-        asked = keys if len(wanted) == len(hashes) else [k.take(pa.array(wanted)) for k in keys]
-        same = rows_equal(schema.key_columns(rows), asked)
+        keys_left = keys if len(positions) == len(hashes) else [k.take(pa.array(positions)) for k in keys]
+        same = rows_equal(schema.key_columns(rows), keys_left)
         if same.all():
-            found_wanted.append(wanted)
-            found_rows.append(rows)
+            positions_found.append(positions)
+            rows_found.append(rows)
             break
-        found_wanted.append(wanted[same])
-        found_rows.append(rows.filter(pa.array(same)))
+        positions_found.append(positions[same])
+        rows_found.append(rows.filter(pa.array(same)))
         # The row has another key with the same hash; the next row may have the wanted key.
-        at, wanted = at[~same] + 1, wanted[~same]
-    if not found_wanted:
+        at, positions = at[~same] + 1, positions[~same]
+    if not positions_found:
         return np.empty(0, dtype=np.int64), schema.empty()
-    if len(found_wanted) == 1:
-        return found_wanted[0], found_rows[0]
-    return np.concatenate(found_wanted), joined(found_rows)
+    if len(positions_found) == 1:
+        return positions_found[0], rows_found[0]
+    return np.concatenate(positions_found), joined(rows_found)
 
 
-def first_at_least(ascending: HashArray, wanted: HashArray) -> IndexArray:
+def first_at_least(ascending: HashArray, hashes: HashArray) -> IndexArray:
     """Return ``np.searchsorted(ascending, wanted)``, but faster if few of very many evenly spread hashes are wanted.
 
     A binary search over more rows than fit in the processor's cache waits for memory at every other step. With evenly
@@ -292,11 +292,11 @@ def first_at_least(ascending: HashArray, wanted: HashArray) -> IndexArray:
     hashes at once. Hashes that are not there (with a bad hash function) are searched for in the ordinary way.
     """
     count = len(ascending)
-    if count < _SPARSE_ROWS_A_HASH * len(wanted) or count <= _WINDOW or not len(wanted):
-        return np.searchsorted(ascending, wanted, side="left")
+    if count < _SPARSE_ROWS_A_HASH * len(hashes) or count <= _WINDOW or not len(hashes):
+        return np.searchsorted(ascending, hashes, side="left")
     first, last = float(ascending[0]), float(ascending[-1])
     rows_per_hash = (count - 1) / max(1.0, last - first)
-    target = np.clip(wanted.astype(np.float64), first, last)
+    target = np.clip(hashes.astype(np.float64), first, last)
     estimate = (target - first) * rows_per_hash
     for _ in range(2):
         at = np.clip(estimate, 0, count - 1).astype(np.int64)
@@ -305,13 +305,13 @@ def first_at_least(ascending: HashArray, wanted: HashArray) -> IndexArray:
     at = np.clip(estimate - _WINDOW // 2, 0, count - _WINDOW).astype(np.int64)
     step = _WINDOW // 2
     while step:
-        at += step * (ascending[at + (step - 1)] < wanted)
+        at += step * (ascending[at + (step - 1)] < hashes)
         step //= 2
-    at += ascending[at] < wanted
-    wrong = (ascending[np.minimum(at, count - 1)] < wanted) & (at < count)
-    wrong |= (ascending[np.maximum(at - 1, 0)] >= wanted) & (at > 0)
+    at += ascending[at] < hashes
+    wrong = (ascending[np.minimum(at, count - 1)] < hashes) & (at < count)
+    wrong |= (ascending[np.maximum(at - 1, 0)] >= hashes) & (at > 0)
     if wrong.any():
-        at[wrong] = np.searchsorted(ascending, wanted[wrong], side="left")
+        at[wrong] = np.searchsorted(ascending, hashes[wrong], side="left")
     return at
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar, TypeVar
 from spark_state_ext.errors import ClosedEnvironmentError
 from spark_state_ext.store.environment import Environment
 from spark_state_ext.store.forks import check_process
-from spark_state_ext.store.transaction import Reader, Writing
+from spark_state_ext.store.transaction import Reader, Writer
 
 __all__ = ["SharedEnvironment"]
 
@@ -28,11 +28,11 @@ class SharedEnvironment:
 
     writes: ClassVar[bool] = True
 
-    def __init__(self, bucket_folder: Path, map_bytes: int, opened: Environment) -> None:
+    def __init__(self, bucket_folder: Path, map_bytes: int, environment: Environment) -> None:
         self._bucket_folder = bucket_folder
         self._map_bytes = map_bytes
         self._pid = os.getpid()
-        self._opened = opened
+        self._environment = environment
 
     @staticmethod
     def at(bucket_folder: Path, map_bytes: int) -> SharedEnvironment:
@@ -40,12 +40,12 @@ class SharedEnvironment:
         return SharedEnvironment(bucket_folder, map_bytes, Environment.at(bucket_folder, map_bytes))
 
     @property
-    def opened(self) -> Environment:
+    def environment(self) -> Environment:
         """The environment, opened again if it was closed (another thread may close it at any moment)."""
         self.check_process()
-        if self._opened.closed:
-            self._opened = Environment.at(self._bucket_folder, self._map_bytes)
-        return self._opened
+        if self._environment.closed:
+            self._environment = Environment.at(self._bucket_folder, self._map_bytes)
+        return self._environment
 
     def check_process(self) -> None:
         """Raise a ForkedProcessError if this process was forked from the one that opened the environment."""
@@ -54,39 +54,39 @@ class SharedEnvironment:
     @property
     def folder(self) -> Path:
         """The environment's folder."""
-        return self.opened.folder
+        return self.environment.folder
 
     @property
     def map_bytes(self) -> int:
         """See `Environment.map_bytes`."""
-        return self._do(lambda opened: opened.map_bytes)
+        return self._retry_closed(lambda environment: environment.map_bytes)
 
     def check_readers(self) -> None:
         """See `Environment.check_readers`."""
-        self._do(Environment.check_readers)
+        self._retry_closed(Environment.check_readers)
 
     def read(self, work: Callable[[Reader], T]) -> T:
         """See `Environment.read`."""
-        return self._do(lambda opened: opened.read(work))
+        return self._retry_closed(lambda environment: environment.read(work))
 
-    def write(self, work: Callable[[Writing], T], need_bytes: int = 0) -> T:
+    def write(self, work: Callable[[Writer], T], need_bytes: int = 0) -> T:
         """See `Environment.write`."""
-        return self._do(lambda opened: opened.write(work, need_bytes))
+        return self._retry_closed(lambda environment: environment.write(work, need_bytes))
 
     def is_replaced(self) -> bool:
         """See `Environment.is_replaced`."""
-        return self._do(lambda opened: opened.is_replaced())
+        return self._retry_closed(lambda environment: environment.is_replaced())
 
     def discard(self) -> None:
         """See `Environment.discard`."""
-        self._do(Environment.discard)
+        self._retry_closed(Environment.discard)
 
     def close(self) -> None:
         """See `Environment.close`."""
-        self._opened.close()
+        self._environment.close()
 
-    def _do(self, task: Callable[[Environment], T]) -> T:
+    def _retry_closed(self, task: Callable[[Environment], T]) -> T:
         for _ in range(_REOPEN_ATTEMPTS_MAX - 1):
             with contextlib.suppress(ClosedEnvironmentError):
-                return task(self.opened)
-        return task(self.opened)
+                return task(self.environment)
+        return task(self.environment)

@@ -7,7 +7,7 @@ from typing import Any
 
 import lmdb
 
-__all__ = ["DATABASES", "Reader", "Writing"]
+__all__ = ["DATABASES", "Reader", "Writer"]
 
 DATABASES = (b"meta", b"runs", b"chunks", b"pins", b"records")
 
@@ -19,7 +19,7 @@ class Reader:
         self._txn = txn
         self._dbs = dbs
 
-    def end(self) -> None:
+    def release(self) -> None:
         """Release the transaction object."""
         del self._txn
 
@@ -38,7 +38,7 @@ class Reader:
                     yield bytes(key), memoryview(value)
 
 
-class Writing(Reader):
+class Writer(Reader):
     """A write transaction's view of the databases."""
 
     def put(self, db: bytes, key: bytes, value: bytes | memoryview) -> None:

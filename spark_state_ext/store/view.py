@@ -78,56 +78,58 @@ class View:
         n = len(hashes)
         index: IndexArray = np.full(n, -1, dtype=np.int64)
         ascending = n < 2 or bool((hashes[1:] >= hashes[:-1]).all())
-        pending: IndexArray = (np.arange(n) if ascending else np.argsort(hashes, kind="stable")).astype(np.int64)
+        unresolved: IndexArray = (np.arange(n) if ascending else np.argsort(hashes, kind="stable")).astype(np.int64)
         found: list[pa.RecordBatch] = []
         # Outside of the transaction, because fetching may take long.
-        known = self._store.lazy.locate_hashes(self.runs, hashes, self.fetch)
-        first = pending
+        positions = self._store.lazy.locate_hashes(self.runs, hashes, self.fetch)
+        first = unresolved
 
         def work(open_chunk: OpenChunk) -> None:
-            nonlocal pending
-            pending = first
+            nonlocal unresolved
+            unresolved = first
             found.clear()
             count = 0
             for run in self.runs:
-                if not len(pending):
+                if not len(unresolved):
                     break
-                done = np.zeros(len(pending), dtype=np.bool_)
-                wanted_hashes = hashes[pending]
-                lows = np.searchsorted(wanted_hashes, _borders(run, "hash_min"), side="left").tolist()
-                highs = np.searchsorted(wanted_hashes, _borders(run, "hash_max"), side="right").tolist()
+                done = np.zeros(len(unresolved), dtype=np.bool_)
+                wanted_hashes = hashes[unresolved]
+                lows = np.searchsorted(wanted_hashes, _chunk_values(run, "hash_min"), side="left").tolist()
+                highs = np.searchsorted(wanted_hashes, _chunk_values(run, "hash_max"), side="right").tolist()
                 for i, (lo, hi) in enumerate(zip(lows, highs, strict=True)):
                     if lo == hi:
                         continue
-                    ask = pending[lo:hi]
-                    at = known[run.key].rows(i, ask) if run.key in known else None
-                    wanted, rows = find(open_chunk(run, i), self._schema, wanted_hashes[lo:hi], _pick(keys, ask), at)
-                    if not len(wanted):
+                    asked = unresolved[lo:hi]
+                    at = positions[run.key].rows(i, asked) if run.key in positions else None
+                    found_positions, rows = find(
+                        open_chunk(run, i), self._schema, wanted_hashes[lo:hi], _take_keys(keys, asked), at
+                    )
+                    if not len(found_positions):
                         continue
-                    done[lo + wanted] = True
+                    done[lo + found_positions] = True
                     if run.chunks[i].tombstones:
                         deleted = rows.column(DELETED)
                         if deleted.true_count:
-                            wanted = wanted[~deleted.to_numpy(zero_copy_only=False)]
+                            found_positions = found_positions[~deleted.to_numpy(zero_copy_only=False)]
                             rows = rows.filter(pc.invert(deleted))
                     found.append(rows)
-                    index[ask[wanted]] = np.arange(count, count + len(wanted))
-                    count += len(wanted)
-                pending = pending[~done]
+                    index[asked[found_positions]] = np.arange(count, count + len(found_positions))
+                    count += len(found_positions)
+                unresolved = unresolved[~done]
 
         self._store.read(work)
-        return Lookup(index, _concatenated(found, self._schema))
+        return Lookup(index, _concatenate(found, self._schema))
 
     def row(self, wanted: int, is_wanted: Callable[[pa.RecordBatch], bool]) -> pa.RecordBatch:
         """Find the row of one key, reading only a few blocks of each chunk; return an empty batch if there is none.
 
         `wanted` is the key's hash, and `is_wanted` compares the key of a row with it.
         """
-        found: pa.RecordBatch | None = None
+        result: pa.RecordBatch | None = None
 
         def work(open_partly: Callable[[Run, int], PartlyChecked]) -> None:
-            nonlocal found
-            found = None
+            nonlocal result
+            result = None
             for run in self.runs:
                 for i in range(bisect_left(run.chunks, wanted, key=lambda it: it.hash_max), len(run.chunks)):
                     if run.chunks[i].hash_min > wanted:
@@ -138,17 +140,17 @@ class View:
                         row = chunk.row(at)
                         if is_wanted(row):
                             if not row.column(DELETED)[0].as_py():
-                                found = row
+                                result = row
                             return
                         at += 1
 
         self._store.read_partly(work)
-        return self._schema.empty() if found is None else found
+        return self._schema.empty() if result is None else result
 
     def scan(self, *, keep_tombstones: bool = False) -> Iterator[pa.RecordBatch]:
         """Yield all live rows, ascending by hash, in batches of bounded size, each read in a short transaction."""
         for after, upto in self._small_ranges():
-            pieces = self._copied(after, upto)
+            pieces = self._copy_rows(after, upto)
             if pieces:
                 merged = newest_wins(pieces, self._schema, drop_tombstones=not keep_tombstones)
                 if merged.num_rows:
@@ -160,10 +162,10 @@ class View:
         A slow reader may read the next range from a new view of the same checkpoint.
         """
         upto = next((border for _, border in self.ranges() if border > after), 2**64 - 1)
-        pieces = self._copied(after, upto)
+        pieces = self._copy_rows(after, upto)
         return upto, newest_wins(pieces, self._schema, drop_tombstones=True) if pieces else self._schema.empty()
 
-    def _copied(self, after: int, upto: int) -> list[pa.RecordBatch]:
+    def _copy_rows(self, after: int, upto: int) -> list[pa.RecordBatch]:
         """Copy all rows with a hash in (after, upto], newest run first."""
         pieces: list[pa.RecordBatch] = []
         for run in self._store.lazy.among(self.runs):
@@ -193,7 +195,8 @@ class View:
             chunk.size_bytes
             for run in self.runs
             for chunk in run.chunks
-            if chunk.timeout_min < now_ms and chunk.timeout_max >= _lowest(run, low_watermark_ms, low_watermark_version)
+            if chunk.timeout_min < now_ms
+            and chunk.timeout_max >= _lowest_timeout(run, low_watermark_ms, low_watermark_version)
         )
 
     def expired(
@@ -211,12 +214,12 @@ class View:
         """
 
         def chunks(run: Run) -> Iterator[tuple[int, int]]:
-            low = _lowest(run, low_watermark_ms, low_watermark_version)
+            low = _lowest_timeout(run, low_watermark_ms, low_watermark_version)
             for i, chunk in enumerate(run.chunks):
                 if chunk.timeout_min < now_ms and chunk.timeout_max >= low:
                     yield i, low
 
-        return self._before(TIMEOUT_MS, now_ms, chunks, after, upto)
+        return self._rows_below(TIMEOUT_MS, now_ms, chunks, after, upto)
 
     def stale(self, column: str, until: int, after: int, upto: int) -> pa.RecordBatch:
         """Return the live rows with a hash in (after, upto] in which an integer column is at most `until`."""
@@ -227,9 +230,9 @@ class View:
                 if chunk.hash_max > after and chunk.hash_min <= upto:
                     yield i, -(2**63)
 
-        return self._before(column, until + 1, chunks, after, upto)
+        return self._rows_below(column, until + 1, chunks, after, upto)
 
-    def _before(
+    def _rows_below(
         self,
         column: str,
         limit: int,
@@ -248,20 +251,20 @@ class View:
                 batch = open_chunk(run, i)
                 # NULL becomes the largest value: never below.
                 values = batch.column(column).fill_null(2**63 - 1).to_numpy(zero_copy_only=False)
-                wanted = (values < limit) & (values >= low)
+                is_wanted = (values < limit) & (values >= low)
                 if chunk.hash_min <= after or chunk.hash_max > upto:
                     hashes = hashes_of(batch)
-                    wanted &= hashes <= np.uint64(upto)
+                    is_wanted &= hashes <= np.uint64(upto)
                     if after >= 0:
-                        wanted &= hashes > np.uint64(after)
-                rows = np.flatnonzero(wanted)
+                        is_wanted &= hashes > np.uint64(after)
+                rows = np.flatnonzero(is_wanted)
                 if len(rows):
                     yield batch, rows
 
         for run in self._store.lazy.among(self.runs):
             # Fetch all chunks' columns in one request, to save round trips.
             self._store.lazy.fetch_columns(run, [i for i, _ in chunks(run)], (KEY_HASH, column), self.fetch)
-            self._have(run, rows_in)
+            self._fetch_rows(run, rows_in)
 
         def work(open_chunk: OpenChunk) -> None:
             candidates.clear()
@@ -277,7 +280,9 @@ class View:
         values = current.rows.column(column).fill_null(2**63 - 1).to_numpy(zero_copy_only=False)
         return current.rows.filter(pa.array(values < limit))
 
-    def _have(self, run: Run, rows_in: Callable[[Run, OpenChunk], Iterator[tuple[pa.RecordBatch, IndexArray]]]) -> None:
+    def _fetch_rows(
+        self, run: Run, rows_in: Callable[[Run, OpenChunk], Iterator[tuple[pa.RecordBatch, IndexArray]]]
+    ) -> None:
         """Fetch some rows of a lazily restored run, of which the hash column is present."""
         hashes: list[HashArray] = []
 
@@ -342,16 +347,16 @@ class View:
             yield from ((begin, end) for begin, end in itertools.pairwise(borders) if begin < end)
 
 
-def _lowest(run: Run, low_watermark_ms: int, low_watermark_version: int) -> int:
+def _lowest_timeout(run: Run, low_watermark_ms: int, low_watermark_version: int) -> int:
     """Return the timeout of a run below which all timeouts were processed already."""
     return low_watermark_ms if run.newest.version < low_watermark_version else -(2**63)
 
 
-def _borders(run: Run, name: str) -> HashArray:
+def _chunk_values(run: Run, name: str) -> HashArray:
     return np.fromiter((getattr(chunk, name) for chunk in run.chunks), dtype=np.uint64, count=len(run.chunks))
 
 
-def _pick(keys: Sequence[pa.Array], positions: IndexArray) -> list[pa.Array]:
+def _take_keys(keys: Sequence[pa.Array], positions: IndexArray) -> list[pa.Array]:
     if len(positions) and int(positions[-1]) - int(positions[0]) + 1 == len(positions):
         steps = len(positions) < 2 or bool((np.diff(positions) == 1).all())
         if steps:
@@ -360,5 +365,5 @@ def _pick(keys: Sequence[pa.Array], positions: IndexArray) -> list[pa.Array]:
     return [key.take(indices) for key in keys]
 
 
-def _concatenated(batches: list[pa.RecordBatch], schema: RowSchema) -> pa.RecordBatch:
+def _concatenate(batches: list[pa.RecordBatch], schema: RowSchema) -> pa.RecordBatch:
     return joined(batches) if batches else schema.empty()

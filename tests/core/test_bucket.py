@@ -26,7 +26,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import seal
 from spark_state_ext.restore.trace import Trace
 from spark_state_ext.store import LocalStore
-from spark_state_ext.store.transaction import Writing
+from spark_state_ext.store.transaction import Writer
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, good_hash
 from spark_state_ext.worker import memory
 from spark_state_ext.worker.spill import SpillBuffer
@@ -345,7 +345,7 @@ def test_memory_of_a_backlog_is_given_back(replica: Replica, monkeypatch: pytest
     assert after_bytes > len(KEYS) * 10_000
 
 
-def _spoil_chunks(txn: Writing) -> None:
+def _spoil_chunks(txn: Writer) -> None:
     for key, value in [(key, bytes(value)) for key, value in txn.items(b"chunks")]:
         txn.put(b"chunks", key, value[:-1] + bytes([value[-1] ^ 0xFF]))
 

@@ -117,7 +117,7 @@ def test_of_many_stores_those_used_last_stay_open(tmp_path: Path) -> None:
 _IN_USE = """
 limited()
 first = written(0)
-environment = first._environment.opened
+environment = first._environment.environment
 inside, go_on = threading.Event(), threading.Event()
 
 def long(txn):
@@ -171,7 +171,7 @@ limited()
 held = hog()
 assert right(second, 2)
 third = LocalStore.at(folder / "3", SCHEMA)
-assert first._environment._opened.closed, "as it was not in use"
+assert first._environment._environment.closed, "as it was not in use"
 assert third.runs() == []
 held += hog()
 inside, go_on = threading.Event(), threading.Event()

@@ -19,13 +19,13 @@ from spark_state_ext.errors import ClosedEnvironmentError, StorageError
 from spark_state_ext.store import LocalStore, environment, local_disk
 from spark_state_ext.store.environment import MAP_BYTES_MIN, Environment
 from spark_state_ext.store.shared import SharedEnvironment
-from spark_state_ext.store.transaction import Reader, Writing
+from spark_state_ext.store.transaction import Reader, Writer
 from spark_state_ext.testing.model import SCHEMA
 from tests.helpers.soak import whole
 from tests.helpers.waiting import WAIT_S, eventually
 
 
-def _put(name: bytes, value: bytes = b"value") -> Callable[[Writing], None]:
+def _put(name: bytes, value: bytes = b"value") -> Callable[[Writer], None]:
     return lambda txn: txn.put(b"records", name, value)
 
 
@@ -99,7 +99,7 @@ def test_work_of_a_closed_environment_is_not_begun(tmp_path: Path) -> None:
 def test_while_a_close_waits_for_a_user_others_wait_too_and_other_folders_do_not(tmp_path: Path) -> None:
     first, second = _shared(tmp_path / "bucket"), _shared(tmp_path / "bucket")
     first.write(_put(b"a"))
-    old = first.opened
+    old = first.environment
     reading, go_on = threading.Event(), threading.Event()
 
     def long(txn: Reader) -> bytes | None:
@@ -119,7 +119,7 @@ def test_while_a_close_waits_for_a_user_others_wait_too_and_other_folders_do_not
         assert reader.result(WAIT_S) == late.result(WAIT_S) == b"value"
         closing.result(WAIT_S)
     assert old.closed
-    assert first.opened is second.opened is not old
+    assert first.environment is second.environment is not old
 
 
 def test_nobody_opens_what_is_being_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def test_nobody_opens_what_is_being_set_aside(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(environment, "set_aside", slow)
         first.discard()
         assert found[0].result(WAIT_S) is None
-    assert first.opened is second.opened
+    assert first.environment is second.environment
     assert first.folder.exists()
 
 
@@ -246,11 +246,11 @@ def _is_whole(opened: Environment) -> bool:
 
 def test_new_and_grown_environments_are_whole(tmp_path: Path) -> None:
     shared = _shared(tmp_path / "bucket")
-    assert _is_whole(shared.opened)
+    assert _is_whole(shared.environment)
     shared.close()
     for number in range(6):
         shared.write(_put(b"%d" % number, b"x" * (MAP_BYTES_MIN // 2)))
-        assert _is_whole(shared.opened)
+        assert _is_whole(shared.environment)
         shared.close()
     assert shared.map_bytes > 2 * MAP_BYTES_MIN
     assert all(shared.read(_got(b"%d" % number)) for number in range(6))
@@ -259,15 +259,15 @@ def test_new_and_grown_environments_are_whole(tmp_path: Path) -> None:
 
 
 def _leave_free_pages_at_the_end(shared: SharedEnvironment) -> None:
-    def put_and_delete(txn: Writing) -> None:
+    def put_and_delete(txn: Writer) -> None:
         txn.put(b"records", b"large", b"x" * 300_000)
         txn.delete(b"records", b"large")
 
-    def put_many(txn: Writing) -> None:
+    def put_many(txn: Writer) -> None:
         for number in range(300):
             txn.put(b"records", b"%04d" % number, b"x" * 1500)
 
-    def delete_some(txn: Writing) -> None:
+    def delete_some(txn: Writer) -> None:
         for number in range(0, 300, 7):
             txn.delete(b"records", b"%04d" % number)
 
@@ -281,7 +281,7 @@ def _leave_free_pages_at_the_end(shared: SharedEnvironment) -> None:
 def test_pages_that_were_free_before_they_were_written_are_no_damage(tmp_path: Path) -> None:
     shared = _shared(tmp_path / "bucket")
     _leave_free_pages_at_the_end(shared)
-    assert _is_whole(shared.opened)
+    assert _is_whole(shared.environment)
     shared.close()
     assert shared.read(_got(b"0001")) == b"x" * 1500
 
@@ -291,7 +291,7 @@ def test_a_write_that_fails_lets_go_of_others_that_wait(tmp_path: Path, failure:
     shared = SharedEnvironment.at(tmp_path / "bucket", MAP_BYTES_MIN)
     inside, tries, failed = threading.Event(), [0], []
 
-    def full(txn: Writing) -> None:
+    def full(txn: Writer) -> None:
         tries[0] += 1
         inside.set()
         time.sleep(0.3)  # until the others wait
@@ -332,8 +332,8 @@ def test_a_file_that_its_writer_is_about_to_lengthen_is_no_damage(
     with monkeypatch.context() as patched:
         patched.setattr(Environment, "_lengthen", lambda self: None)
         _leave_free_pages_at_the_end(shared)
-    assert not _is_whole(shared.opened)
-    length, path = shared.opened._least_length(), shared.folder / "data.mdb"
+    assert not _is_whole(shared.environment)
+    length, path = shared.environment._least_length(), shared.folder / "data.mdb"
     shared.close()
     monkeypatch.setattr(time, "sleep", lambda seconds: os.truncate(path, length))
     assert shared.read(_got(b"0001")) == b"x" * 1500

@@ -25,7 +25,7 @@ folder, refs = Path(sys.argv[1]), Refs()
 store = LocalStore.at(folder, SCHEMA)
 ref = refs.next(1)
 store.apply([run_of({KEYS[0]: Row(1)})], ref, None)
-opened = store._environment.opened
+opened = store._environment.environment
 
 def files():
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in opened.folder.glob("*.mdb")}

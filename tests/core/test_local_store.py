@@ -26,7 +26,7 @@ from spark_state_ext.errors import CorruptStoreError, StorageError, StoreFullErr
 from spark_state_ext.store import LocalStore, environment, local
 from spark_state_ext.store import view as view_module
 from spark_state_ext.store.environment import Environment
-from spark_state_ext.store.pending import Pending
+from spark_state_ext.store.pending import PendingRun
 from spark_state_ext.store.runs import cut, hashes_of
 from spark_state_ext.testing.model import KEYS, SCHEMA, Row, changed, run_of, scanned
 from tests.helpers.waiting import WAIT_S
@@ -188,7 +188,7 @@ class TestLocalStore(LocalStoreContract):
 
         def flush(count: int, age_s: float) -> None:
             for i in range(count):
-                pending = Pending(f"{int(age_s):08x}{i:024x}")
+                pending = PendingRun(f"{int(age_s):08x}{i:024x}")
                 pending.waiting.append((0, pa.py_buffer(b"chunk"), b"crc "))
                 with monkeypatch.context() as patched:
                     now = time.time()
@@ -322,5 +322,5 @@ print("as expected")
 
     def test_environments_are_opened_once(self) -> None:
         first, second = self.store(), self.store()
-        assert first._environment.opened is second._environment.opened
-        assert Environment._environments[first._environment.folder] is first._environment.opened
+        assert first._environment.environment is second._environment.environment
+        assert Environment._environments[first._environment.folder] is first._environment.environment

@@ -16,7 +16,7 @@ from watched_store import STORE
 
 from spark_state_ext import SourcePartition
 from spark_state_ext.store.environment import Environment
-from spark_state_ext.store.records import every
+from spark_state_ext.store.records import read_all
 from spark_state_ext.worker.metrics import read as read_metrics
 from tests.helpers.waiting import eventually
 
@@ -52,7 +52,7 @@ def _counted(batches: list[list[str]]) -> list[dict[str, int]]:
 def _failed_notes(job: Job) -> int:
     """In how many local stores it is noted that an upload failed."""
     folders = {path.parents[1] for path in (job.folder / "local").rglob("data.mdb")}
-    records = [Environment.at(folder, 1 << 20).read(every) for folder in folders]
+    records = [Environment.at(folder, 1 << 20).read(read_all) for folder in folders]
     return sum(any(b'"failed"' in value for value in found.values()) for found in records)
 
 
