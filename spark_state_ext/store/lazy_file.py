@@ -161,7 +161,7 @@ class LazyFile:
         return absent
 
     def lacking(self, numbers: IndexArray) -> IndexArray:
-        """Return those of some pieces that are absent; the others were checked against their checksums."""
+        """Return which of some pieces are absent; the others have been checked against their checksums."""
         if not len(numbers):
             return numbers
         pieces: IndexArray = np.unique(numbers)

@@ -36,7 +36,7 @@ _Require = Callable[[IndexArray], None]
 
 
 def ensure_pieces(lazy: LazyFile, pieces: IndexArray, fetch: FetchPieces | None) -> None:
-    """Fetch those of some pieces that are absent."""
+    """Fetch the pieces that are absent."""
     missing = lazy.lacking(pieces)
     if not len(missing):
         return

@@ -71,7 +71,7 @@ class LazyRuns:
         return written
 
     def among(self, runs: Sequence[Run]) -> list[Run]:
-        """Return those of some runs that are not complete."""
+        """Return the incomplete ones among some runs."""
         return [run for run in runs if self.file(run) is not None]
 
     def file(self, run: Run) -> LazyFile | None:

@@ -15,7 +15,7 @@ __all__ = ["PendingRun", "chunk_key", "crcs_key"]
 
 @dataclass
 class PendingRun:
-    """A run being written: all chunks so far, and those that wait for the next write transaction."""
+    """A run being written: all its chunks so far, and the chunks that wait for the next write transaction."""
 
     key: str
 

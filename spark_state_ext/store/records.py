@@ -18,7 +18,7 @@ _TABLE = b"records"
 
 
 def put(txn: Writer, records: Mapping[str, bytes]) -> None:
-    """Write records, replacing those of the same names."""
+    """Write records, replacing existing ones of the same names."""
     for name, value in records.items():
         key = name.encode()
         txn.put(_TABLE, key, add_checksum(key, value))

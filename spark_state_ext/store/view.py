@@ -120,10 +120,10 @@ class View:
         self._store.read(work)
         return Lookup(index, _concatenate(found, self._schema))
 
-    def row(self, wanted: int, is_wanted: Callable[[pa.RecordBatch], bool]) -> pa.RecordBatch:
+    def row(self, key_hash: int, is_wanted: Callable[[pa.RecordBatch], bool]) -> pa.RecordBatch:
         """Find the row of one key, reading only a few blocks of each chunk; return an empty batch if there is none.
 
-        `wanted` is the key's hash, and `is_wanted` compares the key of a row with it.
+        `is_wanted` compares the key of a row of that hash with the wanted key.
         """
         result: pa.RecordBatch | None = None
 
@@ -131,12 +131,12 @@ class View:
             nonlocal result
             result = None
             for run in self.runs:
-                for i in range(bisect_left(run.chunks, wanted, key=lambda it: it.hash_max), len(run.chunks)):
-                    if run.chunks[i].hash_min > wanted:
+                for i in range(bisect_left(run.chunks, key_hash, key=lambda stored: stored.hash_max), len(run.chunks)):
+                    if run.chunks[i].hash_min > key_hash:
                         break
                     chunk = open_partly(run, i)
-                    at = chunk.first_at_least(wanted)
-                    while chunk.hash_at(at) == wanted:
+                    at = chunk.first_at_least(key_hash)
+                    while chunk.hash_at(at) == key_hash:
                         row = chunk.row(at)
                         if is_wanted(row):
                             if not row.column(DELETED)[0].as_py():

@@ -51,7 +51,7 @@ class Foreground:
         self._condition = threading.Condition()
         # How many batches wait, and when a wait last ended.
         self.waiting = 0
-        self._last_s = -math.inf
+        self._last_wait_ended_s = -math.inf
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
@@ -63,7 +63,7 @@ class Foreground:
         finally:
             with self._condition:
                 self.waiting -= 1
-                self._last_s = time.monotonic()
+                self._last_wait_ended_s = time.monotonic()
                 self._condition.notify_all()
 
     def stand_back(self, quiet_s: float, s_max: float) -> None:
@@ -71,7 +71,8 @@ class Foreground:
         until_s = time.monotonic() + s_max
         with self._condition:
             while (
-                left_s := (until_s if self.waiting else min(self._last_s + quiet_s, until_s)) - time.monotonic()
+                left_s := (until_s if self.waiting else min(self._last_wait_ended_s + quiet_s, until_s))
+                - time.monotonic()
             ) > 0:
                 self._condition.wait(left_s)
 
@@ -94,7 +95,7 @@ class Background:
         self._condition = threading.Condition()
         self._waiting: OrderedDict[str, Work] = OrderedDict()
         self._running: str | None = None
-        self._since_s = 0.0
+        self._started_s = 0.0
         # How many pieces of work have ended, also by an error.
         self.finished = 0
         self._thread: threading.Thread | None = None
@@ -105,7 +106,7 @@ class Background:
         with self._condition:
             # Replace a hung thread first: it may be why work of this name, or too much work, is waiting.
             # A thread may also have ended by a `BaseException`, such as a library's exit.
-            if (self._thread is None or not self._thread.is_alive() or self._hangs()) and not self._start():
+            if (self._thread is None or not self._thread.is_alive() or self._is_hung()) and not self._start():
                 return False
             if name in self._waiting or len(self._waiting) >= _WAITING_MAX:
                 return False
@@ -116,7 +117,7 @@ class Background:
     def busy(self, name: str) -> bool:
         """True if work of this name waits or runs."""
         with self._condition:
-            return (name == self._running and not self._hangs()) or name in self._waiting
+            return (name == self._running and not self._is_hung()) or name in self._waiting
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all work has ended; return False if it has not after `timeout_s`."""
@@ -152,24 +153,24 @@ class Background:
         self._thread, self._running = thread, None
         return True
 
-    def _hangs(self) -> bool:
-        return self._running is not None and time.monotonic() - self._since_s > HUNG_S
+    def _is_hung(self) -> bool:
+        return self._running is not None and time.monotonic() - self._started_s > HUNG_S
 
     def _loop(self) -> None:
-        me = threading.current_thread()
+        this_thread = threading.current_thread()
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: bool(self._waiting) or self._thread is not me)
-                if self._thread is not me:  # considered hung, and replaced
+                self._condition.wait_for(lambda: bool(self._waiting) or self._thread is not this_thread)
+                if self._thread is not this_thread:  # considered hung, and replaced
                     return
                 name, work = self._waiting.popitem(last=False)
-                self._running, self._since_s = name, time.monotonic()
+                self._running, self._started_s = name, time.monotonic()
             try:
                 _run(name, work)
             finally:
                 with self._condition:
                     self.finished += 1
-                    if self._thread is me:
+                    if self._thread is this_thread:
                         self._running = None
                     self._condition.notify_all()
 

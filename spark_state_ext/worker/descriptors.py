@@ -26,7 +26,7 @@ _STORES_MAX = 1024
 # With fewer stores, parallel threads would close each other's stores all the time.
 _STORES_MIN = 8
 # Highest descriptor that is examined: the limit may be a thousand million, which would take too long.
-_LOOKED_AT_MAX = 1 << 16
+_EXAMINED_MAX = 1 << 16
 _UNLIMITED = 1 << 30
 
 
@@ -51,7 +51,7 @@ def used_up(error: BaseException) -> bool:
 def too_many(what: str) -> TooManyOpenFilesError:
     """Return the error for too many open files, with the limit and the kinds of open files."""
     files_max = limit()
-    counts = _held(min(files_max, _LOOKED_AT_MAX))
+    counts = _count_open_files(min(files_max, _EXAMINED_MAX))
     stores = counts.pop("of local stores", 0)
     texts = [f"{stores} of {-(-stores // FILES_OF_A_STORE)} local stores"]
     texts += [f"{count} {kind}" for kind, count in counts.most_common()]
@@ -62,10 +62,10 @@ def too_many(what: str) -> TooManyOpenFilesError:
     )
 
 
-def _held(upto: int) -> Counter[str]:
+def _count_open_files(end: int) -> Counter[str]:
     """Count this process's open files by kind, without opening a file, because that might fail."""
     kinds: Counter[str] = Counter()
-    for number in range(upto):
+    for number in range(end):
         try:
             mode = os.fstat(number).st_mode
         except OSError:  # not open

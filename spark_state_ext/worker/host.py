@@ -22,7 +22,7 @@ def host_name() -> str:
     """Return the name of this process's host: the variable ``SPARK_STATE_EXT_HOST``, else the machine's name."""
     configured = os.environ.get(HOST_VARIABLE)
     name = machine_name() if configured is None else configured
-    fault = _wrong_with(name)
+    fault = _find_fault(name)
     if fault:
         source = "the system gives this machine" if configured is None else f"{HOST_VARIABLE} gives this host"
         raise UsageError(
@@ -38,7 +38,7 @@ def machine_name() -> str:
     return socket.gethostname()
 
 
-def _wrong_with(name: str) -> str:
+def _find_fault(name: str) -> str:
     if not name:
         return "is empty"
     if "/" in name or "\\" in name:

@@ -27,12 +27,12 @@ def root_id(root: str) -> str:
 
 def scratch_folder(local_dir: str | None) -> Path:
     """Return the private folder for temporary files on a local disk; create it if it is missing."""
-    return _private(stores_folder(local_dir) / "scratch")
+    return _make_private_folder(stores_folder(local_dir) / "scratch")
 
 
 def stores_folder(local_dir: str | None) -> Path:
     """Return the folder of the local stores (see `stores_path`), and create it with mode 0700 if it is missing."""
-    return _private(stores_path(local_dir))
+    return _make_private_folder(stores_path(local_dir))
 
 
 def stores_path(local_dir: str | None) -> Path:
@@ -41,7 +41,7 @@ def stores_path(local_dir: str | None) -> Path:
     return Path(base) / f"spark_state_ext-{os.getuid()}"
 
 
-def _private(folder: Path) -> Path:
+def _make_private_folder(folder: Path) -> Path:
     """Create or check a folder that only this user may access, and return it."""
     try:
         make_private(folder)

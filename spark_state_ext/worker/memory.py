@@ -12,7 +12,7 @@ import pyarrow as pa
 __all__ = ["Calls", "give_back", "settle"]
 
 # After work over at most this many bytes, freeing memory is not worth the milliseconds it takes.
-_MUCH_BYTES = 8 << 20
+_TRIMMED_BYTES_MIN = 8 << 20
 # A call is small if it changes at most a quarter as many bytes as the bucket's largest call.
 _SMALL_PART = 4
 # How many small calls of a bucket in a row mean that its large calls are over.
@@ -27,7 +27,7 @@ def give_back(after_bytes: int) -> None:
     again, so it is not done after every call. It uses ``malloc_trim``, as Dask's workers do; Arrow's function to trim
     the C library's memory does nothing in its wheels.
     """
-    if after_bytes <= _MUCH_BYTES:
+    if after_bytes <= _TRIMMED_BYTES_MIN:
         return
     pa.default_memory_pool().release_unused()
     _trim()(0)
@@ -41,17 +41,17 @@ class Calls:
 
     def __init__(self) -> None:
         # By bucket: bytes of the largest call, and how many small calls followed.
-        self._known: dict[str, tuple[int, int]] = {}
+        self._calls: dict[str, tuple[int, int]] = {}
 
     def note(self, bucket: str, changed_bytes: int) -> None:
         """Record a call of a bucket and how many bytes of state it changed; free memory if large calls are over."""
-        largest_bytes, small_calls = self._known.get(bucket, (0, 0))
+        largest_bytes, small_calls = self._calls.get(bucket, (0, 0))
         if changed_bytes * _SMALL_PART > largest_bytes:
-            self._known[bucket] = max(largest_bytes, changed_bytes), 0
+            self._calls[bucket] = max(largest_bytes, changed_bytes), 0
         elif small_calls + 1 < _SMALL_CALLS:
-            self._known[bucket] = largest_bytes, small_calls + 1
+            self._calls[bucket] = largest_bytes, small_calls + 1
         else:
-            self._known[bucket] = changed_bytes, 0
+            self._calls[bucket] = changed_bytes, 0
             give_back(largest_bytes)
 
 
@@ -71,12 +71,12 @@ def _trim() -> Callable[[int], object]:
 # Parameter numbers of GNU's `mallopt`, from its headers.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # LMDB allocates 1 MiB and 2 MiB with each environment, and uses little of it.
-_APART_BYTES_MIN = 1 << 20
+_MAPPED_BYTES_MIN = 1 << 20
 # The threshold that the C library's adaptive rule, which fixed values disable, reaches in a process with large arrays.
 _TRIM_BYTES = 64 << 20
 
 
-def _large_pieces_apart() -> None:
+def _map_large_allocations() -> None:
     """Have the C library map each large allocation separately, as new pages that take no memory until they are used.
 
     By default it raises the threshold for this to the largest allocation that was ever freed. From then on, the two
@@ -86,7 +86,7 @@ def _large_pieces_apart() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return
-    mallopt(_M_MMAP_THRESHOLD, _APART_BYTES_MIN)
+    mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES_MIN)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
 
 
@@ -101,7 +101,7 @@ def settle() -> None:
     Objects alive now, mostly modules, are never freed, but each full collection would visit all of them. And functions
     that make data frames for thousands of keys allocate so many objects that young collections would run all the time.
     """
-    _large_pieces_apart()
+    _map_large_allocations()
     gc.collect()
     gc.freeze()
     young, *old = gc.get_threshold()

@@ -46,8 +46,8 @@ _LOGGER = logging.getLogger("spark_state_ext")
 FILES = "*.arrows"
 _FILE_BYTES_MAX = 4 << 20
 _FILES_MAX = 64
-_HELD_ROWS_MAX = 256
-_HELD_S_MAX = 1.0
+_PENDING_ROWS_MAX = 256
+_PENDING_S_MAX = 1.0
 
 
 @dataclass
@@ -176,7 +176,7 @@ _SUMMED = (
     ),
 )
 # Columns of which the maximum over the buckets is taken.
-_LARGEST = ("key_rows_max", "oldest_inline_ms", "lease_age_ms", "job_buckets", "ended_ms")
+_MAXIMA = ("key_rows_max", "oldest_inline_ms", "lease_age_ms", "job_buckets", "ended_ms")
 _KEYS = ("query_id", "run_id", "operator", "batch")
 
 
@@ -213,28 +213,28 @@ def timing(call: CallMetrics, column: str) -> Iterator[None]:
 class MetricsLog:
     """Writes a worker process's metrics to files in a folder."""
 
-    def __init__(self, folder: Path, beside: DaemonPool | None = None, telemetry: Telemetry | None = None) -> None:
+    def __init__(self, folder: Path, pool: DaemonPool | None = None, telemetry: Telemetry | None = None) -> None:
         self._folder = folder
-        self._beside = beside or DaemonPool("metrics")
+        self._pool = pool or DaemonPool("metrics")
         self._telemetry = telemetry or Telemetry()
-        self._held: list[dict[str, Any]] = []
-        self._writing = threading.Lock()
+        self._pending: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
         self._stream: Any = None
         self._writer: Any = None
 
     def add(self, call: CallMetrics) -> None:
         """Add a call; it is written at the end of the task if that is known, and otherwise within a second."""
         self._telemetry.record(call)
-        with self._writing:
-            self._held.append({**asdict(call), "host": host_name(), "pid": os.getpid()})
-            held = len(self._held)
-        if held == 1:
-            self._beside.submit(self._flush_later)
-        elif held >= _HELD_ROWS_MAX:
+        with self._lock:
+            self._pending.append({**asdict(call), "host": host_name(), "pid": os.getpid()})
+            pending = len(self._pending)
+        if pending == 1:
+            self._pool.submit(self._flush_later)
+        elif pending >= _PENDING_ROWS_MAX:
             self.flush()
 
     def _flush_later(self) -> None:
-        time.sleep(_HELD_S_MAX)
+        time.sleep(_PENDING_S_MAX)
         self.flush()
         self._telemetry.flush(0)
 
@@ -248,8 +248,8 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Write pending calls; if that fails, log a warning once and drop them."""
-        with self._writing:
-            rows, self._held = self._held, []
+        with self._lock:
+            rows, self._pending = self._pending, []
             if not rows:
                 return
             try:
@@ -280,7 +280,7 @@ class MetricsLogs:
     def __init__(self) -> None:
         self._logs: dict[str, MetricsLog] = {}
         self._lock = threading.Lock()
-        self._beside = DaemonPool("metrics")
+        self._pool = DaemonPool("metrics")
         self._telemetry = Telemetry()
         self._pid = os.getpid()
 
@@ -293,7 +293,7 @@ class MetricsLogs:
         """Return the log of a folder, created on first use."""
         with self._lock:
             if str(folder) not in self._logs:
-                self._logs[str(folder)] = MetricsLog(folder, self._beside, self._telemetry)
+                self._logs[str(folder)] = MetricsLog(folder, self._pool, self._telemetry)
             return self._logs[str(folder)]
 
     def close(self) -> None:
@@ -302,7 +302,7 @@ class MetricsLogs:
             logs = list(self._logs.values())
         for log in logs:
             log.flush()
-        self._beside.close()
+        self._pool.close()
 
     def fail(self, call: CallMetrics) -> None:
         """Export a failed call, and write the pending calls of all logs, because the task fails too."""
@@ -352,10 +352,10 @@ def by_batch(calls: pa.Table) -> pa.Table:
         calls.schema.get_field_index("cache_hit"), "cache_hit", calls.column("cache_hit").cast(pa.int64())
     )
     aggregates: list[tuple[str, str]] = [(name, "sum") for name in _SUMMED]
-    aggregates += [("bucket", "count"), ("cache_hit", "sum"), *((name, "max") for name in _LARGEST)]
+    aggregates += [("bucket", "count"), ("cache_hit", "sum"), *((name, "max") for name in _MAXIMA)]
     batches = calls.group_by(list(_KEYS)).aggregate(aggregates)
     names = {"bucket_count": "buckets", "cache_hit_sum": "cache_hits"}
-    names |= {f"{name}_max": name for name in _LARGEST} | {f"{name}_sum": name for name in _SUMMED}
+    names |= {f"{name}_max": name for name in _MAXIMA} | {f"{name}_sum": name for name in _SUMMED}
     batches = batches.rename_columns([names.get(name, name) for name in batches.column_names])
     return batches.sort_by([("query_id", "ascending"), ("ended_ms", "ascending"), ("batch", "ascending")])
 

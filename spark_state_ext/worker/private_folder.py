@@ -35,7 +35,7 @@ def make_private(folder: Path) -> None:
             folder.mkdir(mode=0o700)
         mode = check_private(folder)
     if mode & _OTHERS:
-        _take_rights(folder)
+        _revoke_access(folder)
 
 
 def check_private(folder: Path) -> int:
@@ -67,16 +67,16 @@ def _make_parents(folder: Path) -> None:
             path.mkdir(mode=0o755)
 
 
-def _take_rights(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+def _revoke_access(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        mode = stat.S_IMODE(os.fstat(opened).st_mode)
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
         _refuse_foreign(folder, mode)
-        os.fchmod(opened, mode & ~_OTHERS)
-        left = stat.S_IMODE(os.fstat(opened).st_mode)
-        if left & _OTHERS:
+        os.fchmod(descriptor, mode & ~_OTHERS)
+        remaining = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        if remaining & _OTHERS:
             raise UnsafeFolderError(
-                f"other users have access to the local folder {folder} (mode {left:o}), and its disk does not let "
+                f"other users have access to the local folder {folder} (mode {remaining:o}), and its disk does not let "
                 "this be changed: set local_dir to another disk"
             )
         try:
@@ -84,10 +84,10 @@ def _take_rights(folder: Path) -> None:
             # task finds it too.
             _refuse_foreign(folder, mode)
         except UnsafeFolderError:
-            os.fchmod(opened, mode)
+            os.fchmod(descriptor, mode)
             raise
     finally:
-        os.close(opened)
+        os.close(descriptor)
     _LOGGER.warning("other users had access to the local folder %s (mode %o); this was revoked", folder, mode)
 
 

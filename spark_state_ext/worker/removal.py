@@ -28,14 +28,14 @@ def is_link(path: str | os.PathLike[str]) -> bool:
 
 def refuse_links(folder: str | os.PathLike[str], below: str | os.PathLike[str]) -> None:
     """Raise an UnsafeFolderError if `folder`, or a folder between it and its ancestor `below`, is a link."""
-    at, top = Path(folder), Path(below)
-    while at != top and top in at.parents:
-        if is_link(at):
+    current, top = Path(folder), Path(below)
+    while current != top and top in current.parents:
+        if is_link(current):
             raise UnsafeFolderError(
-                f"{at} is a symbolic link, and files behind a link are not removed. Replace it by a real folder, or "
-                f"mount the other disk there; {top} itself may be a link."
+                f"{current} is a symbolic link, and files behind a link are not removed. Replace it by a real folder, "
+                f"or mount the other disk there; {top} itself may be a link."
             )
-        at = at.parent
+        current = current.parent
 
 
 def real_folders(folder: Path) -> Iterator[Path]:

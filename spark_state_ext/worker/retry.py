@@ -30,12 +30,12 @@ T = TypeVar("T")
 _WAIT_S_MIN = 0.1
 _WAIT_S_MAX = 10.0
 # Statuses after which the server may accept the request later; it will refuse it again after other 4xx statuses.
-_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-_HOPELESS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+_RETRIABLE_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+_PERMANENT_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 # Parts of class names of connection errors that are not builtin: botocore's EndpointConnectionError, aiohttp's
 # ServerDisconnectedError and ClientPayloadError, azure-core's ServiceRequestError, Python 3.10's asyncio.TimeoutError.
 _CONNECTION_WORDS = ("Connection", "Disconnected", "Timeout", "Incomplete", "Payload", "ServiceRe")
-_HOPELESS_NUMBERS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
+_PERMANENT_NUMBERS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 
 
 def is_retriable(error: BaseException) -> bool:
@@ -49,18 +49,18 @@ def is_retriable(error: BaseException) -> bool:
     for cause in causes:
         status = _status_of(cause)
         if status is not None:
-            return status in _STATUS
-        if isinstance(cause, _HOPELESS):
+            return status in _RETRIABLE_STATUSES
+        if isinstance(cause, _PERMANENT_ERRORS):
             return False
-        if isinstance(cause, OSError) and cause.errno in _HOPELESS_NUMBERS:
+        if isinstance(cause, OSError) and cause.errno in _PERMANENT_NUMBERS:
             return False
         if isinstance(cause, (TimeoutError, ConnectionError)):
             return True
     # Clients wrap connection errors in their own classes, some of which are not an OSError.
-    return any(isinstance(cause, OSError) or _is_connections(cause) for cause in causes)
+    return any(isinstance(cause, OSError) or _is_connection_error(cause) for cause in causes)
 
 
-def _is_connections(error: BaseException) -> bool:
+def _is_connection_error(error: BaseException) -> bool:
     names = (base.__name__ for base in type(error).__mro__)
     return any(word in name for name in names for word in _CONNECTION_WORDS)
 

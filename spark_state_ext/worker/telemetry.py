@@ -74,22 +74,24 @@ class Instrument:
 _UNITS = {"ms": "ms", "bytes": "By"}
 
 
-def _made_of(kind: str, *columns: str) -> tuple[Instrument, ...]:
+def _make_instruments(kind: str, *columns: str) -> tuple[Instrument, ...]:
     return tuple(Instrument(name, kind, name, _UNITS.get(name.rpartition("_")[2], "1")) for name in columns)
 
 
 FAILED_CALLS = Instrument("failed_calls", COUNTER, "")
 # Columns that are recorded for failed calls too; the others are recorded only for calls that succeeded.
-_OF_FAILED = ("upload_failures", "snapshot_failures", "deleted_files")
+_FAILED_CALL_COLUMNS = ("upload_failures", "snapshot_failures", "deleted_files")
 INSTRUMENTS: tuple[Instrument, ...] = (
-    *_made_of(COUNTER, "rows", "keys", "timeouts", "changed_rows", "uploaded_bytes", "uploads", "upload_failures"),
-    *_made_of(COUNTER, "restored_files", "restore_gaps", "snapshot_bytes", "snapshots", "snapshot_failures"),
-    *_made_of(COUNTER, "deleted_files"),
+    *_make_instruments(
+        COUNTER, "rows", "keys", "timeouts", "changed_rows", "uploaded_bytes", "uploads", "upload_failures"
+    ),
+    *_make_instruments(COUNTER, "restored_files", "restore_gaps", "snapshot_bytes", "snapshots", "snapshot_failures"),
+    *_make_instruments(COUNTER, "deleted_files"),
     Instrument("cache_hits", COUNTER, "cache_hit"),
     FAILED_CALLS,
-    *_made_of(HISTOGRAM, "read_ms", "lookup_ms", "user_ms", "commit_ms", "wait_ms", "total_ms", "upload_ms"),
-    *_made_of(HISTOGRAM, "snapshot_ms", "delta_bytes", "inline_bytes", "oldest_inline_ms", "lease_age_ms"),
-    *_made_of(HISTOGRAM, "state_bytes"),
+    *_make_instruments(HISTOGRAM, "read_ms", "lookup_ms", "user_ms", "commit_ms", "wait_ms", "total_ms", "upload_ms"),
+    *_make_instruments(HISTOGRAM, "snapshot_ms", "delta_bytes", "inline_bytes", "oldest_inline_ms", "lease_age_ms"),
+    *_make_instruments(HISTOGRAM, "state_bytes"),
     Instrument("state_rows", HISTOGRAM, "state_rows", "{row}"),
     Instrument("key_rows_max", HISTOGRAM, "key_rows_max", "{row}"),
     Instrument("buckets", GAUGE, "job_buckets", "{bucket}"),
@@ -99,15 +101,15 @@ INSTRUMENTS: tuple[Instrument, ...] = (
 class Telemetry:
     """Records a worker process's metrics with the SDK of OpenTelemetry, if there is one."""
 
-    def __init__(self, beside: DaemonPool | None = None) -> None:
-        self._beside = beside or DaemonPool("telemetry")
+    def __init__(self, pool: DaemonPool | None = None) -> None:
+        self._pool = pool or DaemonPool("telemetry")
         self._changed = threading.Condition()
         # Numbers of calls that were recorded, that were requested to be flushed, and that were flushed.
-        self._recorded = self._asked = self._flushed = 0
+        self._recorded = self._requested = self._flushed = 0
         self._busy = False
         # True from when a task waited in vain until an export succeeds.
         self._slow = False
-        self._begun_s = -math.inf
+        self._started_s = -math.inf
 
     def record(self, call: CallMetrics) -> None:
         """Record a call that succeeded."""
@@ -115,10 +117,10 @@ class Telemetry:
 
     def record_failure(self, call: CallMetrics) -> None:
         """Record a call that failed."""
-        self._record(call, lambda instrument: instrument is FAILED_CALLS or instrument.column in _OF_FAILED)
+        self._record(call, lambda instrument: instrument is FAILED_CALLS or instrument.column in _FAILED_CALL_COLUMNS)
 
     def _record(self, call: CallMetrics, which: Callable[[Instrument], bool]) -> None:
-        sdk_instruments = _instruments()
+        sdk_instruments = _create_instruments()
         if sdk_instruments is None:
             return
         # No attribute for the bucket: there are too many for a metrics store.
@@ -139,22 +141,22 @@ class Telemetry:
 
     def flush(self, wait_s: float = FLUSH_WAIT_S_MAX) -> bool:
         """Export all recorded calls in the background, wait at most `wait_s`, and return whether they are exported."""
-        if _force_flush() is None:
+        if _find_force_flush() is None:
             return False
         with self._changed:
-            mine = self._asked = self._recorded
-            if self._flushed >= mine:
+            requested = self._requested = self._recorded
+            if self._flushed >= requested:
                 return True
             if not self._busy:
                 try:
-                    self._beside.submit(self._flush_all)
+                    self._pool.submit(self._flush_all)
                 except StorageError as error:  # no thread could be started
                     _warn_once(f"metrics are not exported: {error}")
                     return False
                 self._busy = True
-            if self._slow or not wait_s or time.monotonic() < self._begun_s + FLUSH_EVERY_S:
+            if self._slow or not wait_s or time.monotonic() < self._started_s + FLUSH_EVERY_S:
                 return False
-            if self._changed.wait_for(lambda: self._flushed >= mine, wait_s):
+            if self._changed.wait_for(lambda: self._flushed >= requested, wait_s):
                 return True
             self._slow = True
         _warn_once(
@@ -165,25 +167,25 @@ class Telemetry:
     def _flush_all(self) -> None:
         while True:
             with self._changed:
-                if self._flushed >= self._asked:
+                if self._flushed >= self._requested:
                     self._busy = False
                     return
-                pause_s = self._begun_s + FLUSH_EVERY_S - time.monotonic()
+                pause_s = self._started_s + FLUSH_EVERY_S - time.monotonic()
             if pause_s > 0:
                 time.sleep(pause_s)
             with self._changed:
-                through, self._begun_s = self._recorded, time.monotonic()
-            succeeded = _exported()
+                recorded, self._started_s = self._recorded, time.monotonic()
+            succeeded = _export()
             with self._changed:
                 # Even if the export failed, because then the SDK either still has the data or has dropped it.
-                self._flushed = through
+                self._flushed = recorded
                 if succeeded:
                     self._slow = False
                 self._changed.notify_all()
 
 
-def _exported() -> bool:
-    flush = _force_flush()
+def _export() -> bool:
+    flush = _find_force_flush()
     if flush is None:
         return False
     try:
@@ -194,9 +196,9 @@ def _exported() -> bool:
     return True
 
 
-def _force_flush() -> Callable[..., Any] | None:
+def _find_force_flush() -> Callable[..., Any] | None:
     """Return the SDK's function to export at once; None if there is no SDK or it has no such function."""
-    if _instruments() is None:
+    if _create_instruments() is None:
         return None
     from opentelemetry.metrics import get_meter_provider
 
@@ -210,7 +212,7 @@ def _warn_once(text: str) -> None:
 
 
 @functools.cache
-def _instruments() -> Mapping[str, Any] | None:
+def _create_instruments() -> Mapping[str, Any] | None:
     """Create the SDK's instruments, by name; None if OpenTelemetry's API is missing or its SDK cannot be set up."""
     try:
         from opentelemetry.metrics import get_meter
@@ -218,13 +220,13 @@ def _instruments() -> Mapping[str, Any] | None:
         return None
     try:
         meter = get_meter(METER)
-        return {instrument.name: _made(meter, instrument) for instrument in INSTRUMENTS}
+        return {instrument.name: _create_instrument(meter, instrument) for instrument in INSTRUMENTS}
     except Exception as error:
         _warn_once(f"metrics are not sent to OpenTelemetry: {type(error).__name__}: {error}")
         return None
 
 
-def _made(meter: Any, instrument: Instrument) -> Any:
+def _create_instrument(meter: Any, instrument: Instrument) -> Any:
     if instrument.kind == COUNTER:
         return meter.create_counter(instrument.full_name, instrument.unit)
     if instrument.kind == GAUGE:

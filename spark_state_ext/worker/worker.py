@@ -27,9 +27,9 @@ class Worker:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._made: dict[type, Any] = {}
+        self._objects: dict[type, Any] = {}
         # Reentrant, because creating an object may create another one.
-        self._making = threading.RLock()
+        self._lock = threading.RLock()
 
     @classmethod
     def current(cls) -> Worker:
@@ -44,7 +44,7 @@ class Worker:
 
     def own(self, kind: type[T]) -> T:
         """Return the worker's object of a class, created on first use."""
-        with self._making:
-            if kind not in self._made:
-                self._made[kind] = kind()
-            return cast(T, self._made[kind])
+        with self._lock:
+            if kind not in self._objects:
+                self._objects[kind] = kind()
+            return cast(T, self._objects[kind])

@@ -130,9 +130,9 @@ def exported() -> Iterator[Any]:
     reader = InMemoryMetricReader()
     # A process has one provider for good; no other test has one.
     api.set_meter_provider(sdk.MeterProvider(metric_readers=[reader]))
-    telemetry._instruments.cache_clear()
+    telemetry._create_instruments.cache_clear()
     yield reader
-    telemetry._instruments.cache_clear()
+    telemetry._create_instruments.cache_clear()
 
 
 def test_calls_go_to_open_telemetry(exported: Any, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ class Sdk:
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
-        monkeypatch.setattr(telemetry, "_force_flush", lambda: self._flush)
+        monkeypatch.setattr(telemetry, "_find_force_flush", lambda: self._flush)
         monkeypatch.setattr(telemetry, "FLUSH_EVERY_S", 0.0)
         telemetry._warn_once.cache_clear()
 
