@@ -133,7 +133,7 @@ class PartlyChecked:
         self._hashes: HashArray = np.frombuffer(self._data, np.uint64, self._rows.num_rows, self._hashes_at)
 
     def first_at_least(self, key_hash: int) -> int:
-        """Return the first row whose hash is at least `wanted`, or the number of rows if there is none."""
+        """Return the first row whose hash is at least `key_hash`, or the number of rows if there is none."""
         last = len(self._hashes) - 1
         hashes, least = self._hashes, np.uint64(key_hash)
         span = max(1, self._hash_max - self._hash_min)

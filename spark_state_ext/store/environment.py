@@ -148,7 +148,7 @@ class Environment:
 
     @classmethod
     def at(cls, bucket_folder: Path, map_bytes: int) -> Environment:
-        """Return the environment of a bucket's folder for the machine's current boot, opened at most once a process."""
+        """Return the environment of a bucket's folder for the machine's current boot, opened at most once per process."""
         folder = bucket_folder / boot_id()
         if (inherited := cls._inherited.get(folder)) is not None:
             check_process(inherited._pid, folder)
@@ -191,7 +191,7 @@ class Environment:
 
     @classmethod
     def _close_idle(cls, count_max: int) -> int:
-        """Close environments not in use, longest unused first, until `most` are open; return how many were closed.
+        """Close environments not in use, longest unused first, until `count_max` are open; return how many were closed.
 
         The caller must hold `_open_lock`.
         """

@@ -61,7 +61,7 @@ class Incoming:
 def remove_abandoned(folder: Path, read_known_names: Callable[[], Collection[str] | None]) -> None:
     """Remove the files of processes that died before naming them in the manifest.
 
-    `known` returns the names of files in the manifest, or None if nothing may be removed.
+    `read_known_names` returns the names of files in the manifest, or None if nothing may be removed.
     """
     # List the files before reading the manifest, so that a file named in between is found there.
     files = [path for pattern in _PATTERNS for path in folder.glob(pattern)]

@@ -323,7 +323,7 @@ class LocalStore:
         """
 
         def with_txn(txn: Reader) -> None:
-            work(lambda run, i: self._chunks.opened(self._environment.folder, txn, run, i))
+            work(lambda run, i: self._chunks.open(self._environment.folder, txn, run, i))
 
         self._environment.read(with_txn)
 
@@ -331,7 +331,7 @@ class LocalStore:
         """Like `read`, for reading a small part of each chunk: only that part is checked against its checksums."""
 
         def with_txn(txn: Reader) -> None:
-            work(lambda run, i: self._chunks.partly(self._environment.folder, txn, run, i))
+            work(lambda run, i: self._chunks.open_partly(self._environment.folder, txn, run, i))
 
         self._environment.read(with_txn)
 
