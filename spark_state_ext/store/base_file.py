@@ -20,7 +20,7 @@ from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingR
 from spark_state_ext.store.local_disk import storage_error
 from spark_state_ext.store.runs import Chunk, Run, describe
 
-__all__ = ["check_blocks", "read_chunks", "chunks_of", "file_path", "map_file"]
+__all__ = ["check_blocks", "chunks_of", "file_path", "map_file", "read_chunks"]
 
 # Bytes of an Arrow IPC file before its first message: magic and padding.
 _FIRST_MESSAGE = 8

@@ -148,7 +148,7 @@ class Environment:
 
     @classmethod
     def at(cls, bucket_folder: Path, map_bytes: int) -> Environment:
-        """Return the environment of a bucket's folder for the machine's current boot, opened at most once per process."""
+        """Return the environment of a bucket's folder for the machine's current boot; open it once per process."""
         folder = bucket_folder / boot_id()
         if (inherited := cls._inherited.get(folder)) is not None:
             check_process(inherited._pid, folder)

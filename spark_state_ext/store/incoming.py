@@ -73,7 +73,7 @@ def remove_abandoned(folder: Path, read_known_names: Callable[[], Collection[str
             return
         young_s = time.time() - _ABANDONED_AFTER_S
         for path in files:
-            with contextlib.suppress(FileNotFoundError):  # another process was first
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
                 if path.name not in names and (locked or path.stat().st_mtime < young_s):
                     remove_file(path)
 

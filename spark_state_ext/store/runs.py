@@ -285,11 +285,11 @@ def find(
 
 
 def first_at_least(ascending: HashArray, hashes: HashArray) -> IndexArray:
-    """Return ``np.searchsorted(ascending, wanted)``, but faster if few of very many evenly spread hashes are wanted.
+    """Return ``np.searchsorted(ascending, hashes)``, but faster for few hashes among very many evenly spread rows.
 
     A binary search over more rows than fit in the processor's cache waits for memory at every other step. With evenly
     spread hashes, the value of a hash gives its position to within a few rows, and these rows are searched for all
-    hashes at once. Hashes that are not there (with a bad hash function) are searched for in the ordinary way.
+    hashes at once. Hashes that are not among these rows (with a bad hash function) are searched for by NumPy.
     """
     count = len(ascending)
     if count < _SPARSE_ROWS_A_HASH * len(hashes) or count <= _WINDOW or not len(hashes):
