@@ -92,8 +92,8 @@ class CallMetrics:
     cache_hit
         True if the local store had the whole state.
     restored_files, restore_gaps
-        Checkpoint files that were fetched; and how often another backend had to supply a file that the preferred
-        backend (`restore_from`), or one that had confirmed the file, did not have.
+        Checkpoint files that were fetched; and how often the preferred backend (`restore_from`), or one that had
+        confirmed the file, did not supply it and another backend did.
     upload_failures
         Uploads of deltas that failed since the bucket's previous call in this process.
     deleted_files
