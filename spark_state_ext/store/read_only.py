@@ -155,18 +155,18 @@ class ReadOnlyEnvironment(SharedEnvironment):
                 self._env.close()
                 os.close(self._file)
 
-    # -- what only the job does --------------------------------------------------------------------
+    # -- operations of the job, refused here -------------------------------------------------------
 
     def write(self, work: Callable[[Writer], T], need_bytes: int = 0) -> T:
-        """Refused."""
+        """Refused: this process only reads."""
         self._refuse()
 
     def check_readers(self) -> None:
-        """Refused."""
+        """Refused: this process only reads."""
         self._refuse()
 
     def discard(self) -> None:
-        """Refused."""
+        """Refused: this process only reads."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:
