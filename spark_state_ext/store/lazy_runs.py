@@ -76,7 +76,7 @@ class LazyRuns:
 
     def file(self, run: Run) -> LazyFile | None:
         """Return the file of an incomplete run; None if the run is complete or has no file."""
-        return self._chunks.lazy(self._environment.folder, run) if run.file_bytes else None
+        return self._chunks.open_lazy_file(self._environment.folder, run) if run.file_bytes else None
 
     def whole_file(self, ref: CheckpointRef, body_digest: str) -> tuple[Path, int] | None:
         """Return the path and length of a snapshot's body; None if it is absent, incomplete or has another digest."""
