@@ -1,6 +1,6 @@
 """Arrow-native state for PySpark Structured Streaming.
 
-The core (`store`, `bucket`, `checkpoint`, `lineage`) needs no PySpark; what does is loaded when first used.
+The core (`store`, `bucket`, `checkpoint`, `lineage`) needs no PySpark; modules that do are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one tree of errors, grouped by what the caller would do.
+"""All error classes, grouped by what the caller has to do.
 
 ======================  ===========================================================================
 `UsageError`            change the call or the plan; nothing was run
@@ -6,12 +6,12 @@
 `OwnershipError`        stop the other run
 `CorruptError`          bytes are damaged: restore the file, or go back to an older checkpoint
 `MissingError`          bring the file back
-`StorageError`          make room, or mend permissions or the network; then restart
-`EnvironmentSetupError` install the package where the executors' Python looks for it
-`UserFunctionError`     mend the function; names key, bucket and batch
+`StorageError`          make room, or repair permissions or the network; then restart
+`EnvironmentSetupError` install the package for the executors' Python
+`UserFunctionError`     repair the function; the message names key, bucket and batch
 ======================  ===========================================================================
 
-All are `StateError`. Where a builtin says the same, the class is one too.
+Every class is a `StateError`, and also a builtin exception if there is one with the same meaning.
 """
 
 from __future__ import annotations
@@ -86,31 +86,31 @@ __all__ = [
 
 
 class UnsupportedPlanError(UsageError):
-    """The query has a shape that Spark or this package cannot run."""
+    """Spark or this package cannot run a query of this shape."""
 
 
 class ForkedProcessError(UsageError):
-    """A child that the user's function forked uses state, which only the worker process may do."""
+    """A child process that the user's function forked uses state, which only the worker process may do."""
 
 
 class ResultTypeError(StateValueError, TypeError):
-    """The user's function gave something that is neither a frame nor rows, or rows that the output cannot hold."""
+    """The user's function returned neither a frame nor rows, or rows that do not fit the output schema."""
 
 
 class ExistingStateError(ChangedJobError):
-    """`strict=True` and the operator already has state of another query."""
+    """`strict=True`, and another query already has state under the operator's name."""
 
 
 class OperatorChangedError(ChangedJobError):
-    """The Spark checkpoint holds the state of an operator of another name."""
+    """The Spark checkpoint holds the state of an operator with another name."""
 
 
 class StateElsewhereError(ChangedJobError):
-    """The state lies in a place that the job does not name: its root was changed, and the files were not moved."""
+    """The state is not where the job looks for it: the job's root was changed and the files were not moved."""
 
 
 class OwnershipError(StateError, PermissionError):
-    """The state belongs to somebody else."""
+    """The state belongs to another run or query."""
 
 
 class LiveRunError(OwnershipError):
@@ -118,31 +118,31 @@ class LiveRunError(OwnershipError):
 
 
 class ClaimedError(OwnershipError):
-    """A snapshot, or the folder that a query keeps its state in, belongs to another query, which has claimed it."""
+    """Another query has claimed this snapshot, or the folder in which a query keeps its state."""
 
 
 class NotClaimableError(OwnershipError):
-    """A snapshot cannot be claimed: later ones need its files, or its store cannot make a claim that only one has."""
+    """A snapshot cannot be claimed: later snapshots need its files, or its store cannot make a claim exclusive."""
 
 
 class CorruptStoreError(CorruptError):
-    """The local store is damaged. It is a cache: it is set aside and built anew from the checkpoint files."""
+    """The local store is damaged. It is a cache: it is set aside and rebuilt from the checkpoint files."""
 
 
 class MissingError(StateError, FileNotFoundError):
-    """Something that must be there is not."""
+    """Something that must exist is missing."""
 
 
 class MissingCheckpointError(MissingError):
-    """Checkpoint files that a committed pointer needs are gone or all damaged."""
+    """Every copy of a checkpoint file that a committed pointer needs is missing or damaged."""
 
 
 class LostFilesError(MissingError):
-    """A backend lacks files that it had confirmed: somebody else deleted them. It gets a fresh full backup."""
+    """Files that a backend had confirmed were deleted by somebody else. The backend gets a new full backup."""
 
 
 class MissingRunError(MissingError):
-    """The local store lacks a run of the lineage; it can be fetched from the checkpoint files.
+    """A run of the lineage is missing from the local store; it can be fetched from the checkpoint files.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ class MissingRunError(MissingError):
 
 
 class StateGoneError(MissingError):
-    """A running job's state is not on this host, or not any more: the bucket moved, or its local store was removed."""
+    """This host does not have the running job's state: the bucket moved, or its local store was removed."""
 
 
 class StorageError(StateError, OSError):
@@ -166,31 +166,31 @@ class StorageError(StateError, OSError):
 
 
 class StoreFullError(StorageError):
-    """The disk of the local store is full, or the address space for its map is used up."""
+    """The disk of the local store is full, or the store's memory map cannot grow."""
 
 
 class UnsafeFolderError(StorageError):
-    """A folder is a symbolic link, or others may write to it, so nothing is written there or removed behind it."""
+    """A folder is a symbolic link, or other users may write to it: files are neither written nor removed there."""
 
 
 class CannotHoldError(StorageError):
-    """A reader cannot keep clean-up away from the files that it reads, as it cannot write to the query folder."""
+    """A reader cannot write to the query folder, so it cannot keep clean-up away from the files that it reads."""
 
 
 class ClosedEnvironmentError(StorageError):
-    """Another user of this process closed the local store's environment; nothing was done, and it is opened again."""
+    """Another user of this process closed the local store's environment; the call did nothing and is repeated."""
 
 
 class TooManyOpenFilesError(StorageError):
-    """The worker process has as many files open as it may; the text names the limit and what holds them."""
+    """The worker process has reached its limit of open files; the message names the limit and the open files."""
 
 
 class UploadFailedError(StorageError):
-    """An upload of an earlier commit failed, and trying again does not help. The cause is attached or in the text."""
+    """An upload of an earlier commit failed and retries do not help. The cause is attached or in the message."""
 
 
 class CleanUpFailedError(StorageError):
-    """Files that nothing needs any more cannot be deleted."""
+    """Files that are no longer needed cannot be deleted."""
 
 
 class CommitTimeoutError(StorageError, TimeoutError):
@@ -198,32 +198,32 @@ class CommitTimeoutError(StorageError, TimeoutError):
 
 
 class PeerError(StorageError):
-    """Another host's standby service does not give what it is asked for; the store has it too."""
+    """Another host's standby service did not send the requested data, which can be read from the backend instead."""
 
 
 class PeerGoneError(PeerError):
-    """It does not have that any more, or not yet, or has too much to do."""
+    """The other host no longer has the requested data, does not have it yet, or is too busy."""
 
 
 class InterruptedRestoreError(StateError, InterruptedError):
-    """A restore was told to stop."""
+    """A restore was asked to stop."""
 
 
 class EnvironmentSetupError(StateError):
-    """A machine is not set up for the job."""
+    """A machine is not set up to run the job."""
 
 
 class ExecutorPackageError(EnvironmentSetupError, ImportError):
-    """The executors' Python lacks this package. (Raised there under this name without the package itself.)"""
+    """The executors' Python cannot import this package. (Executors without it raise a class of the same name.)"""
 
 
 class UserFunctionError(StateError, RuntimeError):
-    """The user's function raised; the cause is attached, the text names key, bucket and batch."""
+    """The user's function raised; the cause is attached, and the message names key, bucket and batch."""
 
 
 def _publish() -> None:
-    """One name for each error, also for those that are defined below this package: tracebacks print where a class says
-    that it is from, and that is where users look for it."""
+    """Set `__module__` of each error to this module, where users look for it; tracebacks print it. Some are defined in
+    `arrow_schemas`."""
     for name in __all__:
         globals()[name].__module__ = __name__
 

@@ -1,4 +1,4 @@
-"""The one place where the version is written down, and the build: which sources of that version this process has."""
+"""The package's version, and its build id: a digest of the sources that this process runs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def build_id() -> str:
     """Return a digest of the names and contents of this package's Python files; "" if it was installed without them.
 
     The same sources have the same build id in a source tree, in an installed wheel and in a zip that was shipped with
-    ``addPyFile``. Computing it takes about 8 ms (a folder) or 4 ms (a zip), so compute it once in a process.
+    ``addPyFile``. Computing it takes about 8 ms (a folder) or 4 ms (a zip), so compute it once per process.
     """
     sums = sorted(pair for package in _PACKAGES for pair in _checksums_of(package))
     return hashlib.sha256(repr(sums).encode()).hexdigest()[:_DIGITS] if sums else ""
 
 
 def _checksums_of(package: str) -> Iterator[tuple[str, int]]:
-    """Yield the name and the CRC-32 of each Python file of a package: the sums that a zip has in its directory."""
+    """Yield the name and CRC-32 of each Python file of a package; a zip's directory already has these sums."""
     spec = find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
         return
@@ -57,7 +57,7 @@ def _checksums_in_folder(folder: str, name: str) -> Iterator[tuple[str, int]]:
 def _checksums_in_zip(archive: str, folder: str, name: str) -> Iterator[tuple[str, int]]:
     import zipfile
 
-    with zipfile.ZipFile(archive) as opened:
-        for info in opened.infolist():
+    with zipfile.ZipFile(archive) as zip_file:
+        for info in zip_file.infolist():
             if info.filename.startswith(f"{folder}/") and info.filename.endswith(".py"):
                 yield name + info.filename[len(folder) :], info.CRC
