@@ -37,9 +37,11 @@ def test_enable_takes_a_session_and_a_flag(tmp_path: Path) -> None:
 
 
 def test_columns_of_one_name_are_refused() -> None:
-    with pytest.raises(UsageError, match="two state columns have one name, 'n': n, n; call one of them otherwise"):
+    with pytest.raises(UsageError, match="two state columns have the same name, 'n': n, n; rename one of them"):
         refuse_equal_names(_columns("n", "n"), "state", case_sensitive=True)
-    with pytest.raises(UsageError, match=r"two state columns have one name, 'n': n, k, N; .*spark.sql.caseSensitive"):
+    with pytest.raises(
+        UsageError, match=r"two state columns have the same name, 'n': n, k, N; .*spark.sql.caseSensitive"
+    ):
         refuse_equal_names(_columns("n", "k", "N"), "state", case_sensitive=False)
     refuse_equal_names(_columns("n", "N"), "state", case_sensitive=True)
 

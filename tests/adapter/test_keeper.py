@@ -21,7 +21,7 @@ from spark_state_ext.ownership.lease_record import Claim, Found, RunIdentity
 from spark_state_ext.ownership.release import release_query_folder
 from spark_state_ext.rescale.folders import rescaled_folder
 from spark_state_ext.spark.client import lease_keeper as keeper_module
-from spark_state_ext.spark.client.lease_keeper import Kept, LeaseKeeper
+from spark_state_ext.spark.client.lease_keeper import KeptLeases, LeaseKeeper
 from tests.helpers.waiting import eventually
 
 _APP, _PLAN = "app-1 driver:7001", "plan"
@@ -46,11 +46,11 @@ def folder(tmp_path: Path) -> Folder:
 
 
 @pytest.fixture
-def kept(folder: Folder) -> Kept:
-    return Kept(folder, _APP, 30_000, {_PLAN})
+def kept(folder: Folder) -> KeptLeases:
+    return KeptLeases(folder, _APP, 30_000, {_PLAN})
 
 
-def test_an_idle_query_keeps_its_lease(folder: Folder, kept: Kept) -> None:
+def test_an_idle_query_keeps_its_lease(folder: Folder, kept: KeptLeases) -> None:
     _task(folder, "query")
     now_s = [0.0]
 
@@ -65,7 +65,7 @@ def test_an_idle_query_keeps_its_lease(folder: Folder, kept: Kept) -> None:
     assert not folder.child("another query of the session").names(), "what is none of ours is left alone"
 
 
-def test_what_tasks_renew_the_driver_does_not(folder: Folder, kept: Kept) -> None:
+def test_what_tasks_renew_the_driver_does_not(folder: Folder, kept: KeptLeases) -> None:
     _task(folder, "query")
     for at in range(5):
         before = _newest(folder, "query")
@@ -74,7 +74,7 @@ def test_what_tasks_renew_the_driver_does_not(folder: Folder, kept: Kept) -> Non
         assert _newest(folder, "query").number == before.number + 1
 
 
-def test_a_query_that_has_ended_gives_its_lease_free_once(folder: Folder, kept: Kept) -> None:
+def test_a_query_that_has_ended_gives_its_lease_free_once(folder: Folder, kept: KeptLeases) -> None:
     _task(folder, "query")
     kept.poll(["query"], 0.0, 0)
     kept.poll([], 1.0, 0)
@@ -89,7 +89,7 @@ def test_a_query_that_has_ended_gives_its_lease_free_once(folder: Folder, kept: 
 
 
 def test_what_belongs_to_another_application_is_neither_renewed_nor_released(
-    folder: Folder, kept: Kept, caplog: pytest.LogCaptureFixture
+    folder: Folder, kept: KeptLeases, caplog: pytest.LogCaptureFixture
 ) -> None:
     _task(folder, "query", replace(_ME, application="app-2"))
     before = _newest(folder, "query")
@@ -99,11 +99,11 @@ def test_what_belongs_to_another_application_is_neither_renewed_nor_released(
     kept.poll([], 4.0, 0)
     assert _newest(folder, "query") == before
     assert [record.getMessage() for record in caplog.records] == [
-        f"query query: the state at {folder.root}/query is held by {before.record.owner}"
+        f"query query: the lease of its state at {folder.root}/query is held by {before.record.owner}"
     ], "said once, where the user looks"
 
 
-def test_a_folder_that_a_query_has_claimed_is_looked_after(folder: Folder, kept: Kept) -> None:
+def test_a_folder_that_a_query_has_claimed_is_looked_after(folder: Folder, kept: KeptLeases) -> None:
     """It has another query's name; its lease tells whose it is."""
     claim = Claim("query", f"{folder.root}/query", 0)
     kept.adopted.add("old")
@@ -130,7 +130,7 @@ def test_a_folder_that_a_query_has_claimed_is_looked_after(folder: Folder, kept:
     assert not _newest(folder, "old").record.released
 
 
-def test_a_folder_that_was_claimed_in_an_earlier_run_is_looked_after(folder: Folder, kept: Kept) -> None:
+def test_a_folder_that_was_claimed_in_an_earlier_run_is_looked_after(folder: Folder, kept: KeptLeases) -> None:
     """The program of a restart may say no more where the query began."""
     claim = Claim("query", f"{folder.root}/query", 0)
     for name, its in (("old", claim), ("other", Claim("else", f"{folder.root}/else", 0))):
@@ -145,7 +145,7 @@ def test_a_folder_that_was_claimed_in_an_earlier_run_is_looked_after(folder: Fol
     assert not _newest(folder, "other").record.released
 
 
-def test_a_folder_that_was_claimed_from_a_query_is_not_its_to_renew(folder: Folder, kept: Kept) -> None:
+def test_a_folder_that_was_claimed_from_a_query_is_not_its_to_renew(folder: Folder, kept: KeptLeases) -> None:
     _task(folder, "query")
     kept.poll(["query"], 0.0, 0)
     kept.poll([], 1.0, 0)
@@ -163,7 +163,7 @@ _RESCALES = "c" * 32
 _MOVED = rescaled_folder("query", _RESCALES)
 
 
-def _renewals(folder: Folder, kept: Kept, query: str = "query") -> dict[str, bool]:
+def _renewals(folder: Folder, kept: KeptLeases, query: str = "query") -> dict[str, bool]:
     """Which leases the driver renews while a query is idle."""
     before = {name: _newest(folder, name).number for name in folder.names()}
     now_ms = int(time.time() * 1000)
@@ -172,7 +172,9 @@ def _renewals(folder: Folder, kept: Kept, query: str = "query") -> dict[str, boo
     return {name: _newest(folder, name).number > number for name, number in before.items()}
 
 
-def test_a_query_that_was_rescaled_keeps_the_lease_of_the_folder_that_it_goes_on_in(folder: Folder, kept: Kept) -> None:
+def test_a_query_that_was_rescaled_keeps_the_lease_of_the_folder_that_it_goes_on_in(
+    folder: Folder, kept: KeptLeases
+) -> None:
     """Its first batch holds the old folder's too. That one must age: else nobody would remove the folder."""
     me = replace(_ME, plan=_RESCALES)
     kept.plans.add(_RESCALES)
@@ -189,24 +191,26 @@ def test_a_query_that_was_rescaled_keeps_the_lease_of_the_folder_that_it_goes_on
     assert _newest(folder, _MOVED).record.released
 
 
-def test_a_query_that_was_rescaled_in_an_earlier_run_is_looked_after(folder: Folder, kept: Kept) -> None:
+def test_a_query_that_was_rescaled_in_an_earlier_run_is_looked_after(folder: Folder, kept: KeptLeases) -> None:
     _task(folder, "query", replace(_ME, application="app-1 before", plan=_RESCALES))
     _task(folder, _MOVED)
     assert _renewals(folder, kept) == {"query": False, _MOVED: True}
     # And where the folder is called after a query that this one had claimed its first folder from.
     claimed = rescaled_folder("old", _RESCALES)
     _task(folder, claimed, replace(_ME, query="new"))
-    assert _renewals(folder, Kept(folder, _APP, 30_000, {_PLAN}), "new")[claimed]
+    assert _renewals(folder, KeptLeases(folder, _APP, 30_000, {_PLAN}), "new")[claimed]
 
 
-def test_a_query_that_went_back_to_before_it_was_rescaled_keeps_the_old_folder(folder: Folder, kept: Kept) -> None:
+def test_a_query_that_went_back_to_before_it_was_rescaled_keeps_the_old_folder(
+    folder: Folder, kept: KeptLeases
+) -> None:
     _task(folder, _MOVED, replace(_ME, plan=_RESCALES))
     time.sleep(0.002)
     _task(folder, "query", replace(_ME, plan="planned later"))
     assert _renewals(folder, kept) == {"query": True, _MOVED: False}
 
 
-def test_queries_whose_tasks_are_not_told_theirs_are_looked_after(folder: Folder, kept: Kept) -> None:
+def test_queries_whose_tasks_are_not_told_theirs_are_looked_after(folder: Folder, kept: KeptLeases) -> None:
     _task(folder, _UNTOLD, replace(_ME, query=""))
     others = replace(_ME, query="", plan="planned elsewhere")
     _task(folder, _UNTOLD.replace("a", "b"), others)
@@ -221,13 +225,13 @@ def test_queries_whose_tasks_are_not_told_theirs_are_looked_after(folder: Folder
 
 
 def test_a_root_that_the_driver_cannot_reach_is_said_once(
-    folder: Folder, kept: Kept, caplog: pytest.LogCaptureFixture
+    folder: Folder, kept: KeptLeases, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         for at in range(3):
-            kept.put_off(StorageError("403"), float(at))
+            kept.postpone(StorageError("403"), float(at))
     assert len(caplog.records) == 1
-    assert "cannot be looked after by this process: 403" in caplog.records[0].getMessage()
+    assert f"could not renew or release the leases below {folder.root}: 403" in caplog.records[0].getMessage()
 
 
 def _damage(folder: Folder, query_folder: str) -> None:
@@ -237,7 +241,7 @@ def _damage(folder: Folder, query_folder: str) -> None:
 
 
 def test_a_damaged_lease_keeps_no_other_one_from_being_renewed_and_released(
-    folder: Folder, kept: Kept, caplog: pytest.LogCaptureFixture
+    folder: Folder, kept: KeptLeases, caplog: pytest.LogCaptureFixture
 ) -> None:
     query_folders = ["query-1", "query-2", "query-3"]
     for query_folder in query_folders:

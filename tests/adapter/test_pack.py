@@ -234,9 +234,14 @@ def test_every_bucket_learns_which_new_partitions_a_batch_has(tmp_path: Path) ->
     [
         ('{"a":{"0":1,"1":1,"2":1,"3":0},"b":{"0":1,"1":0,"2":0}}', "query", None, ""),
         ('{"a":{"0":1,"1":1,"2":1},"b":{"0":1,"1":0,"2":0}}', "query", PartitionsChangedError, "'a' has 3 partitions"),
-        ('{"a":{"0":1,"1":1,"2":1,"3":0},"b":{"0":1,"1":0,"2":0}}', "other", UsageError, "with id other, and this is"),
+        (
+            '{"a":{"0":1,"1":1,"2":1,"3":0},"b":{"0":1,"1":0,"2":0}}',
+            "other",
+            UsageError,
+            "belongs to the query other, but this is",
+        ),
         ('{"logOffset":2}', "query", UsageError, "does not name a stream 'a'"),
-        (None, "query", UsageError, "has no offsets, though a batch runs"),
+        (None, "query", UsageError, "has no offsets although a batch is running"),
     ],
 )
 def test_the_offsets_of_a_batch_are_compared_before_its_rows_are_read(

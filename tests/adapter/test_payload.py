@@ -14,10 +14,10 @@ from spark_state_ext.spark.shuffle.payload import (
     NO_ROW_LIMIT,
     decode,
     encode,
+    encode_spill_reference,
     heartbeat,
     heartbeat_nonce,
     payload_bytes_max,
-    spilled,
 )
 
 
@@ -51,13 +51,13 @@ def test_the_heartbeat_has_no_rows() -> None:
 def test_a_spilled_payload_is_read_from_its_place() -> None:
     batch = pa.record_batch({"a": pa.array([1, 2, 3])})
     stored = b"before" + encode(batch) + b"after"
-    reference = spilled("spill/7/x.payloads", 6, len(encode(batch)))
+    reference = encode_spill_reference("spill/7/x.payloads", 6, len(encode(batch)))
     assert list(decode(reference, lambda name, offset, length: stored[offset : offset + length])) == [batch]
 
 
 def test_a_short_spill_file_is_refused() -> None:
     with pytest.raises(CorruptFileError, match=r"x\.payloads"):
-        list(decode(spilled("x.payloads", 0, 10), lambda name, offset, length: b"A"))
+        list(decode(encode_spill_reference("x.payloads", 0, 10), lambda name, offset, length: b"A"))
 
 
 def test_an_unknown_payload_is_refused() -> None:

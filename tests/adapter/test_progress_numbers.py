@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from spark_state_ext.spark.client.neighbours import tell_of_others
+from spark_state_ext.spark.client.neighbours import log_other_queries
 from spark_state_ext.spark.client.shim import bucket_entry
 from spark_state_ext.spark.shuffle.observed import numbers_of
 from spark_state_ext.spark.shuffle.output import unpack
@@ -28,18 +28,18 @@ def test_the_client_names_queries_that_have_state_where_somebody_reads_it(
     # Of one that holds only a lease, nobody has state.
     (tmp_path / "count" / "three" / "lease").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "spark_state_ext"):
-        assert tell_of_others(str(tmp_path), {}, "count") is None
+        assert log_other_queries(str(tmp_path), {}, "count") is None
     with caplog.at_level(logging.INFO, "spark_state_ext"):
         for root, operator in ((tmp_path, "count"), (tmp_path, "other"), ("s3://no-such-bucket", "count")):
             once = {"retries": {"max_attempts": 0}}
             away = {"endpoint_url": "http://127.0.0.1:1", "key": "k", "secret": "s", "config_kwargs": once}
             options = away if "s3" in str(root) else {}
-            work = tell_of_others(str(root), options, operator)
+            work = log_other_queries(str(root), options, operator)
             assert work is not None
             work.join()
     first, second = [record.getMessage() for record in caplog.records if record.name == "spark_state_ext"]
     assert f"operator 'count' under {tmp_path}: one, two. A query finds its own" in first
-    assert "cannot be seen from here" in second
+    assert "cannot list the queries that have state of operator 'count'" in second
 
 
 def test_the_entry_is_named_by_operator_and_function() -> None:

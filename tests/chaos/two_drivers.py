@@ -36,7 +36,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import clean_up
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_record import RunIdentity
-from spark_state_ext.spark.client.lease_keeper import Kept
+from spark_state_ext.spark.client.lease_keeper import KeptLeases
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, changed, scanned
 from tests.helpers.object_store import azure_server, azurite, s3_server
@@ -86,7 +86,7 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
     """A driver, its executor and its keeper; its query ends when both have had their time."""
     query_folder, application = _query_folder(start), f"app of {name}"
     draw, ended = random.Random(name), threading.Event()
-    kept = Kept(Folder(start.root, start.options).child("counts"), application, start.lease_ms)
+    kept = KeptLeases(Folder(start.root, start.options).child("counts"), application, start.lease_ms)
 
     def keep() -> None:
         while not ended.wait(start.lease_ms / 3000):

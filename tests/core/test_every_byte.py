@@ -209,7 +209,7 @@ def _reference() -> Kind:
     def load(name: str, offset: int, length: int) -> bytes:
         return files.get_range(name, offset, offset + length)
 
-    reference = payload.spilled("spill/7/x.payloads", 6, len(stored))
+    reference = payload.encode_spill_reference("spill/7/x.payloads", 6, len(stored))
     return Kind(reference, lambda data: _payload_rows(data, load))
 
 

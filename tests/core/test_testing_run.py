@@ -385,7 +385,7 @@ def test_mistakes_of_functions_are_told_as_on_spark(function: Any, error: Any, s
         ({"output_schema": "user strnig"}, UsageError, "the output schema is no DDL .*'strnig'"),
         ({"output_schema": 3}, UsageError, "the output schema must be"),
         ({"state_schema": StructType()}, UsageError, "the state schema has no columns"),
-        ({"state_schema": "n bigint, N int"}, UsageError, "two state columns have one name"),
+        ({"state_schema": "n bigint, N int"}, UsageError, "two state columns have the same name"),
         ({"state_schema": "n varchar(3)"}, UnsupportedTypeError, "use string"),
         ({"timeout_conf": "Never"}, UsageError, "the timeout must be one of"),
         ({"timeout_conf": EVENT_TIME}, UnsupportedPlanError, "needs a watermark"),

@@ -367,7 +367,11 @@ def _payload(data: bytes) -> None:
 def _payloads() -> list[bytes]:
     batch = pa.record_batch({"c0": ["a", None, "ü"], "c1": [[1], [], None], "__hash": [1, -2, 3]})
     inline = payload.encode(batch)
-    return [inline, payload.encode(batch.slice(1, 0)), payload.spilled("spill/7/x.payloads", 0, len(inline))]
+    return [
+        inline,
+        payload.encode(batch.slice(1, 0)),
+        payload.encode_spill_reference("spill/7/x.payloads", 0, len(inline)),
+    ]
 
 
 def _planted(data: bytes) -> None:

@@ -284,7 +284,7 @@ N: dict[str, Any] = {"n": Agg.count()}
         (aggregate, ["key", {"x": Agg.sum("nothing")}], {}, UsageError, "names the column 'nothing'"),
         (aggregate, ["key", {"x": Agg.sum("key")}], {}, UnsupportedTypeError, "sum of string"),
         (aggregate, ["key", {"key": Agg.count()}], {}, UsageError, "'key' is there more than once"),
-        (aggregate, [["key", "key"], N], {}, UsageError, "keys have different names"),
+        (aggregate, [["key", "key"], N], {}, UsageError, "keys must have different names"),
         (aggregate, [Window("value", 1), N], {}, UnsupportedPlanError, "'value' is of type bigint"),
         (aggregate, ["key", N], {"delay_ms": 5}, UsageError, "give event_time"),
         (aggregate, ["key", N], {"watermarks_ms": [5]}, UsageError, "give event_time"),
@@ -299,11 +299,11 @@ N: dict[str, Any] = {"n": Agg.count()}
         ),
         (deduplicate, [Window("at", 5)], {}, UsageError, "a Window is a key of aggregate only"),
         (deduplicate, ["key"], {"within_watermark": True}, UnsupportedPlanError, "needs a watermark on a timestamp"),
-        (sessionize, ["key", "at", 5, N], {}, UnsupportedPlanError, "no timestamp with a watermark"),
+        (sessionize, ["key", "at", 5, N], {}, UnsupportedPlanError, "is not a timestamp with a watermark"),
         (sessionize, ["key", "at", 0, N], {"event_time": "at"}, UsageError, "gap_ms"),
         (top_k, ["key", "value", 0], {}, UsageError, "k of top_k"),
         (top_k, ["key", "value", 1], {"rank": "at"}, UsageError, "'at' is there more than once"),
-        (top_k, ["key", "value", 1], {"descending": [True, False]}, UsageError, "descending 2 values"),
+        (top_k, ["key", "value", 1], {"descending": [True, False]}, UsageError, "descending has 2 values"),
     ],
 )
 def test_mistakes_are_named_as_on_spark(operator: Any, arguments: Any, named: Any, error: Any, said: str) -> None:

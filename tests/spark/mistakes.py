@@ -451,7 +451,7 @@ MISTAKES = [
     Mistake(
         "two operators of one name",
         two_operators_of_one_name,
-        r"UsageError: operator 'mistaken' is in this query already",
+        r"UsageError: operator 'mistaken' is already in this query",
         client=True,
     ),
     Mistake(

@@ -339,9 +339,9 @@ def test_plans_that_are_refused(session: Any, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="__expires_ms"):
             apply(events, "key", count_arrow, COUNTS, "n long, __expires_ms long")
     for output, kept, text in (
-        (COUNTS, "n long, n long", "two state columns have one name, 'n'"),
-        (COUNTS, "n long, N long", "two state columns have one name, 'n'.*spark.sql.caseSensitive"),
-        ("k string, k long", "n long", "two output columns have one name, 'k'"),
+        (COUNTS, "n long, n long", "two state columns have the same name, 'n'"),
+        (COUNTS, "n long, N long", "two state columns have the same name, 'n'.*spark.sql.caseSensitive"),
+        ("k string, k long", "n long", "two output columns have the same name, 'k'"),
     ):
         with pytest.raises(UsageError, match=text):
             state.apply_in_pandas_with_state(events, "key", count_arrow, output, kept, "update", "NoTimeout")

@@ -101,10 +101,12 @@ def test_a_steps_schemas_may_be_ddl(spark: SparkSession) -> None:
 
 
 def test_schemas_that_a_step_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="stateStructType of a Step must be a StructType or a string of DDL, not 7"):
+    with pytest.raises(UsageError, match="stateStructType of a Step must be a StructType or a DDL string, not 7"):
         Step(running_total, RUNNING, 7)  # type: ignore[arg-type]  # what is refused
-    monkeypatch.setattr(chained, "_active_session", lambda: None)
-    with pytest.raises(UsageError, match=r"outputStructType of a Step is given in DDL, 'n long', .*make the session"):
+    monkeypatch.setattr(chained, "_find_active_session", lambda: None)
+    with pytest.raises(
+        UsageError, match=r"outputStructType of a Step is the DDL string 'n long', .*create the session"
+    ):
         Step(running_total, "n long", RUNNING)
 
 
@@ -191,7 +193,7 @@ def test_a_frame_with_other_columns_is_told_with_its_step(place: int) -> None:
             return [given]
 
         steps = [Step(bad if at == place else good, NAMED, RUNNING) for at in range(2)]
-        with pytest.raises(StateValueError, match=f"step {place} gave a frame with {text}, and .* has name, n"):
+        with pytest.raises(StateValueError, match=f"step {place} returned a frame with {text}, but .* has name, n"):
             answers(chain(*steps))
 
 

@@ -142,6 +142,6 @@ def test_a_second_operator_in_one_query_is_refused(session: Any, operator: str, 
 
     text = refusal(twice)
     # Both have one name here, which is refused when the second is planned.
-    same_name = "operator 'tested' is in this query already: operators of one query have different names"
+    same_name = "operator 'tested' is already in this query: the operators of a query must have different names"
     refused = "Multiple applyInPandasWithStates are not supported on a streaming DataFrames/Datasets"
     assert (refused if operator == "spark" else same_name) in text

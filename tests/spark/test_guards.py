@@ -454,8 +454,8 @@ def test_two_operators_of_one_name_in_a_query_are_refused_when_planned(
     events = read(session, write_batches(tmp_path / "in", []), "k long")
     state = arrow_state(tmp_path)
     first = aggregate(state, events, "k", {"n": Agg.count()})
-    with pytest.raises(UsageError, match=r"operator 'guarded' is in this query already: .*another name"):
+    with pytest.raises(UsageError, match=r"operator 'guarded' is already in this query: .*another name"):
         aggregate(state, first, "n", {"m": Agg.count()})
-    with pytest.raises(UsageError, match="operator 'guarded' is in this query already"):
+    with pytest.raises(UsageError, match="operator 'guarded' is already in this query"):
         state.apply_in_pandas_with_state(first, "n", count_rows, "k long", STATE, "update", "NoTimeout")
     aggregate(arrow_state(tmp_path, operator="other"), first, "n", {"m": Agg.count()})

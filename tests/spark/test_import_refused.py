@@ -17,7 +17,7 @@ from benchmarks.spark import ROCKSDB
 from spark_state_ext import Savepoint, export_native, import_native
 from spark_state_ext.errors import CorruptFileError, LiveRunError, StorageError, UnsupportedPlanError, UsageError
 from spark_state_ext.spark.client.settings import refuse_unread_format
-from spark_state_ext.spark.native.spark_state import refuse_old_spark, translated
+from spark_state_ext.spark.native.spark_state import refuse_old_spark, translate_errors
 
 pytestmark = pytest.mark.spark
 
@@ -83,8 +83,8 @@ def test_which_pyspark_reads_which_checkpoint_format(
 @pytest.mark.parametrize(
     ("version", "says"),
     [
-        ((4, 0), "the first that it met: import the job in an application of its own"),
-        ((4, 3), "which no newer Spark reads"),
+        ((4, 0), "the first that it met: import the job in a separate application"),
+        ((4, 3), "which newer Spark cannot read"),
     ],
 )
 def test_a_snapshot_that_spark_4_0_marked_otherwise_is_told_with_what_to_do(
@@ -95,10 +95,10 @@ def test_a_snapshot_that_spark_4_0_marked_otherwise_is_told_with_what_to_do(
         "[CANNOT_LOAD_STATE_STORE.CANNOT_READ_CHECKPOINT] An error occurred during loading state. Cannot read RocksDB "
         "checkpoint metadata. Expected v1, but found v2. SQLSTATE: 58030"
     )
-    with pytest.raises(StorageError, match=says) as found, translated("/old", version):
+    with pytest.raises(StorageError, match=says) as found, translate_errors("/old", version):
         raise PySparkException(text)
     assert str(found.value).startswith("Spark cannot read the state of /old: [CANNOT_LOAD_STATE_STORE.")
-    with pytest.raises(StorageError) as found, translated("/old", version):
+    with pytest.raises(StorageError) as found, translate_errors("/old", version):
         raise PySparkException("[OTHER] Something else.")
     assert str(found.value) == "Spark cannot read the state of /old: [OTHER] Something else."
 
@@ -206,7 +206,7 @@ def test_the_state_of_this_package_is_refused_and_goes_out_to_other_operators_on
     savepoint = Savepoint(str(job.folder / "savepoint"))
     job.run(NEXT, savepoint, "new")
 
-    with pytest.raises(UsageError, match="is this package's own"):
+    with pytest.raises(UsageError, match="is already this package's own"):
         _import(spark, job.folder / "new", tmp_path / "again")
     with pytest.raises(UnsupportedPlanError, match="no release of PySpark up to"):
         export_native(spark, savepoint, to="applyInPandasWithState")

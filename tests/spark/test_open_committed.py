@@ -15,7 +15,7 @@ from native_job import conf_of
 from spark_state_ext import OpenState, open_committed, open_state, read_state
 from spark_state_ext.__main__ import main
 from spark_state_ext.errors import MissingCheckpointError, UsageError
-from spark_state_ext.spark.client.settings import session_with
+from spark_state_ext.spark.client.settings import open_session_with
 from spark_state_ext.spark.source.options import SourceOptions
 
 pytestmark = pytest.mark.spark
@@ -82,20 +82,20 @@ def test_the_newest_batch_is_read_at_once_and_older_ones_too(
         assert main(["scan", *there, *wrong]) == 2
         assert "does not go with --checkpoint" in capsys.readouterr().err
 
-    with pytest.raises(MissingCheckpointError, match=r"batch 99 of .* cannot be read: its committed batches are"):
+    with pytest.raises(MissingCheckpointError, match=r"batch 99 of .* cannot be read: only batches .* are committed"):
         open_committed(spark, root, checkpoint, batch=99)
     with pytest.raises(UsageError, match="has no operator 'other'; it has tested"):
         open_committed(spark, root, checkpoint, operator="other")
-    with pytest.raises(UsageError, match="unproven does not go with checkpoint_location"):
+    with pytest.raises(UsageError, match="unproven cannot be used with checkpoint_location"):
         read_state(spark, root, checkpoint_location=checkpoint, unproven=True)
 
 
 @reads_state
 def test_a_session_with_other_settings_leaves_the_users_as_it_is(spark: Any) -> None:
     name, mine = "spark.sql.streaming.stateStore.checkpointFormatVersion", "spark.sql.session.timeZone"
-    with session_with(spark, {name: "1"}) as same:
+    with open_session_with(spark, {name: "1"}) as same:
         assert same is spark
-    with configured(spark, {mine: "Asia/Tokyo"}), session_with(spark, {name: "2"}) as other:
+    with configured(spark, {mine: "Asia/Tokyo"}), open_session_with(spark, {name: "2"}) as other:
         assert (other.conf.get(name), other.conf.get(mine)) == ("2", "Asia/Tokyo")
         # What another thread plans now has the user's settings.
         assert spark.conf.get(name, "1") == "1"
@@ -108,5 +108,5 @@ def test_pyspark_3_5_says_what_to_do(spark: Any, tmp_path: Path) -> None:
 
 
 def test_a_data_source_cannot_ask_spark_and_says_who_can() -> None:
-    with pytest.raises(UsageError, match=r"read_state\(spark, path, checkpoint_location=…\) does"):
+    with pytest.raises(UsageError, match=r"use read_state\(spark, path, checkpoint_location=…\)"):
         SourceOptions.of({"path": "/state", "checkpointLocation": "/checkpoints/clicks"})

@@ -607,10 +607,14 @@ def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
         (UsageError, "'update' or 'append'", lambda: aggregate(mine, df, "key", n, "complete")),  # type: ignore[arg-type]
         (UsageError, "takes an ArrowState", lambda: aggregate(df, mine, "key", n)),  # type: ignore[arg-type]
         (UsageError, "mapping of output columns", lambda: aggregate(mine, df, "key", {"n": F.count("*")})),  # type: ignore[dict-item]
-        (UsageError, "aggregates of aggregate is a mapping", lambda: aggregate(mine, df, "key", listed)),
-        (UsageError, "aggregates of aggregate is a mapping", lambda: aggregate(mine, df, "key", listed[0])),
-        (UsageError, "aggregates of aggregate is a mapping", lambda: aggregate(mine, df, "key", numbered)),
-        (UsageError, "aggregates of sessionize is a mapping", lambda: sessionize(mine, timed, "key", "at", 1, listed)),
+        (UsageError, "aggregates of aggregate must be a mapping", lambda: aggregate(mine, df, "key", listed)),
+        (UsageError, "aggregates of aggregate must be a mapping", lambda: aggregate(mine, df, "key", listed[0])),
+        (UsageError, "aggregates of aggregate must be a mapping", lambda: aggregate(mine, df, "key", numbered)),
+        (
+            UsageError,
+            "aggregates of sessionize must be a mapping",
+            lambda: sessionize(mine, timed, "key", "at", 1, listed),
+        ),
         (UsageError, "'key' is there more than once", lambda: aggregate(mine, df, "key", {"key": Agg.count()})),
         (UnsupportedTypeError, "sum of string", lambda: aggregate(mine, df, "key", {"x": Agg.sum("text")})),
         (
@@ -620,28 +624,28 @@ def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
         ),
         (UsageError, "7 to 21", lambda: Agg.approx_count_distinct("text", 3)),
         (UnsupportedPlanError, "needs a watermark", lambda: deduplicate(mine, df, "key", within_watermark=True)),
-        (UnsupportedPlanError, "no timestamp with a watermark", lambda: sessionize(mine, df, "key", "at", 1, n)),
+        (UnsupportedPlanError, "is not a timestamp with a watermark", lambda: sessionize(mine, df, "key", "at", 1, n)),
         (UsageError, "gap_ms", lambda: sessionize(mine, timed, "key", "at", 0, n)),
         (UsageError, "gap_ms", lambda: sessionize(mine, timed, "key", "at", 2**45 + 1, n)),
         (UsageError, "then a DataFrame, not 'x'", lambda: aggregate(mine, "x", "key", n)),  # type: ignore[arg-type]
-        (UsageError, "name each by itself", lambda: deduplicate(mine, df, "*")),
-        (UsageError, "order_by of top_k holds None", lambda: top_k(mine, df, "key", None, 1)),  # type: ignore[arg-type]
+        (UsageError, "list each column separately", lambda: deduplicate(mine, df, "*")),
+        (UsageError, "order_by of top_k has None", lambda: top_k(mine, df, "key", None, 1)),  # type: ignore[arg-type]
         (UsageError, "rank of top_k", lambda: top_k(mine, df, "key", "whole", 1, rank=1)),  # type: ignore[arg-type]
         (UsageError, "descending of top_k", lambda: top_k(mine, df, "key", "whole", 1, descending=None)),  # type: ignore[arg-type]
         (UsageError, "k of top_k", lambda: top_k(mine, df, "key", "whole", 0)),
         (UsageError, "emit of top_k", lambda: top_k(mine, df, "key", "whole", 1, emit="some")),  # type: ignore[arg-type]
         (UsageError, "'day' is there more than once", lambda: top_k(mine, df, "key", "whole", 1, rank="day")),
-        (UsageError, "descending 2 values", lambda: top_k(mine, df, "key", "whole", 1, descending=[True, False])),
-        (UsageError, "the aggregate 'x' is of 1", lambda: aggregate(mine, df, "key", {"x": Agg.count(1)})),  # type: ignore[arg-type]
-        (UsageError, "keys of top_k have different names", lambda: top_k(mine, df, ["key", "key"], "whole", 1)),
+        (UsageError, "descending has 2 values", lambda: top_k(mine, df, "key", "whole", 1, descending=[True, False])),
+        (UsageError, "the aggregate 'x' has 1", lambda: aggregate(mine, df, "key", {"x": Agg.count(1)})),  # type: ignore[arg-type]
+        (UsageError, "keys of top_k must have different names", lambda: top_k(mine, df, ["key", "key"], "whole", 1)),
         (
             UsageError,
-            "its own among them, have different names, and '__order0'",
+            "its own among them, must have different names, and '__order0'",
             lambda: top_k(mine, df.withColumn("__order0", F.lit(1)), "key", F.col("whole") + 1, 1),
         ),
         (
             UsageError,
-            "its own among them, have different names, and '__buffer0'",
+            "its own among them, must have different names, and '__buffer0'",
             lambda: aggregate(mine, df.withColumn("__buffer0", F.lit(1)), "__buffer0", n),
         ),
         (UsageError, "by alias", lambda: top_k(mine, df, F.lower("key").alias("key"), "whole", 1)),
@@ -672,7 +676,7 @@ def test_columns_with_an_order_of_their_own_are_refused(session: Any, tmp_path: 
         F.col("value").desc_nulls_first().alias("v"),
         F.asc_nulls_last("value") + 1,
     ):
-        with pytest.raises(UsageError, match=r"order of its own: .*descending=True or False"):
+        with pytest.raises(UsageError, match=r"its own sort order: .*descending=True or False"):
             top_k(mine, df, "key", ["at", order], 1)
     assert top_k(mine, df, "key", [odd, F.col(odd), F.col("value") + 1], 1).isStreaming
 

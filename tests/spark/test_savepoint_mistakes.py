@@ -33,7 +33,7 @@ def test_what_is_wrong_is_refused_before_the_query_is_stopped(spark: Any, tmp_pa
 
         with pytest.raises(UsageError, match="must be a URL or an absolute path"):
             stopped("relative", state)
-        with pytest.raises(UsageError, match="has the operators tested, and state is given of other"):
+        with pytest.raises(UsageError, match="has the operators tested, but state names other"):
             stopped(str(tmp_path / "savepoint"), other)
         with pytest.raises(PySparkException, match="UsageError"):
             stopped(str(tmp_path / "there"), state)
@@ -45,7 +45,7 @@ def test_what_is_wrong_is_refused_before_the_query_is_stopped(spark: Any, tmp_pa
         shutil.copytree(job.checkpoint, tmp_path / "first", ignore=shutil.ignore_patterns("commits"))
         (tmp_path / "first" / "commits").mkdir()
         with pytest.raises(
-            MissingCheckpointError, match=r"has not committed a batch yet, .* wait until its first batch"
+            MissingCheckpointError, match=r"has not committed a batch yet, .* try again after its first batch"
         ):
             stop_with_savepoint(query, str(tmp_path / "savepoint"), tmp_path / "first", state)
         assert query.isActive

@@ -434,9 +434,9 @@ def test_an_operator_that_is_not_in_a_savepoint_is_refused_when_the_query_is_pla
             job.feed(keyed("a"))
             job.planned()
     gone, other_state = (it.getMessage() for it in caplog.records if "start from" in it.getMessage())
-    assert "which operator 'tested' may start from, was not read when the query was planned" in gone
+    assert "from which operator 'tested' may start, could not be read when the query was planned" in gone
     assert "column 'n' was removed" in other_state
-    assert "one that has none fails in its first batch" in other_state
+    assert "a query without state fails in its first batch" in other_state
     new = Query(spark, tmp_path / "empty", start_from=replace(start, allow_non_restored=True)).run(NEXT)
     assert new.table == counted(NEXT)
 
@@ -501,7 +501,7 @@ def test_values_of_another_type_are_not_guessed(spark: Any, tmp_path: Path) -> N
 
 def test_a_column_that_means_nothing_is_refused(spark: Any, tmp_path: Path) -> None:
     rows = spark.sql("select 'a' key, 1 n, 5L timeoutMs")
-    with pytest.raises(UsageError, match="the column 'timeoutMs' of the table is no key, no state column, and not"):
+    with pytest.raises(UsageError, match="the column 'timeoutMs', which is neither a key nor a state column, nor"):
         write_savepoint(rows, str(tmp_path / "savepoint"), keys=["key"], state_schema="n int", buckets=1)
 
 
@@ -558,6 +558,6 @@ def test_savepoints_through_connect(connect: Any, tmp_path: Path) -> None:
 @pytest.mark.skipif(SPARK >= (4, 0), reason="newer releases have a reader of state")
 def test_pyspark_3_5_names_the_way(spark: Any, tmp_path: Path) -> None:
     query = Query(spark, tmp_path / "old").run(FIRST)
-    with pytest.raises(UsageError, match=r"Stop the query, and take it with PySpark 4\.0 or newer"):
+    with pytest.raises(UsageError, match=r"Stop the query, and take the snapshot with PySpark 4\.0 or newer"):
         take_savepoint(spark, str(tmp_path / "savepoint"), str(query.job.checkpoint), query.state)
     assert not (tmp_path / "savepoint").exists()

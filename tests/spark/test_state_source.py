@@ -42,7 +42,7 @@ def read(request: pytest.FixtureRequest, session: Any) -> Read:
     if request.param == "function":
         return lambda path, **options: read_state(session, path, **options)
     if SPARK < (4, 0):
-        pytest.skip("PySpark 3.5 has no data sources in Python")
+        pytest.skip("PySpark 3.5 has no Python data sources")
     register(session)
 
     def load(path: Any, **options: Any) -> Any:
@@ -93,7 +93,7 @@ def test_what_cannot_be_read_is_told(job: Job, spark: Any) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"bucket": "1"}, "most likely 'buckets' is meant"),
         ({"table": "rows"}, "must be one of state, timeouts, metadata"),
-        ({"to_batch": 3}, "goes with from_batch"),
+        ({"to_batch": 3}, "to_batch needs from_batch"),
         ({"from_batch": 3, "to_batch": 1}, "must not come before"),
         ({"batch": "last"}, "whole number"),
         ({"hold": "no"}, "true or false"),

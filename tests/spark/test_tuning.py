@@ -46,7 +46,7 @@ def test_what_is_set_is_told_and_taken_back(tunable: Any, tmp_path: Path, caplog
     caplog.set_level(logging.INFO, "spark_state_ext")
     try:
         assert enable(tunable, arrow_state(tmp_path), tune=True) == {LIMIT: (before, NONE)}
-        assert f"{LIMIT} is {NONE} now for all queries of this session; it was {before}" in caplog.text
+        assert f"{LIMIT} is now {NONE} for all queries of this session; it was {before}" in caplog.text
         assert tunable.conf.get(LIMIT) == NONE
         # Without it nothing is set, and nothing is taken back either.
         assert enable(tunable, arrow_state(tmp_path)) == {}

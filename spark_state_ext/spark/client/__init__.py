@@ -1,3 +1,3 @@
-"""What plans a query: on the driver of a classic session, or on a Spark Connect client."""
+"""Planning of queries, on the driver of a classic session or on a Spark Connect client."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a plan captures of the retained checkpoint that its query may start from: pointers, which only Spark reads."""
+"""Capturing, when a query is planned, the pointers of the checkpoint from which it may start: only Spark reads them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from spark_state_ext.savepoints.captured import captured_name
 from spark_state_ext.savepoints.rows import ANSWER
 from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.state_reader import StateReader
-from spark_state_ext.spark.client.tasks import in_a_task, let_go, place_of
+from spark_state_ext.spark.client.tasks import release_hold, request_for, run_task
 from spark_state_ext.spark.compat import said_by_spark
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["captured", "with_rescaling"]
+__all__ = ["capture_start", "capture_rescaling"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _OURS = re.compile(r"spark_state_ext\.errors\.\w+: ([^\n]+)")
@@ -43,78 +43,78 @@ _REFUSALS = (
     ChangedJobError,
 )
 
-# From when a query is planned until its first batch; then calls renew it.
+# How long a hold lasts from planning until the first batch; from then on the query's calls renew it.
 _CAPTURED_HOLD_MS = 3_600_000
 
 
-def captured(spark: SparkSession, job: Job) -> tuple[Job, str | None]:
-    """The job with what it may start from, where that is a retained checkpoint, and the query folder that it claims.
+def capture_start(spark: SparkSession, job: Job) -> tuple[Job, str | None]:
+    """Return the job with the retained checkpoint from which it may start, and the query folder that it claims, if any.
 
-    What cannot be read now is raised by the call that needs it, as a query that has state needs nothing.
+    If the checkpoint cannot be read now, the call that needs it raises: a query with state of its own needs nothing.
     """
     start = job.options.start_from
     if not isinstance(start, RetainedCheckpoint):
         return job, None
-    why = ""
+    reason = ""
     try:
-        file, query_folder = _captured(spark, job, start)
+        file, query_folder = _capture(spark, job, start)
     except OperatorChangedError:
-        # Wrong for every query.
+        # This is wrong for every query, with or without state.
         raise
     except StateError as error:
-        why = str(error)
+        reason = str(error)
     except Exception as error:
-        # Spark's errors have no class that all releases share.
-        why = _said(str(error))
-    if why:
+        # Releases of Spark have no common base class of errors.
+        reason = _find_reason(str(error))
+    if reason:
         _LOGGER.warning(
-            "operator %r cannot start from %s: %s. A query that has state of its own goes on; one that has none fails "
-            "in its first batch with data",
+            "operator %r cannot start from %s: %s. A query with state of its own continues; a query without state "
+            "fails in its first batch with data",
             job.operator,
             start,
-            why,
+            reason,
         )
-        return replace(job, not_captured=why), None
+        return replace(job, not_captured=reason), None
     return replace(job, captured=file), query_folder if start.mode == CLAIM else None
 
 
-def _said(text: str) -> str:
-    """The sentence of an error that came through Spark: what a task of ours raised, or what Spark says itself."""
-    found = _OURS.search(text)
-    return found[1] if found is not None else f"Spark cannot read it: {said_by_spark(text)}"
+def _find_reason(text: str) -> str:
+    """Return the reason in the text of an error that came through Spark: our task's message, or Spark's own."""
+    match = _OURS.search(text)
+    return match[1] if match is not None else f"Spark cannot read it: {said_by_spark(text)}"
 
 
-def with_rescaling(spark: SparkSession, job: Job) -> Job:
-    """The job with the pointers of its query's last batch, where the query may have to be rescaled.
+def capture_rescaling(spark: SparkSession, job: Job) -> Job:
+    """Return the job with the pointers of its query's last batch if the query may have to be rescaled.
 
-    What cannot be read now is told by the call that would need it: at a query's first start there is nothing to read.
+    If they cannot be read now, the call that needs them reports it: at a query's first start there are none.
     """
     location = job.options.rescale
     if location is None:
         return job
     try:
-        rescaled = _rescaled(spark, job, StateReader(spark, location))
+        rescaled = _capture_for_rescaling(spark, job, StateReader(spark, location))
     except StateError as error:
-        why = str(error)
+        reason = str(error)
     except Exception as error:
-        # Spark's errors have no class that all releases share.
-        why = _said(str(error))
+        # Releases of Spark have no common base class of errors.
+        reason = _find_reason(str(error))
     else:
         if isinstance(rescaled, ChangedJobError):
             raise rescaled
         return rescaled
-    _LOGGER.info("operator %r is not rescaled, as the last batch of %s was not read: %s", job.operator, location, why)
-    return replace(job, not_rescaled=f"the last batch of {location} was not read when the query was planned: {why}")
+    _LOGGER.info("operator %r is not rescaled: could not read the last batch of %s: %s", job.operator, location, reason)
+    return replace(job, not_rescaled=f"the last batch of {location} was not read when the query was planned: {reason}")
 
 
-def _rescaled(spark: SparkSession, job: Job, reader: StateReader) -> Job | ChangedJobError:
-    """The job with the pointers of its query's last batch; or why the query cannot be rescaled."""
+def _capture_for_rescaling(spark: SparkSession, job: Job, reader: StateReader) -> Job | ChangedJobError:
+    """Return the job with the pointers of its query's last batch, or the reason why the query cannot be rescaled."""
     options = job.options
-    store = next((it for it in reader.stores() if it.operator == job.operator), None)
+    store = next((candidate for candidate in reader.stores() if candidate.operator == job.operator), None)
     if store is None:
         return job
-    told = {
-        **place_of(options),
+    request = {
+        **request_for(options),
         "operator": job.operator,
         "query_folder": store.query_folder,
         "holder": f"the rescaling of operator {job.operator!r} below {options.root}",
@@ -129,55 +129,55 @@ def _rescaled(spark: SparkSession, job: Job, reader: StateReader) -> Job | Chang
             "operator": job.operator,
         },
     }
-    begun = in_a_task(spark, "begin", told)
-    if "nothing_in" in begun:
+    answer = run_task(spark, "begin", request)
+    if "nothing_in" in answer:
         raise MissingCheckpointError(
-            f"its state would be in {begun['nothing_in']}, which has none: give rescale the checkpointLocation of this "
-            "query, and root and operator as they were"
+            f"its state would be in {answer['nothing_in']}, which is empty: set rescale to the checkpointLocation of "
+            "this query, and root and operator to the values that the query had before"
         )
-    if "stays" in begun:
+    if "stays" in answer:
         return job
-    if "refused" in begun:
-        name, text = begun["refused"]
-        return next(it for it in _REFUSALS if it.__name__ == name)(text)
-    told |= begun
+    if "refused" in answer:
+        name, text = answer["refused"]
+        return next(candidate for candidate in _REFUSALS if candidate.__name__ == name)(text)
+    request |= answer
     try:
         committed = reader.batch()
-        told |= {"batch": committed.batch, "later": []}
+        request |= {"batch": committed.batch, "later": []}
         with reader.pointers(store, committed.batch) as pointers:
-            pointers.coalesce(1).mapInArrow(task_entry("capture", told), ANSWER).collect()
+            pointers.coalesce(1).mapInArrow(task_entry("capture", request), ANSWER).collect()
     except BaseException:
-        # The query's own clean-up would wait for an hour.
-        let_go(spark, told)
+        # Otherwise the query's own clean-up would wait for an hour.
+        release_hold(spark, request)
         raise
     _LOGGER.info(
-        "operator %r has its state of batch %d in %d buckets, and goes on with %s",
+        "operator %r has its state of batch %d in %d buckets, and continues with %s",
         job.operator,
         committed.batch,
         store.buckets,
         options.bucket_map,
     )
-    return replace(job, rescaled_from=str(told["file"]), rescaled_buckets=store.buckets)
+    return replace(job, rescaled_from=str(request["file"]), rescaled_buckets=store.buckets)
 
 
-def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple[str | None, str | None]:
+def _capture(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple[str | None, str | None]:
     reader = StateReader(spark, start.checkpoint_location)
     name = start.operator or job.operator
     stores = reader.stores()
-    store = next((it for it in stores if it.operator == name), None)
+    store = next((candidate for candidate in stores if candidate.operator == name), None)
     if store is None:
         if start.allow_non_restored:
             return None, None
         if not stores:
-            raise MissingCheckpointError(f"{start.checkpoint_location} has no state of this package")
+            raise MissingCheckpointError(f"{start.checkpoint_location} has no state of spark_state_ext")
         raise OperatorChangedError(
-            f"the query with the checkpoint location {start.checkpoint_location} has no operator {name!r}; it has "
-            f"{', '.join(it.operator for it in stores)}. Name the one whose state is meant with operator=…, or begin "
+            f"the query with the checkpoint location {start.checkpoint_location} has no operator {name!r}, only "
+            f"{', '.join(candidate.operator for candidate in stores)}. Choose one of these with operator=…, or start "
             "without state with allow_non_restored=True"
         )
     options = StateOptions(root=start.root, operator=name, storage_options=start.storage_options, backends=start.places)
-    told = {
-        **place_of(options),
+    request = {
+        **request_for(options),
         "operator": name,
         "query_folder": store.query_folder,
         "holder": f"the start of operator {job.operator!r} below {job.options.root}",
@@ -191,20 +191,20 @@ def _captured(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple
             "operator": job.operator,
         },
     }
-    told |= in_a_task(spark, "begin", told)
+    request |= run_task(spark, "begin", request)
     try:
         committed = reader.batch(start.batch)
         _LOGGER.info(
-            "if the query has no state of its own, operator %r begins with batch %d of %s",
+            "if the query has no state of its own, operator %r starts with batch %d of %s",
             job.operator,
             committed.batch,
             start,
         )
-        told |= {"batch": committed.batch, "later": list(committed.later)}
+        request |= {"batch": committed.batch, "later": list(committed.later)}
         with reader.pointers(store, committed.batch) as pointers:
-            pointers.coalesce(1).mapInArrow(task_entry("capture", told), ANSWER).collect()
+            pointers.coalesce(1).mapInArrow(task_entry("capture", request), ANSWER).collect()
     except BaseException:
-        # Nobody will start from it, and the other query's clean-up would wait for an hour.
-        let_go(spark, told)
+        # The query will not start from it, and the other query's clean-up would wait for an hour.
+        release_hold(spark, request)
         raise
-    return str(told["file"]), store.query_folder
+    return str(request["file"]), store.query_folder

@@ -1,4 +1,4 @@
-"""The columns of a plan: keys, event time, and the packed columns with their hash. Public DataFrame calls only."""
+"""The columns of a plan: keys, event time, and the packed columns with their hash. Uses only public DataFrame calls."""
 
 from __future__ import annotations
 
@@ -20,46 +20,48 @@ __all__ = [
     "WATERMARK_KEY",
     "KeyLike",
     "event_time_of",
-    "packable",
+    "select_packed_columns",
     "partition_columns",
-    "place_of",
+    "find_column",
     "refuse_equal_names",
     "refuse_session_windows",
     "resolve_keys",
-    "struct_of",
+    "parse_schema",
     "unquoted",
 ]
 
 KeyLike = Union[str, "Column"]
 
 WATERMARK_KEY = "spark.watermarkDelayMs"
-# By this Spark's own aggregations know that they have to merge the windows.
+# Metadata of a session window, by which Spark's own aggregations know that they have to merge the windows.
 _SESSION_KEY = "spark.sessionWindow"
 
 
-def struct_of(given: StructType | str, spark: Any, name: str) -> StructType:
-    """A schema given as a type or in Spark's DDL."""
-    if isinstance(given, StructType):
-        return given
-    if re.search(r"\b(var)?char\s*\(", str(given), re.IGNORECASE):
-        raise UnsupportedTypeError(f"{name} has a char or varchar, {given!r}: use string, as Spark's Python types do")
-    # A DDL string means what this session's parser makes of it; an empty frame of that schema tells.
-    parsed = spark.createDataFrame([], given).schema
+def parse_schema(schema: StructType | str, spark: Any, name: str) -> StructType:
+    """Return a schema that was given as a type or in Spark's DDL."""
+    if isinstance(schema, StructType):
+        return schema
+    if re.search(r"\b(var)?char\s*\(", str(schema), re.IGNORECASE):
+        raise UnsupportedTypeError(
+            f"{name} has a char or varchar column, {schema!r}: use string, as Spark's Python types do"
+        )
+    # Only this session's parser knows what a DDL string means, so read the schema of an empty frame.
+    parsed = spark.createDataFrame([], schema).schema
     if not isinstance(parsed, StructType):
-        raise UsageError(f"{name} must be a struct of named columns, not {given!r}")
+        raise UsageError(f"{name} must be a struct of named columns, not {schema!r}")
     return parsed
 
 
 def refuse_equal_names(columns: StructType, what: str, case_sensitive: bool) -> None:
-    """Raise a UsageError where two columns have one name, as this session tells names apart."""
+    """Raise a UsageError if two columns have the same name under this session's case sensitivity."""
     seen: set[str] = set()
     for name in columns.names:
         folded = name if case_sensitive else name.lower()
         if folded in seen:
-            how = "" if columns.names.count(name) > 1 else ", or set spark.sql.caseSensitive, as their cases differ"
+            advice = "" if columns.names.count(name) > 1 else ", or set spark.sql.caseSensitive: they differ in case"
             raise UsageError(
-                f"two {what} columns have one name, {folded!r}: {', '.join(columns.names)}; call one of them "
-                f"otherwise{how}"
+                f"two {what} columns have the same name, {folded!r}: {', '.join(columns.names)}; rename one of them"
+                f"{advice}"
             )
         seen.add(folded)
 
@@ -67,62 +69,65 @@ def refuse_equal_names(columns: StructType, what: str, case_sensitive: bool) -> 
 def resolve_keys(
     df: DataFrame, input_type: StructType, keys: list[KeyLike]
 ) -> tuple[StructType, tuple[int, ...], list[KeyLike]]:
-    """The key columns' type, their places among the packed columns, and those that are not input columns."""
+    """Return the key columns' type, their positions among the packed columns, and keys that are not input columns."""
     selected = df.select(*keys).schema
     refuse_session_windows(selected.fields)
     if len(selected.fields) != len(keys):
-        raise UsageError(f"the keys {keys!r} are {len(selected.fields)} columns: name each by itself")
+        raise UsageError(f"the keys {keys!r} are {len(selected.fields)} columns: list each column separately")
     positions: list[int] = []
     extra: list[KeyLike] = []
     for key, resolved in zip(keys, selected.fields, strict=True):
-        # An expression may be named like a column, so only a bare name is taken for that column.
-        bare = unquoted(key) if isinstance(key, str) else _bare_name(key)
-        if bare is not None and not isinstance(key, str) and not resolved.nullable and _like_a_literal(key, bare):
-            bare = None
-        at = place_of(bare, input_type.names) if bare == resolved.name else None
-        if at is not None:
-            positions.append(at)
+        # An expression may have the name of a column, so only a plain name is taken for that column.
+        name = unquoted(key) if isinstance(key, str) else _bare_name(key)
+        if name is not None and not isinstance(key, str) and not resolved.nullable and _may_be_literal(key, name):
+            name = None
+        position = find_column(name, input_type.names) if name == resolved.name else None
+        if position is not None:
+            positions.append(position)
         else:
             positions.append(len(input_type) + len(extra))
             extra.append(key)
-    fields = [StructField(f.name, f.dataType, f.nullable, _without_watermark(f.metadata)) for f in selected.fields]
+    fields = [
+        StructField(field.name, field.dataType, field.nullable, _without_watermark(field.metadata))
+        for field in selected.fields
+    ]
     return StructType(fields), tuple(positions), extra
 
 
-def place_of(name: str, names: Sequence[str]) -> int | None:
-    """Place of the column that Spark has found by a name, in whatever case that is written; None where several have
-    it."""
+def find_column(name: str, names: Sequence[str]) -> int | None:
+    """Return the position of the column that Spark finds by a name, in whatever case; None if it is missing or not
+    unique."""
     if name in names:
         return names.index(name) if names.count(name) == 1 else None
-    found = [at for at, other in enumerate(names) if other.lower() == name.lower()]
-    return found[0] if len(found) == 1 else None
+    positions = [position for position, other in enumerate(names) if other.lower() == name.lower()]
+    return positions[0] if len(positions) == 1 else None
 
 
 def refuse_session_windows(keys: Sequence[StructField]) -> None:
-    """Refuse keys that are session windows: each row would stay a session of its own."""
+    """Refuse keys that are session windows: each row would keep a session of its own."""
     for field in keys:
         if _SESSION_KEY in (field.metadata or {}):
             raise UnsupportedPlanError(
-                f"the key {field.name!r} is a session window, and only sessionize merges sessions: as a key, each "
-                "row's would stay one of its own. Call sessionize with the other keys, the time column and the gap."
+                f"the key {field.name!r} is a session window, which only sessionize merges: as a key, it would give "
+                "each row a session of its own. Call sessionize with the other keys, the time column and the gap."
             )
 
 
 def unquoted(name: str) -> str:
-    """A name that may be in backticks."""
-    match = re.fullmatch(r"`((?:[^`]|``)+)`", name)
-    return match[1].replace("``", "`") if match else name
+    """Return a name without the backticks that may surround it."""
+    quoted = re.fullmatch(r"`((?:[^`]|``)+)`", name)
+    return quoted[1].replace("``", "`") if quoted else name
 
 
 def _bare_name(column: Column) -> str | None:
-    """The name of a column that is nothing but a name; None for any other expression."""
+    """Return the name of a column that is only a name; None for any other expression."""
     match = re.fullmatch(r"Column<'(\w+)'>", str(column))
     return match[1] if match else None
 
 
-def _like_a_literal(column: Column, name: str) -> bool:
-    """Whether a column's text may be that of a constant: Connect writes both without quotes. A column that is taken for
-    one does the same, only with another copy of it."""
+def _may_be_literal(column: Column, name: str) -> bool:
+    """True if a column's text may be that of a constant, as Connect writes both without quotes. To take a column for a
+    constant is harmless: the plan only has another copy of it."""
     return name.isdigit() or name in ("true", "false") or str(F.lit(name)) == str(column)
 
 
@@ -131,66 +136,69 @@ def _without_watermark(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def event_time_of(input_type: StructType) -> tuple[int, int] | None:
-    """Place and delay in milliseconds of the column that has the watermark."""
-    found = [
-        (at, int(field.metadata[WATERMARK_KEY]))
-        for at, field in enumerate(input_type.fields)
+    """Return the position of the column with the watermark, and the watermark's delay in milliseconds."""
+    event_times = [
+        (position, int(field.metadata[WATERMARK_KEY]))
+        for position, field in enumerate(input_type.fields)
         if WATERMARK_KEY in (field.metadata or {})
     ]
-    if len(found) > 1:
+    if len(event_times) > 1:
         raise UnsupportedPlanError(
             "more than one event-time column reaches the stateful operator: "
-            f"{', '.join(input_type.names[at] for at, _ in found)}. Drop all but one (Spark refuses this too)."
+            f"{', '.join(input_type.names[position] for position, _ in event_times)}. "
+            "Drop all but one (Spark refuses this too)."
         )
-    return found[0] if found else None
+    return event_times[0] if event_times else None
 
 
-def packable(
+def select_packed_columns(
     df: DataFrame,
     input_type: StructType,
     key_type: StructType,
     positions: tuple[int, ...],
     extra: list[KeyLike],
 ) -> DataFrame:
-    """Input columns, keys that are none of them, and the hash, under names that cannot clash; and what `df` has behind
-    the input's columns, as it is."""
+    """Return the input columns, keys that are not among them, and the hash, under unique names; further columns of `df`
+    follow unchanged."""
     extra_columns = [F.col(key) if isinstance(key, str) else key for key in extra]
-    widened = df.select("*", *(column.alias(f"__key{i}") for i, column in enumerate(extra_columns)))
-    names = [f"c{i}" for i in range(len(input_type) + len(extra))]
-    behind = df.columns[len(input_type) :]
-    named = widened.toDF(*names[: len(input_type)], *behind, *names[len(input_type) :])
-    hashed = F.xxhash64(*(_hashable(names[at], field) for at, field in zip(positions, key_type.fields, strict=True)))
-    return named.select(*names, hashed.alias(HASH_COLUMN), *behind)
+    widened = df.select("*", *(column.alias(f"__key{number}") for number, column in enumerate(extra_columns)))
+    names = [f"c{number}" for number in range(len(input_type) + len(extra))]
+    trailing = df.columns[len(input_type) :]
+    named = widened.toDF(*names[: len(input_type)], *trailing, *names[len(input_type) :])
+    hashed = F.xxhash64(
+        *(_hashable(names[position], field) for position, field in zip(positions, key_type.fields, strict=True))
+    )
+    return named.select(*names, hashed.alias(HASH_COLUMN), *trailing)
 
 
 def partition_columns(df: DataFrame, source: SourcePartition) -> list[Column]:
-    """The columns that tell a row's partition, as packing takes them."""
-    asked = [(source.column, PARTITION_COLUMN)]
+    """Return the columns with a row's source partition, under the names that packing expects."""
+    names = [(source.column, PARTITION_COLUMN)]
     if source.stream is not None:
-        asked.append((source.stream, STREAM_COLUMN))
-    fields, found = df.schema.fields, []
-    for name, alias in asked:
-        at = place_of(name, [field.name for field in fields])
-        if at is None:
+        names.append((source.stream, STREAM_COLUMN))
+    fields, columns = df.schema.fields, []
+    for name, alias in names:
+        position = find_column(name, [field.name for field in fields])
+        if position is None:
             raise UsageError(
-                f"bucket_by names the column {name!r}, and the input has none of that name, or several: it has "
-                f"{', '.join(field.name for field in fields)}. Select it along with the others, as Kafka's 'partition'"
+                f"bucket_by names the column {name!r}, but the input has no column of that name, or several: it has "
+                f"{', '.join(field.name for field in fields)}. Select it with the others, as 'partition' of Kafka"
             )
-        given, wanted = fields[at].dataType, "bigint"
-        kind: type[DataType] = IntegralType
+        data_type, target = fields[position].dataType, "bigint"
+        expected: type[DataType] = IntegralType
         if alias == STREAM_COLUMN:
-            kind, wanted = StringType, "string"
-        if not isinstance(given, kind):
+            expected, target = StringType, "string"
+        if not isinstance(data_type, expected):
             raise UsageError(
-                f"bucket_by names the column {name!r}, which is {given.simpleString()}: it must be {wanted}"
-                + (", or another integer type" if wanted == "bigint" else "")
+                f"bucket_by names the column {name!r}, which is {data_type.simpleString()}: it must be {target}"
+                + (", or another integer type" if target == "bigint" else "")
             )
-        found.append(F.col(f"`{fields[at].name.replace('`', '``')}`").cast(wanted).alias(alias))
-    return found
+        columns.append(F.col(f"`{fields[position].name.replace('`', '``')}`").cast(target).alias(alias))
+    return columns
 
 
 def _hashable(name: str, field: StructField) -> Column:
-    """A key column such that equal keys hash alike: -0.0 as 0.0, each NaN as the same NaN."""
+    """Return a key column such that equal keys have equal hashes: -0.0 becomes 0.0, and each NaN the same NaN."""
     column = F.col(name)
     if isinstance(field.dataType, (FloatType, DoubleType)):
         zero = F.lit(0.0).cast(field.dataType)

@@ -1,6 +1,6 @@
-"""What built-in operators come to once their columns are selected: function, output, state, and what they sort by.
+"""Plans of the built-in operators after their columns are selected: function, output, state and sort columns.
 
-Decisions over schemas, without a DataFrame: `operators` makes plans of them on Spark, and `testing` runs them without.
+They need only schemas and no DataFrame: `operators` runs them on Spark, and `testing` runs them without Spark.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from spark_state_ext.operators.sessionize import END, SESSION_WINDOW, SESSIONS, 
 from spark_state_ext.operators.top_k import TOP, TopK
 from spark_state_ext.spark.client.columns import WATERMARK_KEY, event_time_of
 from spark_state_ext.spark.client.operator_columns import (
-    functions_of,
-    identity,
-    plain,
+    describe_functions,
+    encode_identity,
     refuse_doubles,
     refuse_nested,
+    remove_watermark,
     result_fields,
     state_type_of,
 )
@@ -47,29 +47,29 @@ __all__ = [
 
 # The end of a row's own session.
 SESSION_END = "__end"
-# A thousand years: with it no time of today comes near to 64 bits of microseconds.
+# A thousand years, so that event times of today stay far within 64 bits of microseconds.
 _GAP_MS_MAX = 2**45
 _EVENT_TIME, _NO_TIMEOUT = GroupStateTimeout.EventTimeTimeout, GroupStateTimeout.NoTimeout
 
 
 @dataclass(frozen=True)
 class OperatorPlan:
-    """An operator whose columns and types are fixed.
+    """An operator with its function, columns and types.
 
     Parameters
     ----------
     name
-        What the user called.
+        Name of the function that the user called.
     func
         The vectorised function.
     output, state
-        Types of what it gives and of what it keeps.
+        Types of its output and of its state.
     output_mode, timeout_conf
-        Spark's.
+        As in Spark.
     combining
-        What makes rows fewer before the shuffle; `func` gets what it gives.
+        How rows are combined before the shuffle; `func` gets the combined rows. None: they are not combined.
     identity
-        As in `OperatorFile`: what must not change while there is state.
+        As in `OperatorFile`: it must not change while there is state.
     """
 
     name: str
@@ -84,16 +84,16 @@ class OperatorPlan:
 
 @dataclass(frozen=True)
 class Order:
-    """What rows of `top_k` are ordered by.
+    """How `top_k` sorts rows.
 
     Parameters
     ----------
     columns
-        Names of the columns.
+        Names of the sort columns.
     downwards
-        For each, whether the largest come first.
+        For each column, whether the largest come first.
     text
-        For the operator's identity.
+        The order as text, for the operator's identity.
     """
 
     columns: tuple[str, ...]
@@ -105,41 +105,41 @@ class Order:
 
 
 def check_output_mode(output_mode: Any) -> None:
-    """Raise a UsageError for an output mode that `aggregate` does not have."""
+    """Raise a UsageError if `aggregate` does not support the output mode."""
     if output_mode not in ("update", "append"):
         raise UsageError(f"output_mode of aggregate must be 'update' or 'append', not {output_mode!r}")
 
 
 def check_gap(gap_ms: Any) -> None:
-    """Raise a UsageError for what is no gap of sessions."""
+    """Raise a UsageError if this is not a valid gap of sessions."""
     if isinstance(gap_ms, bool) or not isinstance(gap_ms, int) or not 1 <= gap_ms <= _GAP_MS_MAX:
         raise UsageError(f"gap_ms of sessionize must be a whole number from 1 to {_GAP_MS_MAX}, not {gap_ms!r}")
 
 
 def check_top(k: Any, emit: Any, rank: Any) -> None:
-    """Raise a UsageError for what `top_k` cannot work with."""
+    """Raise a UsageError for arguments that `top_k` does not support."""
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise UsageError(f"k of top_k must be a whole number from 1 on, not {k!r}")
+        raise UsageError(f"k of top_k must be a whole number of at least 1, not {k!r}")
     if emit not in ("all", "changed"):
         raise UsageError(f"emit of top_k must be 'all' or 'changed', not {emit!r}")
     if not isinstance(rank, str) or not rank:
-        raise UsageError(f"rank of top_k is the name of a column, not {rank!r}")
+        raise UsageError(f"rank of top_k must be the name of a column, not {rank!r}")
 
 
 def timed_field(field: StructField) -> StructField:
-    """The column that sessions go by."""
+    """Return the time column of sessions; raise if it is not a timestamp with a watermark."""
     if WATERMARK_KEY not in (field.metadata or {}) or not isinstance(field.dataType, TimestampType):
         raise UnsupportedPlanError(
-            f"sessionize gives a session when the watermark has reached its end, and {field.name!r} is no timestamp "
-            "with a watermark: call withWatermark"
+            f"sessionize returns a session when the watermark has reached its end, but {field.name!r} is not a "
+            "timestamp with a watermark: call withWatermark"
         )
     return field
 
 
 def ordering(names: Sequence[str | None], keys: Sequence[str]) -> tuple[str, ...]:
-    """Names of the columns that `top_k` orders by."""
+    """Return the names of the columns by which `top_k` sorts rows."""
     return tuple(
-        name if name is not None and name not in keys else f"__order{place}" for place, name in enumerate(names)
+        name if name is not None and name not in keys else f"__order{position}" for position, name in enumerate(names)
     )
 
 
@@ -154,40 +154,40 @@ def aggregation(
     output_mode: str,
     combine: bool,
 ) -> OperatorPlan:
-    """The plan of `aggregate`."""
+    """Return the plan of `aggregate`."""
     key_fields = narrow.fields[:keys]
     names = [field.name for field in key_fields]
     state = state_type_of(bound, narrow)
     refuse_doubles([*names, *specs], "output columns of aggregate")
-    found = event_time_of(StructType(key_fields))
-    if found is None and output_mode == "append":
+    event_time = event_time_of(StructType(key_fields))
+    if event_time is None and output_mode == "append":
         raise UnsupportedPlanError(
-            "aggregate in append mode gives a group when the watermark has passed it, and no key has a watermark: call "
-            "withWatermark, and group by that column or a window of it, or use output_mode='update'"
+            "aggregate in append mode returns a group when the watermark has passed it, but no key has a watermark: "
+            "call withWatermark, and group by that column or a window of it, or use output_mode='update'"
         )
     aggregates = Aggregates(tuple(bound))
     refuse_doubles([*names, *aggregates.buffer_names], "columns of aggregate, its own among them,")
     combining = None
     if combine:
-        # The columns of a task's rows, aggregated before the shuffle, are keys and buffers.
+        # A task's rows are aggregated before the shuffle; the result has keys and buffers as columns.
         buffers = [
             StructField(name, field.dataType) for name, field in zip(aggregates.buffer_names, state.fields, strict=True)
         ]
         combining = Combining(PartialAggregation(aggregates, tuple(names)), StructType([*key_fields, *buffers]))
     return OperatorPlan(
         "aggregate",
-        Aggregation(aggregates, names[found[0]] if found else None, output_mode == "append", combine),
-        StructType([*map(plain, key_fields), *result_fields(bound, narrow)]),
+        Aggregation(aggregates, names[event_time[0]] if event_time else None, output_mode == "append", combine),
+        StructType([*map(remove_watermark, key_fields), *result_fields(bound, narrow)]),
         state,
         output_mode,
-        _EVENT_TIME if found else _NO_TIMEOUT,
+        _EVENT_TIME if event_time else _NO_TIMEOUT,
         combining,
-        identity("aggregate", functions_of(specs, bound, narrow)),
+        encode_identity("aggregate", describe_functions(specs, bound, narrow)),
     )
 
 
 def deduplication(schema: StructType, timed_key: str | None, within_watermark: bool) -> OperatorPlan:
-    """The plan of `deduplicate`."""
+    """Return the plan of `deduplicate`."""
     event_time = event_time_of(schema)
     function = Deduplication(key_time=timed_key)
     if within_watermark:
@@ -199,10 +199,10 @@ def deduplication(schema: StructType, timed_key: str | None, within_watermark: b
     return OperatorPlan(
         "deduplicate",
         function,
-        StructType([plain(field) for field in schema.fields]),
+        StructType([remove_watermark(field) for field in schema.fields]),
         StructType([StructField(EXPIRES_US, LongType())]),
         "append",
-        # Spark's operators drop late rows under an event-time timeout, whether or not there is one.
+        # With an event-time timeout Spark's operators drop late rows, even if no timeout is ever set.
         _NO_TIMEOUT if event_time is None else _EVENT_TIME,
     )
 
@@ -210,50 +210,52 @@ def deduplication(schema: StructType, timed_key: str | None, within_watermark: b
 def sessions(
     narrow: StructType, keys: int, specs: Mapping[str, Aggregate], bound: Sequence[Bound], gap_ms: int
 ) -> OperatorPlan:
-    """The plan of `sessionize`."""
+    """Return the plan of `sessionize`."""
     key_fields = narrow.fields[:keys]
     names = [field.name for field in key_fields]
-    kept = state_type_of(bound, narrow)
+    buffers = state_type_of(bound, narrow)
     refuse_doubles([*names, SESSION_WINDOW, *specs], "output columns of sessionize")
-    refuse_doubles([START, END, *kept.names], "state columns of sessionize")
-    session = StructType([StructField(START, TimestampType()), StructField(END, TimestampType()), *kept.fields])
+    refuse_doubles([START, END, *buffers.names], "state columns of sessionize")
+    session = StructType([StructField(START, TimestampType()), StructField(END, TimestampType()), *buffers.fields])
     window = StructType([StructField("start", TimestampType()), StructField("end", TimestampType())])
     return OperatorPlan(
         "sessionize",
         Sessions(Aggregates(tuple(bound)), SESSION_END, 1000 * gap_ms),
-        StructType([*map(plain, key_fields), StructField(SESSION_WINDOW, window), *result_fields(bound, narrow)]),
+        StructType(
+            [*map(remove_watermark, key_fields), StructField(SESSION_WINDOW, window), *result_fields(bound, narrow)]
+        ),
         StructType([StructField(SESSIONS, ArrayType(session))]),
         "append",
         _EVENT_TIME,
-        identity=identity("sessionize", functions_of(specs, bound, narrow)),
+        identity=encode_identity("sessionize", describe_functions(specs, bound, narrow)),
     )
 
 
 def top(
     wide: StructType,
     keys: Sequence[str],
-    given: Sequence[str],
+    output_names: Sequence[str],
     order: Order,
     k: int,
     emit: str,
     rank: str,
     combine: bool,
 ) -> OperatorPlan:
-    """The plan of `top_k`."""
+    """Return the plan of `top_k`."""
     refuse_doubles(wide.names, "columns of top_k, its own among them,")
     for name in order.columns:
         refuse_nested(wide[name], "order column")
-    kept = [field for field in wide.fields if field.name not in keys]
-    output = [plain(field) for field in wide.fields if field.name in given]
+    stored = [field for field in wide.fields if field.name not in keys]
+    output = [remove_watermark(field) for field in wide.fields if field.name in output_names]
     function = TopK(
         k,
         tuple(zip(order.columns, order.downwards, strict=True)),
-        tuple(field.name for field in kept),
+        tuple(field.name for field in stored),
         tuple(field.name for field in output),
         rank,
         emit == "changed",
     )
-    rows = StructType([StructField(field.name, field.dataType) for field in kept])
+    rows = StructType([StructField(field.name, field.dataType) for field in stored])
     return OperatorPlan(
         "top_k",
         function,
@@ -262,5 +264,5 @@ def top(
         "update",
         _NO_TIMEOUT,
         Combining(function.thin, wide) if combine else None,
-        identity("top_k", {"k": k, "order_by": order.text}),
+        encode_identity("top_k", {"k": k, "order_by": order.text}),
     )

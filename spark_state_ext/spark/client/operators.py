@@ -1,6 +1,6 @@
-"""`aggregate`, `deduplicate`, `sessionize` and `top_k`: operators that equal Spark's, planned on an `ArrowState`.
+"""`aggregate`, `deduplicate`, `sessionize` and `top_k`: operators equal to Spark's, planned on an `ArrowState`.
 
-What they do is in `spark_state_ext.operators`; here Spark's schemas become those of output and state.
+Their functions are in `spark_state_ext.operators`; here Spark's schemas become those of output and state.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from spark_state_ext.spark.client.columns import (
     resolve_keys,
 )
 from spark_state_ext.spark.client.operator_columns import (
-    PLAIN,
+    VALUE_METADATA,
     Keys,
     checked_aggregates,
-    column_of,
+    find_input_name,
     listed,
-    name_of,
     order_text,
     orders_of,
-    quoted,
+    quote_names,
     refuse_doubles,
-    selected,
+    select_columns,
+    to_column,
 )
 from spark_state_ext.spark.client.operator_plans import (
     SESSION_END,
@@ -48,7 +48,7 @@ from spark_state_ext.spark.client.operator_plans import (
     timed_field,
     top,
 )
-from spark_state_ext.spark.client.planner import Request, planned
+from spark_state_ext.spark.client.planner import Request, plan_operator
 from spark_state_ext.spark.client.state import ArrowState
 
 if TYPE_CHECKING:
@@ -64,27 +64,27 @@ def aggregate(
     aggregates: Mapping[str, Aggregate],
     output_mode: Literal["update", "append"] = "update",
 ) -> DataFrame:
-    """What ``df.groupBy(*keys).agg(…)`` does.
+    """Aggregate each group of rows, like ``df.groupBy(*keys).agg(…)``.
 
-    Where a key has the input's watermark (the event-time column itself, or a window of it), late rows are dropped and
-    groups are removed when the watermark has passed them, as in Spark; else groups stay for ever, or for as long as the
+    If a key has the input's watermark (the event-time column itself, or a window of it), late rows are dropped and
+    groups are removed when the watermark has passed them, as in Spark. Otherwise groups stay forever, or as long as the
     state's `Ttl` says.
 
     Parameters
     ----------
     state
-        Where state is kept. A `Ttl` by event time goes by the end of a window among the keys, where there is one; the
-        watermark then removes groups first.
+        Where state is kept. A `Ttl` by event time starts at the end of a window among the keys, if there is one; the
+        watermark then removes groups earlier.
     df
         A streaming DataFrame.
     keys
         Grouping columns, as for `DataFrame.groupBy`; one may be ``F.window(…)``.
     aggregates
-        Output columns and what is in them: ``{"n": Agg.count(), "total": Agg.sum("value")}``. More can be added to a
-        query that has state; they begin with the rows that come then. Another function under an old name is refused
-        when the query is started again (`FunctionChangedError`).
+        Output columns and their aggregates: ``{"n": Agg.count(), "total": Agg.sum("value")}``. You can add aggregates
+        to a query that has state: they start with the rows that come then. A restart with another function under an old
+        name is refused (`FunctionChangedError`).
     output_mode
-        ``"update"``: the keys that have rows, in each batch. ``"append"``: each group once, when the watermark has
+        ``"update"``: in each batch the keys that have rows. ``"append"``: each group once, when the watermark has
         passed it.
 
     Returns
@@ -95,38 +95,38 @@ def aggregate(
     Raises
     ------
     UnsupportedPlanError
-        For ``"append"`` without a watermark among the keys, and for a `df` that is not streaming.
+        For ``"append"`` without a watermark among the keys, or if `df` is not streaming.
     UnsupportedTypeError
-        When a column does not have the aggregate.
+        When a column's type does not support the aggregate.
     UsageError
         When an argument cannot work.
     """
     _check(state, df, "aggregate")
     check_output_mode(output_mode)
     specs = checked_aggregates(aggregates, "aggregate")
-    key_columns, behind = listed(keys), _partition(state, df)
-    narrow, bound = selected(df, key_columns, specs, behind=behind)
+    key_columns, behind = listed(keys), _select_partition(state, df)
+    narrow, bound = select_columns(df, key_columns, specs, behind=behind)
     timed = state.options.ttl is None or event_time_of(narrow.schema) is not None
-    lives_by = None if timed else event_time_of(df.schema)
-    if lives_by is not None:
-        # Comes along for the time to live, whose clock it may be: each row's time counts.
-        at = F.col(quoted(df.columns)[lives_by[0]]).alias("__at")
-        narrow, _ = selected(df, key_columns, specs, at, behind=behind)
-    given = _without(narrow, behind)
-    plan = aggregation(given, len(key_columns), specs, bound, output_mode, combine=lives_by is None)
-    key_names = quoted(given.names[: len(key_columns)])
-    return planned(state.options, _asked(narrow, key_names, plan, partitioned=bool(behind)))
+    ttl_time = None if timed else event_time_of(df.schema)
+    if ttl_time is not None:
+        # Select the event time too, as the time to live may depend on each row's time.
+        event_time = F.col(quote_names(df.columns)[ttl_time[0]]).alias("__at")
+        narrow, _ = select_columns(df, key_columns, specs, event_time, behind=behind)
+    input_type = _drop_last(narrow, behind)
+    plan = aggregation(input_type, len(key_columns), specs, bound, output_mode, combine=ttl_time is None)
+    key_names = quote_names(input_type.names[: len(key_columns)])
+    return plan_operator(state.options, _make_request(narrow, key_names, plan, partitioned=bool(behind)))
 
 
 def deduplicate(
     state: ArrowState, df: DataFrame, keys: Keys | None = None, *, within_watermark: bool = False
 ) -> DataFrame:
-    """What ``df.dropDuplicates(keys)`` does, or ``df.dropDuplicatesWithinWatermark(keys)``: the first row of each key.
+    """Keep the first row of each key, like ``df.dropDuplicates(keys)`` or ``df.dropDuplicatesWithinWatermark(keys)``.
 
-    With a watermark late rows are dropped, as in Spark. How long a key is remembered: where the event-time column is
-    among the keys, until the watermark has reached it; with `within_watermark`, until it has reached the first row's
-    time and the watermark's delay; else for ever, or for as long as the state's `Ttl` says. That counts from the first
-    row on, and with ``refresh="read"`` from the last.
+    With a watermark late rows are dropped, as in Spark. A key is remembered until the watermark reaches it if the
+    event-time column is among the keys, and with `within_watermark` until the watermark reaches the first row's time
+    plus the watermark's delay. Otherwise it is remembered forever, or as long as the state's `Ttl` says, counted from
+    the first row, or with ``refresh="read"`` from the last row.
 
     Parameters
     ----------
@@ -137,31 +137,31 @@ def deduplicate(
     keys
         Columns, as for `DataFrame.dropDuplicates`, or expressions; None for all columns.
     within_watermark
-        Whether keys are forgotten by the watermark.
+        Whether the watermark makes keys be forgotten.
 
     Returns
     -------
     DataFrame
-        The rows, all columns, for ``outputMode("append")``. The event-time column has no watermark any more.
+        The first rows with all columns, for ``outputMode("append")``. The event-time column has no watermark.
 
     Raises
     ------
     UnsupportedPlanError
-        For `within_watermark` without a watermark, and for a `df` that is not streaming.
+        For `within_watermark` without a watermark, or if `df` is not streaming.
     UnsupportedTypeError
         When a column has a type without a stable Arrow form.
     UsageError
-        When an argument cannot work, or two columns have one name.
+        When an argument cannot work, or two columns have the same name.
     """
     _check(state, df, "deduplicate")
     schema = df.schema
     refuse_doubles(schema.names, "columns of the input of deduplicate")
-    key_columns = quoted(schema.names) if keys is None else listed(keys)
-    # Only an event time among the input's columns can be one among the keys.
-    of_keys = [] if event_time_of(schema) is None else df.select(*key_columns).schema.fields
-    timed = [field.name for field in of_keys if WATERMARK_KEY in (field.metadata or {})]
+    key_columns = quote_names(schema.names) if keys is None else listed(keys)
+    # A key can only be an event time if the input has an event-time column.
+    key_fields = [] if event_time_of(schema) is None else df.select(*key_columns).schema.fields
+    timed = [field.name for field in key_fields if WATERMARK_KEY in (field.metadata or {})]
     plan = deduplication(schema, timed[0] if timed else None, within_watermark)
-    return planned(state.options, _asked(df, key_columns, plan))
+    return plan_operator(state.options, _make_request(df, key_columns, plan))
 
 
 def sessionize(
@@ -172,11 +172,11 @@ def sessionize(
     gap_ms: int,
     aggregates: Mapping[str, Aggregate],
 ) -> DataFrame:
-    """What ``df.groupBy(*keys, F.session_window(time, gap)).agg(…)`` does in append mode.
+    """Aggregate sessions, like ``df.groupBy(*keys, F.session_window(time, gap)).agg(…)`` in append mode.
 
-    A session is given once, when the watermark has reached its end. Late rows are dropped: those for which the
-    watermark of the batch before has reached what would be the end of a session of their own. As in Spark, sessions
-    that only touch are one, and rows without a time are in none.
+    A session is returned once, when the watermark has reached its end. A row is late, and dropped, if the watermark of
+    the batch before has reached the end of a session that holds only this row. As in Spark, sessions that only touch
+    are merged, and rows without a time are dropped.
 
     Parameters
     ----------
@@ -189,10 +189,10 @@ def sessionize(
     time
         The column with the watermark.
     gap_ms
-        After how long without rows a session ends, milliseconds; from 1 to 2 ** 45.
+        A session ends after this time without rows, milliseconds; from 1 to 2 ** 45.
     aggregates
-        Output columns and what is in them, as for `aggregate`. ``first`` and ``last`` go by event time within a batch,
-        and a session that is in the state counts by its start, as in Spark. They cannot change while there is state.
+        Output columns and their aggregates, as for `aggregate`. ``first`` and ``last`` go by event time within a batch,
+        and a session in the state counts by its start, as in Spark. They cannot change while there is state.
 
     Returns
     -------
@@ -202,25 +202,25 @@ def sessionize(
     Raises
     ------
     UnsupportedPlanError
-        When `time` has no watermark, and for a `df` that is not streaming.
+        When `time` has no watermark, or if `df` is not streaming.
     UnsupportedTypeError
-        When a column does not have the aggregate.
+        When a column's type does not support the aggregate.
     UsageError
         When an argument cannot work.
     """
     _check(state, df, "sessionize")
     check_gap(gap_ms)
     specs = checked_aggregates(aggregates, "sessionize")
-    key_columns, behind = listed(keys), _partition(state, df)
+    key_columns, behind = listed(keys), _select_partition(state, df)
     timed = timed_field(df.select(time).schema.fields[0])
-    own_end = F.timestamp_micros(F.unix_micros(column_of(time)) + F.lit(1000 * gap_ms))
+    own_end = F.timestamp_micros(F.unix_micros(to_column(time)) + F.lit(1000 * gap_ms))
     ended = own_end.alias(SESSION_END, metadata={WATERMARK_KEY: timed.metadata[WATERMARK_KEY]})
-    narrow, bound = selected(df, key_columns, specs, ended, behind=behind)
+    narrow, bound = select_columns(df, key_columns, specs, ended, behind=behind)
     narrow = narrow.where(F.col(SESSION_END).isNotNull())
-    given = _without(narrow, behind)
-    plan = sessions(given, len(key_columns), specs, bound, gap_ms)
-    key_names = quoted(given.names[: len(key_columns)])
-    return planned(state.options, _asked(narrow, key_names, plan, partitioned=bool(behind)))
+    input_type = _drop_last(narrow, behind)
+    plan = sessions(input_type, len(key_columns), specs, bound, gap_ms)
+    key_names = quote_names(input_type.names[: len(key_columns)])
+    return plan_operator(state.options, _make_request(narrow, key_names, plan, partitioned=bool(behind)))
 
 
 def top_k(
@@ -234,85 +234,85 @@ def top_k(
     emit: Literal["all", "changed"] = "all",
     rank: str = "rank",
 ) -> DataFrame:
-    """The best `k` rows of each key so far, with their ranks, whenever they change.
+    """Return the best `k` rows of each key so far, with their ranks, whenever they change.
 
-    What ``ROW_NUMBER() OVER (PARTITION BY keys ORDER BY order_by) <= k`` gives of all input up to then. Of equal rows
-    those that came first are first. NULLs are the smallest, as in Spark. Late rows are not dropped.
+    This equals ``ROW_NUMBER() OVER (PARTITION BY keys ORDER BY order_by) <= k`` over all input so far. Of equal rows
+    the earlier ones come first. NULLs are the smallest, as in Spark. Late rows are not dropped.
 
     Parameters
     ----------
     state
-        Where state is kept. With a `Ttl` a key that has not changed for so long starts anew.
+        Where state is kept. With a `Ttl` a key that has not changed for that long starts again without rows.
     df
         A streaming DataFrame.
     keys
         Columns, as for `DataFrame.groupBy`.
     order_by
-        What rows are ordered by: columns or expressions of types that are not nested, and without an order of their
+        What rows are sorted by: columns or expressions whose types are not nested, and without a sort order of their
         own such as that of ``F.desc``.
     k
-        How many rows a key has at most, from 1 on. While there is state, `k`, `order_by` and `descending` cannot change
-        (`FunctionChangedError`); of an expression in `order_by` that is not noticed. A column of the input is the same
-        as ``"v"`` and as ``F.col("v")``.
+        The most rows that a key has, at least 1. While there is state, `k`, `order_by` and `descending` cannot change
+        (`FunctionChangedError`); a change of an expression in `order_by` is not detected. A column of the input is the
+        same as ``"v"`` and as ``F.col("v")``.
     descending
-        Whether the largest come first: for all of `order_by`, or for each.
+        Whether the largest come first: one value for all of `order_by`, or a list with one for each.
     emit
-        For a key whose best rows changed: ``"all"`` of them, or only those that ``"changed"``, as they are new among
-        them or have another rank than before. Whoever writes rows by key and rank may take the latter; a rank that was
-        once given stays taken, as there are never fewer rows than before.
+        What is returned for a key whose best rows changed: ``"all"`` of them, or only those that ``"changed"``, because
+        they are new or have another rank. ``"changed"`` suits sinks that write rows by key and rank: a rank never
+        becomes free again, as a key never has fewer rows than before.
     rank
-        Name of the column with the rank, from 1 on.
+        Name of the column with the rank, which starts at 1.
 
     Returns
     -------
     DataFrame
-        The input's columns, keys that are none of them, and the rank (int), for ``outputMode("update")``.
+        The input's columns, keys that are not among them, and the rank (int), for ``outputMode("update")``.
 
     Raises
     ------
     UnsupportedPlanError
-        For a `df` that is not streaming.
+        If `df` is not streaming.
     UnsupportedTypeError
-        When a column cannot be stored, or ordered by.
+        When a column cannot be stored, or rows cannot be sorted by it.
     UsageError
         When an argument cannot work.
     """
     _check(state, df, "top_k")
     check_top(k, emit, rank)
-    orders, downwards = orders_of(order_by, descending, df.schema.names)
-    order_names = [name_of(order, df.schema.names) for order in orders]
-    key_names, extra_names, derived = _top_k_keys(df, keys, rank)
+    orders, descending_flags = orders_of(order_by, descending, df.schema.names)
+    order_names = [find_input_name(order, df.schema.names) for order in orders]
+    key_names, extra_names, derived = _resolve_top_k_keys(df, keys, rank)
     inputs = df.schema.names
     ordered = ordering(order_names, key_names)
     hidden = [
-        column_of(order).alias(name, metadata=PLAIN)
-        for order, name, own in zip(orders, ordered, order_names, strict=True)
-        if name != own
+        to_column(order).alias(name, metadata=VALUE_METADATA)
+        for order, name, input_name in zip(orders, ordered, order_names, strict=True)
+        if name != input_name
     ]
     wide = df.select("*", *derived, *hidden)
-    order = Order(ordered, tuple(downwards), order_text(orders, order_names, downwards))
-    # Under a time to live by event time each row's time counts.
+    order = Order(ordered, tuple(descending_flags), order_text(orders, order_names, descending_flags))
+    # A time to live by event time depends on each row's time, so rows are not combined then.
     combine = state.options.ttl is None
     plan = top(wide.schema, key_names, [*inputs, *extra_names], order, k, emit, rank, combine)
-    return planned(state.options, _asked(wide, quoted(key_names), plan))
+    return plan_operator(state.options, _make_request(wide, quote_names(key_names), plan))
 
 
 # -- inside --------------------------------------------------------------------------------------------------
 
 
-def _partition(state: ArrowState, df: DataFrame) -> list[Any]:
-    """What goes behind the columns that an operator selects, so that packing knows a row's partition."""
+def _select_partition(state: ArrowState, df: DataFrame) -> list[Any]:
+    """Return the columns that are selected last, by which packing knows a row's source partition."""
     source = state.options.source_partition
     return [] if source is None else partition_columns(df, source)
 
 
-def _without(narrow: DataFrame, behind: Sequence[Any]) -> StructType:
-    """The columns without those behind them."""
+def _drop_last(narrow: DataFrame, behind: Sequence[Any]) -> StructType:
+    """Return the type of the columns without the last ones, `behind`."""
     fields = narrow.schema.fields
     return StructType(fields[: len(fields) - len(behind)])
 
 
-def _asked(df: DataFrame, keys: Sequence[KeyLike], plan: OperatorPlan, *, partitioned: bool = False) -> Request:
+def _make_request(df: DataFrame, keys: Sequence[KeyLike], plan: OperatorPlan, *, partitioned: bool = False) -> Request:
     return Request(
         ARROW,
         df,
@@ -329,23 +329,26 @@ def _asked(df: DataFrame, keys: Sequence[KeyLike], plan: OperatorPlan, *, partit
     )
 
 
-def _top_k_keys(df: DataFrame, keys: Keys, rank: str) -> tuple[list[str], list[str], list[Any]]:
-    """Names of the keys of `top_k`; of these, names of those that are no input columns, and their columns."""
+def _resolve_top_k_keys(df: DataFrame, keys: Keys, rank: str) -> tuple[list[str], list[str], list[Any]]:
+    """Return the names of the keys of `top_k`, the names of those that are not input columns, and the latter."""
     inputs = df.schema.names
-    key_type, places, extra = resolve_keys(df, df.schema, listed(keys))
-    extra_fields = [field for field, at in zip(key_type.fields, places, strict=True) if at >= len(inputs)]
-    # Of a key that is an input column the output has that one, in whatever case it was asked for.
+    key_type, positions, extra = resolve_keys(df, df.schema, listed(keys))
+    extra_fields = [
+        field for field, position in zip(key_type.fields, positions, strict=True) if position >= len(inputs)
+    ]
+    # The output has the input's column, whatever case its name was given in.
     key_names = [
-        field.name if at >= len(inputs) else inputs[at] for field, at in zip(key_type.fields, places, strict=True)
+        field.name if position >= len(inputs) else inputs[position]
+        for field, position in zip(key_type.fields, positions, strict=True)
     ]
     refuse_doubles(key_names, "keys of top_k")
     if any(field.name in inputs for field in extra_fields):
-        raise UsageError("a key of top_k is an expression under the name of an input column: give it another, by alias")
+        raise UsageError("a key of top_k is an expression with the name of an input column: give it another, by alias")
     extra_names = [field.name for field in extra_fields]
     refuse_doubles([*inputs, *extra_names, rank], "output columns of top_k")
-    # A window has its column's watermark, which would then be there twice.
+    # A window has its column's watermark, so two columns would have one.
     derived = [
-        column_of(key).alias(field.name, metadata=field.metadata or PLAIN)
+        to_column(key).alias(field.name, metadata=field.metadata or VALUE_METADATA)
         for key, field in zip(extra, extra_fields, strict=True)
     ]
     return key_names, extra_names, derived

@@ -1,4 +1,4 @@
-"""A block in which a thread plans on Spark's own state, whatever its session was enabled for."""
+"""A block in which a thread plans queries on Spark's own state, even if its session is enabled for Arrow state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def unpatched() -> Iterator[None]:
-    """Within this block the thread plans on Spark's own state: our own plan needs it."""
+    """Make this thread plan on Spark's own state within the block: our own plan needs that."""
     before = is_plain()
     _thread.plain = True
     try:
@@ -23,5 +23,5 @@ def unpatched() -> Iterator[None]:
 
 
 def is_plain() -> bool:
-    """Whether the thread is in such a block."""
+    """True if the thread is inside such a block."""
     return bool(getattr(_thread, "plain", False))

@@ -1,4 +1,4 @@
-"""Savepoints of queries, taken through Spark: `take_savepoint` and `stop_with_savepoint`."""
+"""Taking savepoints of queries through Spark: `take_savepoint` and `stop_with_savepoint`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from spark_state_ext.files.folder import refuse_relative
 from spark_state_ext.savepoints.rows import ANSWER, SAVED, copies_of
 from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.state import ArrowState
-from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState, with_batch
-from spark_state_ext.spark.client.tasks import in_a_task, let_go, place_of
+from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState, use_batch
+from spark_state_ext.spark.client.tasks import release_hold, request_for, run_task
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["TakenSavepoint", "finished", "stop_with_savepoint", "take_savepoint"]
+__all__ = ["TakenSavepoint", "finish_savepoint", "stop_with_savepoint", "take_savepoint"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 
@@ -38,17 +38,17 @@ class TakenSavepoint:
     Parameters
     ----------
     path, id
-        Its folder, and its id.
+        The savepoint's folder and id.
     form
         ``"native"`` or ``"canonical"``.
     batch
-        The batch whose state it has.
+        The batch after which the state was saved.
     watermark_ms
-        That batch's watermark; None: it had none.
+        That batch's watermark; None if it had none.
     files, size_bytes
-        Checkpoint files in it, and their bytes.
+        Number of checkpoint files in the savepoint, and their bytes.
     duplicated, streamed, streamed_bytes
-        How many of them were linked or copied by the store, how many went through executors, and bytes of the latter.
+        How many files were linked or copied by the store, how many were copied by executors, and the latter's bytes.
     """
 
     path: str
@@ -74,10 +74,10 @@ def take_savepoint(
     verify: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> TakenSavepoint:
-    """Take a savepoint of a query, which may be running, in this application or another, or be stopped.
+    """Take a savepoint of a query, which may be running, in this application or another, or stopped.
 
-    The query is not touched: it goes on meanwhile, and has no trace of it. Files are linked, or copied by the store,
-    where it can; else they go through executors, in a Spark job of one row a bucket.
+    The query is not affected and goes on meanwhile. Files are linked, or copied by the store, if the store can do that;
+    otherwise executors copy them, in a Spark job with one row per bucket.
 
     Parameters
     ----------
@@ -88,22 +88,22 @@ def take_savepoint(
     checkpoint_location
         The query's Spark checkpoint location.
     state
-        The `ArrowState` of the query's operator, or one for each of several: where their files are.
+        The `ArrowState` of the query's operator, or a list with one for each of its operators. It says where files are.
     form
-        ``"native"``: files as they are. ``"canonical"``: one compacted snapshot for each bucket.
+        ``"native"``: files are copied unchanged. ``"canonical"``: one compacted snapshot for each bucket.
     batch
-        The batch whose state is saved, of those that Spark retains; by default the last that is committed.
+        The batch after which the state is saved, one that Spark retains; by default the last committed one.
     verify
-        Read every file of a native savepoint to the last byte, and take a damaged one from another backend, or what it
-        was made of. By default files are linked as they are; who starts from the savepoint reads them all. (A canonical
-        one is made of what was read.)
+        Read every file of a native savepoint to the last byte, and replace a damaged one by another backend's copy or
+        by the files from which it was made. By default files are linked unread; a query that starts from the savepoint
+        reads them all. (For a canonical savepoint all files are read anyway.)
     storage_options
         Options for the path's fsspec file system.
 
     Returns
     -------
     TakenSavepoint
-        What is in it.
+        The savepoint that was taken.
 
     Raises
     ------
@@ -112,9 +112,9 @@ def take_savepoint(
     MissingCheckpointError
         When Spark does not retain the batch.
     PySparkException
-        What tasks find comes as Spark's own error, with ours in its text: ``UsageError`` when there is something at the
-        path, ``MissingCheckpointError`` when files of the state are gone, ``StorageError`` when a store fails. What was
-        copied then is no savepoint.
+        Errors in tasks arrive as Spark's own error, with ours in its text: ``UsageError`` when the path exists already,
+        ``MissingCheckpointError`` when files of the state are missing, ``StorageError`` when a store fails. Files that
+        were copied before the error are not a savepoint.
 
     Examples
     --------
@@ -122,13 +122,13 @@ def take_savepoint(
     >>> taken.batch  # doctest: +SKIP
     41
     """
-    path = _path(path)
-    reader, stores = _checked(spark, os.fspath(checkpoint_location), state, form=form, verify=verify)
-    return _held(spark, reader, stores, _common(path, storage_options, form, verify), batch)
+    path = _check_path(path)
+    reader, stores = _open_reader(spark, os.fspath(checkpoint_location), state, form=form, verify=verify)
+    return _take_under_hold(spark, reader, stores, _make_request(path, storage_options, form, verify), batch)
 
 
-def _common(path: str, storage_options: Mapping[str, Any] | None, form: str, verify: bool) -> dict[str, Any]:
-    """What all tasks are told."""
+def _make_request(path: str, storage_options: Mapping[str, Any] | None, form: str, verify: bool) -> dict[str, Any]:
+    """Return the part of a request that all tasks get."""
     return {
         "package_version": BUILD,
         "savepoint": path,
@@ -139,29 +139,29 @@ def _common(path: str, storage_options: Mapping[str, Any] | None, form: str, ver
     }
 
 
-def _held(
+def _take_under_hold(
     spark: SparkSession,
     reader: StateReader,
     stores: Sequence[tuple[StoreOfState, StateOptions]],
     common: Mapping[str, Any],
     batch: int | None,
 ) -> TakenSavepoint:
-    """The savepoint, taken while the query's folders are held."""
+    """Take the savepoint while the query's folders are held."""
     parts = [
-        {**common, **place_of(options), "operator": store.operator, "query_folder": store.query_folder}
+        {**common, **request_for(options), "operator": store.operator, "query_folder": store.query_folder}
         for store, options in stores
     ]
     try:
         for part in parts:
-            part["hold"] = in_a_task(spark, "begin", part)["hold"]
-        return _taken(spark, reader, [store for store, _ in stores], parts, common, batch)
+            part["hold"] = run_task(spark, "begin", part)["hold"]
+        return _take(spark, reader, [store for store, _ in stores], parts, common, batch)
     finally:
         for part in parts:
             if "hold" in part:
-                let_go(spark, part)
+                release_hold(spark, part)
 
 
-def _taken(
+def _take(
     spark: SparkSession,
     reader: StateReader,
     stores: Sequence[StoreOfState],
@@ -169,22 +169,22 @@ def _taken(
     common: Mapping[str, Any],
     batch: int | None,
 ) -> TakenSavepoint:
-    """The savepoint, of the last batch that is committed now that the holds are there."""
+    """Take the savepoint of the last batch that is committed now that the holds are in place."""
 
-    def saved(committed: CommittedBatch) -> tuple[CommittedBatch, list[Any]]:
-        return committed, _saved(reader, stores, parts, committed)
+    def save(committed: CommittedBatch) -> tuple[CommittedBatch, list[Any]]:
+        return committed, _save(reader, stores, parts, committed)
 
-    committed, rows = with_batch(reader, batch, saved)
-    ours = {it.operator_id for it in stores}
+    committed, rows = use_batch(reader, batch, save)
+    ours = {store.operator_id for store in stores}
     others = [name for number, name in sorted(committed.operators.items()) if number not in ours]
     if others:
         _LOGGER.warning(
-            "the savepoint at %s has no state of the query's other stateful operators, which are Spark's own: %s. A "
-            "query that starts from it begins there without state",
+            "the savepoint at %s does not have the state of the query's other stateful operators, which are Spark's "
+            "own: %s. In a query that starts from it they start without state",
             common["savepoint"],
             ", ".join(others),
         )
-    told = {
+    request = {
         **common,
         "id": uuid.uuid4().hex,
         "made_ms": int(time.time() * 1000),
@@ -193,20 +193,20 @@ def _taken(
         "offsets": committed.offsets,
         "parts": list(parts),
     }
-    return finished(spark, told, rows)
+    return finish_savepoint(spark, request, rows)
 
 
-def finished(spark: SparkSession, told: Mapping[str, Any], rows: Sequence[Any]) -> TakenSavepoint:
-    """Have a task write the manifest of what was saved."""
+def finish_savepoint(spark: SparkSession, request: Mapping[str, Any], rows: Sequence[Any]) -> TakenSavepoint:
+    """Run a task that writes the manifest of the saved buckets; return the savepoint."""
     frame = spark.createDataFrame([(row.saved, bytes(row.pointer)) for row in rows], SAVED).coalesce(1)
-    answer = json.loads(frame.mapInArrow(task_entry("finish", dict(told)), ANSWER).collect()[0].answer)
+    answer = json.loads(frame.mapInArrow(task_entry("finish", dict(request)), ANSWER).collect()[0].answer)
     copies = copies_of((row.saved, row.pointer) for row in rows)
     sizes = [file.size_bytes for copy in copies for file in copy.saved.files]
     return TakenSavepoint(
-        path=told["savepoint"],
-        id=told["id"],
-        form=told["form"],
-        batch=told["batch"],
+        path=request["savepoint"],
+        id=request["id"],
+        form=request["form"],
+        batch=request["batch"],
         watermark_ms=answer["watermark_ms"],
         files=len(sizes),
         size_bytes=sum(sizes),
@@ -216,14 +216,14 @@ def finished(spark: SparkSession, told: Mapping[str, Any], rows: Sequence[Any]) 
     )
 
 
-def _saved(
+def _save(
     reader: StateReader, stores: Sequence[StoreOfState], parts: Sequence[dict[str, Any]], committed: CommittedBatch
 ) -> list[Any]:
     rows: list[Any] = []
     for store, part in zip(stores, parts, strict=True):
-        told = {**part, "query_id": committed.query_id, "batch": committed.batch, "parts": list(parts)}
+        request = {**part, "query_id": committed.query_id, "batch": committed.batch, "parts": list(parts)}
         with reader.pointers(store, committed.batch) as pointers:
-            rows += pointers.mapInArrow(task_entry("save", told), SAVED).collect()
+            rows += pointers.mapInArrow(task_entry("save", request), SAVED).collect()
     return rows
 
 
@@ -238,44 +238,44 @@ def stop_with_savepoint(
     storage_options: Mapping[str, Any] | None = None,
     spark: SparkSession | None = None,
 ) -> TakenSavepoint:
-    """Stop a query, and take the savepoint of its last committed batch, after which there is no other.
+    """Stop a query, and take the savepoint of its last committed batch.
 
     Parameters
     ----------
     query
         The running query.
     path, checkpoint_location, state, form, verify, storage_options
-        As for `take_savepoint`.
+        See `take_savepoint`.
     spark
         The session; by default the active one.
 
     Returns
     -------
     TakenSavepoint
-        What is in it.
+        The savepoint that was taken.
 
     Raises
     ------
     StateError
-        As `take_savepoint`. What can be known before is refused while the query runs on. Else the query is stopped all
-        the same, and `take_savepoint` can be called again.
+        See `take_savepoint`. Errors that can be detected beforehand are raised while the query still runs. After a
+        later error the query is stopped, and you can call `take_savepoint` again.
     StreamingQueryException
-        When the query has failed: then none is taken, and `take_savepoint` takes that of its last committed batch.
+        When the query has failed: no savepoint is taken. `take_savepoint` can still save its last committed batch.
     """
     if spark is None:
         from pyspark.sql import SparkSession as Session
 
         spark = Session.active()
-    # What can be refused is refused while the query still runs.
-    common = _common(_path(path), storage_options, form, verify)
-    reader, stores = _checked(spark, os.fspath(checkpoint_location), state, form=form, verify=verify)
-    in_a_task(spark, "refuse", common)
+    # Detect as many errors as possible while the query still runs.
+    common = _make_request(_check_path(path), storage_options, form, verify)
+    reader, stores = _open_reader(spark, os.fspath(checkpoint_location), state, form=form, verify=verify)
+    run_task(spark, "refuse", common)
     query.stop()
     query.awaitTermination()
-    return _held(spark, reader, stores, common, None)
+    return _take_under_hold(spark, reader, stores, common, None)
 
 
-def _checked(
+def _open_reader(
     spark: SparkSession,
     checkpoint_location: str,
     state: ArrowState | Sequence[ArrowState],
@@ -283,45 +283,45 @@ def _checked(
     form: str,
     verify: bool,
 ) -> tuple[StateReader, list[tuple[StoreOfState, StateOptions]]]:
-    """A reader of the query's state, and each of its operators with the options that tell where its files are."""
+    """Return a reader of the query's state, and each of its stores with the options that say where its files are."""
     states = [state] if isinstance(state, ArrowState) else list(state)
-    _check(states, form)
+    _check_arguments(states, form)
     check_flags(verify=verify)
     reader = StateReader(spark, checkpoint_location)
-    return reader, _matched(reader.stores(), states, checkpoint_location)
+    return reader, _match_stores(reader.stores(), states, checkpoint_location)
 
 
-def _check(states: Sequence[ArrowState], form: str) -> None:
+def _check_arguments(states: Sequence[ArrowState], form: str) -> None:
     if form not in (NATIVE, CANONICAL):
         raise UsageError(f"form must be {NATIVE!r} or {CANONICAL!r}, not {form!r}")
-    if not states or not all(isinstance(it, ArrowState) for it in states):
+    if not states or not all(isinstance(state, ArrowState) for state in states):
         raise UsageError(f"state must be the ArrowState of the query's operator, or a list of them, not {states!r}")
-    names = [it.options.operator for it in states]
+    names = [state.options.operator for state in states]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"two ArrowState are of operator {name!r}")
+            raise UsageError(f"state has two ArrowState for the operator {name!r}: give one for each operator")
 
 
-def _matched(
+def _match_stores(
     stores: Sequence[StoreOfState], states: Sequence[ArrowState], location: str
 ) -> list[tuple[StoreOfState, StateOptions]]:
-    """Each operator of the query with the options that tell where its files are."""
-    by_name = {it.options.operator: it.options for it in states}
-    there = {it.operator for it in stores}
+    """Pair each of the query's stores with the options that say where its files are."""
+    by_name = {state.options.operator: state.options for state in states}
+    operators = {store.operator for store in stores}
     if not stores:
         raise MissingCheckpointError(
-            f"{location} has no state of spark_state_ext: give Spark's checkpointLocation of a query that has "
+            f"{location} has no state of spark_state_ext: give the Spark checkpointLocation of a query that has "
             "committed a batch with data"
         )
-    if there != by_name.keys():
+    if operators != by_name.keys():
         raise UsageError(
-            f"the query at {location} has the operators {', '.join(sorted(there))}, and state is given of "
+            f"the query at {location} has the operators {', '.join(sorted(operators))}, but state names "
             f"{', '.join(sorted(by_name))}: give the ArrowState of each of the query's operators"
         )
-    return [(it, by_name[it.operator]) for it in stores]
+    return [(store, by_name[store.operator]) for store in stores]
 
 
-def _path(path: str | os.PathLike[str]) -> str:
-    found = os.fspath(path)
-    refuse_relative(found, "the path of a savepoint")
-    return found.rstrip("/") or found
+def _check_path(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    refuse_relative(text, "the path of a savepoint")
+    return text.rstrip("/") or text

@@ -1,8 +1,8 @@
 """`enable` and `disable`: untouched ``df.groupBy(…).applyInPandasWithState(…)`` on Arrow state.
 
-Spark's DataFrame and GroupedData classes, classic or Connect, get two wrapped methods each. The wrappers do nothing for
-sessions that were not enabled. `groupBy` notes its arguments on the result, because GroupedData does not tell its
-columns.
+Two methods of Spark's DataFrame and GroupedData classes, classic or Connect, are wrapped. The wrappers change nothing
+for sessions that were not enabled. The wrapper of `groupBy` stores the grouping columns on its result, because
+GroupedData has no public way to read them.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ __all__ = ["disable", "enable"]
 _NOTE = "_spark_state_ext_grouping"
 
 
-# Where a session has its `Client`.
+# Attribute of a session that holds its `Client`.
 _CLIENT = "_spark_state_ext_client"
-# Set on the methods that are wrapped.
+# Attribute of a wrapped method that holds the original method.
 _WRAPS = "_spark_state_ext_wraps"
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Client:
-    """What a session that was enabled owns.
+    """What `enable` attached to a session.
 
     Parameters
     ----------
     state
-        Where and how its queries keep state.
+        Where and how the session's queries keep state.
     tuned
-        What `enable` set, and what it was.
+        Settings that `enable` changed, with their values before and after.
     """
 
     state: ArrowState
@@ -52,9 +52,9 @@ class Client:
 
     @staticmethod
     def of(session: Any) -> Client | None:
-        """That of a session; None where it was not enabled."""
-        found: Client | None = vars(session).get(_CLIENT)
-        return found
+        """Return the client of a session; None if the session was not enabled."""
+        client: Client | None = vars(session).get(_CLIENT)
+        return client
 
 
 def enable(spark: SparkSession, state: ArrowState, *, tune: bool = False) -> dict[str, Change]:
@@ -63,25 +63,26 @@ def enable(spark: SparkSession, state: ArrowState, *, tune: bool = False) -> dic
     Parameters
     ----------
     spark
-        A classic or Connect session. Queries planned before are not affected.
+        A classic or Connect session. Queries planned before this call are not affected.
     state
-        Where and how state is kept. A session has one at a time; another call replaces it.
+        Where and how state is kept. A session has one at a time; another call of `enable` replaces it.
     tune
-        Also set what makes every query of the session faster and changes neither results nor checkpoints: so far
-        ``spark.sql.execution.arrow.maxBytesPerBatch``, to no limit. A value that somebody has chosen stays.
-        `disable` takes it back; queries that run keep what they began with.
+        Also change settings that make every query of the session faster and affect neither results nor checkpoints: so
+        far ``spark.sql.execution.arrow.maxBytesPerBatch``, to no limit. A value that was set explicitly stays.
+        `disable` undoes it; running queries keep the settings with which they began.
 
     Returns
     -------
     dict of str to Change
-        By name what `tune` set in this call, with the value ``before`` and ``after``; it is logged as well, at INFO.
+        The settings that `tune` changed in this call, by name, with the values ``before`` and ``after``; also logged at
+        INFO.
 
     Raises
     ------
     UsageError
-        When `spark` is no session, `state` no `ArrowState`, or `tune` no bool.
+        When `spark` is not a session, `state` is not an `ArrowState`, or `tune` is not a bool.
     """
-    # By what is used of it: Connect's sessions are of another class.
+    # Checked by the attributes that are used, as Connect's sessions are of another class.
     if isinstance(spark, type) or not (callable(getattr(spark, "range", None)) and hasattr(spark, "conf")):
         raise UsageError(f"enable(spark, state) takes a Spark session and then an ArrowState; the session is {spark!r}")
     if not isinstance(state, ArrowState):
@@ -92,40 +93,42 @@ def enable(spark: SparkSession, state: ArrowState, *, tune: bool = False) -> dic
         _patch_frame(type(frame))
         _patch_grouped(type(frame.groupBy()))
         changed = _tune(spark) if tune else {}
-        known = Client.of(spark)
-        # What an earlier call set stays set, and is for `disable` to take back.
-        setattr(spark, _CLIENT, Client(state, {**(known.tuned if known else {}), **changed}))
+        earlier = Client.of(spark)
+        # Keep the changes of an earlier call, so that `disable` undoes them too.
+        setattr(spark, _CLIENT, Client(state, {**(earlier.tuned if earlier else {}), **changed}))
     return changed
 
 
 def disable(spark: SparkSession) -> None:
-    """Undo `enable`, and what it tuned: later queries of the session run on Spark's own state.
+    """Undo `enable` and its tuning: later queries of the session run on Spark's own state.
 
     Parameters
     ----------
     spark
-        The session. Queries planned before are not affected; one that was not enabled stays as it is.
+        The session. Queries planned before are not affected; for a session that was not enabled this does nothing.
     """
     with _lock:
-        enabled = Client.of(spark)
-        if enabled is not None:
+        client = Client.of(spark)
+        if client is not None:
             delattr(spark, _CLIENT)
-            untune(spark, enabled.tuned)
+            untune(spark, client.tuned)
 
 
 def _patch_frame(cls: type) -> None:
     for name in ("groupBy", "groupby"):
         if not hasattr(getattr(cls, name), _WRAPS):
-            setattr(cls, name, _noting(getattr(cls, name)))
+            setattr(cls, name, _wrap_group_by(getattr(cls, name)))
 
 
-def _noting(original: Any) -> Any:
+def _wrap_group_by(original: Any) -> Any:
     @functools.wraps(original)
     def group_by(self: Any, *cols: Any, **options: Any) -> Any:
         grouped = original(self, *cols, **options)
         flat = tuple(cols[0]) if len(cols) == 1 and isinstance(cols[0], (list, tuple)) else cols
-        # Since 4.0 a column may be told by its place, from 1 on.
-        flat = tuple(f"`{self.columns[at - 1].replace('`', '``')}`" if type(at) is int else at for at in flat)
+        # Since PySpark 4.0 a column may be given by its position, counted from 1.
+        flat = tuple(
+            f"`{self.columns[column - 1].replace('`', '``')}`" if type(column) is int else column for column in flat
+        )
         setattr(grouped, _NOTE, (self, flat))
         return grouped
 
@@ -134,8 +137,8 @@ def _noting(original: Any) -> Any:
 
 
 def _session_of(grouped: Any) -> Any:
-    """The session of a GroupedData; None where it does not tell. Classic ones have it as `session`. Those of Connect
-    have no public way to it, and `_df` in every release so far; without that they are as they were before `enable`."""
+    """Return the session of a GroupedData; None if it cannot be found. A classic one has it as `session`. A Connect one
+    has no public way to it, but has `_df` in every release so far; without that it behaves as before `enable`."""
     session = getattr(grouped, "session", None)
     return session if session is not None else getattr(getattr(grouped, "_df", None), "sparkSession", None)
 
@@ -151,17 +154,17 @@ def _patch_grouped(cls: type) -> None:
     ) -> Any:
         noted: tuple[Any, tuple[Any, ...]] | None = getattr(self, _NOTE, None)
         session = _session_of(self) if noted is None else noted[0].sparkSession
-        enabled = None if session is None else Client.of(session)
-        if enabled is None or is_plain():
+        client = None if session is None else Client.of(session)
+        if client is None or is_plain():
             return original(self, func, outputStructType, stateStructType, outputMode, timeoutConf)
         if noted is None:
             raise UsageError(
-                "the session runs applyInPandasWithState on Arrow state, and the columns of this GroupedData are not "
-                "known: it was made before enable(spark, state), or by something else than groupBy. Call "
-                "df.groupBy(…) after enable."
+                "the session runs applyInPandasWithState on Arrow state, but the grouping columns of this GroupedData "
+                "are unknown: it was made before enable(spark, state), or not by groupBy. Call df.groupBy(…) after "
+                "enable."
             )
         frame, columns = noted
-        return enabled.state.apply_in_pandas_with_state(
+        return client.state.apply_in_pandas_with_state(
             frame, list(columns), func, outputStructType, stateStructType, outputMode, timeoutConf
         )
 

@@ -1,7 +1,7 @@
-"""A session with the settings that a checkpoint needs: Spark does not find out by itself in which format state is.
+"""A session with the settings that a checkpoint needs: Spark's reader of state does not detect the format by itself.
 
-Settings of the user's session are never changed: a query that another thread starts meanwhile would take them. (A
-running query has a copy of them from its start.)
+The settings of the user's session are not changed, because a query that another thread starts meanwhile would take them
+over. (A running query has its own copy of the settings.)
 """
 
 from __future__ import annotations
@@ -19,92 +19,92 @@ from spark_state_ext.spark.compat import FIRST_READERS, SPARK_VERSION, is_connec
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["format_setting", "refuse_unread_format", "session_with"]
+__all__ = ["make_format_setting", "refuse_unread_format", "open_session_with"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _FORMAT = "spark.sql.streaming.stateStore.checkpointFormatVersion"
-# What Spark takes for a setting that nothing sets.
+# The value that Spark uses if a setting was never set.
 _DEFAULTS: Mapping[str, str] = {_FORMAT: "1"}
 
 
-def format_setting(checkpoint_format: int) -> dict[str, str]:
-    """Give the setting with which Spark reads and writes state of a format."""
+def make_format_setting(checkpoint_format: int) -> dict[str, str]:
+    """Return the setting with which Spark reads and writes state of a format."""
     return {_FORMAT: str(checkpoint_format)}
 
 
 def refuse_unread_format(location: str, checkpoint_format: int, version: tuple[int, int] = SPARK_VERSION) -> None:
-    """Refuse a checkpoint whose format this PySpark writes, and its reader of state does not read."""
+    """Raise if this PySpark cannot read the state of a checkpoint of this format, even if it can write it."""
     first = FIRST_READERS[checkpoint_format]
     if version < first:
-        this, needed = (".".join(map(str, it)) for it in (version, first))
+        own, needed = (".".join(map(str, numbers)) for numbers in (version, first))
         raise UsageError(
-            f"PySpark {this} cannot read the state of {location}: its checkpoint format is {checkpoint_format}, which "
+            f"PySpark {own} cannot read the state of {location}: its checkpoint format is {checkpoint_format}, which "
             f"Spark's reader of state reads from {needed} on. Read or import it with PySpark {needed} or newer; the "
-            f"job itself can go on with {this} (docs/operating/importing.md)"
+            f"job itself can go on with {own} (docs/operating/importing.md)"
         )
 
 
 @contextmanager
-def session_with(spark: SparkSession, conf: Mapping[str, str]) -> Iterator[SparkSession]:
-    """Give a session with some settings; the others are those of the user's session, which stays as it is."""
+def open_session_with(spark: SparkSession, conf: Mapping[str, str]) -> Iterator[SparkSession]:
+    """Yield a session with some settings; its other settings are those of the user's session, which is not changed."""
     if all(spark.conf.get(name, _DEFAULTS.get(name)) == value for name, value in conf.items()):
         yield spark
         return
     connect = is_connect(spark)
     if connect and not hasattr(spark, "cloneSession"):
-        with _changed(spark, conf):
+        with _change_for_a_while(spark, conf):
             yield spark
         return
-    copy: Any = _cloned(spark) if connect else _new(spark)
+    copy: Any = _clone_session(spark) if connect else _copy_session(spark)
     try:
-        _set(copy, conf)
+        _set_all(copy, conf)
         yield copy
     finally:
         if connect:
-            _release(copy)
+            _release_session(copy)
 
 
-def _new(spark: SparkSession) -> SparkSession:
-    """A classic session with the settings of another one."""
+def _copy_session(spark: SparkSession) -> SparkSession:
+    """Return a new classic session with the settings of another one."""
     copy = spark.newSession()
-    there = copy.conf.getAll
-    _set(copy, {name: value for name, value in spark.conf.getAll.items() if there.get(name) != value})
+    copied = copy.conf.getAll
+    _set_all(copy, {name: value for name, value in spark.conf.getAll.items() if copied.get(name) != value})
     return copy
 
 
-def _cloned(spark: Any) -> Any:
-    # PySpark 4.1 and newer. Files and modules that were sent to the server go along.
+def _clone_session(spark: Any) -> Any:
+    # PySpark 4.1 and newer. The clone has the files and modules that were sent to the server.
     return spark.cloneSession()
 
 
-def _release(copy: Any) -> None:
-    """Have the Connect server forget a session. (`stop` would also end a server that runs in this process.)"""
+def _release_session(copy: Any) -> None:
+    """Make the Connect server forget a session. (`stop` would also stop a server that runs in this process.)"""
     try:
         copy.client.release_session()
     except PySparkException as error:
-        _LOGGER.info("a session of Spark Connect is left to expire: %s", error)
+        _LOGGER.info("could not release a session of Spark Connect, so it stays until it expires: %s", error)
     copy.client.close()
 
 
 @contextmanager
-def _changed(spark: SparkSession, conf: Mapping[str, str]) -> Iterator[None]:
-    """The session itself with other settings for a while: Connect of PySpark 4.0 cannot copy one."""
+def _change_for_a_while(spark: SparkSession, conf: Mapping[str, str]) -> Iterator[None]:
+    """Change the settings of the session itself within the block: Connect of PySpark 4.0 cannot copy a session."""
     before = {name: spark.conf.get(name, None) for name in conf}
     try:
-        _set(spark, conf)
+        _set_all(spark, conf)
         yield
     finally:
         for name, old in before.items():
             if old is None:
                 spark.conf.unset(name)
             else:
-                _set(spark, {name: old})
+                _set_all(spark, {name: old})
 
 
-def _set(spark: SparkSession, conf: Mapping[str, str]) -> None:
+def _set_all(spark: SparkSession, conf: Mapping[str, str]) -> None:
     for name, value in conf.items():
         try:
             spark.conf.set(name, value)
         except PySparkException as error:
-            # One that no session may change; the query then has what this Spark has.
-            _LOGGER.info("%s stays as it is: %s", name, error)
+            # No session may change this setting; the query runs with its present value.
+            _LOGGER.info("%s stays unchanged: %s", name, error)

@@ -1,7 +1,7 @@
-"""The functions that travel to the executors.
+"""The functions that are sent to the executors.
 
-They are nested, so that Spark pickles them by value: they arrive even where this package is not installed, and can then
-say so in words, in place of a ModuleNotFoundError inside a Java stack trace.
+They are nested, so that Spark pickles them by value: they arrive even if this package is not installed there, and can
+then say so plainly, instead of raising a ModuleNotFoundError inside a Java stack trace.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ __all__ = ["bucket_entry", "pack_entry", "task_entry", "unpack_entry"]
 
 
 def pack_entry(plain: dict[str, Any], combiner: Any = None) -> Callable[[Any], Any]:
-    """Function for `mapInArrow`."""
-    load = _loader()
+    """Return the function for the `mapInArrow` that packs rows before the shuffle."""
+    load = _make_loader()
 
     def pack_rows(batches: Any) -> Any:
         bordered = load("spark_state_ext.spark.executor.border").bordered
@@ -26,8 +26,8 @@ def pack_entry(plain: dict[str, Any], combiner: Any = None) -> Callable[[Any], A
 
 
 def bucket_entry(plain: dict[str, Any], function: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
-    """Function for `applyInPandasWithState`. Plans and Spark's UI show its name."""
-    load = _loader()
+    """Return the function for `applyInPandasWithState`. Query plans and Spark's UI show its name."""
+    load = _make_loader()
 
     def run_bucket(key: Any, frames: Any, state: Any) -> Any:
         bordered = load("spark_state_ext.spark.executor.border").bordered
@@ -40,8 +40,8 @@ def bucket_entry(plain: dict[str, Any], function: Callable[..., Any]) -> Callabl
 
 
 def unpack_entry() -> Callable[[Any], Any]:
-    """Function for the `mapInArrow` behind operators that give Arrow."""
-    load = _loader()
+    """Return the function for the `mapInArrow` that unpacks the Arrow output of an operator."""
+    load = _make_loader()
 
     def unpack_rows(batches: Any) -> Any:
         return load("spark_state_ext.spark.executor.border").bordered(
@@ -52,8 +52,8 @@ def unpack_entry() -> Callable[[Any], Any]:
 
 
 def task_entry(what: str, plain: dict[str, Any], module: str = "saving") -> Callable[[Any], Any]:
-    """Function for `mapInArrow` where a savepoint is taken, made or read: one of a module in `spark.executor`."""
-    load = _loader()
+    """Return a function for `mapInArrow` that runs `what`, a function of a module in `spark.executor`."""
+    load = _make_loader()
 
     def savepoint(batches: Any) -> Any:
         work = getattr(load(f"spark_state_ext.spark.executor.{module}"), what)
@@ -63,15 +63,15 @@ def task_entry(what: str, plain: dict[str, Any], module: str = "saving") -> Call
 
 
 def _entry_name(plain: dict[str, Any], function: Callable[..., Any]) -> str:
-    """Operator, and user's function or built-in operator: ``arrow_state_<operator>_<function>``."""
+    """Return ``arrow_state_<operator>_<function>``, with the user's function or the built-in operator."""
     built_in = json.loads(plain["function"])["name"] if plain["function"] else None
-    # A partial has no name of its own.
-    named = getattr(function, "func", function)
-    name = built_in or getattr(named, "__name__", type(named).__name__)
+    # A partial has no name: use its function's.
+    unwrapped = getattr(function, "func", function)
+    name = built_in or getattr(unwrapped, "__name__", type(unwrapped).__name__)
     return re.sub(r"\W", "_", f"arrow_state_{plain['options']['operator']}_{name}")
 
 
-def _loader() -> Callable[[str], Any]:
+def _make_loader() -> Callable[[str], Any]:
     def load(name: str) -> Any:
         import importlib
         import os
@@ -94,11 +94,11 @@ def _loader() -> Callable[[str], Any]:
                 raise
             what = f"has no module {error.name!r}. Install it there ({sys.executable} -m pip install spark_state_ext)"
             if missing == "spark_state_ext" and error.name != missing:
-                what = f"has another release of spark_state_ext, without {error.name!r}: install the client's there"
-            # As `border` has it, which is in the package that is missing: no frames before the sentence.
+                what = f"has another release of spark_state_ext, without {error.name!r}: install the client's release"
+            # As in `border`, which is in the missing package: print the message without a traceback.
             os.environ["SPARK_HIDE_TRACEBACK"] = "1"
             sys.tracebacklimit = 0
-            # The tree of errors is in the package that is missing, so a class of the same name stands in for it.
+            # The error classes are in the missing package, so a class of the same name stands in.
             executor_package_error = type(
                 "ExecutorPackageError", (ImportError,), {"__module__": "spark_state_ext.errors"}
             )

@@ -1,7 +1,7 @@
-"""What the plan of an operator finds wrong with the snapshot that its query may start from.
+"""Checking, when an operator is planned, the snapshot from which its query may start.
 
-The plan does not know whether the query has state of its own, which then needs nothing of the snapshot: it may be gone,
-or have other buckets. So only what is wrong for every query is refused here; of the rest the log warns.
+The plan cannot see whether the query already has state. If it has, it needs nothing of the snapshot, which may be gone
+or have other buckets. So only what is wrong for every query raises an error here; the rest is logged as a warning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from spark_state_ext.beginning.starts import refuse_unfit_start
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.start_from import CLAIM, RetainedCheckpoint
 from spark_state_ext.errors import ChangedJobError, OperatorChangedError, StateError, UsageError
-from spark_state_ext.spark.client.tasks import in_a_task
+from spark_state_ext.spark.client.tasks import run_task
 from spark_state_ext.spark.compat import is_connect
 
 if TYPE_CHECKING:
@@ -26,40 +26,40 @@ _LOGGER = logging.getLogger("spark_state_ext")
 
 
 def check_start(spark: SparkSession, job: Job) -> None:
-    """Refuse a start from an operator that the snapshot lacks, and log what else keeps a new query from starting."""
+    """Raise if the snapshot does not have the operator to start from; log what else would stop a new query."""
     start = job.options.start_from
     if start is None or (isinstance(start, RetainedCheckpoint) and job.captured is None):
         return
     try:
         if is_connect(spark):
-            # A client may not reach the folder.
-            _refuse_as_told(in_a_task(spark, "check_start", {"job": job.to_plain()}))
+            # The client may not reach the folder.
+            _raise_answered_error(run_task(spark, "check_start", {"job": job.to_plain()}))
         else:
             refuse_unfit_start(job)
     except OperatorChangedError:
         raise
     except (ChangedJobError, UsageError) as error:
         _LOGGER.warning(
-            "operator %r cannot start from %s: %s. A query that has state of its own goes on; one that has none fails "
-            "in its first batch with data",
+            "operator %r cannot start from %s: %s. A query with state of its own continues; a query without state "
+            "fails in its first batch with data",
             job.operator,
             start,
             error,
         )
     except StateError as error:
-        # A savepoint that was claimed is gone once the query does not need it.
+        # A claimed savepoint is removed as soon as the query does not need it.
         level = logging.INFO if start.mode == CLAIM else logging.WARNING
         _LOGGER.log(
             level,
-            "%s, which operator %r may start from, was not read when the query was planned: %s. A query that has state "
-            "of its own does not need it",
+            "%s, from which operator %r may start, could not be read when the query was planned: %s. A query with "
+            "state of its own does not need it",
             start,
             job.operator,
             error,
         )
 
 
-def _refuse_as_told(told: dict[str, str] | None) -> None:
-    """Raise the error that a task has answered with."""
-    if told is not None:
-        raise getattr(errors, told["error"])(told["text"])
+def _raise_answered_error(answer: dict[str, str] | None) -> None:
+    """Raise the error that a task answered; do nothing for None."""
+    if answer is not None:
+        raise getattr(errors, answer["error"])(answer["text"])

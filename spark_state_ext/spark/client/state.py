@@ -1,4 +1,4 @@
-"""`ArrowState`: where and how the state of a session's streaming queries is kept, and the ways to use it."""
+"""`ArrowState`: where and how streaming queries keep their state, and the methods that run functions on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spark_state_ext.engine.start_from import StartFrom
 from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.functions.ttl import Ttl
 from spark_state_ext.spark.client.columns import KeyLike
-from spark_state_ext.spark.client.planner import Request, planned
+from spark_state_ext.spark.client.planner import Request, plan_operator
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -28,73 +28,78 @@ __all__ = ["ArrowState"]
 
 
 class ArrowState:
-    """Arrow state for streaming queries: under `applyInPandasWithState`, and for functions over Arrow tables or rows.
+    """Arrow state for streaming queries: for `applyInPandasWithState`, and for functions over Arrow tables or rows.
 
     Parameters
     ----------
     root
-        Folder of the checkpoint files: any fsspec URL, or an absolute path, that all executors reach.
+        Folder of the checkpoint files: an fsspec URL or an absolute path that all executors can reach.
     operator
-        Name of the operator, letters, digits, ``.``, ``_`` and ``-``. Its files lie under
+        Name of the operator: letters, digits, ``.``, ``_`` and ``-``. Its files are under
         ``<root>/<operator>/<query id>``.
     buckets
-        Number of buckets, 1 to 32768: the unit of parallelism. A few a core. To change it, see `rescale`.
+        Number of buckets, 1 to 32768. Buckets are the unit of parallelism: use a few per core. To change it, see
+        `rescale`.
     bucket_by
-        A `BucketMap`, where buckets are not ranges of the keys' hash of equal size: ``BucketMap.split(16, {3: 4})`` has
-        range 3 of 16 in four buckets. Or a `SourcePartition`, where they are the partitions of the source
-        (``docs/operating/source-partitions.md``). It tells the number of buckets, and `buckets` is not looked at.
+        How keys are assigned to buckets, if not by equal ranges of their hash. A `BucketMap`:
+        ``BucketMap.split(16, {3: 4})`` splits range 3 of 16 into four buckets. Or a `SourcePartition`: the source's
+        partitions are the buckets (``docs/operating/source-partitions.md``). It determines the number of buckets, and
+        `buckets` is ignored.
     rescale
-        The query's own checkpointLocation: where its state has another number of buckets, or another `bucket_by`, it is
-        rescaled in its first batch with data. It may stay in the program (``docs/operating/growing.md``).
+        The query's own checkpointLocation. If the query's state has another number of buckets or another `bucket_by`,
+        it is rescaled in the first batch with data. The argument may stay in the program
+        (``docs/operating/growing.md``).
     local_dir
-        Local folder of executors for the LMDB stores, a cache. Default: the first of ``SPARK_LOCAL_DIRS``, or the
-        temporary folder.
+        Local folder on executors for the LMDB stores, which are a cache. Default: the first of ``SPARK_LOCAL_DIRS``, or
+        the temporary folder.
     storage_options
         Options for the root's fsspec file system.
     strict
-        Refuse to begin without state when other queries have state under the same operator name.
+        Refuse to begin without state if other queries have state under the same operator name.
     strict_output
-        Refuse a frame of the function that has a column which the output schema does not name. False: it is passed
-        over, and what the schema names in its place is NULL, as in Spark.
+        Refuse a frame of the function that has a column which is not in the output schema. False: such a column is
+        ignored, and missing columns of the schema are NULL, as in Spark.
     lease_ms
-        How long a run's claim to its state lasts without renewal, milliseconds; at least 100.
+        How long a run's lease on its state lasts without renewal, milliseconds; at least 100.
     memory_bytes_max
         About how many bytes of a batch's rows one bucket holds in memory before it spills to the local disk;
         from 1 MiB to 1 GiB.
     local_keep_s
-        How long an executor keeps the local store of a bucket that runs elsewhere now, seconds.
+        How long an executor keeps the local store of a bucket that has moved to another executor, seconds.
     backends
         Where state is kept: ``"changelog"`` (deltas stay in Spark's own state until every other backend has confirmed
         them, so no batch waits for an upload), ``"fsspec"`` (the root) and any `Backend`. Without ``"changelog"``
         commits are synchronous.
     restore_from
-        Name of the backend that state is restored from when there is a choice; by default the first that has it.
+        Name of the backend from which state is restored if several have it; by default the first one.
     commit_delay_ms_max
-        How long an upload may be under way while batches go on, milliseconds. After that the next commit waits for it.
+        How long batches go on while an upload is running, milliseconds. After that the next commit waits for it.
     commit_timeout_ms
-        How long it may be under way at all; then the task fails with `CommitTimeoutError`.
+        After this time an upload that is still running makes the task fail with `CommitTimeoutError`, milliseconds.
     inline_bytes_max, task_inline_bytes_max
-        Most bytes that a bucket, and a task, keep in Spark's own state. Larger deltas upload while the task's other
-        buckets are worked on, and are waited for before it ends.
+        The most bytes that a bucket, and a task, keep in Spark's own state. Larger deltas are uploaded while the task
+        works on its other buckets, and the task waits for them before it ends.
     pointer_write, pointer_read
-        ``"v2"``: pointers of the present format. ``pointer_write="v1"`` writes the first format, and ``"both"`` both
-        side by side; commits are synchronous then, and snapshots and leases are of the first format too, so that a
-        job can go back to a release that knows no other. ``pointer_read="v1"`` reads the first only.
+        ``"v2"``: pointers of the present format. ``pointer_write="v1"`` writes the first format, and ``"both"`` writes
+        both. Commits are synchronous then, and snapshots and leases have the first format too, so that a job can go
+        back to a release that only knows the first format. ``pointer_read="v1"`` reads only the first format.
     clean_up
-        Whether files that nothing needs any more are deleted.
+        Whether files that are no longer needed are deleted.
     erase_within_s
-        Within how many seconds the bytes of a removed key are gone from the checkpoint files; at least an hour. The
-        query can go back to batches of a sixth of that time only, nothing goes inline, and each bucket that changes
-        gets a full snapshot every sixth. None: they go after a number of batches (``docs/operating/erasing.md``).
+        The bytes of a removed key are gone from the checkpoint files within this many seconds; at least an hour. The
+        query can then go back only to batches of the last sixth of that time, deltas are never inline, and each bucket
+        that changes gets a full snapshot every sixth. None: they go after a number of batches
+        (``docs/operating/erasing.md``).
     erase_requests
         Whether the query looks for requests to erase keys (`erase_keys`). It costs each worker process a listing of a
         folder in every batch.
     ttl
-        How long state lives that nobody writes; None: for ever. It may be set, changed and dropped from one start of a
-        query to the next.
+        How long state lives without being written; None: forever. It may be set, changed and dropped when the query is
+        restarted.
     start_from
-        A `Savepoint` or `RetainedCheckpoint` with whose state a query begins that has none. It may stay in the program:
-        a query that has state goes on with its own, whatever became of the snapshot (``docs/operating/savepoints.md``).
+        A `Savepoint` or `RetainedCheckpoint` with whose state a query begins if it has no state of its own. The
+        argument may stay in the program: a query with state ignores it, even if the snapshot no longer exists
+        (``docs/operating/savepoints.md``).
 
     Raises
     ------
@@ -175,7 +180,7 @@ class ArrowState:
         outputMode: str,
         timeoutConf: str,
     ) -> DataFrame:
-        """What ``df.groupBy(*keys).applyInPandasWithState(func, …)`` does, on Arrow state.
+        """Run ``df.groupBy(*keys).applyInPandasWithState(func, …)`` on Arrow state.
 
         Parameters
         ----------
@@ -189,7 +194,7 @@ class ArrowState:
         Returns
         -------
         DataFrame
-            What `func` gives, a streaming DataFrame with the columns of `outputStructType`.
+            The output of `func`: a streaming DataFrame with the columns of `outputStructType`.
 
         Raises
         ------
@@ -200,9 +205,9 @@ class ArrowState:
         UsageError
             When an argument cannot work.
         OperatorChangedError
-            When what `start_from` names does not have the operator.
+            When the snapshot in `start_from` does not have the operator.
         """
-        return planned(
+        return plan_operator(
             self.options,
             Request(
                 PANDAS,
@@ -227,7 +232,7 @@ class ArrowState:
         output_mode: str = "update",
         timeout_conf: str = GroupStateTimeout.NoTimeout,
     ) -> DataFrame:
-        """Call a function over Arrow tables, once for a bucket's keys in a batch, with their state as a table.
+        """Call a function over Arrow tables, once per bucket and batch, with the state of the bucket's keys as a table.
 
         Parameters
         ----------
@@ -240,7 +245,7 @@ class ArrowState:
             PyArrow's, a mapping of columns, or anything with Arrow's C stream, such as a polars DataFrame or a DuckDB
             relation.
         output_schema
-            What it returns; columns are found by name.
+            The output of `func`; columns are found by name.
         state_schema
             The state columns.
         output_mode
@@ -251,7 +256,7 @@ class ArrowState:
         Returns
         -------
         DataFrame
-            What `func` gives, a streaming DataFrame with the columns of `output_schema`.
+            The output of `func`: a streaming DataFrame with the columns of `output_schema`.
 
         Raises
         ------
@@ -262,9 +267,9 @@ class ArrowState:
         UsageError
             When an argument cannot work.
         OperatorChangedError
-            When what `start_from` names does not have the operator.
+            When the snapshot in `start_from` does not have the operator.
         """
-        return planned(
+        return plan_operator(
             self.options,
             Request(
                 ARROW,
@@ -289,7 +294,7 @@ class ArrowState:
         output_mode: str = "update",
         timeout_conf: str = GroupStateTimeout.NoTimeout,
     ) -> DataFrame:
-        """Call a function once per key with plain Python rows: for logic that cannot be vectorised.
+        """Call a function once per key with plain Python rows, for logic that cannot be vectorised.
 
         Parameters
         ----------
@@ -297,21 +302,21 @@ class ArrowState:
             As for `apply_in_arrow_with_state`.
         func
             ``func(key, rows, state)``: `key` is a named tuple of the grouping columns, `rows` a list of named tuples of
-            the input's columns (empty when the key timed out), `state` a `GroupState` as Spark's. It returns, or
-            yields, one tuple for each output row, or returns None. Values are Python's: None for NULL, `int`,
+            the input's columns (empty if the key timed out), and `state` a `GroupState` as in Spark. It returns or
+            yields one tuple for each output row, or returns None. Values are Python objects: None for NULL, `int`,
             `datetime`, `Decimal`, ….
 
         Returns
         -------
         DataFrame
-            What `func` gives, a streaming DataFrame with the columns of `output_schema`.
+            The output of `func`: a streaming DataFrame with the columns of `output_schema`.
 
         Raises
         ------
         UnsupportedTypeError, UnsupportedPlanError, UsageError, OperatorChangedError
             As for `apply_in_arrow_with_state`.
         """
-        return planned(
+        return plan_operator(
             self.options,
             Request(
                 ROWS, df, keys, func, output_schema, state_schema, output_mode, timeout_conf, "apply_rows_with_state"

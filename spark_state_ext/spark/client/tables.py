@@ -1,4 +1,4 @@
-"""Savepoints made of tables, and tables made of savepoints: `write_savepoint` and `read_savepoint`."""
+"""Making savepoints of tables, and tables of savepoints: `write_savepoint` and `read_savepoint`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import SchemaChangedError, UnsupportedPlanError, UsageError
 from spark_state_ext.savepoints.rows import SAVED
-from spark_state_ext.spark.client.columns import packable, refuse_equal_names, struct_of
-from spark_state_ext.spark.client.savepoints import TakenSavepoint, finished
+from spark_state_ext.spark.client.columns import parse_schema, refuse_equal_names, select_packed_columns
+from spark_state_ext.spark.client.savepoints import TakenSavepoint, finish_savepoint
 from spark_state_ext.spark.client.shim import task_entry
-from spark_state_ext.spark.client.tasks import in_a_task
+from spark_state_ext.spark.client.tasks import run_task
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["TIMEOUT_COLUMN", "TableSavepoint", "read_savepoint", "save_table", "saved_table", "write_savepoint"]
+__all__ = ["TIMEOUT_COLUMN", "TableSavepoint", "read_savepoint", "save_table", "read_saved_table", "write_savepoint"]
 
-# A column of the table that says when a key times out, milliseconds since 1970.
+# Column of a table of state: when the key times out, milliseconds since 1970.
 TIMEOUT_COLUMN = "timeout_ms"
 _MEMORY_BYTES_MAX = 256 << 20
 
@@ -50,45 +50,45 @@ def write_savepoint(
     watermark_ms: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> TakenSavepoint:
-    """Make a savepoint of a table, for queries to start from: the initial state `applyInPandasWithState` never had.
+    """Make a savepoint of a table, as initial state for queries: `applyInPandasWithState` itself takes none.
 
     Parameters
     ----------
     df
-        A batch DataFrame with a row for each key: the key columns, of the types that the query has them in, the state
-        columns, and perhaps ``timeout_ms``, when the key times out, milliseconds since 1970. It has no others.
+        A batch DataFrame with a row for each key: the key columns, of the same types as in the query, the state
+        columns, and optionally ``timeout_ms``, when the key times out, milliseconds since 1970. No other columns.
     path
         The savepoint's folder, which does not exist yet: any fsspec URL, or an absolute path, that all executors reach.
     keys
         Names of the key columns, in the order in which the query groups by them.
     state_schema
-        The state columns, as the query declares them. They are found in `df` by name, and are of the same type or of a
-        narrower one.
+        The state columns, as the query declares them. `df` has them under the same names, with the same or narrower
+        types.
     buckets
-        Number of buckets of the query.
+        The query's number of buckets.
     operator
         Name of the query's operator.
     watermark_ms
-        Rows of the query up to this event time are late, milliseconds since 1970; None: none is.
+        Rows of the query up to this event time are late, milliseconds since 1970; None: no row is late.
     storage_options
         Options for the path's fsspec file system.
 
     Returns
     -------
     TakenSavepoint
-        What is in it.
+        The savepoint that was made.
 
     Raises
     ------
     UsageError
-        When an argument cannot work, a column is of another type than is declared, or the table has a column that is
-        none of these.
+        When an argument cannot work, a column has another type than declared, or the table has a column that is neither
+        key, state nor timeout.
     UnsupportedTypeError
         When a key or state column has a type that cannot be stored.
     PySparkException
-        What tasks find comes as Spark's own error, with ours in its text: ``UsageError`` when there is something at the
-        path, ``StateValueError`` when a key is there twice, or a column that may not be NULL is, ``StorageError`` when
-        a store fails. What was written then is no savepoint.
+        Errors in tasks arrive as Spark's own error, with ours in its text: ``UsageError`` when the path exists already,
+        ``StateValueError`` when a key is there twice, or a column that must not be NULL is NULL, ``StorageError`` when
+        a store fails. Files that were written before the error are not a savepoint.
 
     Examples
     --------
@@ -97,37 +97,37 @@ def write_savepoint(
     ... )
     """
     if df.isStreaming:
-        raise UnsupportedPlanError("a savepoint is made of a batch DataFrame, and this one is streaming")
-    file = _operator_file(df, keys, state_schema, buckets, operator)
+        raise UnsupportedPlanError("a savepoint can only be made of a batch DataFrame, and this one is streaming")
+    file = _make_operator_file(df, keys, state_schema, buckets, operator)
     savepoint = os.fspath(path).rstrip("/")
-    # Refuses what no executor could use.
+    # Raises for a path or options that no executor could use.
     Savepoint(savepoint, storage_options=storage_options or {})
     state = StructType.fromJson(json.loads(file.state_schema))
     has_timeout = TIMEOUT_COLUMN in df.columns and TIMEOUT_COLUMN not in [*keys, *state.names]
-    columns = [F.col(_quoted(name)) for name in keys]
-    # Spark casts, by its own rules, what is declared wider.
-    columns += [F.col(_quoted(field.name)).cast(field.dataType).alias(field.name) for field in state.fields]
+    columns = [F.col(_quote_name(name)) for name in keys]
+    # Spark widens, by its own rules, columns that are declared with a wider type.
+    columns += [F.col(_quote_name(field.name)).cast(field.dataType).alias(field.name) for field in state.fields]
     columns += [F.col(TIMEOUT_COLUMN).cast("long").alias(TIMEOUT_COLUMN)] if has_timeout else []
-    chosen = df.select(*columns)
+    table = df.select(*columns)
     return save_table(
-        chosen, TableSavepoint(file, savepoint, dict(storage_options or {}), has_timeout, watermark_ms=watermark_ms)
+        table, TableSavepoint(file, savepoint, dict(storage_options or {}), has_timeout, watermark_ms=watermark_ms)
     )
 
 
 @dataclass(frozen=True)
 class TableSavepoint:
-    """A savepoint that is to be made of a table.
+    """A savepoint to be made of a table.
 
     Parameters
     ----------
     operator_file
-        Its one operator.
+        The savepoint's only operator.
     path, storage_options
-        Its folder.
+        The savepoint's folder.
     has_timeout, has_defined
-        Whether the table's columns, after keys and state, are when a key times out, and whether it has a state.
+        Whether the table has, after keys and state, a column for a key's timeout, and one for whether it has state.
     watermark_ms, query_id, batch, offsets
-        As the manifest has them.
+        As in the manifest.
     """
 
     operator_file: OperatorFile
@@ -140,8 +140,8 @@ class TableSavepoint:
     batch: int = -1
     offsets: str | None = None
 
-    def told(self) -> dict[str, Any]:
-        """For tasks."""
+    def to_request(self) -> dict[str, Any]:
+        """Return the request for tasks."""
         return {
             "package_version": BUILD,
             "operator_file": self.operator_file.encode().decode(),
@@ -161,74 +161,82 @@ class TableSavepoint:
         }
 
 
-def save_table(chosen: DataFrame, wanted: TableSavepoint) -> TakenSavepoint:
-    """Make a savepoint of a table whose columns go by position: keys, state, and what `wanted` says."""
-    spark, told, file = chosen.sparkSession, wanted.told(), wanted.operator_file
-    in_a_task(spark, "refuse", told)
+def save_table(table: DataFrame, target: TableSavepoint) -> TakenSavepoint:
+    """Make a savepoint of a table whose columns go by position: keys, state, and those that `target` names."""
+    spark, request, file = table.sparkSession, target.to_request(), target.operator_file
+    run_task(spark, "refuse", request)
     keys = len(file.row_schema().keys)
-    fields = StructType([chosen.schema[at] for at in range(keys)])
-    hashed = packable(chosen, chosen.schema, fields, tuple(range(keys)), [])
-    packed = hashed.mapInArrow(task_entry("pack_rows", told, "tables"), "label int, payload binary")
-    spread = packed.repartition(min(file.buckets, _partitions(spark)), "label")
-    return finished(spark, told, spread.mapInArrow(task_entry("write_buckets", told, "tables"), SAVED).collect())
+    fields = StructType([table.schema[position] for position in range(keys)])
+    hashed = select_packed_columns(table, table.schema, fields, tuple(range(keys)), [])
+    packed = hashed.mapInArrow(task_entry("pack_rows", request, "tables"), "label int, payload binary")
+    spread = packed.repartition(min(file.buckets, _count_partitions(spark)), "label")
+    return finish_savepoint(
+        spark, request, spread.mapInArrow(task_entry("write_buckets", request, "tables"), SAVED).collect()
+    )
 
 
 def read_savepoint(spark: SparkSession, savepoint: Savepoint | str | os.PathLike[str]) -> DataFrame:
-    """The rows of a savepoint as a table: key columns, state columns, and ``timeout_ms``.
+    """Return the rows of a savepoint as a table: key columns, state columns, and ``timeout_ms``.
 
     Parameters
     ----------
     spark
         A session.
     savepoint
-        The savepoint, or its path; with `Savepoint.operator` where it has several operators.
+        The savepoint, or its path. A savepoint of several operators must be a `Savepoint` with `operator`.
 
     Returns
     -------
     DataFrame
-        A row for each key that has a state or a timeout; it is read when the table is used. A name that a key and a
-        state column share becomes ``key.<name>`` and ``state.<name>``.
+        A row for each key that has state or a timeout, read when the table is used. If a key and a state column have
+        the same name, they become ``key.<name>`` and ``state.<name>``.
 
     Raises
     ------
     PySparkException
-        What tasks find comes as Spark's own error, with ours in its text: ``UsageError`` when the savepoint has several
-        operators, and none is named, ``MissingCheckpointError``, ``CorruptFileError`` or ``VersionSkewError`` when
-        there is none that can be read.
+        Errors in tasks arrive as Spark's own error, with ours in its text: ``UsageError`` when the savepoint has
+        several operators and `operator` is not given; ``MissingCheckpointError``, ``CorruptFileError`` or
+        ``VersionSkewError`` when it cannot be read.
     """
-    given = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
-    return saved_table(spark, given)
+    source = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
+    return read_saved_table(spark, source)
 
 
-def saved_table(spark: SparkSession, given: Savepoint, with_defined: bool = False) -> DataFrame:
-    """The same table."""
-    told: dict[str, Any] = {
+def read_saved_table(spark: SparkSession, savepoint: Savepoint, with_defined: bool = False) -> DataFrame:
+    """Return the same table, with an additional column for whether a key has state if `with_defined`."""
+    request: dict[str, Any] = {
         "package_version": BUILD,
-        "savepoint": given.path,
-        "savepoint_options": dict(given.storage_options),
-        "operator": given.operator,
+        "savepoint": savepoint.path,
+        "savepoint_options": dict(savepoint.storage_options),
+        "operator": savepoint.operator,
         "with_defined": with_defined,
     }
-    found = in_a_task(spark, "describe", told)
-    told["operator"] = found["operator"]
-    columns = StructType.fromJson(found["key_schema"]).fields + StructType.fromJson(found["state_schema"]).fields
-    nullable = [StructField(name, it.dataType, True) for name, it in zip(found["names"], columns, strict=True)]
-    numbers = spark.range(found["buckets"]).repartition(min(found["buckets"], _partitions(spark)), "id")
+    description = run_task(spark, "describe", request)
+    request["operator"] = description["operator"]
+    columns = (
+        StructType.fromJson(description["key_schema"]).fields + StructType.fromJson(description["state_schema"]).fields
+    )
+    nullable = [
+        StructField(name, field.dataType, True) for name, field in zip(description["names"], columns, strict=True)
+    ]
+    numbers = spark.range(description["buckets"]).repartition(
+        min(description["buckets"], _count_partitions(spark)), "id"
+    )
     shown = StructType([*nullable, StructField(TIMEOUT_COLUMN, LongType())])
     if with_defined:
         fields = [*shown.fields, StructField(DEFINED, BooleanType())]
-        shown = StructType([StructField(f"c{at}", field.dataType) for at, field in enumerate(fields)])
-    return numbers.mapInArrow(task_entry("read_rows", told, "tables"), shown)
+        shown = StructType([StructField(f"c{position}", field.dataType) for position, field in enumerate(fields)])
+    return numbers.mapInArrow(task_entry("read_rows", request, "tables"), shown)
 
 
-def _operator_file(
+def _make_operator_file(
     df: DataFrame, keys: Sequence[str], state_schema: StructType | str, buckets: int, operator: str
 ) -> OperatorFile:
     if isinstance(keys, str) or not keys:
         raise UsageError(f"keys must be a list of column names, not {keys!r}")
-    state = struct_of(state_schema, df.sparkSession, "the state schema")
+    state = parse_schema(state_schema, df.sparkSession, "the state schema")
     if not state.fields:
-        raise UsageError("the state schema has no columns")
+        raise UsageError("the state schema must have at least one column")
     refuse_equal_names(state, "state", case_sensitive=True)
     missing = [name for name in [*keys, *state.names] if name not in df.columns]
     if missing:
@@ -236,13 +244,13 @@ def _operator_file(
     unknown = [name for name in df.columns if name not in [*keys, *state.names, TIMEOUT_COLUMN]]
     if unknown:
         raise UsageError(
-            f"the column {unknown[0]!r} of the table is no key, no state column, and not {TIMEOUT_COLUMN!r}, which "
-            "says when a key times out: drop it, or rename it"
+            f"the table has the column {unknown[0]!r}, which is neither a key nor a state column, nor "
+            f"{TIMEOUT_COLUMN!r} for when a key times out: drop or rename it"
         )
     key = StructType([df.schema[name] for name in keys])
     key_fields(key.json())
     state_fields(state.json())
-    # Names of operators are refused as an ArrowState refuses them.
+    # Check the operator's name as ArrowState does.
     options = StateOptions(root="/", operator=operator)
     check_sizes(buckets, options.memory_bytes_max, 0, 0)
     _refuse_other_types(df, state, operator)
@@ -250,29 +258,32 @@ def _operator_file(
 
 
 def _refuse_other_types(df: DataFrame, state: StructType, operator: str) -> None:
-    """Values are stored as they are, or in a wider type: nothing is guessed of them."""
+    """Raise unless each column has the declared type or a narrower one: no other conversion is made implicitly."""
     for field in state.fields:
-        given = df.schema[field.name]
-        told = [state_fields(StructType([it]).json()) for it in (StructField(field.name, given.dataType), field)]
+        column = df.schema[field.name]
+        fields = [
+            state_fields(StructType([struct_field]).json())
+            for struct_field in (StructField(field.name, column.dataType), field)
+        ]
         try:
-            state_change(operator, told[0], (told[1][0].with_nullable(True),))
+            state_change(operator, fields[0], (fields[1][0].with_nullable(True),))
         except SchemaChangedError as error:
             raise UsageError(
-                f"column {field.name!r} of the table is {given.dataType.simpleString()}, and the state schema declares "
-                f"{field.dataType.simpleString()}: cast the column to that, so that it is you who says how"
+                f"column {field.name!r} of the table is {column.dataType.simpleString()}, but the state schema "
+                f"declares {field.dataType.simpleString()}: cast the column to that type explicitly"
             ) from error
     if TIMEOUT_COLUMN in df.columns and TIMEOUT_COLUMN not in state.names:
-        given = df.schema[TIMEOUT_COLUMN]
-        if not isinstance(given.dataType, IntegralType):
+        column = df.schema[TIMEOUT_COLUMN]
+        if not isinstance(column.dataType, IntegralType):
             raise UsageError(
-                f"column {TIMEOUT_COLUMN!r} of the table is {given.dataType.simpleString()}, and says when a key times "
-                "out in milliseconds since 1970: give a whole number, of a timestamp unix_millis(column)"
+                f"column {TIMEOUT_COLUMN!r} of the table is {column.dataType.simpleString()}, but must be a whole "
+                "number: when a key times out, milliseconds since 1970. For a timestamp use unix_millis(column)"
             )
 
 
-def _partitions(spark: SparkSession) -> int:
+def _count_partitions(spark: SparkSession) -> int:
     return max(1, int(spark.conf.get("spark.sql.shuffle.partitions", "200") or "200"))
 
 
-def _quoted(name: str) -> str:
+def _quote_name(name: str) -> str:
     return f"`{name.replace('`', '``')}`"

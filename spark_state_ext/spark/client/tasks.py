@@ -1,4 +1,4 @@
-"""Work that a client has one task do, as it may not reach the folders itself."""
+"""Work that a client runs in a single task, because the client itself may not reach the folders."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from spark_state_ext.spark.client.shim import task_entry
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["in_a_task", "let_go", "place_of"]
+__all__ = ["run_task", "release_hold", "request_for"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 
 
-def place_of(options: StateOptions) -> dict[str, Any]:
-    """Where an operator's state is, for tasks."""
+def request_for(options: StateOptions) -> dict[str, Any]:
+    """Return the part of a task's request that says where an operator's state is."""
     return {"package_version": BUILD, "options": options.to_plain()}
 
 
-def in_a_task(spark: SparkSession, what: str, told: dict[str, Any], module: str = "saving") -> Any:
-    """Have one task do something of a module in `spark.executor`; gives its answer."""
-    frame = spark.range(1).coalesce(1).mapInArrow(task_entry(what, told, module), ANSWER)
+def run_task(spark: SparkSession, what: str, request: dict[str, Any], module: str = "saving") -> Any:
+    """Run a function of a module in `spark.executor` in one task, and return its answer."""
+    frame = spark.range(1).coalesce(1).mapInArrow(task_entry(what, request, module), ANSWER)
     return json.loads(frame.collect()[0].answer)
 
 
-def let_go(spark: SparkSession, told: dict[str, Any]) -> None:
-    """Release a hold; where that fails, it is left to expire."""
+def release_hold(spark: SparkSession, request: dict[str, Any]) -> None:
+    """Release a hold; if that fails, log it and leave the hold to expire."""
     try:
-        in_a_task(spark, "end", told)
+        run_task(spark, "end", request)
     except Exception as error:
-        # It ends by itself, and what matters is what went on before.
-        _LOGGER.warning("the hold of %s is left to expire: %s", told["holder"], error)
+        # The hold expires by itself, and the caller's own result or error matters more.
+        _LOGGER.warning("could not release the hold of %s, so it stays until it expires: %s", request["holder"], error)

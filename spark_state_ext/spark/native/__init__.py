@@ -1,1 +1,1 @@
-"""Jobs on Spark's own `applyInPandasWithState`: their state comes in, and savepoints go out to Spark's operators."""
+"""Importing jobs that ran on Spark's own `applyInPandasWithState`, and exporting savepoints to Spark's operators."""

@@ -1,4 +1,4 @@
-"""Whether two tables have the same rows, in whatever order: Spark counts them, and adds up a hash of each."""
+"""Comparing the rows of two tables in any order: Spark counts the rows and adds up a hash of each."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pyspark.sql.types import ArrayType, DataType, DoubleType, FloatType, MapTyp
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["TableSum", "observed", "table_sum"]
+__all__ = ["TableSum", "observe_sum", "sum_table"]
 
 
 @dataclass(frozen=True)
 class TableSum:
-    """What a table has.
+    """Counts and checksum of a table of state.
 
     Parameters
     ----------
     rows, timeouts, states
-        Rows, and how many of them have a timeout and a state.
+        Number of rows, and how many of them have a timeout and a state.
     checksum
         The sum of all rows' hashes.
     """
@@ -34,28 +34,28 @@ class TableSum:
     checksum: int
 
 
-def table_sum(table: DataFrame) -> TableSum:
-    """Sum up a table of state: the last two columns are the timeout, and whether there is a state."""
-    return _sum_of(table.agg(*_sums(table)).collect()[0].asDict())
+def sum_table(table: DataFrame) -> TableSum:
+    """Sum up a table of state whose last two columns are the timeout, and whether there is a state."""
+    return _to_table_sum(table.agg(*_make_sums(table)).collect()[0].asDict())
 
 
-def observed(table: DataFrame) -> tuple[DataFrame, Callable[[], TableSum]]:
-    """The same table, and what gives its sum once it was used: no second pass goes over it.
+def observe_sum(table: DataFrame) -> tuple[DataFrame, Callable[[], TableSum]]:
+    """Return the same table, and a function that returns its sum after the table was used, without a second pass.
 
-    Spark may count a task's rows twice that it ran twice. So a sum that is what it should be says that all is well, and
-    another one says nothing.
+    If Spark runs a task twice it may count the task's rows twice. So a sum that is as expected proves that the table is
+    right, but another sum does not prove that it is wrong.
     """
     observation = Observation()
-    return table.observe(observation, *_sums(table)), lambda: _sum_of(observation.get)
+    return table.observe(observation, *_make_sums(table)), lambda: _to_table_sum(observation.get)
 
 
-def _sums(table: DataFrame) -> list[Column]:
+def _make_sums(table: DataFrame) -> list[Column]:
     timeout, defined = table.columns[-2:]
-    # A hash passes over NULL, so that each column's is told beside it.
+    # A hash ignores NULL, so whether a column is NULL is hashed too.
     values = [
         part
         for field in table.schema.fields
-        for part in (_comparable(F.col(field.name), field.dataType), F.col(field.name).isNull())
+        for part in (_make_comparable(F.col(field.name), field.dataType), F.col(field.name).isNull())
     ]
     hashed = F.xxhash64(*values).cast("decimal(38,0)")
     return [
@@ -66,29 +66,29 @@ def _sums(table: DataFrame) -> list[Column]:
     ]
 
 
-def _sum_of(found: Mapping[str, Any]) -> TableSum:
-    return TableSum(*(int(found[name]) for name in ("rows", "timeouts", "states", "checksum")))
+def _to_table_sum(row: Mapping[str, Any]) -> TableSum:
+    return TableSum(*(int(row[name]) for name in ("rows", "timeouts", "states", "checksum")))
 
 
-def _comparable(column: Column, kind: DataType) -> Column:
-    """A column such that equal values hash alike, of a type that Spark hashes."""
-    if isinstance(kind, MapType):
-        entry = StructType().add("key", kind.keyType).add("value", kind.valueType)
-        return F.transform(F.map_entries(column), lambda it: _comparable(it, entry))
-    if isinstance(kind, ArrayType):
-        return F.transform(column, lambda it: _comparable(it, kind.elementType))
-    if isinstance(kind, StructType):
+def _make_comparable(column: Column, data_type: DataType) -> Column:
+    """Return a column of a type that Spark hashes, such that equal values have equal hashes."""
+    if isinstance(data_type, MapType):
+        entry = StructType().add("key", data_type.keyType).add("value", data_type.valueType)
+        return F.transform(F.map_entries(column), lambda item: _make_comparable(item, entry))
+    if isinstance(data_type, ArrayType):
+        return F.transform(column, lambda item: _make_comparable(item, data_type.elementType))
+    if isinstance(data_type, StructType):
         parts = [
-            part.alias(f"p{at}")
-            for at, field in enumerate(kind.fields)
+            part.alias(f"p{position}")
+            for position, field in enumerate(data_type.fields)
             for part in (
-                _comparable(column.getField(field.name), field.dataType),
-                column.getField(field.name).isNull().alias(f"n{at}"),
+                _make_comparable(column.getField(field.name), field.dataType),
+                column.getField(field.name).isNull().alias(f"n{position}"),
             )
         ]
         return F.when(column.isNotNull(), F.struct(*parts))
-    if isinstance(kind, (FloatType, DoubleType)):
-        zero = F.lit(0.0).cast(kind)
+    if isinstance(data_type, (FloatType, DoubleType)):
+        zero = F.lit(0.0).cast(data_type)
         return F.when(column == zero, zero).otherwise(column)
-    # Another collation has other hashes, and is not kept.
-    return column.cast("string") if isinstance(kind, StringType) else column
+    # Strings of another collation would have other hashes; the collation is not kept.
+    return column.cast("string") if isinstance(data_type, StringType) else column

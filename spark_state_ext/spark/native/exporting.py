@@ -1,4 +1,4 @@
-"""The way back: what a savepoint gives to Spark's own operators (`docs/operating/importing.md`)."""
+"""Exporting the state of a savepoint to Spark's own operators (`docs/operating/importing.md`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spark_state_ext.engine.job import BUILD
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.spark.client.tables import TIMEOUT_COLUMN, read_savepoint
-from spark_state_ext.spark.client.tasks import in_a_task
+from spark_state_ext.spark.client.tasks import run_task
 from spark_state_ext.spark.compat import SPARK_VERSION
 
 if TYPE_CHECKING:
@@ -23,64 +23,65 @@ TRANSFORM_WITH_STATE, APPLY_IN_PANDAS_WITH_STATE = "transformWithState", "applyI
 def export_native(
     spark: SparkSession, savepoint: Savepoint | str | os.PathLike[str], *, to: str = TRANSFORM_WITH_STATE
 ) -> GroupedData:
-    """The state of a savepoint, as Spark's own ``transformWithState`` takes it: ``initialState=export_native(…)``.
+    """Return the state of a savepoint as the ``initialState`` of Spark's own ``transformWithState``.
 
     Parameters
     ----------
     spark
         A session of PySpark 4.0 or newer.
     savepoint
-        The savepoint, or its path; with `Savepoint.operator` where it has several operators.
+        The savepoint, or its path. A savepoint of several operators must be a `Savepoint` with `operator`.
     to
-        Spark's operator: ``"transformWithState"``, which ``transformWithStateInPandas`` is too. There is no way to
-        ``"applyInPandasWithState"``: Spark has no public writer of its state, and that operator takes no initial state.
+        Spark's operator: ``"transformWithState"``, which includes ``transformWithStateInPandas``. An export to
+        ``"applyInPandasWithState"`` is impossible: Spark has no public writer of its state, and the operator takes no
+        initial state.
 
     Returns
     -------
     GroupedData
-        The rows of `read_savepoint`, grouped by key. The processor's ``handleInitialState`` gets each key's row, and
-        sets its state, and a timer for ``timeout_ms``.
+        The rows of `read_savepoint`, grouped by key. The processor's ``handleInitialState`` gets each key's row: it has
+        to set the key's state, and a timer for ``timeout_ms``.
 
     Raises
     ------
     UnsupportedPlanError
-        For ``"applyInPandasWithState"``, and where each stream of a key has a state of its own.
+        For ``"applyInPandasWithState"``, or if each stream of a key has a state of its own.
     UsageError
         When an argument cannot work, or on PySpark 3.5.
     PySparkException
-        As for `read_savepoint`.
+        See `read_savepoint`.
     """
     refuse_operator(to)
-    given = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
-    told = {
+    source = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
+    request = {
         "package_version": BUILD,
-        "savepoint": given.path,
-        "savepoint_options": dict(given.storage_options),
-        "operator": given.operator,
+        "savepoint": source.path,
+        "savepoint_options": dict(source.storage_options),
+        "operator": source.operator,
     }
-    found = in_a_task(spark, "describe", told)
-    if not found["one_state"]:
+    description = run_task(spark, "describe", request)
+    if not description["one_state"]:
         raise UnsupportedPlanError(
-            f"the savepoint at {given.path} has a state for each stream of a key, and Spark's operator takes one: read "
-            "it with read_savepoint, and make one row of a key's"
+            f"the savepoint at {source.path} has a state for each stream of a key, but Spark's operator takes one per "
+            "key: read it with read_savepoint, and make one row of a key's rows"
         )
-    keys = [field["name"] for field in found["key_schema"]["fields"]]
-    state = [field["name"] for field in found["state_schema"]["fields"]]
+    keys = [field["name"] for field in description["key_schema"]["fields"]]
+    state = [field["name"] for field in description["state_schema"]["fields"]]
     names = [*keys, *state, TIMEOUT_COLUMN]
     if len(set(names)) < len(names):
         raise UsageError(
-            f"the savepoint at {given.path} has columns of one name, of key, state and timeout: {', '.join(names)}. "
-            "Read it with read_savepoint, rename them with toDF(…), and group by the key yourself"
+            f"the savepoint at {source.path} has several columns of the same name among key, state and timeout: "
+            f"{', '.join(names)}. Read it with read_savepoint, rename them with toDF(…), and group by the key yourself"
         )
-    return read_savepoint(spark, given).groupBy(*keys)
+    return read_savepoint(spark, source).groupBy(*keys)
 
 
 def refuse_operator(to: str) -> None:
-    """Refuse an operator of Spark's that cannot take the state of a savepoint."""
+    """Raise for an operator of Spark that cannot take the state of a savepoint."""
     if to == APPLY_IN_PANDAS_WITH_STATE:
         raise UnsupportedPlanError(
-            "the state of a savepoint cannot become that of Spark's own applyInPandasWithState: no release of PySpark "
-            "up to 4.3 has a public writer of state, and that operator takes no initial state. Go on with "
+            "the state of a savepoint cannot be exported to Spark's own applyInPandasWithState: no release of PySpark "
+            "up to 4.3 has a public writer of state, and that operator takes no initial state. Use "
             "transformWithStateInPandas, which takes one, or keep the checkpoint of the job that was imported "
             "(docs/operating/importing.md)"
         )

@@ -1,7 +1,7 @@
-"""Bringing an existing job: what a stopped job on Spark's own operator has left becomes a savepoint and a checkpoint.
+"""Importing a job: the state of a stopped job on Spark's own operator becomes a savepoint and a new checkpoint.
 
-The state becomes a savepoint, read by Spark. The new checkpoint location goes on where the old one ends: offsets, the
-last commit and what sources keep are copied, and in the place of Spark's state each bucket has a mark that names the
+Spark reads the state into the savepoint. The new checkpoint location continues where the old one ends: the offsets, the
+last commit and the records of sources are copied. Instead of Spark's state each bucket has a mark that names the
 savepoint (`docs/operating/importing.md`).
 """
 
@@ -24,12 +24,12 @@ from spark_state_ext.errors import CorruptFileError, LiveRunError, UsageError
 from spark_state_ext.files.folder import refuse_relative
 from spark_state_ext.savepoints.batch_logs import LoggedBatch, parsed_batch
 from spark_state_ext.spark.client.savepoints import TakenSavepoint
-from spark_state_ext.spark.client.settings import format_setting, refuse_unread_format, session_with
-from spark_state_ext.spark.client.tables import TableSavepoint, save_table, saved_table
-from spark_state_ext.spark.client.tasks import in_a_task
-from spark_state_ext.spark.native.checksums import TableSum, observed, table_sum
+from spark_state_ext.spark.client.settings import make_format_setting, open_session_with, refuse_unread_format
+from spark_state_ext.spark.client.tables import TableSavepoint, read_saved_table, save_table
+from spark_state_ext.spark.client.tasks import run_task
+from spark_state_ext.spark.native.checksums import TableSum, observe_sum, sum_table
 from spark_state_ext.spark.native.marks import write_marks
-from spark_state_ext.spark.native.spark_state import read_state, refuse_old_spark, translated
+from spark_state_ext.spark.native.spark_state import read_state, refuse_old_spark, translate_errors
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["IDLE_S", "ImportedJob", "import_native"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Seconds in which a stopped job has written nothing.
+# A job counts as stopped if it has written nothing for this long, seconds.
 IDLE_S = 60.0
-# Folder in the new checkpoint location, in which a query of Spark's writes the marks; the task knows it too.
+# Folder in the new checkpoint location for the query that writes the marks; `executor.native` uses the same name.
 _IMPORTING = "importing"
 
 
@@ -50,21 +50,21 @@ class ImportedJob:
     Parameters
     ----------
     savepoint
-        The savepoint with its state.
+        The savepoint with the job's state.
     checkpoint_location
         The new checkpoint location.
     query_id
-        Spark's id of the query that goes on there.
+        Spark's id of the query that continues there.
     batch
-        The last batch whose results the state has.
+        The last batch that the state includes.
     replays
-        Whether the next batch was planned and not committed: Spark runs it again, with the same input.
+        Whether the next batch was planned but not committed: Spark then repeats it with the same input.
     watermark_ms
-        The last batch's watermark; None: it had none.
+        The last batch's watermark; None if it had none.
     rows, states, timeouts
-        Keys, and how many of them have a state and a timeout.
+        Number of keys, and how many of them have a state and a timeout.
     checksum
-        Sum of the hashes of all rows, by Spark: equal in the old state and in the savepoint.
+        Sum of Spark's hashes of all rows: equal in the old state and in the savepoint.
     """
 
     savepoint: TakenSavepoint
@@ -90,55 +90,54 @@ def import_native(
     idle_s: float = IDLE_S,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ImportedJob:
-    """Bring a stopped job on Spark's own ``applyInPandasWithState`` to this package, with its state and its offsets.
+    """Import a stopped job on Spark's own ``applyInPandasWithState``, with its state and its offsets.
 
-    The old checkpoint location is only read, so that the old job can go on from it. The same query goes on with the
-    next batch, given an `ArrowState` with ``start_from=Savepoint(…)``, and the new checkpoint location.
+    The old checkpoint location is only read, so the old job can still continue from it. To continue with the next
+    batch, start the same query on an `ArrowState` with ``start_from=Savepoint(…)`` and the new checkpoint location.
 
     Parameters
     ----------
     spark
         A session, classic or Connect, of PySpark 4.0 or newer.
     checkpoint_location
-        The stopped job's Spark checkpoint location: an absolute path or a URL, that Spark and fsspec call alike.
+        The stopped job's Spark checkpoint location: an absolute path or a URL that means the same to Spark and fsspec.
     savepoint
-        Folder of the savepoint that the state becomes, which does not exist yet; as a `Savepoint` where it has other
-        storage options.
+        Folder of the savepoint to be made, which must not exist yet; a `Savepoint` if it needs other storage options.
     new_checkpoint_location
-        Folder of the new checkpoint location, which does not exist yet or is empty.
+        Folder of the new checkpoint location, which must not exist yet or be empty.
     buckets, operator
-        As the `ArrowState` of the new query has them.
+        As in the `ArrowState` of the new query.
     idle_s
-        Refuse a job that has written to its checkpoint location this recently, as it may run in another application.
+        Refuse a job that wrote to its checkpoint location less than this long ago, seconds: it may still run elsewhere.
     storage_options
         Options for the fsspec file systems of the paths.
 
     Returns
     -------
     ImportedJob
-        What was imported.
+        The imported job.
 
     Raises
     ------
     UsageError
         When an argument cannot work, on PySpark 3.5, or on 4.0 when the checkpoint has format 2.
     UnsupportedPlanError
-        When the job has another stateful operator, or several.
+        When the job has several stateful operators, or one of another kind.
     UnsupportedTypeError
         When a key or state column has a type that cannot be stored.
     LiveRunError
-        When the job runs, or may.
+        When the job runs or may run.
     CorruptFileError, VersionSkewError
-        When a log of the checkpoint is damaged, or newer than this release; when the savepoint has other rows than
+        When a log of the checkpoint is damaged, or newer than this release; when the savepoint's rows differ from
         Spark's state.
     StorageError
-        When Spark cannot read its state, or cannot write the new query's.
+        When Spark cannot read the old state, or cannot write the new query's state.
     PySparkException
-        What tasks find comes as Spark's own error, with ours in its text: ``UsageError`` when there is something at a
-        place that must be free, ``MissingCheckpointError`` when no batch is committed, ``CorruptFileError`` when files
-        of the checkpoint are missing, ``LiveRunError`` when the job went on meanwhile, ``StorageError`` when a store
+        Errors in tasks arrive as Spark's own error, with ours in its text: ``UsageError`` when a folder that must be
+        new exists already, ``MissingCheckpointError`` when no batch is committed, ``CorruptFileError`` when files of
+        the checkpoint are missing, ``LiveRunError`` when the job continued meanwhile, ``StorageError`` when a store
         fails.
-        What was written then is of no use: remove it.
+        Files that were written before the error are useless: remove them.
 
     Examples
     --------
@@ -154,85 +153,85 @@ def import_native(
         if isinstance(savepoint, Savepoint)
         else Savepoint(os.fspath(savepoint).rstrip("/"), storage_options=storage_options or {})
     )
-    # Names of operators and numbers of buckets are refused as an ArrowState refuses them.
+    # Check the operator's name and the number of buckets as ArrowState does.
     options = StateOptions(root="/", operator=operator)
     check_sizes(buckets, options.memory_bytes_max, 0, 0)
-    told = _told(checkpoint_location, new_checkpoint_location, storage_options)
-    found = in_a_task(spark, "look", told, "native")
-    _refuse_running(spark, told["checkpoint"], found, idle_s)
-    offsets = {int(number): text for number, text in found["offsets"].items()}
-    logged = parsed_batch(found["batch"], found["planned"], offsets, found["commit"], told["checkpoint"])
-    refuse_unread_format(told["checkpoint"], logged.checkpoint_format)
-    with session_with(spark, format_setting(logged.checkpoint_format)) as session:
-        taken, total, written = _imported(session, told, found, logged, _Target(target, operator, buckets))
+    request = _make_request(checkpoint_location, new_checkpoint_location, storage_options)
+    job = run_task(spark, "look", request, "native")
+    _refuse_running(spark, request["checkpoint"], job, idle_s)
+    offsets = {int(number): text for number, text in job["offsets"].items()}
+    logged = parsed_batch(job["batch"], job["planned"], offsets, job["commit"], request["checkpoint"])
+    refuse_unread_format(request["checkpoint"], logged.checkpoint_format)
+    with open_session_with(spark, make_format_setting(logged.checkpoint_format)) as session:
+        result, table_sum, checkpoint = _import(session, request, job, logged, _Target(target, operator, buckets))
     return ImportedJob(
-        savepoint=taken,
-        checkpoint_location=told["new_checkpoint"],
-        query_id=written["query_id"],
+        savepoint=result,
+        checkpoint_location=request["new_checkpoint"],
+        query_id=checkpoint["query_id"],
         batch=logged.batch,
         replays=logged.planned,
         watermark_ms=logged.watermark_ms,
-        rows=total.rows,
-        states=total.states,
-        timeouts=total.timeouts,
-        checksum=total.checksum,
+        rows=table_sum.rows,
+        states=table_sum.states,
+        timeouts=table_sum.timeouts,
+        checksum=table_sum.checksum,
     )
 
 
 @dataclass(frozen=True)
 class _Target:
-    """What the state becomes: a savepoint for an operator of so many buckets."""
+    """The savepoint to be made, and its operator and number of buckets."""
 
     savepoint: Savepoint
     operator: str
     buckets: int
 
 
-def _imported(
-    spark: SparkSession, told: Mapping[str, Any], found: Mapping[str, Any], logged: LoggedBatch, target: _Target
+def _import(
+    spark: SparkSession, request: Mapping[str, Any], job: Mapping[str, Any], logged: LoggedBatch, target: _Target
 ) -> tuple[TakenSavepoint, TableSum, dict[str, Any]]:
-    """The savepoint, what is in it, and what the task answers that wrote the checkpoint: the last of all."""
-    location, path = told["checkpoint"], target.savepoint.path
+    """Write the savepoint and then the checkpoint; return the savepoint, its sums, and the last task's answer."""
+    location, path = request["checkpoint"], target.savepoint.path
     state = read_state(spark, location, logged.batch)
     file = OperatorFile(target.operator, "", target.buckets, state.keys.json(), state.state.json())
     key_fields(file.key_schema)
     state_fields(file.state_schema)
-    rows, its_sum = observed(state.rows)
-    with translated(location):
-        taken = _saved(rows, file, target.savepoint, logged, found)
-    in_a_task(spark, "reserve", dict(told), "native")
-    before, after = its_sum(), table_sum(saved_table(spark, target.savepoint, with_defined=True))
+    rows, get_sum = observe_sum(state.rows)
+    with translate_errors(location):
+        savepoint = _save_rows(rows, file, target.savepoint, logged, job)
+    run_task(spark, "reserve", dict(request), "native")
+    before, after = get_sum(), sum_table(read_saved_table(spark, target.savepoint, with_defined=True))
     if before != after:
-        # Perhaps rows were counted twice, of a task that ran twice: counted again by themselves, they are not.
-        with translated(location):
-            before = table_sum(state.rows)
+        # A task that ran twice may have been counted twice by the observation; a separate count is exact.
+        with translate_errors(location):
+            before = sum_table(state.rows)
     if before != after:
         raise CorruptFileError(
-            f"the savepoint at {path} does not have what Spark's state had: {after} in place of {before}. The new "
-            "checkpoint location was not finished. Remove both, and report this"
+            f"the savepoint at {path} differs from Spark's state: it has {after} instead of {before}. The new "
+            "checkpoint location is not complete. Remove both, and report this"
         )
-    places = f"{location}/commits", f"{told['new_checkpoint']}/{_IMPORTING}"
-    write_marks(spark, ImportMark(path, taken.id), target.buckets, logged, state.has_timeout, places)
-    written = in_a_task(spark, "write_checkpoint", {**told, **found}, "native")
-    if written["unknown"]:
+    places = f"{location}/commits", f"{request['new_checkpoint']}/{_IMPORTING}"
+    write_marks(spark, ImportMark(path, savepoint.id), target.buckets, logged, state.has_timeout, places)
+    answer = run_task(spark, "write_checkpoint", {**request, **job}, "native")
+    if answer["unknown"]:
         _LOGGER.warning(
-            "%s has files in sources/ that are no logs of Spark's, which were copied as they are: %s",
+            "%s has files in sources/ that are not logs of Spark; they were copied unchanged: %s",
             location,
-            ", ".join(written["unknown"]),
+            ", ".join(answer["unknown"]),
         )
-    return taken, before, written
+    return savepoint, before, answer
 
 
-def _told(
+def _make_request(
     old: str | os.PathLike[str], new: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What all tasks are told."""
+    """Return the request that all tasks get."""
     places = []
-    for name, given in (("the checkpoint location", old), ("the new checkpoint location", new)):
-        refuse_relative(os.fspath(given), name)
-        places.append(os.fspath(given).rstrip("/"))
+    for name, location in (("the checkpoint location", old), ("the new checkpoint location", new)):
+        refuse_relative(os.fspath(location), name)
+        places.append(os.fspath(location).rstrip("/"))
     if places[0] == places[1]:
-        raise UsageError(f"both checkpoint locations are {places[0]}: give the new query one of its own")
+        raise UsageError(f"both checkpoint locations are {places[0]}: give the new query a location of its own")
     return {
         "package_version": BUILD,
         "checkpoint": places[0],
@@ -241,30 +240,30 @@ def _told(
     }
 
 
-def _refuse_running(spark: SparkSession, where: str, found: Mapping[str, Any], idle_s: float) -> None:
-    # Besides, this has Spark start what its reader of state asks for, which in a new session nothing else has.
-    if any(str(query.id) == found["query_id"] for query in spark.streams.active):
-        raise LiveRunError(f"the query of {where} runs in this application: stop it, and wait for its end")
-    ago_s = found["written_ago_s"]
+def _refuse_running(spark: SparkSession, location: str, job: Mapping[str, Any], idle_s: float) -> None:
+    # Using `spark.streams` also starts what Spark's state reader needs, which is missing in a new session.
+    if any(str(query.id) == job["query_id"] for query in spark.streams.active):
+        raise LiveRunError(f"the query of {location} runs in this application: stop it, and wait until it has ended")
+    ago_s = job["written_ago_s"]
     if ago_s is not None and ago_s < idle_s:
         raise LiveRunError(
-            f"the query of {where} may run: it wrote there {ago_s:.0f} s ago. Stop it, and wait until {idle_s:g} s "
-            "have passed, or give idle_s=0 where it is known to have ended"
+            f"the query of {location} may be running: it wrote there {ago_s:.0f} s ago. Stop it and wait until "
+            f"{idle_s:g} s have passed, or give idle_s=0 if you know that it has ended"
         )
 
 
-def _saved(
-    rows: DataFrame, file: OperatorFile, target: Savepoint, logged: LoggedBatch, found: Mapping[str, Any]
+def _save_rows(
+    rows: DataFrame, file: OperatorFile, target: Savepoint, logged: LoggedBatch, job: Mapping[str, Any]
 ) -> TakenSavepoint:
-    wanted = TableSavepoint(
+    table = TableSavepoint(
         file,
         target.path,
         target.storage_options,
         has_timeout=True,
         has_defined=True,
         watermark_ms=logged.watermark_ms,
-        query_id=found["query_id"],
+        query_id=job["query_id"],
         batch=logged.batch,
-        offsets=found["offsets"][str(logged.batch)],
+        offsets=job["offsets"][str(logged.batch)],
     )
-    return save_table(rows, wanted)
+    return save_table(rows, table)

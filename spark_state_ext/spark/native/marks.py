@@ -1,7 +1,7 @@
-"""The state that an imported query finds in Spark's store: a mark of each bucket, written by Spark itself.
+"""Writing the state that an imported query finds in Spark's store: a mark for each bucket.
 
-A query of its own runs one batch, with the store, the partitions and the checkpoint format of the old one. So nothing
-here knows how Spark lays its state out.
+A separate query writes the marks in one batch, with the store, the partitions and the checkpoint format of the old
+query. So this code does not depend on how Spark lays out its state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from arrow_schemas.labels import bucket_label
 from spark_state_ext.errors import StorageError
 from spark_state_ext.savepoints.batch_logs import LoggedBatch
 from spark_state_ext.spark.client.plain import unpatched
-from spark_state_ext.spark.client.settings import format_setting, session_with
+from spark_state_ext.spark.client.settings import make_format_setting, open_session_with
 from spark_state_ext.spark.compat import is_of_spark, said_by_spark
 
 if TYPE_CHECKING:
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 __all__ = ["write_marks"]
 
-# Due in the first batch whose watermark is above zero, or whose clock is.
+# The timeout of marks: due in the first batch with a watermark, or a clock, above zero.
 _DUE_MS = 1
 
 
 def write_marks(
     spark: SparkSession, mark: ImportMark, buckets: int, logged: LoggedBatch, has_timeout: bool, places: tuple[str, str]
 ) -> None:
-    """Have Spark write the marks of all buckets."""
+    """Make Spark write the marks of all buckets."""
     source, location = places
     conf = {
         **logged.conf,
-        **format_setting(logged.checkpoint_format),
-        # One whole file for each partition, in place of changes to what was not there.
+        **make_format_setting(logged.checkpoint_format),
+        # Write one whole file for each partition, not changes to a state that does not exist.
         "spark.sql.streaming.stateStore.rocksdb.changelogCheckpointing.enabled": "false",
     }
-    with session_with(spark, conf) as session:
+    with open_session_with(spark, conf) as session:
         labels = F.explode(F.array(*[F.lit(bucket_label(bucket)) for bucket in range(buckets)]))
-        # As in an operator's own plan, the label may be NULL as far as Spark knows; and no row is late.
+        # As in an operator's own plan: Spark must consider the label nullable, and no row may be late.
         rows = session.readStream.format("text").load(source).select("value", labels.alias("label"))
         bucket = F.when(F.col("value").isNotNull(), F.col("label"))
         rows = rows.select(bucket.alias("bucket"), F.timestamp_seconds(F.lit(1)).alias("at"))
@@ -50,7 +50,7 @@ def write_marks(
                 rows.withWatermark("at", "10 days")
                 .groupBy("bucket")
                 .applyInPandasWithState(
-                    _marking(mark.encode(), _DUE_MS if has_timeout else 0),
+                    _make_marker(mark.encode(), _DUE_MS if has_timeout else 0),
                     "bucket int",
                     "pointer binary",
                     "update",
@@ -65,15 +65,15 @@ def write_marks(
             finally:
                 query.stop()
         except Exception as error:
-            # A classic session hands some errors of the JVM on as they are.
+            # A classic session passes on some errors of the JVM unchanged.
             if not is_of_spark(error):
                 raise
             said = said_by_spark(str(error))
             raise StorageError(f"Spark could not write the state of the new query to {location}: {said}") from error
 
 
-def _marking(value: bytes, due_ms: int) -> Any:
-    """Nested, so that Spark pickles it by value: this needs nothing of the package on executors."""
+def _make_marker(value: bytes, due_ms: int) -> Any:
+    """Return a function that writes a mark. Nested, so that Spark pickles it by value: executors need no package."""
 
     def mark_bucket(key: Any, frames: Any, state: Any) -> Any:
         for _ in frames:

@@ -1,3 +1,3 @@
-"""Rows on their way: packed into payloads before Spark's shuffle, output unpacked behind the operator."""
+"""Packing rows into payloads before Spark's shuffle, and unpacking the output after the operator."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Combining: rows of a task are made fewer before the shuffle, where an operator can. Runs in the packing stage."""
+"""Combining a task's rows into fewer rows before the shuffle, if the operator can. Runs in the packing stage."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from spark_state_ext.functions.tables import normal_rows
 from spark_state_ext.operators.arrays import KeyedRows
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN
 
-__all__ = ["Combine", "Combiner", "Combining", "combined"]
+__all__ = ["Combine", "Combiner", "Combining", "combine_rows"]
 
-# Rows by key → fewer rows, and for each its key's position, ascending.
+# Rows by key → fewer rows, and for each the position of its key, ascending.
 Combine = Callable[[KeyedRows], tuple[pa.Table, IndexArray]]
 
-# What is looked at to tell whether it is worth the while, and how many distinct keys it may have for that.
+# Rows that are sampled to decide whether combining is worthwhile, and the largest share of distinct keys for that.
 _SAMPLE_ROWS = 65_536
 _DISTINCT_SHARE_MAX = 0.5
 
 
 @dataclass(frozen=True)
 class Combining:
-    """What an operator asks for.
+    """How an operator combines rows.
 
     Parameters
     ----------
     function
-        As of `Combiner`.
+        As in `Combiner`.
     row_type
-        The columns that it gives, the keys among them under their own names.
+        The columns of the combined rows, with the keys under their own names.
     """
 
     function: Combine
     row_type: StructType
 
     def places(self, input_type: StructType, positions: Sequence[int]) -> tuple[int, ...]:
-        """Where some of the input's columns are among those that it gives."""
-        return tuple(self.row_type.names.index(input_type.names[at]) for at in positions)
+        """Return the positions of some input columns among the columns of the combined rows."""
+        return tuple(self.row_type.names.index(input_type.names[position]) for position in positions)
 
 
 @dataclass(frozen=True)
 class Combiner:
-    """An operator's way to have fewer rows.
+    """The combining of an operator's rows, for the packing stage.
 
     Parameters
     ----------
     function
-        It may get each row as a key of its own: then only their form changes.
+        Combines rows by key. It may get each row as a separate key, and then only changes the rows' form.
     columns
-        Names of the columns that it gets.
+        Names of the columns that the function gets.
     key_positions
-        Which of them are keys.
+        Positions of the keys among these columns.
     """
 
     function: Combine
@@ -65,28 +65,28 @@ class Combiner:
     key_positions: tuple[int, ...]
 
 
-def combined(
+def combine_rows(
     table: pa.Table, combiner: Combiner, schema: RowSchema, buckets: IndexArray | None = None
 ) -> tuple[pa.Table, IndexArray | None]:
-    """Rows as they are packed, with their hash at the end, as fewer such rows; and the buckets of these."""
+    """Return packed rows, hash last, combined into fewer such rows; and the buckets of these."""
     hashes: HashArray = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
     rows = normal_rows(table.select(list(range(len(combiner.columns)))), combiner.columns)
-    if _worth_while(hashes):
-        keys = schema.normalise_keys([flat(rows.column(at)) for at in combiner.key_positions])
+    if _is_worthwhile(hashes):
+        keys = schema.normalise_keys([flat(rows.column(position)) for position in combiner.key_positions])
         order, starts = group_by_key(hashes, keys if buckets is None else [*keys, pa.array(buckets)])
         keyed, hashes = KeyedRows(rows, order, starts), hashes[order[starts]]
         buckets = None if buckets is None else buckets[order[starts]]
     else:
         keyed = KeyedRows(rows, None, np.arange(len(hashes)))
-    found, positions = combiner.function(keyed)
-    names = [f"c{at}" for at in range(found.num_columns)]
+    output, positions = combiner.function(keyed)
+    names = [f"c{position}" for position in range(output.num_columns)]
     table = pa.table(
-        [*found.columns, pa.array(hashes[positions].view(np.int64))],
+        [*output.columns, pa.array(hashes[positions].view(np.int64))],
         names=[*names, HASH_COLUMN],
     )
     return table, None if buckets is None else buckets[positions]
 
 
-def _worth_while(hashes: HashArray) -> bool:
+def _is_worthwhile(hashes: HashArray) -> bool:
     sample = hashes[:_SAMPLE_ROWS]
     return len(np.unique(sample)) <= _DISTINCT_SHARE_MAX * len(sample)

@@ -1,4 +1,4 @@
-"""Packing: the stage before Spark's shuffle turns rows into payloads, a few a bucket. Runs on executors."""
+"""Packing: the stage before Spark's shuffle turns rows into payloads, a few per bucket. Runs on executors."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from spark_state_ext.engine.in_transit import spill_folder
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.files.operator_catalog import others_beside
-from spark_state_ext.spark.shuffle.combine import Combiner, combined
+from spark_state_ext.spark.shuffle.combine import Combiner, combine_rows
 from spark_state_ext.spark.shuffle.observed import OTHERS_COLUMN
 from spark_state_ext.spark.shuffle.payload import (
     HASH_COLUMN,
     PARTITION_COLUMN,
     STREAM_COLUMN,
     encode,
+    encode_partitions,
+    encode_spill_reference,
     heartbeat,
-    partitions_seen,
     payload_bytes_max,
-    spilled,
 )
-from spark_state_ext.spark.shuffle.source_counts import refuse_uncounted
+from spark_state_ext.spark.shuffle.source_counts import check_partition_counts
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.retry import retried
@@ -48,30 +48,30 @@ _OUTPUT = pa.schema(
         ("bucket", pa.int32()),
         ("payload", pa.binary()),
         ("event_time", pa.timestamp("us", tz="UTC")),
-        # How many queries have state where this one begins without (`observed`).
+        # Number of other queries with state under the operator's name, if this query begins without state (`observed`).
         (OTHERS_COLUMN, pa.int32()),
     ]
 )
-# The latest event time of a payload goes through Spark's Python worker, which holds times as pandas does: in 64 bits of
-# nanoseconds, made local before. Two days are more than any zone is from UTC.
+# The latest event time of a payload goes through Spark's Python worker, which converts it to pandas: local time in 64
+# bits of nanoseconds. No time zone is more than two days from UTC.
 _EVENT_TIME_US_MAX = (2**63 - 1) // 1000 - 2 * 86_400_000_000
-# Rows are held back until there are this many bytes, so that payloads are not cut small by Spark's input batches.
+# Rows are collected up to this size, so that Spark's small input batches do not make small payloads.
 _HELD_BYTES_MAX = 32 << 20
-# What one packing task sends through the shuffle before it turns to spill files.
+# The most that one packing task sends through the shuffle before it uses spill files.
 _TASK_INLINE_BYTES_MAX = 128 << 20
-# What all packing tasks together send to one bucket. Newer releases of Spark gather all of a bucket's rows in one
-# buffer of the JVM, outside its heap, which doubles as it grows and fails at 2 GiB, or where the heap's size ends.
+# The most that all packing tasks together send to one bucket. Newer releases of Spark gather all of a bucket's rows in
+# one buffer of the JVM, which doubles as it grows and fails at 2 GiB, or earlier if memory is short.
 _BUCKET_INLINE_BYTES_MAX = 192 << 20
 _OUTPUT_BYTES_MAX = 16 << 20
-# Rows of one payload in a spill file.
+# Size of a payload in a spill file.
 _SPILLED_BYTES = 8 << 20
 
 
 def inline_share(partition: int) -> int:
-    """Most bytes that the packing task of a partition sends to one bucket through the shuffle.
+    """Return the most bytes that the packing task of a partition sends to one bucket through the shuffle.
 
-    No task knows how many there are. So the shares decrease such that any number of them stays below the bound, as
-    slowly as that can be: the sum of 1 / (n ln² n) from 2 on is 2.11.
+    A task does not know how many tasks there are. So the shares decrease such that the sum of any number of them stays
+    below the bound, as slowly as possible: the sum of 1 / (n ln² n) from 2 on is 2.11.
     """
     n = partition + 2
     return int(_BUCKET_INLINE_BYTES_MAX / (2.11 * n * math.log(n) ** 2))
@@ -80,20 +80,20 @@ def inline_share(partition: int) -> int:
 def pack(
     plain: dict[str, Any], batches: Iterable[pa.RecordBatch], combiner: Combiner | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Body of the `mapInArrow` stage."""
+    """Yield the payloads of a task's rows: the `mapInArrow` stage before the shuffle."""
     job = Job.from_plain(plain)
     task = current_task(job)
     context = TaskContext.get()
     partition = context.partitionId() if context is not None else 0
     packer = _Packer(job, task, inline_share(partition), combiner)
     if context is not None and partition == 0:
-        # Before the calls, and so before any row of the batch reaches a function.
-        refuse_uncounted(job, task)
-        # Every bucket is called in every batch with data: to restore, to time out, to be cleaned up.
-        # Of a query that is rescaled, those that it had before too, which give their state away.
-        called = max(job.options.buckets, job.rescaled_buckets)
+        # This task runs before the calls, so before a row of the batch reaches a function.
+        check_partition_counts(job, task)
+        # Every bucket is called in every batch with data: to restore, to time out, to be cleaned up. In a query that is
+        # being rescaled also the old buckets are called, which hand over their state.
+        bucket_count = max(job.options.buckets, job.rescaled_buckets)
         origin = f"{job.application_id} {job.plan_id} {task.stage}"
-        yield _to_all(called, heartbeat(origin), _begun_beside(job, task))
+        yield _send_to_all(bucket_count, heartbeat(origin), _count_other_queries(job, task))
     held: list[pa.RecordBatch] = []
     held_bytes = 0
     for batch in batches:
@@ -101,17 +101,17 @@ def pack(
             held.append(batch)
             held_bytes += batch.get_total_buffer_size()
         if held_bytes >= _HELD_BYTES_MAX:
-            yield from packer.packed(pa.Table.from_batches(held))
+            yield from packer.pack_table(pa.Table.from_batches(held))
             held, held_bytes = [], 0
     if held:
-        yield from packer.packed(pa.Table.from_batches(held))
+        yield from packer.pack_table(pa.Table.from_batches(held))
     packer.close()
     if packer.largest:
-        yield _to_all(job.options.buckets, partitions_seen(packer.largest))
+        yield _send_to_all(job.options.buckets, encode_partitions(packer.largest))
 
 
-def _to_all(buckets: int, payload: bytes, others: int | None = None) -> pa.RecordBatch:
-    """One payload for each bucket."""
+def _send_to_all(buckets: int, payload: bytes, others: int | None = None) -> pa.RecordBatch:
+    """Return one payload for each bucket."""
     labels = [bucket_label(bucket) for bucket in range(buckets)]
     columns = [
         pa.array(labels, pa.int32()),
@@ -122,11 +122,11 @@ def _to_all(buckets: int, payload: bytes, others: int | None = None) -> pa.Recor
     return pa.RecordBatch.from_arrays(columns, schema=_OUTPUT)
 
 
-def _begun_beside(job: Job, task: TaskInfo) -> int | None:
-    """How many other queries have state under the operator's name, where this one begins without; else 0. None where
-    the task is not told its query.
+def _count_other_queries(job: Job, task: TaskInfo) -> int | None:
+    """Return how many other queries have state under the operator's name, if this one begins without state; else 0.
+    None if the task does not know its query.
 
-    A query's folder is there from its first batch on, whose calls make it, and these come after the packing.
+    A query's folder is created by the calls of its first batch, which run after the packing.
     """
     if task.batch != 0:
         return None if task.batch is None else 0
@@ -146,20 +146,20 @@ class _Packer:
         self._bucket_bytes_max = bucket_bytes_max
         self._bucket_bytes = [0] * job.options.buckets
         self._spill: _SpillFile | None = None
-        # Of each stream that has rows from a new partition; the calls decide whether the source may have grown so.
+        # By stream: the largest partition with rows. The calls decide whether the source may have grown to it.
         self.largest: dict[str, int] = {}
 
-    def packed(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
-        table, buckets = self._in_buckets(table)
+    def pack_table(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
+        table, buckets = self._assign_buckets(table)
         times = event_times(self._job, table)
-        # Combined rows are by hash already, and so mostly by bucket.
+        # Combined rows are sorted by hash, so mostly by bucket too.
         if np.any(buckets[1:] < buckets[:-1]):
             order = np.argsort(buckets, kind="stable")
             indices = pa.array(order)
             table, buckets = table.take(indices), buckets[order]
             if times is not None:
                 times = times.take(indices)
-        # One batch, of which each payload is a slice.
+        # One batch, so that each payload is a slice of it.
         data = table.combine_chunks().to_batches()[0]
         row_bytes = max(1, data.get_total_buffer_size() // data.num_rows)
         step = max(1, self._target_bytes // row_bytes)
@@ -169,44 +169,44 @@ class _Packer:
         for bucket in np.flatnonzero(np.diff(bounds)).tolist():
             start, end = int(bounds[bucket]), int(bounds[bucket + 1])
             while start < end:
-                stop = _cut(data, start, min(start + step, end), 2 * self._target_bytes)
+                stop = _shorten(data, start, min(start + step, end), 2 * self._target_bytes)
                 inline = self._fits(bucket, data.slice(start, stop - start).nbytes)
                 if not inline:
-                    # Few large reads of spill files, as each costs a request to the object store.
+                    # Large slices, as each read of a spill file costs a request to the object store.
                     stop = min(start + max(1, _SPILLED_BYTES // row_bytes), end)
-                    stop = _cut(data, start, stop, 2 * _SPILLED_BYTES)
+                    stop = _shorten(data, start, stop, 2 * _SPILLED_BYTES)
                 payload = encode(data.slice(start, stop - start))
                 if inline:
                     self._inline_bytes += len(payload)
                     self._bucket_bytes[bucket] += len(payload)
                 else:
-                    payload = self._spilled(payload)
-                rows.append((bucket, payload, self._latest(times, start, stop)))
+                    payload = self._spill_payload(payload)
+                rows.append((bucket, payload, self._latest_time(times, start, stop)))
                 size += len(payload)
                 start = stop
                 if size >= _OUTPUT_BYTES_MAX:
-                    yield self._output(rows)
+                    yield self._make_output(rows)
                     rows, size = [], 0
         if self._spill is not None:
-            # Published before any reference to it leaves this task.
+            # Publish the file before a reference to it leaves this task.
             self._spill.publish()
             self._spill = None
         if rows:
-            yield self._output(rows)
+            yield self._make_output(rows)
 
-    def _in_buckets(self, table: pa.Table) -> tuple[pa.Table, IndexArray]:
-        """Rows as they go on, and the bucket of each."""
+    def _assign_buckets(self, table: pa.Table) -> tuple[pa.Table, IndexArray]:
+        """Return the rows to pack, and the bucket of each."""
         buckets, source = None, self._job.options.source_partition
         if source is not None:
             streams = None if source.stream is None else table.column(STREAM_COLUMN)
             buckets, largest = source.buckets_of(table.column(PARTITION_COLUMN), streams)
             if source.checkpoint_location is None:
                 self.largest |= {name: max(index, self.largest.get(name, 0)) for name, index in largest.items()}
-            beside = [PARTITION_COLUMN] if streams is None else [PARTITION_COLUMN, STREAM_COLUMN]
-            table = table.drop_columns(beside)
+            partition_columns = [PARTITION_COLUMN] if streams is None else [PARTITION_COLUMN, STREAM_COLUMN]
+            table = table.drop_columns(partition_columns)
         if self._combiner is not None:
             schema = RowSchema(key_fields(self._job.key_schema), ())
-            table, buckets = combined(table, self._combiner, schema, buckets)
+            table, buckets = combine_rows(table, self._combiner, schema, buckets)
         if buckets is None:
             buckets = self._job.options.bucket_map.of(table.column(HASH_COLUMN).to_numpy().view(np.uint64))
         return table, buckets
@@ -215,7 +215,7 @@ class _Packer:
         assert self._spill is None, "spill files are published with the rows that refer to them"
 
     def _fits(self, bucket: int, size: int) -> bool:
-        """Whether so many more bytes may go to a bucket through the shuffle."""
+        """True if this many more bytes may go to a bucket through the shuffle."""
         return (
             self._inline_bytes + size <= _TASK_INLINE_BYTES_MAX
             and self._bucket_bytes[bucket] + size <= self._bucket_bytes_max
@@ -223,12 +223,12 @@ class _Packer:
             and size <= 4 * self._target_bytes + (1 << 20)
         )
 
-    def _spilled(self, payload: bytes) -> bytes:
+    def _spill_payload(self, payload: bytes) -> bytes:
         if self._spill is None:
             self._spill = _SpillFile(self._job, self._task)
         return self._spill.add(payload)
 
-    def _output(self, rows: list[tuple[int, bytes, Any]]) -> pa.RecordBatch:
+    def _make_output(self, rows: list[tuple[int, bytes, Any]]) -> pa.RecordBatch:
         if self._spill is not None:
             self._spill.publish()
             self._spill = None
@@ -244,10 +244,11 @@ class _Packer:
         )
 
     @staticmethod
-    def _latest(times: pa.ChunkedArray | None, start: int, stop: int) -> int | None:
-        """Latest event time of some rows, by which Spark drops payloads; None where the call is to see to each row.
+    def _latest_time(times: pa.ChunkedArray | None, start: int, stop: int) -> int | None:
+        """Return the latest event time of some rows, by which Spark drops payloads; None: the call checks each row.
 
-        A row without event time is never late, and Spark's worker does not hold times of the far past or future.
+        It is None if a row has no event time, as such a row is never late, or if a time is too far away for Spark's
+        worker.
         """
         if times is None:
             return None
@@ -256,22 +257,22 @@ class _Packer:
         return None if latest is None or abs(latest) > _EVENT_TIME_US_MAX else latest
 
 
-def _cut(data: pa.RecordBatch, start: int, stop: int, bytes_max: int) -> int:
-    """Where rows from `start` on, up to `stop`, are small enough: rows are not all as large as their mean."""
+def _shorten(data: pa.RecordBatch, start: int, stop: int, bytes_max: int) -> int:
+    """Return a `stop` such that the rows from `start` on are small enough; rows differ in size."""
     while stop - start > 1 and data.slice(start, stop - start).nbytes > bytes_max:
         stop = start + (stop - start) // 2
     return stop
 
 
 def event_times(job: Job, table: pa.Table) -> pa.ChunkedArray | None:
-    """Event time of each row in microseconds since 1970, int64, NULL where it has none; None without a watermark."""
+    """Return the event times in microseconds since 1970, int64, NULL for a row without; None without a watermark."""
     if job.event_time_position < 0:
         return None
     return event_times_us(table.column(job.event_time_position))
 
 
 class _SpillFile:
-    """A file under the root that payloads beyond the inline budget go to."""
+    """A file under the root for payloads that exceed what may go through the shuffle."""
 
     def __init__(self, job: Job, task: TaskInfo) -> None:
         self._files = operator_folder(job)
@@ -283,7 +284,7 @@ class _SpillFile:
     def add(self, payload: bytes) -> bytes:
         offset = self._file.tell()
         self._file.write(payload)
-        return spilled(self._name, offset, len(payload))
+        return encode_spill_reference(self._name, offset, len(payload))
 
     def publish(self) -> None:
         with self._file:

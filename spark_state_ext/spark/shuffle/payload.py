@@ -1,12 +1,17 @@
 """Payloads: rows of one bucket as Arrow IPC bytes, on their way through Spark's shuffle.
 
-Packing keeps every value as it is; Spark's own path to pandas would turn a bucket's nullable integers into floats. A
-payload is ``b"A"`` and an LZ4-compressed Arrow IPC stream, or ``b"S"`` and JSON naming a spill file, its offset and
-length, with the CRC-32 of these in between: damaged Arrow bytes can crash a process. Or it is ``b"H"`` and 16 bytes
-that no other packing stage has, the same for all buckets: the heartbeat that makes Spark call every bucket in every
-batch with data. Or it is ``b"P"``, checksum and JSON: the largest source partition of each stream that a packing task
-has rows of, for every bucket (`partitions_seen`). Output of functions that give Arrow goes on as ``b"O"``, checksum and
-an Arrow IPC stream (`output`).
+Packing keeps every value unchanged; Spark's own conversion to pandas would turn nullable integers into floats. There
+are these kinds of payloads:
+
+* ``b"A"``, checksum and an LZ4-compressed Arrow IPC stream: rows.
+* ``b"S"``, checksum and JSON with the name of a spill file, an offset and a length: rows in a spill file.
+* ``b"H"`` and 16 bytes that are the same for all buckets and unique to a packing stage: the heartbeat, by which Spark
+  calls every bucket in every batch with data.
+* ``b"P"``, checksum and JSON: the largest source partition of each stream in a packing task's rows, sent to every
+  bucket (`encode_partitions`).
+* ``b"O"``, checksum and an Arrow IPC stream: output of functions that return Arrow (`output`).
+
+The checksum is the CRC-32 of what follows: damaged Arrow bytes can crash a process.
 """
 
 from __future__ import annotations
@@ -35,22 +40,22 @@ __all__ = [
     "encode_output",
     "heartbeat",
     "heartbeat_nonce",
-    "partitions_seen",
+    "encode_partitions",
     "payload_bytes_max",
     "seen_partitions",
-    "spilled",
-    "stored_payload",
+    "encode_spill_reference",
+    "load_spilled_payload",
 ]
 
 HASH_COLUMN = "__hash"
-# Behind the hash, where a row's bucket is told by its source's partition; packing takes them off.
+# After the hash, if a row's bucket depends on its source partition; packing removes these columns.
 PARTITION_COLUMN, STREAM_COLUMN = "__partition", "__stream"
 PAYLOAD_SCHEMA = "bucket int, payload binary, event_time timestamp, __others int"
-# `records_per_batch` where Spark is told no limit.
+# The value of `records_per_batch` if Spark's setting is "no limit".
 NO_ROW_LIMIT = 2**31 - 1
 _PAYLOAD_BYTES_MAX = 1 << 20
 _INLINE, _SPILLED, _OUTPUT, _HEARTBEAT, _PARTITIONS = b"A", b"S", b"O", b"H", b"P"
-# What the operator gives, and the payloads in it that are numbers for Spark's progress (`observed`).
+# Output column of the operator, and the first byte of payloads that hold numbers for Spark's progress (`observed`).
 OUTPUT_COLUMN = "payload"
 NUMBERS = b"N"
 _CRC = struct.Struct("<I")
@@ -59,12 +64,12 @@ _READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)
 
 
 def payload_bytes_max(records_per_batch: int) -> int:
-    """Target size of a payload.
+    """Return the target size of a payload.
 
     Spark sends up to `records_per_batch` payloads in one Arrow batch, whose binary column must stay below 2 GiB; a
     quarter of that keeps the JVM's buffers, which double as they grow, within an ordinary executor's memory.
 
-    Without a limit, smaller payloads would not make that batch smaller: it has all that there is.
+    Without a limit smaller payloads would not make that batch smaller: it has all payloads.
     """
     if records_per_batch >= NO_ROW_LIMIT:
         return _PAYLOAD_BYTES_MAX
@@ -72,86 +77,86 @@ def payload_bytes_max(records_per_batch: int) -> int:
 
 
 def heartbeat(origin: str) -> bytes:
-    """The heartbeat of a packing stage."""
+    """Return the heartbeat of a packing stage."""
     return _HEARTBEAT + hashlib.blake2b(origin.encode(), digest_size=16).digest()
 
 
 def heartbeat_nonce(payload: bytes) -> bytes | None:
-    """The number that came with a heartbeat; None for any other payload."""
+    """Return the number in a heartbeat; None for any other payload."""
     return payload[1:] if payload[:1] == _HEARTBEAT else None
 
 
-def partitions_seen(largest: Mapping[str, int]) -> bytes:
-    """A payload with the largest source partition of each stream that a packing task has rows of."""
-    return _signed(_PARTITIONS, json.dumps(dict(largest), sort_keys=True).encode())
+def encode_partitions(largest: Mapping[str, int]) -> bytes:
+    """Return a payload with the largest source partition of each stream in a packing task's rows."""
+    return _add_checksum(_PARTITIONS, json.dumps(dict(largest), sort_keys=True).encode())
 
 
 def seen_partitions(payload: bytes) -> dict[str, int] | None:
-    """Inverse of `partitions_seen`; None for any other payload."""
+    """Decode a payload of `encode_partitions`; None for any other payload."""
     if payload[:1] != _PARTITIONS:
         return None
-    largest: dict[str, int] = json.loads(_checked(payload, _PARTITIONS).to_pybytes())
+    largest: dict[str, int] = json.loads(_check_body(payload, _PARTITIONS).to_pybytes())
     return largest
 
 
 def encode(batch: pa.RecordBatch) -> bytes:
-    """Rows as an inline payload."""
+    """Return rows as an inline payload."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema, options=_OPTIONS) as writer:
         writer.write_batch(batch)
-    return _signed(_INLINE, memoryview(sink.getvalue()))
+    return _add_checksum(_INLINE, memoryview(sink.getvalue()))
 
 
-def spilled(name: str, offset: int, length: int) -> bytes:
-    """A payload that refers to `length` bytes at `offset` of a spill file, which are an inline payload."""
-    return _signed(_SPILLED, json.dumps([name, offset, length]).encode())
+def encode_spill_reference(name: str, offset: int, length: int) -> bytes:
+    """Return a payload that refers to an inline payload in a spill file: `length` bytes at `offset`."""
+    return _add_checksum(_SPILLED, json.dumps([name, offset, length]).encode())
 
 
 def decode(payload: bytes, load: Callable[[str, int, int], bytes]) -> Iterator[pa.RecordBatch]:
-    """Rows of a payload; `load(name, offset, length)` reads from spill files."""
+    """Yield the rows of a payload; `load(name, offset, length)` reads from spill files."""
     if payload[:1] in (_HEARTBEAT, _PARTITIONS):
         return
-    body = stored_payload(payload, load) if payload[:1] == _SPILLED else payload
-    with pa.ipc.open_stream(_checked(body, _INLINE), options=_READ_OPTIONS) as reader:
+    body = load_spilled_payload(payload, load) if payload[:1] == _SPILLED else payload
+    with pa.ipc.open_stream(_check_body(body, _INLINE), options=_READ_OPTIONS) as reader:
         yield from reader
 
 
 def encode_output(table: pa.Table) -> bytes:
-    """Output rows as bytes, for the next stage on this machine: not compressed."""
+    """Return output rows as bytes, not compressed, for the next stage on this machine."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
-    return _signed(_OUTPUT, memoryview(sink.getvalue()))
+    return _add_checksum(_OUTPUT, memoryview(sink.getvalue()))
 
 
 def decode_output(payload: pa.Buffer) -> Iterator[pa.RecordBatch]:
-    """Inverse of `encode_output`; the rows are views of the payload."""
-    with pa.ipc.open_stream(_checked(payload, _OUTPUT), options=_READ_OPTIONS) as reader:
+    """Decode a payload of `encode_output`; the rows are views of the payload."""
+    with pa.ipc.open_stream(_check_body(payload, _OUTPUT), options=_READ_OPTIONS) as reader:
         yield from reader
 
 
-def stored_payload(payload: bytes, load: Callable[[str, int, int], bytes]) -> bytes:
-    """The inline payload that a spilled one refers to."""
-    name, offset, length = json.loads(_checked(payload, _SPILLED).to_pybytes())
+def load_spilled_payload(payload: bytes, load: Callable[[str, int, int], bytes]) -> bytes:
+    """Load the inline payload that a spilled payload refers to."""
+    name, offset, length = json.loads(_check_body(payload, _SPILLED).to_pybytes())
     data = load(name, offset, length)
     if len(data) != length:
-        raise CorruptFileError(f"spill file {name} has {len(data)} of {length} bytes at {offset}")
+        raise CorruptFileError(f"spill file {name} has only {len(data)} of {length} bytes at {offset}")
     return data
 
 
-def _signed(kind: bytes, body: bytes | memoryview) -> bytes:
+def _add_checksum(kind: bytes, body: bytes | memoryview) -> bytes:
     return b"".join([kind, _CRC.pack(zlib.crc32(body)), body])
 
 
-def _checked(payload: bytes | pa.Buffer, kind: bytes) -> pa.Buffer:
-    """What follows the checksum."""
+def _check_body(payload: bytes | pa.Buffer, kind: bytes) -> pa.Buffer:
+    """Return the bytes after the checksum; raise if the kind or the checksum is wrong."""
     start = len(kind) + _CRC.size
     view = memoryview(payload)
     if bytes(view[: len(kind)]) != kind or len(view) < start:
         raise CorruptFileError(
-            f"a payload of kind {bytes(view[:1])!r} arrived; client and executors need the same release"
+            f"a payload of unexpected kind {bytes(view[:1])!r} arrived: client and executors need the same release"
         )
     body = pa.py_buffer(view[start:])
     if _CRC.unpack_from(view, len(kind)) != (zlib.crc32(body),):
-        raise CorruptFileError("a payload fails its checksum: it was damaged on its way, or its spill file is")
+        raise CorruptFileError("the checksum of a payload is wrong: it was damaged on its way, or in its spill file")
     return body

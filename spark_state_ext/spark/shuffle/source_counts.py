@@ -1,7 +1,7 @@
-"""Comparing the number of partitions that a Kafka source really has with the plan, by Spark's log of offsets.
+"""Checking the number of partitions of a Kafka source against the plan, by Spark's log of offsets.
 
-Spark writes ``offsets/<batch>`` below the checkpoint location before a batch runs, and its Kafka source names all
-partitions there. Tasks are not told the location, so the user gives it.
+Spark writes ``offsets/<batch>`` below the checkpoint location before a batch runs, and its Kafka source lists all
+partitions there. Tasks do not know the location, so the user gives it.
 """
 
 from __future__ import annotations
@@ -16,52 +16,50 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.offsets import kafka_partitions
 from spark_state_ext.worker.retry import retried
 
-__all__ = ["refuse_uncounted"]
+__all__ = ["check_partition_counts"]
 
 _METADATA, _OFFSETS = "metadata", "offsets"
 
 
-def refuse_uncounted(job: Job, task: TaskInfo) -> None:
-    """Refuse a batch whose source has a number of partitions that the plan cannot follow."""
+def check_partition_counts(job: Job, task: TaskInfo) -> None:
+    """Raise if the source has a number of partitions that the plan cannot handle."""
     source = job.options.source_partition
     if source is None or source.checkpoint_location is None:
         return
     location, options = source.checkpoint_location, job.options
-    # Options of an object store are wrong for a local folder.
+    # Options of an object store would be wrong for a local folder.
     folder = Folder(location, options.storage_options if "://" in location else None)
     timeout_s = options.commit.commit_timeout_ms / 1000
-    log, where = retried(lambda: _newest_offsets(folder, task.query_id), timeout_s=timeout_s)
-    topics, unread = kafka_partitions(log, where)
-    source.refuse_counts(topics, unread, where)
+    log, log_name = retried(lambda: _read_newest_offsets(folder, task.query_id), timeout_s=timeout_s)
+    topics, unknown = kafka_partitions(log, log_name)
+    source.refuse_counts(topics, unknown, log_name)
 
 
-def _newest_offsets(folder: Folder, query_id: str) -> tuple[str, str]:
-    """The log of offsets that Spark wrote last, and where it is.
+def _read_newest_offsets(folder: Folder, query_id: str) -> tuple[str, str]:
+    """Return the newest log of offsets and its location.
 
-    Not the batch's own by its number: a thread of the user's may run with the number of an earlier batch. A late task
-    of an earlier batch may get a later log, which is as good, as sources never shrink.
+    It may not be the batch's own: the batch number cannot be trusted, as a user's thread may run with the number of an
+    earlier batch. A later log is as good, because sources never shrink.
     """
     offsets = folder.child(_OFFSETS)
     batches = [int(name) for name in offsets.names() if name.isdecimal()]
     if not batches:
         raise UsageError(
-            f"checkpoint_location={folder.root!r} has no offsets, though a batch runs: give the checkpointLocation of "
-            "this query"
+            f"checkpoint_location={folder.root!r} has no offsets although a batch is running: give the "
+            "checkpointLocation of this query"
         )
-    if query_id and (other := _query_id(folder)) != query_id:
+    if query_id and (other := _read_query_id(folder)) != query_id:
         raise UsageError(
-            f"checkpoint_location={folder.root!r} is that of the query with id {other}, and this is query {query_id}: "
-            "give this query's own checkpointLocation"
+            f"checkpoint_location={folder.root!r} belongs to the query {other}, but this is query {query_id}: give "
+            "this query's own checkpointLocation"
         )
     name = str(max(batches))
     return offsets.get(name).decode(), offsets.where(name)
 
 
-def _query_id(folder: Folder) -> str:
-    where = folder.where(_METADATA)
+def _read_query_id(folder: Folder) -> str:
+    name = folder.where(_METADATA)
     try:
         return str(json.loads(folder.get(_METADATA))["id"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError(
-            f"{where} does not hold a query's id: {damage_in(error)}. Bring the file back"
-        ) from error
+        raise CorruptFileError(f"{name} does not hold a query's id: {damage_in(error)}. Restore the file") from error

@@ -1,1 +1,1 @@
-"""State as tables of Spark: a data source from PySpark 4.0 on, and a function that gives the same on every release."""
+"""State as tables of Spark: a data source from PySpark 4.0 on, and a function that does the same on every release."""

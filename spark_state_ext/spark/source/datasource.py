@@ -1,4 +1,4 @@
-"""The data source ``arrow_state`` (PySpark 4.0 and newer). Spark makes it in Python processes of its own, which need no
+"""The data source ``arrow_state`` (PySpark 4.0 and newer). Spark creates it in separate Python processes, without a
 client."""
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from pyspark.sql.types import StructType
 
 from spark_state_ext.errors import UsageError
 from spark_state_ext.spark.source.options import SourceOptions
-from spark_state_ext.spark.source.parts import planned, read_part
+from spark_state_ext.spark.source.parts import plan_read, read_part
 
-__all__ = ["ArrowStateSource", "NAME", "refused_writing"]
+__all__ = ["ArrowStateSource", "NAME", "make_read_only_error"]
 
 NAME = "arrow_state"
 
 
 class ArrowStateSource(DataSource):
-    """State of an operator as a table; `register` tells a session of it."""
+    """The state of an operator as a table; `register` adds it to a session."""
 
     @classmethod
     def name(cls) -> str:
-        """What ``format`` calls it."""
+        """Return the name of the source for ``format``."""
         return NAME
 
     def schema(self) -> StructType:
-        """The columns of the table that the options ask for."""
-        return StructType.fromJson(json.loads(planned(SourceOptions.of(self.options), described=True).schema))
+        """Return the columns of the table that the options ask for."""
+        return StructType.fromJson(json.loads(plan_read(SourceOptions.of(self.options), schema_only=True).schema))
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """What reads it."""
+        """Return the reader of the table."""
         return _Reader(SourceOptions.of(self.options))
 
     def writer(self, schema: StructType, overwrite: bool) -> Any:
-        """Nothing writes it."""
-        raise refused_writing()
+        """Raise, because the source is read-only."""
+        raise make_read_only_error()
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> Any:
-        """As `writer`."""
-        raise refused_writing()
+        """Raise, because the source is read-only."""
+        raise make_read_only_error()
 
 
 class _Bucket(InputPartition):
-    """What one task reads."""
+    """The bucket that one task reads."""
 
     def __init__(self, part: str) -> None:
         super().__init__(None)
@@ -58,17 +58,17 @@ class _Reader(DataSourceReader):
         self._options = options
 
     def partitions(self) -> list[InputPartition]:
-        return [_Bucket(part) for part in planned(self._options).parts]
+        return [_Bucket(part) for part in plan_read(self._options).parts]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, _Bucket), "an operator has buckets"
         return read_part(partition.part, self._options.storage_options)
 
 
-def refused_writing() -> UsageError:
-    """Why nobody writes state through the data source."""
+def make_read_only_error() -> UsageError:
+    """Return the error that says why state cannot be written through the data source."""
     return UsageError(
-        "arrow_state is read only: use write_savepoint(df, path, keys=…, state_schema=…), and start a query from that. "
-        "State lies in buckets by Spark's hash of the keys, sorted within each. A data source is handed rows as they "
-        "come: it cannot make Spark hash, shuffle and sort them"
+        "arrow_state is read-only: use write_savepoint(df, path, keys=…, state_schema=…), and start a query from that "
+        "savepoint. State is stored in buckets by Spark's hash of the keys and sorted within each, but a data source "
+        "gets rows in any order and cannot make Spark hash, shuffle and sort them"
     )

@@ -1,4 +1,4 @@
-"""State exactly as of a committed batch: Spark's reader of state tells the pointers, files have the rows."""
+"""State exactly as of a committed batch: Spark's reader of state gives the pointers, and checkpoint files the rows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.reading.bodies import Scratch
 from spark_state_ext.reading.exact import ExactBatch, Told, open_exact
 from spark_state_ext.reading.state import OpenState
-from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState, with_batch
+from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState, use_batch
 from spark_state_ext.spark.compat import SPARK_VERSION
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["exact_batch", "open_committed", "reader_of", "store_of", "told_of"]
+__all__ = ["read_exact_batch", "open_committed", "make_reader", "choose_store", "identify_query"]
 
 
 def open_committed(
@@ -31,40 +31,39 @@ def open_committed(
     local_dir: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> OpenState:
-    """Open the state of an operator exactly as of a committed batch, which Spark tells; the query may run meanwhile.
+    """Open the state of an operator exactly as of a committed batch; the query may run meanwhile.
 
-    Spark reads which files are committed, in a few small jobs; this process reads the files. What is read is that of
-    the last committed batch, no bucket holds the others back, and small deltas that are in Spark's checkpoint only are
-    read from there.
+    Spark reads, in a few small jobs, which files are committed; this process reads the files. By default the state is
+    as of the last committed batch for all buckets. Small deltas that are only in Spark's checkpoint are read there.
 
     Parameters
     ----------
     spark
         A session, classic or Connect, of PySpark 4.0 or newer. It need not be the query's.
     path
-        A root, as `ArrowState` has it; or a query folder, ``<root>/<operator>/<query folder>``.
+        A root, as given to `ArrowState`, or a query folder, ``<root>/<operator>/<query folder>``.
     checkpoint_location
         The query's Spark checkpoint location.
     operator
-        Name of the operator, where the query has several.
+        Name of the operator, required if the query has several.
     batch
-        After which batch, of those that Spark retains; by default the last that is committed.
+        The batch after which the state is read, one that Spark retains; by default the last committed one.
     hold, memory_map, local_dir, storage_options
-        As for `open_state`.
+        See `open_state`.
 
     Returns
     -------
     OpenState
-        To be closed, as a context manager does.
+        The state, which you have to close; it is a context manager.
 
     Raises
     ------
     UsageError
-        On PySpark 3.5, or when the checkpoint is of another query than the path.
+        On PySpark 3.5, or when the checkpoint belongs to another query than the path.
     MissingCheckpointError
-        When Spark does not retain the batch, or there is no state in it; it names those that can be read.
+        When Spark does not retain the batch, or it has no state; the message names the batches that can be read.
     CannotHoldError
-        When no hold can be written: open with ``hold=False``.
+        When a hold cannot be written: open with ``hold=False``.
     CorruptFileError, VersionSkewError, StorageError
         When a file, or Spark's state, cannot be read.
 
@@ -74,55 +73,55 @@ def open_committed(
     ...     print(state.batch, state.get("ada").to_pylist())
     42 [{'user': 'ada', 'clicks': 8, 'timeout_ms': None}]
     """
-    reader = reader_of(spark, checkpoint_location)
-    store = store_of(reader, operator)
+    reader = make_reader(spark, checkpoint_location)
+    store = choose_store(reader, operator)
     return open_exact(
         path,
-        told_of(reader, store, batch),
-        lambda: with_batch(reader, batch, lambda committed: exact_batch(reader, store, committed)),
+        identify_query(reader, store, batch),
+        lambda: use_batch(reader, batch, lambda committed: read_exact_batch(reader, store, committed)),
         hold=hold,
         scratch=Scratch(local_dir, memory_map),
         storage_options=storage_options,
     )
 
 
-def reader_of(spark: SparkSession, checkpoint_location: str | os.PathLike[str]) -> StateReader:
-    """A reader of a query's checkpoint."""
+def make_reader(spark: SparkSession, checkpoint_location: str | os.PathLike[str]) -> StateReader:
+    """Return a reader of a query's checkpoint."""
     if SPARK_VERSION < (4, 0):
         raise UsageError(
-            "PySpark 3.5 has no reader of Spark's state, which says what is committed. Read with PySpark 4.0 or newer: "
-            "that reads the checkpoint that 3.5 wrote. Or read what files prove to be committed, with open_state, or "
-            "read_state without a checkpoint_location"
+            "PySpark 3.5 has no reader of Spark's state, which is needed to find out what is committed. Read with "
+            "PySpark 4.0 or newer, which reads the checkpoint that 3.5 wrote. Or read the last batch that files prove "
+            "to be committed, with open_state, or with read_state without a checkpoint_location"
         )
     return StateReader(spark, os.fspath(checkpoint_location))
 
 
-def store_of(reader: StateReader, operator: str | None) -> StoreOfState:
-    """The store with the pointers of an operator."""
+def choose_store(reader: StateReader, operator: str | None) -> StoreOfState:
+    """Return the store with an operator's pointers."""
     stores = reader.stores()
     if not stores:
         raise MissingCheckpointError(
-            f"{reader.location} has no state of spark_state_ext: give Spark's checkpointLocation of a query that has "
+            f"{reader.location} has no state of spark_state_ext: give the Spark checkpointLocation of a query that has "
             "committed a batch with data"
         )
-    there = ", ".join(sorted(it.operator for it in stores))
+    names = ", ".join(sorted(store.operator for store in stores))
     if operator is None and len(stores) > 1:
-        raise UsageError(f"the query at {reader.location} has the operators {there}: name one, with operator=…")
-    found = next((it for it in stores if operator in (None, it.operator)), None)
-    if found is None:
-        raise UsageError(f"the query at {reader.location} has no operator {operator!r}; it has {there}")
-    return found
+        raise UsageError(f"the query at {reader.location} has the operators {names}: choose one with operator=…")
+    chosen = next((store for store in stores if operator in (None, store.operator)), None)
+    if chosen is None:
+        raise UsageError(f"the query at {reader.location} has no operator {operator!r}; it has {names}")
+    return chosen
 
 
-def told_of(reader: StateReader, store: StoreOfState, batch: int | None = None) -> Told:
-    """Whose state it is, by Spark."""
+def identify_query(reader: StateReader, store: StoreOfState, batch: int | None = None) -> Told:
+    """Return which operator and query folder Spark names for the state."""
     folder = store.query_folder
     if batch is not None:
         folder = reader.query_folder_at(store, reader.batch(batch).batch) or folder
     return Told(store.operator, folder, reader.location)
 
 
-def exact_batch(reader: StateReader, store: StoreOfState, committed: CommittedBatch) -> ExactBatch:
-    """A committed batch with its pointers."""
+def read_exact_batch(reader: StateReader, store: StoreOfState, committed: CommittedBatch) -> ExactBatch:
+    """Return a committed batch with its pointers."""
     newest = max((committed.batch, *committed.later))
     return ExactBatch(committed.batch, committed.oldest, newest, reader.by_bucket(store, committed.batch))

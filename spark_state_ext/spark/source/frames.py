@@ -1,4 +1,4 @@
-"""State as DataFrames: the data source made known to a session, and a function for every release of PySpark."""
+"""State as DataFrames: registering the data source, and a function for every release of PySpark."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _PLAN = "schema string, parts array<string>"
 
 
 def register(spark: SparkSession) -> None:
-    """Make ``spark.read.format("arrow_state")`` known to a session, classic or Connect.
+    """Register ``spark.read.format("arrow_state")`` in a session, classic or Connect.
 
-    Executors and the driver need this package. Options of the source are the arguments of `read_state`; lists are
-    names with commas between them, and ``storage_options`` is JSON.
+    Executors and the driver need this package. The source's options are the arguments of `read_state`: lists are names
+    separated by commas, and ``storage_options`` is JSON.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def register(spark: SparkSession) -> None:
     >>> spark.read.format("arrow_state").option("operator", "clicks").load("/state")  # doctest: +SKIP
     """
     if SPARK_VERSION < (4, 0):
-        raise UsageError("PySpark 3.5 has no data sources in Python: read_state(spark, path, …) gives the same tables")
+        raise UsageError("PySpark 3.5 has no Python data sources: read_state(spark, path, …) returns the same tables")
     from spark_state_ext.spark.source.datasource import ArrowStateSource
 
     spark.dataSource.register(ArrowStateSource)
@@ -63,32 +63,32 @@ def read_state(
     storage_options: Mapping[str, Any] | None = None,
     **options: str | int | bool,
 ) -> DataFrame:
-    """State of an operator as a DataFrame, read by tasks: one for each bucket, as many at once as Spark has cores.
+    """Read the state of an operator as a DataFrame, in one task for each bucket.
 
-    It is planned when this is called: each use of the frame reads the same batch, while its files are there. A hold
-    keeps them for ten minutes after the last task that read.
+    This call plans the read: each use of the frame reads the same batch, as long as its files exist. A hold keeps the
+    files until ten minutes after the last task that read.
 
     Parameters
     ----------
     spark
         A session, classic or Connect, of any release.
     path
-        A root, a query folder, or a savepoint, that executors reach.
+        A root, a query folder or a savepoint that executors can reach.
     columns
-        Names of columns; by default keys, state and ``timeout_ms``. There are also ``defined``, ``bucket``, and, where
-        the state has a time to live, ``__expires_ms``.
+        Names of columns; by default keys, state and ``timeout_ms``. Other columns are ``defined``, ``bucket``, and,
+        if the state has a time to live, ``__expires_ms``.
     buckets
         Numbers of buckets; by default all.
     checkpoint_location
-        The query's Spark checkpoint location (PySpark 4.0 or newer): the state is read exactly as of a committed
-        batch, by default the last one, as `open_committed` does. By default it is the last one that files prove.
+        The query's Spark checkpoint location (PySpark 4.0 or newer): the state is read exactly as of a committed batch,
+        by default the last one, as by `open_committed`. Without it the last batch that files prove is read.
     storage_options
         Options for the path's fsspec file system.
     **options
-        ``operator``, ``batch``, ``query_folder``, ``unproven`` and ``hold``, as for `open_state`; ``table``:
-        ``"state"``, ``"timeouts"``, or ``"metadata"``, a row for each checkpoint file; ``from_batch``, and ``to_batch``
-        if it is not to be the newest: what became of keys in between, with the column ``_change``, ``"insert"``,
-        ``"update"`` or ``"delete"``.
+        ``operator``, ``batch``, ``query_folder``, ``unproven`` and ``hold``, as for `open_state`. ``table``:
+        ``"state"``, ``"timeouts"`` or ``"metadata"``, which has a row for each checkpoint file. ``from_batch`` and
+        ``to_batch``, by default the newest batch: read the keys that changed in between, with a column ``_change``,
+        ``"insert"``, ``"update"`` or ``"delete"``.
 
     Returns
     -------
@@ -100,7 +100,7 @@ def read_state(
     UsageError
         When an argument cannot work.
     PySparkException
-        What tasks find comes as Spark's own error, with ours in its text.
+        Errors in tasks arrive as Spark's own error, with ours in its text.
 
     Examples
     --------
@@ -108,77 +108,88 @@ def read_state(
     """
     from spark_state_ext.spark.source.options import SourceOptions
 
-    told = {name: str(value) for name, value in options.items()}
-    told["path"] = os.fspath(path)
+    texts = {name: str(value) for name, value in options.items()}
+    texts["path"] = os.fspath(path)
     if columns is not None:
-        told["columns"] = json.dumps(list(columns))
+        texts["columns"] = json.dumps(list(columns))
     if buckets is not None:
-        told["buckets"] = ",".join(map(str, buckets))
+        texts["buckets"] = ",".join(map(str, buckets))
     if storage_options:
-        told["storage_options"] = json.dumps(dict(storage_options))
-    asked = SourceOptions.of(told)
+        texts["storage_options"] = json.dumps(dict(storage_options))
+    source_options = SourceOptions.of(texts)
     if checkpoint_location is None:
-        found = spark.range(1).coalesce(1).mapInArrow(_planner(told), _PLAN).collect()[0]
+        plan = spark.range(1).coalesce(1).mapInArrow(_make_planner(texts), _PLAN).collect()[0]
     else:
-        found = _planned_exactly(spark, told, asked, checkpoint_location)
-    schema = StructType.fromJson(json.loads(found.schema))
-    parts = list(found.parts)
+        plan = _plan_exactly(spark, texts, source_options, checkpoint_location)
+    schema = StructType.fromJson(json.loads(plan.schema))
+    parts = list(plan.parts)
     if not parts:
         return spark.createDataFrame([], schema)
-    # One bucket a task, whatever the session's settings for shuffles are.
+    # One task per bucket, whatever the session's shuffle settings are.
     rows = spark.createDataFrame([(at, part) for at, part in enumerate(parts)], "at int, part string")
-    return rows.repartitionByRange(len(parts), "at").mapInArrow(_reader(dict(storage_options or {})), schema)
+    return rows.repartitionByRange(len(parts), "at").mapInArrow(_make_reader(dict(storage_options or {})), schema)
 
 
-def _planned_exactly(
-    spark: SparkSession, told: dict[str, str], asked: SourceOptions, checkpoint_location: str | os.PathLike[str]
+def _plan_exactly(
+    spark: SparkSession,
+    texts: dict[str, str],
+    source_options: SourceOptions,
+    checkpoint_location: str | os.PathLike[str],
 ) -> Any:
-    """The plan of a read of committed batches. A task makes it, as a client of Spark Connect may not reach the root."""
-    from spark_state_ext.spark.client.state_reader import with_batch
-    from spark_state_ext.spark.source.exact import exact_batch, reader_of, store_of, told_of
+    """Plan a read of committed batches in a task, because a client of Spark Connect may not reach the root."""
+    from spark_state_ext.spark.client.state_reader import use_batch
+    from spark_state_ext.spark.source.exact import choose_store, identify_query, make_reader, read_exact_batch
 
-    if asked.unproven:
-        raise UsageError("unproven does not go with checkpoint_location, by which all that is read is committed")
-    reader = reader_of(spark, checkpoint_location)
-    store = store_of(reader, asked.operator)
-    if asked.query_folder not in (None, store.query_folder):
+    if source_options.unproven:
+        raise UsageError("unproven cannot be used with checkpoint_location, which only reads committed state")
+    reader = make_reader(spark, checkpoint_location)
+    store = choose_store(reader, source_options.operator)
+    if source_options.query_folder not in (None, store.query_folder):
         raise UsageError(
-            f"the query at {reader.location} has the folder {store.query_folder}, not {asked.query_folder!r}: leave "
-            "query_folder out, or give the checkpointLocation of that query"
+            f"the query at {reader.location} has the folder {store.query_folder}, not {source_options.query_folder!r}: "
+            "leave query_folder out, or give the checkpointLocation of that query"
         )
 
     def plan(committed: CommittedBatch) -> Any:
-        batches = [committed] if asked.from_batch is None else [reader.batch(asked.from_batch), committed]
-        exact = [exact_batch(reader, store, it) for it in batches]
-        rows = [(at, it.encode()) for at, one in enumerate(exact) for it in one.pointers.values()]
-        ranges = [(it.batch, it.oldest, it.newest) for it in exact]
+        batches = (
+            [committed] if source_options.from_batch is None else [reader.batch(source_options.from_batch), committed]
+        )
+        exact = [read_exact_batch(reader, store, batch) for batch in batches]
+        rows = [
+            (at, pointer.encode()) for at, exact_batch in enumerate(exact) for pointer in exact_batch.pointers.values()
+        ]
+        ranges = [(exact_batch.batch, exact_batch.oldest, exact_batch.newest) for exact_batch in exact]
         frame = spark.createDataFrame(rows, "at int, pointer binary").coalesce(1)
-        by_spark = asdict(told_of(reader, store, asked.batch if asked.from_batch is None else None))
-        found = frame.mapInArrow(_planner(told, by_spark, ranges), _PLAN).collect()[0]
-        # The hold is there now. What Spark retains still, no clean-up has touched before.
+        origin = asdict(
+            identify_query(reader, store, source_options.batch if source_options.from_batch is None else None)
+        )
+        planned_read = frame.mapInArrow(_make_planner(texts, origin, ranges), _PLAN).collect()[0]
+        # The hold is in place. If Spark still retains the batch, clean-up has not deleted its files before.
         reader.batch(batches[0].batch)
-        return found
+        return planned_read
 
-    return with_batch(reader, asked.to_batch if asked.from_batch is not None else asked.batch, plan)
+    return use_batch(
+        reader, source_options.to_batch if source_options.from_batch is not None else source_options.batch, plan
+    )
 
 
-def _planner(
-    told: dict[str, str], by_spark: dict[str, str] | None = None, ranges: Sequence[tuple[int, int, int]] = ()
+def _make_planner(
+    texts: dict[str, str], origin: dict[str, str] | None = None, ranges: Sequence[tuple[int, int, int]] = ()
 ) -> Any:
-    # Nested, so that Spark takes it along by value.
+    # Nested, so that Spark pickles it by value.
     def plan_state(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from spark_state_ext.spark.source.options import SourceOptions
-        from spark_state_ext.spark.source.parts import exact_of, planned
+        from spark_state_ext.spark.source.parts import decode_exact, plan_read
 
         rows = [row for batch in batches for row in batch.to_pylist()]
-        exact = None if by_spark is None else exact_of(by_spark, ranges, rows)
-        found = planned(SourceOptions.of(told), exact=exact)
-        yield pa.RecordBatch.from_pydict({"schema": [found.schema], "parts": [list(found.parts)]})
+        exact = None if origin is None else decode_exact(origin, ranges, rows)
+        plan = plan_read(SourceOptions.of(texts), exact=exact)
+        yield pa.RecordBatch.from_pydict({"schema": [plan.schema], "parts": [list(plan.parts)]})
 
     return plan_state
 
 
-def _reader(storage_options: dict[str, Any]) -> Any:
+def _make_reader(storage_options: dict[str, Any]) -> Any:
     def read_parts(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from spark_state_ext.spark.source.parts import read_part
 

@@ -1,4 +1,4 @@
-"""Options of the data source ``arrow_state``, which Spark hands over as texts."""
+"""Options of the data source ``arrow_state``, which Spark passes as strings."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _FLAGS = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What is read.
+    """What a read of state returns.
 
     Parameters
     ----------
     path
-        A root, a query folder, or a savepoint.
+        A root, a query folder or a savepoint.
     table
-        `STATE`, `TIMEOUTS`, `METADATA`; or `CHANGES`, where batches are given.
+        `STATE`, `TIMEOUTS` or `METADATA`; or `CHANGES` if `from_batch` is given.
     operator, batch, query_folder, unproven, hold
         As for `open_state`.
     columns
-        Names of columns; None: all.
+        Names of columns; None for all.
     buckets
-        Numbers of buckets; None: all.
+        Numbers of buckets; None for all.
     from_batch, to_batch
-        Between which batches changes are told; the second is the newest by default.
+        The batches between which changes are read; `to_batch` is by default the newest.
     storage_options
         Options for the path's fsspec file system.
     """
@@ -53,38 +53,40 @@ class SourceOptions:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def of(given: Mapping[str, str]) -> SourceOptions:
-        """Read options; names in any case, and ``fromBatch`` as ``from_batch``."""
+    def of(options: Mapping[str, str]) -> SourceOptions:
+        """Parse options. Names may be in any case, and without underscores: ``fromBatch`` is ``from_batch``."""
         names = {name.replace("_", ""): name for name in SourceOptions.__dataclass_fields__}
         texts: dict[str, str] = {}
-        for key, text in given.items():
+        for key, text in options.items():
             name = names.get(key.lower().replace("_", ""))
             if name is None and key.lower().replace("_", "") == "checkpointlocation":
                 raise UsageError(
-                    "a data source has no Spark session, so arrow_state cannot have Spark say what is committed: "
-                    "read_state(spark, path, checkpoint_location=…) does"
+                    "arrow_state cannot read exactly as of a committed batch, as a data source has no Spark session: "
+                    "use read_state(spark, path, checkpoint_location=…)"
                 )
             if name is None:
-                alike = difflib.get_close_matches(key.lower(), SourceOptions.__dataclass_fields__, n=1)
+                similar = difflib.get_close_matches(key.lower(), SourceOptions.__dataclass_fields__, n=1)
                 raise UsageError(
-                    f"arrow_state has no option {key!r}{f'; most likely {alike[0]!r} is meant' if alike else ''}. "
+                    f"arrow_state has no option {key!r}{f'; most likely {similar[0]!r} is meant' if similar else ''}. "
                     f"It has {', '.join(SourceOptions.__dataclass_fields__)}"
                 )
             texts[name] = text
         if "path" not in texts:
             raise UsageError("arrow_state needs a path: load(path), or option('path', …)")
-        found: dict[str, Any] = {name: _READ.get(name, _as_text)(name, text) for name, text in texts.items()}
-        return SourceOptions(**found)._checked()
+        values: dict[str, Any] = {name: _READ.get(name, _as_text)(name, text) for name, text in texts.items()}
+        return SourceOptions(**values)._check()
 
-    def _checked(self) -> SourceOptions:
+    def _check(self) -> SourceOptions:
         if self.table not in _TABLES:
             raise UsageError(f"the option table must be one of {', '.join(_TABLES)}, not {self.table!r}")
         if self.to_batch is not None and self.from_batch is None:
-            raise UsageError("the option to_batch goes with from_batch: changes are told between two batches")
+            raise UsageError("the option to_batch needs from_batch: changes are read between two batches")
         if self.from_batch is None:
             return self
         if self.table != STATE or self.batch is not None or self.columns is not None:
-            raise UsageError("the options table, batch and columns do not go with from_batch, which reads changes")
+            raise UsageError(
+                "from_batch, which reads changes, cannot be used with the options table, batch and columns"
+            )
         if self.to_batch is not None and self.to_batch < self.from_batch:
             raise UsageError(f"to_batch must not come before from_batch: {self.to_batch} is before {self.from_batch}")
         return SourceOptions(**{**self.__dict__, "table": CHANGES})
@@ -109,12 +111,12 @@ def _as_flag(name: str, text: str) -> bool:
 
 def _as_names(name: str, text: str) -> tuple[str, ...]:
     try:
-        # Names with commas in them are given as JSON.
+        # Names that contain commas are given as a JSON list.
         names = json.loads(text) if text.startswith("[") else [part.strip() for part in text.split(",")]
     except ValueError:
         names = None
-    if not isinstance(names, list) or not names or not all(isinstance(it, str) and it for it in names):
-        raise UsageError(f"the option {name} must be names with commas between them, or a JSON list, not {text!r}")
+    if not isinstance(names, list) or not names or not all(isinstance(part, str) and part for part in names):
+        raise UsageError(f"the option {name} must be names separated by commas, or a JSON list, not {text!r}")
     return tuple(names)
 
 
@@ -124,13 +126,13 @@ def _as_numbers(name: str, text: str) -> tuple[int, ...]:
 
 def _as_mapping(name: str, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        mapping = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        # They may hold secrets.
-        raise UsageError(f"the option {name} must be a JSON object, as json.dumps makes one of a dict")
-    return found
+        mapping = None
+    if not isinstance(mapping, dict):
+        # Do not show the value, which may hold secrets.
+        raise UsageError(f"the option {name} must be a JSON object, such as json.dumps of a dict")
+    return mapping
 
 
 _READ: dict[str, Any] = {

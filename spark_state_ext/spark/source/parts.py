@@ -1,8 +1,8 @@
-"""What is planned once, and what each task reads: partitions are buckets. Neither part needs PySpark.
+"""Planning a read once, and reading one bucket in each task. Neither needs PySpark.
 
-The plan opens the state, which places a hold, and writes down the pointer of each bucket: so all tasks read the same
-batch. The hold is left to the tasks, which renew it while they read; nobody knows which of them is the last, so it ends
-by itself, ten minutes after that.
+Planning opens the state, which places a hold, and writes down the pointer of each bucket, so that all tasks read the
+same batch. The hold is left to the tasks, which renew it while they read. It is unknown which task is the last, so the
+hold is not removed: it expires ten minutes after that.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from spark_state_ext.reading.state import OpenState
 from spark_state_ext.reading.table_of_files import FILES
 from spark_state_ext.spark.source.options import CHANGES, METADATA, TIMEOUTS, SourceOptions
 
-__all__ = ["Exact", "Planned", "exact_of", "planned", "read_part"]
+__all__ = ["Exact", "PlannedRead", "decode_exact", "plan_read", "read_part"]
 
 _LONG, _INTEGER, _BOOLEAN, _STRING = "long", "integer", "boolean", "string"
 _OF_ARROW = {pa.int32(): _INTEGER, pa.int64(): _LONG, pa.string(): _STRING}
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A read that is planned.
+class PlannedRead:
+    """A planned read.
 
     Parameters
     ----------
     schema
-        Spark's JSON of the table's type.
+        Type of the table, as Spark's JSON.
     parts
-        What each task is told, as JSON: one for each bucket.
+        The request of each task, as JSON: one for each bucket.
     """
 
     schema: str
@@ -55,93 +55,101 @@ class Planned:
 
 @dataclass(frozen=True)
 class Exact:
-    """Committed batches, and what Spark told of them.
+    """Committed batches of a query, as Spark reports them.
 
     Parameters
     ----------
     told
-        Whose they are.
+        The operator and query that they belong to.
     batches
-        The one that is read, or first the one that changes are told from.
+        The batch that is read; for changes the batch that they start from, and the one that is read.
     """
 
-    told: Told
+    origin: Told
     batches: tuple[ExactBatch, ...]
 
 
-def exact_of(
-    told: Mapping[str, str], ranges: Sequence[tuple[int, int, int]], rows: Sequence[Mapping[str, Any]]
+def decode_exact(
+    origin: Mapping[str, str], ranges: Sequence[tuple[int, int, int]], rows: Sequence[Mapping[str, Any]]
 ) -> Exact:
-    """What a client has read of Spark's state, as a task gets it."""
+    """Decode the batches and pointers that a client has read from Spark's state and sent to a task."""
     pointers: list[dict[int, Pointer]] = [{} for _ in ranges]
     for row in rows:
         pointer = Pointer.decode(row["pointer"])
         pointers[row["at"]][pointer.bucket] = pointer
-    return Exact(Told(**told), tuple(ExactBatch(*it, made) for it, made in zip(ranges, pointers, strict=True)))
+    return Exact(
+        Told(**origin),
+        tuple(
+            ExactBatch(*batch_range, batch_pointers)
+            for batch_range, batch_pointers in zip(ranges, pointers, strict=True)
+        ),
+    )
 
 
-def planned(options: SourceOptions, *, described: bool = False, exact: Exact | None = None) -> Planned:
-    """Plan a read."""
-    hold = options.hold and not described
+def plan_read(options: SourceOptions, *, schema_only: bool = False, exact: Exact | None = None) -> PlannedRead:
+    """Plan a read; if `schema_only`, return only its schema and place no hold."""
+    hold = options.hold and not schema_only
     last = options.to_batch if options.table == CHANGES else options.batch
-    with _opened(options, last, hold, exact, -1) as after:
-        schema = _schema(options, after)
-        if described:
-            return Planned(schema, ())
+    with _open(options, last, hold, exact, -1) as after:
+        schema = _make_schema(options, after)
+        if schema_only:
+            return PlannedRead(schema, ())
         before = None
         if options.table == CHANGES:
-            # Under the hold of the other.
-            with _opened(options, options.from_batch, False, exact, 0) as before:
+            # The hold of `after` covers it.
+            with _open(options, options.from_batch, False, exact, 0) as before:
                 if before.batch > after.batch:
                     raise UsageError(
                         f"from_batch must not come after the batch that is read: {before.batch} is after {after.batch}"
                     )
-        told = _told(options, after)
+        common = _describe_read(options, after)
         buckets = sorted(after.files.pointers) if options.buckets is None else sorted(set(options.buckets))
-        after.scan(buckets=buckets)  # says which of them there are not
-        pointers = [_bucket(bucket, before, after) for bucket in buckets]
-        told["hold_id"] = after.leave_hold()
-        parts = tuple(json.dumps({**told, **it}) for it in pointers)
-    return Planned(schema, parts)
+        after.scan(buckets=buckets)  # raises if one of them does not exist
+        pointers = [_describe_bucket(bucket, before, after) for bucket in buckets]
+        common["hold_id"] = after.leave_hold()
+        parts = tuple(json.dumps({**common, **part}) for part in pointers)
+    return PlannedRead(schema, parts)
 
 
 def read_part(part: str, storage_options: Mapping[str, Any]) -> Iterator[pa.RecordBatch]:
-    """The rows of one bucket."""
-    told = json.loads(part)
-    refuse_other_release(told)
-    folder = Folder(told["folder"], storage_options)
-    hold = ReaderHold(folder, joined=told["hold_id"]) if told["hold_id"] else None
-    operator = OperatorFile.decode(told["operator_file"].encode(), "the operator file of the plan")
-    bucket = told["bucket"]
+    """Read the rows of one bucket."""
+    plan = json.loads(part)
+    refuse_other_release(plan)
+    folder = Folder(plan["folder"], storage_options)
+    hold = ReaderHold(folder, joined=plan["hold_id"]) if plan["hold_id"] else None
+    operator = OperatorFile.decode(plan["operator_file"].encode(), "the operator file of the plan")
+    bucket = plan["bucket"]
 
-    def at(which: str, batch: int) -> OpenState:
-        pointer = Pointer.decode(base64.b64decode(told[which]))
-        saved = {bucket: [SavedFile(**file) for file in told["saved"]]}
+    def open_at(which: str, batch: int) -> OpenState:
+        pointer = Pointer.decode(base64.b64decode(plan[which]))
+        saved = {bucket: [SavedFile(**file) for file in plan["saved"]]}
         return open_pointers(folder, operator, {bucket: pointer}, batch, hold=hold, saved=saved)
 
-    after = at("pointer", told["batch"])
-    if told["table"] == CHANGES:
-        batches: Any = changes_of_bucket(at("before", told["batch"]), after, bucket)
+    after = open_at("pointer", plan["batch"])
+    if plan["table"] == CHANGES:
+        batches: Any = changes_of_bucket(open_at("before", plan["batch"]), after, bucket)
         fields = changes_schema(after)
-    elif told["table"] == METADATA:
+    elif plan["table"] == METADATA:
         batches, fields = after.lineage([bucket]).to_batches(), FILES
-    elif told["table"] == TIMEOUTS:
+    elif plan["table"] == TIMEOUTS:
         reader = after.timeouts([bucket])
         batches, fields = reader, reader.schema
     else:
-        reader = after.scan(told["columns"], buckets=[bucket])
+        reader = after.scan(plan["columns"], buckets=[bucket])
         batches, fields = reader, reader.schema
-    # Spark's columns may all be NULL.
+    # In Spark all columns may be NULL.
     nullable = pa.schema([field.with_nullable(True) for field in fields])
     for batch in batches:
         if batch.num_rows:
             yield pa.RecordBatch.from_arrays(batch.columns, schema=nullable)
 
 
-def _opened(options: SourceOptions, batch: int | None, hold: bool, exact: Exact | None, at: int) -> OpenState:
+def _open(options: SourceOptions, batch: int | None, hold: bool, exact: Exact | None, position: int) -> OpenState:
     if exact is not None:
-        found = exact.batches[at]
-        return open_exact(options.path, exact.told, lambda: found, hold=hold, storage_options=options.storage_options)
+        exact_batch = exact.batches[position]
+        return open_exact(
+            options.path, exact.origin, lambda: exact_batch, hold=hold, storage_options=options.storage_options
+        )
     return open_state(
         options.path,
         operator=options.operator,
@@ -153,7 +161,7 @@ def _opened(options: SourceOptions, batch: int | None, hold: bool, exact: Exact 
     )
 
 
-def _told(options: SourceOptions, state: OpenState) -> dict[str, Any]:
+def _describe_read(options: SourceOptions, state: OpenState) -> dict[str, Any]:
     return {
         "package_version": BUILD,
         "folder": state.path,
@@ -164,37 +172,37 @@ def _told(options: SourceOptions, state: OpenState) -> dict[str, Any]:
     }
 
 
-def _bucket(bucket: int, before: OpenState | None, after: OpenState) -> dict[str, Any]:
+def _describe_bucket(bucket: int, before: OpenState | None, after: OpenState) -> dict[str, Any]:
     saved = [asdict(file) for file in after.files.saved.get(bucket, ())]
-    told = {"bucket": bucket, "pointer": _encoded(after.files.pointers[bucket]), "saved": saved}
-    return told if before is None else {**told, "before": _encoded(before.files.pointers[bucket])}
+    description = {"bucket": bucket, "pointer": _encode(after.files.pointers[bucket]), "saved": saved}
+    return description if before is None else {**description, "before": _encode(before.files.pointers[bucket])}
 
 
-def _encoded(pointer: Pointer) -> str:
+def _encode(pointer: Pointer) -> str:
     return base64.b64encode(pointer.encode()).decode()
 
 
-def _schema(options: SourceOptions, state: OpenState) -> str:
-    """Spark's JSON of the type of the table that is read."""
+def _make_schema(options: SourceOptions, state: OpenState) -> str:
+    """Return the type of the table that is read, as Spark's JSON."""
     if options.table == METADATA:
-        return _struct({field.name: _OF_ARROW[field.type] for field in FILES})
-    types = _types(state)
+        return _encode_struct({field.name: _OF_ARROW[field.type] for field in FILES})
+    types = _column_types(state)
     keys = state.key_schema.names
     if options.table == TIMEOUTS:
-        return _struct({name: types[name] for name in (*keys, TIMEOUT_MS)})
+        return _encode_struct({name: types[name] for name in (*keys, TIMEOUT_MS)})
     if options.table == CHANGES:
         changes_schema(state)
-        return _struct({**{name: types[name] for name in state.schema.names}, CHANGE: _STRING})
+        return _encode_struct({**{name: types[name] for name in state.schema.names}, CHANGE: _STRING})
     if options.columns is None:
-        return _struct({name: types[name] for name in state.schema.names})
+        return _encode_struct({name: types[name] for name in state.schema.names})
     unknown = [name for name in options.columns if name not in types]
     if unknown:
-        raise UsageError(f"there is no column {unknown[0]!r}: there are {', '.join(types)}")
-    return _struct({name: types[name] for name in options.columns})
+        raise UsageError(f"there is no column {unknown[0]!r}, only {', '.join(types)}")
+    return _encode_struct({name: types[name] for name in options.columns})
 
 
-def _types(state: OpenState) -> dict[str, Any]:
-    """Spark's JSON of the type of each column; all but the hash, for which Spark has no type."""
+def _column_types(state: OpenState) -> dict[str, Any]:
+    """Return the type of each column as Spark's JSON, without the hash, for which Spark has no type."""
     operator = state.files.operator
     fields = [*json.loads(operator.key_schema)["fields"], *json.loads(operator.state_schema)["fields"]]
     shown = [field for field in fields if field["name"] != EXPIRES_MS]
@@ -204,6 +212,6 @@ def _types(state: OpenState) -> dict[str, Any]:
     return {**types, EXPIRES_MS: _LONG} if len(shown) < len(fields) else types
 
 
-def _struct(types: Mapping[str, Any]) -> str:
-    fields = [{"name": name, "type": it, "nullable": True, "metadata": {}} for name, it in types.items()]
+def _encode_struct(types: Mapping[str, Any]) -> str:
+    fields = [{"name": name, "type": data_type, "nullable": True, "metadata": {}} for name, data_type in types.items()]
     return json.dumps({"type": "struct", "fields": fields})
