@@ -629,14 +629,22 @@ def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
         (UsageError, "gap_ms", lambda: sessionize(mine, timed, "key", "at", 2**45 + 1, n)),
         (UsageError, "then a DataFrame, not 'x'", lambda: aggregate(mine, "x", "key", n)),  # type: ignore[arg-type]
         (UsageError, "list each column separately", lambda: deduplicate(mine, df, "*")),
-        (UsageError, "order_by of top_k has None", lambda: top_k(mine, df, "key", None, 1)),  # type: ignore[arg-type]
+        (
+            UsageError,
+            "order_by of top_k must be column names or expressions, not None",
+            lambda: top_k(mine, df, "key", None, 1),
+        ),  # type: ignore[arg-type]
         (UsageError, "rank of top_k", lambda: top_k(mine, df, "key", "whole", 1, rank=1)),  # type: ignore[arg-type]
         (UsageError, "descending of top_k", lambda: top_k(mine, df, "key", "whole", 1, descending=None)),  # type: ignore[arg-type]
         (UsageError, "k of top_k", lambda: top_k(mine, df, "key", "whole", 0)),
         (UsageError, "emit of top_k", lambda: top_k(mine, df, "key", "whole", 1, emit="some")),  # type: ignore[arg-type]
         (UsageError, "'day' is there more than once", lambda: top_k(mine, df, "key", "whole", 1, rank="day")),
         (UsageError, "descending has 2 values", lambda: top_k(mine, df, "key", "whole", 1, descending=[True, False])),
-        (UsageError, "the aggregate 'x' has 1", lambda: aggregate(mine, df, "key", {"x": Agg.count(1)})),  # type: ignore[arg-type]
+        (
+            UsageError,
+            "the aggregate 'x' must have a column name or an expression, not 1",
+            lambda: aggregate(mine, df, "key", {"x": Agg.count(1)}),
+        ),  # type: ignore[arg-type]
         (UsageError, "keys of top_k must have different names", lambda: top_k(mine, df, ["key", "key"], "whole", 1)),
         (
             UsageError,

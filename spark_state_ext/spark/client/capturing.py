@@ -132,8 +132,8 @@ def _capture_for_rescaling(spark: SparkSession, job: Job, reader: StateReader) -
     answer = run_task(spark, "begin", request)
     if "nothing_in" in answer:
         raise MissingCheckpointError(
-            f"its state would be in {answer['nothing_in']}, which is empty: set rescale to the checkpointLocation of "
-            "this query, and root and operator to the values that the query had before"
+            f"there is no state in {answer['nothing_in']}, where it should be: set rescale to the checkpointLocation "
+            "of this query, and root and operator to the values that the query had before"
         )
     if "stays" in answer:
         return job

@@ -121,7 +121,7 @@ def chain(*steps: Step) -> Chain:
 
 
 class _Run:
-    """One call of a chain: split the key's composite state, run the steps in turn, and combine the state again."""
+    """Runs one call of a chain: splits the key's composite state, runs each step, and combines the state again."""
 
     def __init__(self, steps: tuple[Step, ...], key: tuple[Any, ...], state: GroupState) -> None:
         self._steps = steps
@@ -130,7 +130,7 @@ class _Run:
         stored = state.getOption or (None, None) * len(steps)
         self._before = [(stored[2 * position], stored[2 * position + 1]) for position in range(len(steps))]
         self._after: list[tuple[Any, int | None]] = list(self._before)
-        # Comparing states would not detect this: a step may have changed the very list that it was given.
+        # Comparing states is not enough: a step may have changed the very list that it was given.
         self._touched = False
         self._outer = state
 
@@ -151,7 +151,7 @@ class _Run:
                 self._call_step(position, step, _prepend(first, source), timed_out=False), position, step
             )
             if position:
-                # The step before has not yet produced what this step left unread; its state is known only after that.
+                # Consume what this step left unread: the step before produces it only now, and then knows its state.
                 for _ in source:
                     pass
         elif self._is_due(position):
@@ -199,7 +199,7 @@ class _Run:
 
     def write_state(self, state: GroupState) -> None:
         if not self._timed_out and not self._touched:
-            return  # as without a chain: if rows changed nothing, a timeout that is due fires in this batch
+            return  # as without a chain: if rows left the state unchanged, a timeout that is due fires in this batch
         if all(value is None and timeout is None for value, timeout in self._after):
             if state.exists:
                 state.remove()

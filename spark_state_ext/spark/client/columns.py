@@ -38,7 +38,7 @@ _SESSION_KEY = "spark.sessionWindow"
 
 
 def parse_schema(schema: StructType | str, spark: Any, name: str) -> StructType:
-    """Return a schema that was given as a type or in Spark's DDL."""
+    """Return as a type a schema that was given as a type or as Spark's DDL."""
     if isinstance(schema, StructType):
         return schema
     if re.search(r"\b(var)?char\s*\(", str(schema), re.IGNORECASE):
@@ -126,8 +126,8 @@ def _bare_name(column: Column) -> str | None:
 
 
 def _may_be_literal(column: Column, name: str) -> bool:
-    """True if a column's text may be that of a constant, as Connect writes both without quotes. To take a column for a
-    constant is harmless: the plan only has another copy of it."""
+    """True if a column's text may be the text of a constant: Connect writes both without quotes. It is harmless to take
+    a column for a constant: the plan then only has another copy of it."""
     return name.isdigit() or name in ("true", "false") or str(F.lit(name)) == str(column)
 
 
@@ -182,7 +182,7 @@ def partition_columns(df: DataFrame, source: SourcePartition) -> list[Column]:
         if position is None:
             raise UsageError(
                 f"bucket_by names the column {name!r}, but the input has no column of that name, or several: it has "
-                f"{', '.join(field.name for field in fields)}. Select it with the others, as 'partition' of Kafka"
+                f"{', '.join(field.name for field in fields)}. Select that column too; for Kafka it is 'partition'"
             )
         data_type, target = fields[position].dataType, "bigint"
         expected: type[DataType] = IntegralType

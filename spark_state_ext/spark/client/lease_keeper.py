@@ -32,7 +32,7 @@ _LOGGER = logging.getLogger("spark_state_ext")
 _POLL_S_MIN = 0.05
 # How often folders are listed for leases of tasks that do not know their query, and failed roots are tried again.
 _SELDOM_S = 10.0
-# Number of hanging requests from which on new ones are made less and less often.
+# If more requests than this hang, new ones are made less and less often.
 _HUNG_OFTEN = 6
 # If no query has been active for this long, the session is polled less often.
 _QUIET_S = 60.0
@@ -82,13 +82,13 @@ class KeptLeases:
     # A store that hangs must not keep the leases in other stores from being renewed.
     _pool: DaemonPool = field(default_factory=lambda: DaemonPool("leases"))
     _running: Future[None] | None = None
-    _begun_s: float = -math.inf
+    _started_s: float = -math.inf
 
     def start_poll(self, active: Sequence[str], now_s: float) -> None:
         """Run `poll` in a background thread; skip it while the last call is running, unless that call hangs."""
         if self._running is not None and not self._running.done():
             # Less and less often, as each hanging call occupies a thread.
-            if now_s <= self._begun_s + _SELDOM_S * 2 ** max(0, self._pool.threads_max - _HUNG_OFTEN):
+            if now_s <= self._started_s + _SELDOM_S * 2 ** max(0, self._pool.threads_max - _HUNG_OFTEN):
                 return
             self._warn_once(
                 "the leases below %s are not renewed: their store has not answered for %d s. Check the store. If a "
@@ -97,7 +97,7 @@ class KeptLeases:
                 _SELDOM_S,
             )
             self._pool.threads_max += 1
-        self._begun_s = now_s
+        self._started_s = now_s
         try:
             self._running = self._pool.submit(self._poll, active, now_s)
         except StateError as error:
@@ -126,15 +126,15 @@ class KeptLeases:
         # A failed release is tried again by the next poll.
         self._active = {query for query in active if self._last_seen.get(query) is not None} | (ended & failed.keys())
         unknown = active - self._active - failed.keys()
-        has_unassigned = bool(unknown)
+        has_unknown = bool(unknown)
         if now_s >= self._list_at_s:
             self._list_at_s = now_s + _SELDOM_S
-            self._unassigned = self._find_unassigned() if has_unassigned else []
+            self._unassigned = self._find_unassigned() if has_unknown else []
             if active:
                 self._find_rescaled()
             self._find_claimed(unknown - self._searched)
         # It is unknown to which of the queries these folders belong, so their leases are not released.
-        query_folders = self._unassigned if has_unassigned else []
+        query_folders = self._unassigned if has_unknown else []
         failed |= self._for_each(query_folders, lambda query_folder: self._renew(query_folder, now_ms))
         if failed and len(failed) == len(active | ended | set(query_folders)):
             raise next(iter(failed.values()))
@@ -185,7 +185,7 @@ class KeptLeases:
         return {name, *rescaled, *(rescaled_folder(name, plan) for plan in self.rescaling)}
 
     def _find_leases(self, query: str) -> dict[str, Found]:
-        """Return the newest record of a query's leases, by folder: those of this application if there are any."""
+        """Return the newest records of a query's leases by folder; only this application's records if there are any."""
         newest = {name: _read_newest(LeaseLog(self.folder.child(name)), query) for name in self._find_folders(query)}
         leases = {name: lease for name, lease in newest.items() if lease is not None}
         return {
@@ -262,7 +262,7 @@ class KeptLeases:
         self._for_each([name for name in names if not self._rescaled[name]], check)
 
     def _find_claimed(self, queries: set[str]) -> None:
-        """Find the folders that these queries claimed in an earlier run: a restart need not name them again."""
+        """Find the folders that these queries claimed in an earlier run: a restart may not name them again."""
         if not queries:
             return
 

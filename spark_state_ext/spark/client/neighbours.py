@@ -17,10 +17,10 @@ _LOGGER = logging.getLogger("spark_state_ext")
 
 
 def log_other_queries(root: str, storage_options: Mapping[str, Any], operator: str) -> threading.Thread | None:
-    """Log at INFO which queries have state under an operator's name; the thread that does so, or None at other levels.
+    """Start a thread that logs which queries have state under an operator's name; return None if INFO is not logged.
 
-    A query that is being planned has no id yet, so its own state cannot be told apart: an ordinary restart finds it
-    here too. A thread looks in the background, as the root may be slow, or out of the client's reach.
+    A query that is being planned has no id yet, so the list includes its own state if it is a restart. A thread does
+    the work, as the root may be slow, or out of the client's reach.
     """
     if not _LOGGER.isEnabledFor(logging.INFO):
         return None

@@ -84,7 +84,7 @@ def _check_columns(columns: Sequence[Any], what: str) -> None:
     """Raise a UsageError for a value that is neither a column's name nor an expression."""
     for column in columns:
         if not isinstance(column, str) and not hasattr(column, "alias"):
-            raise UsageError(f"{what} has {column!r}: give a column's name or an expression")
+            raise UsageError(f"{what} must be column names or expressions, not {column!r}")
 
 
 def to_column(column: KeyLike) -> Column:
@@ -192,7 +192,7 @@ def checked_aggregates(aggregates: Mapping[str, Aggregate], name: str) -> dict[s
         )
     for name, spec in aggregates.items():
         if spec.column is not None and not isinstance(spec.column, str) and not hasattr(spec.column, "alias"):
-            raise UsageError(f"the aggregate {name!r} has {spec.column!r}: give a column's name or an expression")
+            raise UsageError(f"the aggregate {name!r} must have a column name or an expression, not {spec.column!r}")
     return dict(aggregates)
 
 
@@ -206,13 +206,13 @@ def select_columns(
     """Return `df` with keys, `extra`, each aggregated column once, and `behind`; and the aggregates bound to these."""
     values = values_of(specs)
     columns = [to_column(column).alias(name, metadata=VALUE_METADATA) for name, column in values.values()]
-    narrow = df.select(*keys, *extra, *columns, *behind)
-    refuse_session_windows(narrow.schema.fields[: len(keys)])
-    return narrow, bound_to(specs, narrow.schema)
+    selected = df.select(*keys, *extra, *columns, *behind)
+    refuse_session_windows(selected.schema.fields[: len(keys)])
+    return selected, bound_to(specs, selected.schema)
 
 
 def values_of(specs: Mapping[str, Aggregate]) -> dict[Any, tuple[str, Any]]:
-    """Return each aggregated column once, with the name that it gets; the keys identify the columns."""
+    """Return each aggregated column once: by the column's identity, its new name and the column."""
     values: dict[Any, tuple[str, Any]] = {}
     for spec in specs.values():
         if spec.column is not None:
@@ -225,14 +225,14 @@ def _identify_column(column: Any) -> Any:
     return column if isinstance(column, str) else id(column)
 
 
-def bound_to(specs: Mapping[str, Aggregate], narrow: StructType) -> tuple[Bound, ...]:
+def bound_to(specs: Mapping[str, Aggregate], row_type: StructType) -> tuple[Bound, ...]:
     """Return the aggregates as functions of the columns that `values_of` names."""
-    refuse_doubles(narrow.names, "keys")
+    refuse_doubles(row_type.names, "keys")
     names = {identity: name for identity, (name, _) in values_of(specs).items()}
     bound = []
     for name, spec in specs.items():
         column = None if spec.column is None else names[_identify_column(spec.column)]
-        field = None if column is None else narrow[column]
+        field = None if column is None else row_type[column]
         if field is not None and spec.function in ("min", "max", "approx_count_distinct"):
             refuse_nested(field, f"column of the aggregate {name!r}")
         bound.append(Bound(name, kernel_of(spec, None if field is None else arrow_type(field), name), column))

@@ -147,7 +147,7 @@ def ordering(names: Sequence[str | None], keys: Sequence[str]) -> tuple[str, ...
 
 
 def aggregation(
-    narrow: StructType,
+    row_type: StructType,
     keys: int,
     specs: Mapping[str, Aggregate],
     bound: Sequence[Bound],
@@ -155,9 +155,9 @@ def aggregation(
     combine: bool,
 ) -> OperatorPlan:
     """Return the plan of `aggregate`."""
-    key_fields = narrow.fields[:keys]
+    key_fields = row_type.fields[:keys]
     names = [field.name for field in key_fields]
-    state = state_type_of(bound, narrow)
+    state = state_type_of(bound, row_type)
     refuse_doubles([*names, *specs], "output columns of aggregate")
     event_time = event_time_of(StructType(key_fields))
     if event_time is None and output_mode == "append":
@@ -177,12 +177,12 @@ def aggregation(
     return OperatorPlan(
         "aggregate",
         Aggregation(aggregates, names[event_time[0]] if event_time else None, output_mode == "append", combine),
-        StructType([*map(remove_watermark, key_fields), *result_fields(bound, narrow)]),
+        StructType([*map(remove_watermark, key_fields), *result_fields(bound, row_type)]),
         state,
         output_mode,
         _EVENT_TIME if event_time else _NO_TIMEOUT,
         combining,
-        encode_identity("aggregate", describe_functions(specs, bound, narrow)),
+        encode_identity("aggregate", describe_functions(specs, bound, row_type)),
     )
 
 
@@ -208,12 +208,12 @@ def deduplication(schema: StructType, timed_key: str | None, within_watermark: b
 
 
 def sessions(
-    narrow: StructType, keys: int, specs: Mapping[str, Aggregate], bound: Sequence[Bound], gap_ms: int
+    row_type: StructType, keys: int, specs: Mapping[str, Aggregate], bound: Sequence[Bound], gap_ms: int
 ) -> OperatorPlan:
     """Return the plan of `sessionize`."""
-    key_fields = narrow.fields[:keys]
+    key_fields = row_type.fields[:keys]
     names = [field.name for field in key_fields]
-    buffers = state_type_of(bound, narrow)
+    buffers = state_type_of(bound, row_type)
     refuse_doubles([*names, SESSION_WINDOW, *specs], "output columns of sessionize")
     refuse_doubles([START, END, *buffers.names], "state columns of sessionize")
     session = StructType([StructField(START, TimestampType()), StructField(END, TimestampType()), *buffers.fields])
@@ -222,17 +222,17 @@ def sessions(
         "sessionize",
         Sessions(Aggregates(tuple(bound)), SESSION_END, 1000 * gap_ms),
         StructType(
-            [*map(remove_watermark, key_fields), StructField(SESSION_WINDOW, window), *result_fields(bound, narrow)]
+            [*map(remove_watermark, key_fields), StructField(SESSION_WINDOW, window), *result_fields(bound, row_type)]
         ),
         StructType([StructField(SESSIONS, ArrayType(session))]),
         "append",
         _EVENT_TIME,
-        identity=encode_identity("sessionize", describe_functions(specs, bound, narrow)),
+        identity=encode_identity("sessionize", describe_functions(specs, bound, row_type)),
     )
 
 
 def top(
-    wide: StructType,
+    row_type: StructType,
     keys: Sequence[str],
     output_names: Sequence[str],
     order: Order,
@@ -242,11 +242,11 @@ def top(
     combine: bool,
 ) -> OperatorPlan:
     """Return the plan of `top_k`."""
-    refuse_doubles(wide.names, "columns of top_k, its own among them,")
+    refuse_doubles(row_type.names, "columns of top_k, its own among them,")
     for name in order.columns:
-        refuse_nested(wide[name], "order column")
-    stored = [field for field in wide.fields if field.name not in keys]
-    output = [remove_watermark(field) for field in wide.fields if field.name in output_names]
+        refuse_nested(row_type[name], "order column")
+    stored = [field for field in row_type.fields if field.name not in keys]
+    output = [remove_watermark(field) for field in row_type.fields if field.name in output_names]
     function = TopK(
         k,
         tuple(zip(order.columns, order.downwards, strict=True)),
@@ -263,6 +263,6 @@ def top(
         StructType([StructField(TOP, ArrayType(rows))]),
         "update",
         _NO_TIMEOUT,
-        Combining(function.thin, wide) if combine else None,
+        Combining(function.thin, row_type) if combine else None,
         encode_identity("top_k", {"k": k, "order_by": order.text}),
     )

@@ -1,6 +1,6 @@
 """`aggregate`, `deduplicate`, `sessionize` and `top_k`: operators equal to Spark's, planned on an `ArrowState`.
 
-Their functions are in `spark_state_ext.operators`; here Spark's schemas become those of output and state.
+Their functions are in `spark_state_ext.operators`; this module derives the output and state schemas from Spark's.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def aggregate(
     Parameters
     ----------
     state
-        Where state is kept. A `Ttl` by event time starts at the end of a window among the keys, if there is one; the
+        Where state is kept. A `Ttl` by event time counts from the end of a window among the keys, if there is one; the
         watermark then removes groups earlier.
     df
         A streaming DataFrame.
@@ -105,17 +105,17 @@ def aggregate(
     check_output_mode(output_mode)
     specs = checked_aggregates(aggregates, "aggregate")
     key_columns, behind = listed(keys), _select_partition(state, df)
-    narrow, bound = select_columns(df, key_columns, specs, behind=behind)
-    timed = state.options.ttl is None or event_time_of(narrow.schema) is not None
-    ttl_time = None if timed else event_time_of(df.schema)
+    selected, bound = select_columns(df, key_columns, specs, behind=behind)
+    has_time = state.options.ttl is None or event_time_of(selected.schema) is not None
+    ttl_time = None if has_time else event_time_of(df.schema)
     if ttl_time is not None:
         # Select the event time too, as the time to live may depend on each row's time.
         event_time = F.col(quote_names(df.columns)[ttl_time[0]]).alias("__at")
-        narrow, _ = select_columns(df, key_columns, specs, event_time, behind=behind)
-    input_type = _drop_last(narrow, behind)
+        selected, _ = select_columns(df, key_columns, specs, event_time, behind=behind)
+    input_type = _drop_last(selected, behind)
     plan = aggregation(input_type, len(key_columns), specs, bound, output_mode, combine=ttl_time is None)
     key_names = quote_names(input_type.names[: len(key_columns)])
-    return plan_operator(state.options, _make_request(narrow, key_names, plan, partitioned=bool(behind)))
+    return plan_operator(state.options, _make_request(selected, key_names, plan, partitioned=bool(behind)))
 
 
 def deduplicate(
@@ -123,10 +123,10 @@ def deduplicate(
 ) -> DataFrame:
     """Keep the first row of each key, like ``df.dropDuplicates(keys)`` or ``df.dropDuplicatesWithinWatermark(keys)``.
 
-    With a watermark late rows are dropped, as in Spark. A key is remembered until the watermark reaches it if the
-    event-time column is among the keys, and with `within_watermark` until the watermark reaches the first row's time
-    plus the watermark's delay. Otherwise it is remembered forever, or as long as the state's `Ttl` says, counted from
-    the first row, or with ``refresh="read"`` from the last row.
+    With a watermark late rows are dropped, as in Spark. How long a key is remembered: if the event-time column is among
+    the keys, until the watermark reaches the key's time; with `within_watermark`, until the watermark reaches the first
+    row's time plus the watermark's delay; otherwise forever, or as long as the state's `Ttl` says, counted from the
+    first row, or with ``refresh="read"`` from the last one.
 
     Parameters
     ----------
@@ -159,8 +159,8 @@ def deduplicate(
     key_columns = quote_names(schema.names) if keys is None else listed(keys)
     # A key can only be an event time if the input has an event-time column.
     key_fields = [] if event_time_of(schema) is None else df.select(*key_columns).schema.fields
-    timed = [field.name for field in key_fields if WATERMARK_KEY in (field.metadata or {})]
-    plan = deduplication(schema, timed[0] if timed else None, within_watermark)
+    time_keys = [field.name for field in key_fields if WATERMARK_KEY in (field.metadata or {})]
+    plan = deduplication(schema, time_keys[0] if time_keys else None, within_watermark)
     return plan_operator(state.options, _make_request(df, key_columns, plan))
 
 
@@ -212,15 +212,15 @@ def sessionize(
     check_gap(gap_ms)
     specs = checked_aggregates(aggregates, "sessionize")
     key_columns, behind = listed(keys), _select_partition(state, df)
-    timed = timed_field(df.select(time).schema.fields[0])
+    time_field = timed_field(df.select(time).schema.fields[0])
     own_end = F.timestamp_micros(F.unix_micros(to_column(time)) + F.lit(1000 * gap_ms))
-    ended = own_end.alias(SESSION_END, metadata={WATERMARK_KEY: timed.metadata[WATERMARK_KEY]})
-    narrow, bound = select_columns(df, key_columns, specs, ended, behind=behind)
-    narrow = narrow.where(F.col(SESSION_END).isNotNull())
-    input_type = _drop_last(narrow, behind)
+    ended = own_end.alias(SESSION_END, metadata={WATERMARK_KEY: time_field.metadata[WATERMARK_KEY]})
+    selected, bound = select_columns(df, key_columns, specs, ended, behind=behind)
+    selected = selected.where(F.col(SESSION_END).isNotNull())
+    input_type = _drop_last(selected, behind)
     plan = sessions(input_type, len(key_columns), specs, bound, gap_ms)
     key_names = quote_names(input_type.names[: len(key_columns)])
-    return plan_operator(state.options, _make_request(narrow, key_names, plan, partitioned=bool(behind)))
+    return plan_operator(state.options, _make_request(selected, key_names, plan, partitioned=bool(behind)))
 
 
 def top_k(
@@ -242,14 +242,14 @@ def top_k(
     Parameters
     ----------
     state
-        Where state is kept. With a `Ttl` a key that has not changed for that long starts again without rows.
+        Where state is kept. With a `Ttl`, the rows of a key that has not changed for that long are dropped.
     df
         A streaming DataFrame.
     keys
         Columns, as for `DataFrame.groupBy`.
     order_by
-        What rows are sorted by: columns or expressions whose types are not nested, and without a sort order of their
-        own such as that of ``F.desc``.
+        What rows are sorted by: columns or expressions. Their types must not be nested, and they must not have a sort
+        order of their own, such as ``F.desc`` gives.
     k
         The most rows that a key has, at least 1. While there is state, `k`, `order_by` and `descending` cannot change
         (`FunctionChangedError`); a change of an expression in `order_by` is not detected. A column of the input is the
@@ -281,20 +281,20 @@ def top_k(
     check_top(k, emit, rank)
     orders, descending_flags = orders_of(order_by, descending, df.schema.names)
     order_names = [find_input_name(order, df.schema.names) for order in orders]
-    key_names, extra_names, derived = _resolve_top_k_keys(df, keys, rank)
+    key_names, extra_names, extra_columns = _resolve_top_k_keys(df, keys, rank)
     inputs = df.schema.names
-    ordered = ordering(order_names, key_names)
+    order_columns = ordering(order_names, key_names)
     hidden = [
         to_column(order).alias(name, metadata=VALUE_METADATA)
-        for order, name, input_name in zip(orders, ordered, order_names, strict=True)
+        for order, name, input_name in zip(orders, order_columns, order_names, strict=True)
         if name != input_name
     ]
-    wide = df.select("*", *derived, *hidden)
-    order = Order(ordered, tuple(descending_flags), order_text(orders, order_names, descending_flags))
+    selected = df.select("*", *extra_columns, *hidden)
+    order = Order(order_columns, tuple(descending_flags), order_text(orders, order_names, descending_flags))
     # A time to live by event time depends on each row's time, so rows are not combined then.
     combine = state.options.ttl is None
-    plan = top(wide.schema, key_names, [*inputs, *extra_names], order, k, emit, rank, combine)
-    return plan_operator(state.options, _make_request(wide, quote_names(key_names), plan))
+    plan = top(selected.schema, key_names, [*inputs, *extra_names], order, k, emit, rank, combine)
+    return plan_operator(state.options, _make_request(selected, quote_names(key_names), plan))
 
 
 # -- inside --------------------------------------------------------------------------------------------------
@@ -306,9 +306,9 @@ def _select_partition(state: ArrowState, df: DataFrame) -> list[Any]:
     return [] if source is None else partition_columns(df, source)
 
 
-def _drop_last(narrow: DataFrame, behind: Sequence[Any]) -> StructType:
+def _drop_last(selected: DataFrame, behind: Sequence[Any]) -> StructType:
     """Return the type of the columns without the last ones, `behind`."""
-    fields = narrow.schema.fields
+    fields = selected.schema.fields
     return StructType(fields[: len(fields) - len(behind)])
 
 
@@ -330,7 +330,7 @@ def _make_request(df: DataFrame, keys: Sequence[KeyLike], plan: OperatorPlan, *,
 
 
 def _resolve_top_k_keys(df: DataFrame, keys: Keys, rank: str) -> tuple[list[str], list[str], list[Any]]:
-    """Return the names of the keys of `top_k`, the names of those that are not input columns, and the latter."""
+    """Return the names of the keys of `top_k`, and the names and columns of the keys that are not input columns."""
     inputs = df.schema.names
     key_type, positions, extra = resolve_keys(df, df.schema, listed(keys))
     extra_fields = [
@@ -347,11 +347,11 @@ def _resolve_top_k_keys(df: DataFrame, keys: Keys, rank: str) -> tuple[list[str]
     extra_names = [field.name for field in extra_fields]
     refuse_doubles([*inputs, *extra_names, rank], "output columns of top_k")
     # A window has its column's watermark, so two columns would have one.
-    derived = [
+    extra_columns = [
         to_column(key).alias(field.name, metadata=field.metadata or VALUE_METADATA)
         for key, field in zip(extra, extra_fields, strict=True)
     ]
-    return key_names, extra_names, derived
+    return key_names, extra_names, extra_columns
 
 
 def _check(state: ArrowState, df: DataFrame, name: str) -> None:

@@ -6,15 +6,15 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-__all__ = ["is_plain", "unpatched"]
+__all__ = ["uses_spark_state", "use_spark_state"]
 
 _thread = threading.local()
 
 
 @contextlib.contextmanager
-def unpatched() -> Iterator[None]:
+def use_spark_state() -> Iterator[None]:
     """Make this thread plan on Spark's own state within the block: our own plan needs that."""
-    before = is_plain()
+    before = uses_spark_state()
     _thread.plain = True
     try:
         yield
@@ -22,6 +22,6 @@ def unpatched() -> Iterator[None]:
         _thread.plain = before
 
 
-def is_plain() -> bool:
+def uses_spark_state() -> bool:
     """True if the thread is inside such a block."""
     return bool(getattr(_thread, "plain", False))

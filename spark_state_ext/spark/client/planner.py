@@ -35,7 +35,7 @@ from spark_state_ext.spark.client.columns import (
 )
 from spark_state_ext.spark.client.lease_keeper import LeaseKeeper
 from spark_state_ext.spark.client.neighbours import log_other_queries
-from spark_state_ext.spark.client.plain import unpatched
+from spark_state_ext.spark.client.plain import use_spark_state
 from spark_state_ext.spark.client.shim import bucket_entry, pack_entry, unpack_entry
 from spark_state_ext.spark.client.start_check import check_start
 from spark_state_ext.spark.shuffle.combine import Combiner, Combining
@@ -76,7 +76,7 @@ class Request:
     function
         Identity of a built-in operator, as in `OperatorFile`: it must not change while there is state.
     partitioned
-        Whether the last columns of `df` are those of `partition_columns`, which `func` does not get.
+        Whether `df` ends with the columns of `partition_columns`, which `func` does not get.
     """
 
     api: str
@@ -231,7 +231,7 @@ def _connect_stages(job: dict[str, Any], operator: str, request: Request, column
     if columns.event_time is not None:
         packed = packed.withMetadata("event_time", {WATERMARK_KEY: columns.event_time[1]})
     result_schema = request.output if request.api == PANDAS else OUTPUT_SCHEMA
-    with unpatched():
+    with use_spark_state():
         result = packed.groupBy("bucket").applyInPandasWithState(
             bucket_entry(job, request.func), result_schema, "pointer binary", request.output_mode, request.timeout_conf
         )

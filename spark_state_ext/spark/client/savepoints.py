@@ -44,11 +44,11 @@ class TakenSavepoint:
     batch
         The batch after which the state was saved.
     watermark_ms
-        That batch's watermark; None if it had none.
+        That batch's watermark; None if it had no watermark.
     files, size_bytes
         Number of checkpoint files in the savepoint, and their bytes.
     duplicated, streamed, streamed_bytes
-        How many files were linked or copied by the store, how many were copied by executors, and the latter's bytes.
+        How many files the store linked or copied, how many executors copied, and the bytes that executors copied.
     """
 
     path: str

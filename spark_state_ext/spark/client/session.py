@@ -1,8 +1,8 @@
-"""`enable` and `disable`: untouched ``df.groupBy(…).applyInPandasWithState(…)`` on Arrow state.
+"""`enable` and `disable`: run unchanged code with ``df.groupBy(…).applyInPandasWithState(…)`` on Arrow state.
 
-Two methods of Spark's DataFrame and GroupedData classes, classic or Connect, are wrapped. The wrappers change nothing
-for sessions that were not enabled. The wrapper of `groupBy` stores the grouping columns on its result, because
-GroupedData has no public way to read them.
+Two methods of Spark's DataFrame and GroupedData classes, classic or Connect, are wrapped. For sessions that were not
+enabled the wrappers call the original methods. The wrapper of `groupBy` stores the grouping columns on its result,
+because GroupedData has no public way to read them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_state_ext.engine.limits import check_flags
 from spark_state_ext.errors import UsageError
-from spark_state_ext.spark.client.plain import is_plain
+from spark_state_ext.spark.client.plain import uses_spark_state
 from spark_state_ext.spark.client.state import ArrowState
 from spark_state_ext.spark.client.tuning import Change, untune
 from spark_state_ext.spark.client.tuning import tune as _tune
@@ -37,7 +37,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Client:
-    """What `enable` attached to a session.
+    """Data that `enable` attaches to a session.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ def _patch_grouped(cls: type) -> None:
         noted: tuple[Any, tuple[Any, ...]] | None = getattr(self, _NOTE, None)
         session = _session_of(self) if noted is None else noted[0].sparkSession
         client = None if session is None else Client.of(session)
-        if client is None or is_plain():
+        if client is None or uses_spark_state():
             return original(self, func, outputStructType, stateStructType, outputMode, timeoutConf)
         if noted is None:
             raise UsageError(

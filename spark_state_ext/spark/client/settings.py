@@ -36,11 +36,11 @@ def refuse_unread_format(location: str, checkpoint_format: int, version: tuple[i
     """Raise if this PySpark cannot read the state of a checkpoint of this format, even if it can write it."""
     first = FIRST_READERS[checkpoint_format]
     if version < first:
-        own, needed = (".".join(map(str, numbers)) for numbers in (version, first))
+        current, needed = (".".join(map(str, numbers)) for numbers in (version, first))
         raise UsageError(
-            f"PySpark {own} cannot read the state of {location}: its checkpoint format is {checkpoint_format}, which "
-            f"Spark's reader of state reads from {needed} on. Read or import it with PySpark {needed} or newer; the "
-            f"job itself can go on with {own} (docs/operating/importing.md)"
+            f"PySpark {current} cannot read the state of {location}: its checkpoint format is {checkpoint_format}, "
+            f"which Spark's reader of state reads from {needed} on. Read or import it with PySpark {needed} or newer; "
+            f"the job itself can go on with {current} (docs/operating/importing.md)"
         )
 
 
@@ -52,7 +52,7 @@ def open_session_with(spark: SparkSession, conf: Mapping[str, str]) -> Iterator[
         return
     connect = is_connect(spark)
     if connect and not hasattr(spark, "cloneSession"):
-        with _change_for_a_while(spark, conf):
+        with _change_temporarily(spark, conf):
             yield spark
         return
     copy: Any = _clone_session(spark) if connect else _copy_session(spark)
@@ -87,7 +87,7 @@ def _release_session(copy: Any) -> None:
 
 
 @contextmanager
-def _change_for_a_while(spark: SparkSession, conf: Mapping[str, str]) -> Iterator[None]:
+def _change_temporarily(spark: SparkSession, conf: Mapping[str, str]) -> Iterator[None]:
     """Change the settings of the session itself within the block: Connect of PySpark 4.0 cannot copy a session."""
     before = {name: spark.conf.get(name, None) for name in conf}
     try:

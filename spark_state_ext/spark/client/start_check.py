@@ -1,6 +1,6 @@
 """Checking, when an operator is planned, the snapshot from which its query may start.
 
-The plan cannot see whether the query already has state. If it has, it needs nothing of the snapshot, which may be gone
+The plan cannot see whether the query already has state. If it has, it does not need the snapshot, which may be gone
 or have other buckets. So only what is wrong for every query raises an error here; the rest is logged as a warning.
 """
 
@@ -33,7 +33,7 @@ def check_start(spark: SparkSession, job: Job) -> None:
     try:
         if is_connect(spark):
             # The client may not reach the folder.
-            _raise_answered_error(run_task(spark, "check_start", {"job": job.to_plain()}))
+            _raise_answer(run_task(spark, "check_start", {"job": job.to_plain()}))
         else:
             refuse_unfit_start(job)
     except OperatorChangedError:
@@ -59,7 +59,7 @@ def check_start(spark: SparkSession, job: Job) -> None:
         )
 
 
-def _raise_answered_error(answer: dict[str, str] | None) -> None:
-    """Raise the error that a task answered; do nothing for None."""
+def _raise_answer(answer: dict[str, str] | None) -> None:
+    """Raise the error in a task's answer, if there is one."""
     if answer is not None:
         raise getattr(errors, answer["error"])(answer["text"])

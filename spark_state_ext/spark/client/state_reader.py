@@ -112,7 +112,7 @@ class StateReader:
         return self._location
 
     def stores(self) -> list[StoreOfState]:
-        """Return the stores with our pointers; empty if the query has none of our operators, or no state yet."""
+        """Return the stores with our pointers; empty if the query has no operator of ours, or no state yet."""
         stores = []
         with self._open_tables() as tables:
             for operator_id, store_name, pointers in tables:
@@ -124,7 +124,7 @@ class StateReader:
         return stores
 
     def query_folders(self) -> frozenset[str]:
-        """Return the query folders that pointers name; empty if the query has none of our operators."""
+        """Return the query folders that pointers name; empty if the query has no operator of ours."""
         folders: set[str] = set()
         with self._open_tables() as tables:
             for _, _, pointers in tables:
@@ -202,7 +202,7 @@ class StateReader:
 
     @contextmanager
     def _open_session(self, batch: int) -> Iterator[SparkSession]:
-        """Yield a session that can read the state of a batch, whose format may be another than the user's."""
+        """Yield a session that is set to the checkpoint format of a batch."""
         if batch not in self._formats:
             with self._translate_errors():
                 (commit,) = self._read_texts(f"commits/{batch}")
@@ -283,7 +283,7 @@ def use_batch(reader: StateReader, batch: int | None, use: Callable[[CommittedBa
 
 
 def _is_dropped(reader: StateReader, committed: CommittedBatch | None, error: Exception) -> bool:
-    """True if Spark may have dropped the batch. Files that vanish while Spark lists them count too."""
+    """True if Spark may have dropped the batch, also if its files vanished while Spark listed them."""
     if committed is None:
         return isinstance(error, StorageError)
     try:

@@ -50,7 +50,7 @@ def write_savepoint(
     watermark_ms: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> TakenSavepoint:
-    """Make a savepoint of a table, as initial state for queries: `applyInPandasWithState` itself takes none.
+    """Make a savepoint of a table, as initial state for queries, which `applyInPandasWithState` itself does not take.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ class TableSavepoint:
 
 
 def save_table(table: DataFrame, target: TableSavepoint) -> TakenSavepoint:
-    """Make a savepoint of a table whose columns go by position: keys, state, and those that `target` names."""
+    """Make a savepoint of a table whose columns go by position: keys, state, and the further ones of `target`."""
     spark, request, file = table.sparkSession, target.to_request(), target.operator_file
     run_task(spark, "refuse", request)
     keys = len(file.row_schema().keys)
@@ -203,7 +203,7 @@ def read_savepoint(spark: SparkSession, savepoint: Savepoint | str | os.PathLike
 
 
 def read_saved_table(spark: SparkSession, savepoint: Savepoint, with_defined: bool = False) -> DataFrame:
-    """Return the same table, with an additional column for whether a key has state if `with_defined`."""
+    """Return the table of `read_savepoint`. `with_defined` adds whether a key has state, and names columns c0, c1, …"""
     request: dict[str, Any] = {
         "package_version": BUILD,
         "savepoint": savepoint.path,

@@ -34,10 +34,10 @@ def tune(spark: SparkSession) -> dict[str, Change]:
             continue
         before = spark.conf.get(name)
         # All settings that were ever set, without defaults. Clients of PySpark 3.5 cannot list them.
-        chosen = getattr(spark.conf, "getAll", None)
-        if chosen is None:
+        explicit = getattr(spark.conf, "getAll", None)
+        if explicit is None:
             _LOGGER.info("%s stays %s: this PySpark cannot say whether it was set explicitly", name, before)
-        elif name in dict(chosen):
+        elif name in dict(explicit):
             _LOGGER.info("%s stays %s, which was set explicitly", name, before)
         else:
             spark.conf.set(name, value)

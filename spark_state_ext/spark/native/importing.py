@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["IDLE_S", "ImportedJob", "import_native"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# A job counts as stopped if it has written nothing for this long, seconds.
+# A job counts as stopped if it has not written for this long, seconds.
 IDLE_S = 60.0
 # Folder in the new checkpoint location for the query that writes the marks; `executor.native` uses the same name.
 _IMPORTING = "importing"
@@ -60,7 +60,7 @@ class ImportedJob:
     replays
         Whether the next batch was planned but not committed: Spark then repeats it with the same input.
     watermark_ms
-        The last batch's watermark; None if it had none.
+        The last batch's watermark; None if it had no watermark.
     rows, states, timeouts
         Number of keys, and how many of them have a state and a timeout.
     checksum

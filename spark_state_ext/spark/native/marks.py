@@ -15,7 +15,7 @@ from arrow_schemas.import_mark import ImportMark
 from arrow_schemas.labels import bucket_label
 from spark_state_ext.errors import StorageError
 from spark_state_ext.savepoints.batch_logs import LoggedBatch
-from spark_state_ext.spark.client.plain import unpatched
+from spark_state_ext.spark.client.plain import use_spark_state
 from spark_state_ext.spark.client.settings import make_format_setting, open_session_with
 from spark_state_ext.spark.compat import is_of_spark, said_by_spark
 
@@ -45,7 +45,7 @@ def write_marks(
         rows = session.readStream.format("text").load(source).select("value", labels.alias("label"))
         bucket = F.when(F.col("value").isNotNull(), F.col("label"))
         rows = rows.select(bucket.alias("bucket"), F.timestamp_seconds(F.lit(1)).alias("at"))
-        with unpatched():
+        with use_spark_state():
             marked = (
                 rows.withWatermark("at", "10 days")
                 .groupBy("bucket")

@@ -66,8 +66,8 @@ def read_state(spark: SparkSession, location: str, batch: int) -> SparkState:
     state = value[_GROUP_STATE].dataType if isinstance(value, StructType) and _GROUP_STATE in value.names else None
     if not isinstance(keys, StructType) or not isinstance(value, StructType) or not isinstance(state, StructType):
         raise UnsupportedPlanError(
-            f"the state at {location} is not that of {_OPERATOR}: its value is {value.simpleString()[:200]}. Only jobs "
-            "on that operator can be imported"
+            f"the state at {location} is not the state of {_OPERATOR}: its value is {value.simpleString()[:200]}. Only "
+            "jobs on that operator can be imported"
         )
     if state.names == [_POINTER]:
         raise UsageError(
@@ -125,7 +125,7 @@ def translate_errors(location: str, version: tuple[int, int] = SPARK_VERSION) ->
 
 
 def _find_advice(text: str, version: tuple[int, int]) -> str:
-    """Return advice on the snapshot marks of RocksDB, which Spark 4.0 writes differently from other releases."""
+    """Return advice if Spark 4.0 marked a RocksDB snapshot differently from other releases; "" for other errors."""
     if _OTHER_MARK.search(text) is None:
         return ""
     if version < FIRST_READERS[2]:

@@ -28,7 +28,7 @@ _DISTINCT_SHARE_MAX = 0.5
 
 @dataclass(frozen=True)
 class Combining:
-    """How an operator combines rows.
+    """An operator's way to combine rows, and the columns of the result.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Combining:
 
 @dataclass(frozen=True)
 class Combiner:
-    """The combining of an operator's rows, for the packing stage.
+    """An operator's way to combine rows, with the columns that it gets in the packing stage.
 
     Parameters
     ----------

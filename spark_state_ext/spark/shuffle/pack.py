@@ -258,7 +258,7 @@ class _Packer:
 
 
 def _shorten(data: pa.RecordBatch, start: int, stop: int, bytes_max: int) -> int:
-    """Return a `stop` such that the rows from `start` on are small enough; rows differ in size."""
+    """Lower `stop` until the rows from `start` on fit into `bytes_max`, or one row is left; return it."""
     while stop - start > 1 and data.slice(start, stop - start).nbytes > bytes_max:
         stop = start + (stop - start) // 2
     return stop

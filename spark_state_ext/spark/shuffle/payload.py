@@ -3,8 +3,8 @@
 Packing keeps every value unchanged; Spark's own conversion to pandas would turn nullable integers into floats. There
 are these kinds of payloads:
 
-* ``b"A"``, checksum and an LZ4-compressed Arrow IPC stream: rows.
-* ``b"S"``, checksum and JSON with the name of a spill file, an offset and a length: rows in a spill file.
+* ``b"A"``, checksum and an LZ4-compressed Arrow IPC stream: rows, an inline payload.
+* ``b"S"``, checksum and JSON with the name of a spill file, an offset and a length: refers to an inline payload there.
 * ``b"H"`` and 16 bytes that are the same for all buckets and unique to a packing stage: the heartbeat, by which Spark
   calls every bucket in every batch with data.
 * ``b"P"``, checksum and JSON: the largest source partition of each stream in a packing task's rows, sent to every

@@ -19,7 +19,7 @@ _FLAGS = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What a read of state returns.
+    """Options that say what a read of state returns.
 
     Parameters
     ----------
