@@ -22,7 +22,7 @@ from arrow_schemas.spark_hash import key_hash
 from arrow_schemas.spark_types import key_fields
 from spark_state_ext import open_state, read_state, register, write_savepoint
 from spark_state_ext.errors import UsageError
-from spark_state_ext.spark.client.columns import _hashable
+from spark_state_ext.spark.client.columns import _make_hashable
 from spark_state_ext.testing.model import Model, Row, canonical
 
 SPARK = tuple(int(part) for part in pyspark.__version__.split(".")[:2])
@@ -156,7 +156,7 @@ def test_keys_and_states_of_all_types(spark: Any, tmp_path: Path) -> None:
     for name in keys:
         field = table.schema[name]
         [arrow] = key_fields(table.select(name).schema.json())
-        hashed = {r.k: r.h for r in table.select("k", F.xxhash64(_hashable(name, field)).alias("h")).collect()}
+        hashed = {r.k: r.h for r in table.select("k", F.xxhash64(_make_hashable(name, field)).alias("h")).collect()}
         found = RowSchema((arrow,), ()).normalise_keys([rows[name].combine_chunks()])[0]
         ours = [key_hash([found.slice(at, 1)]) for at in range(rows.num_rows)]
         assert ours == [hashed[k] % 2**64 for k in rows["k"].to_pylist()], name

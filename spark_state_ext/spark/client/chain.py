@@ -162,9 +162,9 @@ class _Run:
     def _is_due(self, position: int) -> bool:
         """True if this call is for the key's timeout and the timeout of this step has passed."""
         timeout_ms = self._before[position][1]
-        return self._timed_out and timeout_ms is not None and timeout_ms < self._threshold_ms()
+        return self._timed_out and timeout_ms is not None and timeout_ms < self._find_threshold_ms()
 
-    def _threshold_ms(self) -> int:
+    def _find_threshold_ms(self) -> int:
         state = self._outer
         conf = _read_timeout_conf(state)
         if conf == GroupStateTimeout.EventTimeTimeout:

@@ -21,7 +21,7 @@ __all__ = [
     "KeyLike",
     "event_time_of",
     "select_packed_columns",
-    "partition_columns",
+    "select_partition_columns",
     "find_column",
     "refuse_equal_names",
     "refuse_session_windows",
@@ -78,7 +78,7 @@ def resolve_keys(
     extra: list[KeyLike] = []
     for key, resolved in zip(keys, selected.fields, strict=True):
         # An expression may have the name of a column, so only a plain name is taken for that column.
-        name = unquoted(key) if isinstance(key, str) else _bare_name(key)
+        name = unquoted(key) if isinstance(key, str) else _find_bare_name(key)
         if name is not None and not isinstance(key, str) and not resolved.nullable and _may_be_literal(key, name):
             name = None
         position = find_column(name, input_type.names) if name == resolved.name else None
@@ -88,7 +88,7 @@ def resolve_keys(
             positions.append(len(input_type) + len(extra))
             extra.append(key)
     fields = [
-        StructField(field.name, field.dataType, field.nullable, _without_watermark(field.metadata))
+        StructField(field.name, field.dataType, field.nullable, _remove_watermark(field.metadata))
         for field in selected.fields
     ]
     return StructType(fields), tuple(positions), extra
@@ -119,7 +119,7 @@ def unquoted(name: str) -> str:
     return quoted[1].replace("``", "`") if quoted else name
 
 
-def _bare_name(column: Column) -> str | None:
+def _find_bare_name(column: Column) -> str | None:
     """Return the name of a column that is only a name; None for any other expression."""
     match = re.fullmatch(r"Column<'(\w+)'>", str(column))
     return match[1] if match else None
@@ -131,7 +131,7 @@ def _may_be_literal(column: Column, name: str) -> bool:
     return name.isdigit() or name in ("true", "false") or str(F.lit(name)) == str(column)
 
 
-def _without_watermark(metadata: dict[str, Any]) -> dict[str, Any]:
+def _remove_watermark(metadata: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in (metadata or {}).items() if name != WATERMARK_KEY}
 
 
@@ -166,12 +166,12 @@ def select_packed_columns(
     trailing = df.columns[len(input_type) :]
     named = widened.toDF(*names[: len(input_type)], *trailing, *names[len(input_type) :])
     hashed = F.xxhash64(
-        *(_hashable(names[position], field) for position, field in zip(positions, key_type.fields, strict=True))
+        *(_make_hashable(names[position], field) for position, field in zip(positions, key_type.fields, strict=True))
     )
     return named.select(*names, hashed.alias(HASH_COLUMN), *trailing)
 
 
-def partition_columns(df: DataFrame, source: SourcePartition) -> list[Column]:
+def select_partition_columns(df: DataFrame, source: SourcePartition) -> list[Column]:
     """Return the columns with a row's source partition, under the names that packing expects."""
     names = [(source.column, PARTITION_COLUMN)]
     if source.stream is not None:
@@ -197,7 +197,7 @@ def partition_columns(df: DataFrame, source: SourcePartition) -> list[Column]:
     return columns
 
 
-def _hashable(name: str, field: StructField) -> Column:
+def _make_hashable(name: str, field: StructField) -> Column:
     """Return a key column such that equal keys have equal hashes: -0.0 becomes 0.0, and each NaN the same NaN."""
     column = F.col(name)
     if isinstance(field.dataType, (FloatType, DoubleType)):

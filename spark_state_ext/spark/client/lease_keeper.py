@@ -245,13 +245,13 @@ class KeptLeases:
                 if owner.application == self.application and owner.plan in self.plans:
                     folders.append(name)
 
-        self._for_each((name for name in self._query_folders() if name.startswith("t")), check)
+        self._for_each((name for name in self._list_query_folders() if name.startswith("t")), check)
         # One folder for each query is enough: the folder that its run writes to is found from any of them.
         return list({first_folder(name): name for name in folders}.values())
 
     def _find_rescaled(self) -> None:
         """Find the folders that queries were rescaled to."""
-        names = [name for name in self._query_folders() if name != first_folder(name)]
+        names = [name for name in self._list_query_folders() if name != first_folder(name)]
         self._rescaled = {name: self._rescaled.get(name, "") for name in names}
 
         def check(name: str) -> None:
@@ -270,10 +270,10 @@ class KeptLeases:
             if self._read_claim(name) in queries:
                 self.adopted.add(name)
 
-        self._for_each(self._query_folders(), check)
+        self._for_each(self._list_query_folders(), check)
         self._searched |= queries
 
-    def _query_folders(self) -> list[str]:
+    def _list_query_folders(self) -> list[str]:
         return [name for name in self.folder.names() if name not in (SPILL_FOLDER, STARTING_FOLDER)]
 
     def _warn_once(self, text: str, *arguments: object) -> None:

@@ -55,9 +55,9 @@ __all__ = [
     "quote_names",
     "refuse_doubles",
     "refuse_nested",
-    "result_fields",
+    "make_result_fields",
     "select_columns",
-    "state_type_of",
+    "make_state_type",
     "values_of",
 ]
 
@@ -135,7 +135,7 @@ def describe_functions(specs: Mapping[str, Aggregate], bound: Sequence[Bound], s
 def _describe_function(spec: Aggregate, column: str | None, schema: StructType) -> str:
     if spec.function == "approx_count_distinct" and column is not None:
         # Sketches of different sizes cannot be merged, nor can hashes of different types of values.
-        return f"{spec.function} of {kind_of(arrow_type(schema[column]))} with lg_k {spec.lg_k}"
+        return f"{spec.function} of {kind_of(to_arrow_type(schema[column]))} with lg_k {spec.lg_k}"
     return spec.function + (" ignoring NULLs" if spec.ignore_nulls else "")
 
 
@@ -201,12 +201,12 @@ def select_columns(
     keys: Sequence[KeyLike],
     specs: Mapping[str, Aggregate],
     *extra: Column,
-    behind: Sequence[Column] = (),
+    trailing: Sequence[Column] = (),
 ) -> tuple[DataFrame, tuple[Bound, ...]]:
-    """Return `df` with keys, `extra`, each aggregated column once, and `behind`; and the aggregates bound to these."""
+    """Return `df` with keys, `extra`, each aggregated column once, and `trailing`; and the aggregates bound to it."""
     values = values_of(specs)
     columns = [to_column(column).alias(name, metadata=VALUE_METADATA) for name, column in values.values()]
-    selected = df.select(*keys, *extra, *columns, *behind)
+    selected = df.select(*keys, *extra, *columns, *trailing)
     refuse_session_windows(selected.schema.fields[: len(keys)])
     return selected, bound_to(specs, selected.schema)
 
@@ -235,28 +235,28 @@ def bound_to(specs: Mapping[str, Aggregate], row_type: StructType) -> tuple[Boun
         field = None if column is None else row_type[column]
         if field is not None and spec.function in ("min", "max", "approx_count_distinct"):
             refuse_nested(field, f"column of the aggregate {name!r}")
-        bound.append(Bound(name, kernel_of(spec, None if field is None else arrow_type(field), name), column))
+        bound.append(Bound(name, kernel_of(spec, None if field is None else to_arrow_type(field), name), column))
     return tuple(bound)
 
 
-def arrow_type(field: StructField) -> pa.DataType:
+def to_arrow_type(field: StructField) -> pa.DataType:
     return state_fields(StructType([field]).json(), "input")[0].type
 
 
 def refuse_nested(field: StructField, what: str) -> None:
     """Raise for a type whose values this package cannot compare as Spark does."""
     collation = getattr(field.dataType, "collation", None) if isinstance(field.dataType, StringType) else None
-    if collation not in (None, "UTF8_BINARY") or pa.types.is_nested(arrow_type(field)):
+    if collation not in (None, "UTF8_BINARY") or pa.types.is_nested(to_arrow_type(field)):
         raise UnsupportedTypeError(
             f"the {what} has the type {field.dataType.simpleString()}, whose values cannot be compared: "
             "use plain strings, numbers, binaries, dates or timestamps"
         )
 
 
-def state_type_of(bound: Sequence[Bound], schema: StructType) -> StructType:
+def make_state_type(bound: Sequence[Bound], schema: StructType) -> StructType:
     """Return Spark's type of the aggregates' state."""
     fields = [
-        StructField(name, _spark_type(data_type, aggregate, schema))
+        StructField(name, _to_spark_type(data_type, aggregate, schema))
         for aggregate in bound
         for name, data_type in zip(aggregate.state_names, aggregate.state_types, strict=True)
     ]
@@ -264,14 +264,16 @@ def state_type_of(bound: Sequence[Bound], schema: StructType) -> StructType:
     return StructType(fields)
 
 
-def result_fields(bound: Sequence[Bound], schema: StructType) -> list[StructField]:
+def make_result_fields(bound: Sequence[Bound], schema: StructType) -> list[StructField]:
     """Return the output columns of the aggregates."""
-    return [StructField(aggregate.name, _spark_type(aggregate.kernel.result, aggregate, schema)) for aggregate in bound]
+    return [
+        StructField(aggregate.name, _to_spark_type(aggregate.kernel.result, aggregate, schema)) for aggregate in bound
+    ]
 
 
-def _spark_type(data_type: pa.DataType, bound: Bound, schema: StructType) -> DataType:
+def _to_spark_type(data_type: pa.DataType, bound: Bound, schema: StructType) -> DataType:
     """Return Spark's type of a buffer or result: its input's type if the Arrow types agree, or one of a few others."""
-    if bound.column is not None and data_type == arrow_type(schema[bound.column]):
+    if bound.column is not None and data_type == to_arrow_type(schema[bound.column]):
         return schema[bound.column].dataType
     if pa.types.is_decimal(data_type):
         return DecimalType(data_type.precision, data_type.scale)

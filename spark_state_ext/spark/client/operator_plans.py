@@ -22,11 +22,11 @@ from spark_state_ext.spark.client.columns import WATERMARK_KEY, event_time_of
 from spark_state_ext.spark.client.operator_columns import (
     describe_functions,
     encode_identity,
+    make_result_fields,
+    make_state_type,
     refuse_doubles,
     refuse_nested,
     remove_watermark,
-    result_fields,
-    state_type_of,
 )
 from spark_state_ext.spark.shuffle.combine import Combining
 
@@ -90,14 +90,14 @@ class Order:
     ----------
     columns
         Names of the sort columns.
-    downwards
+    descending
         For each column, whether the largest come first.
     text
         The order as text, for the operator's identity.
     """
 
     columns: tuple[str, ...]
-    downwards: tuple[bool, ...]
+    descending: tuple[bool, ...]
     text: str
 
 
@@ -157,7 +157,7 @@ def aggregation(
     """Return the plan of `aggregate`."""
     key_fields = row_type.fields[:keys]
     names = [field.name for field in key_fields]
-    state = state_type_of(bound, row_type)
+    state = make_state_type(bound, row_type)
     refuse_doubles([*names, *specs], "output columns of aggregate")
     event_time = event_time_of(StructType(key_fields))
     if event_time is None and output_mode == "append":
@@ -177,7 +177,7 @@ def aggregation(
     return OperatorPlan(
         "aggregate",
         Aggregation(aggregates, names[event_time[0]] if event_time else None, output_mode == "append", combine),
-        StructType([*map(remove_watermark, key_fields), *result_fields(bound, row_type)]),
+        StructType([*map(remove_watermark, key_fields), *make_result_fields(bound, row_type)]),
         state,
         output_mode,
         _EVENT_TIME if event_time else _NO_TIMEOUT,
@@ -213,7 +213,7 @@ def sessions(
     """Return the plan of `sessionize`."""
     key_fields = row_type.fields[:keys]
     names = [field.name for field in key_fields]
-    buffers = state_type_of(bound, row_type)
+    buffers = make_state_type(bound, row_type)
     refuse_doubles([*names, SESSION_WINDOW, *specs], "output columns of sessionize")
     refuse_doubles([START, END, *buffers.names], "state columns of sessionize")
     session = StructType([StructField(START, TimestampType()), StructField(END, TimestampType()), *buffers.fields])
@@ -222,7 +222,11 @@ def sessions(
         "sessionize",
         Sessions(Aggregates(tuple(bound)), SESSION_END, 1000 * gap_ms),
         StructType(
-            [*map(remove_watermark, key_fields), StructField(SESSION_WINDOW, window), *result_fields(bound, row_type)]
+            [
+                *map(remove_watermark, key_fields),
+                StructField(SESSION_WINDOW, window),
+                *make_result_fields(bound, row_type),
+            ]
         ),
         StructType([StructField(SESSIONS, ArrayType(session))]),
         "append",
@@ -249,7 +253,7 @@ def top(
     output = [remove_watermark(field) for field in row_type.fields if field.name in output_names]
     function = TopK(
         k,
-        tuple(zip(order.columns, order.downwards, strict=True)),
+        tuple(zip(order.columns, order.descending, strict=True)),
         tuple(field.name for field in stored),
         tuple(field.name for field in output),
         rank,

@@ -18,8 +18,8 @@ from spark_state_ext.spark.client.columns import (
     WATERMARK_KEY,
     KeyLike,
     event_time_of,
-    partition_columns,
     resolve_keys,
+    select_partition_columns,
 )
 from spark_state_ext.spark.client.operator_columns import (
     VALUE_METADATA,
@@ -104,18 +104,18 @@ def aggregate(
     _check(state, df, "aggregate")
     check_output_mode(output_mode)
     specs = checked_aggregates(aggregates, "aggregate")
-    key_columns, behind = listed(keys), _select_partition(state, df)
-    selected, bound = select_columns(df, key_columns, specs, behind=behind)
+    key_columns, trailing = listed(keys), _select_partition_columns(state, df)
+    selected, bound = select_columns(df, key_columns, specs, trailing=trailing)
     has_time = state.options.ttl is None or event_time_of(selected.schema) is not None
     ttl_time = None if has_time else event_time_of(df.schema)
     if ttl_time is not None:
         # Select the event time too, as the time to live may depend on each row's time.
         event_time = F.col(quote_names(df.columns)[ttl_time[0]]).alias("__at")
-        selected, _ = select_columns(df, key_columns, specs, event_time, behind=behind)
-    input_type = _drop_last(selected, behind)
+        selected, _ = select_columns(df, key_columns, specs, event_time, trailing=trailing)
+    input_type = _drop_last(selected, trailing)
     plan = aggregation(input_type, len(key_columns), specs, bound, output_mode, combine=ttl_time is None)
     key_names = quote_names(input_type.names[: len(key_columns)])
-    return plan_operator(state.options, _make_request(selected, key_names, plan, partitioned=bool(behind)))
+    return plan_operator(state.options, _make_request(selected, key_names, plan, partitioned=bool(trailing)))
 
 
 def deduplicate(
@@ -211,16 +211,16 @@ def sessionize(
     _check(state, df, "sessionize")
     check_gap(gap_ms)
     specs = checked_aggregates(aggregates, "sessionize")
-    key_columns, behind = listed(keys), _select_partition(state, df)
+    key_columns, trailing = listed(keys), _select_partition_columns(state, df)
     time_field = timed_field(df.select(time).schema.fields[0])
     own_end = F.timestamp_micros(F.unix_micros(to_column(time)) + F.lit(1000 * gap_ms))
     ended = own_end.alias(SESSION_END, metadata={WATERMARK_KEY: time_field.metadata[WATERMARK_KEY]})
-    selected, bound = select_columns(df, key_columns, specs, ended, behind=behind)
+    selected, bound = select_columns(df, key_columns, specs, ended, trailing=trailing)
     selected = selected.where(F.col(SESSION_END).isNotNull())
-    input_type = _drop_last(selected, behind)
+    input_type = _drop_last(selected, trailing)
     plan = sessions(input_type, len(key_columns), specs, bound, gap_ms)
     key_names = quote_names(input_type.names[: len(key_columns)])
-    return plan_operator(state.options, _make_request(selected, key_names, plan, partitioned=bool(behind)))
+    return plan_operator(state.options, _make_request(selected, key_names, plan, partitioned=bool(trailing)))
 
 
 def top_k(
@@ -300,16 +300,16 @@ def top_k(
 # -- inside --------------------------------------------------------------------------------------------------
 
 
-def _select_partition(state: ArrowState, df: DataFrame) -> list[Any]:
+def _select_partition_columns(state: ArrowState, df: DataFrame) -> list[Any]:
     """Return the columns that are selected last, by which packing knows a row's source partition."""
     source = state.options.source_partition
-    return [] if source is None else partition_columns(df, source)
+    return [] if source is None else select_partition_columns(df, source)
 
 
-def _drop_last(selected: DataFrame, behind: Sequence[Any]) -> StructType:
-    """Return the type of the columns without the last ones, `behind`."""
+def _drop_last(selected: DataFrame, trailing: Sequence[Any]) -> StructType:
+    """Return the type of the columns without the last ones, `trailing`."""
     fields = selected.schema.fields
-    return StructType(fields[: len(fields) - len(behind)])
+    return StructType(fields[: len(fields) - len(trailing)])
 
 
 def _make_request(df: DataFrame, keys: Sequence[KeyLike], plan: OperatorPlan, *, partitioned: bool = False) -> Request:

@@ -28,10 +28,10 @@ from spark_state_ext.spark.client.columns import (
     KeyLike,
     event_time_of,
     parse_schema,
-    partition_columns,
     refuse_equal_names,
     resolve_keys,
     select_packed_columns,
+    select_partition_columns,
 )
 from spark_state_ext.spark.client.lease_keeper import LeaseKeeper
 from spark_state_ext.spark.client.neighbours import log_other_queries
@@ -76,7 +76,7 @@ class Request:
     function
         Identity of a built-in operator, as in `OperatorFile`: it must not change while there is state.
     partitioned
-        Whether `df` ends with the columns of `partition_columns`, which `func` does not get.
+        Whether `df` ends with the columns of `select_partition_columns`, which `func` does not get.
     """
 
     api: str
@@ -142,7 +142,9 @@ def plan_operator(options: StateOptions, request: Request) -> DataFrame:
     result = _connect_stages(job.to_plain(), options.operator, request, columns)
     keeper = Worker.current().own(LeaseKeeper)
     rescales = job.rescaled_from is not None
-    keeper.keep(spark, _lease_folders(options), job.application_id, job.plan_id, options.lease_ms, adopted, rescales)
+    keeper.keep(
+        spark, _list_lease_folders(options), job.application_id, job.plan_id, options.lease_ms, adopted, rescales
+    )
     return result
 
 
@@ -177,7 +179,7 @@ def _add_partition_columns(options: StateOptions, request: Request) -> tuple[Dat
     if source is None:
         return df, df.schema
     if not request.partitioned:
-        return df.select("*", *partition_columns(df, source)), df.schema
+        return df.select("*", *select_partition_columns(df, source)), df.schema
     trailing = 1 if source.stream is None else 2
     return df, StructType(df.schema.fields[:-trailing])
 
@@ -210,7 +212,7 @@ def _make_job(
         timeout_conf=request.timeout_conf,
         event_time_position=-1 if columns.event_time is None else columns.event_time[0],
         timezone=spark.conf.get("spark.sql.session.timeZone") or "UTC",
-        frame_rows_max=_frame_rows_max(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch", "10000")),
+        frame_rows_max=_read_frame_rows_max(spark.conf.get("spark.sql.execution.arrow.maxRecordsPerBatch", "10000")),
         late_by_previous_watermark=spark.conf.get("spark.sql.streaming.statefulOperator.allowMultiple", "true")
         != "false",
         application_id=_identify_application(spark),
@@ -240,7 +242,7 @@ def _connect_stages(job: dict[str, Any], operator: str, request: Request, column
     return observe_sizes(result, operator).mapInArrow(unpack_entry(), columns.output)
 
 
-def _lease_folders(options: StateOptions) -> list[Folder]:
+def _list_lease_folders(options: StateOptions) -> list[Folder]:
     """Return the operator's folder in each backend in which a run holds a lease."""
     roots = [(options.root, dict(options.storage_options))]
     roots += [(backend.root, dict(backend.storage_options)) for backend in options.backends if backend.kind == FSSPEC]
@@ -253,6 +255,6 @@ def _identify_application(spark: SparkSession) -> str:
     return f"{app or uuid.uuid4().hex} {host}:{port}"
 
 
-def _frame_rows_max(text: str | None) -> int:
+def _read_frame_rows_max(text: str | None) -> int:
     rows = int(text or "10000")
     return rows if rows > 0 else NO_ROW_LIMIT

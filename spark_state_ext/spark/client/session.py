@@ -136,7 +136,7 @@ def _wrap_group_by(original: Any) -> Any:
     return group_by
 
 
-def _session_of(grouped: Any) -> Any:
+def _find_session(grouped: Any) -> Any:
     """Return the session of a GroupedData; None if it cannot be found. A classic one has it as `session`. A Connect one
     has no public way to it, but has `_df` in every release so far; without that it behaves as before `enable`."""
     session = getattr(grouped, "session", None)
@@ -153,7 +153,7 @@ def _patch_grouped(cls: type) -> None:
         self: Any, func: Any, outputStructType: Any, stateStructType: Any, outputMode: str, timeoutConf: str
     ) -> Any:
         noted: tuple[Any, tuple[Any, ...]] | None = getattr(self, _NOTE, None)
-        session = _session_of(self) if noted is None else noted[0].sparkSession
+        session = _find_session(self) if noted is None else noted[0].sparkSession
         client = None if session is None else Client.of(session)
         if client is None or uses_spark_state():
             return original(self, func, outputStructType, stateStructType, outputMode, timeoutConf)

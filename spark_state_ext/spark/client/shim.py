@@ -35,7 +35,7 @@ def bucket_entry(plain: dict[str, Any], function: Callable[..., Any]) -> Callabl
             function, load("spark_state_ext.spark.executor.call").run_bucket, plain, function, key, frames, state
         )
 
-    run_bucket.__name__ = run_bucket.__qualname__ = _entry_name(plain, function)
+    run_bucket.__name__ = run_bucket.__qualname__ = _make_entry_name(plain, function)
     return run_bucket
 
 
@@ -62,7 +62,7 @@ def task_entry(what: str, plain: dict[str, Any], module: str = "saving") -> Call
     return savepoint
 
 
-def _entry_name(plain: dict[str, Any], function: Callable[..., Any]) -> str:
+def _make_entry_name(plain: dict[str, Any], function: Callable[..., Any]) -> str:
     """Return ``arrow_state_<operator>_<function>``, with the user's function or the built-in operator."""
     built_in = json.loads(plain["function"])["name"] if plain["function"] else None
     # A partial has no name: use its function's.

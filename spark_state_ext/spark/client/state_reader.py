@@ -146,7 +146,7 @@ class StateReader:
                 yield [
                     (operator_id, store_name, state.where(_IS_POINTER).select(POINTER))
                     for operator_id, store_name, state in tables
-                    if "groupState.pointer" in _field_names(state.schema["value"].dataType)
+                    if "groupState.pointer" in _list_field_names(state.schema["value"].dataType)
                 ]
 
     def batch(self, batch: int | None = None) -> CommittedBatch:
@@ -263,7 +263,7 @@ class StateReader:
             ) from error
 
 
-def _field_names(value: Any) -> set[str]:
+def _list_field_names(value: Any) -> set[str]:
     """Return the names of the fields of a state's value, and of the fields within them."""
     return {f"{field.name}.{part.name}" for field in value for part in getattr(field.dataType, "fields", [])}
 

@@ -222,11 +222,11 @@ def read_saved_table(spark: SparkSession, savepoint: Savepoint, with_defined: bo
     numbers = spark.range(description["buckets"]).repartition(
         min(description["buckets"], _count_partitions(spark)), "id"
     )
-    shown = StructType([*nullable, StructField(TIMEOUT_COLUMN, LongType())])
+    table_type = StructType([*nullable, StructField(TIMEOUT_COLUMN, LongType())])
     if with_defined:
-        fields = [*shown.fields, StructField(DEFINED, BooleanType())]
-        shown = StructType([StructField(f"c{position}", field.dataType) for position, field in enumerate(fields)])
-    return numbers.mapInArrow(task_entry("read_rows", request, "tables"), shown)
+        fields = [*table_type.fields, StructField(DEFINED, BooleanType())]
+        table_type = StructType([StructField(f"c{position}", field.dataType) for position, field in enumerate(fields)])
+    return numbers.mapInArrow(task_entry("read_rows", request, "tables"), table_type)
 
 
 def _make_operator_file(

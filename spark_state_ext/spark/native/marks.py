@@ -68,8 +68,8 @@ def write_marks(
             # A classic session passes on some errors of the JVM unchanged.
             if not is_of_spark(error):
                 raise
-            said = said_by_spark(str(error))
-            raise StorageError(f"Spark could not write the state of the new query to {location}: {said}") from error
+            reason = said_by_spark(str(error))
+            raise StorageError(f"Spark could not write the state of the new query to {location}: {reason}") from error
 
 
 def _make_marker(value: bytes, due_ms: int) -> Any:

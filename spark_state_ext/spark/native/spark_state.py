@@ -81,7 +81,7 @@ def read_state(spark: SparkSession, location: str, batch: int) -> SparkState:
         due = F.col("value").getField(_TIMEOUT)
         timeout = F.when(due >= 0, due).cast("long")
     plain = table.select("key.*", *_select_fields(group_state, state), timeout, group_state.isNotNull())
-    names = [f"c{at}" for at in range(len(keys) + len(state) + 2)]
+    names = [f"c{position}" for position in range(len(keys) + len(state) + 2)]
     return SparkState(plain.toDF(*names), keys, state, has_timeout)
 
 

@@ -56,7 +56,7 @@ _OUTPUT = pa.schema(
 # bits of nanoseconds. No time zone is more than two days from UTC.
 _EVENT_TIME_US_MAX = (2**63 - 1) // 1000 - 2 * 86_400_000_000
 # Rows are collected up to this size, so that Spark's small input batches do not make small payloads.
-_HELD_BYTES_MAX = 32 << 20
+_WAITING_BYTES_MAX = 32 << 20
 # The most that one packing task sends through the shuffle before it uses spill files.
 _TASK_INLINE_BYTES_MAX = 128 << 20
 # The most that all packing tasks together send to one bucket. Newer releases of Spark gather all of a bucket's rows in
@@ -94,17 +94,17 @@ def pack(
         bucket_count = max(job.options.buckets, job.rescaled_buckets)
         origin = f"{job.application_id} {job.plan_id} {task.stage}"
         yield _send_to_all(bucket_count, heartbeat(origin), _count_other_queries(job, task))
-    held: list[pa.RecordBatch] = []
-    held_bytes = 0
+    waiting: list[pa.RecordBatch] = []
+    waiting_bytes = 0
     for batch in batches:
         if batch.num_rows:
-            held.append(batch)
-            held_bytes += batch.get_total_buffer_size()
-        if held_bytes >= _HELD_BYTES_MAX:
-            yield from packer.pack_table(pa.Table.from_batches(held))
-            held, held_bytes = [], 0
-    if held:
-        yield from packer.pack_table(pa.Table.from_batches(held))
+            waiting.append(batch)
+            waiting_bytes += batch.get_total_buffer_size()
+        if waiting_bytes >= _WAITING_BYTES_MAX:
+            yield from packer.pack_table(pa.Table.from_batches(waiting))
+            waiting, waiting_bytes = [], 0
+    if waiting:
+        yield from packer.pack_table(pa.Table.from_batches(waiting))
     packer.close()
     if packer.largest:
         yield _send_to_all(job.options.buckets, encode_partitions(packer.largest))
@@ -181,7 +181,7 @@ class _Packer:
                     self._bucket_bytes[bucket] += len(payload)
                 else:
                     payload = self._spill_payload(payload)
-                rows.append((bucket, payload, self._latest_time(times, start, stop)))
+                rows.append((bucket, payload, self._find_latest_time(times, start, stop)))
                 size += len(payload)
                 start = stop
                 if size >= _OUTPUT_BYTES_MAX:
@@ -244,7 +244,7 @@ class _Packer:
         )
 
     @staticmethod
-    def _latest_time(times: pa.ChunkedArray | None, start: int, stop: int) -> int | None:
+    def _find_latest_time(times: pa.ChunkedArray | None, start: int, stop: int) -> int | None:
         """Return the latest event time of some rows, by which Spark drops payloads; None: the call checks each row.
 
         It is None if a row has no event time, as such a row is never late, or if a time is too far away for Spark's

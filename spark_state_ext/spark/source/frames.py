@@ -126,7 +126,7 @@ def read_state(
     if not parts:
         return spark.createDataFrame([], schema)
     # One task per bucket, whatever the session's shuffle settings are.
-    rows = spark.createDataFrame([(at, part) for at, part in enumerate(parts)], "at int, part string")
+    rows = spark.createDataFrame([(position, part) for position, part in enumerate(parts)], "at int, part string")
     return rows.repartitionByRange(len(parts), "at").mapInArrow(_make_reader(dict(storage_options or {})), schema)
 
 
@@ -156,7 +156,9 @@ def _plan_exactly(
         )
         exact = [read_exact_batch(reader, store, batch) for batch in batches]
         rows = [
-            (at, pointer.encode()) for at, exact_batch in enumerate(exact) for pointer in exact_batch.pointers.values()
+            (position, pointer.encode())
+            for position, exact_batch in enumerate(exact)
+            for pointer in exact_batch.pointers.values()
         ]
         ranges = [(exact_batch.batch, exact_batch.oldest, exact_batch.newest) for exact_batch in exact]
         frame = spark.createDataFrame(rows, "at int, pointer binary").coalesce(1)

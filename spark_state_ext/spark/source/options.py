@@ -73,7 +73,7 @@ class SourceOptions:
             texts[name] = text
         if "path" not in texts:
             raise UsageError("arrow_state needs a path: load(path), or option('path', …)")
-        values: dict[str, Any] = {name: _READ.get(name, _as_text)(name, text) for name, text in texts.items()}
+        values: dict[str, Any] = {name: _READ.get(name, _parse_text)(name, text) for name, text in texts.items()}
         return SourceOptions(**values)._check()
 
     def _check(self) -> SourceOptions:
@@ -92,24 +92,24 @@ class SourceOptions:
         return SourceOptions(**{**self.__dict__, "table": CHANGES})
 
 
-def _as_text(name: str, text: str) -> str:
+def _parse_text(name: str, text: str) -> str:
     return text
 
 
-def _as_number(name: str, text: str) -> int:
+def _parse_number(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
         raise UsageError(f"the option {name} must be a whole number, not {text!r}") from None
 
 
-def _as_flag(name: str, text: str) -> bool:
+def _parse_flag(name: str, text: str) -> bool:
     if text.lower() not in _FLAGS:
         raise UsageError(f"the option {name} must be true or false, not {text!r}")
     return _FLAGS[text.lower()]
 
 
-def _as_names(name: str, text: str) -> tuple[str, ...]:
+def _parse_names(name: str, text: str) -> tuple[str, ...]:
     try:
         # Names that contain commas are given as a JSON list.
         names = json.loads(text) if text.startswith("[") else [part.strip() for part in text.split(",")]
@@ -120,11 +120,11 @@ def _as_names(name: str, text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _as_numbers(name: str, text: str) -> tuple[int, ...]:
-    return tuple(_as_number(name, part.strip()) for part in text.split(","))
+def _parse_numbers(name: str, text: str) -> tuple[int, ...]:
+    return tuple(_parse_number(name, part.strip()) for part in text.split(","))
 
 
-def _as_mapping(name: str, text: str) -> dict[str, Any]:
+def _parse_mapping(name: str, text: str) -> dict[str, Any]:
     try:
         mapping = json.loads(text)
     except ValueError:
@@ -136,12 +136,12 @@ def _as_mapping(name: str, text: str) -> dict[str, Any]:
 
 
 _READ: dict[str, Any] = {
-    "batch": _as_number,
-    "from_batch": _as_number,
-    "to_batch": _as_number,
-    "unproven": _as_flag,
-    "hold": _as_flag,
-    "columns": _as_names,
-    "buckets": _as_numbers,
-    "storage_options": _as_mapping,
+    "batch": _parse_number,
+    "from_batch": _parse_number,
+    "to_batch": _parse_number,
+    "unproven": _parse_flag,
+    "hold": _parse_flag,
+    "columns": _parse_names,
+    "buckets": _parse_numbers,
+    "storage_options": _parse_mapping,
 }

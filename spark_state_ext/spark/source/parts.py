@@ -186,7 +186,7 @@ def _make_schema(options: SourceOptions, state: OpenState) -> str:
     """Return the type of the table that is read, as Spark's JSON."""
     if options.table == METADATA:
         return _encode_struct({field.name: _OF_ARROW[field.type] for field in FILES})
-    types = _column_types(state)
+    types = _list_column_types(state)
     keys = state.key_schema.names
     if options.table == TIMEOUTS:
         return _encode_struct({name: types[name] for name in (*keys, TIMEOUT_MS)})
@@ -201,15 +201,15 @@ def _make_schema(options: SourceOptions, state: OpenState) -> str:
     return _encode_struct({name: types[name] for name in options.columns})
 
 
-def _column_types(state: OpenState) -> dict[str, Any]:
+def _list_column_types(state: OpenState) -> dict[str, Any]:
     """Return the type of each column as Spark's JSON, without the hash, for which Spark has no type."""
     operator = state.files.operator
     fields = [*json.loads(operator.key_schema)["fields"], *json.loads(operator.state_schema)["fields"]]
-    shown = [field for field in fields if field["name"] != EXPIRES_MS]
+    visible = [field for field in fields if field["name"] != EXPIRES_MS]
     names = [*state.key_schema.names, *state.state_schema.names]
-    types = {name: field["type"] for name, field in zip(names, shown, strict=True)}
+    types = {name: field["type"] for name, field in zip(names, visible, strict=True)}
     types |= {TIMEOUT_MS: _LONG, DEFINED: _BOOLEAN, BUCKET: _INTEGER}
-    return {**types, EXPIRES_MS: _LONG} if len(shown) < len(fields) else types
+    return {**types, EXPIRES_MS: _LONG} if len(visible) < len(fields) else types
 
 
 def _encode_struct(types: Mapping[str, Any]) -> str:
