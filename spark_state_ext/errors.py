@@ -178,7 +178,7 @@ class CannotHoldError(StorageError):
 
 
 class ClosedEnvironmentError(StorageError):
-    """Another user of this process closed the local store's environment; the call did nothing and is repeated."""
+    """Another user of this process closed the local store's environment. Nothing was changed; it is opened again."""
 
 
 class TooManyOpenFilesError(StorageError):

@@ -93,7 +93,7 @@ def pack(
         # being rescaled also the old buckets are called, which hand over their state.
         bucket_count = max(job.options.buckets, job.rescaled_buckets)
         origin = f"{job.application_id} {job.plan_id} {task.stage}"
-        yield _send_to_all(bucket_count, heartbeat(origin), _count_other_queries(job, task))
+        yield _repeat_for_each_bucket(bucket_count, heartbeat(origin), _count_other_queries(job, task))
     waiting: list[pa.RecordBatch] = []
     waiting_bytes = 0
     for batch in batches:
@@ -107,10 +107,10 @@ def pack(
         yield from packer.pack_table(pa.Table.from_batches(waiting))
     packer.close()
     if packer.largest:
-        yield _send_to_all(job.options.buckets, encode_partitions(packer.largest))
+        yield _repeat_for_each_bucket(job.options.buckets, encode_partitions(packer.largest))
 
 
-def _send_to_all(buckets: int, payload: bytes, others: int | None = None) -> pa.RecordBatch:
+def _repeat_for_each_bucket(buckets: int, payload: bytes, others: int | None = None) -> pa.RecordBatch:
     """Return one payload for each bucket."""
     labels = [bucket_label(bucket) for bucket in range(buckets)]
     columns = [

@@ -59,7 +59,7 @@ class Exact:
 
     Parameters
     ----------
-    told
+    origin
         The operator and query that they belong to.
     batches
         The batch that is read; for changes the batch that they start from, and the one that is read.
