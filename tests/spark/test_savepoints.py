@@ -434,7 +434,7 @@ def test_an_operator_that_is_not_in_a_savepoint_is_refused_when_the_query_is_pla
             job.feed(keyed("a"))
             job.planned()
     gone, other_state = (it.getMessage() for it in caplog.records if "start from" in it.getMessage())
-    assert "from which operator 'tested' may start, could not be read when the query was planned" in gone
+    assert "which operator 'tested' may start from, could not be read when the query was planned" in gone
     assert "column 'n' was removed" in other_state
     assert "a query without state fails in its first batch" in other_state
     new = Query(spark, tmp_path / "empty", start_from=replace(start, allow_non_restored=True)).run(NEXT)
@@ -486,7 +486,7 @@ def test_values_of_another_type_are_not_guessed(spark: Any, tmp_path: Path) -> N
         with pytest.raises(UsageError, match=f"column '{column}' of the table is"):
             write_savepoint(some, str(tmp_path / column), keys=["key"], state_schema=f"{column} {declared}", buckets=1)
         assert not (tmp_path / column).exists()
-    with pytest.raises(UsageError, match="give a whole number"):
+    with pytest.raises(UsageError, match="must be a whole number"):
         write_savepoint(
             rows.select("key", "number", rows.moment.alias("timeout_ms")),
             str(tmp_path / "timeout"),

@@ -51,7 +51,7 @@ def check_start(spark: SparkSession, job: Job) -> None:
         level = logging.INFO if start.mode == CLAIM else logging.WARNING
         _LOGGER.log(
             level,
-            "%s, from which operator %r may start, could not be read when the query was planned: %s. A query with "
+            "%s, which operator %r may start from, could not be read when the query was planned: %s. A query with "
             "state of its own does not need it",
             start,
             job.operator,
