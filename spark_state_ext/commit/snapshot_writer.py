@@ -43,7 +43,7 @@ class Snapshotted(Protocol):
         """Whether nothing more can be restored in this call."""
         ...
 
-    def pinned(self, pointer: Pointer, for_s: float) -> tuple[View, str]:
+    def pin_view(self, pointer: Pointer, for_s: float) -> tuple[View, str]:
         """The view at a pointer, and the name under which its runs are pinned for a while."""
         ...
 
@@ -69,9 +69,9 @@ class SnapshotWriter:
         self._snapshots = snapshots
         self._bucket = bucket
 
-    def in_time(self, new: Pointer, due: bool, behind: Sequence[str], changed: bool) -> Pointer:
+    def with_due_snapshots(self, new: Pointer, due: bool, behind: Sequence[str], changed: bool) -> Pointer:
         """The pointer with the snapshots that it needs under way, or written where it cannot go without one."""
-        based = self.from_a_snapshot(new)
+        based = self.trim_to_snapshot(new)
         made = self._before_bytes_are_too_old(new, due or based is None, behind, changed, now=based is None)
         return made if based is None or made.lineage != new.lineage else replace(made, lineage=based.lineage)
 
@@ -140,7 +140,7 @@ class SnapshotWriter:
                 behind if new.parents is None else names,
                 known=True,
             )
-        view, pin = self._bucket.pinned(new, _WAITING_PIN_S)
+        view, pin = self._bucket.pin_view(new, _WAITING_PIN_S)
         # Before the work begins, which records its end.
         awaiting = self._snapshots.with_full_snapshot(new, behind)
         self._snapshots.taken_on(names)
@@ -155,14 +155,14 @@ class SnapshotWriter:
         return awaiting
 
     def _write_now(self, new: Pointer, names: Sequence[str]) -> None:
-        self._write_snapshot(self._header(new), *self._bucket.pinned(new, _WAITING_PIN_S), names)
+        self._write_snapshot(self._header(new), *self._bucket.pin_view(new, _WAITING_PIN_S), names)
 
     def _header(self, new: Pointer) -> LineageHeader:
         """The header of a snapshot, which with pointers of format 1 is of format 1 too."""
         header = self._bucket.header(new.lineage[-1].ref, SNAPSHOT)
         return replace(header, format=1) if self._context.options.format_1_too else header
 
-    def from_a_snapshot(self, new: Pointer) -> Pointer | None:
+    def trim_to_snapshot(self, new: Pointer) -> Pointer | None:
         """The pointer as format 1 has it, where that is written: its lineage begins with a snapshot that is there. None
         where none is.
         """

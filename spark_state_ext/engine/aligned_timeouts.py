@@ -1,16 +1,16 @@
-"""When Spark calls a bucket for timeouts: with the other buckets of its partition, where that matters.
+"""When Spark calls a bucket for timeouts: together with the other buckets of its partition if that matters.
 
-Spark's state of a partition is one thing: it goes on from one attempt at the batch before. But with its checkpoint
-format 1 an executor goes on from what it has in memory, which another attempt's file may have replaced meanwhile, and
-writes only what changed. Whoever then reads the files finds what was called on the lineage of the one attempt, and
-what was not on that of the other. Where the job's function or input draws keys at random, a row may have gone to one
-bucket in the one attempt, and to another in the other: it is lost, or counted twice. A batch with data calls every
-bucket; one without calls those whose time has come. So under processing-time timeouts every bucket asks to be called in
-the next batch, whatever its own timeouts are, and rests where none is over: it hands its pointer on as it is. Then what
-a batch writes of a partition holds all of its buckets, or none.
+Spark keeps one state per partition, and each batch continues from one attempt at the batch before. But with checkpoint
+format 1 an executor continues from the state in its memory and writes only what changed, although another attempt's
+file may have replaced that state meanwhile. A later reader of the files then finds the called buckets on one attempt's
+lineage and the other buckets on another attempt's. If the job's function or input draws keys at random, the two
+attempts may have sent the same row to different buckets: the row is lost or counted twice. A batch with data calls
+every bucket; a batch without data calls only buckets that have a due timeout. So under processing-time timeouts every
+bucket asks to be called in the next batch, whatever its own timeouts are. If no timeout is due, the call does no work
+and returns its pointer unchanged. A batch then writes either all buckets of a partition or none of them.
 
-(Under event-time timeouts it is so anyway: all ask to be called when the watermark next advances. And format 2 names
-the attempt, and finds it.)
+(Under event-time timeouts all buckets ask to be called when the watermark next advances, so they are aligned anyway.
+Checkpoint format 2 names the attempt, so a reader finds the right one.)
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["next_call_ms", "has_nothing_due"]
 
 
 def next_call_ms(earliest_timeout_ms: int | None, now_ms: int, *, alone: bool) -> int | None:
-    """In how many milliseconds a bucket asks Spark to call it, under processing-time timeouts; None for never."""
+    """Return after how many milliseconds Spark should call a bucket again (processing time); None for never."""
     if not alone:
         return 1
     return None if earliest_timeout_ms is None else max(1, earliest_timeout_ms - now_ms)
 
 
 def has_nothing_due(pointer: Pointer, now_ms: int) -> bool:
-    """Whether a call for timeouts finds nothing to do, and hands the pointer on as it is."""
+    """True if a call for timeouts has no work, so that it returns its pointer unchanged."""
     due = pointer.earliest_timeout_ms is not None and pointer.earliest_timeout_ms < now_ms
     return not due and not pointer.inline

@@ -1,8 +1,8 @@
-"""One bucket's state over a commit: reconcile with the pointer, read, commit, new pointer.
+"""One bucket's state during a call: fetch what the pointer needs, read, commit, return a new pointer.
 
-Order of a commit: delta sealed → uploads begun → run in the local store → uploads waited for, where they must be →
-pointer. Spark then makes the pointer durable with its batch. Whatever dies in between leaves files and runs that no
-pointer names. Snapshots are written in the background; pointers only presume them.
+A commit seals the delta, starts its uploads, writes the run into the local store, waits for uploads that must be
+confirmed, and returns the pointer. Spark then makes the pointer durable with its batch. A process that dies in between
+leaves files and runs that no pointer names. Snapshots are written in the background; a pointer only expects them.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ __all__ = ["Bucket", "CommitResult", "Sizes"]
 T = TypeVar("T")
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Other processes may prune while we fetch; each round makes progress, so a few are plenty.
+# Other processes may prune during a fetch. Each round makes progress, so a few rounds are enough.
 _ROUNDS_MAX = 5
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large a bucket's state is.
+    """The size of a bucket's state.
 
     Parameters
     ----------
     rows_max, rows_min
-        Bounds of its live rows. They meet where one run has all of it.
+        Bounds of the number of live rows. They are equal if one run has the whole state.
     size_bytes
-        Bytes of its runs.
+        Total size of the runs of the view.
     """
 
     rows_max: int
@@ -64,24 +64,24 @@ class Sizes:
 
     @staticmethod
     def of(view: View) -> Sizes:
-        """Those of a view."""
+        """Return the sizes of the state in a view."""
         return Sizes(view.rows_max, view.rows_min, view.size_bytes)
 
 
 @dataclass(frozen=True)
 class CommitResult:
-    """What a commit made.
+    """The result of a commit.
 
     Parameters
     ----------
     pointer
-        To be handed to Spark.
+        The pointer to return to Spark.
     sizes
-        Of the state at it.
+        Sizes of the state at that pointer.
     deferred
-        Uploads that the task's last call has to wait for: the pointer claims that they are confirmed.
+        Uploads that the task's last call must wait for, because the pointer says that they are confirmed.
     waited_s
-        How long the commit waited for backends.
+        How long the commit waited for backends, in seconds.
     """
 
     pointer: Pointer
@@ -91,7 +91,7 @@ class CommitResult:
 
 
 class Bucket:
-    """State of one bucket, as of a pointer."""
+    """The state of one bucket at a pointer."""
 
     def __init__(
         self,
@@ -113,51 +113,60 @@ class Bucket:
         self._memory = memory or Calls()
         self.committer = Committer(store, replicas, context)
         self._snapshots = SnapshotWriter(store, context, self.committer.snapshots, self)
-        asked = [*sources, *replicas]
-        known = taken_over(pointer, asked)
-        # Longer than a backend that fails is tried again, so that its error is told.
+        all_sources = [*sources, *replicas]
+        replication_pointer = taken_over(pointer, all_sources)
+        # Longer than the retries of a failing backend, so that its own error is reported.
         silent_s = context.options.commit_timeout_ms / 1000 * 1.1
-        self._sources = Sources(restore_order(asked, known, restore_from), pointer, restore_from, silent_s)
-        kept_ms = pointer.ages.window_ms if pointer.ages is not None else None
+        self._sources = Sources(
+            restore_order(all_sources, replication_pointer, restore_from), pointer, restore_from, silent_s
+        )
+        window_ms = pointer.ages.window_ms if pointer.ages is not None else None
         operators = [pointer.operator, *pointer.origins]
-        # Other sources are at hand in this call only.
+        # Other sources exist only during this call, so later calls could not fetch from them lazily.
         key = BucketKey(pointer.operator, pointer.query_folder, pointer.bucket)
         self._lazy = LazyRestore(store, self._sources, key, None if sources else context.lazy, context.while_waiting)
         self._loader = Loader(
-            store, self._sources, operators, pointer.bucket, context.scratch, kept_ms, context.while_waiting, self._lazy
+            store,
+            self._sources,
+            operators,
+            pointer.bucket,
+            context.scratch,
+            window_ms,
+            context.while_waiting,
+            self._lazy,
         )
 
     @property
     def store(self) -> LocalStore:
-        """Its local store."""
+        """The bucket's local store."""
         return self._store
 
     @property
     def fetched_files(self) -> int:
-        """Checkpoint files that were read and applied."""
+        """Number of checkpoint files that were read and applied."""
         return self._loader.fetched_files
 
     @property
     def restore_gaps(self) -> int:
-        """Checkpoint files that a backend should have given, and another one gave."""
+        """Number of checkpoint files that the expected backend did not have and another one did."""
         return self._sources.gaps
 
     def close(self) -> None:
-        """Have a restore that is under way end soon with `InterruptedRestoreError`; from any thread.
+        """Interrupt a running restore with `InterruptedRestoreError`; may be called from any thread.
 
-        Its backends' restore managers are of no use after that.
+        The backends' restore managers cannot be used after that.
         """
         self._sources.close()
 
     def read(self, work: Callable[[View], T]) -> T:
-        """Run `work` on the state at the pointer; what the local store lacks is fetched first.
+        """Run `work` on the state at the pointer, after fetching what is missing in the local store.
 
-        `work` must be repeatable.
+        `work` may run several times.
         """
-        return self._reconciled(self.pointer, work)
+        return self._run_on_view(self.pointer, work)
 
     def scan(self) -> Iterator[pa.RecordBatch]:
-        """All live rows at the pointer, ascending by hash; each batch is read when it is asked for."""
+        """Yield all live rows at the pointer, ascending by hash; each batch is read when it is requested."""
         after = -1
         while after < 2**64 - 1:
             after, rows = self.read(partial(View.piece, after=after))
@@ -167,115 +176,117 @@ class Bucket:
     def commit(
         self, rows: SpillBuffer, heartbeat: bool = True, *, may_defer: bool = False, room_bytes: int = 1 << 62
     ) -> CommitResult:
-        """Make a new checkpoint of changed rows."""
+        """Commit changed rows as a new checkpoint."""
         self._store.check_process()
         self._memory.note(str(self._store.folder), rows.size_bytes)
-        # Counted before anything is written, so that each file tells its heartbeat.
-        begun = self.committer.begin(self.pointer)
-        pointer = counted(begun.pointer, heartbeat, self._context.batches_retained)
+        # Count the heartbeat before anything is written, because each file contains it.
+        begin_phase = self.committer.begin(self.pointer)
+        pointer = counted(begin_phase.pointer, heartbeat, self._context.batches_retained)
         pointer = replace(pointer, epoch=self._writer.epoch)
         pointer = marked(pointer, self._context.batch_ms, self._context.options.erase_window_ms)
         behind = self.committer.snapshots.behind(pointer)
         if rows.rows == 0 and not behind and not self._renewal_due(pointer):
-            # Where format 1 needs a snapshot that is not there, an empty delta makes a checkpoint to take it of.
-            same = self._snapshots.from_a_snapshot(pointer)
-            if same is not None:
-                return CommitResult(same, self.read(Sizes.of), waited_s=begun.waited_s)
+            # If format 1 needs a snapshot that is missing, an empty delta makes a checkpoint to take the snapshot of.
+            unchanged = self._snapshots.trim_to_snapshot(pointer)
+            if unchanged is not None:
+                return CommitResult(unchanged, self.read(Sizes.of), waited_s=begin_phase.waited_s)
         self._writer = replace(self._writer, heartbeat=pointer.heartbeats, quiet=not heartbeat)
         parent = self.pointer.ref
-        ref = self._next_ref()
+        ref = self._create_ref()
         sealed = seal(self.header(ref, DELTA), self._store.schema, rows, self._context.scratch)
         try:
             entry = LineageEntry(ref, sealed.size_bytes, pointer.heartbeats)
-            new = self._changed(replace(pointer, lineage=(*pointer.lineage, entry), parent=parent), rows)
-            handed_in = self.committer.hand_in(new, sealed, may_defer, room_bytes)
+            new_pointer = self._note_change(replace(pointer, lineage=(*pointer.lineage, entry), parent=parent), rows)
+            submitted = self.committer.hand_in(new_pointer, sealed, may_defer, room_bytes)
             self._sources.hold(sealed)
-            self._reconciled(self.pointer, lambda view: self._store.apply(rows, ref, parent))
-            # Only what is committed for certain is merged and dropped: the pointer we were given, not the one we make.
-            self._tidy(parent)
-            state_bytes, sizes = self._reconciled(new, lambda view: (self._state_bytes(view), Sizes.of(view)))
-            finished = self.committer.finish(replace(new, rows=sizes.rows_max), handed_in)
-            # What a bucket's first call begins with is in no batch yet. That one is to wait for no state written anew.
-            first_due = self.pointer.batch >= 0 and begins_with_parents(finished.pointer)
-            due = snapshot_due(finished.pointer.lineage, state_bytes) or first_due
-            made = self._snapshots.in_time(finished.pointer, due, behind, changed=rows.rows > 0)
-            waited_s = begun.waited_s + finished.waited_s
-            return CommitResult(made, sizes, finished.deferred, waited_s)
+            self._run_on_view(self.pointer, lambda view: self._store.apply(rows, ref, parent))
+            # Only up to the input pointer: the new one may never be committed.
+            self._compact_and_prune(parent)
+            state_bytes, sizes = self._run_on_view(
+                new_pointer, lambda view: (self._estimate_state_bytes(view), Sizes.of(view))
+            )
+            finish_phase = self.committer.finish(replace(new_pointer, rows=sizes.rows_max), submitted)
+            # Not in a bucket's first call: its pointer is in no batch yet, and it should not wait for a state snapshot.
+            first_due = self.pointer.batch >= 0 and begins_with_parents(finish_phase.pointer)
+            due = snapshot_due(finish_phase.pointer.lineage, state_bytes) or first_due
+            final_pointer = self._snapshots.with_due_snapshots(finish_phase.pointer, due, behind, changed=rows.rows > 0)
+            waited_s = begin_phase.waited_s + finish_phase.waited_s
+            return CommitResult(final_pointer, sizes, finish_phase.deferred, waited_s)
         finally:
             sealed.let_go()
 
-    def _state_bytes(self, view: View) -> int:
-        """About the bytes of the state."""
+    def _estimate_state_bytes(self, view: View) -> int:
+        """Return the approximate size of the state in bytes."""
         if not self._store.outgrown(view):
             return view.size_bytes
-        # Most of the runs may be rows that were written anew, and only the snapshot that this is about removes them.
+        # Most runs may hold rows that were overwritten since, and only the snapshot to be decided on removes them.
         return max(run.size_bytes for run in view.runs)
 
-    def _next_ref(self) -> CheckpointRef:
-        """The new checkpoint: unique to this very call, whatever batch and attempt it is."""
+    def _create_ref(self) -> CheckpointRef:
+        """Return a new checkpoint, unique to this call whatever its batch and attempt."""
         return CheckpointRef(self.pointer.version + 1, new_checkpoint_id())
 
     def _renewal_due(self, pointer: Pointer) -> bool:
-        """Whether the committed checkpoint is so old that its file might be taken for one that nobody follows."""
+        """True if the committed checkpoint is so old that its file might be taken for abandoned."""
         if not pointer.lineage:
             return False
         old = pointer.ages is not None and is_old(pointer.ages, self._context.batch_ms)
         return old or pointer.lineage[-1].heartbeat + self._context.batches_retained < pointer.heartbeats
 
-    def _changed(self, new: Pointer, rows: SpillBuffer) -> Pointer:
-        if new.ages is None:
-            return new
-        return replace(new, ages=with_change(new.ages, self._context.batch_ms, rows.rows > 0))
+    def _note_change(self, pointer: Pointer, rows: SpillBuffer) -> Pointer:
+        if pointer.ages is None:
+            return pointer
+        return replace(pointer, ages=with_change(pointer.ages, self._context.batch_ms, rows.rows > 0))
 
-    def _tidy(self, committed: CheckpointRef | None) -> None:
-        """Compact and prune. The new checkpoint is safe already, so no failure here may fail the batch."""
+    def _compact_and_prune(self, committed: CheckpointRef | None) -> None:
+        """Compact and prune the local store; a failure must not fail the batch, whose checkpoint is already safe."""
         try:
             try:
-                # The snapshot that was due last, which may be under way still.
+                # The snapshot that was due last may still be in progress.
                 unconfirmed = self.pointer.lineage[0].ref if self.pointer.lineage else None
-                compacted = self._store.compact(committed, unconfirmed)
-                if compacted is not None:
-                    give_back(compacted.size_bytes)
+                compacted_run = self._store.compact(committed, unconfirmed)
+                if compacted_run is not None:
+                    give_back(compacted_run.size_bytes)
             finally:
-                # Also where there is no room to merge: this makes some.
+                # Even if there was no space to compact: pruning makes some.
                 self._store.prune(committed)
         except MissingRunError:
             return  # another process pruned first; the next commit tries again
         except CorruptStoreError as error:
-            _LOGGER.warning("%s; it is built anew from the checkpoint files", error)
+            _LOGGER.warning("%s; it is rebuilt from the checkpoint files", error)
             self._store.rebuild()
         except StorageError as error:
-            _LOGGER.warning("the local store is not tidied: %s; the next commit tries again", error)
+            _LOGGER.warning("the local store was not compacted and pruned: %s; the next commit tries again", error)
 
     # -- snapshots ---------------------------------------------------------------------------------
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called, or a load has failed: the next call needs other restore managers."""
+        """True if `close` was called or a load failed: the next call needs new restore managers."""
         return self._sources.is_closed
 
-    def pinned(self, pointer: Pointer, for_s: float) -> tuple[View, str]:
-        """The view at a pointer, with its runs pinned for a while."""
-        return self._reconciled(pointer, lambda view: (view, self._store.pin(view, for_s)))
+    def pin_view(self, pointer: Pointer, for_s: float) -> tuple[View, str]:
+        """Return the view at a pointer and the name of the pin that keeps its runs for `for_s` seconds."""
+        return self._run_on_view(pointer, lambda view: (view, self._store.pin(view, for_s)))
 
     def unpin(self, pin: str) -> None:
-        """Let go of pinned runs."""
+        """Remove a pin."""
         try:
             self._store.unpin(pin)
         except StateError as error:
-            _LOGGER.warning("a pin of the local store is left to expire: %s", error)
+            _LOGGER.warning("a pin of the local store could not be removed and will expire: %s", error)
 
     def ingest(self, snapshot: SealedFile, ref: CheckpointRef) -> None:
-        """Have the local store use a snapshot in place of the runs that it was made of."""
+        """Replace the runs that a snapshot was made of by that snapshot in the local store."""
         try:
             self._loader.ingest(snapshot, ref)
         except StateError as error:
-            _LOGGER.warning("the local store goes on with its old runs: %s", error)
+            _LOGGER.warning("the local store could not ingest a snapshot and keeps its old runs: %s", error)
 
     # -- files -------------------------------------------------------------------------------------
 
     def header(self, ref: CheckpointRef, kind: str) -> LineageHeader:
-        """The header of a file of a new checkpoint."""
+        """Return the header of a file of a new checkpoint."""
         return LineageHeader(
             kind=kind,
             operator=self.pointer.operator,
@@ -290,33 +301,33 @@ class Bucket:
 
     # -- reconciling -------------------------------------------------------------------------------
 
-    def _reconciled(self, pointer: Pointer, work: Callable[[View], T]) -> T:
+    def _run_on_view(self, pointer: Pointer, work: Callable[[View], T]) -> T:
         rebuilt = False
         rounds = 0
         while True:
             try:
-                view = self._whole_view(pointer)
+                view = self._load_view(pointer)
                 try:
                     self._lazy.attach(view)
                     return work(view)
                 except MissingRunError as error:
-                    # Pruned by another process in the middle of the work. The view may be whole still, by way of a
-                    # compacted run, so it is asked for again before anything is fetched.
+                    # Another process pruned a run during the work. A compacted run may have replaced it, so get the
+                    # view again before fetching anything.
                     rounds += 1
                     if rounds > _ROUNDS_MAX:
-                        # The manifest names what is not there: somebody has removed a file.
+                        # The manifest names a missing run: its file was deleted.
                         raise CorruptStoreError(
-                            f"the local store {self._store.folder} has lost what it names: {error}"
+                            f"a run is missing from the local store {self._store.folder}: {error}"
                         ) from error
             except CorruptStoreError as error:
                 if rebuilt:
                     raise
-                _LOGGER.warning("%s; it is built anew from the checkpoint files", error)
+                _LOGGER.warning("%s; it is rebuilt from the checkpoint files", error)
                 rebuilt, rounds = True, 0
                 self._store.rebuild()
 
-    def _whole_view(self, pointer: Pointer) -> View:
-        """The view of a checkpoint, after fetching what the local store lacks of it."""
+    def _load_view(self, pointer: Pointer) -> View:
+        """Return the view at a pointer, after fetching the runs that are missing in the local store."""
         rounds = 0
         while True:
             try:
@@ -332,12 +343,12 @@ class Bucket:
 
     @staticmethod
     def _check_parent(view: View, pointer: Pointer) -> None:
-        """What is here must have been built on what the pointer says (SPARK-49374: ids of both are passed on)."""
+        """Refuse a run whose parent is not the parent in the pointer (SPARK-49374 passes on both ids)."""
         top = view.runs[0] if view.runs else None
         if top is None or top.base or top.newest != top.oldest or pointer.parent is None:
             return
         if top.parent != pointer.parent:
             raise LineageError(
                 f"checkpoint {pointer.ref} of bucket {pointer.bucket} of operator {pointer.operator!r} was built on "
-                f"{top.parent}; its pointer says {pointer.parent}. Go back to an older Spark checkpoint."
+                f"{top.parent}, but its pointer names {pointer.parent} as parent. Go back to an older Spark checkpoint."
             )

@@ -1,12 +1,11 @@
-"""What the calls of a task leave to its last one: waiting for uploads of deltas that are too large to go inline.
+"""Deferred uploads: a task's last call waits for uploads of deltas that are too large to go inline.
 
-Spark commits a task's state after the last call returned. So a call need not wait for its own uploads, when it is
-certain that a later call of the same task will. Python is not told which call is the last, but every batch with a
-heartbeat calls each bucket, and bucket *b* goes to partition *b* mod P. P is told by a setting, which `foreachBatch`
-may change without Spark's operator noticing. So it is only relied on where an earlier batch of the run has found it
-right in every bucket: each call compares *b* mod P with its partition, notes what it found right in its pointer, and
-leaves a file where it did not. A batch that was committed without such a file was right for all buckets
-(`docs/design/003`).
+Spark commits a task's state after the task's last call returned. So a call need not wait for its own uploads if a later
+call of the same task certainly will. Python does not know which call is the last, but every batch with a heartbeat
+calls each bucket, and bucket *b* goes to partition *b* mod P. P comes from a setting, which `foreachBatch` may change
+without Spark's operator noticing. So P is relied on only after an earlier batch of the run confirmed it for every
+bucket: each call compares *b* mod P with its partition. If they agree, the call notes that in its pointer; if not, it
+writes a file. If a batch was committed without such a file, P was right for all buckets (`docs/design/003`).
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ _RUNS_MAX = 256
 
 
 class Differences:
-    """Where a process knows whether buckets were found in other partitions than was told."""
+    """A process's memory of whether buckets were found in other partitions than the setting says."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[str, bool] = OrderedDict()
+        self._differs: OrderedDict[str, bool] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._differs)
 
     def get(self, key: str) -> bool | None:
-        """Whether there is one; None where nobody has looked."""
-        return self._found.get(key)
+        """True if there is a difference, False if not, None if that is unknown."""
+        return self._differs.get(key)
 
-    def note(self, key: str, found: bool) -> None:
-        """Remember it."""
-        self._found[key] = found
-        if len(self._found) > _RUNS_MAX:
-            self._found.popitem(last=False)
+    def note(self, key: str, differs: bool) -> None:
+        """Remember whether there is a difference."""
+        self._differs[key] = differs
+        if len(self._differs) > _RUNS_MAX:
+            self._differs.popitem(last=False)
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,15 @@ class Partitioning:
     Parameters
     ----------
     run_id
-        The plan that the run was started from; empty where nothing is told.
+        Id of the plan that the run was started from; empty if unknown.
     partitions
-        Number of partitions as told; None where it is not.
+        Number of partitions according to the setting; None if unknown.
     partition
-        The task's.
+        The task's partition.
     buckets
         The operator's number of buckets.
     differences
-        What the process knows.
+        Differences that the process knows of.
     """
 
     run_id: str
@@ -75,17 +74,17 @@ class Partitioning:
     differences: Differences = field(default_factory=Differences, compare=False)
 
     def agrees(self, bucket: int) -> bool:
-        """Whether a bucket that is called here belongs here, by what was told."""
+        """True if a bucket belongs to this partition according to the setting."""
         return self.partitions is not None and bucket % self.partitions == self.partition
 
     @property
-    def told(self) -> bool:
-        """Whether there is anything to compare."""
+    def is_comparable(self) -> bool:
+        """True if the run and its number of partitions are known, so that partitions can be compared."""
         return bool(self.run_id) and self.partitions is not None and self.partitions > 0
 
     def noted(self, bucket: int, query_folder: Folder) -> tuple[str, int] | None:
-        """What a call with a heartbeat notes in its pointer; where it found a difference, a file says so."""
-        if not self.told or self.partitions is None:
+        """Return what a call with a heartbeat notes in its pointer; write a file instead if there is a difference."""
+        if not self.is_comparable or self.partitions is None:
             return None
         if self.agrees(bucket):
             return self.run_id, self.partitions
@@ -97,24 +96,24 @@ class Partitioning:
         return None
 
     def expected(self, pointer: Pointer, query_folder: Folder) -> frozenset[int]:
-        """The buckets that this task calls for certain; empty where nothing is certain."""
-        if not self.told or self.partitions is None or pointer.partitioning != (self.run_id, self.partitions):
+        """Return the buckets that this task certainly calls; empty if that is not certain."""
+        if not self.is_comparable or self.partitions is None or pointer.partitioning != (self.run_id, self.partitions):
             return frozenset()
         if not self.agrees(pointer.bucket):
             return frozenset()
-        # Remembered for the number that was told: with another one, others may have found a difference since.
+        # Remembered per number of partitions: with another number, other tasks may have found a difference since.
         if self.differences.get(self._key(query_folder)) is None:
             try:
                 self.differences.note(self._key(query_folder), query_folder.exists(self._file))
             except StorageError as error:
-                _LOGGER.warning("this call waits for its own uploads, as %s", error)
+                _LOGGER.warning("this call waits for its own uploads because a file could not be looked up: %s", error)
                 return frozenset()
         if self.differences.get(self._key(query_folder)):
             return frozenset()
         return frozenset(range(self.partition, self.buckets, self.partitions))
 
     def is_last(self, called: Collection[int]) -> bool:
-        """Whether a task with data has called all of its buckets, by what was told; for what need not be certain."""
+        """True if a task with data has probably called all of its buckets; relies on the unconfirmed setting."""
         if self.partitions is None or self.partitions <= 0:
             return False
         return set(range(self.partition, self.buckets, self.partitions)) <= set(called)
@@ -129,16 +128,16 @@ class Partitioning:
 
 @dataclass
 class TaskEnd:
-    """One attempt at a task, as far as its calls have come.
+    """The progress of one attempt at a task.
 
     Parameters
     ----------
     called
-        Buckets whose call is over.
+        Buckets whose call has ended.
     left
-        Uploads that somebody has to wait for before the task ends.
+        Uploads that a later call must wait for before the task ends.
     inline_bytes
-        What has gone inline.
+        Size of the task's inline deltas.
     """
 
     called: set[int] = field(default_factory=set)
@@ -146,7 +145,7 @@ class TaskEnd:
     inline_bytes: int = 0
 
     def may_leave(self, bucket: int, expected: frozenset[int]) -> bool:
-        """Whether a later call will wait for what this one leaves."""
+        """True if a later call will wait for uploads that this call defers."""
         return bucket in expected and bool(expected - self.called - {bucket})
 
     def over(
@@ -158,23 +157,23 @@ class TaskEnd:
         options: CommitOptions,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> float:
-        """A call is over: wait, where no later one will; returns how long, in seconds."""
+        """End a call: wait for deferred uploads if no later call will; return the seconds waited."""
         self.left += left
         self.called.add(bucket)
         if not self.left or (bucket in expected and expected - self.called):
             return 0.0
-        waiting, self.left = self.left, []
-        return await_all(waiting, uploads, options, while_waiting=while_waiting)
+        uploads_to_await, self.left = self.left, []
+        return await_all(uploads_to_await, uploads, options, while_waiting=while_waiting)
 
 
 class TaskEnds:
-    """The attempts of a process at tasks."""
+    """The attempts at tasks that run in a process."""
 
     def __init__(self) -> None:
         self._attempts: OrderedDict[int, TaskEnd] = OrderedDict()
 
     def of(self, attempt: int | None) -> TaskEnd:
-        """That of the present attempt; Spark's number for it, which no other attempt has."""
+        """Return the progress of an attempt, by Spark's number for it, which is unique; None: a new one."""
         if attempt is None:
             return TaskEnd()
         if attempt not in self._attempts:

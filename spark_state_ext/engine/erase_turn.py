@@ -1,7 +1,7 @@
-"""What calls do about erase requests: which are new to a bucket, and when one is done.
+"""How calls carry out erase requests: which requests are new to a bucket, and when a request is done.
 
-`docs/design/007b-erasing.md` has the argument. Decisions are functions over values; a process lists the requests once a
-batch, and reads one when a bucket needs it.
+`docs/design/007b-erasing.md` has the argument. Decisions are functions over values; a process lists the requests once
+per batch, and reads a request when a bucket needs it.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.worker.retry import retried
 
-__all__ = ["Dealt", "EraseTurn", "EraseWatch", "NewRequests", "marked", "new_requests"]
+__all__ = ["HandledRequests", "EraseTurn", "EraseWatch", "NewRequests", "mark_pointer", "find_new_requests"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Listings and records that a process remembers, of the queries that run in it.
+# How many listings and records a process remembers, over all queries that run in it.
 _LISTINGS_MAX = 256
 _RECORDS_MAX = 1_024
-# Requests that it remembers within a batch, for its other buckets; and keys that are looked for in one pass.
+# Size of the requests that a process remembers during a batch for its other buckets, and of the keys of one pass.
 _REQUEST_BYTES_MAX = 64 << 20
 _UNREADABLE = (CorruptFileError, MissingCheckpointError, VersionSkewError)
 
 
 @dataclass(frozen=True)
 class NewRequests:
-    """What a call has to do about erase requests.
+    """The erase requests that a call has to carry out.
 
     Parameters
     ----------
     numbers
-        Requests to carry out, in order.
+        Numbers of the requests, in order.
     through
-        Up to which they are dealt with then; the mark's where there is nothing new.
+        The last request that is handled after that; the mark's number if there are no new requests.
     """
 
     numbers: tuple[int, ...]
@@ -61,15 +61,15 @@ class NewRequests:
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """What a call has dealt with.
+class HandledRequests:
+    """The erase requests that a call has handled.
 
     Parameters
     ----------
     through, id
-        The last request, and its id.
+        Number and id of the last request.
     since
-        The mark that it goes on from; None: there is none, or it is of other requests.
+        The mark of the input pointer; None: it has none, or the mark belongs to other requests.
     """
 
     through: int
@@ -77,64 +77,64 @@ class Dealt:
     since: EraseMark | None
 
 
-def new_requests(
+def find_new_requests(
     listed: EraseNumbers,
     pointer: Pointer,
     where: str,
-    known: bool = True,
+    mark_known: bool = True,
     done_heartbeat: Callable[[int], int] = lambda _: 0,
 ) -> NewRequests:
-    """Decide what is new to a bucket."""
-    before = pointer.erased.through if pointer.erased is not None and known else 0
-    through = listed.through(before)
-    asked = range(before + 1, through + 1)
-    gone = [number for number in asked if number not in listed.requests]
-    # A mark of other requests does not tell that these are new: the state may be a later one than what they left.
-    if gone and pointer.ref is not None and (known or done_heartbeat(gone[-1]) > pointer.heartbeats):
+    """Return the requests that are new to a bucket; raise if a request is gone that the state still needs."""
+    handled = pointer.erased.through if pointer.erased is not None and mark_known else 0
+    through = listed.through(handled)
+    candidates = range(handled + 1, through + 1)
+    missing = [number for number in candidates if number not in listed.requests]
+    # A mark of other requests does not prove that these are new: the state may be later than when they were done.
+    if missing and pointer.ref is not None and (mark_known or done_heartbeat(missing[-1]) > pointer.heartbeats):
         raise MissingCheckpointError(
-            f"the state at {where} is from before erase request {gone[0]} (batch {pointer.batch}), which was done, and "
-            "whose keys are not known any more: they would be in the state again. Go back to a later batch."
+            f"the state at {where} is from batch {pointer.batch}, before erase request {missing[0]} was done. That "
+            "request was deleted since, so its keys would be in the state again. Go back to a later batch."
         )
-    return NewRequests(tuple(number for number in asked if number in listed.requests), through)
+    return NewRequests(tuple(number for number in candidates if number in listed.requests), through)
 
 
-def marked(pointer: Pointer, dealt: Dealt | None) -> Pointer:
-    """The pointer of a call that has dealt with requests."""
-    if dealt is None:
+def mark_pointer(pointer: Pointer, handled: HandledRequests | None) -> Pointer:
+    """Return the pointer with the erase mark of the requests that its call has handled."""
+    if handled is None:
         return pointer
-    if dealt.since is None:
-        return replace(pointer, erased=EraseMark(dealt.through, pointer.heartbeats, 0, dealt.id))
-    return replace(pointer, erased=dealt.since.raised(dealt.through, pointer.heartbeats, dealt.id))
+    if handled.since is None:
+        return replace(pointer, erased=EraseMark(handled.through, pointer.heartbeats, 0, handled.id))
+    return replace(pointer, erased=handled.since.raised(handled.through, pointer.heartbeats, handled.id))
 
 
 class EraseWatch:
-    """What a process knows of erase requests; a `Worker` owns it."""
+    """A process's cache of erase requests; a `Worker` owns it."""
 
     def __init__(self) -> None:
         self._listings: OrderedDict[str, tuple[Any, EraseNumbers]] = OrderedDict()
-        # Of the batch: files are read anew in the next one, as somebody may have put others in their places.
+        # Kept for one batch: the next batch reads the files again, because they may have been replaced.
         self._requests: OrderedDict[tuple[str, int], EraseRequest] = OrderedDict()
         self._ids: OrderedDict[tuple[str, int], str | None] = OrderedDict()
         self._records: OrderedDict[tuple[str, int], EraseDone] = OrderedDict()
         self._lock = threading.Lock()
 
-    def listed(self, query_folder: Folder, batch: Any) -> EraseNumbers:
-        """Which requests there are; listed once a batch."""
+    def list_requests(self, query_folder: Folder, batch: Any) -> EraseNumbers:
+        """Return the numbers of all requests; the folder is listed once per batch."""
         key = query_folder.identity
         with self._lock:
-            found = self._listings.get(key)
-        if found is not None and found[0] == batch:
-            return found[1]
+            listing = self._listings.get(key)
+        if listing is not None and listing[0] == batch:
+            return listing[1]
         numbers = EraseFolder(query_folder).numbers()
         with self._lock:
             _remember(self._listings, key, (batch, numbers), _LISTINGS_MAX)
-            for known in (self._requests, self._ids):
-                for it in [it for it in known if it[0] == key]:
-                    del known[it]
+            for cache in (self._requests, self._ids):
+                for cached in [cached for cached in cache if cached[0] == key]:
+                    del cache[cached]
         return numbers
 
-    def request(self, query_folder: Folder, number: int) -> EraseRequest:
-        """A request; what it raises is what `EraseFolder.request` does."""
+    def read_request(self, query_folder: Folder, number: int) -> EraseRequest:
+        """Return a request; raises as `EraseFolder.request` does."""
         key = query_folder.identity, number
         with self._lock:
             request = self._requests.get(key)
@@ -142,22 +142,22 @@ class EraseWatch:
             request = EraseFolder(query_folder).request(number)
             with self._lock:
                 self._requests[key] = request
-                while len(self._requests) > 1 and _size_bytes(self._requests) > _REQUEST_BYTES_MAX:
+                while len(self._requests) > 1 and _total_bytes(self._requests) > _REQUEST_BYTES_MAX:
                     self._requests.popitem(last=False)
         return request
 
-    def id_of(self, query_folder: Folder, number: int) -> str | None:
-        """Id of the request of a number; None: there is none. What it raises is what `EraseFolder.id_of` does."""
+    def read_id(self, query_folder: Folder, number: int) -> str | None:
+        """Return the id of a request, or None if it does not exist; raises as `EraseFolder.id_of` does."""
         key = query_folder.identity, number
         with self._lock:
             if key in self._ids:
                 return self._ids[key]
-        found = EraseFolder(query_folder).id_of(number)
+        request_id = EraseFolder(query_folder).id_of(number)
         with self._lock:
-            _remember(self._ids, key, found, _RECORDS_MAX)
-        return found
+            _remember(self._ids, key, request_id, _RECORDS_MAX)
+        return request_id
 
-    def in_turn(
+    def update_requests(
         self,
         query_folder: Folder,
         listed: EraseNumbers,
@@ -165,15 +165,15 @@ class EraseWatch:
         drops: Callable[[], bool],
         still_ours: Callable[[], None],
     ) -> None:
-        """Write down which requests are done, or are not any more, and remove those that nobody needs.
+        """Note which requests are done, delete notes that are no longer true, and delete requests no longer needed.
 
-        For a query's first bucket. What fails is tried again in the next batch.
+        Only a query's first bucket calls this. After a failure the next batch tries again.
         """
         if not listed.requests:
             return
         mark = committed.erased
         try:
-            if mark is not None and self.id_of(query_folder, mark.through) != mark.id:
+            if mark is not None and self.read_id(query_folder, mark.through) != mark.id:
                 mark = None
             proven = 0 if mark is None else mark.done(committed.heartbeats)
             for number in sorted(listed.requests):
@@ -184,24 +184,26 @@ class EraseWatch:
                             self._note_done(query_folder, number, committed)
                     elif number > proven:
                         still_ours()
-                        self._take_back(query_folder, number)
+                        self._delete_done_note(query_folder, number)
                     elif (
                         self._is_over(query_folder, number, committed)
                         and drops()
-                        # What is remembered may be of a time before the query went back: it may be done later since.
-                        and self._is_over(query_folder, number, committed, anew=True)
+                        # The remembered record may be older than a going back of the query: read it again.
+                        and self._is_over(query_folder, number, committed, reread=True)
                     ):
                         still_ours()
                         EraseFolder(query_folder).drop(number)
                 except _UNREADABLE as error:
                     _LOGGER.warning("erase request %d of %s: %s", number, query_folder.root, error)
                     if number not in listed.done:
-                        # Other buckets may not have read it either: they wait, and so do all requests after it.
+                        # Other buckets may not have read it either: this request and all later ones wait.
                         proven = number
         except OwnershipError:
             raise
         except StateError as error:
-            _LOGGER.warning("erase requests of %s are looked after in the next batch: %s", query_folder.root, error)
+            _LOGGER.warning(
+                "erase requests of %s could not be updated, the next batch tries again: %s", query_folder.root, error
+            )
 
     def _note_done(self, query_folder: Folder, number: int, committed: Pointer) -> None:
         folder = EraseFolder(query_folder)
@@ -215,22 +217,22 @@ class EraseWatch:
         )
         _LOGGER.info("erase request %d of %s is done", number, query_folder.root)
 
-    def _take_back(self, query_folder: Folder, number: int) -> None:
+    def _delete_done_note(self, query_folder: Folder, number: int) -> None:
         with self._lock:
             self._records.pop((query_folder.identity, number), None)
         EraseFolder(query_folder).take_back(number)
         _LOGGER.warning(
-            "the query at %s went back to a batch in which erase request %d is not known to be done: it waits until "
+            "the query at %s went back to a batch before erase request %d was known to be done: it waits until "
             "every bucket has carried it out again",
             query_folder.root,
             number,
         )
 
-    def _is_over(self, query_folder: Folder, number: int, committed: Pointer, *, anew: bool = False) -> bool:
-        """Whether no pointer that Spark may hand out is from before a request was done."""
+    def _is_over(self, query_folder: Folder, number: int, committed: Pointer, *, reread: bool = False) -> bool:
+        """True if every pointer that Spark may hand out is newer than the completion of a request."""
         key = query_folder.identity, number
         with self._lock:
-            record = None if anew else self._records.get(key)
+            record = None if reread else self._records.get(key)
         if record is None:
             record = EraseFolder(query_folder).done(number)
             if record is None:
@@ -242,26 +244,26 @@ class EraseWatch:
 
 @dataclass(frozen=True)
 class EraseTurn:
-    """What one call does about erase requests.
+    """The handling of erase requests by one call.
 
     Parameters
     ----------
     watch
-        The process's.
+        The process's cache of requests.
     files
         The query folder.
     schema
-        Of the stored rows.
+        Schema of the stored rows.
     pointer
-        The input pointer, or the one that the bucket begins with.
+        The input pointer, or the pointer that the bucket begins with.
     batch
-        As for `EraseWatch.listed`.
+        The batch, as for `EraseWatch.list_requests`.
     format_1_too
-        Whether pointers are written that have no place for the mark.
+        Pointers of format 1 are written, which cannot hold the mark.
     timeout_s
-        How long it tries to list the folder again, where the store fails.
+        How long failing accesses to the store are retried.
     looks
-        Whether the job looks for requests at all: a batch that does not asks the store for nothing.
+        False: the job does not look for requests, so that it does not access the store for them.
     """
 
     watch: EraseWatch
@@ -273,56 +275,58 @@ class EraseTurn:
     timeout_s: float
     looks: bool = True
 
-    def carry_out(self, erase: Callable[[Sequence[pa.Array]], int]) -> Dealt | None:
-        """Carry out the requests that are new to the bucket; None: there is nothing new.
+    def carry_out(self, erase: Callable[[Sequence[pa.Array]], int]) -> HandledRequests | None:
+        """Carry out the requests that are new to the bucket and return the handled ones; None: nothing is new.
 
-        One that cannot be read waits, and those after it.
+        A request that cannot be read waits, and so do all requests after it.
         """
         pointer, where = self.pointer, self.files.root
         if self.format_1_too and pointer.erased is not None:
             raise UsageError(
-                f"erase requests up to {pointer.erased.through} of {where} were carried out, which pointers of format "
-                "1 cannot tell: keep pointer_write='v2'"
+                f"erase requests up to {pointer.erased.through} of {where} were carried out, and pointers of format 1 "
+                "cannot record that: keep pointer_write='v2'"
             )
         if not self.looks:
             return None
-        listed = self._tried(partial(self.watch.listed, self.files, self.batch))
+        listed = self._retry(partial(self.watch.list_requests, self.files, self.batch))
         if self.format_1_too:
-            self._say_that_they_wait(listed)
+            self._warn_of_waiting(listed)
             return None
         if not listed.requests | listed.done:
             return None
         try:
-            known = self._is_known()
-            new = new_requests(listed, pointer, where, known, self._done_heartbeat)
+            mark_known = self._is_mark_known()
+            new_requests = find_new_requests(listed, pointer, where, mark_known, self._done_heartbeat)
         except (CorruptFileError, VersionSkewError) as error:
             _LOGGER.error("erase requests of %s wait: %s", where, error)
             return None
-        since = pointer.erased if known else None
-        last = self._carry_out(range(since.through + 1 if since is not None else 1, new.through + 1), listed, erase)
-        return None if last is None else Dealt(*last, since)
+        since = pointer.erased if mark_known else None
+        last_request = self._carry_out(
+            range(since.through + 1 if since is not None else 1, new_requests.through + 1), listed, erase
+        )
+        return None if last_request is None else HandledRequests(*last_request, since)
 
-    def marked(self, made: Pointer, dealt: Dealt | None) -> Pointer:
-        """The call's pointer, with its mark."""
-        if self.looks or made.erased is None:
-            return marked(made, dealt)
-        return replace(made, erased=made.erased.passed(self.pointer.heartbeats, made.heartbeats))
+    def marked(self, pointer: Pointer, handled: HandledRequests | None) -> Pointer:
+        """Return the call's pointer with its erase mark."""
+        if self.looks or pointer.erased is None:
+            return mark_pointer(pointer, handled)
+        return replace(pointer, erased=pointer.erased.passed(self.pointer.heartbeats, pointer.heartbeats))
 
     def look_after(self, drops: Callable[[], bool], still_ours: Callable[[], None]) -> None:
-        """What the query's first bucket does besides: `EraseWatch.in_turn`."""
+        """Update the requests (`EraseWatch.update_requests`); only the query's first bucket calls this."""
         if self.looks and not self.format_1_too:
-            listed = self._tried(partial(self.watch.listed, self.files, self.batch))
-            self.watch.in_turn(self.files, listed, self.pointer, drops, still_ours)
+            listed = self._retry(partial(self.watch.list_requests, self.files, self.batch))
+            self.watch.update_requests(self.files, listed, self.pointer, drops, still_ours)
 
-    def _is_known(self) -> bool:
-        """Whether the mark is of the requests in the folder; where there is none, they are new."""
+    def _is_mark_known(self) -> bool:
+        """True if the pointer's mark belongs to the requests in the folder, or it has none."""
         mark = self.pointer.erased
         if mark is None:
             return True
-        if self._tried(partial(self.watch.id_of, self.files, mark.through)) == mark.id:
+        if self._retry(partial(self.watch.read_id, self.files, mark.through)) == mark.id:
             return True
         _LOGGER.warning(
-            "the pointer of bucket %d tells of erase request %d with the id %s, and %s has no such request: all that "
+            "the pointer of bucket %d names erase request %d with the id %s, which %s does not have: all requests that "
             "are there are carried out",
             self.pointer.bucket,
             mark.through,
@@ -332,102 +336,105 @@ class EraseTurn:
         return False
 
     def _done_heartbeat(self, number: int) -> int:
-        record = self._tried(partial(EraseFolder(self.files).done, number))
+        record = self._retry(partial(EraseFolder(self.files).done, number))
         return 0 if record is None else record.heartbeat
 
     def _carry_out(
-        self, asked: range, listed: EraseNumbers, erase: Callable[[Sequence[pa.Array]], int]
+        self, numbers: range, listed: EraseNumbers, erase: Callable[[Sequence[pa.Array]], int]
     ) -> tuple[int, str] | None:
-        """Number and id of the last request that was dealt with; None: there is none."""
-        last: tuple[int, str] | None = None
-        found = 0
-        read = self._read(asked, listed)
-        for columns, number, request_id in _together(read):
-            found += erase(columns) if len(columns) and len(columns[0]) else 0
-            last = number, request_id
-        if last is not None:
+        """Carry out requests; return number and id of the last one, or None if none was handled."""
+        last_request: tuple[int, str] | None = None
+        erased_keys = 0
+        requests = self._read(numbers, listed)
+        for columns, number, request_id in _merge_small_requests(requests):
+            erased_keys += erase(columns) if len(columns) and len(columns[0]) else 0
+            last_request = number, request_id
+        if last_request is not None:
             _LOGGER.info(
                 "erase requests up to %d of %s: bucket %d had %d of the keys",
-                last[0],
+                last_request[0],
                 self.files.root,
                 self.pointer.bucket,
-                found,
+                erased_keys,
             )
-        return last
+        return last_request
 
-    def _read(self, asked: range, listed: EraseNumbers) -> Iterator[tuple[list[pa.Array], int, str]]:
-        """Requests one after the other, up to the first one that cannot be read; without keys where one is gone."""
-        for number in asked:
+    def _read(self, numbers: range, listed: EraseNumbers) -> Iterator[tuple[list[pa.Array], int, str]]:
+        """Yield keys, number and id of each request until one cannot be read; a deleted request has no keys."""
+        for number in numbers:
             try:
                 request = self._request(number) if number in listed.requests else None
                 if request is not None:
                     where = EraseFolder(self.files).files.where(request_name(number))
-                    found: tuple[list[pa.Array], str | None] = request.columns(self.schema.keys, where), request.id
+                    keys_and_id: tuple[list[pa.Array], str | None] = (
+                        request.columns(self.schema.keys, where),
+                        request.id,
+                    )
                 else:
-                    found = [], self._tried(partial(self.watch.id_of, self.files, number))
+                    keys_and_id = [], self._retry(partial(self.watch.read_id, self.files, number))
             except _UNREADABLE as error:
-                _LOGGER.error("erase request %d of %s, and those after it, wait: %s", number, self.files.root, error)
+                _LOGGER.error("erase request %d of %s and all later ones wait: %s", number, self.files.root, error)
                 return
-            columns, request_id = found
+            columns, request_id = keys_and_id
             if request_id is None:
                 if number in listed.requests:
                     _LOGGER.error(
-                        "erase request %d of %s, and those after it, wait: it is gone", number, self.files.root
+                        "erase request %d of %s and all later ones wait: its file is missing", number, self.files.root
                     )
                 return
             yield columns, number, request_id
 
     def _request(self, number: int) -> EraseRequest | None:
-        """A request; None where the query's first bucket has removed it since it was listed, as it is long done."""
+        """Return a request; None if the first bucket deleted it after the listing, because it was done long ago."""
         try:
-            request: EraseRequest = self._tried(partial(self.watch.request, self.files, number))
+            request: EraseRequest = self._retry(partial(self.watch.read_request, self.files, number))
         except MissingCheckpointError:
             return None
         return request
 
-    def _say_that_they_wait(self, listed: EraseNumbers) -> None:
+    def _warn_of_waiting(self, listed: EraseNumbers) -> None:
         waiting = sorted(listed.requests - listed.done)
         if waiting and self.pointer.bucket == 0:
             _LOGGER.warning(
-                "erase requests of %s wait (%s): pointers of format 1 cannot tell what is erased; set "
+                "erase requests of %s wait (%s): pointers of format 1 cannot record what was erased; set "
                 "pointer_write='v2'",
                 self.files.root,
                 ", ".join(map(str, waiting[:10])),
             )
 
-    def _tried(self, work: Callable[[], Any]) -> Any:
+    def _retry(self, work: Callable[[], Any]) -> Any:
         return retried(work, self.timeout_s)
 
 
-def _together(
+def _merge_small_requests(
     requests: Iterator[tuple[list[pa.Array], int, str]],
 ) -> Iterator[tuple[list[pa.Array], int, str]]:
-    """Small ones in one, as each costs a pass over the bucket, with number and id of the last."""
-    held: list[list[pa.Array]] = []
-    held_bytes, last = 0, (0, "")
+    """Merge small requests, because each costs a pass over the bucket; yield number and id of the last one."""
+    batch: list[list[pa.Array]] = []
+    batch_bytes, last = 0, (0, "")
     for columns, number, request_id in requests:
         size_bytes = sum(column.nbytes for column in columns)
-        if held and held_bytes + size_bytes > _REQUEST_BYTES_MAX:
-            yield _concatenated(held), *last
-            held, held_bytes = [], 0
+        if batch and batch_bytes + size_bytes > _REQUEST_BYTES_MAX:
+            yield _concatenate(batch), *last
+            batch, batch_bytes = [], 0
         if columns:
-            held.append(columns)
-            held_bytes += size_bytes
+            batch.append(columns)
+            batch_bytes += size_bytes
         last = number, request_id
     if last[0]:
-        yield _concatenated(held), *last
+        yield _concatenate(batch), *last
 
 
-def _concatenated(held: list[list[pa.Array]]) -> list[pa.Array]:
-    return [pa.concat_arrays(columns) for columns in zip(*held, strict=True)] if len(held) != 1 else held[0]
+def _concatenate(batch: list[list[pa.Array]]) -> list[pa.Array]:
+    return [pa.concat_arrays(columns) for columns in zip(*batch, strict=True)] if len(batch) != 1 else batch[0]
 
 
-def _size_bytes(requests: OrderedDict[tuple[str, int], EraseRequest]) -> int:
-    return sum(int(it.keys.nbytes) for it in requests.values())
+def _total_bytes(requests: OrderedDict[tuple[str, int], EraseRequest]) -> int:
+    return sum(int(request.keys.nbytes) for request in requests.values())
 
 
-def _remember(known: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
-    known.pop(key, None)
-    known[key] = value
-    while len(known) > most:
-        known.popitem(last=False)
+def _remember(cache: OrderedDict[Any, Any], key: Any, value: Any, entries_max: int) -> None:
+    cache.pop(key, None)
+    cache[key] = value
+    while len(cache) > entries_max:
+        cache.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Which rows of a bucket are those of some keys, and what takes their place: tombstones."""
+"""Find the rows of erased keys in a bucket and replace them by tombstones."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ __all__ = ["ErasedRows", "matching", "places_of"]
 
 
 def matching(own: Sequence[pa.Array], wanted: Sequence[pa.Array]) -> BoolArray:
-    """Which of some keys are among others, by value."""
-    found: BoolArray = np.zeros(len(own[0]), dtype=np.bool_)
-    at = places_of(wanted, own)
-    found[at[at >= 0]] = True
-    return found
+    """Return a mask of the `own` keys that are among the `wanted` keys, compared by value."""
+    mask: BoolArray = np.zeros(len(own[0]), dtype=np.bool_)
+    positions = places_of(wanted, own)
+    mask[positions[positions >= 0]] = True
+    return mask
 
 
 def places_of(wanted: Sequence[pa.Array], own: Sequence[pa.Array]) -> IndexArray:
-    """Where each of some keys is among others, or -1; int64 (number of wanted keys,). Columns as for `matching`."""
-    # Most keys differ in the first column already, which Arrow sees without an index of all of them.
-    maybe = np.ones(len(own[0]), dtype=np.bool_)
-    for mine, other in zip(own, wanted, strict=True):
-        if _is_flat(mine.type):
-            maybe &= pc.is_in(mine, value_set=other).to_numpy(zero_copy_only=False)
-    candidates = np.flatnonzero(maybe)
+    """Return the position of each wanted key among the `own` keys, or -1; int64 (number of wanted keys,)."""
+    # Most keys differ in the first column already. Arrow finds these without an index of all keys.
+    may_match = np.ones(len(own[0]), dtype=np.bool_)
+    for own_column, wanted_column in zip(own, wanted, strict=True):
+        if _is_flat(own_column.type):
+            may_match &= pc.is_in(own_column, value_set=wanted_column).to_numpy(zero_copy_only=False)
+    candidates = np.flatnonzero(may_match)
     if not len(candidates):
         return np.full(len(wanted[0]), -1, dtype=np.int64)
-    taken = pa.array(candidates)
-    positions = key_positions([column.take(taken) for column in own], wanted)
+    candidate_array = pa.array(candidates)
+    positions = key_positions([column.take(candidate_array) for column in own], wanted)
     return np.where(positions < 0, -1, candidates[positions])
 
 
-def _is_flat(kind: pa.DataType) -> bool:
-    """Whether equal values are equal bytes, and have no others within."""
+def _is_flat(data_type: pa.DataType) -> bool:
+    """True if a type is not nested and equal values have equal bytes."""
     types = pa.types
-    return not (types.is_nested(kind) or types.is_floating(kind))
+    return not (types.is_nested(data_type) or types.is_floating(data_type))
 
 
 class ErasedRows:
-    """The rows of a bucket that a call takes away before the function runs: their tombstones, in run order."""
+    """Tombstones, in run order, for the rows of a bucket that a call erases before the function runs."""
 
     def __init__(self, schema: RowSchema, rows: pa.RecordBatch | None = None) -> None:
         self._schema = schema
@@ -57,38 +57,38 @@ class ErasedRows:
 
     @staticmethod
     def found(live: Iterable[pa.RecordBatch], keys: Sequence[pa.Array], schema: RowSchema) -> ErasedRows:
-        """Those of some keys."""
+        """Return the tombstones for those rows of `live` that belong to `keys`."""
         pieces = []
         for batch in live:
-            found = matching(schema.key_columns(batch), keys)
-            if found.any():
-                pieces.append(_tombstones(batch.filter(pa.array(found)), schema))
+            mask = matching(schema.key_columns(batch), keys)
+            if mask.any():
+                pieces.append(_tombstones(batch.filter(pa.array(mask)), schema))
         return ErasedRows(schema, joined(pieces) if pieces else None)
 
     def with_those(self, others: ErasedRows) -> ErasedRows:
-        """These and others, each key once."""
-        fresh = self.without(others.rows)
-        if not len(self) or not fresh.num_rows:
+        """Return these and other tombstones, each key once."""
+        new_rows = self.without(others.rows)
+        if not len(self) or not new_rows.num_rows:
             return self if len(self) else others
-        return ErasedRows(self._schema, sorted_run(joined([self.rows, fresh])))
+        return ErasedRows(self._schema, sorted_run(joined([self.rows, new_rows])))
 
     def among(self, hashes: HashArray, keys: Sequence[pa.Array]) -> BoolArray:
-        """Which of some keys are taken away; their hashes ascend."""
-        gone: BoolArray = np.zeros(len(hashes), dtype=np.bool_)
+        """Return a mask of the keys that are erased; their hashes must ascend."""
+        erased: BoolArray = np.zeros(len(hashes), dtype=np.bool_)
         if len(self) and len(hashes):
-            wanted, _ = find(self.rows, self._schema, hashes, keys)
-            gone[wanted] = True
-        return gone
+            positions, _ = find(self.rows, self._schema, hashes, keys)
+            erased[positions] = True
+        return erased
 
     def without(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """A batch of rows in run order, without those that are taken away."""
+        """Return a batch of rows in run order without the erased rows."""
         if not len(self) or not batch.num_rows:
             return batch
-        gone = self.among(hashes_of(batch), self._schema.key_columns(batch))
-        return batch.filter(pa.array(~gone)) if gone.any() else batch
+        erased = self.among(hashes_of(batch), self._schema.key_columns(batch))
+        return batch.filter(pa.array(~erased)) if erased.any() else batch
 
     def between(self, after: int, upto: int) -> pa.RecordBatch:
-        """The tombstones with a hash in (after, upto]."""
+        """Return the tombstones with a hash in (after, upto]."""
         if not len(self):
             return self.rows
         hashes = hashes_of(self.rows)
@@ -97,8 +97,8 @@ class ErasedRows:
 
 
 def _tombstones(rows: pa.RecordBatch, schema: RowSchema) -> pa.RecordBatch:
-    count, keep = rows.num_rows, schema.key_slice.stop
-    arrays = [*rows.columns[:keep], *(pa.nulls(count, field.type) for field in list(schema.arrow)[keep:-2])]
+    count, stop = rows.num_rows, schema.key_slice.stop
+    arrays = [*rows.columns[:stop], *(pa.nulls(count, field.type) for field in list(schema.arrow)[stop:-2])]
     no, yes = np.zeros(count, dtype=np.bool_), np.ones(count, dtype=np.bool_)
-    assert schema.arrow.names[-1] == DELETED, "the last column"
+    assert schema.arrow.names[-1] == DELETED, "the tombstone mark must be the last column"
     return pa.RecordBatch.from_arrays([*arrays, pa.array(no), pa.array(yes)], schema=schema.arrow)

@@ -1,11 +1,11 @@
-"""The query folder in which a bucket's state begins, ``<root>/<operator>/<query folder>``; afterwards the pointer names
-it.
+"""Choose the query folder, ``<root>/<operator>/<query folder>``, for a bucket that has no pointer yet.
 
-Tasks that are told their query begin in the folder of that name. Others cannot know it: an action in a thread of the
-user's own, and every action of `foreachBatch` over Spark Connect. What all calls of a first batch share is the batch's
-time, which Spark repeats when it runs the batch again, and a number that the packing stage sends with its heartbeat
-and no other stage has. The first call notes under these which folder it took, and the others take the same. So a batch
-of which some tasks are told and some are not makes one folder; and two queries never share one.
+Later the pointer names the folder. Tasks that know their query's id use the folder of that name. Other tasks cannot
+know the id: actions in a thread of the user's own, and all actions of `foreachBatch` over Spark Connect. But all calls
+of a first batch share the batch's time, which Spark repeats when it runs the batch again, and a random number that the
+packing stage sends with its heartbeat. The first call writes a note, named after both, with the folder that it chose,
+and the other calls read the note. So a batch makes one folder even if only some tasks know the query's id, and two
+queries never share a folder.
 """
 
 from __future__ import annotations
@@ -21,59 +21,61 @@ from spark_state_ext.files.operator_catalog import is_query_folder, new_query_fo
 
 __all__ = ["FirstQueryFolders", "starting_is_stale"]
 
-# Who starts a query again whose first batch failed has this long for it; the notes are small.
+# A query whose first batch failed can be restarted for this long; the notes are small.
 _STALE_AFTER_MS = 30 * 86_400_000
 _STARTING = re.compile(r"(\d{1,15})-[0-9a-f]{32}(?:\.start\.arrow(?:\.\d{1,9}\.\d{1,18}\.pointer)?)?")
 
 
 class FirstQueryFolders:
-    """Where first batches began, as far as this process knows."""
+    """The query folders of first batches that this process knows."""
 
     _MAX = 256
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, str] = OrderedDict()
+        self._folders: OrderedDict[str, str] = OrderedDict()
 
     def of(self, operator: Folder, query_id: str, batch_ms: int, nonce: bytes) -> str:
-        """The folder in which a bucket without a pointer begins."""
+        """Return the query folder for a bucket without a pointer."""
         number = (nonce or uuid.uuid4().bytes).hex()
         name = f"{batch_ms}-{number}"
         key = f"{operator.identity} {name}"
-        query_folder = self._known.get(key)
+        query_folder = self._folders.get(key)
         if query_folder is None:
-            wanted = query_id if _may_begin(operator, query_id, batch_ms) else new_query_folder(batch_ms, number)
-            query_folder = _agreed(operator.child(STARTING_FOLDER), name, wanted)
-            self._known[key] = query_folder
-            while len(self._known) > self._MAX:
-                self._known.popitem(last=False)
+            proposed = query_id if _may_begin(operator, query_id, batch_ms) else new_query_folder(batch_ms, number)
+            query_folder = _agree_on_folder(operator.child(STARTING_FOLDER), name, proposed)
+            self._folders[key] = query_folder
+            while len(self._folders) > self._MAX:
+                self._folders.popitem(last=False)
         return query_folder
 
 
 def _may_begin(operator: Folder, query_id: str, batch_ms: int) -> bool:
-    """Whether a first batch may begin in the folder of the query that a task was told.
+    """True if a first batch may begin in the folder named after the query id that a task got.
 
-    A thread that an application uses for two queries may tell the second one's tasks the id of the first. Then the
-    folder holds what no attempt at this batch began.
+    If an application uses one thread for two queries, tasks of the second may get the id of the first. The folder then
+    contains state that no attempt at this batch wrote.
     """
     if not query_id:
         return False
-    # Packing tasks spill there before any call. In this order: who begins notes it first.
+    # Packing tasks spill there before any call. The order matters: a call writes its note before any other file.
     return {SPILL_FOLDER}.issuperset(operator.child(query_id).names()) or query_id in query_folders_of_batch(
         operator, batch_ms
     )
 
 
-def _agreed(notes: Folder, name: str, wanted: str) -> str:
-    """What the first who came noted."""
-    if notes.create(name, wanted.encode()):
-        return wanted
+def _agree_on_folder(notes: Folder, name: str, proposed: str) -> str:
+    """Note the proposed query folder; return the folder that the first call noted."""
+    if notes.create(name, proposed.encode()):
+        return proposed
     query_folder = notes.get(name).decode(errors="replace")
     if not is_query_folder(query_folder):
-        raise CorruptFileError(f"{notes.where(name)} names no folder of a query. Remove it and start the query again.")
+        raise CorruptFileError(
+            f"{notes.where(name)} does not name a query folder. Remove that file and start the query again."
+        )
     return query_folder
 
 
 def starting_is_stale(name: str, now_ms: int) -> bool:
-    """Whether a note about a first batch is so old that nobody asks for it any more."""
-    found = _STARTING.fullmatch(name)
-    return found is not None and int(found[1]) < now_ms - _STALE_AFTER_MS
+    """True if a note about a first batch is so old that no restarted query needs it."""
+    match = _STARTING.fullmatch(name)
+    return match is not None and int(match[1]) < now_ms - _STALE_AFTER_MS

@@ -1,4 +1,4 @@
-"""Where a job's state lies: its folder in the root and in other backends, and the local store of a bucket."""
+"""The folders of a job's state: in the root, in other backends, and a bucket's local store."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ __all__ = ["local_folder", "operator_folder", "operator_folders"]
 
 
 def operator_folder(job: Job) -> Folder:
-    """The folder ``<root>/<operator>``; a query's state is in a folder below it, the query folder."""
+    """Return the folder ``<root>/<operator>``, which contains the query folders."""
     return Folder(job.options.root, job.options.storage_options).child(job.operator)
 
 
 def operator_folders(job: Job) -> list[Folder]:
-    """That folder, and the same one in every other backend that is a file system."""
+    """Return the operator's folder in the root and in every other backend that is a file system."""
     root = operator_folder(job)
     others = [
-        Folder(it.root, it.storage_options).child(job.operator) for it in job.options.backends if it.kind == FSSPEC
+        Folder(backend.root, backend.storage_options).child(job.operator)
+        for backend in job.options.backends
+        if backend.kind == FSSPEC
     ]
-    return list({it.identity: it for it in (root, *others)}.values())
+    return list({folder.identity: folder for folder in (root, *others)}.values())
 
 
 def local_folder(job: Job, query_folder: str, schema_id: int, bucket: int) -> Path:
-    """Folder of a bucket's local store, for a task of a job."""
+    """Return the folder of a bucket's local store."""
     stores = stores_folder(job.options.local_dir)
     return store_folder(stores, job.options.root, job.operator, query_folder, schema_id, bucket)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, RowSchema
 from arrow_schemas.erase import EraseDone, EraseMark, EraseRequest, done_name, request_name
 from spark_state_ext import erase_keys, erase_status
-from spark_state_ext.engine.erase_turn import Dealt, EraseWatch, marked, new_requests
+from spark_state_ext.engine.erase_turn import EraseWatch, HandledRequests, find_new_requests, mark_pointer
 from spark_state_ext.engine.erasing import matching
 from spark_state_ext.errors import (
     CorruptFileError,
@@ -50,10 +50,10 @@ def mark(through: int, heartbeat: int, settled: int = 0) -> EraseMark:
     return EraseMark(through, heartbeat, settled, IDS[through])
 
 
-def dealt(before: Pointer, through: int) -> Dealt | None:
+def dealt(before: Pointer, through: int) -> HandledRequests | None:
     """What a call has dealt with."""
     new = through > (before.erased.through if before.erased is not None else 0)
-    return Dealt(through, IDS[through], before.erased) if new else None
+    return HandledRequests(through, IDS[through], before.erased) if new else None
 
 
 def root_with(tmp_path: Path, *folders: str, key: str = "string") -> str:
@@ -198,28 +198,28 @@ def numbers(*requests: int, done: Sequence[int] = ()) -> EraseNumbers:
 
 
 def test_requests_are_dealt_with_in_order_and_without_gaps() -> None:
-    assert new_requests(numbers(), pointer(), "it").numbers == ()
-    found = new_requests(numbers(1, 2, 4), pointer(), "it")
+    assert find_new_requests(numbers(), pointer(), "it").numbers == ()
+    found = find_new_requests(numbers(1, 2, 4), pointer(), "it")
     assert (found.numbers, found.through) == ((1, 2), 2)
-    found = new_requests(numbers(1, 2, 3, 4, done=[1]), pointer(mark(2, 7)), "it")
+    found = find_new_requests(numbers(1, 2, 3, 4, done=[1]), pointer(mark(2, 7)), "it")
     assert (found.numbers, found.through) == ((3, 4), 4)
     # Those before the mark may be gone.
-    found = new_requests(numbers(3, done=[1, 2]), pointer(mark(2, 7)), "it")
+    found = find_new_requests(numbers(3, done=[1, 2]), pointer(mark(2, 7)), "it")
     assert (found.numbers, found.through) == ((3,), 3)
 
 
 def test_state_from_before_a_request_that_is_gone_is_refused() -> None:
     listed = numbers(3, done=[1, 2, 3])
     with pytest.raises(MissingCheckpointError, match=r"before erase request 2.*Go back to a later batch"):
-        new_requests(listed, pointer(mark(1, 7)), "it")
+        find_new_requests(listed, pointer(mark(1, 7)), "it")
     # A bucket without state has nothing to take away.
-    found = new_requests(listed, pointer(state=False), "it")
+    found = find_new_requests(listed, pointer(state=False), "it")
     assert (found.numbers, found.through) == ((3,), 3)
 
 
 def test_marks_tell_what_every_bucket_has_dealt_with() -> None:
     def after(before: Pointer, through: int) -> EraseMark:
-        found = marked(before, dealt(before, through)).erased
+        found = mark_pointer(before, dealt(before, through)).erased
         assert found is not None
         return found
 
@@ -235,7 +235,7 @@ def test_marks_tell_what_every_bucket_has_dealt_with() -> None:
     assert same == mark(4, 6, 2)
     assert after(pointer(same, heartbeats=9), 4) is same
     # A mark of other requests proves nothing of these.
-    assert marked(pointer(same, heartbeats=9), Dealt(1, IDS[1], None)).erased == mark(1, 9)
+    assert mark_pointer(pointer(same, heartbeats=9), HandledRequests(1, IDS[1], None)).erased == mark(1, 9)
 
 
 def test_a_heartbeat_in_which_nobody_looks_proves_nothing() -> None:
@@ -274,7 +274,7 @@ def test_done_is_never_said_before_every_bucket_has_dealt_with_it(data: st.DataO
             assert all((0 if it.mark is None else it.mark.through) >= done for it in buckets)
             now = replace(before, heartbeats=heartbeats + beats)
             if looks:
-                made = marked(now, dealt(before, new_requests(listed, before, "it").through)).erased
+                made = mark_pointer(now, dealt(before, find_new_requests(listed, before, "it").through)).erased
             else:
                 made = None if before.erased is None else before.erased.passed(heartbeats, now.heartbeats)
             after.append((at, made))
@@ -330,29 +330,29 @@ def test_requests_are_listed_once_a_batch_and_read_once(tmp_path: Path, monkeypa
         return names(folder)
 
     monkeypatch.setattr(Folder, "names", listed)
-    assert watch.listed(files, "batch 1") == numbers()
+    assert watch.list_requests(files, "batch 1") == numbers()
     EraseFolder(files).add(request())
     listings.clear()
-    assert watch.listed(files, "batch 1") == numbers(), "what is asked in a batch waits for the next one"
+    assert watch.list_requests(files, "batch 1") == numbers(), "what is asked in a batch waits for the next one"
     assert not listings
-    assert watch.listed(files, "batch 2") == watch.listed(files, "batch 2") == numbers(1)
+    assert watch.list_requests(files, "batch 2") == watch.list_requests(files, "batch 2") == numbers(1)
     assert listings == [str(tmp_path / "erase")]
-    assert watch.request(files, 1).keys == KEYS
+    assert watch.read_request(files, 1).keys == KEYS
     (tmp_path / "erase" / request_name(1)).unlink()
-    assert watch.request(files, 1).keys == KEYS
+    assert watch.read_request(files, 1).keys == KEYS
     with pytest.raises(MissingCheckpointError):
-        EraseWatch().request(files, 1)
+        EraseWatch().read_request(files, 1)
     # Somebody may have put another one there.
-    assert watch.listed(files, "batch 3") == numbers()
+    assert watch.list_requests(files, "batch 3") == numbers()
     with pytest.raises(MissingCheckpointError):
-        watch.request(files, 1)
+        watch.read_request(files, 1)
 
 
 def in_turn(
     tmp_path: Path, committed: Pointer, drops: bool = True, still_ours: Callable[[], None] = lambda: None
 ) -> list[str]:
     files, watch = Folder(str(tmp_path)), EraseWatch()
-    watch.in_turn(files, watch.listed(files, 1), committed, lambda: drops, still_ours)
+    watch.update_requests(files, watch.list_requests(files, 1), committed, lambda: drops, still_ours)
     return sorted(path.name for path in (tmp_path / "erase").iterdir())
 
 
@@ -381,7 +381,7 @@ def test_a_query_that_goes_back_has_requests_to_carry_out_again(tmp_path: Path) 
     back, again = pointer(None, 3), pointer(mark(1, 4), 5)
     assert done_name(1) in in_turn(tmp_path, again)
     assert in_turn(tmp_path, back) == [request_name(1)]
-    assert new_requests(folder.numbers(), back, "it").numbers == (1,)
+    assert find_new_requests(folder.numbers(), back, "it").numbers == (1,)
     assert done_name(1) in in_turn(tmp_path, again)
 
 
@@ -400,7 +400,7 @@ def test_a_process_that_remembers_an_older_record_removes_nothing_by_it(tmp_path
 
     def looked_after(heartbeats: int) -> list[str]:
         at = replace(pointer(mark(1, 4), heartbeats), retained=1)
-        watch.in_turn(files, watch.listed(files, heartbeats), at, lambda: True, lambda: None)
+        watch.update_requests(files, watch.list_requests(files, heartbeats), at, lambda: True, lambda: None)
         return folder.files.names()
 
     both = [done_name(1), request_name(1)]

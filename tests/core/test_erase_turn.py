@@ -152,7 +152,7 @@ def test_a_request_that_the_first_bucket_removes_within_the_batch_holds_up_no_ot
     assert query.states() == ["done"]
     query.pointer = replace(query.pointer, erased=EraseMark(1, 1, 1, "1" * 32))
     query.ask("b")
-    query.watch.listed(query.files, query.batch + 1)
+    query.watch.list_requests(query.files, query.batch + 1)
     EraseFolder(query.files).drop(1)
     assert query.go_on() == {"c"}
 

@@ -45,7 +45,7 @@ _CLASSIFY = retention.classify
 class IdentityFromBatch(Bucket):
     """A checkpoint's id follows from its batch: every attempt at a batch has the same."""
 
-    def _next_ref(self) -> CheckpointRef:
+    def _create_ref(self) -> CheckpointRef:
         digest = hashlib.md5(str(self._writer.batch).encode()).hexdigest()
         return CheckpointRef(self.pointer.version + 1, digest)
 
@@ -53,14 +53,14 @@ class IdentityFromBatch(Bucket):
 class NoParentCheck(Bucket):
     """A local store that is at the version asked for is taken for the state asked for."""
 
-    def _reconciled(self, pointer: Pointer, work: Callable[[View], T]) -> T:
+    def _run_on_view(self, pointer: Pointer, work: Callable[[View], T]) -> T:
         for run in self._store.runs():
             if run.newest.version == pointer.version and pointer.ref != run.newest:
                 try:
                     return work(self._store.view(run.newest))
                 except MissingRunError:
                     continue  # the end of a lineage that is not whole here
-        return super()._reconciled(pointer, work)
+        return super()._run_on_view(pointer, work)
 
 
 class DeltaOnASibling(Bucket):

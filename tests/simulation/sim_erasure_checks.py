@@ -6,12 +6,14 @@ from sim_asking import Asking
 from sim_erasure_parts import Kept, Task
 from sim_parts import WrongStateError
 
-from spark_state_ext.engine.erase_turn import Dealt
+from spark_state_ext.engine.erase_turn import HandledRequests
 
 __all__ = ["carried_by", "check_kept", "check_mark", "waits"]
 
 
-def carried_by(asking: Asking, task: Task, before: Kept, found: frozenset[int], dealt: Dealt | None) -> frozenset[str]:
+def carried_by(
+    asking: Asking, task: Task, before: Kept, found: frozenset[int], dealt: HandledRequests | None
+) -> frozenset[str]:
     """What a call took away is what the requests name that it has dealt with; gives what its state was without."""
     requests, mark = asking.requests, before.pointer.erased
     since = dealt.since if dealt is not None else mark

@@ -12,15 +12,15 @@ from sim_search import replaced
 from arrow_schemas import Pointer
 from arrow_schemas.erase import EraseMark, EraseRequest, request_name
 from spark_state_ext.engine import erase_turn
-from spark_state_ext.engine.erase_turn import Dealt, EraseTurn, EraseWatch, NewRequests, marked
+from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch, HandledRequests, NewRequests, mark_pointer
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError
 from spark_state_ext.files.erase_requests import EraseFolder, EraseNumbers, encode_request
 from spark_state_ext.files.folder import Folder
 
 __all__ = ["BROKEN_ERASURES"]
 
-_LISTED, _IN_TURN, _IS_OVER = EraseWatch.listed, EraseWatch.in_turn, EraseWatch._is_over
-_NOTE_DONE, _TAKE_BACK = EraseWatch._note_done, EraseWatch._take_back
+_LISTED, _IN_TURN, _IS_OVER = EraseWatch.list_requests, EraseWatch.update_requests, EraseWatch._is_over
+_NOTE_DONE, _TAKE_BACK = EraseWatch._note_done, EraseWatch._delete_done_note
 
 
 def _listed_once(self: EraseWatch, query_folder: Folder, batch: Any) -> EraseNumbers:
@@ -68,9 +68,9 @@ def _numbered_by_what_is_there(self: EraseFolder, request: EraseRequest) -> int:
     raise StorageError("every number is taken")
 
 
-def _as_it_was(self: EraseTurn, made: Pointer, dealt: Dealt | None) -> Pointer:
+def _as_it_was(self: EraseTurn, made: Pointer, dealt: HandledRequests | None) -> Pointer:
     """Heartbeats of a run that does not look count as those of one that does."""
-    return marked(made, dealt)
+    return mark_pointer(made, dealt)
 
 
 def _unreadable_passed_by(
@@ -79,7 +79,7 @@ def _unreadable_passed_by(
     """A request that cannot be read holds up no other."""
     for number in asked:
         try:
-            request = self.watch.request(self.files, number)
+            request = self.watch.read_request(self.files, number)
             yield request.columns(self.schema.keys, "it"), number, request.id
         except (CorruptFileError, MissingCheckpointError):
             yield [], number, "0" * 32
@@ -103,18 +103,18 @@ def _proven_by_the_mark(
         if number > through:
             _TAKE_BACK(watch, folder, number)
 
-    with replaced([(EraseWatch, "_take_back", taken)]):
+    with replaced([(EraseWatch, "_delete_done_note", taken)]):
         _IN_TURN(self, query_folder, listed, committed, *args)
 
 
 BROKEN_ERASURES: dict[str, tuple[Patch, ...]] = {
-    "listed once by each process": ((EraseWatch, "listed", _listed_once),),
-    "a gap passed by": ((erase_turn, "new_requests", _through_gaps),),
-    "a mark trusted by its number": ((EraseTurn, "_is_known", lambda self: True),),
+    "listed once by each process": ((EraseWatch, "list_requests", _listed_once),),
+    "a gap passed by": ((erase_turn, "find_new_requests", _through_gaps),),
+    "a mark trusted by its number": ((EraseTurn, "_is_mark_known", lambda self: True),),
     "done with the first bucket": ((EraseMark, "done", _done_with_the_mark),),
     "dealt with earlier, in one heartbeat": ((EraseMark, "raised", _settled_at_once),),
     "done though the query went back": ((EraseFolder, "take_back", _stays),),
-    "taken back by the mark": ((EraseWatch, "in_turn", _proven_by_the_mark),),
+    "taken back by the mark": ((EraseWatch, "update_requests", _proven_by_the_mark),),
     "removed when it is done": ((EraseWatch, "_is_over", _over_when_done),),
     "removed by what is remembered": ((EraseWatch, "_is_over", _over_as_remembered),),
     "removed before a pointer is too old": ((erase_turn, "recent_heartbeats", lambda retained: retained - 2),),
