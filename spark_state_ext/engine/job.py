@@ -1,4 +1,4 @@
-"""What the client tells the executors about an operator: plain values, checked against the executor's package."""
+"""`Job`: the plan of an operator that the client sends to executors, as plain values."""
 
 from __future__ import annotations
 
@@ -15,39 +15,42 @@ from spark_state_ext.version import version_and_build
 
 __all__ = ["ARROW", "BUILD", "PANDAS", "ROWS", "Job", "refuse_other_release"]
 
-# Function of (key, frames, state), of (key, rows, state), and of a batch.
+# APIs of the user's function: its arguments are (key, frames, state), (key, rows, state), or a batch.
 PANDAS, ROWS, ARROW = "pandas", "rows", "arrow"
-# Version and build of this package when this process imported it: files may change under a driver that runs.
+# Version and build at the time of the import, because the files may change while a driver runs.
 BUILD = version_and_build()
 
 
 def refuse_other_release(plain: Mapping[str, Any]) -> None:
-    """Refuse what a client with another version or build of this package has sent, on an executor.
+    """Raise on an executor if the client has another version or build of this package.
 
-    Builds are compared for releases too. Only if one side was installed without its sources, the version alone decides.
+    Builds are compared for releases, too. If the build of one side is unknown, only the versions are compared.
     """
     if plain["package_version"] == BUILD:
         return
-    client, client_build = _version_and_build(plain["package_version"])
-    executor, executor_build = _version_and_build(BUILD)
+    client, client_build = _split_build(plain["package_version"])
+    executor, executor_build = _split_build(BUILD)
     if client == executor and not (client_build and executor_build):
         return
-    what = f"the query was planned with spark_state_ext {_named(client, client_build)}, and this executor has "
-    what += f"{_named(executor, executor_build)} in {Path(__file__).parents[1]}"
+    message = (
+        f"the query was planned with spark_state_ext {_describe_release(client, client_build)}, and this executor has "
+    )
+    message += f"{_describe_release(executor, executor_build)} in {Path(__file__).parents[1]}"
     if client != executor:
-        raise VersionSkewError(f"{what}. Install the same version on the client and on all executors.")
+        raise VersionSkewError(f"{message}. Install the same version on the client and on all executors.")
     raise VersionSkewError(
-        f"{what}: the same version, made from other sources. Install the same wheel (or ship the same files) on the "
-        "client and on all executors, then restart the driver. `python -m spark_state_ext --version` prints the build."
+        f"{message}: the same version, built from other sources. Install the same wheel (or ship the same files) on "
+        "the client and on all executors, then restart the driver. `python -m spark_state_ext --version` prints the "
+        "build."
     )
 
 
-def _version_and_build(text: str) -> tuple[str, str]:
+def _split_build(text: str) -> tuple[str, str]:
     version, _, build = text.partition("+")
     return version, build
 
 
-def _named(version: str, build: str) -> str:
+def _describe_release(version: str, build: str) -> str:
     return f"{version} (build {build or 'unknown'})"
 
 
@@ -58,26 +61,25 @@ class Job:
     Parameters
     ----------
     options
-        Those of `ArrowState`.
+        The options of `ArrowState`.
     key_schema, state_schema
-        `StructType.json()` of the grouping and of the state columns.
+        `StructType.json()` of the grouping columns and of the state columns.
     columns
         Names of the input's columns, as the user's frames show them.
     key_positions
-        Where each key is among the packed columns; the packed columns are the input's, then keys that are not input
-        columns.
+        Position of each key among the packed columns: the input's columns, then keys that are not input columns.
     timeout_conf
         Spark's name of the timeout kind.
     event_time_position
-        Packed column that has the watermark, or -1.
+        Position of the packed column with the watermark, or -1.
     timezone
         The session's time zone.
     frame_rows_max
-        Most rows of one frame: ``spark.sql.execution.arrow.maxRecordsPerBatch``.
+        Maximum rows of one frame: ``spark.sql.execution.arrow.maxRecordsPerBatch``.
     late_by_previous_watermark
-        Late rows are judged by the previous batch's watermark (Spark's default) and not by this batch's.
+        True: the previous batch's watermark decides which rows are late (Spark's default); False: this batch's.
     application_id
-        Spark's application, and the address of its driver: no two drivers have the same.
+        Spark's application and the address of its driver; unique to a driver.
     local_mode
         Spark runs in local mode: its executor is the driver's own process.
     batches_retained
@@ -87,22 +89,21 @@ class Job:
     input_schema, output_schema
         `StructType.json()` of the input's columns and of the output.
     function
-        Of a built-in operator, as in `OperatorFile`.
+        Name of a built-in operator, as in `OperatorFile`.
     case_sensitive
         ``spark.sql.caseSensitive``.
     captured
-        File with the pointers of the retained checkpoint that the query may start from; None: there is none.
+        File with the pointers of the retained checkpoint that the query may start from, or None.
     not_captured
-        Why not, where one is asked for.
+        Why there is no such file although the query asks for one.
     rescaled_from
-        File with the pointers of the query's own last batch, where these may be of another bucket map; None: there is
-        none.
+        File with the pointers of the query's own last batch, if these may have another bucket map, or None.
     rescaled_buckets
-        How many there are.
+        Number of these pointers.
     not_rescaled
-        Why there is none, where one is asked for.
+        Why there is no such file although the query asks for one.
     plan_id
-        A fresh id of this plan: what a run is told by, as user code can change Spark's own (`lease_record`).
+        A fresh id of this plan. It identifies the run, because user code can change Spark's own id (`lease_record`).
     package_version
         Version and build of this package on the client.
     """
@@ -135,16 +136,16 @@ class Job:
 
     @property
     def operator(self) -> str:
-        """Name of the operator."""
+        """The operator's name."""
         return self.options.operator
 
     def to_plain(self) -> dict[str, Any]:
-        """As builtin values, which any version of this package can at least look at."""
+        """Return the job as builtin values, which any version of this package can read."""
         return {**asdict(self), "options": self.options.to_plain()}
 
     @staticmethod
     def from_plain(plain: dict[str, Any]) -> Job:
-        """Inverse of `to_plain`, on an executor."""
+        """Return the job from its plain values, on an executor."""
         refuse_other_release(plain)
         return Job(
             **{
@@ -156,9 +157,9 @@ class Job:
         )
 
     def operator_file(self, query_folder: str) -> OperatorFile:
-        """The operator file this job asks for, for state in the folder `query_folder`."""
+        """Return the operator file that this job needs in a query folder."""
         bucket_map = self.options.bucket_map
-        asked = OperatorFile(
+        operator_file = OperatorFile(
             self.options.operator,
             query_folder,
             bucket_map.buckets,
@@ -167,4 +168,4 @@ class Job:
             function=self.function,
             mapped=None if bucket_map.kind == HASH else bucket_map,
         )
-        return asked if self.options.ttl is None else asked.with_expiry()
+        return operator_file if self.options.ttl is None else operator_file.with_expiry()

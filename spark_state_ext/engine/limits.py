@@ -1,4 +1,4 @@
-"""What numbers `ArrowState` accepts; what is refused is refused on the client."""
+"""Limits of the options of `ArrowState`, checked on the client."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["check_flags", "check_sizes", "check_times", "erase_window_ms"]
 MEMORY_BYTES_MIN = 1 << 20
 # Arrow cannot copy more than 2 GiB of a column at once.
 MEMORY_BYTES_MAX = 1 << 30
-# Below that, a file's snapshots would cost more than the state.
+# With less time, snapshots would cost more than the state itself.
 ERASE_WITHIN_S_MIN = 3_600
 
 
 def check_flags(**values: bool) -> None:
-    """Refuse what is neither True nor False, such as text, which would all be true; arguments by their names."""
+    """Refuse arguments that are not booleans, such as text, which would always be true."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise UsageError(f"{name} must be True or False, not {value!r}")
 
 
 def check_sizes(buckets: int, memory_bytes_max: int, inline_bytes_max: int, task_inline_bytes_max: int) -> None:
-    """Refuse what is no size, or none that works; arguments as for `ArrowState`."""
+    """Refuse sizes that are out of range or not integers; arguments as for `ArrowState`."""
     _check_whole(
         buckets=buckets,
         memory_bytes_max=memory_bytes_max,
@@ -41,30 +41,32 @@ def check_sizes(buckets: int, memory_bytes_max: int, inline_bytes_max: int, task
 
 
 def check_times(lease_ms: int, local_keep_s: float, commit_delay_ms_max: int, commit_timeout_ms: int) -> None:
-    """Refuse what is no time, or none that works; arguments as for `ArrowState`."""
+    """Refuse times that are out of range or not numbers; arguments as for `ArrowState`."""
     _check_whole(lease_ms=lease_ms, commit_delay_ms_max=commit_delay_ms_max, commit_timeout_ms=commit_timeout_ms)
     if lease_ms < 100:
         raise UsageError(f"lease_ms must be at least 100, not {lease_ms}")
     if not isinstance(local_keep_s, (int, float)) or not local_keep_s >= 0:
-        raise UsageError(f"local_keep_s must be a number of seconds, not negative: {local_keep_s!r}")
+        raise UsageError(f"local_keep_s must be a number of seconds, 0 or more, not {local_keep_s!r}")
     if not 0 <= commit_delay_ms_max <= commit_timeout_ms or commit_timeout_ms < 1:
         raise UsageError(
-            "commit_delay_ms_max must be from 0 to commit_timeout_ms, and that at least 1, not "
-            f"{commit_delay_ms_max} and {commit_timeout_ms}"
+            "commit_timeout_ms must be at least 1 and commit_delay_ms_max from 0 to commit_timeout_ms, not "
+            f"{commit_timeout_ms} and {commit_delay_ms_max}"
         )
 
 
-def erase_window_ms(erase_within_s: int | None, pointer_write: str, present: str, clean_up: bool) -> int | None:
-    """How far back a query may go whose removed keys' bytes have to be gone within a time, milliseconds."""
+def erase_window_ms(erase_within_s: int | None, pointer_write: str, current_format: str, clean_up: bool) -> int | None:
+    """Return how far back a query with `erase_within_s` may go, in milliseconds; None without it."""
     if erase_within_s is None:
         return None
     _check_whole(erase_within_s=erase_within_s)
     if erase_within_s < ERASE_WITHIN_S_MIN:
         raise UsageError(f"erase_within_s must be at least {ERASE_WITHIN_S_MIN} (an hour), not {erase_within_s}")
     if not clean_up:
-        raise UsageError("erase_within_s needs clean_up=True: nothing is erased where nothing is deleted")
-    if pointer_write != present:
-        raise UsageError(f"erase_within_s needs pointer_write={present!r}: older pointers have no place for times")
+        raise UsageError("erase_within_s needs clean_up=True: without clean-up no bytes are erased")
+    if pointer_write != current_format:
+        raise UsageError(
+            f"erase_within_s needs pointer_write={current_format!r}: older pointer formats cannot store times"
+        )
     return 1000 * erase_within_s // WINDOWS
 
 

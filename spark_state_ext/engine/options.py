@@ -1,4 +1,4 @@
-"""What a user sets of an operator's state: checked where it is made, and handed to executors as a whole."""
+"""`StateOptions`: the checked options of an operator's state, which the client sends to executors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["StateOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class StateOptions:
-    """The options of `ArrowState`, checked.
+    """The options of `ArrowState`, after they were checked.
 
     Parameters
     ----------
@@ -40,11 +40,11 @@ class StateOptions:
     pointer_read, clean_up, ttl, start_from, bucket_by, rescale
         As given to `ArrowState`.
     backends
-        The backends without the changelog.
+        The backends except the changelog.
     commit
-        How commits are made.
+        Options of commits.
     restore_from
-        Name of the backend that state is restored from when there is a choice.
+        Name of the preferred backend for restores.
     """
 
     root: str
@@ -108,15 +108,15 @@ class StateOptions:
             return
         if not isinstance(start, (Savepoint, RetainedCheckpoint)):
             raise UsageError(
-                f"start_from must be a Savepoint or a RetainedCheckpoint, not {start!r}; the backend that state is "
-                "restored from is restore_from"
+                f"start_from must be a Savepoint or a RetainedCheckpoint, not {start!r}; to choose the backend that "
+                "state is restored from, set restore_from"
             )
         if self.commit.pointer_write != V2:
             raise UsageError(
-                f"start_from needs pointer_write={V2!r}: older pointers cannot tell what a query was started from"
+                f"start_from needs pointer_write={V2!r}: older pointer formats cannot store what a query started from"
             )
         if isinstance(start, RetainedCheckpoint) and start.mode == CLAIM:
-            self._check_adopted(start)
+            self._check_claimed(start)
 
     def _check_rescale(self) -> None:
         if self.rescale is None:
@@ -124,27 +124,30 @@ class StateOptions:
         if not isinstance(self.rescale, str) or not self.rescale:
             raise UsageError(f"rescale must be the query's checkpointLocation, not {self.rescale!r}")
         if self.commit.pointer_write != V2:
-            raise UsageError(f"rescale needs pointer_write={V2!r}: older pointers cannot tell of a bucket's parents")
+            raise UsageError(
+                f"rescale needs pointer_write={V2!r}: older pointer formats cannot store a bucket's parents"
+            )
         if self.commit.erase_window_ms is not None:
             raise UsageError(
-                "rescale cannot go with erase_within_s: the old buckets' files keep bytes of removed keys until no "
-                "batch that Spark retains needs them. Leave it out until the query has removed its old folder"
+                "rescale cannot be combined with erase_within_s: the old buckets' files keep bytes of removed keys "
+                "until no batch that Spark retains needs them. Omit erase_within_s until the query has removed its old "
+                "folder"
             )
         if self.backends and all(backend.kind != FSSPEC for backend in self.backends):
             raise UsageError(
                 "rescale needs a backend that is a file system, such as 'fsspec', for the old buckets' files"
             )
 
-    def _check_adopted(self, start: RetainedCheckpoint) -> None:
+    def _check_claimed(self, start: RetainedCheckpoint) -> None:
         if (start.root, dict(start.storage_options)) != (self.root.rstrip("/") or self.root, self.storage_options):
             raise UsageError(
-                f"a retained checkpoint that is claimed stays where it is: set root={start.root!r} and its "
-                "storage_options, or start with mode='no_claim'"
+                f"a claimed retained checkpoint is not moved: set root={start.root!r} and its storage_options, or "
+                "start with mode='no_claim'"
             )
         if start.operator not in (None, self.operator):
             raise UsageError(
-                f"a retained checkpoint that is claimed keeps the operator's name: set operator={start.operator!r}, or "
-                "start with mode='no_claim'"
+                f"a claimed retained checkpoint keeps the operator's name: set operator={start.operator!r}, or start "
+                "with mode='no_claim'"
             )
 
     def _check_pointers(self) -> None:
@@ -168,53 +171,53 @@ class StateOptions:
         erase_within_s: int | None,
         **others: Any,
     ) -> StateOptions:
-        """Options as a user writes them."""
+        """Return checked options from the arguments of `ArrowState`."""
         root = _path("root", root)
         local_dir = None if local_dir is None else _path("local_dir", local_dir)
-        told = {**others, "local_dir": local_dir}
+        options = {**others, "local_dir": local_dir}
         if others.get("rescale") is not None:
-            told["rescale"] = _path("rescale", others["rescale"]).rstrip("/")
+            options["rescale"] = _path("rescale", others["rescale"]).rstrip("/")
         if storage_options is not None:
-            told["storage_options"] = storage_options
-        # What is refused of an argument alone is refused first.
-        StateOptions(root=root, commit=CommitOptions(**commit), **told)
+            options["storage_options"] = storage_options
+        # Check each argument on its own first; the checks below are about combinations.
+        StateOptions(root=root, commit=CommitOptions(**commit), **options)
         write, storage = commit["pointer_write"], dict(storage_options or {})
         window_ms = erase_window_ms(erase_within_s, write, V2, others["clean_up"])
-        journal, found = configured(backends, root, storage, restore_from)
-        if write != V2 and [backend.name for backend in found] != [Backend(root).name]:
+        journal, state_backends = configured(backends, root, storage, restore_from)
+        if write != V2 and [backend.name for backend in state_backends] != [Backend(root).name]:
             raise UsageError(
-                "the first pointer format knows one backend only, the root: with pointer_write='v1' or 'both' backends "
-                "may be 'changelog' and 'fsspec'"
+                "pointer format v1 supports one backend only, the root: with pointer_write='v1' or 'both', backends "
+                "may only contain 'changelog' and 'fsspec'"
             )
-        refuse_unusable(root, storage, found)
+        refuse_unusable(root, storage, state_backends)
         return StateOptions(
             root=root,
-            backends=tuple(found),
+            backends=tuple(state_backends),
             commit=CommitOptions(journal=journal, erase_window_ms=window_ms, **commit),
             restore_from=Backend(root).name if restore_from == FSSPEC else restore_from,
-            **told,
+            **options,
         )
 
     @property
     def bucket_map(self) -> BucketMap:
-        """Which bucket a row belongs to."""
+        """The bucket map, which assigns rows to buckets."""
         if isinstance(self.bucket_by, SourcePartition):
             return self.bucket_by.bucket_map
         return self.bucket_by or BucketMap(self.buckets)
 
     @property
     def source_partition(self) -> SourcePartition | None:
-        """How the source's partitions tell a row's bucket; None where its key's hash does."""
+        """The `SourcePartition` that assigns rows to buckets; None if the key's hash does."""
         return self.bucket_by if isinstance(self.bucket_by, SourcePartition) else None
 
     def to_plain(self) -> dict[str, Any]:
-        """As builtin values."""
+        """Return the options as builtin values."""
         bucket_by = bucket_by_to_plain(self.bucket_by)
         return {**asdict(self), "start_from": start_to_plain(self.start_from), "bucket_by": bucket_by}
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> StateOptions:
-        """Inverse of `to_plain`, on an executor."""
+        """Return the options from their plain values, on an executor."""
         return StateOptions(
             **{
                 **plain,

@@ -1,4 +1,4 @@
-"""What the calls of a worker process share."""
+"""`Shared`: what the calls of a worker process share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Shared"]
 
 
 class Shared:
-    """Registries and bounded caches of a process's calls; a `Worker` owns them."""
+    """Registries and bounded caches for the calls of a process; a `Worker` owns them."""
 
     def __init__(self) -> None:
         self.background = Background()
@@ -45,19 +45,19 @@ class Shared:
 
     @staticmethod
     def of(worker: Worker) -> Shared:
-        """Those of a worker."""
+        """Return the shared objects of a worker."""
         return worker.own(Shared)
 
     def close(self, timeout_s: float) -> None:
-        """Let go of what calls have opened, once what they have under way is over.
+        """Wait for running work, then close what calls have opened.
 
-        Spark's workers just end. This is for a process that goes on without them.
+        Spark's workers just end. This is for a process that continues after its calls.
         """
         self.background.wait(timeout_s)
         self.uploads.close(timeout_s)
         self.metrics.close()
         self.stores.close()
-        self.housekeeping.probes.beside.close()
+        self.housekeeping.probes.thread.close()
         self.background.close()
         self.filling.close()
         self.peers.close()

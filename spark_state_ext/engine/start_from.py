@@ -1,4 +1,4 @@
-"""What a query may start from, as the user says it: a savepoint, or the checkpoint that another query has left."""
+"""What a query may start from: a `Savepoint`, or the `RetainedCheckpoint` of another query."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _KIND = "kind"
 
 @dataclass(frozen=True)
 class Savepoint:
-    """A savepoint, to start a query from, or to read.
+    """A savepoint to read or to start a query from.
 
     Parameters
     ----------
     path
-        Its folder: any fsspec URL, or an absolute path, that all executors reach.
+        Folder of the savepoint: an fsspec URL or an absolute path that all executors can access.
     mode
-        ``"no_claim"``: the query takes nothing away, and depends on nothing there once its first batch with data is
-        committed. ``"claim"``: the savepoint is the query's, which deletes it then.
+        ``"no_claim"``: the savepoint is kept, and the query no longer needs it after its first batch with data was
+        committed. ``"claim"``: the query owns the savepoint and deletes it then.
     operator
-        Name of the operator in it whose state is taken, where the job's has another name.
+        Name of the operator in the savepoint, if the job's operator has another name.
     allow_non_restored
-        State columns that the job no longer has are left behind, and an operator that is not in the savepoint begins
-        without state. By default both are an error.
+        True: state columns that the job no longer has are dropped, and an operator that is not in the savepoint begins
+        without state. By default both are errors.
     storage_options
-        Options for the path's fsspec file system.
+        Options of the path's fsspec file system.
 
     Raises
     ------
     UsageError
-        When an argument cannot work.
+        If an argument is invalid.
 
     Examples
     --------
@@ -53,7 +53,7 @@ class Savepoint:
     mode: str = NO_CLAIM
     operator: str | None = None
     allow_non_restored: bool = False
-    # They may hold secrets.
+    # Not in the repr: they may contain secrets.
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -68,32 +68,32 @@ class Savepoint:
 
 @dataclass(frozen=True)
 class RetainedCheckpoint:
-    """The checkpoint that another query has left, or still writes.
+    """The state of another query, stopped or still running, to start a query from.
 
     Parameters
     ----------
     root
         Root of the other query's state.
     checkpoint_location
-        Its Spark checkpoint location, as Spark reads it.
+        The other query's Spark checkpoint location.
     batch
-        The batch whose state is taken; by default the last one that was committed.
+        The batch whose state is used; by default the last committed batch.
     mode
-        As for `Savepoint`. With ``"claim"`` the other query's folder is taken over as it is, and the job's root must be
-        the same.
+        As for `Savepoint`. With ``"claim"`` the query takes over the other query's folder, and its root must be the
+        same.
     operator, allow_non_restored
         As for `Savepoint`.
     force
-        Claim a batch though later ones of the other query build upon its files: these are lost then.
+        Claim a batch even if later batches of the other query use its files: these batches are lost then.
     storage_options
-        Options for the root's fsspec file system.
+        Options of the root's fsspec file system.
     backends
-        The other query's backends, where there are more than its root: `Backend` and ``"fsspec"``, which is the root.
+        The other query's backends if it has more than its root: `Backend` objects and ``"fsspec"``, which is the root.
 
     Raises
     ------
     UsageError
-        When an argument cannot work.
+        If an argument is invalid.
     """
 
     root: str
@@ -114,16 +114,16 @@ class RetainedCheckpoint:
         if self.batch is not None and (
             isinstance(self.batch, bool) or not isinstance(self.batch, int) or self.batch < 0
         ):
-            raise UsageError(f"batch must be the number of a batch, not {self.batch!r}")
+            raise UsageError(f"batch must be a batch number, not {self.batch!r}")
         object.__setattr__(self, "storage_options", dict(self.storage_options))
-        _, found = configured(self.backends, self.root, self.storage_options, None)
-        refuse_unusable(self.root, self.storage_options, found)
-        object.__setattr__(self, "backends", tuple(found))
+        _, backends = configured(self.backends, self.root, self.storage_options, None)
+        refuse_unusable(self.root, self.storage_options, backends)
+        object.__setattr__(self, "backends", tuple(backends))
 
     @property
     def places(self) -> tuple[Backend, ...]:
         """The other query's backends."""
-        return tuple(it for it in self.backends if isinstance(it, Backend))
+        return tuple(backend for backend in self.backends if isinstance(backend, Backend))
 
     def __str__(self) -> str:
         batch = "the last batch" if self.batch is None else f"batch {self.batch}"
@@ -138,22 +138,22 @@ _KINDS: dict[str, type[Savepoint] | type[RetainedCheckpoint]] = {
 
 
 def start_to_plain(start: StartFrom | None) -> dict[str, Any] | None:
-    """As builtin values."""
+    """Return a start as builtin values."""
     if start is None:
         return None
-    kind = next(kind for kind, made in _KINDS.items() if isinstance(start, made))
+    kind = next(kind for kind, start_type in _KINDS.items() if isinstance(start, start_type))
     return {_KIND: kind, **asdict(start)}
 
 
 def start_from_plain(plain: Mapping[str, Any] | None) -> StartFrom | None:
-    """Inverse of `start_to_plain`, on an executor."""
+    """Return a start from its plain values, on an executor."""
     if plain is None:
         return None
     fields = dict(plain)
-    made = _KINDS[fields.pop(_KIND)]
+    start_type = _KINDS[fields.pop(_KIND)]
     if "backends" in fields:
         fields["backends"] = tuple(Backend(**backend) for backend in fields["backends"])
-    return made(**fields)
+    return start_type(**fields)
 
 
 def _check(mode: str, storage_options: Mapping[str, Any]) -> None:
@@ -163,12 +163,12 @@ def _check(mode: str, storage_options: Mapping[str, Any]) -> None:
         raise UsageError(f"storage_options must be a mapping, such as a dict, not {storage_options!r}")
 
 
-def _path(what: str, given: Any) -> str:
+def _path(name: str, value: Any) -> str:
     try:
-        path = os.fspath(given)
+        path = os.fspath(value)
     except TypeError:
         path = None
     if not isinstance(path, str) or not path:
-        raise UsageError(f"{what} must be a path or a URL as str or os.PathLike, not {given!r}")
-    refuse_relative(path, what)
+        raise UsageError(f"{name} must be a path or a URL as str or os.PathLike, not {value!r}")
+    refuse_relative(path, name)
     return path.rstrip("/") or path

@@ -13,32 +13,32 @@ __all__ = ["Stores"]
 
 
 class Stores:
-    """Store objects by folder, in the order of their last use: opening one costs more than a small batch."""
+    """Open local stores by folder, least recently used first, because opening one takes longer than a small batch."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, LocalStore] = {}
+        self._stores: dict[str, LocalStore] = {}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._kept)
+        return iter(self._stores)
 
     def at(self, folder: str, schema: RowSchema) -> LocalStore:
-        """The store object of a folder."""
-        # Taken out and put in again: in the order of their last use.
-        store = self._kept.pop(folder, None)
+        """Return the open store of a folder; open it if necessary."""
+        # Removed and inserted again, to keep the order of last use.
+        store = self._stores.pop(folder, None)
         if store is not None and (not note_use(store.folder) or store.is_replaced()):
-            # Taken for unused and removed, or for damaged by another worker.
+            # Another worker removed it as unused, or replaced it as damaged.
             store.close()
             store = None
         if store is None:
             store = LocalStore.at(folder, schema)
             note_use(store.folder)
-        self._kept[folder] = store
-        while len(self._kept) > descriptors.stores_max():
-            # Of queries that stopped, most likely; a worker outlives them.
-            self._kept.pop(next(iter(self._kept))).close()
+        self._stores[folder] = store
+        while len(self._stores) > descriptors.stores_max():
+            # Most likely of a query that stopped; a worker outlives its queries.
+            self._stores.pop(next(iter(self._stores))).close()
         return store
 
     def close(self) -> None:
-        """Close them all."""
-        while self._kept:
-            self._kept.popitem()[1].close()
+        """Close all stores."""
+        while self._stores:
+            self._stores.popitem()[1].close()

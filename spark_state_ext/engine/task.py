@@ -1,4 +1,4 @@
-"""What a task knows of its query and batch."""
+"""`TaskInfo`: what a task knows about its query and batch."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ __all__ = ["TaskInfo"]
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """Query and batch of a streaming task, as far as Spark tells.
+    """Query and batch of a streaming task, as far as Spark provides them.
 
-    An action in a thread that the user's code made is told nothing, and every action inside `foreachBatch` over Spark
-    Connect is one. So nothing that state depends on may need to be told.
+    An action in a thread of the user's code knows neither, and every action inside `foreachBatch` over Spark Connect is
+    one. So state must not depend on them.
 
     Parameters
     ----------
     query_id
-        Spark's id of the query; empty where tasks are not told it.
+        Spark's id of the query; empty if unknown.
     run_id
-        For people only: Spark's id of the run, or what `foreachBatch` set as the job group; empty where not told.
+        For log readers only: Spark's id of the run, or the job group that `foreachBatch` set; empty if unknown.
     batch
-        Number of the micro-batch; None where tasks are not told it.
+        Number of the micro-batch; None if unknown.
     batches_retained
-        How many batches Spark retains, or more.
+        Number of batches that Spark retains, or a larger number.
     partition
         The task's partition.
     partitions
-        Over how many partitions Spark's stateful operator spreads its keys, as far as settings tell; None where not.
+        Number of partitions of Spark's stateful operator, according to the settings; None if unknown.
     attempt
-        Spark's number of the attempt, which no other attempt at any task has.
+        Spark's number of the attempt; unique over all attempts at all tasks.
     state_has_ids
-        Spark's own state has checkpoint format 2 or above: what an attempt writes of a partition has an id, and the
-        next batch goes on from the one that was committed.
+        Spark's own state has checkpoint format 2 or above: what an attempt writes has an id, and the next batch
+        continues from the committed attempt.
     stage
-        Spark's number of the stage: all attempts at a task have the same, later ones in the application larger ones.
+        Spark's number of the stage: the same for all attempts at a task, larger for later stages of the application.
     """
 
     query_id: str

@@ -60,7 +60,7 @@ def test_a_root_that_has_nothing_is_refused(tmp_path: Path, through: CheckpointR
     a, b = _root(tmp_path / "a", file_name(NEWEST, DELTA)), tmp_path / "b"
     pointer = _pointer((a, ReplicationStatus(through)))
     before = _tree(tmp_path)
-    with pytest.raises(StateElsewhereError, match=f"'operator' has its state in {a}, and the job names {b},") as raised:
+    with pytest.raises(StateElsewhereError, match=f"'operator' has its state in {a}, but the job names {b},") as raised:
         _refuse(_job(b), pointer, tmp_path)
     assert f"set the root back to {a}" in str(raised.value)
     assert isinstance(raised.value, ChangedJobError)
@@ -71,9 +71,9 @@ def test_a_root_that_has_nothing_is_refused(tmp_path: Path, through: CheckpointR
 def test_a_root_that_was_left_out_of_the_backends_is_to_be_added(tmp_path: Path) -> None:
     """The root is right: to set it back would change nothing."""
     a, b = _root(tmp_path / "a", file_name(NEWEST, DELTA)), tmp_path / "b"
-    with pytest.raises(StateElsewhereError, match="add 'fsspec' to backends, which stands for the root") as raised:
+    with pytest.raises(StateElsewhereError, match="add 'fsspec' to backends, which means the root") as raised:
         _refuse(_job(a, Backend(str(b))), _pointer((a, ReplicationStatus(NEWEST))), tmp_path)
-    assert f"has its state in {a}, and the job names {b}, where it is not" in str(raised.value)
+    assert f"has its state in {a}, but the job names {b}, which does not have it" in str(raised.value)
     assert "set the root back" not in str(raised.value)
     assert f"looked for under {a}" not in str(raised.value)
 

@@ -85,7 +85,7 @@ def test_calls_at_one_time_agree(tmp_path: Path) -> None:
 
 def test_a_damaged_note_is_told(tmp_path: Path) -> None:
     Folder(str(tmp_path)).child("starting").put(f"{_BATCH_MS}-{_NONCE.hex()}", b"../elsewhere")
-    with pytest.raises(CorruptFileError, match=r"names no folder of a query\. Remove it"):
+    with pytest.raises(CorruptFileError, match=r"does not name a query folder\. Remove that file"):
         FirstQueryFolders().of(Folder(str(tmp_path)), "query", _BATCH_MS, _NONCE)
 
 

@@ -167,12 +167,12 @@ def test_clean_ups_that_hang_take_no_threads_from_uploads_and_are_not_piled_up(
     mine = Process.housekeeping
     monkeypatch.undo()
     monkeypatch.setattr(Process, "housekeeping", mine, raising=False)
-    left = mine.left[f"{life.local}/3", "a"]
-    left.result(WAIT_S)
+    abandoned = mine.abandoned[f"{life.local}/3", "a"]
+    abandoned.result(WAIT_S)
     assert len(life.files("a", "delta")) < len(before)
     _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(WAIT_S)
-    assert (f"{life.local}/3", "a") not in mine.left
+    assert (f"{life.local}/3", "a") not in mine.abandoned
 
 
 @pytest.mark.parametrize("finished", [0, 1])

@@ -71,7 +71,7 @@ def test_a_root_that_was_removed_is_noticed_while_the_local_store_is_warm(
     _probe(life, "another run", brought)
     assert brought == ["back"]
     assert "a cannot give back" in caplog.text
-    assert f"state of {life.local}/3, which it had: somebody has removed it" in caplog.text
+    assert f"state of {life.local}/3 that it had confirmed: the backend was removed" in caplog.text
     # The commit of the same call.
     pointer = life.batch()
     assert "somebody has deleted files from a: it gets a fresh full backup" in caplog.text
@@ -192,11 +192,11 @@ def test_a_store_that_cannot_be_reached_is_looked_at_again(
     with monkeypatch.context() as patch:
         patch.setattr(Folder, "size", away)
         _probe(life)
-    assert "cannot be told: 503" in caplog.text
+    assert "still has what it confirmed: 503" in caplog.text
     assert "deleted" not in caplog.text
     _probe(life)
     # No commit waits for a store that did not answer just now.
-    Process.housekeeping.probes.beside.submit(lambda: None).result(WAIT_S)
+    Process.housekeeping.probes.thread.submit(lambda: None).result(WAIT_S)
     life.batch()
     assert "somebody has deleted files from a" in caplog.text
 
@@ -266,7 +266,7 @@ def test_nobody_waits_long_for_a_look(
     clean_ups.probe(life.pointers[-1], "run")
     assert began.wait(WAIT_S)
     clean_ups.probed()
-    assert "a backend does not tell whether it has what it confirmed" in caplog.text
+    assert "a backend does not answer whether it still has what it confirmed" in caplog.text
     mine = Process.housekeeping
     monkeypatch.undo()
     # The next ones do not wait at all, for a while.

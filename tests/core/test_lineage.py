@@ -269,7 +269,7 @@ def test_the_local_store_must_agree_with_the_pointer(folder: SeedFiles) -> None:
     pointer = replace(
         first_pointer(), lineage=(LineageEntry(ref("21_f4d05ac9"), 1),), parent=CheckpointRef(20, "b" * 32), rows=9
     )
-    with pytest.raises(LineageError, match=f"was built on {ref('20_d8e2ca47')}; its pointer says 20_b"):
+    with pytest.raises(LineageError, match=f"was built on {ref('20_d8e2ca47')}, but its pointer names 20_b"):
         Bucket(store, sole_replica(folder.files, folder.path), pointer, WRITER, CommitContext(folder.path)).read(
             scanned
         )

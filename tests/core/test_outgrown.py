@@ -163,7 +163,7 @@ def test_a_snapshot_that_does_not_fit_is_sent_all_the_same(
 
     monkeypatch.setattr(where, name, fails)
     job.history(120)
-    assert f"goes on with its old runs: {told}" in caplog.text
+    assert f"keeps its old runs: {told}" in caplog.text
     assert job.snapshots()
     assert not list(job.store._environment.folder.glob("incoming-*"))
     job.check()

@@ -245,14 +245,14 @@ def test_a_partition_never_goes_to_another_bucket() -> None:
         (True, None, "a number of partitions"),
         ("2", None, "a number of partitions"),
         ([2, 4.0], None, "a number of partitions"),
-        ({"a": 2}, None, "stream names the column"),
+        ({"a": 2}, None, "if stream is set"),
         ([2, 4], "to_itself", r"before_expansion\(2, 4, 2\) is 2, but must be a whole number from 0 to 1"),
         ([2, 4, 7], "by_count", r"before_expansion\(2, 7, 2\) is 1, but for a smaller count it was 0"),
         ([2, 4], "_not_whole", "is '0'"),
         ([2, 4], "_moves_the_first", r"before_expansion\(0, 2, 2\) is 1, but must be 0"),
         ([2, 4], "_raises", r"before_expansion\(0, 2, 2\) raised ValueError: no such partition"),
         ([2, 4], "nobody", "cannot be imported here"),
-        ([2, 4], "HERE", "no function"),
+        ([2, 4], "HERE", "which is not a function"),
     ],
 )
 def test_there_is_no_such_source(counts: object, function: str | None, text: str) -> None:
@@ -266,9 +266,9 @@ def test_there_is_no_such_source(counts: object, function: str | None, text: str
     [
         ({"column": ""}, "name of a column"),
         ({"stream": ""}, "name of a column"),
-        ({"stream": "s"}, "stream names the column"),
-        ({"stream": "s", "counts": {}}, "names the streams"),
-        ({"stream": "s", "counts": {"": 2}}, "names the streams"),
+        ({"stream": "s"}, "if stream is set"),
+        ({"stream": "s", "counts": {}}, "names of the streams"),
+        ({"stream": "s", "counts": {"": 2}}, "names of the streams"),
         (
             {"stream": "s", "counts": {"a": [2, 3]}},
             "counts of stream 'a' has 3, which is not a multiple of the first number, 2",
@@ -316,7 +316,7 @@ def test_arguments_are_checked(given: dict[str, object], text: str) -> None:
         ),
         ([0, 3, 9], ["a", "a", "a"], PartitionsChangedError, r"counts=\[2, 4, 12\]"),
         ([0, 1], ["a", "b"], PartitionsChangedError, r"partition 1 of stream 'b'.* counts=\[1, 2\]"),
-        ([0, 0], ["a", "c"], PartitionsChangedError, "stream 'c', and the plan declares a, b"),
+        ([0, 0], ["a", "c"], PartitionsChangedError, "stream 'c', but the plan declares a, b"),
         ([0, -1], ["a", "a"], UsageError, "'p' has -1"),
         ([0, None], ["a", "a"], UsageError, "'p' is NULL in 1 rows"),
         ([0, 0], ["a", None], UsageError, "'s' is NULL in 1 rows"),
@@ -365,12 +365,12 @@ def test_the_last_partition_proves_a_count(reached: int, largest: int, proven: i
         (
             {"t": 3},
             PartitionsChangedError,
-            "'t' has 3 partitions now, .* 3 is no multiple of 2, so it cannot be follow",
+            "'t' has 3 partitions now, .* 3 is not a multiple of 2, so it cannot be follow",
         ),
         ({"t": 2, "u": 5}, PartitionsChangedError, "topic 'u' has 5 partitions now"),
-        ({"t": 1}, PartitionsChangedError, "1 is no multiple of 2"),
+        ({"t": 1}, PartitionsChangedError, "1 is not a multiple of 2"),
         ({"t": 10}, PartitionsChangedError, r"Start the query again with counts=\[2, 4, 8, 10\]"),
-        ({}, UsageError, "does not name the source's partitions.*Leave checkpoint_location out"),
+        ({}, UsageError, "does not name the source's partitions.*Omit checkpoint_location"),
     ],
 )
 def test_a_real_number_is_compared_with_the_plan(
@@ -393,7 +393,7 @@ def test_real_numbers_of_streams() -> None:
     source.refuse_counts({"a": 6}, True, "offsets/7")
     with pytest.raises(PartitionsChangedError, match=r"Start the query again with counts=\[3, 6\] of stream 'b'"):
         source.refuse_counts({"a": 3, "b": 6}, False, "offsets/7")
-    with pytest.raises(UsageError, match=r"does not name a stream 'b', .* Kafka topics a, c\. .* column 'topic'"):
+    with pytest.raises(UsageError, match=r"does not name a stream 'b', .* Kafka topics: a, c\. .* column 'topic'"):
         source.refuse_counts({"a": 3, "c": 3}, False, "offsets/7")
     # Only the function knows what other numbers are right.
     by_halves = SourcePartition("p", [2, 5], before_expansion=f"{HERE}:by_halves", checkpoint_location="/checkpoint")

@@ -393,7 +393,7 @@ def test_what_cannot_keep_its_promise_is_refused(tmp_path: Path, old: OldJob) ->
     query.job = replace(query.job, options=strict)
     with pytest.raises(UsageError, match="cannot go with erase_within_s"):
         query.start()
-    with pytest.raises(UsageError, match="rescale cannot go with erase_within_s"):
+    with pytest.raises(UsageError, match="rescale cannot be combined with erase_within_s"):
         replace(strict, start_from=None, rescale="/checkpoint")
 
 

@@ -153,7 +153,7 @@ _PROBES = Probes()
 
 def probe(key: str, run: str, committer: Committer, replicas: Sequence[Replica], pointer: Pointer) -> None:
     """Look for what backends confirmed, as a run's first call of a bucket does."""
-    begun = _PROBES.once(
+    begun = _PROBES.start_once(
         key,
         run,
         partial(committer.known, pointer),

@@ -94,7 +94,9 @@ def test_counts_while_a_source_grows(spark: Any, tmp_path: Path) -> None:
     fed += [LETTERS, MOVED]
     # The batch that failed first: the log has its rows. Then one whose rows do not show that there are 17.
     told: list[dict[str, int]] = []
-    with pytest.raises(PySparkException, match=r"(?s)PartitionsChangedError.*17 is no multiple of 2, so it cannot be"):
+    with pytest.raises(
+        PySparkException, match=r"(?s)PartitionsChangedError.*17 is not a multiple of 2, so it cannot be"
+    ):
         run(again, [([], 16), (MOVED, 16), (SMALL, 17)], told)
     assert told == counted(*fed)[-2:]
     assert again.told == []

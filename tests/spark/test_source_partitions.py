@@ -231,7 +231,7 @@ def test_two_streams_of_which_one_grows(spark: Any, tmp_path: Path) -> None:
     last = pa.concat_tables([rows(["z"], 6, "orders"), rows(LETTERS, 3, "clicks")])
     assert batches_of(job, last) == counted(*fed)[-1:]
     refused(
-        job, "PartitionsChangedError", "stream 'views', and the plan declares clicks, orders", rows("a", 3, "views")
+        job, "PartitionsChangedError", "stream 'views', but the plan declares clicks, orders", rows("a", 3, "views")
     )
     assert recorded(job)[-1] == {
         "clicks": {"counts": [3], "buckets": [0, 1, 2]},
