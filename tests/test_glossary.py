@@ -29,7 +29,7 @@ NAMES = {
     "Looks": "Probes",
     "Note": "UploadRecord",
     "note_name": "record_name",
-    "notes_of": "upload_records",
+    "notes_of": "read_upload_records",
     "adopt": "ingest",
     "choose_merge": "choose_compaction",
     "presumed": "unconfirmed",

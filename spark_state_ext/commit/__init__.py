@@ -1,3 +1,3 @@
-"""From changed rows to a pointer: uploads, snapshots, and what a commit waits for."""
+"""Commits: from changed rows to a new pointer, with uploads and snapshots."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When a snapshot is due, and what a pointer says of it before it is confirmed. Pure functions over values."""
+"""When a snapshot is due, and the pointer of a snapshot that is not confirmed yet. Pure functions over values."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = [
     "snapshot_overdue",
 ]
 
-# Few deltas are quicker to load than a snapshot is to write.
+# Loading fewer deltas than this is faster than writing a snapshot.
 DELTAS_MIN = 10
 
 
 def snapshot_due(lineage: Sequence[LineageEntry], state_bytes: int) -> bool:
-    """Whether the commit that made this lineage should write a snapshot.
+    """True if the commit that made this lineage should write a snapshot.
 
-    A snapshot is due when the deltas since the last one weigh as much as the state itself: each row is then written
-    about twice over its life in snapshots and deltas together, and a restore reads at most about twice the state.
+    A snapshot is due when the deltas since the last snapshot are as large as the state itself. Then each row is written
+    about twice in total, in snapshots and deltas together, and a restore reads at most about twice the state.
     """
     deltas = lineage[1:]
     if len(deltas) < DELTAS_MIN:
@@ -34,15 +34,15 @@ def snapshot_due(lineage: Sequence[LineageEntry], state_bytes: int) -> bool:
 
 
 def snapshot_overdue(lineage: Sequence[LineageEntry]) -> bool:
-    """Whether a snapshot was due so long ago that nobody in the background will write it."""
+    """True if a snapshot was due so long ago that the background will not write it."""
     return len(lineage) >= 2 * DELTAS_MAX
 
 
 def begins_with_parents(pointer: Pointer) -> bool:
-    """Whether a rescaled bucket has no snapshot of its own yet, nor one under way."""
+    """True if a rescaled bucket has no snapshot of its own yet, not even an unconfirmed one."""
     return pointer.parents is not None and pointer.lineage[0].ref == pointer.parents
 
 
 def with_unconfirmed_snapshot(pointer: Pointer) -> Pointer:
-    """The pointer with its lineage pruned, presuming that a snapshot of its checkpoint will arrive."""
+    """Return the pointer with its lineage cut to its checkpoint, whose snapshot is expected to arrive."""
     return replace(pointer, lineage=pointer.lineage[-1:])

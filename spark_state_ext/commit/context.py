@@ -1,4 +1,4 @@
-"""What all parts of a bucket's commit work with."""
+"""`CommitContext`: the settings and services that all parts of a bucket's commit use."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ BATCHES_RETAINED = 100
 
 @dataclass(frozen=True)
 class CommitContext:
-    """What a bucket's call gives to all parts of its commit.
+    """The settings and services of a commit, created by the bucket's call.
 
     Parameters
     ----------
     scratch
         Local folder for temporary files.
     options
-        Limits of commits; by default they are synchronous.
+        Options of commits; by default commits are synchronous.
     batches_retained
         Spark's ``spark.sql.streaming.minBatchesToRetain``.
     uploads
-        Sends files beside batches.
+        Sends files while batches continue.
     runner
-        Writes snapshots, and reads back what another machine has sent; by default within the call.
+        Runs work in the background: writing snapshots, and reading back files that another machine has sent. By
+        default it runs the work within the call.
     run
-        Whose call it is: failures of others do not count. By default nothing tells.
+        The run of the call: failures of other runs do not count. Unknown by default.
     batch_ms
-        The batch's time by Spark, milliseconds since 1970.
+        Spark's time of the batch, milliseconds since 1970.
     clock_s
         The machine's monotonic clock.
     while_waiting
-        Called now and then while checkpoint files or uploads are waited for; what it raises ends the restore, or the
-        commit.
+        Called regularly during waits for checkpoint files or uploads; an exception that it raises ends the restore or
+        the commit.
     lazy
-        How the call restores lazily; by default it does not.
+        Options of lazy restore; None: no lazy restore.
     """
 
     scratch: Path

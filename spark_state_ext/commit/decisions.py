@@ -1,9 +1,9 @@
-"""Commit phases of a bucket: what a pointer may claim, how long a commit goes on, waits, and gives up.
+"""Decisions of a commit: where a new delta goes, and what the pointer may state. Pure functions over values.
 
-A delta is sealed first. By the time Spark commits the pointer that names it, it is inline in that pointer, or every
-backend has confirmed it: within the call, or before the last call of the task ends (`docs/design/003`). The phases and
-their limits are those of Samza's asynchronous commit (SAMZA-2591): snapshot exclusive with processing, upload beside
-it; a commit that finds the one before still uploading goes on for a while, then waits, then fails.
+A commit seals the delta first. When Spark commits the pointer that names the delta, the delta is inline in that pointer
+or every backend has confirmed it: within the call, or before the last call of the task ends (`docs/design/003`). The
+phases and limits are those of Samza's asynchronous commit (SAMZA-2591): snapshots exclude processing, uploads run next
+to it. A commit whose predecessor still uploads continues for a while; a later one waits, and finally fails.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from spark_state_ext.backends.replication import version_of
 
 __all__ = [
     "CommitOptions",
-    "How",
-    "assured",
-    "catching_up",
-    "decide",
-    "lags",
-    "pending",
-    "settled",
+    "DeltaHandling",
+    "assume_confirmed",
+    "list_sufficient_snapshots",
+    "choose_handling",
+    "has_overdue_delta",
+    "list_pending",
+    "settle",
 ]
 
 
 @dataclass(frozen=True)
 class CommitOptions:
-    """How commits are made.
+    """Options of commits.
 
     Parameters
     ----------
     journal
-        The changelog is configured: deltas may go inline.
+        True: the changelog is configured, so that deltas may go inline.
     commit_delay_ms_max
-        How long an upload may be under way while commits go on, milliseconds.
+        How long an upload may take before commits wait for it, milliseconds.
     commit_timeout_ms
-        How long it may be under way at all.
+        How long an upload may take before the commit fails, milliseconds.
     inline_bytes_max, task_inline_bytes_max
-        Most inline bytes of a bucket, and of all buckets of a task.
+        Maximum inline bytes of a bucket, and of all buckets of a task.
     pointer_write
         `V1`, `V2` or `BOTH`.
     erase_window_ms
-        Removed keys' bytes have to be gone within a time, of which this is a part (`erasure`): nothing goes inline.
+        Part of the time within which bytes of removed keys must be erased (`erasure`). If it is set, no delta goes
+        inline. None: there is no such time.
     """
 
     journal: bool = True
@@ -59,84 +60,86 @@ class CommitOptions:
 
     @property
     def format_1_too(self) -> bool:
-        """Whether all is written as releases read it that know format 1 only: pointers, snapshots, leases."""
+        """True if pointers, snapshots and leases must be readable for releases that only know format 1."""
         return self.pointer_write != V2
 
     @property
     def inline(self) -> bool:
-        """Whether deltas may go inline."""
+        """True if deltas may go inline."""
         return self.journal and not self.format_1_too
 
 
-class How(enum.Enum):
-    """What becomes of a new delta."""
+class DeltaHandling(enum.Enum):
+    """How a new delta becomes durable."""
 
-    INLINE = "goes into the pointer"
+    INLINE = "is inline in the pointer"
     DEFERRED = "is confirmed before the task ends"
     WAITED = "is confirmed within the call"
 
 
-def decide(size_bytes: int, inline_bytes: int, room_bytes: int, may_defer: bool, options: CommitOptions) -> How:
-    """What becomes of a new delta."""
+def choose_handling(
+    size_bytes: int, inline_bytes: int, room_bytes: int, may_defer: bool, options: CommitOptions
+) -> DeltaHandling:
+    """Return how a new delta becomes durable."""
     if not options.inline:
-        return How.WAITED
+        return DeltaHandling.WAITED
     fits = inline_bytes + size_bytes <= options.inline_bytes_max and size_bytes <= room_bytes
-    # Spark keeps pointers for as long as it likes.
+    # With an erase window no delta goes inline, because Spark may keep pointers for longer than that.
     if fits and options.erase_window_ms is None:
-        return How.INLINE
-    return How.DEFERRED if may_defer else How.WAITED
+        return DeltaHandling.INLINE
+    return DeltaHandling.DEFERRED if may_defer else DeltaHandling.WAITED
 
 
-def settled(pointer: Pointer, done: Mapping[tuple[str, str], Markers]) -> Pointer:
-    """The pointer with what backends have confirmed since it was made."""
+def settle(pointer: Pointer, confirmed: Mapping[tuple[str, str], Markers]) -> Pointer:
+    """Return the pointer with everything that backends have confirmed since it was made."""
     replication: dict[str, ReplicationStatus] = {}
-    markers = {name: dict(said) for name, said in pointer.markers.items()}
+    markers = {name: dict(backend_markers) for name, backend_markers in pointer.markers.items()}
     for name, status in pointer.replication.items():
         through, since = status.through, status.since
         for delta in pointer.inline:
             if delta.ref.version <= version_of(through):
                 continue
-            said = done.get((name, delta.name))
-            if said is None:
+            delta_markers = confirmed.get((name, delta.name))
+            if delta_markers is None:
                 break
-            through, markers[name] = delta.ref, dict(said)
+            through, markers[name] = delta.ref, dict(delta_markers)
         if since is not None and any(
-            (name, file_name(it, SNAPSHOT)) in done and it.version <= version_of(through)
-            for it in catching_up(pointer, since)
+            (name, file_name(ref, SNAPSHOT)) in confirmed and ref.version <= version_of(through)
+            for ref in list_sufficient_snapshots(pointer, since)
         ):
             since = None
         replication[name] = ReplicationStatus(through, since)
-    # While nobody has anything, what is inline is all there is.
+    # As long as a backend has confirmed no delta, all inline deltas are needed.
     floor = min((version_of(status.through) for status in replication.values()), default=0)
     inline = tuple(delta for delta in pointer.inline if delta.ref.version > floor)
     return replace(pointer, replication=replication, markers=markers, inline=inline)
 
 
-def catching_up(pointer: Pointer, since: CheckpointRef) -> list[CheckpointRef]:
-    """Snapshots of which any is enough for a backend that has all deltas since a checkpoint: that one's, and a later
-    one that the lineage begins with."""
+def list_sufficient_snapshots(pointer: Pointer, since: CheckpointRef) -> list[CheckpointRef]:
+    """Return snapshots, each of which completes a backend that has all deltas since a checkpoint: that checkpoint's
+    snapshot, and a later one at the beginning of the lineage."""
     later = [entry.ref for entry in pointer.lineage[:1] if entry.ref.version > since.version]
     return [since, *later]
 
 
-def assured(pointer: Pointer, markers: Mapping[str, Markers]) -> Pointer:
-    """The pointer as it is when every backend with a replication status has confirmed its checkpoint."""
-    replication = {name: ReplicationStatus(pointer.ref, it.since) for name, it in pointer.replication.items()}
-    said = {name: dict(markers.get(name, pointer.markers.get(name, {}))) for name in replication}
-    return replace(pointer, replication=replication, markers=said, inline=())
+def assume_confirmed(pointer: Pointer, markers: Mapping[str, Markers]) -> Pointer:
+    """Return the pointer as it is once every backend with a replication status has confirmed its checkpoint."""
+    replication = {name: ReplicationStatus(pointer.ref, status.since) for name, status in pointer.replication.items()}
+    all_markers = {name: dict(markers.get(name, pointer.markers.get(name, {}))) for name in replication}
+    return replace(pointer, replication=replication, markers=all_markers, inline=())
 
 
-def lags(pointer: Pointer, batches_retained: int) -> bool:
-    """Whether a delta that not every backend has would, with the call that begins, be too old for clean-up to rely on.
+def has_overdue_delta(pointer: Pointer, batches_retained: int) -> bool:
+    """True if the current call would make an unconfirmed delta too old for clean-up to rely on.
 
-    What a pointer that Spark may hand out needs of a backend's files ends below its oldest inline delta. Clean-up keeps
-    that for so many heartbeats.
+    A pointer that Spark may hand out needs a backend's files only up to its oldest inline delta. Clean-up keeps these
+    files for `batches_retained` heartbeats.
     """
-    return any(delta.heartbeat + batches_retained <= pointer.heartbeats for _, delta in pending(pointer))
+    return any(delta.heartbeat + batches_retained <= pointer.heartbeats for _, delta in list_pending(pointer))
 
 
-def pending(pointer: Pointer) -> list[tuple[str, InlineDelta]]:
-    """Backends and the inline deltas that they have not confirmed, for each backend oldest first."""
+def list_pending(pointer: Pointer) -> list[tuple[str, InlineDelta]]:
+    """Return pairs of a backend and an inline delta that it has not confirmed, oldest delta first for each backend."""
     return [
         (name, delta)
         for name, status in pointer.replication.items()

@@ -1,4 +1,4 @@
-"""The ledger of uploads in a bucket's local store: what processes of this machine know of files on their way."""
+"""Upload records in a bucket's local store, shared by the processes of a machine."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from spark_state_ext.backends import Markers
 from spark_state_ext.commit.failures import NO_RUN, Run
 from spark_state_ext.store import LocalStore
 
-__all__ = ["DONE", "FAILED", "RUNNING", "UploadRecord", "record_name", "upload_records"]
+__all__ = ["DONE", "FAILED", "RUNNING", "UploadRecord", "record_name", "read_upload_records"]
 
 RUNNING, DONE, FAILED = "running", "done", "failed"
 
 
 @dataclass(frozen=True)
 class UploadRecord:
-    """What is known on this machine of the upload of a checkpoint's file to a backend.
+    """The state of the upload of a checkpoint file to a backend.
 
     Parameters
     ----------
     state
         `RUNNING`, `DONE` or `FAILED`.
     owner
-        The process that took it on.
+        The process that started the upload.
     since_s
-        When: seconds of the machine's monotonic clock.
+        Start time, in seconds of the machine's monotonic clock.
     markers
-        What the backend said, when it is done.
+        Markers that the backend returned; empty before the upload is done.
     error
-        What failed.
+        Text of the error, if the upload failed.
     run
-        Whose call took it on.
+        The run whose call started the upload.
     """
 
     state: str
@@ -43,19 +43,19 @@ class UploadRecord:
     run: Run = NO_RUN
 
     def encode(self) -> bytes:
-        """The record's value."""
+        """Return the record's value."""
         fields = [self.state, self.owner, self.since_s, dict(self.markers), self.error, self.run.id, self.run.stage]
         return json.dumps(fields).encode()
 
     @staticmethod
     def decode(value: bytes) -> UploadRecord | None:
-        """Inverse of `encode`; None for a value that is none of ours."""
+        """Return the record from its value; None if the value is not an upload record."""
         try:
-            found = json.loads(value)
-            if not isinstance(found, list):
+            fields = json.loads(value)
+            if not isinstance(fields, list):
                 return None
-            # Earlier releases did not tell the run.
-            state, owner, since_s, markers, error, *run = found
+            # Earlier releases did not store the run.
+            state, owner, since_s, markers, error, *run = fields
             if state not in (RUNNING, DONE, FAILED):
                 return None
             return UploadRecord(state, owner, since_s, markers, error, Run(*run))
@@ -64,12 +64,12 @@ class UploadRecord:
 
 
 def record_name(backend: str, file: str) -> str:
-    """Name of the record about a file in a backend."""
-    # Backends may have long names, and LMDB's keys are short.
+    """Return the name of the record about a file in a backend."""
+    # Hashed, because backend names may be long and LMDB's keys must be short.
     return f"{hashlib.blake2b(backend.encode(), digest_size=8).hexdigest()} {file}"
 
 
-def upload_records(store: LocalStore) -> dict[str, UploadRecord]:
-    """The records about files in backends, by `record_name`."""
-    found = {name: UploadRecord.decode(value) for name, value in store.records().items()}
-    return {name: record for name, record in found.items() if record is not None}
+def read_upload_records(store: LocalStore) -> dict[str, UploadRecord]:
+    """Return all upload records of a store, by `record_name`."""
+    decoded = {name: UploadRecord.decode(value) for name, value in store.records().items()}
+    return {name: record for name, record in decoded.items() if record is not None}

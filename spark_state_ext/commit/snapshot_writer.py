@@ -1,7 +1,8 @@
-"""The one owner of a snapshot, from the moment it is due until backends have been sent it.
+"""Writes snapshots: from the moment a snapshot is due until it was sent to backends.
 
-A snapshot is written in the background. The pointer goes on without it: it is unconfirmed until somebody finds it in a
-backend. Only where workers die too young for that, or no backend holds the state, a call writes it itself.
+A snapshot is written in the background. The pointer does not wait for it: the snapshot is unconfirmed until a call
+finds it in a backend. A call writes a snapshot itself only if workers live too briefly for that, or if no backend has
+the state.
 """
 
 from __future__ import annotations
@@ -25,168 +26,177 @@ from spark_state_ext.files.sealed import SealedFile, seal
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.worker.memory import give_back
 
-__all__ = ["Snapshotted", "SnapshotWriter"]
+__all__ = ["SnapshotSource", "SnapshotWriter"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Unconfirmed snapshots that never arrived, in a row, until a call writes one itself: workers here die too young.
+# After so many unconfirmed snapshots in a row that never arrived, a call writes one itself.
 _MISSED_MAX = 2
-# How long the runs of a snapshot stay pinned while it waits for its turn, and from each sign of life of its writer on.
+# How long a snapshot's runs stay pinned while it waits to be written, and after each batch of rows that was written.
 _WAITING_PIN_S = 3_600.0
 _PIN_S = 600.0
 
 
-class Snapshotted(Protocol):
+class SnapshotSource(Protocol):
     """The bucket whose snapshots are written."""
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more can be restored in this call."""
+        """True if this call can no longer restore anything."""
         ...
 
     def pin_view(self, pointer: Pointer, for_s: float) -> tuple[View, str]:
-        """The view at a pointer, and the name under which its runs are pinned for a while."""
+        """Return the view at a pointer and the name of the pin that keeps its runs for `for_s` seconds."""
         ...
 
     def unpin(self, pin: str) -> None:
-        """Let go of pinned runs."""
+        """Remove a pin."""
         ...
 
     def header(self, ref: CheckpointRef, kind: str) -> LineageHeader:
-        """The header of a checkpoint's file."""
+        """Return the header of a checkpoint's file."""
         ...
 
     def ingest(self, snapshot: SealedFile, ref: CheckpointRef) -> None:
-        """Have the local store use a snapshot in place of the runs that it was made of."""
+        """Replace the runs that a snapshot was made of by that snapshot in the local store."""
         ...
 
 
 class SnapshotWriter:
     """Writes the snapshots of one bucket in one call."""
 
-    def __init__(self, store: LocalStore, context: CommitContext, snapshots: Snapshots, bucket: Snapshotted) -> None:
+    def __init__(self, store: LocalStore, context: CommitContext, snapshots: Snapshots, bucket: SnapshotSource) -> None:
         self._store = store
         self._context = context
         self._snapshots = snapshots
         self._bucket = bucket
 
-    def with_due_snapshots(self, new: Pointer, due: bool, behind: Sequence[str], changed: bool) -> Pointer:
-        """The pointer with the snapshots that it needs under way, or written where it cannot go without one."""
-        based = self.trim_to_snapshot(new)
-        made = self._before_bytes_are_too_old(new, due or based is None, behind, changed, now=based is None)
-        return made if based is None or made.lineage != new.lineage else replace(made, lineage=based.lineage)
+    def with_due_snapshots(self, pointer: Pointer, due: bool, behind: Sequence[str], changed: bool) -> Pointer:
+        """Return the pointer after starting the snapshots that it needs, or writing them if it cannot do without."""
+        trimmed = self.trim_to_snapshot(pointer)
+        with_snapshots = self._with_erasure_snapshots(
+            pointer, due or trimmed is None, behind, changed, now=trimmed is None
+        )
+        return (
+            with_snapshots
+            if trimmed is None or with_snapshots.lineage != pointer.lineage
+            else replace(with_snapshots, lineage=trimmed.lineage)
+        )
 
-    def _before_bytes_are_too_old(
-        self, new: Pointer, due: bool, behind: Sequence[str], changed: bool, now: bool
+    def _with_erasure_snapshots(
+        self, pointer: Pointer, due: bool, behind: Sequence[str], changed: bool, now: bool
     ) -> Pointer:
-        """As `_with_snapshots`, where removed keys' bytes have to be gone within a time, too."""
-        ages = new.ages
+        """Start snapshots as `_with_snapshots`, and also those that erase removed keys' bytes in time."""
+        ages = pointer.ages
         if ages is None:
-            return self._with_snapshots(new, due, behind, now)
+            return self._with_snapshots(pointer, due, behind, now)
         arrived = False
-        # A bucket's first checkpoint has its whole state in its delta.
-        if len(new.lineage) > 1 and snapshot_asked(ages, self._context.batch_ms):
-            arrived = self._arrived(new)
+        # The first checkpoint needs none: its delta is the whole state.
+        if len(pointer.lineage) > 1 and snapshot_asked(ages, self._context.batch_ms):
+            arrived = self._has_arrived(pointer)
             if arrived and ages.snapshots_wanted == 1:
                 ages = replace(ages, snapshots_wanted=0)
             else:
                 due = True
-        made = self._with_snapshots(new, due, behind, now)
-        if due and len(made.lineage) == 1 < len(new.lineage):
+        with_snapshots = self._with_snapshots(pointer, due, behind, now)
+        if due and len(with_snapshots.lineage) == 1 < len(pointer.lineage):
             ages = with_snapshot(ages, self._context.batch_ms, changed, arrived)
-        return replace(made, ages=ages)
+        return replace(with_snapshots, ages=ages)
 
-    def _arrived(self, new: Pointer) -> bool:
-        """Whether the last unconfirmed snapshot is there by now."""
-        unconfirmed = new.lineage[0].ref
-        busy = self._context.runner.busy(self._snapshot_work(unconfirmed))
-        return not busy and self._snapshots.has_snapshot(new, unconfirmed)
+    def _has_arrived(self, pointer: Pointer) -> bool:
+        """True if the last unconfirmed snapshot has arrived."""
+        unconfirmed = pointer.lineage[0].ref
+        busy = self._context.runner.busy(self._work_name(unconfirmed))
+        return not busy and self._snapshots.has_snapshot(pointer, unconfirmed)
 
-    def _with_snapshots(self, new: Pointer, due: bool, behind: Sequence[str], now: bool) -> Pointer:
-        """The pointer with a snapshot of its checkpoint under way, where one is due or a backend has to catch up.
+    def _with_snapshots(self, pointer: Pointer, due: bool, behind: Sequence[str], now: bool) -> Pointer:
+        """Return the pointer after starting a snapshot of its checkpoint, if one is due or a backend needs one.
 
-        With `now` it is written before this returns, and the pointer begins with it.
+        With `now`, the snapshot is written before this returns, and the pointer's lineage begins with it.
         """
-        again = self._snapshots.to_repeat(new)
-        if not (due or behind or again):
-            return new
-        if not is_held(new):
-            # Nothing that is configured holds this state, so the pointer must not go before something does.
-            self._write_now(new, behind)
+        retries = self._snapshots.find_retries(pointer)
+        if not (due or behind or retries):
+            return pointer
+        if not is_held(pointer):
+            # No configured backend has this state, so one must get it before the pointer is returned.
+            self._write_now(pointer, behind)
             return self._snapshots.with_full_snapshot(
-                with_unconfirmed_snapshot(new) if now else new, behind, known=True
+                with_unconfirmed_snapshot(pointer) if now else pointer, behind, confirmed=True
             )
         try:
-            return self._with_snapshot(new, due, behind, again, now)
+            return self._with_snapshot(pointer, due, behind, retries, now)
         except StateError as error:
-            # Closed by a load that failed: the next call needs other restore managers.
+            # A failed load has closed the bucket: the next call needs new restore managers.
             if self._bucket.is_closed or now:
                 raise
-            # The deltas are durable and hold everything. The snapshot stays due, so the next commit tries again.
-            _LOGGER.warning("checkpoint %s goes on without a snapshot: %s", new.ref, error)
-            return new
+            # The deltas are durable and complete. The snapshot stays due, so the next commit tries again.
+            _LOGGER.warning(
+                "no snapshot of checkpoint %s was started, the next commit tries again: %s", pointer.ref, error
+            )
+            return pointer
 
     def _with_snapshot(
-        self, new: Pointer, due: bool, behind: Sequence[str], again: Sequence[str], now: bool
+        self, pointer: Pointer, due: bool, behind: Sequence[str], retries: Sequence[str], now: bool
     ) -> Pointer:
-        header = self._header(new)
-        names = self._snapshots.replica_names if due else [*behind, *again]
-        missed = self._missed(new) if due else new.snapshots_missed
-        # Where the runner has refused for long, it does not keep up either.
-        if now or missed >= _MISSED_MAX or snapshot_overdue(new.lineage):
-            self._write_now(new, names)
-            # A rescaled bucket's backends have caught up with it.
+        header = self._header(pointer)
+        names = self._snapshots.replica_names if due else [*behind, *retries]
+        missed = self._count_missed(pointer) if due else pointer.snapshots_missed
+        # An overdue snapshot means that the background has refused it for long.
+        if now or missed >= _MISSED_MAX or snapshot_overdue(pointer.lineage):
+            self._write_now(pointer, names)
+            # For a rescaled bucket, this snapshot completes all backends.
             return self._snapshots.with_full_snapshot(
-                replace(with_unconfirmed_snapshot(new), snapshots_missed=0),
-                behind if new.parents is None else names,
-                known=True,
+                replace(with_unconfirmed_snapshot(pointer), snapshots_missed=0),
+                behind if pointer.parents is None else names,
+                confirmed=True,
             )
-        view, pin = self._bucket.pin_view(new, _WAITING_PIN_S)
-        # Before the work begins, which records its end.
-        awaiting = self._snapshots.with_full_snapshot(new, behind)
-        self._snapshots.taken_on(names)
+        view, pin = self._bucket.pin_view(pointer, _WAITING_PIN_S)
+        # Before the background work begins, because that notes its end.
+        awaiting_pointer = self._snapshots.with_full_snapshot(pointer, behind)
+        self._snapshots.note_retry(names)
         if not self._context.runner.submit(
-            self._snapshot_work(header.ref), lambda: self._write_snapshot(header, view, pin, names)
+            self._work_name(header.ref), lambda: self._write_snapshot(header, view, pin, names)
         ):
             self._bucket.unpin(pin)
-            self._snapshots.not_sent(header.ref, names, "the background has too much to do")
-            return new
+            self._snapshots.note_not_sent(header.ref, names, "the background has too much to do")
+            return pointer
         if due and not self._context.options.format_1_too:
-            return replace(with_unconfirmed_snapshot(awaiting), snapshots_missed=missed)
-        return awaiting
+            return replace(with_unconfirmed_snapshot(awaiting_pointer), snapshots_missed=missed)
+        return awaiting_pointer
 
-    def _write_now(self, new: Pointer, names: Sequence[str]) -> None:
-        self._write_snapshot(self._header(new), *self._bucket.pin_view(new, _WAITING_PIN_S), names)
+    def _write_now(self, pointer: Pointer, names: Sequence[str]) -> None:
+        self._write_snapshot(self._header(pointer), *self._bucket.pin_view(pointer, _WAITING_PIN_S), names)
 
-    def _header(self, new: Pointer) -> LineageHeader:
-        """The header of a snapshot, which with pointers of format 1 is of format 1 too."""
-        header = self._bucket.header(new.lineage[-1].ref, SNAPSHOT)
+    def _header(self, pointer: Pointer) -> LineageHeader:
+        """Return the header of a snapshot; it has format 1 if pointers have."""
+        header = self._bucket.header(pointer.lineage[-1].ref, SNAPSHOT)
         return replace(header, format=1) if self._context.options.format_1_too else header
 
-    def trim_to_snapshot(self, new: Pointer) -> Pointer | None:
-        """The pointer as format 1 has it, where that is written: its lineage begins with a snapshot that is there. None
-        where none is.
+    def trim_to_snapshot(self, pointer: Pointer) -> Pointer | None:
+        """Return the pointer as format 1 needs it, if that is written: its lineage begins with an existing snapshot.
+
+        None: there is no snapshot.
         """
-        if not self._context.options.format_1_too or not new.lineage:
-            return new
-        for at in range(len(new.lineage) - 1, -1, -1):
-            ref = new.lineage[at].ref
-            if ref.version == 1 or self._snapshots.has_snapshot(new, ref):
-                return replace(new, lineage=new.lineage[at:])
+        if not self._context.options.format_1_too or not pointer.lineage:
+            return pointer
+        for at in range(len(pointer.lineage) - 1, -1, -1):
+            ref = pointer.lineage[at].ref
+            if ref.version == 1 or self._snapshots.has_snapshot(pointer, ref):
+                return replace(pointer, lineage=pointer.lineage[at:])
         return None
 
-    def _missed(self, new: Pointer) -> int:
-        """How many unconfirmed snapshots in a row never arrived, that at the beginning of the lineage included."""
-        unconfirmed = new.lineage[0]
-        if unconfirmed.ref.version == 1:  # the bucket's first delta, which is the whole state of its time
+    def _count_missed(self, pointer: Pointer) -> int:
+        """Return how many unconfirmed snapshots in a row never arrived, up to the one that begins the lineage."""
+        unconfirmed = pointer.lineage[0]
+        if unconfirmed.ref.version == 1:  # the bucket's first delta, which is its whole state
             return 0
-        if unconfirmed.ref == new.parents:  # of which nobody writes one
-            return new.snapshots_missed
-        if self._context.runner.busy(self._snapshot_work(unconfirmed.ref)):
-            return new.snapshots_missed
-        return 0 if self._snapshots.has_snapshot(new, unconfirmed.ref) else new.snapshots_missed + 1
+        if unconfirmed.ref == pointer.parents:  # no snapshot of it is ever written
+            return pointer.snapshots_missed
+        if self._context.runner.busy(self._work_name(unconfirmed.ref)):
+            return pointer.snapshots_missed
+        return 0 if self._snapshots.has_snapshot(pointer, unconfirmed.ref) else pointer.snapshots_missed + 1
 
-    def _snapshot_work(self, ref: CheckpointRef) -> str:
-        """Name of the work that writes a checkpoint's snapshot."""
+    def _work_name(self, ref: CheckpointRef) -> str:
+        """Return the name of the background work that writes a checkpoint's snapshot."""
         return f"snapshot {self._store.folder} {ref}"
 
     def _write_snapshot(self, header: LineageHeader, view: View, pin: str, names: Sequence[str]) -> None:
@@ -198,15 +208,15 @@ class SnapshotWriter:
         try:
             sealed = seal(header, self._store.schema, batches(), self._context.scratch)
         except BaseException as error:
-            # Whoever waits for it should have another one made.
-            self._snapshots.not_sent(header.ref, names, str(error) or repr(error))
+            # Note it, so that backends which wait for the snapshot get another one.
+            self._snapshots.note_not_sent(header.ref, names, str(error) or repr(error))
             if isinstance(error, CorruptStoreError):
-                # No call may ever read this part of the store, and then no snapshot would ever be made.
+                # Rebuild now: calls may never read this part of the store, and then snapshots would always fail.
                 self._store.rebuild()
             raise
         finally:
             self._bucket.unpin(pin)
-            # Before it is sent, which may take far longer.
+            # Before sending, which may take far longer.
             give_back(view.size_bytes)
         try:
             if self._store.outgrown(view):

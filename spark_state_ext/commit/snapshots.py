@@ -1,7 +1,7 @@
-"""Full snapshots of a bucket in its backends: who needs one, and what became of it.
+"""Full snapshots of a bucket in its backends: which backends need one, and whether they got it.
 
-A pointer says since which snapshot a backend has caught up, or that it waits for one (`ReplicationStatus.since`).
-Records in the local store tell the processes of this machine how it stands.
+A pointer states whether a backend still waits for a full snapshot, and for which (`ReplicationStatus.since`). Records
+in the local store share the progress among the processes of this machine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import STATE, Markers
 from spark_state_ext.backends.replication import Replica, is_complete, is_held
 from spark_state_ext.commit.context import CommitContext
-from spark_state_ext.commit.decisions import settled
-from spark_state_ext.commit.failures import Refused, Run
-from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, UploadRecord, record_name, upload_records
+from spark_state_ext.commit.decisions import settle
+from spark_state_ext.commit.failures import Refusals, Run
+from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, UploadRecord, read_upload_records, record_name
 from spark_state_ext.commit.tally import Tally
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, StorageError, UploadFailedError
 from spark_state_ext.files.checkpoint import verify_checkpoint
@@ -32,17 +32,17 @@ from spark_state_ext.worker.background import HUNG_S
 __all__ = ["Snapshots", "check_name"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Checkpoints until a full snapshot that nobody here knows of is taken for lost.
+# Number of checkpoints after which a full snapshot without a record on this machine is taken for lost.
 _PATIENCE_VERSIONS = 10
-# In the place of a file's name, in records about a backend that lacks some, and about the full backups that it got
-# since.
+# Used in place of a file name: in the record about a backend that has lost files, and in the record about full backups
+# that it got since.
 _LOST, _ANSWERED = "lost", "answered"
-# And about one that refuses full snapshots.
+# Also: in the record about a backend that refuses full snapshots.
 _REFUSED = "refused"
 
 
 class Snapshots:
-    """The snapshots of one bucket, in one call."""
+    """The snapshots of one bucket in one call."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Snapshots:
         self._store = store
         self._replicas = replicas
         self._context = context
-        # Backends that were found to lack files, and get a full backup by this commit.
+        # Backends that have lost files and get a full backup from this commit.
         self.lost: set[str] = set()
 
     @property
@@ -63,16 +63,16 @@ class Snapshots:
         """Names of the configured backends, in their order."""
         return list(self._replicas)
 
-    # -- files that somebody has deleted -----------------------------------------------------------
+    # -- backends that have lost files -------------------------------------------------------------
 
-    def lose(self, name: str, heartbeats: int) -> None:
-        """Note that a backend cannot give back what it had confirmed, as a clean-up found."""
-        # What was sent in full before may be among it.
+    def note_lost(self, name: str, heartbeats: int) -> None:
+        """Note that a backend has lost files that it had confirmed."""
+        # The answers are removed: an earlier full backup may be among the lost files.
         self._store.record({record_name(name, _LOST): str(heartbeats).encode()}, [record_name(name, _ANSWERED)])
 
     def without_lost(self, pointer: Pointer) -> Pointer:
-        """The pointer without the replication statuses of backends from which somebody has deleted files: these are
-        `behind`.
+        """Return the pointer without the replication statuses of backends that have lost files: these need a full
+        snapshot (`find_behind`).
         """
         records = self._store.records()
         replication = dict(pointer.replication)
@@ -81,110 +81,110 @@ class Snapshots:
             lost, answered = record_name(name, _LOST), record_name(name, _ANSWERED)
             if lost not in records:
                 continue
-            # What a clean-up that came late missed may have been deleted rightly.
+            # An old note may come from a late clean-up that missed files which were deleted rightly.
             old = int(records[lost]) < pointer.heartbeats - recent_heartbeats(
                 max(self._context.batches_retained, pointer.retained)
             )
-            # Forgotten when a pointer that has the answer is committed. The commit that gave it may have failed since,
-            # or the pointer of another attempt counts, which knows nothing of it.
+            # Remove the note only when a pointer with the full backup is committed: the commit that sent it may have
+            # failed since, or Spark may have committed another attempt's pointer.
             if old or mine & set(json.loads(records.get(answered, b"[]"))):
                 self._store.record({}, [lost, answered])
                 continue
             if name not in self.lost:
-                _LOGGER.error("somebody has deleted files from %s: it gets a fresh full backup", name)
+                _LOGGER.error("files were deleted from %s: it gets a new full backup", name)
             del replication[name]
             self.lost.add(name)
         return replace(pointer, replication=replication)
 
-    # -- who needs one -----------------------------------------------------------------------------
+    # -- which backends need one -----------------------------------------------------------------------------
 
-    def behind(self, pointer: Pointer) -> list[str]:
-        """Backends that need a full snapshot of the next checkpoint: they have nothing, or the one they got is lost.
+    def find_behind(self, pointer: Pointer) -> list[str]:
+        """Return backends that need a full snapshot of the next checkpoint, because they have no state or have lost it.
 
-        Where no backend holds everything, it is all of them; but of a rescaled bucket one does with the parents, and
-        its first snapshot makes it complete.
+        If no backend has the whole state, all backends need one. A rescaled bucket is an exception: a backend has its
+        state together with the parents, and the bucket's first snapshot completes the backend.
         """
         if pointer.ref is None:
             return []
         if not is_held(pointer):
             return list(self._replicas)
         if not any(is_complete(status) for status in pointer.replication.values()):
-            self._look_for_first(pointer)
+            self._check_first_snapshot(pointer)
             return []
-        records = upload_records(self._store)
+        records = read_upload_records(self._store)
         return [
             name
             for name in self._replicas
-            if name not in pointer.replication or self._stalled(pointer, name, pointer.replication[name], records)
+            if name not in pointer.replication or self._is_stalled(pointer, name, pointer.replication[name], records)
         ]
 
-    def _look_for_first(self, pointer: Pointer) -> None:
-        """Have the first snapshot of a rescaled bucket read back, where another machine has sent it."""
-        records, first = upload_records(self._store), pointer.lineage[0].ref
+    def _check_first_snapshot(self, pointer: Pointer) -> None:
+        """Start reading back the first snapshot of a rescaled bucket, if another machine has sent it."""
+        records, first = read_upload_records(self._store), pointer.lineage[0].ref
         if first != pointer.parents:
             for name, status in pointer.replication.items():
-                self._stalled(pointer, name, replace(status, since=first), records)
+                self._is_stalled(pointer, name, replace(status, since=first), records)
 
-    def _stalled(
+    def _is_stalled(
         self, pointer: Pointer, name: str, status: ReplicationStatus, records: Mapping[str, UploadRecord]
     ) -> bool:
-        """Whether the full snapshot that a backend waits for will not come."""
+        """True if the full snapshot that a backend waits for will not arrive."""
         if status.since is None:
             return False
         file = file_name(status.since, SNAPSHOT)
         record = records.get(record_name(name, file))
         if record is not None and record.state == RUNNING:
-            return not self._is_at_it(record)
+            return not self._is_active(record)
         if record is not None:
             return record.state == FAILED
         check = records.get(check_name(name, file))
-        if check is not None and self._is_at_it(check):
+        if check is not None and self._is_active(check):
             return False
         try:
-            there = self._has(name, file)
+            exists = self._has_file(name, file)
         except StorageError as error:
-            # Others hold the state, so nothing depends on this one.
-            _LOGGER.warning("the backend %s does not tell whether it has caught up: %s", name, error)
-            there = False
-        if there and self._begin_check(name, status.since):
+            # Other backends have the state, so this one is not critical.
+            _LOGGER.warning("could not check whether the backend %s has caught up: %s", name, error)
+            exists = False
+        if exists and self._begin_check(name, status.since):
             return False
-        # Another machine may be at it.
+        # Another machine may still be sending it.
         return pointer.version >= status.since.version + _PATIENCE_VERSIONS
 
-    def _is_at_it(self, record: UploadRecord) -> bool:
-        """Whether the process that noted that it begins lives, and is not taken for hanging."""
-        # One that is long over may not have been noted.
+    def _is_active(self, record: UploadRecord) -> bool:
+        """True if the process that started an upload is alive and does not seem to hang."""
+        # The end of a very old upload may not have been noted.
         if self._context.clock_s() - record.since_s > HUNG_S:
             return False
         return record.owner == self._context.uploads.owner or self._context.uploads.is_alive(record.owner)
 
-    def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
-        """The pointer of which backends get a full snapshot."""
+    def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], confirmed: bool = False) -> Pointer:
+        """Return the pointer after the named backends were given a full snapshot of its checkpoint."""
         if not names:
             return pointer
-        assert pointer.ref is not None, "there is a state to catch up with"
-        since = None if known else pointer.ref
+        assert pointer.ref is not None, "a full snapshot needs a checkpoint"
+        since = None if confirmed else pointer.ref
         file = file_name(pointer.ref, SNAPSHOT)
-        records = self._answers(pointer.ref, names)
-        if not known:
-            record = self._noted(RUNNING).encode()
+        records = self._encode_answers(pointer.ref, names)
+        if not confirmed:
+            record = self._create_record(RUNNING).encode()
             records |= {record_name(name, file): record for name in names}
         if records:
             self._store.record(records)
         replication = {**pointer.replication, **{name: ReplicationStatus(pointer.ref, since) for name in names}}
         markers = {**pointer.markers, **{name: {STATE: file} for name in names}}
-        return settled(replace(pointer, replication=replication, markers=markers), {})
+        return settle(replace(pointer, replication=replication, markers=markers), {})
 
-    def _answers(self, ref: CheckpointRef, names: Sequence[str]) -> dict[str, bytes]:
-        """Notes that backends which had lost files get a full backup with a checkpoint."""
+    def _encode_answers(self, ref: CheckpointRef, names: Sequence[str]) -> dict[str, bytes]:
+        """Return records that backends which had lost files get a full backup with a checkpoint."""
         records = self._store.records()
         answered = [record_name(name, _ANSWERED) for name in names if record_name(name, _LOST) in records]
         return {name: json.dumps([*json.loads(records.get(name, b"[]")), str(ref)]).encode() for name in answered}
 
-    # -- what becomes of it -------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------
 
     def send(self, ref: CheckpointRef, sealed: SealedFile, names: Sequence[str]) -> None:
-        """Have backends keep a snapshot, side by side."""
+        """Send a snapshot to several backends in parallel and wait for them."""
         failure: Exception | None = None
         futures: dict[str, Future[Markers]] = {}
         ended_s: dict[str, float] = {}
@@ -196,9 +196,9 @@ class Snapshots:
             except Exception as raised:
                 futures[name] = Future()
                 futures[name].set_exception(raised)
-            # One that takes long goes on when nobody waits for it any more.
+            # Keep the file open: a slow upload continues after the wait has ended.
             sealed.take()
-            futures[name].add_done_callback(partial(self._over, sealed, ended_s, name))
+            futures[name].add_done_callback(partial(self._end_upload, sealed, ended_s, name))
         for name, future in futures.items():
             try:
                 future.result(self._context.options.commit_timeout_ms / 1000)
@@ -207,133 +207,139 @@ class Snapshots:
                 what = str(raised) or repr(raised)
                 if not future.done():
                     what = f"it took longer than commit_timeout_ms, {self._context.options.commit_timeout_ms}"
-                    future.add_done_callback(partial(self._late, ref, name, sealed.size_bytes, began_s))
-                self._tell(ref, [name], self._noted(FAILED, what))
-                self._refused(name, began_s, what)
+                    future.add_done_callback(partial(self._note_late_upload, ref, name, sealed.size_bytes, began_s))
+                self._note_outcome(ref, [name], self._create_record(FAILED, what))
+                self._note_refused(name, began_s, what)
             else:
                 took_s = ended_s.get(name, self._context.clock_s()) - began_s
-                self._confirmed(ref, name, sealed.size_bytes, took_s)
+                self._note_confirmed(ref, name, sealed.size_bytes, took_s)
         if isinstance(failure, StateError):
             raise failure
         if failure is not None:
-            raise UploadFailedError(f"{sealed.name} could not be kept: {failure!r}") from failure
+            raise UploadFailedError(f"{sealed.name} could not be stored: {failure!r}") from failure
 
-    def _over(self, sealed: SealedFile, ended_s: dict[str, float], name: str, _: Future[Markers]) -> None:
+    def _end_upload(self, sealed: SealedFile, ended_s: dict[str, float], name: str, _: Future[Markers]) -> None:
         ended_s[name] = self._context.clock_s()
         sealed.let_go()
 
-    def _late(self, ref: CheckpointRef, name: str, size_bytes: int, began_s: float, done: Future[Markers]) -> None:
-        """An upload has ended for which nobody waits any more."""
+    def _note_late_upload(
+        self, ref: CheckpointRef, name: str, size_bytes: int, began_s: float, done: Future[Markers]
+    ) -> None:
+        """Note the success of an upload that ended after the wait for it."""
         if done.exception() is None:
-            self._confirmed(ref, name, size_bytes, self._context.clock_s() - began_s)
+            self._note_confirmed(ref, name, size_bytes, self._context.clock_s() - began_s)
 
-    def _confirmed(self, ref: CheckpointRef, name: str, size_bytes: int, took_s: float) -> None:
+    def _note_confirmed(self, ref: CheckpointRef, name: str, size_bytes: int, took_s: float) -> None:
         self._context.uploads.tallies.add(self._store, Tally(1, took_s, size_bytes))
-        self._tell(ref, [name], self._noted(DONE))
+        self._note_outcome(ref, [name], self._create_record(DONE))
         if record_name(name, _REFUSED) in self._store.records():
-            self._record_refused(name, None)
+            self._store_refusals(name, None)
 
     # -- backends that refuse them ------------------------------------------------------------------
 
-    def _refused(self, name: str, began_s: float, error: str) -> None:
+    def _note_refused(self, name: str, began_s: float, error: str) -> None:
         self._context.uploads.tallies.add(self._store, Tally(failures=1))
-        before = self.refusals().get(name)
+        before = self.read_refusals().get(name)
         last_s = self._context.clock_s()
         if before is None:
-            self._record_refused(name, Refused(self._context.run, began_s, last_s, error=error))
+            self._store_refusals(name, Refusals(self._context.run, began_s, last_s, error=error))
         else:
             attempts, since_s = before.attempts + 1, min(before.since_s, began_s)
-            self._record_refused(name, Refused(self._context.run, since_s, last_s, attempts, error))
+            self._store_refusals(name, Refusals(self._context.run, since_s, last_s, attempts, error))
 
-    def _record_refused(self, name: str, refused: Refused | None) -> None:
-        noted = record_name(name, _REFUSED)
+    def _store_refusals(self, name: str, refusals: Refusals | None) -> None:
+        record = record_name(name, _REFUSED)
         try:
-            self._store.record({} if refused is None else {noted: refused.encode()}, [noted] if refused is None else [])
+            self._store.record(
+                {} if refusals is None else {record: refusals.encode()}, [record] if refusals is None else []
+            )
         except StateError as error:
-            _LOGGER.warning("whether %s refuses snapshots could not be noted: %s", name, error)
+            _LOGGER.warning("a snapshot that %s refused or accepted could not be noted: %s", name, error)
 
-    def refusals(self) -> dict[str, Refused]:
-        """What configured backends have refused since they took a snapshot last, as far as it counts for this call."""
+    def read_refusals(self) -> dict[str, Refusals]:
+        """Return snapshots that backends refused since they last accepted one, as far as they count for this call."""
         records, now_s = self._store.records(), self._context.clock_s()
-        found = {name: Refused.decode(records.get(record_name(name, _REFUSED))) for name in self._replicas}
-        # The clock begins anew with the machine.
+        decoded = {name: Refusals.decode(records.get(record_name(name, _REFUSED))) for name in self._replicas}
+        # The clock restarts with the machine, so later times are from before a restart.
         return {
-            name: it for name, it in found.items() if it is not None and self._counts(it.run) and it.last_s <= now_s
+            name: refusals
+            for name, refusals in decoded.items()
+            if refusals is not None and self._counts(refusals.run) and refusals.last_s <= now_s
         }
 
-    def to_repeat(self, pointer: Pointer) -> list[str]:
-        """Backends that hold everything but refused a snapshot, and should be sent another one by now."""
+    def find_retries(self, pointer: Pointer) -> list[str]:
+        """Return backends that have the whole state but refused a snapshot, and should get another one now."""
         options, now_s = self._context.options, self._context.clock_s()
         delay_s, timeout_s = options.commit_delay_ms_max / 1000, options.commit_timeout_ms / 1000
         return [
             name
-            for name, refused in self.refusals().items()
-            if is_complete(pointer.replication.get(name)) and refused.may_try_again(now_s, delay_s, timeout_s)
+            for name, refusals in self.read_refusals().items()
+            if is_complete(pointer.replication.get(name)) and refusals.may_try_again(now_s, delay_s, timeout_s)
         ]
 
-    def taken_on(self, names: Sequence[str]) -> None:
-        """Backends are about to be sent a snapshot."""
-        for name, refused in self.refusals().items():
+    def note_retry(self, names: Sequence[str]) -> None:
+        """Note that backends are about to get another snapshot."""
+        for name, refusals in self.read_refusals().items():
             if name in names:
-                self._record_refused(name, replace(refused, again_s=self._context.clock_s()))
+                self._store_refusals(name, replace(refusals, again_s=self._context.clock_s()))
 
-    # -- what is noted ------------------------------------------------------------------------------
+    # -- records ------------------------------------------------------------------------------------
 
-    def not_sent(self, ref: CheckpointRef, names: Sequence[str], why: str) -> None:
-        """Note that a snapshot which backends may wait for was not made."""
+    def note_not_sent(self, ref: CheckpointRef, names: Sequence[str], why: str) -> None:
+        """Note that a snapshot was not made although backends may wait for it."""
         self._context.uploads.tallies.add(self._store, Tally(failures=len(names)))
-        for name, refused in self.refusals().items():
+        for name, refusals in self.read_refusals().items():
             if name in names:
-                self._record_refused(name, replace(refused, again_s=None))
-        self._tell(ref, names, self._noted(FAILED, why))
+                self._store_refusals(name, replace(refusals, again_s=None))
+        self._note_outcome(ref, names, self._create_record(FAILED, why))
 
-    def _noted(self, state: str, error: str = "") -> UploadRecord:
-        """A record of how a file stands, as of now."""
+    def _create_record(self, state: str, error: str = "") -> UploadRecord:
+        """Return an upload record with the current time."""
         return UploadRecord(state, self._context.uploads.owner, self._context.clock_s(), error=error)
 
-    def _tell(self, ref: CheckpointRef, names: Sequence[str], record: UploadRecord) -> None:
-        """Note what became of a checkpoint's snapshot."""
+    def _note_outcome(self, ref: CheckpointRef, names: Sequence[str], record: UploadRecord) -> None:
+        """Write the upload record of a checkpoint's snapshot for each backend."""
         try:
             self._store.record({record_name(name, file_name(ref, SNAPSHOT)): record.encode() for name in names})
         except StateError as error:
-            # It comes to light when this process ends, or after a while.
-            _LOGGER.warning("that the snapshot of checkpoint %s is %s could not be noted: %s", ref, record.state, error)
+            # Other processes notice when this process ends, or after a while.
+            _LOGGER.warning("could not note that the snapshot of checkpoint %s is %s: %s", ref, record.state, error)
 
     def _begin_check(self, name: str, ref: CheckpointRef) -> bool:
-        """Have a snapshot read that another machine has sent, beside batches; whether that was taken on.
+        """Start reading back, in the background, a snapshot that another machine has sent; return True if started.
 
-        That a file is there says nothing of its bytes: whoever sent it may have died before it compared them.
+        The existence of a file does not prove its content: the sender may have died before it compared the bytes.
         """
-        noted = check_name(name, file_name(ref, SNAPSHOT))
-        self._store.record({noted: self._noted(RUNNING).encode()})
+        record = check_name(name, file_name(ref, SNAPSHOT))
+        self._store.record({record: self._create_record(RUNNING).encode()})
         work = partial(self._check, name, ref)
-        taken = self._context.runner.submit(f"check of {self._store.folder} {ref} in {name}", work)
-        if not taken:
-            self._store.record({}, [noted])
-        return taken
+        accepted = self._context.runner.submit(f"check of {self._store.folder} {ref} in {name}", work)
+        if not accepted:
+            self._store.record({}, [record])
+        return accepted
 
     def _check(self, name: str, ref: CheckpointRef) -> None:
         try:
             verify_checkpoint(self._replicas[name].files(), ref, SNAPSHOT, self._context.scratch)
-            self._tell(ref, [name], self._noted(DONE))
+            self._note_outcome(ref, [name], self._create_record(DONE))
         except CorruptError as error:
             _LOGGER.error("the backend %s did not catch up: %s. It gets another full snapshot.", name, error)
-            self._tell(ref, [name], self._noted(FAILED, str(error)))
+            self._note_outcome(ref, [name], self._create_record(FAILED, str(error)))
         finally:
-            # After what was found. Where nothing was, as the backend could not be read, the next call begins anew.
+            # After the result was noted. If there is none, because reading failed, the next call starts again.
             self._store.record({}, [check_name(name, file_name(ref, SNAPSHOT))])
 
     def has_snapshot(self, pointer: Pointer, ref: CheckpointRef) -> bool:
-        """Whether a backend that holds everything has the snapshot of a checkpoint."""
+        """True if a backend that has the whole state has the snapshot of a checkpoint."""
         file = file_name(ref, SNAPSHOT)
         names = [name for name, status in pointer.replication.items() if is_complete(status)]
-        records = upload_records(self._store)
-        found = {name: records.get(record_name(name, file)) for name in names}
-        states = {name: None if record is None else record.state for name, record in found.items()}
-        # What an upload left that failed may be there, and torn.
-        return DONE in states.values() or any(self._has(name, file) for name in names if states[name] != FAILED)
+        records = read_upload_records(self._store)
+        found_records = {name: records.get(record_name(name, file)) for name in names}
+        states = {name: None if record is None else record.state for name, record in found_records.items()}
+        # A failed upload may have left an incomplete file.
+        return DONE in states.values() or any(self._has_file(name, file) for name in names if states[name] != FAILED)
 
-    def _has(self, name: str, file: str) -> bool:
+    def _has_file(self, name: str, file: str) -> bool:
         try:
             return self._replicas[name].files().size(file) > 0
         except MissingCheckpointError:
@@ -341,5 +347,5 @@ class Snapshots:
 
 
 def check_name(backend: str, file: str) -> str:
-    """Name of the record that a process reads a file back which it has not sent."""
+    """Return the name of the record that a process is reading back a file which it did not send."""
     return record_name(backend, f"check {file}")

@@ -1,4 +1,4 @@
-"""What became of uploads and of snapshots, counted for metrics."""
+"""Counts of uploads and snapshots, for metrics."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Tallies", "Tally"]
 
 @dataclass(frozen=True)
 class Tally:
-    """What became of a bucket's uploads, or of its snapshots.
+    """Counts of a bucket's uploads or snapshots.
 
     Parameters
     ----------
     confirmed, took_s, size_bytes
-        How many were confirmed, a backend each; in how many seconds, queues included; and their bytes.
+        Number of confirmed uploads (one per backend), their total time in seconds including queues, and their bytes.
     failures
-        How many were not made, or were refused.
+        Number of uploads that were refused or could not be made.
     """
 
     confirmed: int = 0
@@ -29,24 +29,24 @@ class Tally:
 
 
 class Tallies:
-    """Those of a process's buckets."""
+    """The counts of all buckets of a process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._of: dict[str, Tally] = {}
+        self._tallies: dict[str, Tally] = {}
 
-    def add(self, store: LocalStore, more: Tally) -> None:
-        """Count what a bucket's process has seen."""
+    def add(self, store: LocalStore, tally: Tally) -> None:
+        """Add to the counts of a bucket."""
         with self._lock:
-            it = self._of.get(str(store.folder), Tally())
-            self._of[str(store.folder)] = Tally(
-                it.confirmed + more.confirmed,
-                it.took_s + more.took_s,
-                it.size_bytes + more.size_bytes,
-                it.failures + more.failures,
+            total = self._tallies.get(str(store.folder), Tally())
+            self._tallies[str(store.folder)] = Tally(
+                total.confirmed + tally.confirmed,
+                total.took_s + tally.took_s,
+                total.size_bytes + tally.size_bytes,
+                total.failures + tally.failures,
             )
 
     def take(self, store: LocalStore) -> Tally:
-        """What was counted in this process since this was asked last."""
+        """Return and reset the counts of a bucket."""
         with self._lock:
-            return self._of.pop(str(store.folder), Tally())
+            return self._tallies.pop(str(store.folder), Tally())

@@ -1,4 +1,4 @@
-"""How an upload stands, and what may become of it. No I/O and no clock: `uploads` has these.
+"""The states of an upload and the events between them. No I/O and no clock: these are in `uploads`.
 
 ::
 
@@ -20,24 +20,24 @@ __all__ = ["UPLOAD", "UploadEvent", "UploadState"]
 
 
 class UploadState(enum.Enum):
-    """How an upload stands in its process."""
+    """The state of an upload in its process."""
 
-    QUEUED = "others of its bucket go before it"
-    SENDING = "its backend has been asked to keep it"
-    ABANDONED = "nobody waits for it any more, and its backend may still be at it"
-    CONFIRMED = "its backend has it"
-    FAILED = "its backend could not keep it"
-    DROPPED = "it was not sent, as one before it failed or took too long"
+    QUEUED = "it waits for earlier uploads of its bucket"
+    SENDING = "it was handed to its backend"
+    ABANDONED = "the commit no longer waits for it, but its backend may still be working"
+    CONFIRMED = "its backend has the file"
+    FAILED = "its backend could not store the file"
+    DROPPED = "it was not sent, because it or an earlier upload took too long, or an earlier one failed"
 
 
 class UploadEvent(enum.Enum):
-    """What happens to an upload."""
+    """An event of an upload."""
 
     BEGIN = "it is the first of its queue"
-    CONFIRM = "its backend says that it has it"
-    FAIL = "its backend says that it could not keep it"
-    GIVE_UP = "who waits for it has waited long enough"
-    DROP = "one before it failed, or was given up"
+    CONFIRM = "its backend has confirmed the file"
+    FAIL = "its backend reported an error"
+    GIVE_UP = "the commit has waited long enough"
+    DROP = "an earlier upload failed or was given up"
 
 
 UPLOAD = Transitions(
@@ -50,7 +50,7 @@ UPLOAD = Transitions(
         (UploadState.SENDING, UploadEvent.CONFIRM): UploadState.CONFIRMED,
         (UploadState.SENDING, UploadEvent.FAIL): UploadState.FAILED,
         (UploadState.SENDING, UploadEvent.GIVE_UP): UploadState.ABANDONED,
-        # Late, and noted all the same where the backend has it.
+        # Late, but still noted.
         (UploadState.ABANDONED, UploadEvent.CONFIRM): UploadState.CONFIRMED,
         (UploadState.ABANDONED, UploadEvent.FAIL): UploadState.FAILED,
     },

@@ -1,8 +1,8 @@
-"""Uploads beside batches: for each bucket and backend one after the other, for all buckets of a process side by side.
+"""Uploads while batches continue: one at a time for each bucket and backend, in parallel for the buckets of a process.
 
-A process may die at any line. What it had under way is in a pointer, and the next call, wherever that is, begins it
-anew (`commit`). What was begun and confirmed is noted in the bucket's local store, so that other processes of the
-machine know.
+A process may die at any time. The deltas that it was uploading are in a pointer, and the next call, on any machine,
+starts their uploads again (`commit`). The start and end of uploads are noted in the bucket's local store, for other
+processes of the machine.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ __all__ = [
 ]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# As in the reference: threads mostly wait, but each takes memory and a connection.
+# Samza's limit. Threads mostly wait, but each needs memory and a connection.
 THREADS_MAX = 64
 
 
 @dataclass(eq=False)
 class Upload:
-    """One file of one checkpoint on its way to one backend.
+    """The upload of one file of a checkpoint to one backend.
 
     Parameters
     ----------
     store
-        The bucket's local store, for records.
+        The bucket's local store, which has the upload records.
     backend
         Name of the backend.
     manager
-        Which has taken hold of the file.
+        The backup manager that sends the file.
     ref, file, markers
-        The checkpoint, the file's name, and what `BackupManager.snapshot` returned.
+        The checkpoint, the file's name, and the markers from `BackupManager.snapshot`.
     since_s
-        Since when it counts as under way, monotonic: when an earlier attempt at the same task took it on, if one did.
+        Start time, monotonic; of the first attempt at the same task, if there were several.
     size_bytes
         The file's size.
     run
-        Whose call took it on.
+        The run whose call started the upload.
     """
 
     store: LocalStore
@@ -70,50 +70,50 @@ class Upload:
     size_bytes: int = 0
     run: Run = NO_RUN
     begun_s: float = field(default_factory=time.monotonic)
-    # Moved on by `WorkerUploads`, with its lock held.
+    # Changed by `WorkerUploads`, under its lock.
     state: UploadState = field(default=UploadState.QUEUED, init=False)
-    # Done when the file is confirmed or has failed, and that is noted.
+    # Done when the upload was confirmed or failed, and that was noted.
     done: Future[Markers] = field(default_factory=Future)
 
     def move(self, event: UploadEvent) -> UploadState:
-        """Note an event; returns how it stands now."""
+        """Apply an event; return the new state."""
         self.state = UPLOAD.next_state(self.state, event)
         return self.state
 
-    def record(self, state: str, owner: str, **also: Any) -> dict[str, bytes]:
-        """A record of how it stands."""
+    def record(self, state: str, owner: str, **more_fields: Any) -> dict[str, bytes]:
+        """Return the upload record for a state, by its name."""
         return {
             record_name(self.backend, self.file): UploadRecord(
-                state, owner, self.since_s, run=self.run, **also
+                state, owner, self.since_s, run=self.run, **more_fields
             ).encode()
         }
 
 
 class Uploads(Protocol):
-    """Something that gets to uploads sooner or later."""
+    """A queue of uploads that runs them sooner or later."""
 
     owner: str
-    # What became of snapshots, for metrics.
+    # Counts of snapshots, for metrics.
     tallies: Tallies
 
     def submit(self, uploads: Iterable[Upload]) -> None:
-        """Take uploads on: those of a bucket to a backend one after the other."""
+        """Queue uploads; those of one bucket to one backend run one after the other."""
         ...
 
     def find(self, store: LocalStore, backend: str, file: str) -> Upload | None:
-        """The upload of a file that this process has taken on and not finished."""
+        """Return this process's unfinished upload of a file, or None."""
         ...
 
     def is_alive(self, owner: str) -> bool:
-        """Whether the process that took an upload on still runs."""
+        """True if the process that started an upload still runs."""
         ...
 
     def pause(self, uploads: Iterable[Upload], timeout_s: float) -> None:
-        """Wait until all of these are done, or one has failed; at most so long."""
+        """Wait until all uploads are done or one has failed, at most `timeout_s` seconds."""
         ...
 
     def give_up(self, uploads: Iterable[Upload]) -> None:
-        """Do not wait for these any more; what is in a queue behind them is not sent either, as after a failure."""
+        """Give up uploads; later ones in their queues are not sent either, as after a failure."""
         ...
 
 
@@ -123,18 +123,18 @@ class WorkerUploads:
     def __init__(self) -> None:
         self.owner = process.token()
         self._lock = threading.RLock()
-        # By bucket and backend; the first of each is under way.
+        # Queues by bucket and backend; the first upload of each queue is running.
         self._waiting: dict[tuple[str, str], deque[Upload]] = {}
         self._buckets: dict[str, set[str]] = {}
         self._pools: dict[str, DaemonPool] = {}
-        # Clean-ups come one after the other; only those that hang have several threads.
+        # Clean-ups run one after the other; there are several threads only for clean-ups that hang.
         self.cleaner = DaemonPool("clean-up")
         self.cleaner.threads_max = THREADS_MAX
         self._sent = Tallies()
         self.tallies = Tallies()
 
     def pool(self, backend: str) -> DaemonPool:
-        """The threads for a backend: each has its own, so that one that hangs does not hold up the others."""
+        """Return the threads of a backend; backends do not share threads, so that one that hangs blocks no other."""
         with self._lock:
             if backend not in self._pools:
                 self._pools[backend] = DaemonPool(f"uploads to {backend}")
@@ -144,11 +144,11 @@ class WorkerUploads:
         for upload in uploads:
             key = _key(upload)
             with self._lock:
-                known = self._buckets.setdefault(upload.backend, set())
-                if key[0] not in known:
-                    known.add(key[0])
+                buckets = self._buckets.setdefault(upload.backend, set())
+                if key[0] not in buckets:
+                    buckets.add(key[0])
                     pool = self.pool(upload.backend)
-                    # And one for clean-up, where a backend has that run here.
+                    # One thread per bucket, and one more for clean-up.
                     pool.threads_max = min(pool.threads_max + 1, THREADS_MAX)
                 waiting = self._waiting.setdefault(key, deque())
                 waiting.append(upload)
@@ -159,11 +159,11 @@ class WorkerUploads:
                 self._begin(upload)
 
     def sent(self, store: LocalStore) -> Tally:
-        """What became of a bucket's uploads since this was asked last."""
+        """Return and reset the counts of a bucket's uploads."""
         return self._sent.take(store)
 
-    def is_at(self, manager: BackupManager) -> bool:
-        """Whether uploads of a manager are under way."""
+    def has_uploads_of(self, manager: BackupManager) -> bool:
+        """True if a backup manager has queued or running uploads."""
         with self._lock:
             return any(upload.manager is manager for waiting in self._waiting.values() for upload in waiting)
 
@@ -183,7 +183,7 @@ class WorkerUploads:
             time.sleep(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Wait until those that are under way are over, confirmed or not, but no longer than so; then threads end."""
+        """Wait at most `timeout_s` for uploads to end, confirmed or not, then end the threads."""
         with self._lock:
             futures = [upload.done for waiting in self._waiting.values() for upload in waiting]
             pools = [*self._pools.values(), self.cleaner]
@@ -205,14 +205,16 @@ class WorkerUploads:
                 for later in behind:
                     later.move(UploadEvent.DROP)
                 if not waiting:
-                    # The thread may come back some day. Until then another one does its work.
+                    # The thread may return some day. Until then another thread does its work.
                     del self._waiting[key]
                     pool = self.pool(upload.backend)
                     pool.threads_max = min(pool.threads_max + 1, 2 * THREADS_MAX)
-            # Nobody is at these any more, here or elsewhere: the next call begins them anew.
-            self._record(upload.store, {}, [record_name(it.backend, it.file) for it in dropped])
-            for it in dropped:
-                it.done.set_exception(StorageError(f"{it.file} was not sent, as {upload.file} took too long"))
+            # No process runs these uploads any longer: the next call starts them again.
+            self._record(upload.store, {}, [record_name(later.backend, later.file) for later in dropped])
+            for unsent in dropped:
+                unsent.done.set_exception(
+                    StorageError(f"{unsent.file} was not sent, because {upload.file} took too long")
+                )
 
     def _begin(self, upload: Upload) -> None:
         try:
@@ -222,44 +224,46 @@ class WorkerUploads:
             future.set_exception(error)
         future.add_done_callback(lambda done: self._finish(upload, done))
 
-    def _finish(self, upload: Upload, done: Future[Markers]) -> None:
-        error = done.exception()
+    def _finish(self, upload: Upload, future: Future[Markers]) -> None:
+        error = future.exception()
         with self._lock:
-            # One that was given up says nothing of the one that was begun in its place.
-            mine = upload.state is UploadState.SENDING
-            dropped = _behind(upload, self._waiting[_key(upload)]) if mine and error is not None else []
+            # The end of an upload that was given up must not affect the one that was started in its place.
+            is_current = upload.state is UploadState.SENDING
+            dropped = _list_dropped(upload, self._waiting[_key(upload)]) if is_current and error is not None else []
         took_s = time.monotonic() - upload.begun_s
         self._sent.add(upload.store, Tally(failures=1) if error is not None else Tally(1, took_s, upload.size_bytes))
-        # Noted before it is no longer found here, so that nobody takes it for lost in between.
+        # Note the end before `find` no longer returns the upload, so that it is never taken for lost.
         if error is None:
-            self._record(upload.store, upload.record(DONE, self.owner, markers=dict(done.result())))
+            self._record(upload.store, upload.record(DONE, self.owner, markers=dict(future.result())))
         else:
             _LOGGER.error("the upload of %s to %s failed: %s", upload.file, upload.backend, error)
             text = str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}"
-            if mine:
+            if is_current:
                 names = [record_name(later.backend, later.file) for later in dropped]
                 self._record(upload.store, upload.record(FAILED, self.owner, error=text), names)
-        dropped, following = self._ended(upload, UploadEvent.CONFIRM if error is None else UploadEvent.FAIL)
+        dropped, following = self._dequeue(upload, UploadEvent.CONFIRM if error is None else UploadEvent.FAIL)
         if error is None:
-            upload.done.set_result(done.result())
+            upload.done.set_result(future.result())
         else:
             upload.done.set_exception(error)
             for later in dropped:
-                later.done.set_exception(StorageError(f"{later.file} was not sent, as {upload.file} before it failed"))
+                later.done.set_exception(
+                    StorageError(f"{later.file} was not sent, because {upload.file} before it failed")
+                )
         if following is not None:
             self._begin(following)
 
-    def _ended(self, upload: Upload, event: UploadEvent) -> tuple[list[Upload], Upload | None]:
-        """Take an upload out of its queue; returns what is dropped, with what was added meanwhile, and what begins."""
+    def _dequeue(self, upload: Upload, event: UploadEvent) -> tuple[list[Upload], Upload | None]:
+        """Remove an upload from its queue; return the uploads that are dropped and the one that begins."""
         with self._lock:
             queued = upload.state is UploadState.SENDING
             upload.move(event)
             if not queued:
-                # Whoever gave it up has seen to what was behind it.
+                # `give_up` has already handled the later uploads of the queue.
                 return [], None
             waiting = self._waiting[_key(upload)]
             waiting.popleft()
-            dropped = _behind(upload, waiting) if event is UploadEvent.FAIL else []
+            dropped = _list_dropped(upload, waiting) if event is UploadEvent.FAIL else []
             for later in dropped:
                 waiting.remove(later)
                 later.move(UploadEvent.DROP)
@@ -270,18 +274,18 @@ class WorkerUploads:
             return dropped, waiting[0]
 
     @staticmethod
-    def _record(store: LocalStore, records: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
+    def _record(store: LocalStore, records: Mapping[str, bytes], removed_names: Iterable[str] = ()) -> None:
         try:
-            store.record(records, tuple(removed))
+            store.record(records, tuple(removed_names))
         except Exception as error:
-            # Whatever it is, who waits for the upload must not wait for ever; somebody will have another look at it.
-            _LOGGER.warning("an upload could not be noted: %s", error)
+            # Catch everything, so that waiting for the upload ends; a later call checks the upload again.
+            _LOGGER.warning("the state of an upload could not be noted: %s", error)
 
 
-def _behind(failed: Upload, waiting: Iterable[Upload]) -> list[Upload]:
-    """What is not sent as it comes after a file that failed, so that a backend has no gaps; the next call sees to it.
+def _list_dropped(failed: Upload, waiting: Iterable[Upload]) -> list[Upload]:
+    """Return later uploads that must not be sent after a failure, because the backend would have a gap.
 
-    A run that began since has begun anew what it builds on, so the failure says nothing of its files.
+    Uploads of a newer run are not among them: that run has started all uploads that it needs again.
     """
     return [later for later in waiting if later is not failed and later.run.id == failed.run.id]
 

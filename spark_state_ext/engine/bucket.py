@@ -184,7 +184,7 @@ class Bucket:
         pointer = counted(begin_phase.pointer, heartbeat, self._context.batches_retained)
         pointer = replace(pointer, epoch=self._writer.epoch)
         pointer = marked(pointer, self._context.batch_ms, self._context.options.erase_window_ms)
-        behind = self.committer.snapshots.behind(pointer)
+        behind = self.committer.snapshots.find_behind(pointer)
         if rows.rows == 0 and not behind and not self._renewal_due(pointer):
             # If format 1 needs a snapshot that is missing, an empty delta makes a checkpoint to take the snapshot of.
             unchanged = self._snapshots.trim_to_snapshot(pointer)
@@ -197,7 +197,7 @@ class Bucket:
         try:
             entry = LineageEntry(ref, sealed.size_bytes, pointer.heartbeats)
             new_pointer = self._note_change(replace(pointer, lineage=(*pointer.lineage, entry), parent=parent), rows)
-            submitted = self.committer.hand_in(new_pointer, sealed, may_defer, room_bytes)
+            submitted = self.committer.submit_delta(new_pointer, sealed, may_defer, room_bytes)
             self._sources.hold(sealed)
             self._run_on_view(self.pointer, lambda view: self._store.apply(rows, ref, parent))
             # Only up to the input pointer: the new one may never be committed.
@@ -206,7 +206,7 @@ class Bucket:
                 new_pointer, lambda view: (self._estimate_state_bytes(view), Sizes.of(view))
             )
             finish_phase = self.committer.finish(replace(new_pointer, rows=sizes.rows_max), submitted)
-            # Not in a bucket's first call: its pointer is in no batch yet, and it should not wait for a state snapshot.
+            # Not in a bucket's first call: no batch has its pointer yet, and the first must not wait for a snapshot.
             first_due = self.pointer.batch >= 0 and begins_with_parents(finish_phase.pointer)
             due = snapshot_due(finish_phase.pointer.lineage, state_bytes) or first_due
             final_pointer = self._snapshots.with_due_snapshots(finish_phase.pointer, due, behind, changed=rows.rows > 0)

@@ -128,7 +128,7 @@ class CleanUps:
         """Start existence probes (`Probes.start_once`); `probed` waits for them before the commit."""
         run_id = f"{run_id} {self._leases.times_removed}"
         read_confirmed, on_lost = (
-            partial(self._bucket.committer.known, committed),
+            partial(self._bucket.committer.with_confirmed, committed),
             partial(self._note_lost, committed.heartbeats),
         )
         self._probes = self._shared.probes.start_once(self._key, run_id, read_confirmed, self._replicas, on_lost)
@@ -224,7 +224,7 @@ class CleanUps:
         self._leases.check()
         # Before the note: if this fails, the loss is noticed again later.
         self._bring_back()
-        self._bucket.committer.snapshots.lose(name, heartbeats)
+        self._bucket.committer.snapshots.note_lost(name, heartbeats)
 
 
 def _remove_stale_spill_files(

@@ -101,7 +101,7 @@ class Replicas:
         uploads = self._uploads
         with self._closing_lock:
             self._closing.append(closed_backup)
-            idle = [backup for backup in self._closing if not uploads.is_at(backup)]
+            idle = [backup for backup in self._closing if not uploads.has_uploads_of(backup)]
             self._closing[:] = [backup for backup in self._closing if backup not in idle]
         for backup in idle:
             backup.close()

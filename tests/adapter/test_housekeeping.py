@@ -115,12 +115,12 @@ def test_lost_files_are_noticed_again_where_the_operator_file_cannot_be_brought_
     CleanUps(*args, away).in_turn(life.pointers[-1], replace(life.pointers[-1], calls=due))
     assert "nothing is cleaned up in a: 503" in caplog.text
     life.batch({})
-    assert "gets a fresh full backup" not in caplog.text
+    assert "gets a new full backup" not in caplog.text
     brought: list[str] = []
     CleanUps(*args, lambda: brought.append("back")).in_turn(life.pointers[-1], replace(life.pointers[-1], calls=due))
     assert brought == ["back"]
     life.batch({})
-    assert "somebody has deleted files from a: it gets a fresh full backup" in caplog.text
+    assert "files were deleted from a: it gets a new full backup" in caplog.text
 
 
 def test_a_run_that_was_replaced_deletes_nothing(

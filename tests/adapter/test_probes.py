@@ -74,7 +74,7 @@ def test_a_root_that_was_removed_is_noticed_while_the_local_store_is_warm(
     assert f"state of {life.local}/3 that it had confirmed: the backend was removed" in caplog.text
     # The commit of the same call.
     pointer = life.batch()
-    assert "somebody has deleted files from a: it gets a fresh full backup" in caplog.text
+    assert "files were deleted from a: it gets a new full backup" in caplog.text
     assert life.files("a", SNAPSHOT) == [pointer.version]
     assert pointer.replication == {"a": ReplicationStatus(pointer.ref)}
     assert life.restored(pointer) == life.models[-1]
@@ -198,7 +198,7 @@ def test_a_store_that_cannot_be_reached_is_looked_at_again(
     # No commit waits for a store that did not answer just now.
     Process.housekeeping.probes.thread.submit(lambda: None).result(WAIT_S)
     life.batch()
-    assert "somebody has deleted files from a" in caplog.text
+    assert "files were deleted from a" in caplog.text
 
 
 def test_a_run_that_was_replaced_brings_nothing_back(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def test_what_a_late_task_misses_may_have_been_deleted_rightly(
     _probe(life)
     life.pointers.pop()
     life.batch()
-    assert "gets a fresh full backup" not in caplog.text
+    assert "gets a new full backup" not in caplog.text
 
 
 def test_a_query_folder_that_is_removed_under_a_running_query_is_looked_for_again(life: Life) -> None:

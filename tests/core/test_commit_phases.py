@@ -273,9 +273,9 @@ def test_files_that_somebody_deleted_are_answered_with_a_fresh_full_backup(
     assert head is not None
     with pytest.raises(LostFilesError, match="deleted"):
         life.manager("b").clean_up(CleanUp(pointer, head, RETAINED, lambda: None)).result(WAIT_S)
-    life.bucket().committer.snapshots.lose("b", pointer.heartbeats)
+    life.bucket().committer.snapshots.note_lost("b", pointer.heartbeats)
     after = life.batch()
-    assert "somebody has deleted files from b: it gets a fresh full backup" in caplog.text
+    assert "files were deleted from b: it gets a new full backup" in caplog.text
     assert after.replication["b"] == ReplicationStatus(after.ref, since=after.ref)
     life.settle()
     after = life.batch()
@@ -293,7 +293,7 @@ def test_where_all_was_deleted_the_backup_comes_before_the_pointer(life: Life) -
     life.settle()
     for name in life.folder("a").names():
         life.folder("a").remove(name)
-    life.bucket().committer.snapshots.lose("a", life.pointers[-1].heartbeats)
+    life.bucket().committer.snapshots.note_lost("a", life.pointers[-1].heartbeats)
     pointer = life.batch()
     assert pointer.replication == {"a": ReplicationStatus(pointer.ref)}
     assert life.restored(pointer) == life.models[-1]
@@ -303,7 +303,7 @@ def _lose_all(life: Life, name: str) -> None:
     """Somebody deletes a backend's files, and that is found out."""
     for file in life.folder(name).names():
         life.folder(name).remove(file)
-    life.bucket().committer.snapshots.lose(name, life.pointers[-1].heartbeats)
+    life.bucket().committer.snapshots.note_lost(name, life.pointers[-1].heartbeats)
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")])

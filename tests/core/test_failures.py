@@ -14,7 +14,7 @@ from life import Life
 
 from arrow_schemas.lineage import DELTA
 from spark_state_ext.commit.decisions import CommitOptions
-from spark_state_ext.commit.failures import Clocks, Ended, Run, counts
+from spark_state_ext.commit.failures import FailedStage, Run, StartTimes, still_counts
 from spark_state_ext.commit.ledger import FAILED, RUNNING, UploadRecord, record_name
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.errors import CommitTimeoutError, StateError, UploadFailedError
@@ -68,45 +68,45 @@ def other_process() -> Iterator[str]:
     ],
 )
 def test_what_counts_for_a_call(noted: Run, now: Run, ended: int | None, expected: bool) -> None:
-    assert counts(noted, now, ended) is expected
+    assert still_counts(noted, now, ended) is expected
 
 
 def test_the_stage_that_a_run_ended_in_is_known_to_all_its_buckets(tmp_path: Path) -> None:
-    one, other = Ended(tmp_path / "1"), Ended(tmp_path / "2")
-    assert one.of(Run("r", 7)) is None
-    one.tell(Run("r", 4))
-    assert (other.of(Run("r", 7)), other.of(Run("s", 7))) == (4, None)
+    one, other = FailedStage(tmp_path / "1"), FailedStage(tmp_path / "2")
+    assert one.read(Run("r", 7)) is None
+    one.note(Run("r", 4))
+    assert (other.read(Run("r", 7)), other.read(Run("s", 7))) == (4, None)
     # A late attempt at an earlier task.
-    one.tell(Run("r", 3))
-    assert other.of(Run("r", 7)) == 4
-    other.tell(Run("s", 1))
-    assert (one.of(Run("r", 7)), one.of(Run("s", 7))) == (None, 1)
+    one.note(Run("r", 3))
+    assert other.read(Run("r", 7)) == 4
+    other.note(Run("s", 1))
+    assert (one.read(Run("r", 7)), one.read(Run("s", 7))) == (None, 1)
     (path,) = tmp_path.iterdir()
     path.write_text("[")
-    assert one.of(Run("s", 7)) is None
+    assert one.read(Run("s", 7)) is None
 
 
 def test_a_stage_that_cannot_be_noted_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    Ended(tmp_path / "gone" / "1").tell(Run("r", 4))
-    assert "that a run ended with a failure is not noted" in caplog.text
+    FailedStage(tmp_path / "gone" / "1").note(Run("r", 4))
+    assert "the end of a failed run could not be noted" in caplog.text
 
 
 def test_the_note_goes_with_the_stores_beside_it(tmp_path: Path) -> None:
     bucket = tmp_path / "stores" / "operator" / "home" / "s0" / "1"
     bucket.mkdir(parents=True)
-    Ended(bucket).tell(Run("r", 4))
+    FailedStage(bucket).note(Run("r", 4))
     reclaim(tmp_path / "stores", tmp_path / "scratch", 100.0)
-    assert Ended(bucket).of(Run("r", 5)) == 4
+    assert FailedStage(bucket).read(Run("r", 5)) == 4
     reclaim(tmp_path / "stores", tmp_path / "scratch", 100.0, now_s=time.time() + 200)
     assert not (tmp_path / "stores" / "operator").exists()
 
 
 def test_clocks_are_for_attempts_at_the_same_task() -> None:
-    made = Clocks(Run("r", 4), {"a": 1.5}).encode()
-    assert Clocks.kept(made, Run("r", 4)) == {"a": 1.5}
+    made = StartTimes(Run("r", 4), {"a": 1.5}).encode()
+    assert StartTimes.decode(made, Run("r", 4)) == {"a": 1.5}
     for value, run in ((made, Run("r", 5)), (made, Run("s", 4)), (None, Run("r", 4)), (b"7", Run("r", 4))):
-        assert Clocks.kept(value, run) == {}
-    assert Clocks.kept(Clocks(Run(), {"a": 1.5}).encode(), Run()) == {}
+        assert StartTimes.decode(value, run) == {}
+    assert StartTimes.decode(StartTimes(Run(), {"a": 1.5}).encode(), Run()) == {}
     assert UploadRecord.decode(made) is None
 
 

@@ -11,7 +11,7 @@ from arrow_schemas.lineage import SNAPSHOT
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit.decisions import CommitOptions
-from spark_state_ext.commit.failures import NO_RUN, Refused, Run
+from spark_state_ext.commit.failures import NO_RUN, Refusals, Run
 from spark_state_ext.commit.ledger import UploadRecord
 from spark_state_ext.commit.tally import Tally
 from spark_state_ext.commit.uploads import WorkerUploads
@@ -56,7 +56,7 @@ def _until_refused(life: Life, clock: Clock) -> float:
     for _ in range(40):
         began_s = clock.now_s
         _batch(life, clock)
-        if life.bucket().committer.snapshots.refusals():
+        if life.bucket().committer.snapshots.read_refusals():
             return began_s
     raise AssertionError("no snapshot was due")
 
@@ -88,7 +88,7 @@ def test_one_of_two_backends_that_refuses_snapshots_for_long_is_an_error(life: L
     assert TIMEOUT_S <= clock.now_s - first_s <= TIMEOUT_S + 3 * BATCH_S
     assert "the backend b has refused full snapshots for " in str(error)
     assert "no objects above 1 kB" in str(error)
-    assert "No state is lost. Mend the cause and start again, or leave that backend out." in str(error)
+    assert "No state is lost. Fix the cause and start the query again, or remove that backend." in str(error)
     # Deltas went on, so both hold the state.
     for name in ("a", "b"):
         assert life.restored(life.pointers[-1], name) == life.models[-1]
@@ -131,7 +131,7 @@ def test_a_backend_that_takes_a_snapshot_again_begins_anew(life: Life, clock: Cl
     for _ in range(4):
         _batch(life, clock)
     # Not when the next one is due: it was sent again.
-    assert not life.bucket().committer.snapshots.refusals()
+    assert not life.bucket().committer.snapshots.read_refusals()
     assert life.files("b", SNAPSHOT)
     for _ in range(40):
         _batch(life, clock)
@@ -144,7 +144,7 @@ def test_what_was_refused_once_is_tried_again_before_it_is_an_error(life: Life, 
     life.manager("b").fails_with = None
     for _ in range(3):
         _batch(life, clock)
-    assert not life.bucket().committer.snapshots.refusals()
+    assert not life.bucket().committer.snapshots.read_refusals()
 
 
 def test_a_backend_that_never_gets_to_catch_up_is_an_error(life: Life, clock: Clock) -> None:
@@ -179,20 +179,20 @@ def test_a_snapshot_that_arrives_late_counts(life: Life) -> None:
     manager, snapshots, ref = life.manager("a"), life.bucket().committer.snapshots, life.pointers[-1].ref
     assert ref is not None
     manager.gate.clear()
-    with pytest.raises(UploadFailedError, match="could not be kept: TimeoutError"):
+    with pytest.raises(UploadFailedError, match="could not be stored: TimeoutError"):
         snapshots.send(ref, SealedFile.of(f"{ref}.snapshot.arrow", b"Arrow"), ["a"])
-    assert snapshots.refusals()["a"].error == "it took longer than commit_timeout_ms, 1"
+    assert snapshots.read_refusals()["a"].error == "it took longer than commit_timeout_ms, 1"
     manager.gate.set()
-    eventually(lambda: not snapshots.refusals())
+    eventually(lambda: not snapshots.read_refusals())
     tally = life.uploads.tallies.take(life.store)
     assert (tally.confirmed, tally.size_bytes, tally.failures) == (1, 5, 1)
 
 
 def test_notes_of_one_kind_are_not_taken_for_those_of_another() -> None:
-    refused = Refused(Run("a run", 3), 1.0, 2.0, 4, "full", 1.5)
-    assert Refused.decode(refused.encode()) == refused
+    refused = Refusals(Run("a run", 3), 1.0, 2.0, 4, "full", 1.5)
+    assert Refusals.decode(refused.encode()) == refused
     assert UploadRecord.decode(refused.encode()) is None
     assert UploadRecord.decode(b'["1_a", "2_b", "3_c", "4_d", "5_e"]') is None
-    assert Refused.decode(UploadRecord("done", "me", 1.0).encode()) is None
-    assert Refused.decode(None) is None
-    assert not Refused(NO_RUN, 0.0, 1e9).for_long(1.0), "one alone may have been mended since"
+    assert Refusals.decode(UploadRecord("done", "me", 1.0).encode()) is None
+    assert Refusals.decode(None) is None
+    assert not Refusals(NO_RUN, 0.0, 1e9).have_lasted(1.0), "one alone may have been mended since"

@@ -147,7 +147,7 @@ def test_a_backend_that_catches_up_and_cannot_be_asked_keeps_no_commit(
     life.manager("b").fails_with = None
     monkeypatch.setattr(Folder, "size", size)
     life.batch()
-    assert "the backend b does not tell whether it has caught up: asking b" in caplog.text
+    assert "could not check whether the backend b has caught up: asking b" in caplog.text
     monkeypatch.undo()
     for _ in range(12):
         life.batch()

@@ -154,7 +154,7 @@ def test_what_comes_after_a_failure_is_not_sent(store: LocalStore) -> None:
     states = [None if (record := _noted(store, upload)) is None else record.state for upload in mine]
     # The last two were never begun, so the next call finds nothing of them and begins them anew.
     assert states == [DONE, DONE, FAILED, None, None]
-    with pytest.raises(StorageError, match="was not sent, as"):
+    with pytest.raises(StorageError, match="was not sent, because"):
         mine[-1].done.result(WAIT_S)
     # For metrics, each once. What was not sent has not failed.
     counted = uploads.sent(store)
@@ -180,7 +180,7 @@ def test_what_a_later_run_sends_does_not_mind_a_failure_of_the_run_before(store:
     _submit(store, uploads, [*before, *now])
     gate.set()
     await_all(now, uploads, CommitOptions())
-    with pytest.raises(StorageError, match="was not sent, as"):
+    with pytest.raises(StorageError, match="was not sent, because"):
         before[1].done.result(WAIT_S)
 
 
@@ -214,7 +214,9 @@ def test_what_waits_behind_a_file_that_was_given_up_is_begun_anew(store: LocalSt
     assert [uploads.find(store, "a", upload.file) is upload for upload in mine] == [first == 1, False, False, False]
     # Whoever waits for them does not wait for ever, and no other process takes them for under way.
     for upload in mine[1:]:
-        with pytest.raises(StorageError, match=rf"{upload.file} was not sent, as {mine[first].file} took too long"):
+        with pytest.raises(
+            StorageError, match=rf"{upload.file} was not sent, because {mine[first].file} took too long"
+        ):
             upload.done.result(0)
         assert _noted(store, upload) is None
     again = [_upload(store, manager, upload.ref) for upload in mine[first:]]

@@ -14,9 +14,9 @@ from arrow_schemas.ages import Ages
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext.backends.files import FilesBackup
 from spark_state_ext.backends.replication import is_complete
-from spark_state_ext.commit.committer import Committer, HandedIn, Phase
-from spark_state_ext.commit.decisions import How, assured, settled
-from spark_state_ext.commit.ledger import DONE, record_name, upload_records
+from spark_state_ext.commit.committer import Committer, Phase, SubmittedDelta
+from spark_state_ext.commit.decisions import DeltaHandling, assume_confirmed, settle
+from spark_state_ext.commit.ledger import DONE, read_upload_records, record_name
 from spark_state_ext.commit.snapshot_writer import SnapshotWriter
 from spark_state_ext.commit.snapshots import Snapshots
 from spark_state_ext.commit.uploads import Upload
@@ -189,10 +189,10 @@ class LeakedPins(Bucket):
 class DroppedAtOnce(Committer):
     """A delta counts as confirmed once its upload has begun."""
 
-    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Phase:
-        if handed_in.how == How.INLINE:
-            return Phase(assured(pointer, {}))
-        return super().finish(pointer, handed_in)
+    def finish(self, pointer: Pointer, submitted: SubmittedDelta) -> Phase:
+        if submitted.handling == DeltaHandling.INLINE:
+            return Phase(assume_confirmed(pointer, {}))
+        return super().finish(pointer, submitted)
 
 
 class NotedAtOnce(Committer):
@@ -207,8 +207,8 @@ class NotedAtOnce(Committer):
 class LeftAlone(Committer):
     """What the last call of a task has to wait for is forgotten."""
 
-    def finish(self, pointer: Pointer, handed_in: HandedIn) -> Phase:
-        return replace(super().finish(pointer, handed_in), deferred=())
+    def finish(self, pointer: Pointer, submitted: SubmittedDelta) -> Phase:
+        return replace(super().finish(pointer, submitted), deferred=())
 
 
 class NobodyBefore(Committer):
@@ -221,23 +221,23 @@ class NobodyBefore(Committer):
 class GapPassedBy(Committer):
     """A backend is taken to have everything before the newest delta that it has confirmed."""
 
-    def _looked_at(self, pointer: Pointer) -> Pointer:
-        records = upload_records(self._store)
-        found = super()._looked_at(pointer)
+    def _settle(self, pointer: Pointer) -> Pointer:
+        records = read_upload_records(self._store)
+        found = super()._settle(pointer)
         replication = dict(found.replication)
         for delta in pointer.inline:
             for name, status in replication.items():
                 record = records.get(record_name(name, delta.name))
                 if record is not None and record.state == DONE:
                     replication[name] = replace(status, through=delta.ref)
-        return settled(replace(found, replication=replication), {})
+        return settle(replace(found, replication=replication), {})
 
 
 class CaughtUpAtOnce(Snapshots):
     """A backend that is added counts as whole when its full snapshot is under way."""
 
-    def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
-        return super().with_full_snapshot(pointer, names, known=True)
+    def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], confirmed: bool = False) -> Pointer:
+        return super().with_full_snapshot(pointer, names, confirmed=True)
 
 
 class NeverLate(Committer):

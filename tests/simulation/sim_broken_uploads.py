@@ -65,8 +65,8 @@ class ForgottenAtOnce(Snapshots):
 class ForgottenWhenAnswered(Snapshots):
     """That a backend lacks files is forgotten when an attempt has seen to it, whichever attempt Spark takes."""
 
-    def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], known: bool = False) -> Pointer:
-        made = super().with_full_snapshot(pointer, names, known)
+    def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], confirmed: bool = False) -> Pointer:
+        made = super().with_full_snapshot(pointer, names, confirmed)
         self._store.record({}, [record_name(name, _LOST) for name in names])
         return made
 
@@ -75,7 +75,7 @@ class CaughtUpByItsSize(Snapshots):
     """A backend that joins counts as whole when the full snapshot that another machine sent is found, whatever its bytes."""
 
     def _begin_check(self, name: str, ref: CheckpointRef) -> bool:
-        self._tell(ref, [name], self._noted(DONE))
+        self._note_outcome(ref, [name], self._create_record(DONE))
         return True
 
 
@@ -83,7 +83,7 @@ BROKEN_UPLOADS = {
     "a confirmed delta removed to be sent again": Built(patches=((FilesBackup, "_put", _sent_anew),)),
     "confirmed by its size": Built(patches=((FilesBackup, "_compare", _has_its_size),)),
     "caught up by its size": Built(bucket=committing(Committer, CaughtUpByItsSize)),
-    "failures of dead runs told": Built(patches=((committer_module, "counts", _whoever_failed),)),
+    "failures of dead runs told": Built(patches=((committer_module, "still_counts", _whoever_failed),)),
     "a failure told once": Built(bucket=committing(ToldOnce)),
     "losses forgotten at once": Built(bucket=committing(Committer, ForgottenAtOnce)),
     "losses forgotten when answered": Built(bucket=committing(Committer, ForgottenWhenAnswered)),

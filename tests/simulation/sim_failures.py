@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from sim_parts import Attempt, Machine, WrongStateError
 
 from arrow_schemas.pointer import InlineDelta, Pointer
-from spark_state_ext.commit.decisions import pending
-from spark_state_ext.commit.failures import Ended, Run, counts
+from spark_state_ext.commit.decisions import list_pending
+from spark_state_ext.commit.failures import FailedStage, Run, still_counts
 from spark_state_ext.files.folder import Folder
 
 __all__ = ["Failures"]
@@ -35,7 +35,7 @@ class Failures:
     @staticmethod
     def ended(machine: Machine, run: Run) -> int | None:
         """The last stage of a run that told of a failure, as a machine knows."""
-        return Ended(machine.folder / "any bucket").of(run)
+        return FailedStage(machine.folder / "any bucket").read(run)
 
     def refuse_others(self, run: Run, ended: int | None, error: Exception) -> None:
         """An attempt failed though nothing failed in it; raises where nothing has failed that counts for it.
@@ -49,7 +49,7 @@ class Failures:
         error
             What it raised.
         """
-        if not any(made == run or counts(made, run, ended) for made in self._made):
+        if not any(made == run or still_counts(made, run, ended) for made in self._made):
             raise WrongStateError(f"what failed in a run that is over fails the next one, {run}: {error}") from error
 
     def tell(self, machine: Machine, attempt: Attempt, folders: Iterable[tuple[int, str, Folder]]) -> None:
@@ -74,4 +74,4 @@ def _key(machine: Machine, attempt: Attempt) -> tuple[object, ...]:
 
 def _pending(attempt: Attempt, bucket: int) -> list[tuple[str, InlineDelta]]:
     pointer: Pointer = attempt.partition[bucket].pointer
-    return pending(pointer) if bucket in attempt.calls else []
+    return list_pending(pointer) if bucket in attempt.calls else []

@@ -156,9 +156,9 @@ def probe(key: str, run: str, committer: Committer, replicas: Sequence[Replica],
     begun = _PROBES.start_once(
         key,
         run,
-        partial(committer.known, pointer),
+        partial(committer.with_confirmed, pointer),
         replicas,
-        lambda name: committer.snapshots.lose(name, pointer.heartbeats),
+        lambda name: committer.snapshots.note_lost(name, pointer.heartbeats),
     )
     _PROBES.await_all(begun)
 

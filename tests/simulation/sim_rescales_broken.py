@@ -38,7 +38,7 @@ from spark_state_ext.store.runs import hashes_of
 __all__ = ["BROKEN_RESCALES"]
 
 _GIVE, _OVERLAPPING = Rescaling.give, BucketMap.overlapping
-_DIVIDED, _ORIGIN_OF, _SETTLED = initial_state.divided_pointer, parents.origin_of, decisions.settled
+_DIVIDED, _ORIGIN_OF, _SETTLED = initial_state.divided_pointer, parents.origin_of, decisions.settle
 _UNCONFIRMED = cadence.with_unconfirmed_snapshot
 Notes = Collection[ParentsNote]
 _NOTED, _FINISHED = Finishing.noted, Finishing._finished
@@ -278,7 +278,7 @@ BROKEN_RESCALES: dict[str, Built] = {
     "parents let go with a snapshot under way": _patched(
         (snapshot_writer, "with_unconfirmed_snapshot", _without_parents_at_once)
     ),
-    "complete with the deltas": _patched((committer, "settled", _complete_with_the_deltas)),
+    "complete with the deltas": _patched((committer, "settle", _complete_with_the_deltas)),
     "a slice with its upper border": _patched((origin, "rows_of_parents", _up_to_and_with)),
     "a slice without its lower border": _patched((origin, "rows_of_parents", _after)),
     "a parent left out": _patched((BucketMap, "overlapping", _without_the_last)),

@@ -691,7 +691,7 @@ class World:
                 request = self._request(executor, CleanUp(pointer, head, self.config.retained, still_ours), numbers)
                 retention.clean_up(files, request, self.folder, NOW_S, entries, self.known)
             except LostFilesError:
-                committer.snapshots.lose(of, pointer.heartbeats)
+                committer.snapshots.note_lost(of, pointer.heartbeats)
                 self.noticed[(*executor.machine.disk, number, of)] = pointer.heartbeats
             finally:
                 gone = {entry.name for entry in entries} - set(here.names())
