@@ -160,7 +160,7 @@ class Committer:
         return self._failed_stage.read(self._context.run)
 
     def _resume(self, pointer: Pointer, mine: bool = False) -> list[Upload]:
-        """Restart uploads that no process is running for this run; with `mine`, uploads that this process is not running."""
+        """Restart uploads that no process runs for this run; with `mine`, also those that only another process runs."""
         if not pointer.inline:
             return []
         records = read_upload_records(self._store)

@@ -1,6 +1,6 @@
-"""Operators that are ready to use, as functions of a `StateBatch`: Arrow and NumPy all the way, no Spark.
+"""Built-in operators, as functions of a `StateBatch`, with Arrow and NumPy only and without Spark.
 
-They are picklable values; `spark.client.operators` fixes their columns and types when a query is planned.
+The functions are picklable values; `spark.client.operators` sets their columns and types when a query is planned.
 """
 
 from __future__ import annotations

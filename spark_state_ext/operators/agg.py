@@ -1,4 +1,4 @@
-"""`Agg`: names of aggregate functions, and which of them a type has."""
+"""`Agg`: the aggregate functions, and the types that they support."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Aggregate:
     Parameters
     ----------
     function
-        Its name.
+        Name of the function.
     column
         Name of a column or an expression; None for ``count()``.
     ignore_nulls
-        For ``first`` and ``last``: whether NULLs are passed over.
+        For ``first`` and ``last``: True to skip NULLs.
     lg_k
         For ``approx_count_distinct``: size of the sketch.
     """
@@ -53,20 +53,20 @@ class Aggregate:
 
 
 class Agg:
-    """Aggregate functions, as Spark has them: ``Agg.sum("value")``.
+    """Aggregate functions with Spark's semantics, such as ``Agg.sum("value")``.
 
-    A column is a name or an expression. NULLs are left out by all but ``count()``, and by ``first`` and ``last`` where
-    they are asked to. What no value gives is NULL, and 0 for counts.
+    A column is a name or an expression. All functions skip NULLs, except ``count()``, which counts rows, and ``first``
+    and ``last`` without ``ignore_nulls``. Without any value, the result is NULL, or 0 for counts.
     """
 
     @staticmethod
     def count(column: ColumnLike | None = None) -> Aggregate:
-        """Number of rows, or of values that are not NULL: a long.
+        """Count rows, or values that are not NULL: a long.
 
         Parameters
         ----------
         column
-            Name of a column, or an expression: its values that are not NULL; None or ``"*"``: rows.
+            Name of a column, or an expression, to count its values that are not NULL; None or ``"*"`` to count rows.
 
         Returns
         -------
@@ -77,9 +77,9 @@ class Agg:
 
     @staticmethod
     def sum(column: ColumnLike) -> Aggregate:
-        """Sum: a long for integers, a double for floats, ten more digits for decimals.
+        """Return the sum: a long for integers, a double for floats, a decimal with ten more digits for decimals.
 
-        A sum beyond its type fails the query with `StateValueError`, as in Spark's ANSI mode.
+        A sum that exceeds its type fails the query with `StateValueError`, as in Spark's ANSI mode.
 
         Parameters
         ----------
@@ -95,11 +95,10 @@ class Agg:
 
     @staticmethod
     def mean(column: ColumnLike) -> Aggregate:
-        """Mean: a double; for decimals a decimal with four more digits, as Spark's ``avg``.
+        """Return the mean: a double; for decimals a decimal with four more digits, as Spark's ``avg``.
 
-        Where a mean of decimals, or the sum that it is made of, is beyond its type, the query fails with
-        `StateValueError`, as in Spark's ANSI mode. The mean of a ``decimal(38, 2)`` is a ``decimal(38, 6)``, which has
-        four digits less before the point.
+        If a mean of decimals or its sum exceeds its type, the query fails with `StateValueError`, as in Spark's ANSI
+        mode. The mean of a ``decimal(38, 2)`` is a ``decimal(38, 6)``, which has four digits fewer before the point.
 
         Parameters
         ----------
@@ -115,7 +114,7 @@ class Agg:
 
     @staticmethod
     def variance(column: ColumnLike) -> Aggregate:
-        """Variance of the sample, a double; NULL for fewer than two values, as Spark's ``var_samp``.
+        """Return the sample variance, a double; NULL for fewer than two values, as Spark's ``var_samp``.
 
         Parameters
         ----------
@@ -131,7 +130,7 @@ class Agg:
 
     @staticmethod
     def min(column: ColumnLike) -> Aggregate:
-        """Least value, of the column's type. NaN is larger than any number.
+        """Return the least value, of the column's type. NaN is larger than any number.
 
         Parameters
         ----------
@@ -147,7 +146,7 @@ class Agg:
 
     @staticmethod
     def max(column: ColumnLike) -> Aggregate:
-        """Greatest value, of the column's type. NaN is larger than any number.
+        """Return the greatest value, of the column's type. NaN is larger than any number.
 
         Parameters
         ----------
@@ -163,16 +162,17 @@ class Agg:
 
     @staticmethod
     def first(column: ColumnLike, ignore_nulls: bool = False) -> Aggregate:
-        """The value that came first: in the order of arrival at the bucket.
+        """Return the first value, in order of arrival at the bucket.
 
-        Of sessions by event time within a batch; a session in the state counts by its start, as Spark has it.
+        For sessions, the order within a batch is by event time, and a session in the state counts with its start, as in
+        Spark.
 
         Parameters
         ----------
         column
             Name of a column, or an expression.
         ignore_nulls
-            Whether values that are NULL are passed over.
+            True to skip NULLs.
 
         Returns
         -------
@@ -183,17 +183,17 @@ class Agg:
 
     @staticmethod
     def last(column: ColumnLike, ignore_nulls: bool = False) -> Aggregate:
-        """The value that came last: in the order of arrival at the bucket.
+        """Return the last value, in order of arrival at the bucket.
 
-        Of sessions by event time within a batch; a session in the state counts by its start, as Spark has it. So rows
-        that come in a later batch are behind all of a session that began before them.
+        For sessions, the order within a batch is by event time, and a session in the state counts with its start, as in
+        Spark. So rows of a later batch come after a whole session that began before them.
 
         Parameters
         ----------
         column
             Name of a column, or an expression.
         ignore_nulls
-            Whether values that are NULL are passed over.
+            True to skip NULLs.
 
         Returns
         -------
@@ -204,15 +204,15 @@ class Agg:
 
     @staticmethod
     def approx_count_distinct(column: ColumnLike, lg_k: int = 12) -> Aggregate:
-        """About how many different values there are, a long; needs the package ``datasketches`` on executors.
+        """Return the approximate number of distinct values, a long; needs the package ``datasketches`` on executors.
 
         Parameters
         ----------
         column
             Name of a column, or an expression, of a type that is not nested.
         lg_k
-            Logarithm of the number of registers of the HLL sketch, 7 to 21. A key's sketch has up to ``2 ** lg_k``
-            bytes and a relative standard error of about ``1.04 / sqrt(2 ** lg_k)``: 1.6 % for 12.
+            Binary logarithm of the number of registers of the HLL sketch, 7 to 21. A key's sketch has up to
+            ``2 ** lg_k`` bytes and a relative standard error of about ``1.04 / sqrt(2 ** lg_k)``: 1.6 % for 12.
 
         Returns
         -------
@@ -222,7 +222,7 @@ class Agg:
         Raises
         ------
         UsageError
-            When `lg_k` is none of these.
+            If `lg_k` is not an integer in this range.
         """
         if isinstance(lg_k, bool) or not isinstance(lg_k, int) or not LG_K_MIN <= lg_k <= LG_K_MAX:
             raise UsageError(f"lg_k must be a whole number from {LG_K_MIN} to {LG_K_MAX}, not {lg_k!r}")
@@ -230,21 +230,21 @@ class Agg:
 
 
 def kernel_of(aggregate: Aggregate, data_type: pa.DataType | None, name: str) -> Kernel:
-    """What works the function out for a type.
+    """Return the kernel that computes an aggregate function for a type.
 
     Parameters
     ----------
     aggregate
-        The function.
+        The aggregate function.
     data_type
-        Of its column; None for a function of no column.
+        Type of its column; None for a function without a column.
     name
         Name of the output column, for the error.
 
     Raises
     ------
     UnsupportedTypeError
-        When the type does not have the function.
+        If the function does not support the type.
     """
     function = aggregate.function
     if function == "count":

@@ -1,4 +1,4 @@
-"""Aggregation by key, batch after batch: what Spark's ``groupBy(…).agg(…)`` does."""
+"""Incremental aggregation by key, as Spark's ``groupBy(…).agg(…)``."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from arrow_schemas.columns import flat, shown_row
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.functions.state_batch import StateBatch
-from spark_state_ext.operators.arrays import KeyedRows, Segments, bools, interleaved
-from spark_state_ext.operators.deadlines import due_ms, key_times_us, passed
-from spark_state_ext.operators.functions import Buffers, Kernel, OverflowAt
+from spark_state_ext.operators.arrays import KeyedRows, Segments, take_interleaved, to_bools
+from spark_state_ext.operators.deadlines import compute_timeouts_ms, find_passed, read_key_times_us
+from spark_state_ext.operators.functions import Buffers, Kernel, OverflowAtError
 
-__all__ = ["Aggregates", "Aggregation", "Bound", "KeyAt", "PartialAggregation", "nth_key"]
+__all__ = ["Aggregates", "Aggregation", "Bound", "KeyAt", "PartialAggregation", "describe_key"]
 
-# Names the key at a position, for an error.
+# Function that returns the key at a position, for error messages.
 KeyAt = Callable[[int], object]
 
 
 @dataclass(frozen=True)
 class Bound:
-    """An aggregate function whose column and types are fixed.
+    """An aggregate function with a known column and known types.
 
     Parameters
     ----------
     name
-        Of the output column.
+        Name of the output column.
     kernel
-        The function.
+        The kernel that computes the function.
     column
-        Name of the input column; None for none.
+        Name of the input column; None if it has none.
     """
 
     name: str
@@ -44,100 +44,100 @@ class Bound:
 
     @property
     def state_names(self) -> list[str]:
-        """Names of its columns in the state."""
+        """Names of the function's state columns."""
         return [f"{self.name}__{part}" if part else self.name for part, _ in self.kernel.buffers]
 
     @property
     def state_types(self) -> list[pa.DataType]:
-        """Their types."""
+        """Types of the function's state columns."""
         return [data_type for _, data_type in self.kernel.buffers]
 
 
 @dataclass(frozen=True)
 class Aggregates:
-    """Several functions at once; their buffers lie side by side."""
+    """Several aggregate functions; their buffers are adjacent columns."""
 
     bound: tuple[Bound, ...]
 
     @cached_property
     def state_names(self) -> list[str]:
-        """Names of all buffers' columns."""
+        """Names of all state columns."""
         return [name for bound in self.bound for name in bound.state_names]
 
     @property
     def buffer_names(self) -> list[str]:
-        """Names of the columns in which buffers come to the shuffle; no key is called so."""
+        """Names of the buffer columns during the shuffle; key columns must not have such names."""
         return [f"__buffer{at}" for at in range(len(self.state_names))]
 
     @property
     def names(self) -> list[str]:
-        """Names of the results."""
+        """Names of the result columns."""
         return [bound.name for bound in self.bound]
 
     def reduce(self, rows: pa.Table, segments: Segments, key_at: KeyAt) -> Buffers:
-        """Buffers of segments of adjacent rows."""
-        found: Buffers = []
+        """Return the buffers of segments of adjacent rows."""
+        buffers: Buffers = []
         for bound in self.bound:
             values = None if bound.column is None else flat(rows.column(bound.column))
-            with _naming(bound, key_at):
-                found += bound.kernel.reduce(values, segments)
-        return found
+            with _name_key_in_errors(bound, key_at):
+                buffers += bound.kernel.reduce(values, segments)
+        return buffers
 
     def merge(self, left: Buffers, right: Buffers, key_at: KeyAt) -> Buffers:
-        """Pair by pair, two sets of buffers as one."""
+        """Merge two sets of buffers pair by pair."""
         merged: Buffers = []
-        for bound, at in self._slices():
-            with _naming(bound, key_at):
+        for bound, at in self._buffer_slices():
+            with _name_key_in_errors(bound, key_at):
                 merged += bound.kernel.merge(left[at], right[at])
         return merged
 
     def combine(self, buffers: Buffers, segments: Segments, key_at: KeyAt) -> Buffers:
-        """Buffers of segments of adjacent buffers, merged from left to right by pairs, and these by pairs, …"""
+        """Merge each segment of adjacent buffers into one: neighbours in pairs, from left to right, repeatedly."""
         owners = segments.ids
         while not segments.single:
             places = np.arange(segments.rows) - segments.starts[segments.ids]
             left = np.flatnonzero((places % 2 == 0) & (places + 1 < segments.sizes[segments.ids]))
-            at, behind = pa.array(left), pa.array(left + 1)
+            left_index, right_index = pa.array(left), pa.array(left + 1)
             merged = self.merge(
-                [column.take(at) for column in buffers],
-                [column.take(behind) for column in buffers],
-                partial(_key_of, key_at, owners[left]),
+                [column.take(left_index) for column in buffers],
+                [column.take(right_index) for column in buffers],
+                partial(_find_key, key_at, owners[left]),
             )
-            # Every other row stays, merged where another was behind it.
+            # Every other row remains; it is replaced by the merged one if it had a right neighbour.
             index = np.flatnonzero(places % 2 == 0)
             source = index.copy()
             source[np.searchsorted(index, left)] = segments.rows + np.arange(len(left))
-            buffers = interleaved(buffers, merged, source)
+            buffers = take_interleaved(buffers, merged, source)
             owners = owners[index]
             sizes = (segments.sizes + 1) // 2
             segments = Segments(np.cumsum(sizes) - sizes, len(index))
         return buffers
 
     def finish(self, buffers: Buffers, key_at: KeyAt) -> list[pa.Array]:
-        """Results, in the order of `names`."""
-        found = []
-        for bound, at in self._slices():
-            with _naming(bound, key_at):
-                found.append(bound.kernel.finish(buffers[at]))
-        return found
+        """Return the result columns, in the order of `names`."""
+        columns = []
+        for bound, at in self._buffer_slices():
+            with _name_key_in_errors(bound, key_at):
+                columns.append(bound.kernel.finish(buffers[at]))
+        return columns
 
-    def _slices(self) -> list[tuple[Bound, slice]]:
-        found, start = [], 0
+    def _buffer_slices(self) -> list[tuple[Bound, slice]]:
+        slices, start = [], 0
         for bound in self.bound:
             stop = start + len(bound.kernel.buffers)
-            found.append((bound, slice(start, stop)))
+            slices.append((bound, slice(start, stop)))
             start = stop
-        return found
+        return slices
 
 
 @dataclass(frozen=True)
 class PartialAggregation:
-    """What an aggregation does before the shuffle: rows become buffers, one for each key of a task's rows.
+    """The step of an aggregation before the shuffle: a task's rows become one buffer per key.
 
     Parameters
     ----------
     aggregates
-        The functions.
+        The aggregate functions.
     keys
         Names of the key columns.
     """
@@ -145,16 +145,16 @@ class PartialAggregation:
     aggregates: Aggregates
     keys: tuple[str, ...]
 
-    def __call__(self, given: KeyedRows) -> tuple[pa.Table, IndexArray]:
-        """Keys and buffers, a row a key."""
-        rows, starts = given.by_key, given.starts
+    def __call__(self, keyed_rows: KeyedRows) -> tuple[pa.Table, IndexArray]:
+        """Return a table of keys and buffers, one row per key, and the keys' positions."""
+        rows, starts = keyed_rows.by_key, keyed_rows.starts
         keys = rows.select(list(self.keys))
 
         def key_at(position: int) -> object:
-            return nth_key(keys, int(starts[position]))
+            return describe_key(keys, int(starts[position]))
 
         buffers = self.aggregates.reduce(rows, Segments(starts, rows.num_rows), key_at)
-        firsts = keys if given.single else keys.take(pa.array(starts))
+        firsts = keys if keyed_rows.single else keys.take(pa.array(starts))
         names = [*self.keys, *self.aggregates.buffer_names]
         return pa.table([*firsts.columns, *buffers], names=names), np.arange(len(starts))
 
@@ -166,14 +166,14 @@ class Aggregation:
     Parameters
     ----------
     aggregates
-        The functions. Their buffers are the state.
+        The aggregate functions. Their buffers are the state.
     event_time
-        Key column with the event time: a timestamp, or a window, which counts by its end. Groups are removed when the
-        watermark has passed them. None: there is none, and nothing is removed.
+        Key column with the event time: a timestamp, or a window, whose end counts. Groups are removed when the
+        watermark has passed them. None: groups are never removed.
     append
-        Whether a group is given when it is removed, and not with every batch that has rows for it.
+        True: a group is output when it is removed. False: it is output with every batch that has rows for it.
     partial
-        Whether the rows are what a `PartialAggregation` made of the input's.
+        True if the rows are the output of a `PartialAggregation`.
     """
 
     aggregates: Aggregates
@@ -182,86 +182,88 @@ class Aggregation:
     partial: bool = False
 
     def __call__(self, batch: StateBatch) -> pa.Table | None:
-        """New totals of the keys with rows, or final ones."""
+        """Return new totals of the keys with rows, or final totals with `append`."""
         fresh = batch.timed_out.false_count
-        states = self._merged(batch, fresh)
+        states = self._merge_buffers(batch, fresh)
         if self.event_time is None:
-            batch.update(self._table(states), by_key=False)
-            return self._results(batch.keys, states)
-        times_us = key_times_us(batch.keys, self.event_time)
-        over = passed(times_us, batch.watermark_ms)
-        exists = bools(batch.exists)
+            batch.update(self._build_state(states), by_key=False)
+            return self._build_results(batch.keys, states)
+        times_us = read_key_times_us(batch.keys, self.event_time)
+        over = find_passed(times_us, batch.watermark_ms)
+        exists = to_bools(batch.exists)
         with_rows = np.arange(len(batch)) < fresh
-        # What is over may have nothing any more but its timeout, where state has expired.
+        # A key whose state has expired may have only its timeout left.
         batch.remove((over & exists) | (~with_rows & ~exists))
         live = ~over & (with_rows | exists)
-        batch.update(self._table(_rows(states, live[:fresh])), where=live & with_rows, by_key=False)
-        batch.set_timeout(timestamp_ms=due_ms(times_us), where=live)
+        batch.update(self._build_state(_filter_columns(states, live[:fresh])), where=live & with_rows, by_key=False)
+        batch.set_timeout(timestamp_ms=compute_timeouts_ms(times_us), where=live)
         if not self.append:
-            return self._results(batch.keys.slice(0, fresh), states)
+            return self._build_results(batch.keys.slice(0, fresh), states)
         final = over & (with_rows | exists)
         if not final.any():
             return None
-        waited = _rows([column.slice(fresh) for column in self._state(batch)], final[fresh:])
-        mine = _rows(states, final[:fresh])
-        states = [pa.concat_arrays(pair) for pair in zip(mine, waited, strict=True)]
-        return self._results(batch.keys.filter(pa.array(final)), states)
+        stored_final = _filter_columns([column.slice(fresh) for column in self._read_buffers(batch)], final[fresh:])
+        new_final = _filter_columns(states, final[:fresh])
+        states = [pa.concat_arrays(pair) for pair in zip(new_final, stored_final, strict=True)]
+        return self._build_results(batch.keys.filter(pa.array(final)), states)
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _merged(self, batch: StateBatch, fresh: int) -> Buffers:
-        """Buffers of the keys with rows: state and rows together."""
-        segments = Segments(_starts(batch, fresh), batch.rows.num_rows)
-        key_at = partial(nth_key, batch.keys)
+    def _merge_buffers(self, batch: StateBatch, fresh: int) -> Buffers:
+        """Return the buffers of the keys with rows, merged from state and rows."""
+        segments = Segments(_find_starts(batch, fresh), batch.rows.num_rows)
+        key_at = partial(describe_key, batch.keys)
         if self.partial:
             buffers = [flat(batch.rows.column(name)) for name in self.aggregates.buffer_names]
-            found = self.aggregates.combine(buffers, segments, key_at)
+            new_buffers = self.aggregates.combine(buffers, segments, key_at)
         else:
-            found = self.aggregates.reduce(batch.rows, segments, key_at)
+            new_buffers = self.aggregates.reduce(batch.rows, segments, key_at)
         if not batch.exists.true_count:
-            return found
-        return self.aggregates.merge([column.slice(0, fresh) for column in self._state(batch)], found, key_at)
+            return new_buffers
+        return self.aggregates.merge(
+            [column.slice(0, fresh) for column in self._read_buffers(batch)], new_buffers, key_at
+        )
 
-    def _state(self, batch: StateBatch) -> Buffers:
+    def _read_buffers(self, batch: StateBatch) -> Buffers:
         return [flat(batch.state.column(name)) for name in self.aggregates.state_names]
 
-    def _table(self, states: Buffers) -> pa.Table:
+    def _build_state(self, states: Buffers) -> pa.Table:
         return pa.table(states, names=self.aggregates.state_names)
 
-    def _results(self, keys: pa.Table, states: Buffers) -> pa.Table:
-        columns = [*keys.columns, *self.aggregates.finish(states, partial(nth_key, keys))]
+    def _build_results(self, keys: pa.Table, states: Buffers) -> pa.Table:
+        columns = [*keys.columns, *self.aggregates.finish(states, partial(describe_key, keys))]
         return pa.table(columns, names=[*keys.column_names, *self.aggregates.names])
 
 
-def nth_key(keys: pa.Table, position: int) -> object:
-    """The key at a position, for an error."""
+def describe_key(keys: pa.Table, position: int) -> object:
+    """Return the key at a position, for error messages."""
     return shown_row(keys.column_names, keys.columns, position)
 
 
-def _starts(batch: StateBatch, fresh: int) -> IndexArray:
+def _find_starts(batch: StateBatch, fresh: int) -> IndexArray:
     starts: IndexArray = batch.offsets.to_numpy()[:fresh].astype(np.int64)
     return starts
 
 
-def _rows(columns: Sequence[pa.Array], mask: BoolArray) -> Buffers:
+def _filter_columns(columns: Sequence[pa.Array], mask: BoolArray) -> Buffers:
     if mask.all():
         return list(columns)
     chosen = pa.array(mask)
     return [column.filter(chosen) for column in columns]
 
 
-def _key_of(key_at: KeyAt, owners: IndexArray, position: int) -> object:
-    """The key of what is merged at a position."""
+def _find_key(key_at: KeyAt, owners: IndexArray, position: int) -> object:
+    """Return the key of the merged buffer at a position."""
     return key_at(int(owners[position]))
 
 
 @contextlib.contextmanager
-def _naming(bound: Bound, key_at: KeyAt) -> Iterator[None]:
-    """Run a kernel, and say of which key a value is too large."""
+def _name_key_in_errors(bound: Bound, key_at: KeyAt) -> Iterator[None]:
+    """Run a kernel; name the function and the key if a value overflows."""
     try:
         with np.errstate(all="ignore"):
             yield
-    except OverflowAt as error:
+    except OverflowAtError as error:
         raise StateValueError(
-            f"the aggregate {bound.name!r} of the key {key_at(error.position)} is beyond {error.data_type}"
+            f"the aggregate {bound.name!r} of the key {key_at(error.position)} exceeds the range of {error.data_type}"
         ) from error

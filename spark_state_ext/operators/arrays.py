@@ -1,4 +1,4 @@
-"""Between Arrow's columns and NumPy: values under NULLs, segments of adjacent rows, and codes to sort by."""
+"""Conversion between Arrow columns and NumPy, segments of adjacent rows, and sorting."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ __all__ = [
     "KeyedRows",
     "NumberArray",
     "Segments",
-    "before",
-    "bools",
-    "integers",
-    "interleaved",
-    "nullable",
-    "numbers",
+    "sorts_before",
+    "to_bools",
+    "to_integers",
+    "take_interleaved",
+    "to_nullable",
+    "to_numbers",
     "order_within",
     "sort_codes",
-    "valid_of",
+    "find_valid",
 ]
 
 NumberArray = npt.NDArray[Any]
 
 
-def bools(column: pa.Array) -> BoolArray:
-    """Booleans without NULLs in NumPy."""
-    found: BoolArray = column.to_numpy(zero_copy_only=False)
-    return found
+def to_bools(column: pa.Array) -> BoolArray:
+    """Return booleans without NULLs as a NumPy array."""
+    values: BoolArray = column.to_numpy(zero_copy_only=False)
+    return values
 
 
-def valid_of(column: pa.Array) -> BoolArray | None:
-    """Which values are not NULL; None for all."""
-    return bools(column.is_valid()) if column.null_count else None
+def find_valid(column: pa.Array) -> BoolArray | None:
+    """Return a mask of the values that are not NULL; None if all are valid."""
+    return to_bools(column.is_valid()) if column.null_count else None
 
 
-def numbers(column: pa.Array, fill: Any = 0) -> NumberArray:
-    """Numbers in NumPy, of the same width; NULLs are `fill`."""
+def to_numbers(column: pa.Array, fill: Any = 0) -> NumberArray:
+    """Return numbers as a NumPy array of the same width, with `fill` for NULLs."""
     if column.null_count:
         column = column.fill_null(fill)
-    found: NumberArray = column.to_numpy(zero_copy_only=False)
-    return found
+    values: NumberArray = column.to_numpy(zero_copy_only=False)
+    return values
 
 
-def integers(column: pa.Array) -> pa.Array:
-    """Booleans, dates, timestamps and integers as integers of the same order, where NULLs are."""
+def to_integers(column: pa.Array) -> pa.Array:
+    """Return booleans, dates, timestamps and integers as integers with the same order and NULLs."""
     types = pa.types
     if types.is_boolean(column.type):
         return column.cast(pa.int8())
@@ -62,27 +62,27 @@ def integers(column: pa.Array) -> pa.Array:
     return column.view(pa.int64()) if types.is_timestamp(column.type) else column
 
 
-def nullable(values: NumberArray, valid: BoolArray | None) -> pa.Array:
-    """Numbers in Arrow, NULL where not valid (None: nowhere)."""
+def to_nullable(values: NumberArray, valid: BoolArray | None) -> pa.Array:
+    """Return numbers as an Arrow array with NULLs at positions that are not valid; None: all are valid."""
     return pa.array(values) if valid is None or valid.all() else pa.array(values, mask=~valid)
 
 
-def interleaved(first: Sequence[pa.Array], second: Sequence[pa.Array], index: IndexArray) -> list[pa.Array]:
-    """Rows of two sets of columns, one behind the other, by their positions in both."""
+def take_interleaved(first: Sequence[pa.Array], second: Sequence[pa.Array], index: IndexArray) -> list[pa.Array]:
+    """Concatenate two sets of columns and return the rows at positions `index`."""
     at = pa.array(index)
     return [pa.concat_arrays(pair).take(at) for pair in zip(first, second, strict=True)]
 
 
 @dataclass(frozen=True)
 class KeyedRows:
-    """Rows by key, in the order in which they came within each. None is copied before it is asked for.
+    """Rows grouped by key, in order of arrival within a key. Rows are copied only when they are requested.
 
     Parameters
     ----------
     table
-        The rows as they came.
+        The rows in order of arrival.
     order
-        Their positions by key, int64 (number of rows,). None: they came by key.
+        Positions of the rows in order of keys, int64 (number of rows,). None: the rows arrived in order of keys.
     starts
         Where each key begins in that order, int64 (number of keys,).
     """
@@ -93,34 +93,34 @@ class KeyedRows:
 
     @property
     def single(self) -> bool:
-        """Whether each row is a key's only one."""
+        """True if every key has one row."""
         return bool(len(self.starts) == self.table.num_rows)
 
     @property
     def by_key(self) -> pa.Table:
-        """All rows."""
+        """All rows, in order of keys."""
         return self.table if self.order is None else self.table.take(pa.array(self.order))
 
     def take(self, at: IndexArray) -> pa.Table:
-        """The rows at some positions by key."""
-        return self.table.take(self._came(at))
+        """Return the rows at positions in order of keys."""
+        return self.table.take(self._to_arrival(at))
 
     def column(self, name: str, at: IndexArray) -> pa.Array:
-        """A column's values there."""
-        return flat(self.table.column(name)).take(self._came(at))
+        """Return a column's values at positions in order of keys."""
+        return flat(self.table.column(name)).take(self._to_arrival(at))
 
-    def _came(self, at: IndexArray) -> pa.Array:
+    def _to_arrival(self, at: IndexArray) -> pa.Array:
         return pa.array(at if self.order is None else self.order[at])
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Groups of adjacent rows, none of them empty.
+    """Groups of adjacent rows, without empty groups.
 
     Parameters
     ----------
     starts
-        Where each begins, ascending from 0, int64 (number of segments,).
+        Where each segment begins, ascending from 0, int64 (number of segments,).
     rows
         Number of rows.
     """
@@ -133,44 +133,44 @@ class Segments:
 
     @cached_property
     def ends(self) -> IndexArray:
-        """Behind each segment's last row."""
+        """Position after the last row of each segment."""
         return np.append(self.starts[1:], self.rows) if len(self) else self.starts
 
     @cached_property
     def sizes(self) -> IndexArray:
-        """Number of rows of each."""
+        """Number of rows of each segment."""
         return self.ends - self.starts
 
     @cached_property
     def ids(self) -> IndexArray:
-        """Segment of each row."""
+        """Segment number of each row."""
         return np.repeat(np.arange(len(self)), self.sizes)
 
     @property
     def single(self) -> bool:
-        """Whether each has one row."""
+        """True if every segment has one row."""
         return len(self) == self.rows
 
     def spread(self, values: NumberArray) -> NumberArray:
-        """For each row the value of its segment."""
+        """Return the value of its segment for each row."""
         return values if self.single else np.repeat(values, self.sizes)
 
-    def counts(self, valid: BoolArray | None) -> IndexArray:
-        """Number of rows of each that are valid (None: all)."""
+    def count_valid(self, valid: BoolArray | None) -> IndexArray:
+        """Return the number of valid rows of each segment; None: all rows are valid."""
         if valid is None:
             return self.sizes
-        found: IndexArray = self.reduced(np.add, valid.astype(np.int64))
-        return found
+        count_valid: IndexArray = self.reduce(np.add, valid.astype(np.int64))
+        return count_valid
 
-    def reduced(self, function: np.ufunc, values: NumberArray) -> NumberArray:
-        """What a binary function makes of the values of each."""
+    def reduce(self, function: np.ufunc, values: NumberArray) -> NumberArray:
+        """Reduce the values of each segment with a binary function."""
         if self.single:
             return values
-        found: NumberArray = function.reduceat(values, self.starts)
-        return found
+        results: NumberArray = function.reduceat(values, self.starts)
+        return results
 
-    def grouped(self, column: pa.Array, function: str) -> pa.Array:
-        """What one of Arrow's grouped aggregations makes of each: for types that NumPy does not have."""
+    def aggregate(self, column: pa.Array, function: str) -> pa.Array:
+        """Aggregate each segment with an Arrow function, for types that NumPy does not support."""
         table = pa.table([pa.array(self.ids), column], names=["id", "value"])
         return flat(aggregated(table, "id", [("value", function)]).column(f"value_{function}"))
 
@@ -179,58 +179,58 @@ class Segments:
 
 
 def sort_codes(column: pa.Array, descending: bool) -> list[IndexArray]:
-    """Integers that are ordered as Spark orders the values: NULL is the smallest, NaN the largest, -0.0 is 0.0."""
-    codes = [_value_codes(column)]
+    """Return integers with Spark's order of the values: NULL is the smallest, NaN the largest, -0.0 equals 0.0."""
+    codes = [_encode_values(column)]
     if column.null_count:
-        valid = bools(column.is_valid()).astype(np.int64)
+        valid = to_bools(column.is_valid()).astype(np.int64)
         codes = [valid, codes[0] * valid]
     return [~code for code in codes] if descending else codes
 
 
-def before(codes: Sequence[IndexArray], left: IndexArray, right: IndexArray) -> BoolArray:
-    """Pair by pair, whether the value at `left` comes before that at `right`."""
-    found: BoolArray = np.zeros(len(left), dtype=np.bool_)
+def sorts_before(codes: Sequence[IndexArray], left: IndexArray, right: IndexArray) -> BoolArray:
+    """Return a mask of the pairs whose value at `left` sorts before the value at `right`."""
+    mask: BoolArray = np.zeros(len(left), dtype=np.bool_)
     tied: BoolArray = np.ones(len(left), dtype=np.bool_)
     for code in codes:
-        a, b = code[left], code[right]
-        found |= tied & (a < b)
-        tied &= a == b
-    return found
+        left_codes, right_codes = code[left], code[right]
+        mask |= tied & (left_codes < right_codes)
+        tied &= left_codes == right_codes
+    return mask
 
 
 def order_within(keys: IndexArray, codes: Sequence[IndexArray]) -> IndexArray:
-    """The order by key and then by codes; of equal rows those that are first stay first."""
-    # One number a row, so that one stable sort does. It is fast where rows already come by key, as they do here.
+    """Return positions sorted by key and then by codes; the sort is stable."""
+    # One number per row, so that one stable sort is enough. It is fast because rows are already grouped by key.
     combined = keys
     for code in codes if len(keys) else ():
         low, span = int(code.min()), int(code.max()) - int(code.min()) + 1
         if (int(combined.max()) + 1) * span >= 2**63:
-            combined, code = _dense(combined), _dense(code)
+            combined, code = _densify(combined), _densify(code)
             low, span = 0, int(code.max()) + 1
         combined = combined * span + (code - low)
     return np.argsort(combined, kind="stable").astype(np.int64, copy=False)
 
 
-def _dense(codes: IndexArray) -> IndexArray:
-    """The same order in numbers from 0 on, below the number of codes."""
-    found: IndexArray = np.unique(codes, return_inverse=True)[1].reshape(-1).astype(np.int64, copy=False)
-    return found
+def _densify(codes: IndexArray) -> IndexArray:
+    """Return codes with the same order, from 0 to less than the number of codes."""
+    dense_codes: IndexArray = np.unique(codes, return_inverse=True)[1].reshape(-1).astype(np.int64, copy=False)
+    return dense_codes
 
 
-def _value_codes(column: pa.Array) -> IndexArray:
+def _encode_values(column: pa.Array) -> IndexArray:
     types = pa.types
     if types.is_floating(column.type):
-        values = numbers(column, 0.0).astype(np.float64) + 0.0
+        values = to_numbers(column, 0.0).astype(np.float64) + 0.0
         values[np.isnan(values)] = np.nan
         bits: IndexArray = values.view(np.int64)
-        # Of negative floats the larger bits are the smaller number.
+        # For negative floats, larger bits mean a smaller number.
         return bits ^ ((bits >> 63) & np.int64(2**63 - 1))
-    plain = integers(column)
+    plain = to_integers(column)
     if types.is_integer(plain.type):
-        return numbers(plain).astype(np.int64, copy=False)
+        return to_numbers(plain).astype(np.int64, copy=False)
     encoded = column.dictionary_encode()
     order = pc.sort_indices(encoded.dictionary).to_numpy()
     ranks = np.empty(len(order), dtype=np.int64)
     ranks[order] = np.arange(len(order))
-    indices = numbers(encoded.indices)
+    indices = to_numbers(encoded.indices)
     return ranks[indices] if len(ranks) else np.zeros(len(column), dtype=np.int64)

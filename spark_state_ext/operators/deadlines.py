@@ -1,4 +1,4 @@
-"""When the watermark has passed an event time, and the timeout that says so."""
+"""Event times that the watermark has passed, and timeouts for them."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import pyarrow.compute as pc
 
 from arrow_schemas.columns import event_times_us, flat
 from arrow_schemas.equality import BoolArray, IndexArray
-from spark_state_ext.operators.arrays import bools
+from spark_state_ext.operators.arrays import to_bools
 
-__all__ = ["due_ms", "key_times_us", "passed"]
+__all__ = ["compute_timeouts_ms", "read_key_times_us", "find_passed"]
 
 
-def key_times_us(keys: pa.Table, name: str) -> pa.Array:
-    """Event time of each key."""
+def read_key_times_us(keys: pa.Table, name: str) -> pa.Array:
+    """Return the event time of each key, in microseconds."""
     return event_times_us(flat(keys.column(name)))
 
 
-def passed(times_us: pa.Array, watermark_ms: int | None) -> BoolArray:
-    """Which times the watermark has reached; never those that are NULL. Spark's condition for what is removed."""
+def find_passed(times_us: pa.Array, watermark_ms: int | None) -> BoolArray:
+    """Return a mask of the times that the watermark has reached, Spark's condition for removal; False for NULL."""
     if watermark_ms is None:
         return np.zeros(len(times_us), dtype=np.bool_)
-    return bools(pc.fill_null(pc.less_equal(times_us, watermark_ms * 1000), False))
+    return to_bools(pc.fill_null(pc.less_equal(times_us, watermark_ms * 1000), False))
 
 
-def due_ms(times_us: pa.Array) -> pa.Array:
-    """Timeouts that fire when the watermark has reached a time, milliseconds since 1970; NULL for none.
+def compute_timeouts_ms(times_us: pa.Array) -> pa.Array:
+    """Return timeouts that fire when the watermark has reached a time, in milliseconds since 1970; NULL for NULL.
 
-    A timeout fires when the watermark is past it, and so lies a millisecond before the first one at which `passed`
-    holds. (None can be set at 0, so what ends in the first millisecond of 1970 is removed in the third.)
+    A timeout fires when the watermark is past it. So it is a millisecond before the first watermark for which
+    `find_passed` is true. (A timeout cannot be 0, so a time in the first millisecond of 1970 fires in the third.)
     """
     values: IndexArray = times_us.fill_null(0).to_numpy()
-    due = np.maximum(-(-values // 1000) - 1, 1)
-    return pa.array(due, mask=~bools(times_us.is_valid())) if times_us.null_count else pa.array(due)
+    timeouts = np.maximum(-(-values // 1000) - 1, 1)
+    return pa.array(timeouts, mask=~to_bools(times_us.is_valid())) if times_us.null_count else pa.array(timeouts)

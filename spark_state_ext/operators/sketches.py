@@ -1,8 +1,8 @@
-"""Approximate numbers of distinct values, in sketches of Apache DataSketches: the package ``datasketches``, optional.
+"""Approximate distinct counts with Apache DataSketches (the optional package ``datasketches``).
 
-The library takes one value at a time, so this is per key and value Python; equal values of a key in a batch are taken
-once. State is the library's own compact form of an HLL sketch, which its other languages read, and Spark's
-``hll_union`` and ``hll_sketch_estimate`` too; integers and text are hashed as there.
+The library accepts one value at a time, so each distinct value of a key in a batch costs a Python call. The state is
+the library's compact form of an HLL sketch, which its versions for other languages and Spark's ``hll_union`` and
+``hll_sketch_estimate`` can read; integers and text have the same hashes there.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ import pyarrow as pa
 
 from arrow_schemas.columns import flat
 from spark_state_ext.errors import ExecutorPackageError, StateValueError
-from spark_state_ext.operators.arrays import Segments, integers, numbers
+from spark_state_ext.operators.arrays import Segments, to_integers, to_numbers
 from spark_state_ext.operators.functions import Buffers
 
 __all__ = ["LG_K_MAX", "LG_K_MIN", "DistinctSketch", "kind_of"]
 
 LG_K_MIN, LG_K_MAX = 7, 21
-# The library passes over empty text, which is a value like any other.
+# Stands for empty text, which the library ignores.
 _EMPTY = "\0spark_state_ext: empty"
 
 
 @dataclass(frozen=True)
 class DistinctSketch:
-    """How many different values there are, about, leaving out NULLs.
+    """The approximate number of distinct values, without NULLs.
 
     Parameters
     ----------
     lg_k
-        Logarithm of the number of registers, 7 to 21; the relative standard error is about 1.04 / sqrt(2 ** lg_k).
+        Binary logarithm of the number of registers, 7 to 21; the relative standard error is about
+        1.04 / sqrt(2 ** lg_k).
     """
 
     lg_k: int
@@ -45,44 +46,44 @@ class DistinctSketch:
 
     def reduce(self, values: pa.Array | None, segments: Segments) -> Buffers:
         assert values is not None
-        library = _library()
+        library = _import_library()
         ids = pa.array(segments.ids)
         if values.null_count:
-            given = values.is_valid()
-            ids, values = ids.filter(given), values.filter(given)
-        table = pa.table([ids, _hashable(values)], names=["id", "value"])
+            valid = values.is_valid()
+            ids, values = ids.filter(valid), values.filter(valid)
+        table = pa.table([ids, _to_hashable(values)], names=["id", "value"])
         distinct = pa.TableGroupBy(table, ["id", "value"], use_threads=False).aggregate([])
-        # Arrow gives groups in no order.
+        # Arrow returns groups in any order.
         distinct = distinct.sort_by("id")
-        owners, items = flat(distinct.column("id")).to_numpy(), _items(distinct.column("value"))
-        found: list[bytes | None] = [None] * len(segments)
+        owners, items = flat(distinct.column("id")).to_numpy(), _to_items(distinct.column("value"))
+        sketches: list[bytes | None] = [None] * len(segments)
         borders = np.flatnonzero(np.append(True, owners[1:] != owners[:-1])) if len(owners) else owners
         bounds = pairwise(np.append(borders, len(owners)).tolist())
         for at, (start, stop) in zip(owners[borders].tolist(), bounds, strict=True):
             sketch = library.hll_sketch(self.lg_k, library.tgt_hll_type.HLL_8)
             for item in items[start:stop]:
                 sketch.update(item if item != "" else _EMPTY)
-            found[at] = sketch.serialize_compact()
-        return [pa.array(found, pa.binary())]
+            sketches[at] = sketch.serialize_compact()
+        return [pa.array(sketches, pa.binary())]
 
     def merge(self, left: Buffers, right: Buffers) -> Buffers:
         both = left[0].is_valid().to_numpy(zero_copy_only=False) & right[0].is_valid().to_numpy(zero_copy_only=False)
-        # Copied where there is but one.
+        # If only one side has a sketch, copy it.
         merged: list[bytes | None] = left[0].fill_null(right[0]).to_pylist()
         if both.any():
-            library = _library()
+            library = _import_library()
             for at in np.flatnonzero(both).tolist():
                 union = library.hll_union(self.lg_k)
                 for side in (left, right):
-                    union.update(self._own(library.hll_sketch.deserialize(side[0][at].as_py())))
+                    union.update(self._check_size(library.hll_sketch.deserialize(side[0][at].as_py())))
                 merged[at] = union.get_result(library.tgt_hll_type.HLL_8).serialize_compact()
         return [pa.array(merged, pa.binary())]
 
-    def _own(self, sketch: Any) -> Any:
+    def _check_size(self, sketch: Any) -> Any:
         if sketch.lg_config_k != self.lg_k:
-            # The library's union forgets what it has when a smaller one comes.
+            # The library's union loses its content if a smaller sketch is added.
             raise StateValueError(
-                f"a sketch in the state of approx_count_distinct has lg_k {sketch.lg_config_k}, and the job asks for "
+                f"a sketch in the state of approx_count_distinct has lg_k {sketch.lg_config_k}, but the job has "
                 f"{self.lg_k}: set lg_k={sketch.lg_config_k}, or start from a new checkpoint location"
             )
         return sketch
@@ -90,7 +91,7 @@ class DistinctSketch:
     def finish(self, buffers: Buffers) -> pa.Array:
         estimates = np.zeros(len(buffers[0]), dtype=np.int64)
         if buffers[0].null_count < len(buffers[0]):
-            sketch = _library().hll_sketch
+            sketch = _import_library().hll_sketch
             for at, serialized in enumerate(buffers[0].to_pylist()):
                 if serialized is not None:
                     estimates[at] = round(sketch.deserialize(serialized).get_estimate())
@@ -98,7 +99,7 @@ class DistinctSketch:
 
 
 def kind_of(data_type: pa.DataType) -> str:
-    """What values of a type are to a sketch: equal values of one kind count once, those of two kinds twice."""
+    """Return the kind of a type's values in a sketch; equal values of different kinds are counted separately."""
     types = pa.types
     if types.is_decimal(data_type):
         return f"decimals of scale {data_type.scale}"
@@ -109,44 +110,44 @@ def kind_of(data_type: pa.DataType) -> str:
         "dates": types.is_date32,
         "timestamps": types.is_timestamp,
     }
-    return next((name for name, has in kinds.items() if has(data_type)), "integers")
+    return next((name for name, has in kinds.items() if has(data_type)), "to_integers")
 
 
-def _hashable(values: pa.Array) -> pa.Array:
-    """Values as the library takes them: numbers and text. What Spark hashes too, where it has such sketches."""
+def _to_hashable(values: pa.Array) -> pa.Array:
+    """Return values as numbers or text, which the library accepts, and which Spark's own sketches hash too."""
     types = pa.types
     if types.is_floating(values.type):
-        # One zero, and one NaN.
-        floats = numbers(values, 0.0).astype(np.float64) + 0.0
+        # Map -0.0 to 0.0, and all NaNs to one.
+        floats = to_numbers(values, 0.0).astype(np.float64) + 0.0
         floats[np.isnan(floats)] = np.nan
         return pa.array(floats)
     if types.is_binary(values.type):
         return pa.array([value.decode("latin-1") for value in values.to_pylist()], pa.string())
     if types.is_decimal(values.type):
         return values.cast(pa.string())
-    return integers(values)
+    return to_integers(values)
 
 
-def _library() -> Any:
+def _import_library() -> Any:
     try:
         return importlib.import_module("datasketches")
     except ImportError as error:
         raise ExecutorPackageError(
-            f"approx_count_distinct needs the package 'datasketches', which the Python {sys.executable} lacks: "
+            f"approx_count_distinct needs the package 'datasketches', which is missing in the Python {sys.executable}: "
             f"{sys.executable} -m pip install 'spark_state_ext[sketches]'"
         ) from error
 
 
-def _items(values: pa.ChunkedArray) -> list[Any]:
+def _to_items(values: pa.ChunkedArray) -> list[Any]:
     try:
         items: list[Any] = values.to_pylist()
     except UnicodeDecodeError:
-        items = [_text(item) for item in values.cast(pa.binary()).to_pylist()]
+        items = [_to_text(item) for item in values.cast(pa.binary()).to_pylist()]
     return items
 
 
-def _text(item: bytes) -> str:
-    """Bytes as a text of their own, where they are none; the library takes text only."""
+def _to_text(item: bytes) -> str:
+    """Return bytes as text, or a distinct text if they are not valid UTF-8; the library only accepts text."""
     try:
         return item.decode()
     except UnicodeDecodeError:

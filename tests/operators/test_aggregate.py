@@ -280,7 +280,9 @@ def test_sums_of_longs_are_exact_or_refused(groups: list[list[int]]) -> None:
     bucket = aggregation(schema, ["key"], {"total": Agg.sum("value")})
     over = [key for key, total in enumerate(totals) if not -(2**63) <= total < 2**63]
     if over:
-        with pytest.raises(StateValueError, match=rf"'total' of the key {{'key': {over[0]}}} is beyond int64"):
+        with pytest.raises(
+            StateValueError, match=rf"'total' of the key {{'key': {over[0]}}} exceeds the range of int64"
+        ):
             bucket.step(rows)
         return
     assert [row["total"] for row in bucket.step(rows)] == totals
@@ -303,7 +305,9 @@ def test_sums_of_decimals_at_their_limits(precision: int) -> None:
         rows = pa.table([pa.array([7, 7, 7, 7, 8, 9]), values], schema=schema)
         bucket = aggregation(schema, ["key"], {"x": Agg.sum("v")})
         assert [row["x"] for row in bucket.step(rows)] == [most, None, None]
-        with pytest.raises(StateValueError, match=r"'x' of the key \{'key': 7\} is beyond decimal128\(38, 2\)"):
+        with pytest.raises(
+            StateValueError, match=r"'x' of the key \{'key': 7\} exceeds the range of decimal128\(38, 2\)"
+        ):
             bucket.step(rows)
         return
     with decimal.localcontext(decimal.Context(prec=60)):
@@ -324,7 +328,7 @@ def test_means_of_decimals_are_rounded_half_up() -> None:
 
 
 HUGE, SMALL = decimal.Decimal(10**35), decimal.Decimal(5)
-BEYOND = r"the aggregate 'm' of the key \{.*'key': 'b'\} is beyond decimal128\(38, 6\)"
+BEYOND = r"the aggregate 'm' of the key \{.*'key': 'b'\} exceeds the range of decimal128\(38, 6\)"
 
 
 def test_a_mean_of_decimals_beyond_its_type_names_the_key() -> None:
@@ -485,9 +489,7 @@ def test_sketches_of_two_sizes_do_not_go_together() -> None:
         )
         first.step(rows)
         then.stored = first.stored
-        with pytest.raises(
-            StateValueError, match=f"has lg_k {before}, and the job asks for {after}: set lg_k={before}"
-        ):
+        with pytest.raises(StateValueError, match=f"has lg_k {before}, but the job has {after}: set lg_k={before}"):
             then.step(rows)
 
 

@@ -264,7 +264,7 @@ def test_rows_that_all_have_no_time() -> None:
 
 def test_a_sum_beyond_a_long_names_the_key() -> None:
     batches = [{"key": ["a", "b"], "value": [2**62, 1]}] * 2
-    with pytest.raises(StateValueError, match=r"'total' of the key \{'key': 'a'\} is beyond int64"):
+    with pytest.raises(StateValueError, match=r"'total' of the key \{'key': 'a'\} exceeds the range of int64"):
         run_operator(aggregate, batches, "key", {"total": Agg.sum("value")})
 
 

@@ -114,10 +114,10 @@ def test_sessions_of_another_gap_go_on() -> None:
 
 def test_a_sum_beyond_a_long_names_the_key() -> None:
     bucket = sessions(SCHEMA, ["key"], "end", GAP_S, {"total": Agg.sum("value")})
-    with pytest.raises(StateValueError, match=r"'total' of the key \{'key': 'b'\} is beyond int64"):
+    with pytest.raises(StateValueError, match=r"'total' of the key \{'key': 'b'\} exceeds the range of int64"):
         bucket.step(batch([("a", 1, 1), ("a", 20, 2), ("b", 1, 2**62), ("b", 2, 2**62)]))
     bucket.step(batch([("a", 1, 1), ("a", 20, 2), ("b", 1, 2**62), ("b", 8, 2**62)]))
-    with pytest.raises(StateValueError, match=r"'total' of the key \{'key': 'b'\} is beyond int64"):
+    with pytest.raises(StateValueError, match=r"'total' of the key \{'key': 'b'\} exceeds the range of int64"):
         bucket.step(batch([("a", 1, 1), ("b", 5, 0)]))
 
 
@@ -129,5 +129,7 @@ def test_a_mean_of_decimals_beyond_its_type_names_the_key() -> None:
     columns = [[key for key, *_ in rows], pa.array([at(time + GAP_S) for _, time, _ in rows], TIME)]
     values = pa.array([Decimal(value) for *_, value in rows], schema.field("value").type)
     bucket.step(pa.table([*columns, values], schema=schema))
-    with pytest.raises(StateValueError, match=r"'m' of the key \{'key': 'b'\} is beyond decimal128\(38, 6\)"):
+    with pytest.raises(
+        StateValueError, match=r"'m' of the key \{'key': 'b'\} exceeds the range of decimal128\(38, 6\)"
+    ):
         bucket.step(schema.empty_table(), 60_000)

@@ -268,7 +268,7 @@ def test_every_aggregate_of_every_type(session: Any, tmp_path: Path) -> None:
 @CLASSIC
 def test_a_sum_beyond_a_long_fails(session: Any, tmp_path: Path) -> None:
     batches = [events(("a", 1, 2**62), ("b", 1, 1)), events(("a", 1, 2**62))]
-    with pytest.raises(Exception, match=r"'total' of the key \{'key': 'a'\} is beyond int64"):
+    with pytest.raises(Exception, match=r"'total' of the key \{'key': 'a'\} exceeds the range of int64"):
         run(
             session,
             tmp_path,
