@@ -116,8 +116,7 @@ def settle(pointer: Pointer, confirmed: Mapping[tuple[str, str], Markers]) -> Po
 
 
 def list_sufficient_snapshots(pointer: Pointer, since: CheckpointRef) -> list[CheckpointRef]:
-    """Return snapshots, each of which completes a backend that has all deltas since a checkpoint: that checkpoint's
-    snapshot, and a later one at the beginning of the lineage."""
+    """Return the snapshots of which any one completes a backend that has all deltas since a checkpoint."""
     later = [entry.ref for entry in pointer.lineage[:1] if entry.ref.version > since.version]
     return [since, *later]
 

@@ -67,27 +67,28 @@ class Snapshots:
 
     def note_lost(self, name: str, heartbeats: int) -> None:
         """Note that a backend has lost files that it had confirmed."""
-        # The answers are removed: an earlier full backup may be among the lost files.
+        # Remove the note about full backups sent since: they may be among the lost files.
         self._store.record({record_name(name, _LOST): str(heartbeats).encode()}, [record_name(name, _ANSWERED)])
 
     def without_lost(self, pointer: Pointer) -> Pointer:
-        """Return the pointer without the replication statuses of backends that have lost files: these need a full
-        snapshot (`find_behind`).
+        """Return the pointer without the replication statuses of backends that have lost files.
+
+        `find_behind` then returns these backends, so that they get a full snapshot.
         """
         records = self._store.records()
         replication = dict(pointer.replication)
-        mine = {str(entry.ref) for entry in pointer.lineage}
+        lineage_refs = {str(entry.ref) for entry in pointer.lineage}
         for name in pointer.replication:
             lost, answered = record_name(name, _LOST), record_name(name, _ANSWERED)
             if lost not in records:
                 continue
             # An old note may come from a late clean-up that missed files which were deleted rightly.
-            old = int(records[lost]) < pointer.heartbeats - recent_heartbeats(
+            is_old = int(records[lost]) < pointer.heartbeats - recent_heartbeats(
                 max(self._context.batches_retained, pointer.retained)
             )
             # Remove the note only when a pointer with the full backup is committed: the commit that sent it may have
             # failed since, or Spark may have committed another attempt's pointer.
-            if old or mine & set(json.loads(records.get(answered, b"[]"))):
+            if is_old or lineage_refs & set(json.loads(records.get(answered, b"[]"))):
                 self._store.record({}, [lost, answered])
                 continue
             if name not in self.lost:
@@ -96,7 +97,7 @@ class Snapshots:
             self.lost.add(name)
         return replace(pointer, replication=replication)
 
-    # -- which backends need one -----------------------------------------------------------------------------
+    # -- which backends need one -------------------------------------------------------------------
 
     def find_behind(self, pointer: Pointer) -> list[str]:
         """Return backends that need a full snapshot of the next checkpoint, because they have no state or have lost it.
@@ -159,7 +160,7 @@ class Snapshots:
         return record.owner == self._context.uploads.owner or self._context.uploads.is_alive(record.owner)
 
     def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], confirmed: bool = False) -> Pointer:
-        """Return the pointer after the named backends were given a full snapshot of its checkpoint."""
+        """Return the pointer once backends get a full snapshot of its checkpoint, or have it already (`confirmed`)."""
         if not names:
             return pointer
         assert pointer.ref is not None, "a full snapshot needs a checkpoint"
@@ -176,7 +177,7 @@ class Snapshots:
         return settle(replace(pointer, replication=replication, markers=markers), {})
 
     def _encode_answers(self, ref: CheckpointRef, names: Sequence[str]) -> dict[str, bytes]:
-        """Return records that backends which had lost files get a full backup with a checkpoint."""
+        """Return records which note that backends with lost files get a full backup of a checkpoint."""
         records = self._store.records()
         answered = [record_name(name, _ANSWERED) for name in names if record_name(name, _LOST) in records]
         return {name: json.dumps([*json.loads(records.get(name, b"[]")), str(ref)]).encode() for name in answered}
@@ -204,12 +205,12 @@ class Snapshots:
                 future.result(self._context.options.commit_timeout_ms / 1000)
             except Exception as raised:
                 failure = raised
-                what = str(raised) or repr(raised)
+                reason = str(raised) or repr(raised)
                 if not future.done():
-                    what = f"it took longer than commit_timeout_ms, {self._context.options.commit_timeout_ms}"
+                    reason = f"it took longer than commit_timeout_ms, {self._context.options.commit_timeout_ms}"
                     future.add_done_callback(partial(self._note_late_upload, ref, name, sealed.size_bytes, began_s))
-                self._note_outcome(ref, [name], self._create_record(FAILED, what))
-                self._note_refused(name, began_s, what)
+                self._note_outcome(ref, [name], self._create_record(FAILED, reason))
+                self._note_refused(name, began_s, reason)
             else:
                 took_s = ended_s.get(name, self._context.clock_s()) - began_s
                 self._note_confirmed(ref, name, sealed.size_bytes, took_s)
@@ -223,10 +224,10 @@ class Snapshots:
         sealed.let_go()
 
     def _note_late_upload(
-        self, ref: CheckpointRef, name: str, size_bytes: int, began_s: float, done: Future[Markers]
+        self, ref: CheckpointRef, name: str, size_bytes: int, began_s: float, future: Future[Markers]
     ) -> None:
         """Note the success of an upload that ended after the wait for it."""
-        if done.exception() is None:
+        if future.exception() is None:
             self._note_confirmed(ref, name, size_bytes, self._context.clock_s() - began_s)
 
     def _note_confirmed(self, ref: CheckpointRef, name: str, size_bytes: int, took_s: float) -> None:

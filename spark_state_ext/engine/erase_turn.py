@@ -84,7 +84,7 @@ def find_new_requests(
     mark_known: bool = True,
     done_heartbeat: Callable[[int], int] = lambda _: 0,
 ) -> NewRequests:
-    """Return the requests that are new to a bucket; raise if a request is gone that the state still needs."""
+    """Return the requests that are new to a bucket; raise if the state still needs a request that was deleted."""
     handled = pointer.erased.through if pointer.erased is not None and mark_known else 0
     through = listed.through(handled)
     candidates = range(handled + 1, through + 1)
@@ -188,7 +188,7 @@ class EraseWatch:
                     elif (
                         self._is_over(query_folder, number, committed)
                         and drops()
-                        # The remembered record may be older than a going back of the query: read it again.
+                        # The cached record may be from before the query went back to an earlier batch: read it again.
                         and self._is_over(query_folder, number, committed, reread=True)
                     ):
                         still_ours()

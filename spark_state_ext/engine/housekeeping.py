@@ -81,9 +81,7 @@ class Housekeeping:
             return self._deleted.pop(bucket, 0)
 
     def drop_spill_files(self, folder: Folder, task: TaskInfo, calls: int, batch_ms: int) -> None:
-        """Remove earlier batches' spill files in the background; in the foreground now and then if workers live too
-        briefly for that.
-        """
+        """Remove earlier batches' spill files: in the background, or now and then at once if workers live briefly."""
         background = self.background
         work = partial(
             _remove_stale_spill_files, folder, task, batch_ms / 1000, time.monotonic(), calls % _SPILL_EVERY_CALLS == 0
