@@ -45,20 +45,20 @@ class SubmittedDelta:
 
     Parameters
     ----------
-    how
+    handling
         How the delta becomes durable.
     sealed
         The sealed delta file.
     uploads
         Its uploads, one to each backend that is up to date.
-    before
+    earlier_uploads
         Uploads of earlier deltas that must be waited for first.
     """
 
     handling: DeltaHandling
     sealed: SealedFile
     uploads: tuple[Upload, ...]
-    before: tuple[Upload, ...]
+    earlier_uploads: tuple[Upload, ...]
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Committer:
         if not list_pending(pointer):
             return Phase(pointer)
         since_s = self._find_oldest_start_s(pointer)
-        late = self._context.clock_s() - since_s > self._context.options.commit_delay_ms_max / 1000
-        if late or has_overdue_delta(pointer, self._context.batches_retained) or not self._context.options.inline:
+        is_late = self._context.clock_s() - since_s > self._context.options.commit_delay_ms_max / 1000
+        if is_late or has_overdue_delta(pointer, self._context.batches_retained) or not self._context.options.inline:
             return self._wait(pointer, since_s)
         return Phase(pointer)
 
@@ -262,7 +262,7 @@ class Committer:
         inline_bytes = sum(len(delta.data) for delta in pointer.inline)
         handling = choose_handling(sealed.size_bytes, inline_bytes, room_bytes, may_defer, self._context.options)
         # Uploads to wait for must be in one queue, in order.
-        before = [] if handling == DeltaHandling.INLINE else self._resume(pointer, mine=True)
+        earlier_uploads = [] if handling == DeltaHandling.INLINE else self._resume(pointer, mine=True)
         own = (
             {}
             if handling == DeltaHandling.INLINE
@@ -280,12 +280,12 @@ class Committer:
             raise
         for upload in uploads:
             upload.done.add_done_callback(lambda _: sealed.let_go())
-        return SubmittedDelta(handling, sealed, tuple(uploads), tuple(before))
+        return SubmittedDelta(handling, sealed, tuple(uploads), tuple(earlier_uploads))
 
     def finish(self, pointer: Pointer, submitted: SubmittedDelta) -> Phase:
         """Return the new pointer; wait for uploads that must be confirmed within the call."""
         assert pointer.ref is not None, "a delta must belong to a checkpoint"
-        sealed, uploads = submitted.sealed, [*submitted.before, *submitted.uploads]
+        sealed, uploads = submitted.sealed, [*submitted.earlier_uploads, *submitted.uploads]
         if submitted.handling == DeltaHandling.INLINE:
             data = sealed.get_range(0, sealed.size_bytes)
             delta = InlineDelta(pointer.ref, data, int(time.time() * 1000), pointer.heartbeats)

@@ -63,8 +63,8 @@ class FailedStage:
 
     def note(self, run: Run) -> None:
         """Note that a task reports a failure."""
-        before = self.read(run)
-        if not run.id or (before is not None and before >= run.stage):
+        noted_stage = self.read(run)
+        if not run.id or (noted_stage is not None and noted_stage >= run.stage):
             return
         new_file = self._path.with_name(f"{_FILE}-{uuid.uuid4().hex}")
         try:

@@ -70,11 +70,13 @@ class SnapshotWriter:
         self._snapshots = snapshots
         self._bucket = bucket
 
-    def with_due_snapshots(self, pointer: Pointer, due: bool, behind: Sequence[str], changed: bool) -> Pointer:
+    def with_due_snapshots(
+        self, pointer: Pointer, is_due: bool, backends_behind: Sequence[str], changed: bool
+    ) -> Pointer:
         """Return the pointer after starting the snapshots that it needs, or writing them if it cannot do without."""
         trimmed = self.trim_to_snapshot(pointer)
         with_snapshots = self._with_erasure_snapshots(
-            pointer, due or trimmed is None, behind, changed, now=trimmed is None
+            pointer, is_due or trimmed is None, backends_behind, changed, now=trimmed is None
         )
         return (
             with_snapshots
@@ -83,12 +85,12 @@ class SnapshotWriter:
         )
 
     def _with_erasure_snapshots(
-        self, pointer: Pointer, due: bool, behind: Sequence[str], changed: bool, now: bool
+        self, pointer: Pointer, is_due: bool, backends_behind: Sequence[str], changed: bool, now: bool
     ) -> Pointer:
         """Start snapshots as `_with_snapshots`, and also those that erase removed keys' bytes in time."""
         ages = pointer.ages
         if ages is None:
-            return self._with_snapshots(pointer, due, behind, now)
+            return self._with_snapshots(pointer, is_due, backends_behind, now)
         arrived = False
         # The first checkpoint needs none: its delta is the whole state.
         if len(pointer.lineage) > 1 and snapshot_asked(ages, self._context.batch_ms):
@@ -96,9 +98,9 @@ class SnapshotWriter:
             if arrived and ages.snapshots_wanted == 1:
                 ages = replace(ages, snapshots_wanted=0)
             else:
-                due = True
-        with_snapshots = self._with_snapshots(pointer, due, behind, now)
-        if due and len(with_snapshots.lineage) == 1 < len(pointer.lineage):
+                is_due = True
+        with_snapshots = self._with_snapshots(pointer, is_due, backends_behind, now)
+        if is_due and len(with_snapshots.lineage) == 1 < len(pointer.lineage):
             ages = with_snapshot(ages, self._context.batch_ms, changed, arrived)
         return replace(with_snapshots, ages=ages)
 
@@ -108,22 +110,22 @@ class SnapshotWriter:
         busy = self._context.runner.busy(self._work_name(unconfirmed))
         return not busy and self._snapshots.has_snapshot(pointer, unconfirmed)
 
-    def _with_snapshots(self, pointer: Pointer, due: bool, behind: Sequence[str], now: bool) -> Pointer:
+    def _with_snapshots(self, pointer: Pointer, is_due: bool, backends_behind: Sequence[str], now: bool) -> Pointer:
         """Return the pointer after starting a snapshot of its checkpoint, if one is due or a backend needs one.
 
         With `now`, the snapshot is written before this returns, and the pointer's lineage begins with it.
         """
         retries = self._snapshots.find_retries(pointer)
-        if not (due or behind or retries):
+        if not (is_due or backends_behind or retries):
             return pointer
         if not is_held(pointer):
             # No configured backend has this state, so one must get it before the pointer is returned.
-            self._write_now(pointer, behind)
+            self._write_now(pointer, backends_behind)
             return self._snapshots.with_full_snapshot(
-                with_unconfirmed_snapshot(pointer) if now else pointer, behind, confirmed=True
+                with_unconfirmed_snapshot(pointer) if now else pointer, backends_behind, confirmed=True
             )
         try:
-            return self._with_snapshot(pointer, due, behind, retries, now)
+            return self._with_snapshot(pointer, is_due, backends_behind, retries, now)
         except StateError as error:
             # A failed load has closed the bucket: the next call needs new restore managers.
             if self._bucket.is_closed or now:
@@ -135,23 +137,23 @@ class SnapshotWriter:
             return pointer
 
     def _with_snapshot(
-        self, pointer: Pointer, due: bool, behind: Sequence[str], retries: Sequence[str], now: bool
+        self, pointer: Pointer, is_due: bool, backends_behind: Sequence[str], retries: Sequence[str], now: bool
     ) -> Pointer:
         header = self._header(pointer)
-        names = self._snapshots.replica_names if due else [*behind, *retries]
-        missed = self._count_missed(pointer) if due else pointer.snapshots_missed
+        names = self._snapshots.replica_names if is_due else [*backends_behind, *retries]
+        missed = self._count_missed(pointer) if is_due else pointer.snapshots_missed
         # An overdue snapshot means that the background has refused it for long.
         if now or missed >= _MISSED_MAX or snapshot_overdue(pointer.lineage):
             self._write_now(pointer, names)
             # For a rescaled bucket, this snapshot completes all backends.
             return self._snapshots.with_full_snapshot(
                 replace(with_unconfirmed_snapshot(pointer), snapshots_missed=0),
-                behind if pointer.parents is None else names,
+                backends_behind if pointer.parents is None else names,
                 confirmed=True,
             )
         view, pin = self._bucket.pin_view(pointer, _WAITING_PIN_S)
         # Before the background work begins, because that notes its end.
-        awaiting_pointer = self._snapshots.with_full_snapshot(pointer, behind)
+        awaiting_pointer = self._snapshots.with_full_snapshot(pointer, backends_behind)
         self._snapshots.note_retry(names)
         if not self._context.runner.submit(
             self._work_name(header.ref), lambda: self._write_snapshot(header, view, pin, names)
@@ -159,7 +161,7 @@ class SnapshotWriter:
             self._bucket.unpin(pin)
             self._snapshots.note_not_sent(header.ref, names, "the background has too much to do")
             return pointer
-        if due and not self._context.options.format_1_too:
+        if is_due and not self._context.options.format_1_too:
             return replace(with_unconfirmed_snapshot(awaiting_pointer), snapshots_missed=missed)
         return awaiting_pointer
 
@@ -178,10 +180,10 @@ class SnapshotWriter:
         """
         if not self._context.options.format_1_too or not pointer.lineage:
             return pointer
-        for at in range(len(pointer.lineage) - 1, -1, -1):
-            ref = pointer.lineage[at].ref
+        for position in range(len(pointer.lineage) - 1, -1, -1):
+            ref = pointer.lineage[position].ref
             if ref.version == 1 or self._snapshots.has_snapshot(pointer, ref):
-                return replace(pointer, lineage=pointer.lineage[at:])
+                return replace(pointer, lineage=pointer.lineage[position:])
         return None
 
     def _count_missed(self, pointer: Pointer) -> int:

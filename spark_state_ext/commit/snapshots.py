@@ -240,12 +240,12 @@ class Snapshots:
 
     def _note_refused(self, name: str, began_s: float, error: str) -> None:
         self._context.uploads.tallies.add(self._store, Tally(failures=1))
-        before = self.read_refusals().get(name)
+        refusals = self.read_refusals().get(name)
         last_s = self._context.clock_s()
-        if before is None:
+        if refusals is None:
             self._store_refusals(name, Refusals(self._context.run, began_s, last_s, error=error))
         else:
-            attempts, since_s = before.attempts + 1, min(before.since_s, began_s)
+            attempts, since_s = refusals.attempts + 1, min(refusals.since_s, began_s)
             self._store_refusals(name, Refusals(self._context.run, since_s, last_s, attempts, error))
 
     def _store_refusals(self, name: str, refusals: Refusals | None) -> None:

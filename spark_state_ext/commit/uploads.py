@@ -198,11 +198,15 @@ class WorkerUploads:
                 if upload.state not in (UploadState.QUEUED, UploadState.SENDING):
                     continue
                 waiting = self._waiting[key]
-                behind = list(waiting)[waiting.index(upload) + 1 :]
-                for _ in (upload, *behind):
+                later_uploads = list(waiting)[waiting.index(upload) + 1 :]
+                for _ in (upload, *later_uploads):
                     waiting.pop()
-                dropped = [upload, *behind] if upload.move(UploadEvent.GIVE_UP) is UploadState.DROPPED else behind
-                for later in behind:
+                dropped = (
+                    [upload, *later_uploads]
+                    if upload.move(UploadEvent.GIVE_UP) is UploadState.DROPPED
+                    else later_uploads
+                )
+                for later in later_uploads:
                     later.move(UploadEvent.DROP)
                 if not waiting:
                     # The thread may return some day. Until then another thread does its work.

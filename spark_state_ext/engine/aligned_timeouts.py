@@ -29,5 +29,5 @@ def next_call_ms(earliest_timeout_ms: int | None, now_ms: int, *, alone: bool) -
 
 def has_nothing_due(pointer: Pointer, now_ms: int) -> bool:
     """True if a call for timeouts has no work, so that it returns its pointer unchanged."""
-    due = pointer.earliest_timeout_ms is not None and pointer.earliest_timeout_ms < now_ms
-    return not due and not pointer.inline
+    is_due = pointer.earliest_timeout_ms is not None and pointer.earliest_timeout_ms < now_ms
+    return not is_due and not pointer.inline

@@ -184,8 +184,8 @@ class Bucket:
         pointer = counted(begin_phase.pointer, heartbeat, self._context.batches_retained)
         pointer = replace(pointer, epoch=self._writer.epoch)
         pointer = marked(pointer, self._context.batch_ms, self._context.options.erase_window_ms)
-        behind = self.committer.snapshots.find_behind(pointer)
-        if rows.rows == 0 and not behind and not self._renewal_due(pointer):
+        backends_behind = self.committer.snapshots.find_behind(pointer)
+        if rows.rows == 0 and not backends_behind and not self._renewal_due(pointer):
             # If format 1 needs a snapshot that is missing, an empty delta makes a checkpoint to take the snapshot of.
             unchanged = self._snapshots.trim_to_snapshot(pointer)
             if unchanged is not None:
@@ -207,9 +207,11 @@ class Bucket:
             )
             finish_phase = self.committer.finish(replace(new_pointer, rows=sizes.rows_max), submitted)
             # Not in a bucket's first call: no batch has its pointer yet, and the first must not wait for a snapshot.
-            first_due = self.pointer.batch >= 0 and begins_with_parents(finish_phase.pointer)
-            due = snapshot_due(finish_phase.pointer.lineage, state_bytes) or first_due
-            final_pointer = self._snapshots.with_due_snapshots(finish_phase.pointer, due, behind, changed=rows.rows > 0)
+            is_first_due = self.pointer.batch >= 0 and begins_with_parents(finish_phase.pointer)
+            is_due = snapshot_due(finish_phase.pointer.lineage, state_bytes) or is_first_due
+            final_pointer = self._snapshots.with_due_snapshots(
+                finish_phase.pointer, is_due, backends_behind, changed=rows.rows > 0
+            )
             waited_s = begin_phase.waited_s + finish_phase.waited_s
             return CommitResult(final_pointer, sizes, finish_phase.deferred, waited_s)
         finally:
@@ -230,8 +232,8 @@ class Bucket:
         """True if the committed checkpoint is so old that its file might be taken for abandoned."""
         if not pointer.lineage:
             return False
-        old = pointer.ages is not None and is_old(pointer.ages, self._context.batch_ms)
-        return old or pointer.lineage[-1].heartbeat + self._context.batches_retained < pointer.heartbeats
+        is_too_old = pointer.ages is not None and is_old(pointer.ages, self._context.batch_ms)
+        return is_too_old or pointer.lineage[-1].heartbeat + self._context.batches_retained < pointer.heartbeats
 
     def _note_change(self, pointer: Pointer, rows: SpillBuffer) -> Pointer:
         if pointer.ages is None:

@@ -16,26 +16,26 @@ from spark_state_ext.store.runs import find, hashes_of, joined, sorted_run
 __all__ = ["ErasedRows", "matching", "places_of"]
 
 
-def matching(own: Sequence[pa.Array], wanted: Sequence[pa.Array]) -> BoolArray:
-    """Return a mask of the `own` keys that are among the `wanted` keys, compared by value."""
-    mask: BoolArray = np.zeros(len(own[0]), dtype=np.bool_)
-    positions = places_of(wanted, own)
+def matching(own_keys: Sequence[pa.Array], wanted_keys: Sequence[pa.Array]) -> BoolArray:
+    """Return a mask of the own keys that are among the wanted keys, compared by value."""
+    mask: BoolArray = np.zeros(len(own_keys[0]), dtype=np.bool_)
+    positions = places_of(wanted_keys, own_keys)
     mask[positions[positions >= 0]] = True
     return mask
 
 
-def places_of(wanted: Sequence[pa.Array], own: Sequence[pa.Array]) -> IndexArray:
-    """Return the position of each wanted key among the `own` keys, or -1; int64 (number of wanted keys,)."""
+def places_of(wanted_keys: Sequence[pa.Array], own_keys: Sequence[pa.Array]) -> IndexArray:
+    """Return the position of each wanted key among the own keys, or -1; int64 (number of wanted keys,)."""
     # Most keys differ in the first column already. Arrow finds these without an index of all keys.
-    may_match = np.ones(len(own[0]), dtype=np.bool_)
-    for own_column, wanted_column in zip(own, wanted, strict=True):
+    may_match = np.ones(len(own_keys[0]), dtype=np.bool_)
+    for own_column, wanted_column in zip(own_keys, wanted_keys, strict=True):
         if _is_flat(own_column.type):
             may_match &= pc.is_in(own_column, value_set=wanted_column).to_numpy(zero_copy_only=False)
     candidates = np.flatnonzero(may_match)
     if not len(candidates):
-        return np.full(len(wanted[0]), -1, dtype=np.int64)
+        return np.full(len(wanted_keys[0]), -1, dtype=np.int64)
     candidate_array = pa.array(candidates)
-    positions = key_positions([column.take(candidate_array) for column in own], wanted)
+    positions = key_positions([column.take(candidate_array) for column in own_keys], wanted_keys)
     return np.where(positions < 0, -1, candidates[positions])
 
 

@@ -148,8 +148,8 @@ class CleanUps:
 
     def in_turn(self, committed: Pointer, new_pointer: Pointer) -> None:
         """Delete files that no pointer needs any longer, if it is this bucket's turn."""
-        due = clean_up_due(new_pointer.calls, committed.bucket, self._batches_retained)
-        if not due and not is_marked(committed, new_pointer):
+        is_due = clean_up_due(new_pointer.calls, committed.bucket, self._batches_retained)
+        if not is_due and not is_marked(committed, new_pointer):
             return
         background = self._shared.background
         replication_pointer = taken_over(committed, self._replicas)

@@ -158,17 +158,17 @@ class Replicas:
             replica_files = [replica.files() for replica in self.of(job, pointer.query_folder, pointer.bucket, scratch)]
             moved = any(has_checkpoint(folder, ref) for folder in replica_files for ref in confirmed if ref is not None)
         if not moved:
-            old = ", ".join(pointer.replication)
+            old_backends = ", ".join(pointer.replication)
             names = ", ".join(backend.name for backend in job.options.backends)
             if Backend(job.options.root).name in pointer.replication:
                 # The state is in the root, which backends does not name.
                 where, advice = names, f"add 'fsspec' to backends, which means the root {job.options.root}"
             else:
-                where, advice = str(files.root), f"set the root back to {old}"
+                where, advice = str(files.root), f"set the root back to {old_backends}"
             raise StateElsewhereError(
-                f"operator {job.operator!r} has its state in {old}, but the job names {names}, which does not have it "
-                f"(looked for in {where}): {advice}. To move the state, keep both for a while with backends=[…], or "
-                "copy all files of the old backend first. Nothing was written and no state is lost."
+                f"operator {job.operator!r} has its state in {old_backends}, but the job names {names}, which does not "
+                f"have it (looked for in {where}): {advice}. To move the state, keep both for a while with "
+                "backends=[…], or copy all files of the old backend first. Nothing was written and no state is lost."
             )
 
     def bring_back(

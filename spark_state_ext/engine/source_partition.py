@@ -96,9 +96,9 @@ class SourcePartition:
         bucket_map = BucketMap.of_partitions(initial, self.group_by)
         if self.group_by == BY_PARTITION:
             _refuse_unequal(initial)
-        before = None if self.before_expansion is None else _import_function(self.before_expansion)
+        function = None if self.before_expansion is None else _import_function(self.before_expansion)
         reached = _check_reached(self.reached, self.stream, by_stream)
-        object.__setattr__(self, "assignment", PartitionAssignment.declared(bucket_map, by_stream, before, reached))
+        object.__setattr__(self, "assignment", PartitionAssignment.declared(bucket_map, by_stream, function, reached))
         if self.checkpoint_location is not None:
             object.__setattr__(self, "checkpoint_location", _check_location(self.checkpoint_location))
 
@@ -165,11 +165,11 @@ class SourcePartition:
 
     def _new_partitions(self, codes: IndexArray, indices: IndexArray) -> dict[str, int]:
         declared = self.assignment.streams
-        new = indices >= np.array([entry.reached for entry in declared], np.int64)[codes]
-        if not new.any():
+        is_new = indices >= np.array([entry.reached for entry in declared], np.int64)[codes]
+        if not is_new.any():
             return {}
         largest = np.full(len(declared), -1, np.int64)
-        np.maximum.at(largest, codes[new], indices[new])
+        np.maximum.at(largest, codes[is_new], indices[is_new])
         return {entry.stream: int(index) for entry, index in zip(declared, largest, strict=True) if index >= 0}
 
     def refuse_counts(self, topics: Mapping[str, int], unread: bool, where: str) -> None:

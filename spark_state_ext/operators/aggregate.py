@@ -67,7 +67,7 @@ class Aggregates:
     @property
     def buffer_names(self) -> list[str]:
         """Names of the buffer columns during the shuffle; key columns must not have such names."""
-        return [f"__buffer{at}" for at in range(len(self.state_names))]
+        return [f"__buffer{number}" for number in range(len(self.state_names))]
 
     @property
     def names(self) -> list[str]:
@@ -86,9 +86,9 @@ class Aggregates:
     def merge(self, left: Buffers, right: Buffers, key_at: KeyAt) -> Buffers:
         """Merge two sets of buffers pair by pair."""
         merged: Buffers = []
-        for bound, at in self._buffer_slices():
+        for bound, buffer_slice in self._buffer_slices():
             with _name_key_in_errors(bound, key_at):
-                merged += bound.kernel.merge(left[at], right[at])
+                merged += bound.kernel.merge(left[buffer_slice], right[buffer_slice])
         return merged
 
     def combine(self, buffers: Buffers, segments: Segments, key_at: KeyAt) -> Buffers:
@@ -116,9 +116,9 @@ class Aggregates:
     def finish(self, buffers: Buffers, key_at: KeyAt) -> list[pa.Array]:
         """Return the result columns, in the order of `names`."""
         columns = []
-        for bound, at in self._buffer_slices():
+        for bound, buffer_slice in self._buffer_slices():
             with _name_key_in_errors(bound, key_at):
-                columns.append(bound.kernel.finish(buffers[at]))
+                columns.append(bound.kernel.finish(buffers[buffer_slice]))
         return columns
 
     def _buffer_slices(self) -> list[tuple[Bound, slice]]:
@@ -189,23 +189,25 @@ class Aggregation:
             batch.update(self._build_state(states), by_key=False)
             return self._build_results(batch.keys, states)
         times_us = read_key_times_us(batch.keys, self.event_time)
-        over = find_passed(times_us, batch.watermark_ms)
+        is_passed = find_passed(times_us, batch.watermark_ms)
         exists = to_bools(batch.exists)
         with_rows = np.arange(len(batch)) < fresh
         # A key whose state has expired may have only its timeout left.
-        batch.remove((over & exists) | (~with_rows & ~exists))
-        live = ~over & (with_rows | exists)
-        batch.update(self._build_state(_filter_columns(states, live[:fresh])), where=live & with_rows, by_key=False)
-        batch.set_timeout(timestamp_ms=compute_timeouts_ms(times_us), where=live)
+        batch.remove((is_passed & exists) | (~with_rows & ~exists))
+        is_live = ~is_passed & (with_rows | exists)
+        batch.update(
+            self._build_state(_filter_columns(states, is_live[:fresh])), where=is_live & with_rows, by_key=False
+        )
+        batch.set_timeout(timestamp_ms=compute_timeouts_ms(times_us), where=is_live)
         if not self.append:
             return self._build_results(batch.keys.slice(0, fresh), states)
-        final = over & (with_rows | exists)
-        if not final.any():
+        is_final = is_passed & (with_rows | exists)
+        if not is_final.any():
             return None
-        stored_final = _filter_columns([column.slice(fresh) for column in self._read_buffers(batch)], final[fresh:])
-        new_final = _filter_columns(states, final[:fresh])
+        stored_final = _filter_columns([column.slice(fresh) for column in self._read_buffers(batch)], is_final[fresh:])
+        new_final = _filter_columns(states, is_final[:fresh])
         states = [pa.concat_arrays(pair) for pair in zip(new_final, stored_final, strict=True)]
-        return self._build_results(batch.keys.filter(pa.array(final)), states)
+        return self._build_results(batch.keys.filter(pa.array(is_final)), states)
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -69,8 +69,8 @@ def to_nullable(values: NumberArray, valid: BoolArray | None) -> pa.Array:
 
 def take_interleaved(first: Sequence[pa.Array], second: Sequence[pa.Array], index: IndexArray) -> list[pa.Array]:
     """Concatenate two sets of columns and return the rows at positions `index`."""
-    at = pa.array(index)
-    return [pa.concat_arrays(pair).take(at) for pair in zip(first, second, strict=True)]
+    positions = pa.array(index)
+    return [pa.concat_arrays(pair).take(positions) for pair in zip(first, second, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,16 @@ class KeyedRows:
         """All rows, in order of keys."""
         return self.table if self.order is None else self.table.take(pa.array(self.order))
 
-    def take(self, at: IndexArray) -> pa.Table:
+    def take(self, positions: IndexArray) -> pa.Table:
         """Return the rows at positions in order of keys."""
-        return self.table.take(self._to_arrival(at))
+        return self.table.take(self._to_arrival(positions))
 
-    def column(self, name: str, at: IndexArray) -> pa.Array:
+    def column(self, name: str, positions: IndexArray) -> pa.Array:
         """Return a column's values at positions in order of keys."""
-        return flat(self.table.column(name)).take(self._to_arrival(at))
+        return flat(self.table.column(name)).take(self._to_arrival(positions))
 
-    def _to_arrival(self, at: IndexArray) -> pa.Array:
-        return pa.array(at if self.order is None else self.order[at])
+    def _to_arrival(self, positions: IndexArray) -> pa.Array:
+        return pa.array(positions if self.order is None else self.order[positions])
 
 
 @dataclass(frozen=True)

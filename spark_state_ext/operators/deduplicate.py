@@ -41,31 +41,31 @@ class Deduplication:
         """Return the first row of each key that has no state."""
         count, fresh = len(batch), batch.timed_out.false_count
         exists = to_bools(batch.exists)
-        new = ~exists
-        new[fresh:] = False
-        starts: IndexArray = batch.offsets.to_numpy()[:count][new].astype(np.int64)
-        expires_us = self._compute_expiry_us(batch, starts, new)
-        over = find_passed(expires_us, batch.watermark_ms)
+        is_new = ~exists
+        is_new[fresh:] = False
+        starts: IndexArray = batch.offsets.to_numpy()[:count][is_new].astype(np.int64)
+        expires_us = self._compute_expiry_us(batch, starts, is_new)
+        is_expired = find_passed(expires_us, batch.watermark_ms)
         # A key that timed out without state had state that has expired.
-        batch.remove((exists & over) | (~exists & ~new))
-        kept = new & ~over
-        if kept.any():
-            batch.update({EXPIRES_US: expires_us}, where=kept, by_key=False)
+        batch.remove((exists & is_expired) | (~exists & ~is_new))
+        is_kept = is_new & ~is_expired
+        if is_kept.any():
+            batch.update({EXPIRES_US: expires_us}, where=is_kept, by_key=False)
             if self.key_time is not None or self.row_time is not None:
-                batch.set_timeout(timestamp_ms=compute_timeouts_ms(expires_us), where=kept)
+                batch.set_timeout(timestamp_ms=compute_timeouts_ms(expires_us), where=is_kept)
         if not len(starts):
             return None
         return batch.rows if len(starts) == batch.rows.num_rows else batch.rows.take(pa.array(starts))
 
-    def _compute_expiry_us(self, batch: StateBatch, starts: IndexArray, new: np.ndarray) -> pa.Array:
+    def _compute_expiry_us(self, batch: StateBatch, starts: IndexArray, is_new: np.ndarray) -> pa.Array:
         """Return when each key may be forgotten, from its state or its first row."""
         stored = flat(batch.state.column(EXPIRES_US))
         if self.row_time is not None:
             times = event_times_us(flat(batch.rows.column(self.row_time)).take(pa.array(starts)))
             # Spark treats a missing event time as 1970.
             values: IndexArray = stored.fill_null(0).to_numpy().copy()
-            values[new] = times.fill_null(0).to_numpy() + self.delay_us
-            valid = new | to_bools(stored.is_valid())
+            values[is_new] = times.fill_null(0).to_numpy() + self.delay_us
+            valid = is_new | to_bools(stored.is_valid())
             return pa.array(values, mask=~valid)
         if self.key_time is not None:
             return read_key_times_us(batch.keys, self.key_time)

@@ -113,9 +113,9 @@ class IntegerSum:
         a, b = to_numbers(left[0]), to_numbers(right[0])
         total = a + b
         # Overflow: both values have one sign and the sum has the other.
-        over = ((a ^ total) & (b ^ total)) < 0
-        if over.any():
-            raise OverflowAtError(int(np.argmax(over)), pa.int64())
+        overflows = ((a ^ total) & (b ^ total)) < 0
+        if overflows.any():
+            raise OverflowAtError(int(np.argmax(overflows)), pa.int64())
         return [to_nullable(total, _find_either_valid(left[0], right[0]))]
 
     def finish(self, buffers: Buffers) -> pa.Array:
@@ -266,24 +266,24 @@ class Variance:
         if valid is not None:
             shares[~valid] = 0.0
         mean = first + segments.reduce(np.add, shares)
-        off = doubles - segments.spread(mean)
-        squares = off * off
+        differences = doubles - segments.spread(mean)
+        squares = differences * differences
         if valid is not None:
             squares[~valid] = 0.0
         return [pa.array(count), pa.array(mean), pa.array(segments.reduce(np.add, squares))]
 
     def merge(self, left: Buffers, right: Buffers) -> Buffers:
-        n, m = to_numbers(left[0]), to_numbers(right[0])
-        mean, other = to_numbers(left[1], 0.0), to_numbers(right[1], 0.0)
-        count = n + m
-        delta = other - mean
+        left_count, right_count = to_numbers(left[0]), to_numbers(right[0])
+        left_mean, right_mean = to_numbers(left[1], 0.0), to_numbers(right[1], 0.0)
+        count = left_count + right_count
+        delta = right_mean - left_mean
         step = delta / np.maximum(count, 1)
         # If one side is empty, use the other side's mean, because delta may be infinite.
-        both = (n > 0) & (m > 0)
-        merged = np.where(both, mean + step * m, np.where(n > 0, mean, other))
+        both = (left_count > 0) & (right_count > 0)
+        merged = np.where(both, left_mean + step * right_count, np.where(left_count > 0, left_mean, right_mean))
         squares = to_numbers(left[2], 0.0) + to_numbers(right[2], 0.0)
         # Infinite squares stay infinite: they may come from finite values, although delta is NaN then.
-        squares = np.where(both & ~np.isinf(squares), squares + delta * step * n * m, squares)
+        squares = np.where(both & ~np.isinf(squares), squares + delta * step * left_count * right_count, squares)
         return [pa.array(count), pa.array(merged), pa.array(squares)]
 
     def finish(self, buffers: Buffers) -> pa.Array:
@@ -371,10 +371,10 @@ class Pick:
 
     def reduce(self, values: pa.Array | None, segments: Segments) -> Buffers:
         assert values is not None
-        at = segments.ends - 1 if self.last else segments.starts
+        index = segments.ends - 1 if self.last else segments.starts
         valid = find_valid(values) if self.ignore_nulls else None
         if valid is None:
-            picked = values.take(pa.array(at))
+            picked = values.take(pa.array(index))
             return [picked] if self.ignore_nulls else [picked, pa.array(np.ones(len(segments), dtype=np.bool_))]
         places = np.append(np.flatnonzero(valid), segments.rows)
         if self.last:
@@ -436,9 +436,9 @@ def _sum_integers(values: IndexArray, segments: Segments) -> IndexArray:
     if largest * int(segments.sizes.max(initial=0)) < 2**63:
         return segments.reduce(np.add, values)
     high, low = _sum_in_halves(values, segments)
-    over = (high > 2**31 - 1) | (high < -(2**31))
-    if over.any():
-        raise OverflowAtError(int(np.argmax(over)), pa.int64())
+    overflows = (high > 2**31 - 1) | (high < -(2**31))
+    if overflows.any():
+        raise OverflowAtError(int(np.argmax(overflows)), pa.int64())
     return (high << 32) | low
 
 
@@ -467,12 +467,12 @@ def _fill_with_zeros(column: pa.Array) -> pa.Array:
     return column.fill_null(pa.scalar(Decimal(0), column.type)) if column.null_count else column
 
 
-def _narrow(wide: Any, data_type: pa.DataType) -> pa.Array:
+def _narrow(values: Any, data_type: pa.DataType) -> pa.Array:
     """Return decimals as a narrower type; raise for the first one that does not fit."""
-    column = flat(wide)
+    column = flat(values)
     try:
         return column.cast(data_type)
     except pa.ArrowInvalid:
         bound = pa.scalar(Decimal(10) ** (data_type.precision - data_type.scale), column.type)
-        over = pc.fill_null(pc.greater_equal(pc.abs(column), bound), False)
-        raise OverflowAtError(max(0, pc.index(over, True).as_py()), data_type) from None
+        overflows = pc.fill_null(pc.greater_equal(pc.abs(column), bound), False)
+        raise OverflowAtError(max(0, pc.index(overflows, True).as_py()), data_type) from None

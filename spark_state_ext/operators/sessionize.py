@@ -53,9 +53,9 @@ class Sessions:
     def __call__(self, batch: StateBatch) -> pa.Table | None:
         """Return the sessions whose end the watermark has reached."""
         merged = self._merge_sessions(batch)
-        over = find_passed(pa.array(merged.ends), batch.watermark_ms)
-        self._update(batch, merged, ~over)
-        return self._build_output(batch, merged, over) if over.any() else None
+        has_ended = find_passed(pa.array(merged.ends), batch.watermark_ms)
+        self._update(batch, merged, ~has_ended)
+        return self._build_output(batch, merged, has_ended) if has_ended.any() else None
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -72,10 +72,10 @@ class Sessions:
         order = order_within(keys, [starts])
         keys, starts, ends = keys[order], starts[order], ends[order]
         is_row = order >= len(stored)
-        new, reach = _find_sessions(keys, starts, ends, is_row)
-        first = np.flatnonzero(new)
-        last = np.append(first[1:], len(new))[: len(first)] - 1
-        buffers = self._build_buffers(batch, stored, order, is_row, new, keys)
+        is_start, reach = _find_sessions(keys, starts, ends, is_row)
+        first = np.flatnonzero(is_start)
+        last = np.append(first[1:], len(is_start))[: len(first)] - 1
+        buffers = self._build_buffers(batch, stored, order, is_row, is_start, keys)
         return _MergedSessions(keys[first], starts[first], reach[last], buffers)
 
     def _build_buffers(
@@ -84,16 +84,16 @@ class Sessions:
         stored: pa.StructArray,
         order: IndexArray,
         is_row: BoolArray,
-        new: BoolArray,
+        is_start: BoolArray,
         keys: IndexArray,
     ) -> Buffers:
         """Return the buffers of each session."""
         # Pieces ordered by their begin: a stored session, or consecutive rows without a stored session in between.
-        begins = new | ~is_row
+        begins = is_start | ~is_row
         begins[1:] |= ~is_row[:-1]
         pieces = np.flatnonzero(begins)
         of_rows = is_row[pieces]
-        piece_keys, sessions = keys[pieces], np.cumsum(new)[pieces] - 1
+        piece_keys, sessions = keys[pieces], np.cumsum(is_start)[pieces] - 1
 
         def key_at(owners: IndexArray) -> KeyAt:
             return lambda position: describe_key(batch.keys, int(owners[position]))
@@ -134,32 +134,33 @@ class Sessions:
             sessions, keys = sessions[even], keys[even]
         return buffers
 
-    def _update(self, batch: StateBatch, merged: _MergedSessions, live: BoolArray) -> None:
+    def _update(self, batch: StateBatch, merged: _MergedSessions, is_open: BoolArray) -> None:
         """Store the open sessions, and set a timeout for the first end of each key."""
-        kept = merged.select(live)
-        sizes = np.bincount(kept.keys, minlength=len(batch))
-        open_ = sizes > 0
+        open_sessions = merged.select(is_open)
+        sizes = np.bincount(open_sessions.keys, minlength=len(batch))
+        has_open = sizes > 0
         exists = to_bools(batch.exists) | to_bools(batch.timed_out)
-        batch.remove(~open_ & exists)
-        if not open_.any():
+        batch.remove(~has_open & exists)
+        if not has_open.any():
             return
-        kind = batch.state.schema.field(SESSIONS).type
-        fields = list(kind.value_type)
+        list_type = batch.state.schema.field(SESSIONS).type
+        fields = list(list_type.value_type)
         bounds = [
-            pa.array(times).view(field.type) for times, field in zip((kept.starts, kept.ends), fields, strict=False)
+            pa.array(times).view(field.type)
+            for times, field in zip((open_sessions.starts, open_sessions.ends), fields, strict=False)
         ]
-        offsets = pa.array(np.concatenate([[0], np.cumsum(sizes[open_])]).astype(np.int32))
+        offsets = pa.array(np.concatenate([[0], np.cumsum(sizes[has_open])]).astype(np.int32))
         lists = pa.ListArray.from_arrays(
-            offsets, pa.StructArray.from_arrays([*bounds, *kept.buffers], fields=fields), type=kind
+            offsets, pa.StructArray.from_arrays([*bounds, *open_sessions.buffers], fields=fields), type=list_type
         )
-        batch.update({SESSIONS: lists}, where=open_, by_key=False)
+        batch.update({SESSIONS: lists}, where=has_open, by_key=False)
         firsts = offsets.to_numpy()[:-1]
-        batch.set_timeout(timestamp_ms=compute_timeouts_ms(pa.array(kept.ends[firsts])), where=open_)
+        batch.set_timeout(timestamp_ms=compute_timeouts_ms(pa.array(open_sessions.ends[firsts])), where=has_open)
 
-    def _build_output(self, batch: StateBatch, merged: _MergedSessions, over: BoolArray) -> pa.Table:
-        ended = merged.select(over)
-        kind = batch.state.schema.field(SESSIONS).type.value_type.field(START).type
-        bounds = [pa.array(times).view(kind) for times in (ended.starts, ended.ends)]
+    def _build_output(self, batch: StateBatch, merged: _MergedSessions, has_ended: BoolArray) -> pa.Table:
+        ended = merged.select(has_ended)
+        time_type = batch.state.schema.field(SESSIONS).type.value_type.field(START).type
+        bounds = [pa.array(times).view(time_type) for times in (ended.starts, ended.ends)]
         keys = batch.keys.take(pa.array(ended.keys))
         window = pa.StructArray.from_arrays(bounds, names=["start", "end"])
         columns = [*keys.columns, window, *self.aggregates.finish(ended.buffers, partial(describe_key, keys))]
@@ -209,17 +210,17 @@ def _find_sessions(
     reach: Sequence[IndexArray] = [
         # For rows of a key, ends ascend with starts, and likewise for its stored sessions. So the last one of either
         # kind reaches furthest.
-        _find_last_ends(kind, places, key_start, ends)
-        for kind in (is_row, ~is_row)
+        _find_last_ends(mask, places, key_start, ends)
+        for mask in (is_row, ~is_row)
     ]
     furthest = np.maximum(*reach)
-    new = first.copy()
-    new[1:] |= starts[1:] > furthest[:-1]
-    return new, furthest
+    is_start = first.copy()
+    is_start[1:] |= starts[1:] > furthest[:-1]
+    return is_start, furthest
 
 
-def _find_last_ends(kind: BoolArray, places: IndexArray, key_start: IndexArray, ends: IndexArray) -> IndexArray:
+def _find_last_ends(mask: BoolArray, places: IndexArray, key_start: IndexArray, ends: IndexArray) -> IndexArray:
     """Return for each place the end of the last session of a kind with the same key up to there."""
-    last = np.maximum.accumulate(np.where(kind, places, -1))
+    last = np.maximum.accumulate(np.where(mask, places, -1))
     last_ends: IndexArray = np.where(last >= key_start, ends[last], _BEFORE_ALL)
     return last_ends

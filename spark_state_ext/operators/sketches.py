@@ -59,24 +59,24 @@ class DistinctSketch:
         sketches: list[bytes | None] = [None] * len(segments)
         borders = np.flatnonzero(np.append(True, owners[1:] != owners[:-1])) if len(owners) else owners
         bounds = pairwise(np.append(borders, len(owners)).tolist())
-        for at, (start, stop) in zip(owners[borders].tolist(), bounds, strict=True):
+        for segment, (start, stop) in zip(owners[borders].tolist(), bounds, strict=True):
             sketch = library.hll_sketch(self.lg_k, library.tgt_hll_type.HLL_8)
             for item in items[start:stop]:
                 sketch.update(item if item != "" else _EMPTY)
-            sketches[at] = sketch.serialize_compact()
+            sketches[segment] = sketch.serialize_compact()
         return [pa.array(sketches, pa.binary())]
 
     def merge(self, left: Buffers, right: Buffers) -> Buffers:
-        both = left[0].is_valid().to_numpy(zero_copy_only=False) & right[0].is_valid().to_numpy(zero_copy_only=False)
+        in_both = left[0].is_valid().to_numpy(zero_copy_only=False) & right[0].is_valid().to_numpy(zero_copy_only=False)
         # If only one side has a sketch, copy it.
         merged: list[bytes | None] = left[0].fill_null(right[0]).to_pylist()
-        if both.any():
+        if in_both.any():
             library = _import_library()
-            for at in np.flatnonzero(both).tolist():
+            for position in np.flatnonzero(in_both).tolist():
                 union = library.hll_union(self.lg_k)
                 for side in (left, right):
-                    union.update(self._check_size(library.hll_sketch.deserialize(side[0][at].as_py())))
-                merged[at] = union.get_result(library.tgt_hll_type.HLL_8).serialize_compact()
+                    union.update(self._check_size(library.hll_sketch.deserialize(side[0][position].as_py())))
+                merged[position] = union.get_result(library.tgt_hll_type.HLL_8).serialize_compact()
         return [pa.array(merged, pa.binary())]
 
     def _check_size(self, sketch: Any) -> Any:
@@ -92,9 +92,9 @@ class DistinctSketch:
         estimates = np.zeros(len(buffers[0]), dtype=np.int64)
         if buffers[0].null_count < len(buffers[0]):
             sketch = _import_library().hll_sketch
-            for at, serialized in enumerate(buffers[0].to_pylist()):
+            for position, serialized in enumerate(buffers[0].to_pylist()):
                 if serialized is not None:
-                    estimates[at] = round(sketch.deserialize(serialized).get_estimate())
+                    estimates[position] = round(sketch.deserialize(serialized).get_estimate())
         return pa.array(estimates)
 
 

@@ -67,7 +67,7 @@ class TopK:
         # Entries: stored rows first, then the rows of the batch.
         entries = np.concatenate([np.flatnonzero(changed[stored.keys]), stored.count + candidates])
         keys = np.concatenate([stored.keys, row_keys])[entries]
-        best = self._find_best(keys, lambda name, at: _take_values(batch, stored, name, entries[at]))
+        best = self._find_best(keys, lambda name, positions: _take_values(batch, stored, name, entries[positions]))
         entries, keys = entries[best], keys[best]
         columns = [_take_values(batch, stored, name, entries) for name in self.kept]
         self._update(batch, columns, changed, keys)
@@ -96,14 +96,14 @@ class TopK:
         for name, descending in self.order:
             sets = Segments(np.flatnonzero(begins), len(order))
             undecided = (sets.sizes > 1) & (_compute_ranks(keys)[sets.starts] <= self.k)
-            at = np.flatnonzero(undecided[sets.ids])
-            if not len(at):
+            positions = np.flatnonzero(undecided[sets.ids])
+            if not len(positions):
                 break
-            codes = sort_codes(values(name, order[at]), descending)
-            sorted_positions = order_within(sets.ids[at], codes)
-            order[at] = order[at[sorted_positions]]
+            codes = sort_codes(values(name, order[positions]), descending)
+            sorted_positions = order_within(sets.ids[positions], codes)
+            order[positions] = order[positions[sorted_positions]]
             for code in codes:
-                begins[at[1:][np.diff(code[sorted_positions]) != 0]] = True
+                begins[positions[1:][np.diff(code[sorted_positions]) != 0]] = True
         return order[_compute_ranks(keys) <= self.k]
 
     def _find_candidates(self, batch: StateBatch, stored: _StoredRows, row_keys: IndexArray) -> IndexArray:
@@ -149,9 +149,9 @@ class TopK:
             chosen = pa.array(differ)
             columns_by_name = {name: column.filter(chosen) for name, column in columns_by_name.items()}
             keys, ranks = keys[differ], ranks[differ]
-        at = pa.array(keys)
+        key_index = pa.array(keys)
         output_columns = [
-            columns_by_name[name] if name in columns_by_name else batch.keys.column(name).take(at)
+            columns_by_name[name] if name in columns_by_name else batch.keys.column(name).take(key_index)
             for name in self.output
         ]
         return pa.table([*output_columns, pa.array(ranks, pa.int32())], names=[*self.output, self.rank])
