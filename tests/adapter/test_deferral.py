@@ -158,4 +158,4 @@ def test_where_the_store_does_not_answer_nothing_is_expected_and_it_is_asked_aga
         assert partitioning.expected(pointer, query_folder) == frozenset()
         assert not len(partitioning.differences)
     assert partitioning.expected(pointer, query_folder) == frozenset()
-    assert list(partitioning.differences._found.values()) == [True]
+    assert list(partitioning.differences._differs.values()) == [True]

@@ -159,7 +159,7 @@ class LazyMachine(RuleBasedStateMachine):
         for lazy in lazy_files(self.store):
             here = np.setdiff1d(np.arange(lazy.pieces), lazy.absent())
             for piece in here.tolist():
-                lazy.index.check(piece, lazy._bytes(piece), "the file")
+                lazy.index.check(piece, lazy._piece_bytes(piece), "the file")
 
     def teardown(self) -> None:
         if hasattr(self, "store"):

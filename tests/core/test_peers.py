@@ -325,7 +325,7 @@ def test_a_server_that_answers_wrong(world: PeerWorld, how: str) -> None:
         assert server.asked == 1, "it is left alone"
         for lazy in lazy_files(world.store):
             for piece in np.setdiff1d(np.arange(lazy.pieces), lazy.absent()).tolist():
-                lazy.index.check(piece, lazy._bytes(piece), "the file")
+                lazy.index.check(piece, lazy._piece_bytes(piece), "the file")
     finally:
         server.shutdown()
 

@@ -632,8 +632,8 @@ def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
         (
             UsageError,
             "order_by of top_k must be column names or expressions, not None",
-            lambda: top_k(mine, df, "key", None, 1),
-        ),  # type: ignore[arg-type]
+            lambda: top_k(mine, df, "key", None, 1),  # type: ignore[arg-type]
+        ),
         (UsageError, "rank of top_k", lambda: top_k(mine, df, "key", "whole", 1, rank=1)),  # type: ignore[arg-type]
         (UsageError, "descending of top_k", lambda: top_k(mine, df, "key", "whole", 1, descending=None)),  # type: ignore[arg-type]
         (UsageError, "k of top_k", lambda: top_k(mine, df, "key", "whole", 0)),
@@ -643,8 +643,8 @@ def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
         (
             UsageError,
             "the aggregate 'x' must have a column name or an expression, not 1",
-            lambda: aggregate(mine, df, "key", {"x": Agg.count(1)}),
-        ),  # type: ignore[arg-type]
+            lambda: aggregate(mine, df, "key", {"x": Agg.count(1)}),  # type: ignore[arg-type]
+        ),
         (UsageError, "keys of top_k must have different names", lambda: top_k(mine, df, ["key", "key"], "whole", 1)),
         (
             UsageError,
