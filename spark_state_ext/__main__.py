@@ -1,6 +1,6 @@
 """``spark-state-ext``, or ``python -m spark_state_ext``: commands for queries and their state.
 
-``check`` works without the packages of the extra ``cli``, as it is what tells which packages there are.
+``check`` reports which packages are installed, so it works without the packages of the extra ``cli``.
 """
 
 from __future__ import annotations
@@ -14,63 +14,64 @@ from spark_state_ext.cli.exits import REFUSED
 
 __all__ = ["main"]
 
-# Of the extra.
-_NEEDED = ("typer", "rich")
-# Commands and options that may start Spark, which may need pandas.
+# Packages of the extra ``cli``.
+_REQUIRED_PACKAGES = ("typer", "rich")
+# Commands and options that may start Spark, which may import pandas.
 _WITH_SPARK = frozenset({"abandoned", "export-native", "gc", "import-native", "savepoint", "--checkpoint", "--spark"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code (`spark_state_ext.cli.exits`)."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    missing = [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if not missing:
-        if arguments is None and any(word.partition("=")[0] in _WITH_SPARK for word in given):
-            _quiet_spark()
+        if arguments is None and any(word.partition("=")[0] in _WITH_SPARK for word in words):
+            _silence_spark()
         elif arguments is None:
-            sys.meta_path.insert(0, _WithoutPandas())
+            sys.meta_path.insert(0, _PandasBlocker())
         from spark_state_ext.cli.app import main as run
 
-        return run(given)
-    if not given or given[0] == "check":
+        return run(words)
+    if not words or words[0] == "check":
         from spark_state_ext.cli.check import main as check
 
-        return check(given[1:])
+        return check(words[1:])
     print(
-        f"spark-state-ext: EnvironmentSetupError: this needs {' and '.join(missing)}, which this Python does not have: "
-        "pip install 'spark_state_ext[cli]'. (Without it, python -m spark_state_ext check tells what is installed.)",
+        f"spark-state-ext: EnvironmentSetupError: this command needs {' and '.join(missing)}, which this Python does "
+        "not have: pip install 'spark_state_ext[cli]'. (python -m spark_state_ext check works without it, and reports "
+        "what is installed.)",
         file=sys.stderr,
     )
     return REFUSED
 
 
-def _quiet_spark() -> None:
-    """Leave out what PySpark would print in this process, which is the command's own; shorten warnings to a line."""
+def _silence_spark() -> None:
+    """Suppress what PySpark prints in this process, and shorten warnings of this package to one line."""
     import logging
     import warnings
 
     from spark_state_ext.files.printable import printable
 
-    class Lines(logging.Formatter):
-        """The first line of each message: below it Spark's errors have what the JVM went through."""
+    class FirstLineFormatter(logging.Formatter):
+        """Format only the first line of a message: in Spark's errors the JVM's stack trace follows."""
 
         def format(self, record: logging.LogRecord) -> str:
             return printable(next(iter(record.getMessage().splitlines()), ""))
 
     warnings.simplefilter("ignore")
     handler = logging.StreamHandler()
-    handler.setFormatter(Lines())
+    handler.setFormatter(FirstLineFormatter())
     logging.getLogger("spark_state_ext").addHandler(handler)
     logging.getLogger("py4j").setLevel(logging.CRITICAL + 1)
 
 
-class _WithoutPandas:
-    """PyArrow imports pandas with the first array that is made of Python's values, which takes longer than all else
-    that a quick command does. This process is the command's own, and needs none."""
+class _PandasBlocker:
+    """Import hook that hides pandas. PyArrow imports pandas when it first converts Python values to an array, which
+    takes longer than everything else that a quick command does. Commands do not need pandas."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name == "pandas":
-            raise ModuleNotFoundError("this command goes without pandas", name=name)
+            raise ModuleNotFoundError("this command does not use pandas", name=name)
 
 
 if __name__ == "__main__":

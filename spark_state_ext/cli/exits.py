@@ -1,20 +1,20 @@
-"""Exit codes of commands. `docs/operating/commands.md` has them for users."""
+"""Exit codes of commands. `docs/operating/commands.md` lists them for users."""
 
 from __future__ import annotations
 
-__all__ = ["BUG", "DONE", "INTERRUPTED", "NO", "NOBODY_READS", "REFUSED", "WRONG_CALL"]
+__all__ = ["BROKEN_PIPE", "BUG", "DONE", "INTERRUPTED", "NO", "REFUSED", "WRONG_CALL"]
 
-# It was done, and the answer is yes, or nothing was found.
+# The command succeeded, and its answer is yes, or it has nothing to report.
 DONE = 0
-# It was done, and the answer is no: something is damaged, differs, is not there, or is to be changed.
+# The command succeeded, and its answer is no: something is damaged, different, missing or must be changed.
 NO = 1
-# It cannot be done so: an unknown option, or an argument that cannot work (`UsageError`).
+# The call is wrong: an unknown option, or an argument that cannot work (`UsageError`).
 WRONG_CALL = 2
-# It was refused, or failed: any other `StateError`.
+# The command refused or failed: any other `StateError`.
 REFUSED = 3
-# An exception that nobody foresaw: its traceback is printed.
+# An unexpected exception; its traceback is printed.
 BUG = 70
-# As a shell has it of a program that SIGINT ended.
+# The code that a shell reports when SIGINT ended a program.
 INTERRUPTED = 130
-# As a shell has it of a program that SIGPIPE ended: who reads the output has gone.
-NOBODY_READS = 141
+# The code that a shell reports when SIGPIPE ended a program: the reader of its output has gone.
+BROKEN_PIPE = 141

@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 import typer
 
-from spark_state_ext.cli.exits import NOBODY_READS
+from spark_state_ext.cli.exits import BROKEN_PIPE
 from spark_state_ext.files.printable import printable
 
 __all__ = [
@@ -284,7 +284,7 @@ def _to_stdout() -> Iterator[None]:
     except BrokenPipeError as error:
         # Else Python says at its end that stdout could not be flushed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(NOBODY_READS) from error
+        raise typer.Exit(BROKEN_PIPE) from error
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from arrow_schemas import BucketMap
 from arrow_schemas.erase import EraseRequest
 from arrow_schemas.operator import operator_file_name
 from spark_state_ext import SourcePartition, erase_keys, erase_scan, erase_status, open_state, withdraw_erasure
-from spark_state_ext.cli.app import application
+from spark_state_ext.cli.app import build_application
 from spark_state_ext.errors import ChangedJobError, MissingCheckpointError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.layout import PARENTS_FOLDER
@@ -116,7 +116,7 @@ def test_commands_read_a_rescaled_query_straight_after(tmp_path: Path, old: OldJ
     query.put_in_force()
 
     def ran(*arguments: str, code: int = 0) -> str:
-        made = CliRunner().invoke(application(), list(arguments))
+        made = CliRunner().invoke(build_application(), list(arguments))
         assert made.exit_code == code, made.output
         return str(made.stdout)
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from spark_state_ext.__main__ import main
 from spark_state_ext.cli import app
-from spark_state_ext.cli.app import COMMANDS, GROUPS, application
+from spark_state_ext.cli.app import COMMANDS, GROUPS, build_application
 from spark_state_ext.cli.output import Output, plain, shown, write_table
 from spark_state_ext.worker.metrics import CallMetrics, MetricsLog
 from tests.helpers.waiting import WAIT_S
@@ -43,7 +43,7 @@ def _process(*arguments: str, code: str = "", **options: Any) -> subprocess.Comp
 @pytest.mark.parametrize("words", _WORDS, ids="-".join)
 def test_each_command_tells_its_arguments(words: Sequence[str]) -> None:
     # Typer's own runner, on the application as users have it.
-    done = CliRunner().invoke(application(), [*words, "--help"])
+    done = CliRunner().invoke(build_application(), [*words, "--help"])
     assert done.exit_code == 0, done.output
     assert "Usage: " in done.output
     names = {line.split()[0].rstrip(",") for line in done.output.splitlines() if line.strip().startswith("-")}
@@ -446,7 +446,7 @@ def test_check_works_without_the_extra_and_others_say_what_to_install() -> None:
     done = _process("savepoint", "status", "/nowhere", code=_WITHOUT)
     assert done.returncode == 3
     assert done.stderr.startswith(
-        "spark-state-ext: EnvironmentSetupError: this needs typer and rich, which this Python"
+        "spark-state-ext: EnvironmentSetupError: this command needs typer and rich, which this Python"
     )
     assert "pip install 'spark_state_ext[cli]'" in done.stderr
     assert not done.stdout
