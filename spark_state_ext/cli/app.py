@@ -139,7 +139,11 @@ def _import_command(module: str, name: str) -> Any:
 
 
 def _build_group(name: str) -> Any:
-    group_class = type(f"_{name.capitalize()}Group", (_LazyGroup,), {"command_table": GROUPS[name], "default": _DEFAULT_COMMANDS.get(name)})
+    group_class = type(
+        f"_{name.capitalize()}Group",
+        (_LazyGroup,),
+        {"command_table": GROUPS[name], "default": _DEFAULT_COMMANDS.get(name)},
+    )
     app = typer.Typer(name=name, cls=group_class, add_completion=False, **_TYPER)
     app.callback(help=f"{COMMANDS[name][1].capitalize()}.")(lambda: None)
     return get_command(app)

@@ -25,7 +25,7 @@ from spark_state_ext.version import version_and_build
 from spark_state_ext.worker import descriptors
 from spark_state_ext.worker.boot import UNKNOWN_BOOT, boot_id
 
-__all__ = ["Finding", "findings", "main"]
+__all__ = ["Finding", "check_machine", "main"]
 
 _PYTHON_MIN, _PYTHON_END = (3, 10), (3, 14)
 # The first release that is too old, and the first that was not tried.
@@ -49,7 +49,7 @@ class Finding:
     change: str = ""
 
 
-def findings(local_dir: Path) -> list[Finding]:
+def check_machine(local_dir: Path) -> list[Finding]:
     """Look at this Python and this machine."""
     found = [Finding("spark_state_ext", f"{version_and_build()} in {Path(__file__).parents[1]}"), _python(), _pyspark()]
     found += [_package(name) for name in _NEEDED]
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="as given to ArrowState (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
-    found = findings(options.local_dir)
+    found = check_machine(options.local_dir)
     for finding in found:
         print(f"{finding.what:16} {finding.seen}")
         if finding.problem:

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spark_state_ext.cli.check import Finding, findings
+from spark_state_ext.cli.check import Finding, check_machine
 from spark_state_ext.errors import StateError, StorageError, UnsafeFolderError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.version import version_and_build
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 __all__ = [
-    "NEEDED",
-    "diagnoses_of_executors",
-    "diagnoses_of_machine",
-    "diagnoses_of_root",
-    "diagnoses_of_settings",
-    "diagnoses_of_spark",
+    "WORKER_PACKAGES",
+    "diagnose_executors",
+    "diagnose_machine",
+    "diagnose_root",
+    "diagnose_settings",
+    "diagnose_spark",
     "read_properties",
-    "reason_in",
+    "extract_reason",
 ]
 
 # -- the machine and the root ---------------------------------------------------------------------
@@ -45,7 +45,7 @@ _ROOM_BYTES_MIN = 2 << 30
 _PROBE = "_doctor-"
 
 
-def diagnoses_of_root(root: str, storage_options: Mapping[str, Any], settings: Mapping[str, str]) -> list[Finding]:
+def diagnose_root(root: str, storage_options: Mapping[str, Any], settings: Mapping[str, str]) -> list[Finding]:
     """Whether a root can be written, and what its store can do. What is written is removed."""
     try:
         refuse_relative(root, "root")
@@ -114,11 +114,11 @@ def _shared(folder: Folder, settings: Mapping[str, str]) -> Finding:
     return Finding("root", f"{folder.root} is reached by all executors of {master}")
 
 
-def diagnoses_of_machine(local_dir: Path, buckets: int) -> list[Finding]:
+def diagnose_machine(local_dir: Path, buckets: int) -> list[Finding]:
     """Whether this Python and this machine can run tasks."""
     found = [
         Finding(it.what, it.seen, it.problem, f"{it.problem[:1].upper()}{it.problem[1:]}." if it.problem else "")
-        for it in findings(local_dir)
+        for it in check_machine(local_dir)
     ]
     stores = stores_path(str(local_dir))
     try:
@@ -258,7 +258,7 @@ def _number(name: str, value: str) -> int:
         raise UsageError(f"{name} must be a number, not {value!r}") from error
 
 
-def diagnoses_of_settings(settings: Mapping[str, str], buckets: int) -> list[Finding]:
+def diagnose_settings(settings: Mapping[str, str], buckets: int) -> list[Finding]:
     """What each setting that matters is, and what is wrong with it."""
     value = {**_DEFAULTS, **settings}
     faults = {name: (why, change) for name, why, change in (*_state_faults(value), *_task_faults(value, buckets))}
@@ -305,8 +305,8 @@ def _name_and_value(line: str) -> tuple[str, str]:
 
 _PACKAGE, _PYTHON, _PYARROW = "spark_state_ext", "python", "pyarrow"
 # What a worker imports; none of them has to be what the client has, but for PyArrow, which reads what the other writes.
-NEEDED = ("pandas", "numpy", "lmdb", "fsspec", "tenacity")
-_SEEN = (_PACKAGE, _PYTHON, _PYARROW, *NEEDED)
+WORKER_PACKAGES = ("pandas", "numpy", "lmdb", "fsspec", "tenacity")
+_SEEN = (_PACKAGE, _PYTHON, _PYARROW, *WORKER_PACKAGES)
 # Long enough for tasks to be spread over executors that are idle.
 _TASK_S = 0.3
 _CAUSE = "Caused by: "
@@ -316,20 +316,20 @@ _INSTALL = (
 )
 
 
-def diagnoses_of_spark(settings: Mapping[str, str]) -> list[Finding]:
+def diagnose_spark(settings: Mapping[str, str]) -> list[Finding]:
     """What is wrong with the executors that a session gets."""
     # PySpark is imported by nothing else of the doctor's.
-    from spark_state_ext.cli.sessions import session_with
+    from spark_state_ext.cli.sessions import get_session_with
 
     try:
-        rows = asked(session_with(settings))
+        rows = ask_executors(get_session_with(settings))
     except Exception as error:
         # Whatever it is, such as a worker that cannot start: the finding tells it. Spark has no one class for these.
-        return [_failed(f"{type(error).__name__}: {reason_in(str(error))}")]
-    return diagnoses_of_executors(rows, versions_here())
+        return [_failed(f"{type(error).__name__}: {extract_reason(str(error))}")]
+    return diagnose_executors(rows, read_client_versions())
 
 
-def reason_in(text: str) -> str:
+def extract_reason(text: str) -> str:
     """What is at the bottom of an error of Spark's: its last cause, or else its first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     causes = [line for line in lines if line.startswith(_CAUSE)]
@@ -344,12 +344,12 @@ def _failed(why: str) -> Finding:
     return Finding("executors", "a small job failed", why, change)
 
 
-def versions_here() -> dict[str, str | None]:
+def read_client_versions() -> dict[str, str | None]:
     """What this process has."""
     return {_PACKAGE: version_and_build(), _PYTHON: platform.python_version(), _PYARROW: metadata.version(_PYARROW)}
 
 
-def asked(spark: SparkSession) -> list[dict[str, str | None]]:
+def ask_executors(spark: SparkSession) -> list[dict[str, str | None]]:
     """Ask the executors, with as many tasks as Spark has for so small a table, which is one for each core."""
     names = ("host", "executable", *_SEEN)
     columns = ", ".join(f"`{name}` string" for name in names)
@@ -397,7 +397,7 @@ def _looker() -> Callable[[Iterable[pd.DataFrame]], Iterator[pd.DataFrame]]:
     return look
 
 
-def diagnoses_of_executors(rows: Iterable[Mapping[str, str | None]], here: Mapping[str, str | None]) -> list[Finding]:
+def diagnose_executors(rows: Iterable[Mapping[str, str | None]], here: Mapping[str, str | None]) -> list[Finding]:
     """What is missing on executors, or another one than the client's, or than that of other executors."""
     rows = list(rows)
     pythons = sorted({f"{row['host']} ({row['executable']})" for row in rows})

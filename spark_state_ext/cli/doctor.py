@@ -8,16 +8,16 @@ from typing import Annotated
 
 import typer
 
-from spark_state_ext.cli.check import findings
+from spark_state_ext.cli.check import check_machine
 from spark_state_ext.cli.exits import DONE, NO
 from spark_state_ext.cli.options import JobDirOption, OutputOption, RootPath, StorageOptions
-from spark_state_ext.cli.output import Output, columns, say, write_records
+from spark_state_ext.cli.output import Output, parse_columns, say, write_records
 from spark_state_ext.errors import UsageError
 
 __all__ = ["check", "doctor"]
 
-_CHECKED = columns("what, seen, problem")
-_DIAGNOSED = columns("what, seen, problem, change")
+_CHECKED = parse_columns("what, seen, problem")
+_DIAGNOSED = parse_columns("what, seen, problem, change")
 
 
 def check(local_dir: JobDirOption = None, output: OutputOption = Output.TABLE) -> None:
@@ -25,7 +25,7 @@ def check(local_dir: JobDirOption = None, output: OutputOption = Output.TABLE) -
 
     Run it with the Python that the executors use, on a machine of theirs.
     """
-    found = findings(local_dir or Path(tempfile.gettempdir()))
+    found = check_machine(local_dir or Path(tempfile.gettempdir()))
     write_records(map(vars, found), _CHECKED, output)
     problems = sum(bool(it.problem) for it in found)
     say("this machine can run it" if not problems else f"{problems} problem(s), see above")
@@ -61,11 +61,11 @@ def doctor(
 
     settings = {} if properties_file is None else configuration.read_properties(properties_file)
     settings |= dict(map(_pair, conf or ()))
-    found = configuration.diagnoses_of_machine(local_dir or Path(tempfile.gettempdir()), buckets)
-    found += configuration.diagnoses_of_root(root, storage_options, settings)
-    found += configuration.diagnoses_of_settings(settings, buckets) if settings else []
+    found = configuration.diagnose_machine(local_dir or Path(tempfile.gettempdir()), buckets)
+    found += configuration.diagnose_root(root, storage_options, settings)
+    found += configuration.diagnose_settings(settings, buckets) if settings else []
     if spark:
-        found += configuration.diagnoses_of_spark(settings)
+        found += configuration.diagnose_spark(settings)
     rows = [
         {**vars(it), "problem": it.problem or None, "change": it.change or None} for it in found if every or it.problem
     ]

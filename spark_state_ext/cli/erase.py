@@ -24,9 +24,9 @@ from spark_state_ext.cli.options import (
     SavepointsOption,
     StorageOptions,
 )
-from spark_state_ext.cli.output import Output, columns, say, write_records, write_table
-from spark_state_ext.cli.paths import absolute, operators_below
-from spark_state_ext.cli.values import key_of
+from spark_state_ext.cli.output import Output, parse_columns, say, write_records, write_table
+from spark_state_ext.cli.paths import list_operators, make_absolute
+from spark_state_ext.cli.values import parse_key
 from spark_state_ext.erasing.asking import WAITING, erase_keys, erase_status, withdraw_erasure
 from spark_state_ext.erasing.folders import query_folders_below
 from spark_state_ext.erasing.history import erase_history
@@ -38,8 +38,8 @@ from spark_state_ext.functions.reasons import conversion_reason
 
 __all__ = ["history", "keys", "scan", "status", "withdraw"]
 
-_ASKED = columns("operator, query_folder, number int, keys int")
-_STATUS = columns(
+_ASKED = parse_columns("operator, query_folder, number int, keys int")
+_STATUS = parse_columns(
     "operator, query_folder, number int, keys int, asked time_ms, state, done time_ms, batch int, kept bool"
 )
 
@@ -55,8 +55,8 @@ class _Operator:
     @classmethod
     def at(cls, root: str, operator: str | None, storage_options: dict[str, Any]) -> _Operator:
         """Find the operator that is meant."""
-        root = absolute(root)
-        there = sorted(operators_below(Folder(root, storage_options), () if operator is None else (operator,)))
+        root = make_absolute(root)
+        there = sorted(list_operators(Folder(root, storage_options), () if operator is None else (operator,)))
         if len(there) > 1:
             raise UsageError(f"{root} has {len(there)} operators: name one with --operator ({', '.join(there[:10])})")
         return cls(root, there[0], storage_options)
@@ -73,8 +73,8 @@ class _Operator:
             raise UsageError(f"name a key, as words or as --json; its columns are {described}")
         if len(words) % len(schema):
             raise UsageError(f"a key has the columns {described}, and {len(words)} words are no whole number of keys")
-        given = [key_of(words[at : at + len(schema)], None, schema) for at in range(0, len(words), len(schema))]
-        given += [key_of((), text, schema) for text in as_json]
+        given = [parse_key(words[at : at + len(schema)], None, schema) for at in range(0, len(words), len(schema))]
+        given += [parse_key((), text, schema) for text in as_json]
         try:
             return pa.Table.from_pylist(given, schema=schema)
         except (pa.ArrowException, ArithmeticError, AttributeError, TypeError, ValueError) as error:

@@ -10,16 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef
-from spark_state_ext.cli.bucket_files import CheckpointEntry, QueryChoice, files_of, report_damage
+from spark_state_ext.cli.bucket_files import CheckpointEntry, QueryChoice, list_checkpoint_files, report_damage
 from spark_state_ext.cli.options import OutputOption, QueryPath
-from spark_state_ext.cli.output import Output, columns, say, write_records
+from spark_state_ext.cli.output import Output, parse_columns, say, write_records
 from spark_state_ext.errors import EnvironmentSetupError, StorageError, UsageError
 from spark_state_ext.files.printable import printable
 
 __all__ = ["lineage"]
 
 _PICTURES = (".svg", ".png")
-_ROWS = columns(
+_ROWS = parse_columns(
     "bucket int, version int, id, parent_version int, parent_id, kinds texts, batch int, heartbeat int, bytes int"
 )
 
@@ -41,7 +41,7 @@ def lineage(
     if to is not None and to.suffix not in _PICTURES:
         raise UsageError(f"--to must end in {' or '.join(_PICTURES)}, not {to.name!r}")
     folder, in_force = choice.find(path)
-    files = files_of(folder, in_force, [bucket])
+    files = list_checkpoint_files(folder, in_force, [bucket])
     nodes = _nodes_of(files)
     if to is not None:
         _draw(nodes, f"bucket {bucket} of {folder.root}", to)

@@ -14,17 +14,28 @@ import typer
 
 from spark_state_ext.cli.exits import DONE, NO
 from spark_state_ext.cli.options import MetricsPath, OutputOption, StorageOptions
-from spark_state_ext.cli.output import Output, columns, say, write_cells, write_table
+from spark_state_ext.cli.output import Output, parse_columns, say, write_cells, write_table
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.printable import printable
-from spark_state_ext.reports.skew import BATCHES, OperatorLoad, loads_of, told
+from spark_state_ext.reports.skew import BATCHES, OperatorLoad, format_findings, measure_loads
 from spark_state_ext.worker.metrics import FILES, by_batch, read
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["LOOK", "RATES", "looked", "metrics", "rates", "report", "shown", "skew", "watch", "write_batches"]
+__all__ = [
+    "LOOK",
+    "RATES",
+    "take_look",
+    "metrics",
+    "compute_rates",
+    "report",
+    "build_table",
+    "skew",
+    "watch",
+    "write_batches",
+]
 
 _EVERY_S = 2.0
 
@@ -109,7 +120,7 @@ RATES = _columns(
 )
 
 
-def looked(folder: Path | str, now_ms: int | None = None) -> pa.Table:
+def take_look(folder: Path | str, now_ms: int | None = None) -> pa.Table:
     """One look at a folder of metrics."""
     now_ms = int(time.time() * 1000) if now_ms is None else now_ms
     calls = read(folder)
@@ -133,7 +144,7 @@ def looked(folder: Path | str, now_ms: int | None = None) -> pa.Table:
     return found.select(LOOK.names).cast(LOOK).sort_by([(name, "ascending") for name in _KEYS])
 
 
-def rates(before: pa.Table, after: pa.Table) -> pa.Table:
+def compute_rates(before: pa.Table, after: pa.Table) -> pa.Table:
     """What happened between two looks."""
     old = before.select([*_KEYS, "looked_ms", "calls", *_COUNTED, *_TIMED])
     both = after.join(old, list(_KEYS), join_type="left outer", right_suffix="_before")
@@ -216,7 +227,7 @@ _SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
-def shown(found: pa.Table) -> Table:
+def build_table(found: pa.Table) -> Table:
     """A table for a terminal; times are means of a call."""
     from rich.table import Table
     from rich.text import Text
@@ -275,19 +286,19 @@ def watch(
     """Show what operators are at, and look again until somebody interrupts it."""
     from rich.live import Live
 
-    before = looked(folder)
-    with Live(shown(rates(before, before)), console=console, auto_refresh=False) as live:
+    before = take_look(folder)
+    with Live(build_table(compute_rates(before, before)), console=console, auto_refresh=False) as live:
         done = 1
         while looks is None or done < looks:
             pause(every_s)
-            after = looked(folder)
-            live.update(shown(rates(before, after)), refresh=True)
+            after = take_look(folder)
+            live.update(build_table(compute_rates(before, after)), refresh=True)
             before, done = after, done + 1
 
 
 # -- skew -----------------------------------------------------------------------------------------
 
-_LOADS = columns(
+_LOADS = parse_columns(
     "operator, query_id, bucket int, calls int, rows int, changed_rows int, top_key_rows int, state_rows int, "
     "state_bytes int, call_ms float, finding"
 )
@@ -306,14 +317,14 @@ def skew(
     Exits with 1 where something is to be changed.
     """
     _refuse_no_metrics(folder)
-    loads = loads_of(read(folder), batches, cores)
+    loads = measure_loads(read(folder), batches, cores)
     write_table(pa.concat_tables([_load_rows(it) for it in loads]) if loads else _LOADS.empty_table(), output)
     for it in loads:
         say(
             f"operator={it.operator} query={it.query_id} batches={it.batches} buckets={it.job_buckets} "
             f"skew_rows={it.skew.rows:.2f} skew_state={it.skew.state_bytes:.2f} skew_time={it.skew.call_ms:.2f}"
         )
-        for line in told(it.findings):
+        for line in format_findings(it.findings):
             say(line)
     raise typer.Exit(DONE if all(it.is_even for it in loads) else NO)
 
@@ -346,8 +357,8 @@ def report(
     Reads only. Needs matplotlib: pip install 'spark_state_ext[report]'.
     """
     # It reads roots too, which the other commands here do not.
-    from spark_state_ext.cli.paths import absolute
+    from spark_state_ext.cli.paths import make_absolute
     from spark_state_ext.reports.making import report as make_report
 
-    made = make_report(absolute(path), out, metrics=metrics, storage_options=storage_options, title=title)
+    made = make_report(make_absolute(path), out, metrics=metrics, storage_options=storage_options, title=title)
     say(f"file={made} bytes={made.stat().st_size}")

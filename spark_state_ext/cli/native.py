@@ -6,18 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from spark_state_ext.cli.options import IdleOption, OperatorOption, OutputOption, StorageOptions, options_for
-from spark_state_ext.cli.output import Output, columns, say, write_record
-from spark_state_ext.cli.paths import absolute, given_folder
+from spark_state_ext.cli.options import IdleOption, OperatorOption, OutputOption, StorageOptions, options_of
+from spark_state_ext.cli.output import Output, parse_columns, say, write_record
+from spark_state_ext.cli.paths import make_absolute, open_folder
 from spark_state_ext.errors import UsageError
 
 __all__ = ["export_native", "import_native"]
 
 _IDLE_S = 60.0
-_IMPORTED = columns(
+_IMPORTED = parse_columns(
     "savepoint, checkpoint, query_id, batch int, replays bool, watermark time_ms, rows int, states int, timeouts int"
 )
-_EXPORTED = columns("path, operator, key texts, columns texts, rows int")
+_EXPORTED = parse_columns("path, operator, key texts, columns texts, rows int")
 
 
 def import_native(
@@ -31,7 +31,7 @@ def import_native(
     idle_s: IdleOption = _IDLE_S,
     *,
     storage_options: StorageOptions,
-    savepoint_options: Annotated[dict[str, Any] | None, options_for("the savepoint; by default the same")] = None,
+    savepoint_options: Annotated[dict[str, Any] | None, options_of("the savepoint; by default the same")] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Bring a stopped job on Spark's own applyInPandasWithState to this package. Needs PySpark 4.0 or newer.
@@ -40,7 +40,7 @@ def import_native(
     spark-defaults.conf.
     """
     # PySpark is imported by nothing else here.
-    from spark_state_ext.cli.sessions import errors_of_tasks, refuse_taken, session
+    from spark_state_ext.cli.sessions import get_session, refuse_occupied, unwrap_task_errors
     from spark_state_ext.engine.options import StateOptions
     from spark_state_ext.engine.start_from import Savepoint
     from spark_state_ext.spark.native.importing import import_native as import_from_spark
@@ -49,11 +49,11 @@ def import_native(
     target = Savepoint(savepoint, storage_options=of_savepoint)
     # Before Spark starts.
     StateOptions(root="/", operator=operator)
-    refuse_taken(savepoint, of_savepoint, "the savepoint")
-    refuse_taken(new_checkpoint, storage_options, "the new checkpoint location")
-    with errors_of_tasks():
+    refuse_occupied(savepoint, of_savepoint, "the savepoint")
+    refuse_occupied(new_checkpoint, storage_options, "the new checkpoint location")
+    with unwrap_task_errors():
         done = import_from_spark(
-            session(checkpoint),
+            get_session(checkpoint),
             checkpoint,
             target,
             new_checkpoint,
@@ -84,7 +84,7 @@ def export_native(
     A job gives the rows to its operator, grouped by their key: initialState=spark.read.parquet(TARGET).groupBy(key).
     """
     # PySpark is imported by nothing else here.
-    from spark_state_ext.cli.sessions import errors_of_tasks, local_path, session
+    from spark_state_ext.cli.sessions import find_local_path, get_session, unwrap_task_errors
     from spark_state_ext.engine.start_from import Savepoint
     from spark_state_ext.savepoints.manifest_file import read_manifest
     from spark_state_ext.savepoints.reading import operator_named
@@ -92,16 +92,16 @@ def export_native(
     from spark_state_ext.spark.native.exporting import export_native as check_export
     from spark_state_ext.spark.native.exporting import refuse_operator
 
-    folder = given_folder(absolute(savepoint), storage_options)
+    folder = open_folder(make_absolute(savepoint), storage_options)
     manifest = read_manifest(folder)
     name = operator_named(manifest, operator, folder.root)
     given = Savepoint(folder.root, operator=name, storage_options=storage_options)
     # Before Spark starts.
     refuse_operator(target_operator)
-    if (path := local_path(to)) is not None and path.exists():
+    if (path := find_local_path(to)) is not None and path.exists():
         raise UsageError(f"there is {to} already: give a folder that does not exist yet")
-    with errors_of_tasks():
-        spark = session()
+    with unwrap_task_errors():
+        spark = get_session()
         # It refuses what cannot be exported, and its rows are those of the table.
         check_export(spark, given, to=target_operator)
         rows = read_savepoint(spark, given)

@@ -45,8 +45,8 @@ __all__ = [
     "StatePath",
     "StorageOptions",
     "UnprovenOption",
-    "as_typer_has_it",
-    "options_for",
+    "adapt_to_typer",
+    "options_of",
 ]
 
 
@@ -67,7 +67,7 @@ def _options_in(text: str) -> dict[str, Any]:
     return options
 
 
-def options_for(whose: str, *names: str) -> Any:
+def options_of(whose: str, *names: str) -> Any:
     """An option as ``--storage-options``, of something else."""
     return typer.Option(*names, metavar="JSON", callback=_json_object, help=f"as --storage-options, of {whose}")
 
@@ -135,7 +135,7 @@ JsonKeys = Annotated[
 BackendsOption = Annotated[
     list[str] | None, typer.Option("--backend", metavar="ROOT", help="root of another backend of the query")
 ]
-BackendOptions = Annotated[dict[str, Any], options_for("backends", "--backend-options")]
+BackendOptions = Annotated[dict[str, Any], options_of("backends", "--backend-options")]
 LocalDirsOption = Annotated[
     list[str] | None, typer.Option("--local-dir", metavar="FOLDER", help="local_dir of the ArrowState, on this machine")
 ]
@@ -166,7 +166,7 @@ OutputOption = Annotated[
 _SUFFIX = "_options"
 
 
-def as_typer_has_it(command: Callable[..., None]) -> Callable[..., None]:
+def adapt_to_typer(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command whose parameters are what Typer knows.
 
     A parameter that is a dataclass becomes one for each of its fields. The JSON of ``--storage-options`` and of each

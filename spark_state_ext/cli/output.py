@@ -27,11 +27,11 @@ from spark_state_ext.files.printable import printable
 
 __all__ = [
     "Output",
-    "columns",
-    "plain",
-    "progress",
+    "parse_columns",
+    "to_json_value",
+    "show_progress",
     "say",
-    "shown",
+    "format_value",
     "write_cells",
     "write_record",
     "write_records",
@@ -61,16 +61,16 @@ def say(text: str) -> None:
 # -- values ---------------------------------------------------------------------------------------
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """A value of Arrow's, of builtin types that JSON has."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
     if isinstance(value, Mapping):
-        return {str(name): plain(it) for name, it in value.items()}
+        return {str(name): to_json_value(it) for name, it in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(it) for it in value]
+        return [to_json_value(it) for it in value]
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, (datetime, date, time)):
@@ -78,7 +78,7 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value in a table: one line, without anything that a terminal would obey."""
     if value is None:
         return "NULL"
@@ -91,7 +91,7 @@ def shown(value: Any) -> str:
     if isinstance(value, datetime):
         return value.isoformat(" ", "seconds" if not value.microsecond else "auto")
     if isinstance(value, (list, tuple, Mapping)):
-        return printable(json.dumps(plain(value), ensure_ascii=False))
+        return printable(json.dumps(to_json_value(value), ensure_ascii=False))
     return printable(str(value))
 
 
@@ -106,7 +106,7 @@ _KINDS = {
 }
 
 
-def columns(text: str, **tables: pa.Schema) -> pa.Schema:
+def parse_columns(text: str, **tables: pa.Schema) -> pa.Schema:
     """Columns of data as ``"path, files int"``, which are text where no kind is said; tables within come last."""
     named = [it.strip().partition(" ") for it in text.split(",")]
     within = [(name, pa.list_(pa.struct(list(schema)))) for name, schema in tables.items()]
@@ -132,7 +132,7 @@ def _in_utf8(value: Any) -> Any:
 
 def _json_of(value: Any, indent: int | None = None) -> str:
     """Return JSON in which each character that a terminal would obey is escaped."""
-    text = json.dumps(plain(value), ensure_ascii=False, allow_nan=False, indent=indent)
+    text = json.dumps(to_json_value(value), ensure_ascii=False, allow_nan=False, indent=indent)
     return "\n".join(line if line.isprintable() else "".join(map(_escaped_in_json, line)) for line in text.split("\n"))
 
 
@@ -262,10 +262,10 @@ def _print(names: list[str] | None, right: list[bool], rows: Iterable[tuple[Any,
     table = Table(box=None, pad_edge=False, show_header=names is not None, header_style="bold")
     for at, is_right in enumerate(right):
         table.add_column(
-            Text(shown(names[at])) if names else "", justify="right" if is_right else "left", overflow="fold"
+            Text(format_value(names[at])) if names else "", justify="right" if is_right else "left", overflow="fold"
         )
     for row in rows:
-        table.add_row(*(Text(shown(value)) for value in row))
+        table.add_row(*(Text(format_value(value)) for value in row))
     terminal = sys.stdout.isatty()
     console = Console(file=sys.stdout, highlight=False, markup=False, width=None if terminal else _WIDTH)
     if terminal:
@@ -288,7 +288,7 @@ def _to_stdout() -> Iterator[None]:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def show_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A bar on stderr while long work is done, on a terminal only."""
     if not sys.stderr.isatty():
         yield lambda steps: None

@@ -18,26 +18,24 @@ from spark_state_ext.reading.finding import find_state
 __all__ = [
     "QueryFolder",
     "Target",
-    "absolute",
-    "as_given",
-    "bucket_folders",
-    "given_folder",
-    "operators_below",
-    "query_folder_at",
-    "query_folder_of",
-    "target_of",
+    "make_absolute",
+    "strip_slash",
+    "list_bucket_folders",
+    "open_folder",
+    "list_operators",
+    "read_operator_in_force",
+    "find_query_folder",
+    "find_target",
 ]
 
 # Operators in a message.
 _NAMED_MAX = 10
 
 
-def operators_below(
-    root: Folder, wanted: Collection[str] = (), *, may_lack_all: bool = False
-) -> dict[str, list[Entry]]:
+def list_operators(root: Folder, wanted: Collection[str] = (), *, allow_empty: bool = False) -> dict[str, list[Entry]]:
     """What lies in the folders of the operators of a root."""
     here = root.entries()
-    if not here and not may_lack_all:
+    if not here and not allow_empty:
         raise UsageError(f"there is no folder {root.root}, or it is empty: give the root, as ArrowState has it")
     # No operator's name begins with "_": such a folder is what hosts with a standby service tell each other.
     there = [entry.name for entry in here if entry.folder and not entry.name.startswith("_")]
@@ -50,7 +48,7 @@ def operators_below(
                 f"give the root, not a folder in it: {where} has an operator file, so {root.root} is the folder of "
                 "an operator or of a query"
             )
-    if not there and not may_lack_all:
+    if not there and not allow_empty:
         raise UsageError(f"{root.root} has no operators, as it has no folders: give the root, as ArrowState has it")
     if missing:
         shown = ", ".join(there[:_NAMED_MAX]) + (", …" if len(there) > _NAMED_MAX else "")
@@ -75,25 +73,25 @@ class Target:
     query_folders: tuple[QueryFolder, ...] = ()
 
 
-def given_folder(path: str, storage_options: Mapping[str, Any]) -> Folder:
+def open_folder(path: str, storage_options: Mapping[str, Any]) -> Folder:
     """A folder as somebody gave it; a relative path is of this process's folder."""
-    return Folder(as_given(path), storage_options)
+    return Folder(strip_slash(path), storage_options)
 
 
-def as_given(path: str) -> str:
+def strip_slash(path: str) -> str:
     """A path as somebody gave it, without a slash at its end."""
     return path.rstrip("/") or path
 
 
-def absolute(path: str) -> str:
+def make_absolute(path: str) -> str:
     """A path that other processes understand too: a relative one is of this process's folder."""
-    given = as_given(path)
+    given = strip_slash(path)
     found = given if "://" in given else os.path.abspath(given)
     refuse_relative(found, "a root or savepoint")
     return found
 
 
-def target_of(folder: Folder) -> Target:
+def find_target(folder: Folder) -> Target:
     """Find out what a folder is."""
     entries = folder.entries()
     if any(entry.name == MANIFEST_NAME and not entry.folder for entry in entries):
@@ -102,7 +100,7 @@ def target_of(folder: Folder) -> Target:
         return Target(folder, savepoint=False, query_folders=(QueryFolder("", folder),))
     found = [
         QueryFolder(operator, folder.child(operator, entry.name))
-        for operator, listed in sorted(operators_below(folder).items())
+        for operator, listed in sorted(list_operators(folder).items())
         for entry in listed
         if entry.folder and entry.name not in (STARTING_FOLDER, SPILL_FOLDER)
     ]
@@ -116,7 +114,7 @@ def _is_query_folder(entries: Sequence[Entry]) -> bool:
     )
 
 
-def query_folder_at(folder: Folder) -> OperatorFile:
+def read_operator_in_force(folder: Folder) -> OperatorFile:
     """The operator file in force of a query folder."""
     numbers = [number for name in folder.names() if (number := parse_operator_file_name(name)) is not None]
     if not numbers:
@@ -133,11 +131,11 @@ def query_folder_at(folder: Folder) -> OperatorFile:
         raise UsageError(f"{folder.where(name)} went away meanwhile: run the command again") from error
 
 
-def query_folder_of(
+def find_query_folder(
     path: str, storage_options: Mapping[str, Any], operator: str | None, query_folder: str | None
 ) -> tuple[Folder, OperatorFile]:
     """Find a query folder as `show` does: a path may be the folder itself, or a root."""
-    given = given_folder(path, storage_options)
+    given = open_folder(path, storage_options)
     found = find_state(given, operator, query_folder)
     if found.operator is None:
         raise UsageError(f"{given.root} is a savepoint: give a root as ArrowState has it, or a query folder below it")
@@ -160,7 +158,7 @@ def _query_folders_below(folder: Folder) -> list[str]:
     return found
 
 
-def bucket_folders(folder: Folder) -> list[tuple[int, Folder]]:
+def list_bucket_folders(folder: Folder) -> list[tuple[int, Folder]]:
     """The folders of buckets in a query folder, or in an operator's folder of a savepoint, in order."""
     numbers = sorted(int(entry.name) for entry in folder.entries() if entry.folder and entry.name.isdecimal())
     return [(number, folder.child(str(number))) for number in numbers]

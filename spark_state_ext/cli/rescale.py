@@ -9,9 +9,9 @@ import typer
 
 from arrow_schemas.bucket_map import HASH, BucketMap
 from arrow_schemas.savepoint import SavedBucket
-from spark_state_ext.cli.options import OutputOption, StorageOptions, options_for
-from spark_state_ext.cli.output import Output, columns, progress, say, write_record, write_records
-from spark_state_ext.cli.paths import given_folder
+from spark_state_ext.cli.options import OutputOption, StorageOptions, options_of
+from spark_state_ext.cli.output import Output, parse_columns, say, show_progress, write_record, write_records
+from spark_state_ext.cli.paths import open_folder
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reports import choosing
@@ -21,7 +21,7 @@ from spark_state_ext.savepoints.reading import operator_named
 
 __all__ = ["recommend", "rescale"]
 
-_RESCALED = columns("operator, bucket int, rows int, bytes int")
+_RESCALED = parse_columns("operator, bucket int, rows int, bytes int")
 _RECOMMENDED = "buckets int, shuffle_partitions int, batch_cost_s float, bucket_bytes int"
 
 
@@ -37,7 +37,7 @@ def rescale(
     operator: Annotated[str | None, typer.Option(metavar="NAME", help="this one only; others stay as they are")] = None,
     *,
     storage_options: StorageOptions,
-    to_options: Annotated[dict[str, Any], options_for("the new one")],
+    to_options: Annotated[dict[str, Any], options_of("the new one")],
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Write a savepoint anew with more or fewer buckets, or one bucket split alone, without Spark.
@@ -45,14 +45,14 @@ def rescale(
     Rows, timeouts, batch, watermark, offsets and times to live stay. All rows are read back and compared before it says
     done. Run it again where it was stopped: it goes on. Prints the new buckets.
     """
-    source, target = given_folder(path, storage_options), given_folder(to, to_options)
+    source, target = open_folder(path, storage_options), open_folder(to, to_options)
     into = _into(split or [])
     if buckets is None:
         buckets = _buckets_of(source, operator, into)
     bucket_map = BucketMap.split(buckets, into)
     wanted = rescaling_of(source, bucket_map, operator)
     made: list[SavedBucket] = []
-    with progress("rescaling", wanted.buckets) as advance:
+    with show_progress("rescaling", wanted.buckets) as advance:
 
         def on_bucket(bucket: SavedBucket) -> None:
             made.append(bucket)
@@ -120,6 +120,6 @@ def recommend(
     if output is Output.TABLE:
         for reason in record["why"]:
             say(reason)
-        write_record(record, columns(_RECOMMENDED), output)
+        write_record(record, parse_columns(_RECOMMENDED), output)
     else:
-        write_record(record, columns(f"{_RECOMMENDED}, why texts"), output)
+        write_record(record, parse_columns(f"{_RECOMMENDED}, why texts"), output)

@@ -22,7 +22,7 @@ import typer
 
 from arrow_schemas.operator import parse_operator_file_name
 from spark_state_ext.cli.options import IdleOption, OutputOption, StorageOptions
-from spark_state_ext.cli.output import Output, columns, say, write_records
+from spark_state_ext.cli.output import Output, parse_columns, say, write_records
 from spark_state_ext.cli.spark_checkpoint import (
     COMMITS,
     METADATA,
@@ -30,10 +30,10 @@ from spark_state_ext.cli.spark_checkpoint import (
     ROLLED_BACK,
     STATE,
     SparkFile,
-    missing_version,
+    find_missing_version,
     parse_path,
-    shuffle_partitions,
-    state_ids,
+    read_shuffle_partitions,
+    read_state_ids,
 )
 from spark_state_ext.errors import (
     CorruptFileError,
@@ -44,12 +44,20 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["Rollback", "carry_out", "check_idle", "plan_rollback", "planned", "rollback", "written_ago_s"]
+__all__ = [
+    "Rollback",
+    "apply_rollback",
+    "check_idle",
+    "plan_rollback",
+    "plan_from_files",
+    "rollback",
+    "seconds_since_write",
+]
 
 # Twice Spark's maintenance interval: in an application that goes on, maintenance uploads a last snapshot of a query
 # that has stopped, up to an interval later. A query that was rolled back before that may read it.
 _IDLE_S = 120.0
-_ROWS = columns("kind, number int, path")
+_ROWS = parse_columns("kind, number int, path")
 
 
 def rollback(
@@ -72,17 +80,17 @@ def rollback(
     if delete and not apply:
         raise typer.BadParameter("--delete goes with --apply")
     folder = Folder(checkpoint, storage_options)
-    plan = planned(folder, to_batch)
+    plan = plan_from_files(folder, to_batch)
     if apply:
         check_idle(plan, time.time(), idle_s, folder.root)
     write_records(map(vars, plan.files), _ROWS, output)
     counts = {kind: sum(file.kind == kind for file in plan.files) for kind in (STATE, COMMITS, OFFSETS)}
     say(f"files={len(plan.files)} " + " ".join(f"{kind}={count}" for kind, count in counts.items()))
     if not apply:
-        say(_what_next(written_ago_s(plan, time.time(), idle_s), idle_s))
+        say(_what_next(seconds_since_write(plan, time.time(), idle_s), idle_s))
         return
     aside = f"{ROLLED_BACK}to-{plan.to_batch}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
-    done = carry_out(folder, plan, None if delete else aside)
+    done = apply_rollback(folder, plan, None if delete else aside)
     say(f"deleted={done}" if delete else f"moved={done} to={folder.where(aside)}")
 
 
@@ -191,7 +199,7 @@ def _check_state(
         partition = "/".join(store.split("/")[:3])
         # Batch b commits version b + 1.
         known = {batch + 1: told[partition] for batch, told in ids.items() if partition in told}
-        lacking = missing_version(stores.get(store, ()), version, known)
+        lacking = find_missing_version(stores.get(store, ()), version, known)
         if lacking is not None:
             missing.append(f"version {lacking} in {store}")
     if missing:
@@ -227,7 +235,7 @@ def _partitions(stores: Iterable[str], committed: Mapping[str, frozenset[str]]) 
 
 def check_idle(plan: Rollback, now_s: float, idle_s: float, where: str) -> None:
     """Refuse while somebody writes."""
-    written = written_ago_s(plan, now_s, idle_s)
+    written = seconds_since_write(plan, now_s, idle_s)
     if written is not None:
         raise LiveRunError(
             f"{where} was written {written:.0f} s ago, so its query may be running: stop it. "
@@ -235,14 +243,14 @@ def check_idle(plan: Rollback, now_s: float, idle_s: float, where: str) -> None:
         )
 
 
-def written_ago_s(plan: Rollback, now_s: float, idle_s: float) -> float | None:
+def seconds_since_write(plan: Rollback, now_s: float, idle_s: float) -> float | None:
     """How long ago the checkpoint was written; None where that is long enough, or the file system does not tell."""
     if plan.newest_s is None or now_s - plan.newest_s >= idle_s:
         return None
     return max(0.0, now_s - plan.newest_s)
 
 
-def carry_out(checkpoint: Folder, plan: Rollback, aside: str | None) -> int:
+def apply_rollback(checkpoint: Folder, plan: Rollback, aside: str | None) -> int:
     """Take the files out; returns how many there were."""
     done = 0
     for step in plan.steps:
@@ -256,20 +264,20 @@ def _put_aside(checkpoint: Folder, aside: str, path: str) -> None:
     checkpoint.move(path, posixpath.join(aside, path))
 
 
-def planned(checkpoint: Folder, to_batch: int) -> Rollback:
+def plan_from_files(checkpoint: Folder, to_batch: int) -> Rollback:
     """`plan_rollback` of what lies in a checkpoint location."""
     _refuse_other_folder(checkpoint)
     entries = checkpoint.tree()
     logs = [file for file in (parse_path(entry.name) for entry in entries) if file is not None and file.kind == COMMITS]
     ids = {
-        file.number: state_ids(checkpoint.get(file.path), checkpoint.where(file.path))
+        file.number: read_state_ids(checkpoint.get(file.path), checkpoint.where(file.path))
         for file in logs
         if file.number <= to_batch and not file.checksum
     }
     offsets = f"{OFFSETS}/{to_batch}"
     # Where they are gone, the plan says so.
     there = any(entry.name == offsets for entry in entries)
-    partitions = shuffle_partitions(checkpoint.get(offsets), checkpoint.where(offsets)) if there else None
+    partitions = read_shuffle_partitions(checkpoint.get(offsets), checkpoint.where(offsets)) if there else None
     return plan_rollback(entries, to_batch, ids, checkpoint.root, partitions)
 
 

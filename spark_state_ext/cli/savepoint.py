@@ -16,10 +16,10 @@ from spark_state_ext.cli.options import (
     SavepointPath,
     ScratchOption,
     StorageOptions,
-    options_for,
+    options_of,
 )
-from spark_state_ext.cli.output import Output, columns, progress, say, write_record
-from spark_state_ext.cli.paths import absolute, given_folder, operators_below
+from spark_state_ext.cli.output import Output, parse_columns, say, show_progress, write_record
+from spark_state_ext.cli.paths import list_operators, make_absolute, open_folder
 from spark_state_ext.errors import MissingCheckpointError, NotClaimableError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import CLAIM_FOLDER, LEASE_FOLDER
@@ -38,12 +38,12 @@ from spark_state_ext.savepoints.writer import SavepointWriter
 
 __all__ = ["claim", "copy", "copy_savepoint", "create", "delete", "release", "status", "verify"]
 
-_STATUS = columns(
+_STATUS = parse_columns(
     "id, form, made time_ms, release, query, batch int, watermark time_ms, deletable bool, because",
-    operators=columns("operator, buckets int, rows_max int, files int, bytes int"),
-    started=columns("query_folder, mode, detached bool"),
+    operators=parse_columns("operator, buckets int, rows_max int, files int, bytes int"),
+    started=parse_columns("query_folder, mode, detached bool"),
 )
-_TAKEN = columns(
+_TAKEN = parse_columns(
     "path, id, form, batch int, watermark time_ms, operators texts, files int, bytes int, duplicated int, streamed int"
 )
 
@@ -58,7 +58,7 @@ def status(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Say what is in a savepoint, who was started from it, and whether it may be deleted."""
-    folder = given_folder(path, storage_options)
+    folder = open_folder(path, storage_options)
     started, verdict, manifest = _looked_at(folder, root or (), storage_options)
     header, operators = manifest.header, []
     for name, operator in sorted(header.operators.items()):
@@ -104,8 +104,8 @@ def _looked_at(
 
 def _root(path: str, storage_options: dict[str, Any]) -> Folder:
     """A root in which somebody has state: below a wrong one nobody would be found."""
-    root = given_folder(absolute(path), storage_options)
-    operators_below(root)
+    root = open_folder(make_absolute(path), storage_options)
+    list_operators(root)
     return root
 
 
@@ -121,7 +121,7 @@ def create(
     verify: Annotated[bool, typer.Option("--verify", help="read every file to the last byte")] = False,
     *,
     storage_options: StorageOptions,
-    root_options: Annotated[dict[str, Any], options_for("the root")],
+    root_options: Annotated[dict[str, Any], options_of("the root")],
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Take a savepoint of a query, which may run meanwhile. Needs PySpark 4.0 or newer.
@@ -129,19 +129,19 @@ def create(
     Settings and packages that Spark needs come from PYSPARK_SUBMIT_ARGS or spark-defaults.conf.
     """
     # PySpark is imported by nothing else here.
-    from spark_state_ext.cli.sessions import errors_of_tasks, refuse_taken, session
+    from spark_state_ext.cli.sessions import get_session, refuse_occupied, unwrap_task_errors
     from spark_state_ext.spark.client.savepoints import take_savepoint
     from spark_state_ext.spark.client.state import ArrowState
     from spark_state_ext.spark.client.state_reader import StateReader
 
     # Tasks have other working folders. (What a relative location means to Spark is left to Spark.)
-    path, root = absolute(path), absolute(root)
+    path, root = make_absolute(path), make_absolute(root)
     # Before Spark starts.
     if form not in (NATIVE, CANONICAL):
         raise UsageError(f"--form must be {NATIVE} or {CANONICAL}, not {form!r}")
-    operators_below(given_folder(root, root_options))
-    refuse_taken(path, storage_options, "the savepoint")
-    spark = session(checkpoint)
+    list_operators(open_folder(root, root_options))
+    refuse_occupied(path, storage_options, "the savepoint")
+    spark = get_session(checkpoint)
     operators = sorted({it.operator for it in StateReader(spark, checkpoint).stores()})
     if not operators:
         raise MissingCheckpointError(
@@ -149,7 +149,7 @@ def create(
             "committed a batch with data"
         )
     states = [ArrowState(root, name, storage_options=root_options) for name in operators]
-    with errors_of_tasks():
+    with unwrap_task_errors():
         taken = take_savepoint(
             spark, path, checkpoint, states, form=form, batch=batch, verify=verify, storage_options=storage_options
         )
@@ -170,7 +170,7 @@ def verify(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Read every byte of a savepoint, and say which file is damaged, missing or another one. Exits with 1 then."""
-    folder = given_folder(path, storage_options)
+    folder = open_folder(path, storage_options)
     if not folder.exists(MANIFEST_NAME):
         # Says so.
         read_manifest(folder)
@@ -188,17 +188,17 @@ def copy(
     to: Annotated[str, typer.Argument(metavar="TARGET", help="the copy's folder, which does not exist yet")],
     *,
     storage_options: StorageOptions,
-    to_options: Annotated[dict[str, Any], options_for("the copy")],
+    to_options: Annotated[dict[str, Any], options_of("the copy")],
 ) -> None:
     """Copy what the manifest of a savepoint names, and the manifest last. The copy has the same id.
 
     Files are linked, or copied by the store, where both are in one and have equal options. Else each is read to the
     last byte on its way.
     """
-    source, target = given_folder(path, storage_options), given_folder(to, to_options)
+    source, target = open_folder(path, storage_options), open_folder(to, to_options)
     manifest = read_manifest(source)
     sizes = [file.size_bytes for it in manifest.buckets for file in it.files]
-    with progress("copying", sum(sizes)) as advance:
+    with show_progress("copying", sum(sizes)) as advance:
         duplicated = copy_savepoint(source, manifest, target, advance)
     say(f"files={len(sizes)} bytes={sum(sizes)} duplicated={duplicated} to={target.root}")
 
@@ -228,7 +228,7 @@ def claim(
     """
     if not by.strip():
         raise UsageError("--by must name somebody, so that others know whom to ask")
-    folder = given_folder(path, storage_options)
+    folder = open_folder(path, storage_options)
     made = SavepointClaim(read_manifest(folder).header.id, f"{by} (claimed by hand)", uuid.uuid4().hex)
     claim_savepoint(folder, made, ())
     say(f"claimed: {folder.root} by {made.by}")
@@ -241,7 +241,7 @@ def release(
     storage_options: StorageOptions,
 ) -> None:
     """Free the claim to a savepoint or to a query folder, whose query is gone for good."""
-    folder = given_folder(path, storage_options)
+    folder = open_folder(path, storage_options)
     names = set(folder.names())
     if LEASE_FOLDER in names and names.isdisjoint({MANIFEST_NAME, CLAIM_FOLDER}):
         freed = release_query_folder(folder, force=force)
@@ -259,7 +259,7 @@ def delete(
     storage_options: StorageOptions,
 ) -> None:
     """Delete what the manifest of a savepoint names, where no query needs it any more."""
-    savepoint, roots = given_folder(path, storage_options), root or ()
+    savepoint, roots = open_folder(path, storage_options), root or ()
     if MANIFEST_NAME not in savepoint.names():
         for each in roots:
             _root(each, storage_options)

@@ -26,14 +26,14 @@ from spark_state_ext.spark.client.state_reader import StateReader
 from spark_state_ext.spark.compat import SPARK_VERSION, is_of_spark, said_by_spark
 
 __all__ = [
-    "errors_of_tasks",
-    "local_path",
-    "pointers_of",
-    "query_folders_of",
+    "unwrap_task_errors",
+    "find_local_path",
+    "read_pointers",
+    "read_query_folders",
     "refuse_no_checkpoint",
-    "refuse_taken",
-    "session",
-    "session_with",
+    "refuse_occupied",
+    "get_session",
+    "get_session_with",
 ]
 
 _OURS = re.compile(r"spark_state_ext\.errors\.(\w+): (.*)")
@@ -47,7 +47,7 @@ _PRINTED_TO = (1, 2)
 _REASON = re.compile(r"(?:Exception in thread \"[^\"]*\"|Caused by:|Error:)\s*(.*)")
 
 
-def session_with(settings: Mapping[str, str]) -> SparkSession:
+def get_session_with(settings: Mapping[str, str]) -> SparkSession:
     """The session of this process, or a new one without a progress bar, whose JVM prints nothing to this terminal."""
     _refuse_no_java()
     _quiet_errors()
@@ -120,7 +120,7 @@ def _output_elsewhere() -> Iterator[Callable[[], str]]:
                 os.close(copy)
 
 
-def local_path(location: str) -> Path | None:
+def find_local_path(location: str) -> Path | None:
     """Return where a location of Spark's is on this machine; None if it is elsewhere, or only Spark can tell."""
     if location.startswith("file:"):
         return Path("/" + location.removeprefix("file:").lstrip("/"))
@@ -131,7 +131,7 @@ def local_path(location: str) -> Path | None:
 
 def refuse_no_checkpoint(location: str) -> None:
     """Refuse a location that is no Spark checkpoint, if this machine can tell: before Spark is started for it."""
-    path = local_path(location)
+    path = find_local_path(location)
     if path is not None and not (path / METADATA).is_file():
         raise UsageError(
             f"{location} is no Spark checkpoint location: it has no file 'metadata'. Give the location as in the "
@@ -139,7 +139,7 @@ def refuse_no_checkpoint(location: str) -> None:
         )
 
 
-def refuse_taken(path: str, storage_options: Mapping[str, Any], what: str) -> None:
+def refuse_occupied(path: str, storage_options: Mapping[str, Any], what: str) -> None:
     """Refuse a place that must be free, and has something: before Spark is started."""
     if _REMOTE in os.environ:
         # Another machine may see another folder of that name.
@@ -149,7 +149,7 @@ def refuse_taken(path: str, storage_options: Mapping[str, Any], what: str) -> No
 
 
 @contextmanager
-def errors_of_tasks() -> Iterator[None]:
+def unwrap_task_errors() -> Iterator[None]:
     """Raise what a task raised, in place of the error that Spark made of it, or that its JVM did."""
     try:
         yield
@@ -170,7 +170,7 @@ def _told(text: str) -> StateError:
     return kind(found[2])
 
 
-def session(*checkpoints: str) -> SparkSession:
+def get_session(*checkpoints: str) -> SparkSession:
     """A session of this process, or a new one; what can be checked before Spark starts is checked first."""
     if int(__version__.partition(".")[0]) < 4:
         raise UsageError(
@@ -178,12 +178,12 @@ def session(*checkpoints: str) -> SparkSession:
         )
     for location in checkpoints:
         refuse_no_checkpoint(location)
-    with errors_of_tasks():
-        return session_with({})
-    raise AssertionError("unreachable: errors_of_tasks raises what it catches")
+    with unwrap_task_errors():
+        return get_session_with({})
+    raise AssertionError("unreachable: unwrap_task_errors raises what it catches")
 
 
-def pointers_of(spark: SparkSession, location: str, operator: str, query_folder: str) -> dict[int, Pointer]:
+def read_pointers(spark: SparkSession, location: str, operator: str, query_folder: str) -> dict[int, Pointer]:
     """The pointers of a query's last committed batch, by bucket."""
     reader = StateReader(spark, location)
     stores = [it for it in reader.stores() if (it.operator, it.query_folder) == (operator, query_folder)]
@@ -195,7 +195,7 @@ def pointers_of(spark: SparkSession, location: str, operator: str, query_folder:
     return reader.by_bucket(stores[0], reader.batch().batch)
 
 
-def query_folders_of(spark: SparkSession, location: str) -> frozenset[str]:
+def read_query_folders(spark: SparkSession, location: str) -> frozenset[str]:
     """The query folders in the pointers of a checkpoint; none where it has no operator of ours."""
     try:
         return StateReader(spark, location).query_folders()

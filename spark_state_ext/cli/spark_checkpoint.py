@@ -23,11 +23,11 @@ __all__ = [
     "ROLLED_BACK",
     "STATE",
     "SparkFile",
-    "missing_version",
+    "find_missing_version",
     "parse_path",
-    "query_id",
-    "shuffle_partitions",
-    "state_ids",
+    "read_query_id",
+    "read_shuffle_partitions",
+    "read_state_ids",
 ]
 
 # Kinds of files; the first two are also the names of their folders.
@@ -97,7 +97,7 @@ def _without_checksum(name: str) -> str:
     return name
 
 
-def query_id(metadata: bytes, where: str) -> str:
+def read_query_id(metadata: bytes, where: str) -> str:
     """The query's id, from the checkpoint's file ``metadata``."""
     try:
         return str(json.loads(metadata)["id"])
@@ -107,7 +107,7 @@ def query_id(metadata: bytes, where: str) -> str:
         ) from error
 
 
-def state_ids(commit: bytes, where: str) -> dict[str, frozenset[str]]:
+def read_state_ids(commit: bytes, where: str) -> dict[str, frozenset[str]]:
     """Which state a batch committed, by operator and partition; empty under checkpoint format 1, where names tell."""
     try:
         _, _, text = commit.decode().partition("\n")
@@ -121,7 +121,7 @@ def state_ids(commit: bytes, where: str) -> dict[str, frozenset[str]]:
         raise CorruptFileError(f"{where} is no commit log that this release can read: {damage_in(error)}") from error
 
 
-def shuffle_partitions(offsets: bytes, where: str) -> int | None:
+def read_shuffle_partitions(offsets: bytes, where: str) -> int | None:
     """Number of partitions that Spark's shuffle had in a batch, the most that a state has; None: it is not told."""
     try:
         _, _, text = offsets.decode().partition("\n")
@@ -131,7 +131,7 @@ def shuffle_partitions(offsets: bytes, where: str) -> int | None:
         raise CorruptFileError(f"{where} holds no offsets that this release can read: {damage_in(error)}") from error
 
 
-def missing_version(
+def find_missing_version(
     files: Iterable[SparkFile], version: int, ids: Mapping[int, Sequence[str] | frozenset[str]]
 ) -> int | None:
     """The newest version that is missing for loading one; None when everything is there."""

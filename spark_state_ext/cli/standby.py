@@ -15,8 +15,8 @@ import typer
 
 from spark_state_ext.cli.exits import DONE, NO
 from spark_state_ext.cli.options import OutputOption, StorageOptions
-from spark_state_ext.cli.output import Output, columns, say, write_record, write_table
-from spark_state_ext.cli.paths import as_given, operators_below
+from spark_state_ext.cli.output import Output, parse_columns, say, write_record, write_table
+from spark_state_ext.cli.paths import list_operators, strip_slash
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.printable import printable
@@ -28,29 +28,31 @@ from spark_state_ext.standby.status import StandbyStatus, survey
 __all__ = [
     "HOSTS",
     "REPLICAS",
-    "failures",
-    "host_rows",
-    "host_table",
-    "recovery",
-    "replica_rows",
-    "replica_table",
+    "describe_failures",
+    "build_host_rows",
+    "build_host_table",
+    "format_recovery",
+    "build_replica_rows",
+    "build_replica_table",
     "settings",
     "status",
 ]
 
-HOSTS = columns(
+HOSTS = parse_columns(
     "host, rack, alive bool, active int, replicas int, in_sync int, failing int, bytes int, lag_versions int, "
     "lag_bytes int, lag_s float, restore_bytes_per_s float, restore_rows_per_s float, recover_s float, "
     "safe_to_remove bool"
 )
-REPLICAS = columns(
+REPLICAS = parse_columns(
     "operator, query_folder, bucket int, active, host, version int, in_sync bool, bytes int, lag_versions int, "
     "lag_bytes int, lag_s float, recover_s float, failing"
 )
 # In 80 columns where names are short.
-_HOST_TABLE = columns("host, alive bool, active int, in_sync, failing int, lag_s float, recover_s, removable bool")
-_REPLICA_TABLE = columns("operator, folder, bucket int, active, host, replica, lag_s float, recover_s")
-_SETTINGS = columns("enabled bool, standby_replicas int, heartbeat_s float")
+_HOST_TABLE = parse_columns(
+    "host, alive bool, active int, in_sync, failing int, lag_s float, recover_s, removable bool"
+)
+_REPLICA_TABLE = parse_columns("operator, folder, bucket int, active, host, replica, lag_s float, recover_s")
+_SETTINGS = parse_columns("enabled bool, standby_replicas int, heartbeat_s float")
 _UNKNOWN = "unknown"
 # So many replicas that fail are named.
 _FAILING_MAX = 10
@@ -61,8 +63,8 @@ _RootPath = Annotated[str, typer.Argument(metavar="ROOT", help="the root, as Arr
 
 def _root_at(root: str, storage_options: Mapping[str, Any]) -> Folder:
     """The root that a command was given. There may be nothing in it, where no job has written there yet."""
-    folder = Folder(as_given(root), storage_options)
-    operators_below(folder, may_lack_all=True)
+    folder = Folder(strip_slash(root), storage_options)
+    list_operators(folder, allow_empty=True)
     return folder
 
 
@@ -134,18 +136,18 @@ def status(
             "--wait until a job has written there"
         )
     if output is Output.TABLE:
-        table = replica_table(seen) if replicas else host_table(seen)
+        table = build_replica_table(seen) if replicas else build_host_table(seen)
     else:
-        rows, schema = (replica_rows(seen), REPLICAS) if replicas else (host_rows(seen), HOSTS)
+        rows, schema = (build_replica_rows(seen), REPLICAS) if replicas else (build_host_rows(seen), HOSTS)
         table = pa.Table.from_pylist(rows, schema=schema)
     write_table(table, output)
-    for problem in (*seen.problems, *failures(seen)):
+    for problem in (*seen.problems, *describe_failures(seen)):
         say(problem)
     if not seen.buckets:
         say(f"there are no buckets below {folder.root} yet: nothing can be followed before a batch has written a file")
         raise typer.Exit(NO)
     counts = f"buckets={len(seen.buckets)} replicas_wanted={seen.settings.replicas}"
-    say(f"{counts} lacking={sum(seen.lacking().values())} recover_s={recovery(seen)}")
+    say(f"{counts} lacking={sum(seen.lacking().values())} recover_s={format_recovery(seen)}")
     well = seen.is_well() if remove is None else _is_safe_to_remove(seen, remove, folder)
     raise typer.Exit(DONE if well else NO)
 
@@ -205,10 +207,10 @@ def _lacks(folder: Folder, seen: StandbyStatus) -> list[str]:
         return [f"no job has written to {folder.root} yet"]
     if not seen.records:
         return [f"no standby service of {folder.root} lives"]
-    return [*seen.problems, *failures(seen)]
+    return [*seen.problems, *describe_failures(seen)]
 
 
-def host_rows(status: StandbyStatus) -> list[dict[str, Any]]:
+def build_host_rows(status: StandbyStatus) -> list[dict[str, Any]]:
     """A row for each host (`HOSTS`): those that live, those that have fallen silent, and those that only have tasks."""
     active = [host for host in status.buckets.values() if host is not None]
     rows = []
@@ -238,7 +240,7 @@ def host_rows(status: StandbyStatus) -> list[dict[str, Any]]:
     return rows
 
 
-def replica_rows(status: StandbyStatus) -> list[dict[str, Any]]:
+def build_replica_rows(status: StandbyStatus) -> list[dict[str, Any]]:
     """A row for each replica (`REPLICAS`), and one without a host for each bucket that has none."""
     rows: list[dict[str, Any]] = []
     by_bucket: dict[Any, list[dict[str, Any]]] = {key: [] for key in status.buckets}
@@ -254,7 +256,7 @@ def replica_rows(status: StandbyStatus) -> list[dict[str, Any]]:
     return rows
 
 
-def host_table(status: StandbyStatus) -> pa.Table:
+def build_host_table(status: StandbyStatus) -> pa.Table:
     """Rows of hosts for people, in 80 columns where names are short; the other forms of output have all of `HOSTS`."""
     rows = [
         {
@@ -267,13 +269,13 @@ def host_table(status: StandbyStatus) -> pa.Table:
             "recover_s": _told(row),
             "removable": row["safe_to_remove"],
         }
-        for row in host_rows(status)
+        for row in build_host_rows(status)
     ]
     return pa.Table.from_pylist(rows, schema=_HOST_TABLE)
 
 
-def replica_table(status: StandbyStatus) -> pa.Table:
-    """Rows of replicas for people, as `host_table`."""
+def build_replica_table(status: StandbyStatus) -> pa.Table:
+    """Rows of replicas for people, as `build_host_table`."""
     folders: dict[str, set[str]] = {}
     for key in status.buckets:
         folders.setdefault(key.operator, set()).add(key.query_folder)
@@ -288,7 +290,7 @@ def replica_table(status: StandbyStatus) -> pa.Table:
             "lag_s": _rounded(row["lag_s"]),
             "recover_s": _told(row),
         }
-        for row in replica_rows(status)
+        for row in build_replica_rows(status)
     ]
     table = pa.Table.from_pylist(rows, schema=_REPLICA_TABLE)
     return table if any(len(them) > 1 for them in folders.values()) else table.drop_columns(["folder"])
@@ -303,7 +305,7 @@ def _state(row: Mapping[str, Any]) -> str:
     return "in sync" if row["in_sync"] else "behind"
 
 
-def failures(status: StandbyStatus) -> list[str]:
+def describe_failures(status: StandbyStatus) -> list[str]:
     """What to say of replicas that fail: a line each for the first ones, with the reason."""
     lines = [
         f"{host} cannot follow {key}: {reason or 'the log of its service says why'}"
@@ -314,7 +316,7 @@ def failures(status: StandbyStatus) -> list[str]:
     return lines if more <= 0 else [*lines[:_FAILING_MAX], f"{more} more replicas fail"]
 
 
-def recovery(status: StandbyStatus) -> str:
+def format_recovery(status: StandbyStatus) -> str:
     """How long until all replicas have caught up, in seconds, or ``unknown``."""
     found = _rounded(status.recover_s())
     return _UNKNOWN if found is None else str(found)
@@ -349,9 +351,9 @@ def _table(status: StandbyStatus) -> Any:
     from rich.text import Text
 
     lacking = sum(status.lacking().values())
-    title = f"{lacking} replicas are not in sync yet; estimated seconds until they are: {recovery(status)}"
+    title = f"{lacking} replicas are not in sync yet; estimated seconds until they are: {format_recovery(status)}"
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    rows = host_table(status)
+    rows = build_host_table(status)
     for name in rows.column_names:
         table.add_column(name)
     for row in rows.to_pylist():

@@ -20,7 +20,7 @@ import typer
 from arrow_schemas.peers import PeerSecret
 from spark_state_ext.cli.options import StorageOptions
 from spark_state_ext.cli.output import say
-from spark_state_ext.cli.paths import as_given
+from spark_state_ext.cli.paths import strip_slash
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import refuse_relative
 from spark_state_ext.peers.finding import ADDRESS_KIND
@@ -38,7 +38,7 @@ from spark_state_ext.worker.local_folders import scratch_folder
 if TYPE_CHECKING:
     from spark_state_ext.peers.server import PeerServer
 
-__all__ = ["PeerOptions", "address_of", "run", "serve_peers"]
+__all__ = ["PeerOptions", "build_addresses", "run", "serve_peers"]
 
 
 def run(
@@ -85,7 +85,7 @@ def run(
         peers = serve_peers(peer, followers)
         if peers is not None:
             opened.callback(peers.close)
-        reached = address_of(peers, peer)
+        reached = build_addresses(peers, peer)
         parts = [
             RootService(root, host, rack, it, addresses=reached) for root, it in zip(followed, followers, strict=True)
         ]
@@ -129,9 +129,9 @@ def _refuse(roots: Iterable[str], local_dir: Path) -> None:
     given: dict[str, str] = {}
     for root in roots:
         refuse_relative(root, "the root")
-        if as_given(root) in given:
-            raise UsageError(f"{given[as_given(root)]} and {root} are one root: give it once, as ArrowState has it")
-        given[as_given(root)] = root
+        if strip_slash(root) in given:
+            raise UsageError(f"{given[strip_slash(root)]} and {root} are one root: give it once, as ArrowState has it")
+        given[strip_slash(root)] = root
     scratch_folder(str(local_dir))
 
 
@@ -178,7 +178,7 @@ def serve_peers(
     return PeerServer(match["host"], int(match["port"]), secret, ReplicaShelf(followers), tls)
 
 
-def address_of(server: PeerServer | None, options: PeerOptions) -> dict[str, str]:
+def build_addresses(server: PeerServer | None, options: PeerOptions) -> dict[str, str]:
     """What this host's record tells of where peers are answered."""
     if server is None:
         return {}

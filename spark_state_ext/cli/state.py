@@ -28,11 +28,11 @@ from spark_state_ext.cli.options import (
     StatePath,
     StorageOptions,
     UnprovenOption,
-    options_for,
+    options_of,
 )
-from spark_state_ext.cli.output import Output, columns, progress, say, write_record, write_rows, write_table
-from spark_state_ext.cli.paths import as_given, given_folder
-from spark_state_ext.cli.values import filter_of, key_of
+from spark_state_ext.cli.output import Output, parse_columns, say, show_progress, write_record, write_rows, write_table
+from spark_state_ext.cli.paths import open_folder, strip_slash
+from spark_state_ext.cli.values import parse_filter, parse_key
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.opening import open_state
@@ -42,10 +42,10 @@ from spark_state_ext.worker.spill import local_errors
 
 __all__ = ["Reading", "diff", "export", "get", "scan", "show"]
 
-_SHOWN = columns(
+_SHOWN = parse_columns(
     "path, operator, query, buckets int, unit, batch int, oldest_batch int, newest_batch int, begun_batch int, "
     "proven bool",
-    columns=columns("column, type, role"),
+    columns=parse_columns("column, type, role"),
 )
 # Columns of a scan beside those of the schema.
 _MORE = (("defined", pa.bool_()), ("key_hash", pa.uint64()), ("bucket", pa.int32()))
@@ -68,7 +68,7 @@ class Reading:
         if self.checkpoint is not None:
             return self._open_by_spark(path, self.checkpoint)
         state = open_state(
-            as_given(path),
+            strip_slash(path),
             operator=self.operator,
             batch=self.at,
             query_folder=self.query_folder,
@@ -91,17 +91,17 @@ class Reading:
                 "--query-folder does not go with --checkpoint, whose pointers name the folder: leave it out"
             )
         # Before Spark starts. Which operator is meant only its pointers say.
-        if not given_folder(path, self.storage_options).names():
+        if not open_folder(path, self.storage_options).names():
             raise UsageError(
                 f"there is no folder {path}, or it is empty: give a root as ArrowState has it, or a query folder"
             )
         # PySpark is imported by nothing else here.
-        from spark_state_ext.cli.sessions import session
+        from spark_state_ext.cli.sessions import get_session
         from spark_state_ext.spark.source.exact import open_committed
 
         return open_committed(
-            session(checkpoint),
-            as_given(path),
+            get_session(checkpoint),
+            strip_slash(path),
             checkpoint,
             operator=self.operator,
             batch=self.at,
@@ -144,7 +144,7 @@ def get(
     base64. Before a word that begins with a dash write --.
     """
     with reading.open(path) as state:
-        found = state.get(key_of(key or (), as_json, state.key_schema))
+        found = state.get(parse_key(key or (), as_json, state.key_schema))
         if found.num_rows or output is not Output.TABLE:
             write_table(found, output)
         if not found.num_rows:
@@ -173,7 +173,7 @@ def scan(
     """
     with reading.open(path) as state:
         known = pa.schema([*state.schema, *(pa.field(name, kind) for name, kind in _MORE)])
-        condition = None if filter_text is None else filter_of(filter_text, known)
+        condition = None if filter_text is None else parse_filter(filter_text, known)
         reader = state.scan(_names(columns), filter=condition, buckets=bucket)
         rows = write_rows(reader.schema, reader if limit is None else _limited(reader, limit), output)
         say(f"rows={rows} {state.unit}={state.batch}")
@@ -203,14 +203,14 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="also where the file is there")] = False,
     *,
     reading: Reading,
-    to_options: Annotated[dict[str, Any], options_for("the file")],
+    to_options: Annotated[dict[str, Any], options_of("the file")],
 ) -> None:
     """Write all keys with their state to a file: Parquet, or an Arrow IPC file.
 
     The file appears when it is whole.
     """
     with reading.open(path) as state:
-        with progress("exporting", state.buckets) as advance:
+        with show_progress("exporting", state.buckets) as advance:
             rows = _exported(state.schema, _batches(state, advance), to, to_options, overwrite)
         say(f"rows={rows} {state.unit}={state.batch} file={to}")
 

@@ -18,10 +18,10 @@ from arrow_schemas.equality import BoolArray, rows_equal
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.row import EXPIRES_MS, RowSchema
 from arrow_schemas.savepoint import CANONICAL, SavepointManifest
-from spark_state_ext.cli.options import NewSavepointPath, OperatorOption, SavepointPath, StorageOptions, options_for
-from spark_state_ext.cli.output import progress, say
-from spark_state_ext.cli.paths import given_folder
-from spark_state_ext.cli.values import filter_of
+from spark_state_ext.cli.options import NewSavepointPath, OperatorOption, SavepointPath, StorageOptions, options_of
+from spark_state_ext.cli.output import say, show_progress
+from spark_state_ext.cli.paths import open_folder
+from spark_state_ext.cli.values import parse_filter
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.shown import BUCKET, ShownColumns
@@ -29,7 +29,7 @@ from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.reading import operator_named
 from spark_state_ext.savepoints.writer import SavepointWriter, point_at_new
 
-__all__ = ["Transformation", "as_type", "changed_operator", "transform", "transformed"]
+__all__ = ["Transformation", "cast_column", "change_operator", "transform", "write_transformed"]
 
 
 def transform(
@@ -46,13 +46,13 @@ def transform(
     ] = None,
     *,
     storage_options: StorageOptions,
-    to_options: Annotated[dict[str, Any], options_for("the new one")],
+    to_options: Annotated[dict[str, Any], options_of("the new one")],
 ) -> None:
     """Write a new canonical savepoint of a savepoint's rows, with other columns or fewer keys, without Spark.
 
     Columns are named as they are before the change. Batch, watermark, offsets and times to live stay; buckets, too.
     """
-    source, target = given_folder(path, storage_options), given_folder(to, to_options)
+    source, target = open_folder(path, storage_options), open_folder(to, to_options)
     manifest = read_manifest(source)
     wanted = Transformation(
         operator_named(manifest, operator, source.root),
@@ -61,8 +61,8 @@ def transform(
         _pairs(retype, "--retype"),
         keep,
     )
-    with progress("transforming", len(manifest.buckets)) as advance:
-        rows, saved = transformed(source, manifest, target, wanted, advance)
+    with show_progress("transforming", len(manifest.buckets)) as advance:
+        rows, saved = write_transformed(source, manifest, target, wanted, advance)
     say(f"rows={rows} kept={saved} to={target.root}")
 
 
@@ -111,7 +111,7 @@ class Transformation:
 # -- schemas --------------------------------------------------------------------------------------
 
 
-def changed_operator(operator: OperatorFile, wanted: Transformation) -> OperatorFile:
+def change_operator(operator: OperatorFile, wanted: Transformation) -> OperatorFile:
     """The operator file after a transformation."""
     keys, state = (json.loads(text) for text in (operator.key_schema, operator.state_schema))
     _refuse(operator, keys["fields"], state["fields"], wanted)
@@ -172,7 +172,7 @@ def _type(text: str) -> str:
 # -- rows -----------------------------------------------------------------------------------------
 
 
-def transformed(
+def write_transformed(
     source: Folder,
     manifest: SavepointManifest,
     target: Folder,
@@ -182,7 +182,7 @@ def transformed(
     """Write the new savepoint; how many rows the operator had, and has now."""
     operators = dict(manifest.header.operators)
     before = operators[wanted.operator]
-    operators[wanted.operator] = after = changed_operator(before, wanted)
+    operators[wanted.operator] = after = change_operator(before, wanted)
     rows = _Rows(before.row_schema(), after.row_schema(), wanted)
     writer = SavepointWriter(source, manifest, target)
     for bucket in manifest.buckets:
@@ -197,7 +197,7 @@ def transformed(
     return rows.read, rows.kept
 
 
-def as_type(column: pa.Array, wanted: pa.DataType, name: str) -> pa.Array:
+def cast_column(column: pa.Array, wanted: pa.DataType, name: str) -> pa.Array:
     """A column in another type, with the same values: Arrow refuses some changes of a value, and makes others."""
     if column.type == wanted:
         return column
@@ -236,7 +236,7 @@ class _Rows:
         self.read = self.kept = 0
         self._shown = ShownColumns(before)
         self._fields = pa.schema([field for field in self._shown.all if field.name != BUCKET])
-        self._keep = None if wanted.keep is None else filter_of(wanted.keep, self._fields)
+        self._keep = None if wanted.keep is None else parse_filter(wanted.keep, self._fields)
         # Where each of the new state columns comes from.
         back = {new: old for old, new in wanted.rename.items()}
         self._sources = [f"state.{back.get(field.name, field.name)}" for field in after.state]
@@ -263,6 +263,6 @@ class _Rows:
         columns = list(batch.columns[: 1 + keys])
         for name, field in zip(self._sources, self.after.state, strict=True):
             column = batch.column(name)
-            columns.append(as_type(column, field.type, name.removeprefix("state.")))
+            columns.append(cast_column(column, field.type, name.removeprefix("state.")))
         columns += [batch.column(name) for name in arrow.names[len(columns) :]]
         return pa.RecordBatch.from_arrays(columns, schema=arrow)

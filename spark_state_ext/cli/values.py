@@ -18,14 +18,14 @@ import pyarrow.compute as pc
 from spark_state_ext.errors import UsageError
 from spark_state_ext.functions.reasons import conversion_reason
 
-__all__ = ["filter_of", "key_of", "parsed"]
+__all__ = ["parse_filter", "parse_key", "parse_value"]
 
 _TRUTH = {"true": True, "false": False}
 # Python before 3.11 does not know it.
 _ZULU = re.compile(r"Z$")
 
 
-def key_of(words: Sequence[str], text: str | None, schema: pa.Schema) -> dict[str, Any]:
+def parse_key(words: Sequence[str], text: str | None, schema: pa.Schema) -> dict[str, Any]:
     """A key as it was written: words in the order of the key columns, or a JSON object."""
     columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
     if (text is None) != bool(words):
@@ -35,7 +35,7 @@ def key_of(words: Sequence[str], text: str | None, schema: pa.Schema) -> dict[st
             raise UsageError(f"a key has the columns {columns}, and {len(words)} words were given")
         for word, field in zip(words, schema, strict=True):
             _refuse_date(word, field)
-        return {field.name: parsed(word, field) for word, field in zip(words, schema, strict=True)}
+        return {field.name: parse_value(word, field) for word, field in zip(words, schema, strict=True)}
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -53,7 +53,7 @@ def _refuse_date(value: Any, field: pa.Field) -> None:
         raise _wrong(value, field, "give the time of day too")
 
 
-def parsed(word: str, field: pa.Field) -> Any:
+def parse_value(word: str, field: pa.Field) -> Any:
     """A word as a value of a column: as `-o json` would print it, without the quotes of text."""
     kind = field.type
     if pa.types.is_string(kind):
@@ -136,7 +136,7 @@ _COMPARES: Mapping[type, Callable[[Any, Any], Any]] = {
 _HOW = "write it as in: count > 10 and name in ('ann', 'bob') and not (note is None)"
 
 
-def filter_of(text: str, schema: pa.Schema) -> pc.Expression:
+def parse_filter(text: str, schema: pa.Schema) -> pc.Expression:
     """A filter."""
     try:
         tree = ast.parse(text.strip(), mode="eval")
@@ -221,7 +221,7 @@ class _Reader:
         if value is None:
             raise UsageError(f"nothing equals NULL: write {field.name} is None")
         if text:
-            return parsed(value, field)
+            return parse_value(value, field)
         fits = (
             (isinstance(value, bool) and pa.types.is_boolean(field.type))
             or (isinstance(value, int) and number and pa.types.is_integer(field.type))
@@ -230,7 +230,7 @@ class _Reader:
         )
         if not fits:
             raise UsageError(f"{value!r} in the filter is no value of the column {field.name!r}, {field.type}")
-        return parsed(str(value), field) if pa.types.is_decimal(field.type) else value
+        return parse_value(str(value), field) if pa.types.is_decimal(field.type) else value
 
     def _wrong(self, node: ast.expr) -> UsageError:
         return UsageError(f"the filter cannot have {ast.unparse(node)!r}: {_HOW}")

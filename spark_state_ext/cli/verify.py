@@ -24,8 +24,8 @@ from arrow_schemas.row import KEY_HASH
 from arrow_schemas.savepoint import MANIFEST_NAME, SavedFile, SavepointManifest
 from spark_state_ext.cli.exits import DONE, NO
 from spark_state_ext.cli.options import AllFilesOption, OutputOption, ScratchOption, StatePath, StorageOptions
-from spark_state_ext.cli.output import Output, columns, progress, say, write_records
-from spark_state_ext.cli.paths import QueryFolder, Target, bucket_folders, given_folder, target_of
+from spark_state_ext.cli.output import Output, parse_columns, say, show_progress, write_records
+from spark_state_ext.cli.paths import QueryFolder, Target, find_target, list_bucket_folders, open_folder
 from spark_state_ext.errors import (
     CannotHoldError,
     ChangedJobError,
@@ -73,10 +73,10 @@ from spark_state_ext.timeline.records import decode_epochs
 from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["DECODERS", "Check", "checks_of", "verify"]
+__all__ = ["DECODERS", "Check", "list_checks", "verify"]
 
 _PARALLEL_MAX = 8
-_ROWS = columns("status, kind, bytes int, path, problem")
+_ROWS = parse_columns("status, kind, bytes int, path, problem")
 
 
 def verify(
@@ -93,14 +93,14 @@ def verify(
     knows: files that are gone from a query folder are not missed. Where buckets are the partitions of the source, each
     key of the newest state must be in one bucket (kind keys).
     """
-    target = target_of(given_folder(path, storage_options))
-    checks = checks_of(target, scratch_folder(local_dir))
+    target = find_target(open_folder(path, storage_options))
+    checks = list_checks(target, scratch_folder(local_dir))
     if all(check.read is None for check in checks):
         raise UsageError(
             f"{target.folder.root} has no state: none of the {len(checks)} files below it is one of this package. Give "
             "a root as ArrowState has it, a query folder below it, or a savepoint"
         )
-    checks += key_checks(target, local_dir, storage_options)
+    checks += list_key_checks(target, local_dir, storage_options)
     found = _carried_out(checks)
     shown = [it for it in found if every or it.status not in (WHOLE, GONE)]
     rows = [{**vars(it), "bytes": it.size_bytes, "problem": it.problem or None} for it in shown]
@@ -113,10 +113,10 @@ def verify(
     raise typer.Exit(NO if counts[DAMAGED] or counts[MISSING] else DONE)
 
 
-def _carried_out(checks: list[Check]) -> list[Checked]:
-    with progress("reading", sum(it.size_bytes for it in checks)) as advance:
+def _carried_out(checks: list[Check]) -> list[CheckResult]:
+    with show_progress("reading", sum(it.size_bytes for it in checks)) as advance:
 
-        def work(check: Check) -> Checked:
+        def work(check: Check) -> CheckResult:
             done = check.carried_out()
             advance(check.size_bytes)
             return done
@@ -130,7 +130,7 @@ _CLAIM = "claim"
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """What was found out about a file."""
 
     path: str
@@ -155,22 +155,22 @@ class Check:
     # Looks again whether it is there: clean-up and leases remove files. None: something else says that it has to be.
     is_listed: Callable[[], bool] | None = None
 
-    def carried_out(self) -> Checked:
+    def carried_out(self) -> CheckResult:
         """Read it."""
         if self.read is None:
-            return Checked(self.path, self.kind, self.size_bytes, UNKNOWN, "none of our files")
+            return CheckResult(self.path, self.kind, self.size_bytes, UNKNOWN, "none of our files")
         try:
             self.read()
         except MissingError as error:
             if self.is_listed is not None and not self.is_listed():
-                return Checked(self.path, self.kind, self.size_bytes, GONE, "removed after it was listed")
-            return Checked(self.path, self.kind, self.size_bytes, MISSING, str(error))
+                return CheckResult(self.path, self.kind, self.size_bytes, GONE, "removed after it was listed")
+            return CheckResult(self.path, self.kind, self.size_bytes, MISSING, str(error))
         except (CorruptError, ChangedJobError) as error:
-            return Checked(self.path, self.kind, self.size_bytes, DAMAGED, str(error))
-        return Checked(self.path, self.kind, self.size_bytes, WHOLE)
+            return CheckResult(self.path, self.kind, self.size_bytes, DAMAGED, str(error))
+        return CheckResult(self.path, self.kind, self.size_bytes, WHOLE)
 
 
-def checks_of(target: Target, scratch: Path) -> list[Check]:
+def list_checks(target: Target, scratch: Path) -> list[Check]:
     """All files of a root, query folder or savepoint."""
     if target.savepoint:
         return list(_of_savepoint(target.folder, scratch))
@@ -193,7 +193,7 @@ def _of_query_folder(query_folder: QueryFolder, scratch: Path) -> Iterator[Check
         for entry in folder.child(name).entries():
             if not entry.folder and not is_temporary(entry.name):
                 yield _document(folder.child(name), entry, name)
-    for bucket, files in bucket_folders(folder):
+    for bucket, files in list_bucket_folders(folder):
         for entry in files.entries():
             if not is_temporary(entry.name):
                 yield _checkpoint_file(files, entry, bucket, scratch)
@@ -218,7 +218,7 @@ def _of_parents(parents: Folder, scratch: Path) -> Iterator[Check]:
             files = parents.child(bucket_name)
             kind = (parse_file_name(file.name) or (None, "file"))[1]
             yield Check(files.where(file.name), kind, file.size_bytes, partial(_read_named, files, file, scratch))
-    for bucket, files in bucket_folders(parents):
+    for bucket, files in list_bucket_folders(parents):
         known = {file.name for file in named[str(bucket)].saved.files} if str(bucket) in named else set()
         for entry in files.entries():
             if entry.name not in known and not is_temporary(entry.name):
@@ -336,7 +336,7 @@ def _claim(folder: Folder, entry: Entry) -> Check:
     return Check(where, "claim", entry.size_bytes, lambda: SavepointClaim.decode(folder.get(entry.name), where))
 
 
-def key_checks(target: Target, local_dir: str | None, storage_options: dict[str, Any]) -> list[Check]:
+def list_key_checks(target: Target, local_dir: str | None, storage_options: dict[str, Any]) -> list[Check]:
     """A check of each state in buckets by partition; none of others, and of what the check of its files reports."""
     found = []
     for folder, operator in _operators(target):
@@ -360,7 +360,7 @@ def _operators(target: Target) -> Iterator[tuple[Folder, OperatorFile]]:
         folder = query_folder.folder
         with suppress(CorruptError, ChangedJobError):
             operator = newest_operator(folder)
-            if operator is not None and any(files.names() for _, files in bucket_folders(folder)):
+            if operator is not None and any(files.names() for _, files in list_bucket_folders(folder)):
                 yield folder, operator
 
 

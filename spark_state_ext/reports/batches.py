@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["OperatorBatches", "batches_of", "last_calls", "thinned"]
+__all__ = ["OperatorBatches", "summarize_batches", "keep_last_calls", "thin_batches"]
 
 _KEYS = ("query_id", "operator")
 # Of the calls of a batch the longest counts, as buckets are worked on side by side.
@@ -42,14 +42,14 @@ class OperatorBatches:
     batches: pa.Table
 
 
-def batches_of(calls: pa.Table) -> list[OperatorBatches]:
+def summarize_batches(calls: pa.Table) -> list[OperatorBatches]:
     """The operators that metrics tell of."""
-    calls = last_calls(calls)
+    calls = keep_last_calls(calls)
     found = calls.group_by(list(_KEYS)).aggregate([]).sort_by([(name, "ascending") for name in _KEYS])
     return [_operator(calls, row["query_id"], row["operator"]) for row in found.to_pylist()]
 
 
-def last_calls(calls: pa.Table) -> pa.Table:
+def keep_last_calls(calls: pa.Table) -> pa.Table:
     """The calls that count: of those that were made again, also by a later run of the query, the last one."""
     calls = calls.append_column("at", pa.array(np.arange(calls.num_rows)))
     last = calls.group_by([*_KEYS, "batch", "bucket"]).aggregate([("at", "max")])
@@ -83,7 +83,7 @@ def _held(calls: pa.Table, column: str, batches: pa.ChunkedArray) -> pa.Array:
     return pa.array(np.cumsum(sums), pa.int64())
 
 
-def thinned(batches: pa.Table, points_max: int) -> tuple[pa.Table, int]:
+def thin_batches(batches: pa.Table, points_max: int) -> tuple[pa.Table, int]:
     """Few enough rows for a chart, and how many batches each of them stands for."""
     each = -(-batches.num_rows // points_max) if batches.num_rows else 1
     if each == 1:

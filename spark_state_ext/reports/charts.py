@@ -21,7 +21,7 @@ from spark_state_ext.errors import EnvironmentSetupError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["BARS", "LINES", "Chart", "Series", "svg_of"]
+__all__ = ["BARS", "LINES", "Chart", "Series", "draw_svg"]
 
 LINES, BARS = "lines", "bars"
 # Read on white and on black; what is told apart by them is told apart by dashes and hatches too.
@@ -89,13 +89,13 @@ class Chart:
             values = np.asarray(it.values, np.float64)
             known = values[~np.isnan(values)]
             if len(known):
-                numbers = (with_unit(float(it), self.unit) for it in (known.min(), known.max(), known[-1]))
+                numbers = (format_with_unit(float(it), self.unit) for it in (known.min(), known.max(), known[-1]))
                 told.append("{}: from {} to {}, in the end {}".format(it.name, *numbers))
         first, last = self.positions[0], self.positions[-1]
         return f"{self.says} {self.across} {first} to {last}. {'; '.join(told)}."
 
 
-def with_unit(value: float, unit: str) -> str:
+def format_with_unit(value: float, unit: str) -> str:
     """A value as people read it."""
     if unit == "bytes":
         size, at = value, 0
@@ -107,7 +107,7 @@ def with_unit(value: float, unit: str) -> str:
     return f"{value:,.0f} {unit}" if float(value).is_integer() else f"{value:,.3g} {unit}"
 
 
-def svg_of(chart: Chart, name: str) -> str:
+def draw_svg(chart: Chart, name: str) -> str:
     """Draw a chart."""
     try:
         import matplotlib as mpl

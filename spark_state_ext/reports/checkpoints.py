@@ -14,7 +14,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.listing import Entry
 from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["BucketFiles", "QueryFiles", "deltas_upon_snapshot", "query_files_of"]
+__all__ = ["BucketFiles", "QueryFiles", "count_deltas_upon_snapshot", "list_query_files"]
 
 # Headers are read side by side, as a store may be far away.
 _THREADS = 16
@@ -88,7 +88,7 @@ class _Found:
     is_ours: bool = False
 
 
-def query_files_of(root: Folder) -> list[QueryFiles]:
+def list_query_files(root: Folder) -> list[QueryFiles]:
     """The state that lies below a root."""
     found = _sorted_by_folder(root.tree())
     work = [
@@ -138,7 +138,7 @@ def _bucket(folder: Folder, bucket: int, files: list[tuple[CheckpointRef, str, E
     chain, problem = None, ""
     try:
         header = read_header(folder, newest, SNAPSHOT if SNAPSHOT in by_ref[newest] else DELTA)
-        chain = deltas_upon_snapshot(header, by_ref)
+        chain = count_deltas_upon_snapshot(header, by_ref)
     except (CorruptError, MissingCheckpointError) as error:
         # Clean-up may have removed it since it was listed. What is damaged is told.
         problem = str(error)
@@ -155,7 +155,7 @@ def _bucket(folder: Folder, bucket: int, files: list[tuple[CheckpointRef, str, E
     )
 
 
-def deltas_upon_snapshot(header: LineageHeader, kinds: Mapping[CheckpointRef, set[str]]) -> int:
+def count_deltas_upon_snapshot(header: LineageHeader, kinds: Mapping[CheckpointRef, set[str]]) -> int:
     """How many deltas a load of a checkpoint lays upon a snapshot, or upon nothing where there is none."""
     line = [*header.lineage, header.ref]
     upon = [at for at, ref in enumerate(line) if SNAPSHOT in kinds.get(ref, ())]

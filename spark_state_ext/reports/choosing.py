@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from arrow_schemas.bucket_map import BUCKETS_MAX
 from spark_state_ext.errors import UsageError
-from spark_state_ext.reports.charts import with_unit
+from spark_state_ext.reports.charts import format_with_unit
 
 __all__ = [
     "BATCH_S",
@@ -23,7 +23,7 @@ __all__ = [
     "BUCKET_RESTORE_S",
     "RESTORE_BYTES_PER_S",
     "Recommendation",
-    "calls_s",
+    "estimate_calls_s",
     "recommend",
 ]
 
@@ -116,8 +116,8 @@ def recommend(keys: int, bytes_per_key: float, batch_interval_s: float, cores: i
     buckets = -(-chosen // cores) * cores
     if buckets > BUCKETS_MAX:
         raise UsageError(
-            f"{cores:,} cores and {keys:,} keys with {with_unit(state_bytes, 'bytes')} of state ask for {buckets:,} "
-            f"buckets, and an operator has {BUCKETS_MAX:,} at most"
+            f"{cores:,} cores and {keys:,} keys with {format_with_unit(state_bytes, 'bytes')} of state need "
+            f"{buckets:,} buckets, but an operator has at most {BUCKETS_MAX:,}"
         )
     why = (
         _of_number(chosen, for_state, cores, allowed),
@@ -126,11 +126,11 @@ def recommend(keys: int, bytes_per_key: float, batch_interval_s: float, cores: i
         _of_state(keys, state_bytes, buckets),
         f"spark.sql.shuffle.partitions is {cores}, a task for each core, with {buckets // cores} of the buckets.",
     )
-    cost_s = round(BATCH_S + calls_s(buckets, cores), 3)
+    cost_s = round(BATCH_S + estimate_calls_s(buckets, cores), 3)
     return Recommendation(buckets, cores, cost_s, math.ceil(state_bytes / buckets), why)
 
 
-def calls_s(buckets: int, cores: int) -> float:
+def estimate_calls_s(buckets: int, cores: int) -> float:
     """Seconds that a batch takes for the calls of buckets, whatever rows they have."""
     return BUCKET_BATCH_S * math.ceil(buckets / cores)
 
@@ -169,7 +169,7 @@ def _of_number(chosen: int, for_state: int, cores: int, allowed: int) -> str:
 
 
 def _of_batch(buckets: int, batch_interval_s: float, cores: int) -> str:
-    took_s = calls_s(buckets, cores)
+    took_s = estimate_calls_s(buckets, cores)
     text = (
         f"A bucket takes {1000 * BUCKET_BATCH_S:.3g} ms of a core in each batch, whatever its rows: {took_s:.3g} s a "
         f"batch, beside {BATCH_S:.3g} s of Spark's own."
@@ -180,7 +180,7 @@ def _of_batch(buckets: int, batch_interval_s: float, cores: int) -> str:
 
 
 def _of_state(keys: int, state_bytes: float, buckets: int) -> str:
-    size, largest = with_unit(state_bytes / buckets, "bytes"), with_unit(BUCKET_BYTES_MAX, "bytes")
+    size, largest = format_with_unit(state_bytes / buckets, "bytes"), format_with_unit(BUCKET_BYTES_MAX, "bytes")
     return (
         f"A bucket has {size} of state in {math.ceil(keys / buckets):,} keys. Up to {largest}, and up to "
         f"{BUCKET_KEYS_MAX:,} keys, were measured."

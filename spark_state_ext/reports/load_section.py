@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from spark_state_ext.reports.charts import BARS, Chart, Series, with_unit
-from spark_state_ext.reports.page import Section, TableOf
-from spark_state_ext.reports.skew import OperatorLoad, told
+from spark_state_ext.reports.charts import BARS, Chart, Series, format_with_unit
+from spark_state_ext.reports.page import PageTable, Section
+from spark_state_ext.reports.skew import OperatorLoad, format_findings
 
-__all__ = ["of_load"]
+__all__ = ["build_load_section"]
 
 _BUCKETS_TOLD_MAX = 20
 _BARS_MAX = 256
 _HEAD = ("bucket", "rows", "of the top key", "changed rows", "keys at most", "state", "median call", "finding")
 
 
-def of_load(it: OperatorLoad) -> Section:
+def build_load_section(it: OperatorLoad) -> Section:
     """How evenly an operator's load lies on its buckets."""
     heaviest = it.buckets.take(np.argsort(-it.buckets["rows"].to_numpy(), kind="stable")[:_BUCKETS_TOLD_MAX])
     few = it.buckets.num_rows > _BUCKETS_TOLD_MAX
@@ -28,17 +28,17 @@ def of_load(it: OperatorLoad) -> Section:
         f"Operator {it.operator}: buckets",
         f"Query {it.query_id}. Over its last {it.batches:,} batches. The heaviest bucket against the mean: "
         f"{skew.rows:.2f} times the rows, {skew.state_bytes:.2f} times the state, {skew.call_ms:.2f} times the time.",
-        tables=(TableOf(caption, _HEAD, [_row(row) for row in heaviest.to_pylist()]),),
+        tables=(PageTable(caption, _HEAD, [_row(row) for row in heaviest.to_pylist()]),),
         charts=_charts(it.buckets),
-        notes=tuple(told(it.findings)),
+        notes=tuple(format_findings(it.findings)),
     )
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         *(f"{row[name]:,}" for name in ("bucket", "rows", "top_key_rows", "changed_rows", "state_rows")),
-        with_unit(float(row["state_bytes"]), "bytes"),
-        with_unit(float(row["call_ms"]), "ms"),
+        format_with_unit(float(row["state_bytes"]), "bytes"),
+        format_with_unit(float(row["call_ms"]), "ms"),
         row["finding"] or "",
     )
 

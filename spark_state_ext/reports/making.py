@@ -11,12 +11,12 @@ from typing import Any
 
 from spark_state_ext.errors import StorageError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
-from spark_state_ext.reports.batches import batches_of
-from spark_state_ext.reports.checkpoints import query_files_of
-from spark_state_ext.reports.load_section import of_load
-from spark_state_ext.reports.page import page_of
-from spark_state_ext.reports.sections import of_batches, of_files, summary
-from spark_state_ext.reports.skew import loads_of
+from spark_state_ext.reports.batches import summarize_batches
+from spark_state_ext.reports.checkpoints import list_query_files
+from spark_state_ext.reports.load_section import build_load_section
+from spark_state_ext.reports.page import render_page
+from spark_state_ext.reports.sections import build_batches_section, build_files_section, build_summary
+from spark_state_ext.reports.skew import measure_loads
 from spark_state_ext.worker.metrics import FILES, SCHEMA, read
 from spark_state_ext.worker.removal import remove_file
 
@@ -73,20 +73,20 @@ def report(
     # A folder of metrics is no root, and may lie anywhere.
     if noted is None or metrics is not None:
         refuse_relative(given, "path")
-        files = query_files_of(Folder(given, dict(storage_options or {})))
-    operators = batches_of(calls)
+        files = list_query_files(Folder(given, dict(storage_options or {})))
+    operators = summarize_batches(calls)
     if not operators and not files:
         raise UsageError(
             f"there is nothing to report of in {given}: no {FILES} files of metrics, and no state of an operator. Give "
             "the root as ArrowState has it, or the folder …/metrics below its local_dir."
         )
-    loads = map(of_load, loads_of(calls))
+    loads = map(build_load_section, measure_loads(calls))
     # Of one operator after the other: its batches, and then its buckets.
-    noted_of = [section for pair in zip(map(of_batches, operators), loads, strict=True) for section in pair]
-    sections = [summary(operators, files), *noted_of, *map(of_files, files)]
+    noted_of = [section for pair in zip(map(build_batches_section, operators), loads, strict=True) for section in pair]
+    sections = [build_summary(operators, files), *noted_of, *map(build_files_section, files)]
     sources = [] if noted is None else [f"metrics in {noted}"]
     sources += [] if noted is not None and metrics is None else [f"checkpoint files in {given}"]
-    page = page_of(title or f"State of {given}", time.time(), sources, sections)
+    page = render_page(title or f"State of {given}", time.time(), sources, sections)
     _write(target, page)
     return target
 

@@ -8,10 +8,10 @@ from datetime import datetime, timezone
 from html import escape as escape_html
 
 from spark_state_ext.files.printable import printable
-from spark_state_ext.reports.charts import Chart, svg_of, with_unit
+from spark_state_ext.reports.charts import Chart, draw_svg, format_with_unit
 from spark_state_ext.version import __version__
 
-__all__ = ["Section", "TableOf", "page_of", "when"]
+__all__ = ["Section", "PageTable", "render_page", "format_time"]
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -42,7 +42,7 @@ _ROWS_MAX = 200
 
 
 @dataclass(frozen=True)
-class TableOf:
+class PageTable:
     """A table of a page; what stands in it is text.
 
     Parameters
@@ -74,7 +74,7 @@ class Section:
 
     title: str
     text: str = ""
-    tables: tuple[TableOf, ...] = ()
+    tables: tuple[PageTable, ...] = ()
     charts: tuple[Chart, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -84,14 +84,14 @@ def escape(text: str) -> str:
     return escape_html(printable(text))
 
 
-def when(at_s: float | None) -> str:
+def format_time(at_s: float | None) -> str:
     """A time for people, by UTC."""
     if at_s is None:
         return "unknown"
     return datetime.fromtimestamp(at_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def page_of(title: str, made_s: float, sources: Sequence[str], sections: Sequence[Section]) -> str:
+def render_page(title: str, made_s: float, sources: Sequence[str], sections: Sequence[Section]) -> str:
     """The whole page."""
     parts = [_section(section, f"s{at}") for at, section in enumerate(sections)]
     came_from = "".join(f"<li>{escape(source)}</li>" for source in sources)
@@ -109,7 +109,7 @@ def page_of(title: str, made_s: float, sources: Sequence[str], sections: Sequenc
 <body>
 <header>
 <h1>{escape(title)}</h1>
-<p>Made {escape(when(made_s))} (all times are UTC) by spark_state_ext {escape(__version__)} from:</p>
+<p>Made {escape(format_time(made_s))} (all times are UTC) by spark_state_ext {escape(__version__)} from:</p>
 <ul>{came_from}</ul>
 </header>
 <main>
@@ -131,7 +131,7 @@ def _section(section: Section, name: str) -> str:
 def _figure(chart: Chart, name: str) -> str:
     return (
         f"<figure>\n<figcaption><b>{escape(chart.title)}</b><br>{escape(chart.says)}</figcaption>\n"
-        f"{svg_of(chart, name)}\n{_values(chart)}</figure>\n"
+        f"{draw_svg(chart, name)}\n{_values(chart)}</figure>\n"
     )
 
 
@@ -141,16 +141,19 @@ def _values(chart: Chart) -> str:
     rows = [
         (
             f"{position:,}",
-            *("–" if it.values[at] != it.values[at] else with_unit(it.values[at], chart.unit) for it in chart.series),
+            *(
+                "–" if it.values[at] != it.values[at] else format_with_unit(it.values[at], chart.unit)
+                for it in chart.series
+            ),
         )
         for at, position in list(enumerate(chart.positions))[::each]
     ]
     few = f", one in {each}" if each > 1 else ""
-    table = TableOf(f"{chart.title}{few}", (chart.across, *(it.name for it in chart.series)), rows)
+    table = PageTable(f"{chart.title}{few}", (chart.across, *(it.name for it in chart.series)), rows)
     return f"<details><summary>Values</summary>\n{_table(table)}</details>\n"
 
 
-def _table(table: TableOf) -> str:
+def _table(table: PageTable) -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.head)
     rows = "".join(_row(row) for row in table.rows)
     return (

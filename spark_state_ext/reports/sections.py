@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spark_state_ext.reports.batches import OperatorBatches, thinned
-from spark_state_ext.reports.charts import BARS, Chart, Series, with_unit
+from spark_state_ext.reports.batches import OperatorBatches, thin_batches
+from spark_state_ext.reports.charts import BARS, Chart, Series, format_with_unit
 from spark_state_ext.reports.checkpoints import BucketFiles, QueryFiles
-from spark_state_ext.reports.page import Section, TableOf, when
+from spark_state_ext.reports.page import PageTable, Section, format_time
 
-__all__ = ["of_batches", "of_files", "summary"]
+__all__ = ["build_batches_section", "build_files_section", "build_summary"]
 
 # More points than a chart has room for make the page large and tell nothing.
 _POINTS_MAX = 400
@@ -33,14 +33,14 @@ _COUNTED_HEAD = (
 )
 
 
-def summary(operators: Sequence[OperatorBatches], files: Sequence[QueryFiles]) -> Section:
+def build_summary(operators: Sequence[OperatorBatches], files: Sequence[QueryFiles]) -> Section:
     """What there is at all."""
     tables = []
     if operators:
         rows = [_summed(it) for it in operators]
-        tables.append(TableOf("Batches, from metrics", _SUMMED_HEAD, rows))
+        tables.append(PageTable("Batches, from metrics", _SUMMED_HEAD, rows))
     if files:
-        tables.append(TableOf("Checkpoint files, from the root", _COUNTED_HEAD, [_counted(it) for it in files]))
+        tables.append(PageTable("Checkpoint files, from the root", _COUNTED_HEAD, [_counted(it) for it in files]))
     notes = []
     if not operators:
         notes.append("There are no metrics, so this report tells nothing of batches.")
@@ -57,10 +57,10 @@ def _summed(it: OperatorBatches) -> tuple[str, ...]:
         it.query_id,
         f"{batches.num_rows:,}",
         f"{it.calls:,}",
-        when(pc.min(batches["ended_ms"]).as_py() / 1000),
-        when(pc.max(batches["ended_ms"]).as_py() / 1000),
+        format_time(pc.min(batches["ended_ms"]).as_py() / 1000),
+        format_time(pc.max(batches["ended_ms"]).as_py() / 1000),
         f"{pc.sum(batches['rows']).as_py():,}",
-        with_unit(float(batches["state_bytes"][-1].as_py()), "bytes"),
+        format_with_unit(float(batches["state_bytes"][-1].as_py()), "bytes"),
         f"{batches['state_rows'][-1].as_py():,}",
         f"{failures:,}",
     )
@@ -74,8 +74,8 @@ def _counted(it: QueryFiles) -> tuple[str, ...]:
         f"{len(it.buckets):,}",
         f"{sum(bucket.snapshots for bucket in it.buckets):,}",
         f"{sum(bucket.deltas for bucket in it.buckets):,}",
-        with_unit(float(it.size_bytes), "bytes"),
-        when(max((bucket.newest_s for bucket in it.buckets if bucket.newest_s is not None), default=None)),
+        format_with_unit(float(it.size_bytes), "bytes"),
+        format_time(max((bucket.newest_s for bucket in it.buckets if bucket.newest_s is not None), default=None)),
         f"{max(chains):,}" if chains else "unknown",
     )
 
@@ -83,9 +83,9 @@ def _counted(it: QueryFiles) -> tuple[str, ...]:
 # -- batches ---------------------------------------------------------------------------------------
 
 
-def of_batches(it: OperatorBatches) -> Section:
+def build_batches_section(it: OperatorBatches) -> Section:
     """What metrics tell of an operator."""
-    few, each = thinned(it.batches, _POINTS_MAX)
+    few, each = thin_batches(it.batches, _POINTS_MAX)
     say = f" Each point is the highest of {each} batches." if each > 1 else ""
     summed = f" Each point is the sum of {each} batches." if each > 1 else ""
     return Section(
@@ -210,7 +210,7 @@ def _series(batches: pa.Table, columns: dict[str, str]) -> tuple[Series, ...]:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def of_files(it: QueryFiles) -> Section:
+def build_files_section(it: QueryFiles) -> Section:
     """What a root has of a query."""
     shown = it.buckets
     worst = sorted(shown, key=lambda bucket: (bucket.problem == "", -(bucket.chain or 0), bucket.bucket))
@@ -218,12 +218,12 @@ def of_files(it: QueryFiles) -> Section:
     few = ""
     if len(shown) > _BUCKETS_TOLD_MAX:
         few = f", the {_BUCKETS_TOLD_MAX} with the longest lineages of {len(shown):,}"
-    table = TableOf(
+    table = PageTable(
         f"Buckets{few}",
         ("bucket", "version", "snapshots", "their size", "deltas", "their size", "deltas to load", "newest file"),
         [_bucket(bucket) for bucket in (worst[:_BUCKETS_TOLD_MAX] if few else shown)],
     )
-    also = f" Beside them lie {it.other_files:,} other files ({with_unit(float(it.other_bytes), 'bytes')})."
+    also = f" Beside them lie {it.other_files:,} other files ({format_with_unit(float(it.other_bytes), 'bytes')})."
     return Section(
         f"Operator {it.operator}: checkpoint files",
         f"Query folder {it.query_folder}.{also}",
@@ -238,11 +238,11 @@ def _bucket(it: BucketFiles) -> tuple[str, ...]:
         f"{it.bucket:,}",
         f"{it.version:,}",
         f"{it.snapshots:,}",
-        with_unit(float(it.snapshot_bytes), "bytes"),
+        format_with_unit(float(it.snapshot_bytes), "bytes"),
         f"{it.deltas:,}",
-        with_unit(float(it.delta_bytes), "bytes"),
+        format_with_unit(float(it.delta_bytes), "bytes"),
         "unknown" if it.chain is None else f"{it.chain:,}",
-        when(it.newest_s),
+        format_time(it.newest_s),
     )
 
 

@@ -15,11 +15,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from spark_state_ext.reports.batches import last_calls
-from spark_state_ext.reports.charts import with_unit
-from spark_state_ext.reports.choosing import BUCKET_BYTES_MAX, BUCKET_KEYS_MAX, BUCKETS_PER_CORE, calls_s
+from spark_state_ext.reports.batches import keep_last_calls
+from spark_state_ext.reports.charts import format_with_unit
+from spark_state_ext.reports.choosing import BUCKET_BYTES_MAX, BUCKET_KEYS_MAX, BUCKETS_PER_CORE, estimate_calls_s
 
-__all__ = ["BATCHES", "HEAVY_RANGE", "HOT_KEY", "Finding", "OperatorLoad", "Skew", "loads_of", "told"]
+__all__ = ["BATCHES", "HEAVY_RANGE", "HOT_KEY", "Finding", "OperatorLoad", "Skew", "measure_loads", "format_findings"]
 
 # So many of the last batches are summed up.
 BATCHES = 20
@@ -131,9 +131,9 @@ class OperatorLoad:
         return all(finding.kind == INCOMPLETE for finding in self.findings)
 
 
-def loads_of(calls: pa.Table, batches: int = BATCHES, cores: int | None = None) -> list[OperatorLoad]:
+def measure_loads(calls: pa.Table, batches: int = BATCHES, cores: int | None = None) -> list[OperatorLoad]:
     """The load of each operator that metrics tell of."""
-    calls = last_calls(calls)
+    calls = keep_last_calls(calls)
     found = (
         calls.group_by(["query_id", "operator"])
         .aggregate([])
@@ -239,7 +239,7 @@ def _of_number(
 ) -> list[Finding]:
     """What is found of the number of buckets."""
     found, seen, side_by_side = [], by_bucket.num_rows, workers if cores is None else cores
-    took_s = calls_s(job_buckets, side_by_side)
+    took_s = estimate_calls_s(job_buckets, side_by_side)
     if job_buckets > BUCKETS_PER_CORE * side_by_side and interval_s and took_s > _CALLS_SHARE_MAX * interval_s:
         text = (
             f"{job_buckets:,} buckets are many for {_working(workers, cores)}: their calls alone take about "
@@ -255,8 +255,8 @@ def _of_number(
     keys, size = float(pc.mean(by_bucket["state_rows"]).as_py()), float(pc.mean(by_bucket["state_bytes"]).as_py())
     if keys > BUCKET_KEYS_MAX or size > BUCKET_BYTES_MAX:
         text = (
-            f"a bucket has {keys:,.0f} keys and {with_unit(size, 'bytes')} on average, more than was measured: more "
-            "buckets restore faster. recommend() says how many suit"
+            f"a bucket has {keys:,.0f} keys and {format_with_unit(size, 'bytes')} on average, more than was ever "
+            "measured: more buckets restore faster. recommend() says how many fit"
         )
         found.append(Finding(TOO_FEW, None, text))
     if seen < job_buckets:
@@ -269,7 +269,7 @@ def _working(workers: int, cores: int | None) -> str:
     return f"{cores:,} cores" if cores is not None else f"{workers:,} worker process{'es' if workers > 1 else ''}"
 
 
-def told(findings: Sequence[Finding], told_max: int = _TOLD_MAX) -> list[str]:
+def format_findings(findings: Sequence[Finding], told_max: int = _TOLD_MAX) -> list[str]:
     """What to tell people: so many findings of each kind, and how many more there are."""
     lines = []
     for kind in dict.fromkeys(finding.kind for finding in findings):

@@ -20,12 +20,12 @@ from spark_state_ext.cli.abandoned import (
     NAMED,
     RECENT,
     UNKNOWN,
-    Found,
+    FolderInfo,
     QueryFolders,
-    judge,
-    look,
+    judge_folder,
+    list_folders,
     refuse_operators_without_metadata,
-    remove,
+    remove_folder,
 )
 from spark_state_ext.errors import LiveRunError, UsageError
 from spark_state_ext.files.folder import Folder
@@ -74,8 +74,8 @@ def _checkpoint(folder: Path, query: str) -> str:
     return str(folder)
 
 
-def _found(newest_s: float | None, ours: bool = True) -> Found:
-    return Found("count", "a", ours, 3, 10, newest_s, newest_s)
+def _found(newest_s: float | None, ours: bool = True) -> FolderInfo:
+    return FolderInfo("count", "a", ours, 3, 10, newest_s, newest_s)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def _found(newest_s: float | None, ours: bool = True) -> Found:
         (_found(None), {"b"}, True, RECENT),
     ],
 )
-def test_each_folder_is_judged(found: Found, names: set[str], complete: bool, verdict: str) -> None:
-    assert judge(found, QueryFolders(frozenset(names), complete), 100 * _DAY_S, 30 * _DAY_S) == verdict
+def test_each_folder_is_judged(found: FolderInfo, names: set[str], complete: bool, verdict: str) -> None:
+    assert judge_folder(found, QueryFolders(frozenset(names), complete), 100 * _DAY_S, 30 * _DAY_S) == verdict
 
 
 def test_a_folder_that_only_pointers_can_name_is_left_without_spark(
@@ -108,8 +108,8 @@ def test_a_folder_that_only_pointers_can_name_is_left_without_spark(
     row = json.loads(capsys.readouterr().out)
     assert (row["verdict"], row["operator"], row["query"]) == ("unknown", "count", query_folder)
     assert row["reason"] == "needs --spark"
-    (found,) = look(Folder(str(tmp_path / "root")))
-    assert judge(found, QueryFolders(frozenset(), complete=True), time.time(), 0.0) == ABANDONED
+    (found,) = list_folders(Folder(str(tmp_path / "root")))
+    assert judge_folder(found, QueryFolders(frozenset(), complete=True), time.time(), 0.0) == ABANDONED
 
 
 def test_what_is_abandoned_goes_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,28 +169,28 @@ def test_a_folder_whose_state_never_began_is_judged_like_others(tmp_path: Path, 
     _age(tmp_path / "root" / "count" / recent, 2)
     root = Folder(str(tmp_path / "root"))
     query_folders = QueryFolders(frozenset([used]), complete=False)
-    found = {it.query_folder: judge(it, query_folders, time.time(), 30 * _DAY_S) for it in look(root)}
+    found = {it.query_folder: judge_folder(it, query_folders, time.time(), 30 * _DAY_S) for it in list_folders(root)}
     assert found == {gone: ABANDONED, used: NAMED, recent: RECENT, "notes": UNKNOWN, other.parent.name: UNKNOWN}
     command = [root.root, "--checkpoint", _checkpoint(tmp_path / "checkpoint", used), "--remove"]
     assert main(command) == 0
-    assert {it.query_folder for it in look(root)} == found.keys() - {gone}
+    assert {it.query_folder for it in list_folders(root)} == found.keys() - {gone}
 
 
 def test_a_folder_that_somebody_writes_to_meanwhile_is_left(tmp_path: Path) -> None:
     folder = _query(tmp_path, "gone")
     root = Folder(str(tmp_path))
-    (found,) = look(root)
+    (found,) = list_folders(root)
     assert found.lease_s is not None
     (folder / "lease" / f"{2:016d}.json").write_bytes(_lease() + b"\n")
     with pytest.raises(LiveRunError, match="somebody uses it"):
-        remove(root, found)
+        remove_folder(root, found)
     assert len(list(folder.rglob("*.*"))) == 4
 
 
 def test_a_removal_that_was_stopped_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _query(tmp_path, "gone")
     root = Folder(str(tmp_path))
-    (found,) = look(root)
+    (found,) = list_folders(root)
     removed: list[str] = []
 
     def stopped(self: Folder, name: str) -> None:
@@ -199,11 +199,11 @@ def test_a_removal_that_was_stopped_is_taken_up_again(tmp_path: Path, monkeypatc
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Folder, "remove", stopped)
-        remove(root, found)
+        remove_folder(root, found)
     assert removed == [operator_file_name(0)]
-    (left,) = look(root)
+    (left,) = list_folders(root)
     assert left.ours, "what tells whose folder it is goes last"
-    remove(root, left)
+    remove_folder(root, left)
     assert not folder.exists()
 
 
@@ -268,25 +268,25 @@ def test_folders_of_an_object_store_are_found_and_removed(s3: Any, tmp_path: Pat
     command = [root.root, "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used"), "--remove"]
     command += ["--storage-options", json.dumps(s3.options)]
     assert main(command) == 0
-    assert [found.query_folder for found in look(root)] == ["gone", "used"], "they are of today"
+    assert [found.query_folder for found in list_folders(root)] == ["gone", "used"], "they are of today"
     assert main(command, later_s=40 * _DAY_S) == 0
-    assert [found.query_folder for found in look(root)] == ["used"]
+    assert [found.query_folder for found in list_folders(root)] == ["used"]
 
 
 def test_a_folder_that_another_query_has_claimed_is_that_querys(tmp_path: Path) -> None:
     root = tmp_path / "root"
     _query(root, "old", claim="new")
-    (found,) = look(Folder(str(root)))
+    (found,) = list_folders(Folder(str(root)))
     assert found.claim == "new"
-    assert judge(found, QueryFolders(frozenset({"new"}), complete=True), time.time(), 0.0) == NAMED
-    assert judge(found, QueryFolders(frozenset({"third"}), complete=True), time.time(), 0.0) == ABANDONED
+    assert judge_folder(found, QueryFolders(frozenset({"new"}), complete=True), time.time(), 0.0) == NAMED
+    assert judge_folder(found, QueryFolders(frozenset({"third"}), complete=True), time.time(), 0.0) == ABANDONED
 
 
 def test_a_folder_whose_claim_only_pointers_tell_is_not_taken_for_abandoned(tmp_path: Path) -> None:
     root = tmp_path / "root"
     _query(root, "old", claim=new_query_folder(5, "0" * 32))
-    (found,) = look(Folder(str(root)))
-    assert judge(found, QueryFolders(frozenset(), complete=False), time.time(), 0.0) == UNKNOWN
+    (found,) = list_folders(Folder(str(root)))
+    assert judge_folder(found, QueryFolders(frozenset(), complete=False), time.time(), 0.0) == UNKNOWN
 
 
 def test_a_folder_whose_lease_cannot_be_read_is_not_taken_for_abandoned(tmp_path: Path) -> None:
@@ -294,5 +294,5 @@ def test_a_folder_whose_lease_cannot_be_read_is_not_taken_for_abandoned(tmp_path
     folder = _query(root, "old")
     (folder / "lease" / f"{1:016d}.json").write_text("{}")
     _age(folder, 100.0)
-    (found,) = look(Folder(str(root)))
-    assert judge(found, QueryFolders(frozenset(), complete=True), time.time(), 0.0) == UNKNOWN
+    (found,) = list_folders(Folder(str(root)))
+    assert judge_folder(found, QueryFolders(frozenset(), complete=True), time.time(), 0.0) == UNKNOWN

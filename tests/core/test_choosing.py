@@ -67,7 +67,7 @@ def test_the_cost_is_that_of_the_partition_with_most_buckets() -> None:
     few, many = recommend(1_000, 100, 60, 4), recommend(1_000_000_000, 100, 60, 4)
     added_s = choosing.BUCKET_BATCH_S * (many.buckets - few.buckets) / 4
     assert many.batch_cost_s - few.batch_cost_s == pytest.approx(added_s, abs=0.002)
-    assert choosing.calls_s(5, 4) == 2 * choosing.BUCKET_BATCH_S
+    assert choosing.estimate_calls_s(5, 4) == 2 * choosing.BUCKET_BATCH_S
 
 
 def test_an_interval_that_cannot_be_kept_is_told_of() -> None:

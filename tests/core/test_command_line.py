@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from spark_state_ext.__main__ import main
 from spark_state_ext.cli import app
 from spark_state_ext.cli.app import COMMANDS, GROUPS, build_application
-from spark_state_ext.cli.output import Output, plain, shown, write_table
+from spark_state_ext.cli.output import Output, format_value, to_json_value, write_table
 from spark_state_ext.worker.metrics import CallMetrics, MetricsLog
 from tests.helpers.waiting import WAIT_S
 
@@ -95,7 +95,7 @@ def test_what_nobody_foresaw_is_a_bug(monkeypatch: pytest.MonkeyPatch, capsys: p
     def fails(path: str, options: Any) -> Any:
         raise ZeroDivisionError("nobody foresaw it")
 
-    monkeypatch.setattr("spark_state_ext.cli.savepoint.given_folder", fails)
+    monkeypatch.setattr("spark_state_ext.cli.savepoint.open_folder", fails)
     assert main(["savepoint", "status", "/nowhere"]) == 70
     said = capsys.readouterr()
     assert "ZeroDivisionError: nobody foresaw it" in said.err
@@ -120,7 +120,7 @@ def test_data_is_alone_on_stdout_in_each_form(tmp_path: Path, capfdbinary: pytes
     done = _process(*command, "-o", "json")
     assert (json.loads(done.stdout), done.stderr) == (found, "")
     table = pa.ipc.open_stream(io.BytesIO(out("-o", "arrow"))).read_all()
-    assert [plain(row) for row in table.to_pylist()] == [found]
+    assert [to_json_value(row) for row in table.to_pylist()] == [found]
     told = out().decode()
     assert f"id         {found['id']}\n" in told
     assert "operators:\noperator  buckets  rows_max  files  bytes\ncounts          2        10      2      8\n" in told
@@ -172,7 +172,7 @@ def test_nothing_in_a_table_is_obeyed_by_a_terminal(capsys: pytest.CaptureFixtur
     assert "\x1b" not in "".join(lines)
     assert r"b'\x00\xff'" in lines[0]
     assert lines[2].split() == ["NULL", "NULL", "-inf", "-2.00", *["NULL"] * 4, "[]", "NULL", "NULL"]
-    assert shown("[bold]no markup[/bold]") == "[bold]no markup[/bold]"
+    assert format_value("[bold]no markup[/bold]") == "[bold]no markup[/bold]"
 
 
 def test_rows_of_no_batch_have_each_form(capsys: pytest.CaptureFixture[str]) -> None:

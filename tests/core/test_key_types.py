@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from arrow_schemas.row import RowSchema
-from spark_state_ext.cli.values import key_of
+from spark_state_ext.cli.values import parse_key
 from spark_state_ext.erasing.folders import keys_as_stored
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.reading.lookup import WantedKey
@@ -118,4 +118,4 @@ def test_words_go_by_the_same_rule(word: str, kind: pa.DataType) -> None:
     schema = pa.schema([("who", kind)])
     for words, text in (([word], None), ([], f'{{"who": "{word}"}}')):
         with pytest.raises(UsageError, match="is no value of the column 'who'"):
-            key_of(words, text, schema)
+            parse_key(words, text, schema)

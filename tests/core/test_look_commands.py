@@ -28,7 +28,7 @@ from spark_state_ext import Savepoint
 from spark_state_ext.__main__ import main
 from spark_state_ext.cli import verify
 from spark_state_ext.cli.paths import Target
-from spark_state_ext.cli.verify import Check, checks_of
+from spark_state_ext.cli.verify import Check, list_checks
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import PARENTS_FOLDER
@@ -204,11 +204,11 @@ def test_what_a_running_query_removes_meanwhile_is_not_missed(
     oldest = min(lived.root.rglob("1_*.arrow"))
 
     def listed(target: Target, scratch: Path) -> list[Check]:
-        checks = checks_of(target, scratch)
+        checks = list_checks(target, scratch)
         oldest.unlink()
         return checks
 
-    monkeypatch.setattr(verify, "checks_of", listed)
+    monkeypatch.setattr(verify, "list_checks", listed)
     rows = {row["path"]: row["status"] for row in said(capsys, "verify", lived.root, "--all")}
     assert rows.pop(str(oldest)) == "gone"
     assert set(rows.values()) == {"whole"}

@@ -16,7 +16,7 @@ from small_root import NAMES, QUERY, SmallRoot, small_root
 
 from arrow_schemas.erase import EraseDone
 from spark_state_ext.__main__ import main
-from spark_state_ext.cli.configuration import NEEDED, diagnoses_of_executors, reason_in
+from spark_state_ext.cli.configuration import WORKER_PACKAGES, diagnose_executors, extract_reason
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.testing.model import Row
@@ -232,7 +232,7 @@ def test_what_cannot_be_watched_is_refused(
 # -- doctor -----------------------------------------------------------------------------------------
 
 _HERE = {"spark_state_ext": "0.1.0", "python": "3.11.4", "pyarrow": "20.0.0"}
-_GOOD = {"host": "one", "executable": "/python", **_HERE, **dict.fromkeys(NEEDED, "1.0")}
+_GOOD = {"host": "one", "executable": "/python", **_HERE, **dict.fromkeys(WORKER_PACKAGES, "1.0")}
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ _GOOD = {"host": "one", "executable": "/python", **_HERE, **dict.fromkeys(NEEDED
     ],
 )
 def test_executors_that_differ_are_found(other: dict[str, Any], what: str, problem: str, change: str) -> None:
-    found = diagnoses_of_executors([_GOOD, {**_GOOD, "host": "two", **other}], _HERE)
+    found = diagnose_executors([_GOOD, {**_GOOD, "host": "two", **other}], _HERE)
     assert found[0].seen == "2 asked: one (/python), two (/python)"
     assert [it.what for it in found if it.problem] == ([what] if what else [])
     for it in found:
@@ -267,4 +267,4 @@ def test_executors_that_differ_are_found(other: dict[str, Any], what: str, probl
     ],
 )
 def test_the_reason_is_at_the_bottom(text: str, reason: str | None) -> None:
-    assert reason_in(text) == (reason or "java.io.IOException: error=2")
+    assert extract_reason(text) == (reason or "java.io.IOException: error=2")

@@ -25,7 +25,7 @@ from arrow_schemas.peers import (
     PeerSecret,
     in_questions,
 )
-from spark_state_ext.cli.standby_service import PeerOptions, address_of, serve_peers
+from spark_state_ext.cli.standby_service import PeerOptions, build_addresses, serve_peers
 from spark_state_ext.peers.asking import PeersByRoot
 from spark_state_ext.peers.choice import Choice, Measure, asks_peers
 from spark_state_ext.peers.settings import PeerSettings, peer_settings
@@ -251,7 +251,7 @@ def test_options_that_cannot_be_used(options: PeerOptions, environ: dict[str, st
 
 def test_options_that_can_be_used(tmp_path: Path) -> None:
     assert serve_peers(PeerOptions(), [], {}) is None
-    assert address_of(None, PeerOptions()) == {}
+    assert build_addresses(None, PeerOptions()) == {}
     mine = certified()
     for name, data in (("secret", f"{SECRET_TEXT}\n".encode()), ("cert", mine.certificate), ("key", mine.key)):
         (tmp_path / name).write_bytes(data)
@@ -259,8 +259,8 @@ def test_options_that_can_be_used(tmp_path: Path) -> None:
     server = serve_peers(options, [], {})
     assert server is not None
     try:
-        assert address_of(server, options) == {"flight": f"grpc+tls://{machine_name()}:{server.port}"}
-        assert address_of(server, replace(options, address="b.example")) == {
+        assert build_addresses(server, options) == {"flight": f"grpc+tls://{machine_name()}:{server.port}"}
+        assert build_addresses(server, replace(options, address="b.example")) == {
             "flight": f"grpc+tls://b.example:{server.port}"
         }
     finally:

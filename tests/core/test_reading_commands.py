@@ -19,7 +19,7 @@ from reading_support import as_model
 from small_root import QUERY, SmallRoot, savepoint_of, small_root
 
 from spark_state_ext.__main__ import main
-from spark_state_ext.cli.values import filter_of, key_of, parsed
+from spark_state_ext.cli.values import parse_filter, parse_key, parse_value
 from spark_state_ext.errors import UsageError
 from spark_state_ext.testing.model import Row
 from tests.helpers.waiting import WAIT_S
@@ -292,7 +292,7 @@ _ROWS = pa.Table.from_pylist(
 )
 def test_a_word_becomes_a_value_of_its_column(word: str, column: str, value: object) -> None:
     field = _COLUMNS.field(column)
-    found = parsed(word, field)
+    found = parse_value(word, field)
     assert found == value or (found != found and value != value)
     # It is what Arrow takes.
     assert len(pa.array([found], field.type)) == 1
@@ -316,16 +316,16 @@ def test_a_word_becomes_a_value_of_its_column(word: str, column: str, value: obj
 )
 def test_a_word_that_is_no_value_is_refused(word: str, column: str) -> None:
     with pytest.raises(UsageError, match=f"is no value of the column '{column}'|is no value of the column 'item'"):
-        parsed(word, _COLUMNS.field(column))
+        parse_value(word, _COLUMNS.field(column))
 
 
 def test_a_key_may_have_nulls() -> None:
     schema = pa.schema([("name", pa.string()), ("x", pa.float64())])
-    assert key_of((), '{"name": null, "x": "NaN"}', schema)["name"] is None
-    assert key_of((), '{"x": 1, "name": "a"}', schema) == {"name": "a", "x": 1.0}
+    assert parse_key((), '{"name": null, "x": "NaN"}', schema)["name"] is None
+    assert parse_key((), '{"x": 1, "name": "a"}', schema) == {"name": "a", "x": 1.0}
     for wrong in ('{"name": 1, "x": 1}', '{"name": "a", "x": true}', '{"name": "a", "x": "1"}', "[]"):
         with pytest.raises(UsageError):
-            key_of((), wrong, schema)
+            parse_key((), wrong, schema)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_a_key_may_have_nulls() -> None:
     ],
 )
 def test_a_filter_is_what_it_says(text: str, names: list[str | None]) -> None:
-    assert _ROWS.filter(filter_of(text, _COLUMNS))["name"].to_pylist() == names
+    assert _ROWS.filter(parse_filter(text, _COLUMNS))["name"].to_pylist() == names
 
 
 @pytest.mark.parametrize(
@@ -383,4 +383,4 @@ def test_a_filter_is_what_it_says(text: str, names: list[str | None]) -> None:
 )
 def test_a_filter_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
-        filter_of(text, _COLUMNS)
+        parse_filter(text, _COLUMNS)

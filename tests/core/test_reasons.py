@@ -13,7 +13,7 @@ import pytest
 
 from arrow_schemas.checksum import readable
 from arrow_schemas.row import RowSchema
-from spark_state_ext.cli.values import parsed
+from spark_state_ext.cli.values import parse_value
 from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.functions.arguments import to_milliseconds
 from spark_state_ext.functions.reasons import conversion_reason
@@ -71,7 +71,9 @@ def test_what_is_no_value_of_a_column_is_told_without_pythons_insides() -> None:
     for kind in TYPES:
         field = pa.field("k", kind)
         said += [_refused(WantedKey.of, (value,), ["k"], RowSchema((field,), ())) for value in VALUES]
-        said += [_refused(parsed, word, field) for word in ("word", "1e", "[5", "2026-13-40", "99999999999999999999")]
+        said += [
+            _refused(parse_value, word, field) for word in ("word", "1e", "[5", "2026-13-40", "99999999999999999999")
+        ]
     said += [
         _refused(to_milliseconds, given, True) for given in ([dt.date(2026, 1, 31)], [object()], ["x"], "x", [1 << 70])
     ]

@@ -21,9 +21,9 @@ from spark_state_ext import report
 from spark_state_ext.errors import StorageError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.printable import printable
-from spark_state_ext.reports.batches import batches_of, thinned
-from spark_state_ext.reports.charts import BARS, Chart, Series, svg_of, with_unit
-from spark_state_ext.reports.checkpoints import deltas_upon_snapshot, query_files_of
+from spark_state_ext.reports.batches import summarize_batches, thin_batches
+from spark_state_ext.reports.charts import BARS, Chart, Series, draw_svg, format_with_unit
+from spark_state_ext.reports.checkpoints import count_deltas_upon_snapshot, list_query_files
 from spark_state_ext.worker.metrics import CallMetrics, MetricsLog, read
 from tests.helpers.waiting import WAIT_S
 
@@ -197,7 +197,7 @@ def test_state_is_what_all_buckets_hold_also_those_that_a_batch_does_not_call(tm
         _call(3, 0, state_bytes=0),
     ]
     _log(tmp_path, *calls)
-    (found,) = batches_of(read(tmp_path))
+    (found,) = summarize_batches(read(tmp_path))
     assert found.batches["batch"].to_pylist() == [0, 1, 2, 3]
     assert found.batches["state_bytes"].to_pylist() == [110, 130, 80, 30]
     assert found.batches["buckets"].to_pylist() == [2, 1, 1, 1]
@@ -206,22 +206,22 @@ def test_state_is_what_all_buckets_hold_also_those_that_a_batch_does_not_call(tm
 def test_a_batch_that_a_later_run_made_again_counts_once(tmp_path: Path) -> None:
     again = replace(_call(1, 0, rows=7, commit_ms=9.0), run_id="later", ended_ms=99_000)
     _log(tmp_path, _call(1, 0, rows=5, commit_ms=50.0), again, _call(1, 1, rows=1, commit_ms=3.0))
-    (found,) = batches_of(read(tmp_path))
+    (found,) = summarize_batches(read(tmp_path))
     (row,) = found.batches.to_pylist()
     assert (found.calls, row["rows"], row["commit_ms_max"]) == (2, 8, 9.0)
 
 
 def test_operators_and_queries_are_told_apart(tmp_path: Path) -> None:
     _log(tmp_path, _call(0, 0, "b"), _call(0, 0, "a"), replace(_call(0, 0, "a"), query_id="another"))
-    found = [(it.query_id, it.operator) for it in batches_of(read(tmp_path))]
+    found = [(it.query_id, it.operator) for it in summarize_batches(read(tmp_path))]
     assert found == [("another", "a"), (QUERY, "a"), (QUERY, "b")]
 
 
 @pytest.mark.parametrize("batches", [1, 400, 401, 1_003])
 def test_a_long_history_keeps_its_peaks_and_its_sums(tmp_path: Path, batches: int) -> None:
     _log(tmp_path, *(_call(it, 0, rows=2, commit_ms=500.0 if it == 201 else 1.0) for it in range(batches)))
-    (found,) = batches_of(read(tmp_path))
-    few, each = thinned(found.batches, 400)
+    (found,) = summarize_batches(read(tmp_path))
+    few, each = thin_batches(found.batches, 400)
     assert few.num_rows <= 400
     assert (few.num_rows - 1) * each < batches <= few.num_rows * each
     assert sum(few["rows"].to_pylist()) == 2 * batches
@@ -234,7 +234,7 @@ def test_a_long_history_keeps_its_peaks_and_its_sums(tmp_path: Path, batches: in
 
 
 def test_files_of_a_root(root: Path) -> None:
-    (found,) = query_files_of(Folder(str(root)))
+    (found,) = list_query_files(Folder(str(root)))
     (bucket,) = found.buckets
     names = [path.name for path in (root / "counts" / QUERY / "3").iterdir()]
     assert (found.operator, found.query_folder, found.other_files) == ("counts", QUERY, 1)
@@ -250,7 +250,7 @@ def test_what_is_damaged_is_told_and_ends_nothing(root: Path, tmp_path: Path) ->
     folder = root / "counts" / QUERY / "3"
     newest = max(folder.iterdir(), key=lambda path: (int(path.name.split("_")[0]), ".snapshot." in path.name))
     newest.write_bytes(b"garbage")
-    ((bucket,),) = [it.buckets for it in query_files_of(Folder(str(root)))]
+    ((bucket,),) = [it.buckets for it in list_query_files(Folder(str(root)))]
     assert bucket.chain is None
     assert "is no Arrow file" in bucket.problem
     text = report(root, tmp_path / "out.html").read_text()
@@ -263,17 +263,17 @@ def test_folders_that_are_nobodys_state_are_passed_over(root: Path) -> None:
     for path in (root / "counts" / QUERY / "3").iterdir():
         (other / path.name).write_bytes(path.read_bytes())
     (root / "README").write_text("ours")
-    assert [it.query_folder for it in query_files_of(Folder(str(root)))] == [QUERY]
+    assert [it.query_folder for it in list_query_files(Folder(str(root)))] == [QUERY]
 
 
 def test_deltas_upon_a_snapshot() -> None:
     refs = [CheckpointRef(version, f"{version:032x}") for version in range(1, 6)]
     header = LineageHeader(DELTA, "counts", 0, refs[4], refs[3], tuple(refs[:4]), 0, Writer("q", "r", 1, "h"), "0")
     kinds = {ref: {DELTA} for ref in refs}
-    assert deltas_upon_snapshot(header, kinds) == 5
-    assert deltas_upon_snapshot(header, {**kinds, refs[0]: {DELTA, SNAPSHOT}}) == 4
-    assert deltas_upon_snapshot(header, {**kinds, refs[0]: {SNAPSHOT}, refs[2]: {SNAPSHOT}}) == 2
-    assert deltas_upon_snapshot(header, {**kinds, refs[4]: {DELTA, SNAPSHOT}}) == 0
+    assert count_deltas_upon_snapshot(header, kinds) == 5
+    assert count_deltas_upon_snapshot(header, {**kinds, refs[0]: {DELTA, SNAPSHOT}}) == 4
+    assert count_deltas_upon_snapshot(header, {**kinds, refs[0]: {SNAPSHOT}, refs[2]: {SNAPSHOT}}) == 2
+    assert count_deltas_upon_snapshot(header, {**kinds, refs[4]: {DELTA, SNAPSHOT}}) == 0
 
 
 # -- charts ----------------------------------------------------------------------------------------
@@ -284,15 +284,15 @@ def test_deltas_upon_a_snapshot() -> None:
 def test_values_of_all_kinds_can_be_drawn(kind: str, values: list[float]) -> None:
     for unit in ("bytes", "ms", "rows"):
         chart = Chart("T <b>", "S", "Batch", unit, list(range(len(values))), (Series("a", values),), kind)
-        svg = ET.fromstring(svg_of(chart, "c"))
+        svg = ET.fromstring(draw_svg(chart, "c"))
         assert "nan" not in "".join(svg.itertext()).lower()
 
 
 def test_a_chart_depends_on_no_colour_and_is_the_same_each_time() -> None:
     two = (Series("longest", [1.0, 4.0, 2.0]), Series("median", [1.0, 2.0, 2.0]))
     chart = Chart("Commit", "S", "Batch", "ms", [0, 1, 2], two)
-    svg = svg_of(chart, "c0")
-    assert svg == svg_of(chart, "c0")
+    svg = draw_svg(chart, "c0")
+    assert svg == draw_svg(chart, "c0")
     # One line is dashed and the other is not, and text and axes have the page's colour.
     assert "stroke-dasharray" in svg
     assert "currentColor" in svg
@@ -313,4 +313,4 @@ def test_a_chart_depends_on_no_colour_and_is_the_same_each_time() -> None:
     ],
 )
 def test_values_for_people(value: float, unit: str, told: str) -> None:
-    assert with_unit(value, unit) == told
+    assert format_with_unit(value, unit) == told

@@ -32,7 +32,7 @@ from spark_state_ext import Savepoint, erase_history, open_state, rescale_savepo
 from spark_state_ext.__main__ import main
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.cli.savepoint import copy_savepoint
-from spark_state_ext.cli.transform import Transformation, transformed
+from spark_state_ext.cli.transform import Transformation, write_transformed
 from spark_state_ext.errors import (
     BucketMapChangedError,
     ClaimedError,
@@ -485,7 +485,7 @@ def transform(source: Folder, target: Folder, over: Callable[[], None]) -> None:
     manifest = read_manifest(source)
     wanted, done = Transformation("counts", {}, (), {}, None), itertools.count(1)
     last = len(manifest.buckets)
-    transformed(source, manifest, target, wanted, lambda buckets: over() if next(done) == last else None)
+    write_transformed(source, manifest, target, wanted, lambda buckets: over() if next(done) == last else None)
 
 
 def rescale(source: Folder, target: Folder, over: Callable[[], None]) -> None:

@@ -15,8 +15,15 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext.__main__ import main
-from spark_state_ext.cli.rollback import carry_out, check_idle, plan_rollback, planned
-from spark_state_ext.cli.spark_checkpoint import COMMITS, OFFSETS, STATE, parse_path, shuffle_partitions, state_ids
+from spark_state_ext.cli.rollback import apply_rollback, check_idle, plan_from_files, plan_rollback
+from spark_state_ext.cli.spark_checkpoint import (
+    COMMITS,
+    OFFSETS,
+    STATE,
+    parse_path,
+    read_shuffle_partitions,
+    read_state_ids,
+)
 from spark_state_ext.errors import CorruptFileError, LiveRunError, MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Entry, Folder
 
@@ -160,21 +167,21 @@ def test_only_state_that_the_commit_log_names_counts() -> None:
 
 
 def test_the_commit_log_of_either_format_is_read() -> None:
-    assert state_ids(b'v1\n{"nextBatchWatermarkMs":0}', "commits/0") == {}
+    assert read_state_ids(b'v1\n{"nextBatchWatermarkMs":0}', "commits/0") == {}
     ids = json.dumps({"nextBatchWatermarkMs": 0, "stateUniqueIds": {"0": [[_ID], ["x", "y"]]}})
-    told = state_ids(f"v2\n{ids}".encode(), "commits/0")
+    told = read_state_ids(f"v2\n{ids}".encode(), "commits/0")
     assert told == {"state/0/0": frozenset([_ID]), "state/0/1": frozenset(["x", "y"])}
     with pytest.raises(CorruptFileError, match="commits/0"):
-        state_ids(b"v1", "commits/0")
+        read_state_ids(b"v1", "commits/0")
 
 
 def test_the_number_of_partitions_is_told_by_the_offsets() -> None:
     conf = json.dumps({"batchWatermarkMs": 0, "conf": {"spark.sql.shuffle.partitions": "5"}})
-    assert shuffle_partitions(f'v1\n{conf}\n{{"logOffset":1}}'.encode(), "offsets/1") == 5
-    assert shuffle_partitions(b'v1\n{"batchWatermarkMs":0}\n-', "offsets/1") is None
+    assert read_shuffle_partitions(f'v1\n{conf}\n{{"logOffset":1}}'.encode(), "offsets/1") == 5
+    assert read_shuffle_partitions(b'v1\n{"batchWatermarkMs":0}\n-', "offsets/1") is None
     for damaged in (b"v1", b"v1\n[]\n-", conf.replace("5", "five").join(["v1\n", "\n-"]).encode(), b"v1\n\xff"):
         with pytest.raises(CorruptFileError, match="offsets/1"):
-            shuffle_partitions(damaged, "offsets/1")
+            read_shuffle_partitions(damaged, "offsets/1")
 
 
 def test_partitions_of_other_batches_need_not_hold_the_state_of_this_one() -> None:
@@ -210,9 +217,9 @@ def _made(folder: Path) -> Folder:
 @pytest.mark.parametrize("steps", range(6))
 def test_a_command_that_was_stopped_is_finished_by_the_next(tmp_path: Path, steps: int) -> None:
     checkpoint = _made(tmp_path)
-    plan = planned(checkpoint, 1)
+    plan = plan_from_files(checkpoint, 1)
     assert len(plan.steps) == 6
-    carry_out(checkpoint, type(plan)(1, plan.steps[:steps], None), "rolled-back-first")
+    apply_rollback(checkpoint, type(plan)(1, plan.steps[:steps], None), "rolled-back-first")
     assert main(["rollback", str(tmp_path), "--to-batch", "1", "--apply", "--idle-s", "0"]) == 0
     kept = [entry.name for entry in checkpoint.tree() if not entry.name.startswith("rolled-back-")]
     assert sorted(kept) == sorted(

@@ -24,7 +24,7 @@ from small_root import SAVEPOINT_ID, SmallRoot, savepoint_of, small_root
 from arrow_schemas.savepoint import SavepointManifest
 from spark_state_ext import open_state, savepoint_tables
 from spark_state_ext.__main__ import main
-from spark_state_ext.cli.transform import as_type
+from spark_state_ext.cli.transform import cast_column
 from spark_state_ext.errors import CorruptFileError, StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
@@ -272,7 +272,7 @@ _WIDE = pa.decimal128(22, 2)
 def test_the_first_value_that_would_be_another_is_named(column: pa.Array, wanted: pa.DataType) -> None:
     named = re.escape(f"column 'c' cannot become {wanted}: its value {column[1]} would become ")
     with pytest.raises(StateValueError, match=named):
-        as_type(column, wanted, "c")
+        cast_column(column, wanted, "c")
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_the_first_value_that_would_be_another_is_named(column: pa.Array, wanted
     ],
 )
 def test_values_that_stay_may_have_another_type(column: pa.Array, wanted: pa.DataType) -> None:
-    made = as_type(column, wanted, "c")
+    made = cast_column(column, wanted, "c")
     assert made.type == wanted
     assert made.is_null().to_pylist() == column.is_null().to_pylist()
     assert made.equals(column.cast(wanted)) or pc.any(pc.is_nan(made)).as_py()

@@ -14,7 +14,7 @@ from small_root import SmallRoot, savepoint_of, small_root
 
 from spark_state_ext import BucketMap, rescale_savepoint
 from spark_state_ext.cli.savepoint import copy_savepoint
-from spark_state_ext.cli.transform import Transformation, transformed
+from spark_state_ext.cli.transform import Transformation, write_transformed
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
@@ -108,7 +108,7 @@ def copy(source: Folder, target: Folder) -> None:
 
 
 def transform(source: Folder, target: Folder) -> None:
-    transformed(source, read_manifest(source), target, Transformation("counts", {}, (), {}, "count > 60"))
+    write_transformed(source, read_manifest(source), target, Transformation("counts", {}, (), {}, "count > 60"))
 
 
 def rescale(source: Folder, target: Folder) -> None:

@@ -21,8 +21,8 @@ from spark_state_ext.reports.skew import (
     TOO_FEW,
     TOO_MANY,
     OperatorLoad,
-    loads_of,
-    told,
+    format_findings,
+    measure_loads,
 )
 from spark_state_ext.worker.metrics import CallMetrics, MetricsLog, read
 
@@ -49,7 +49,7 @@ def _load(
 ) -> OperatorLoad:
     cores = values.pop("cores", None)
     _noted(folder, batches, special or {}, **values)
-    (load,) = loads_of(read(folder), cores=cores)
+    (load,) = measure_loads(read(folder), cores=cores)
     return load
 
 
@@ -78,7 +78,7 @@ def test_chance_is_no_finding(rows: int, buckets: int) -> None:
                 call.total_ms, call.job_buckets = 10 + 5 * chance.random(), buckets
                 calls.append({**vars(call), "host": "", "pid": 1})
         table = SCHEMA.empty_table().from_pylist(calls, schema=SCHEMA)
-        (load,) = loads_of(table)
+        (load,) = measure_loads(table)
         assert load.findings == (), seed
 
 
@@ -131,7 +131,7 @@ def test_the_number_of_buckets_against_cores(tmp_path: Path) -> None:
     assert many.kind == TOO_MANY
     assert "1 worker process:" in many.text
     # As many on more cores, or further apart, are not too many.
-    assert loads_of(read(tmp_path / "many"), cores=16)[0].findings == ()
+    assert measure_loads(read(tmp_path / "many"), cores=16)[0].findings == ()
     assert _load(tmp_path / "slowly", batches=2, job_buckets=64, every_ms=100 * every_ms).findings == ()
     (large,) = _load(tmp_path / "large", state_rows=20_000_000).findings
     assert large.kind == TOO_FEW
@@ -141,7 +141,7 @@ def test_metrics_of_some_executors_only_are_told_of_and_nothing_is_to_be_changed
     log = MetricsLog(tmp_path)
     log.add(CallMetrics("query", "run", 1, "counts", 0, rows=10, job_buckets=4))
     log.flush()
-    (load,) = loads_of(read(tmp_path))
+    (load,) = measure_loads(read(tmp_path))
     assert [it.kind for it in load.findings] == [INCOMPLETE]
     assert load.is_even
 
@@ -155,17 +155,17 @@ def test_only_the_last_batches_count_and_calls_made_again_once(tmp_path: Path) -
                 CallMetrics("query", "again", batch, "counts", bucket, ended_ms=100_000 * batch, rows=7, job_buckets=8)
             )
     log.flush()
-    (load,) = loads_of(read(tmp_path), batches=2)
+    (load,) = measure_loads(read(tmp_path), batches=2)
     assert load.buckets["rows"].to_pylist() == [14] * 8
     assert load.findings == ()
-    (load,) = loads_of(read(tmp_path), batches=3)
+    (load,) = measure_loads(read(tmp_path), batches=3)
     assert [it.kind for it in load.findings] == [HEAVY_RANGE]
 
 
 def test_of_many_findings_some_are_told(tmp_path: Path) -> None:
     load = _load(tmp_path, special={bucket: {"rows": 90_000} for bucket in range(0, 64, 8)}, job_buckets=64)
     assert len(load.findings) == 8
-    lines = told(load.findings)
+    lines = format_findings(load.findings)
     assert len(lines) == 6
     assert lines[-1] == "heavy range: 3 buckets more."
 

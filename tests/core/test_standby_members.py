@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
-from spark_state_ext.cli.paths import operators_below
+from spark_state_ext.cli.paths import list_operators
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError, UsageError, VersionSkewError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.members import (
@@ -401,7 +401,7 @@ def test_nobody_writes_another_hosts_record(root: Counted, clock: Clock) -> None
 def test_commands_do_not_take_the_records_for_an_operator(root: Counted, clock: Clock) -> None:
     _member(root, "a", clock).heartbeat(MemberRecord("a"))
     root.child("counts", "q").put("operator_0.json", b"{}")
-    assert list(operators_below(root)) == ["counts"]
+    assert list(list_operators(root)) == ["counts"]
 
 
 # -- settings --------------------------------------------------------------------------------------

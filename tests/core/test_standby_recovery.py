@@ -15,7 +15,13 @@ from reading_support import Job
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.cli.output import Output, write_table
-from spark_state_ext.cli.standby import host_rows, host_table, recovery, replica_rows, replica_table
+from spark_state_ext.cli.standby import (
+    build_host_rows,
+    build_host_table,
+    build_replica_rows,
+    build_replica_table,
+    format_recovery,
+)
 from spark_state_ext.standby.recovery import (
     Reading,
     Readings,
@@ -127,21 +133,21 @@ def status(rate: float | None) -> StandbyStatus:
 
 def test_status_tells_it_by_replica_by_host_and_in_all() -> None:
     known = status(200.0)
-    hosts = {row["host"]: row for row in host_rows(known)}
+    hosts = {row["host"]: row for row in build_host_rows(known)}
     assert (hosts["b"]["restore_bytes_per_s"], hosts["b"]["restore_rows_per_s"], hosts["b"]["recover_s"]) == (
         200.0,
         3.0,
         2.5,
     )
     assert (hosts["a"]["recover_s"], hosts["gone"]["recover_s"]) == (0.0, None)
-    by_bucket = {row["bucket"]: row["recover_s"] for row in replica_rows(known)}
+    by_bucket = {row["bucket"]: row["recover_s"] for row in build_replica_rows(known)}
     assert by_bucket == {0: None, 1: 2.5, 2: 0.0}
     # Nobody has begun with the replica of bucket 0.
-    assert recovery(known) == "unknown"
+    assert format_recovery(known) == "unknown"
     begun = StandbyReplica(BucketKey("o", "q", 0), version=3, active="b", in_sync=True)
     a, b = known.records["a"], known.records["b"]
     whole = StandbyStatus.of(StandbySettings(), [replace(a, replicas=(begun,)), b], ["gone"], list(known.buckets))
-    assert recovery(whole) == "2.5"
+    assert format_recovery(whole) == "2.5"
 
 
 def test_tables_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,23 +171,23 @@ def test_tables_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ]
     found = StandbyStatus.of(StandbySettings(), records, [], keys)
-    for table in (host_table(found), replica_table(found)):
+    for table in (build_host_table(found), build_replica_table(found)):
         write_table(table, Output.TABLE)
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 3
         assert max(map(len, lines)) <= 80
-    assert replica_table(found).column("folder").to_pylist() == ["5ee1e7", "6ff1e7"]
+    assert build_replica_table(found).column("folder").to_pylist() == ["5ee1e7", "6ff1e7"]
 
 
 def test_where_no_rate_was_measured_it_is_unknown() -> None:
     found = status(None)
-    words = {row["host"]: row["recover_s"] for row in host_table(found).to_pylist()}
+    words = {row["host"]: row["recover_s"] for row in build_host_table(found).to_pylist()}
     assert words == {"a": "0.0", "b": "unknown", "gone": None}
-    replicas = {row["bucket"]: row["recover_s"] for row in replica_table(found).to_pylist()}
+    replicas = {row["bucket"]: row["recover_s"] for row in build_replica_table(found).to_pylist()}
     assert replicas == {0: None, 1: "unknown", 2: "0.0"}
-    assert recovery(found) == "unknown"
+    assert format_recovery(found) == "unknown"
     # In other forms it has none, and stays a number where it is known.
-    assert json.dumps([row["recover_s"] for row in host_rows(found)]) == "[0.0, null, null]"
+    assert json.dumps([row["recover_s"] for row in build_host_rows(found)]) == "[0.0, null, null]"
 
 
 def test_a_follower_measures_what_it_reads_and_tells_what_is_left(tmp_path: Path) -> None:

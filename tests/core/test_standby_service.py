@@ -21,7 +21,7 @@ from standby_support import FAULTY, Faults
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.backends.files import sole_replica
-from spark_state_ext.cli.standby import failures, host_rows, replica_rows, replica_table
+from spark_state_ext.cli.standby import build_host_rows, build_replica_rows, build_replica_table, describe_failures
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
@@ -268,7 +268,7 @@ def test_replicas_that_fail_are_told_with_the_reason(tmp_path: Path, job: Job) -
         path.write_bytes(b"damaged")
     hosts.pass_heartbeats(5)
     status = hosts.survey(keys_of(job))
-    never, late, *others = replica_rows(status)
+    never, late, *others = build_replica_rows(status)
     assert [it["in_sync"] for it in (never, late, *others)] == [False, False, True, True]
     assert [it["failing"] for it in others] == [None, None]
     assert "CorruptFileError: " in never["failing"]
@@ -276,12 +276,17 @@ def test_replicas_that_fail_are_told_with_the_reason(tmp_path: Path, job: Job) -
     assert late["version"] == 1
     # It has lacked all for as long as it is held.
     assert never["lag_s"] >= 60.0
-    assert [it["failing"] for it in host_rows(status)] == [0, 2]
+    assert [it["failing"] for it in build_host_rows(status)] == [0, 2]
     assert not status.is_well()
-    assert [line.partition(":")[0] for line in failures(status)] == [
+    assert [line.partition(":")[0] for line in describe_failures(status)] == [
         f"b cannot follow {key}" for key in keys_of(job)[:2]
     ]
-    assert [it["replica"] for it in replica_table(status).to_pylist()] == ["failing", "failing", "in sync", "in sync"]
+    assert [it["replica"] for it in build_replica_table(status).to_pylist()] == [
+        "failing",
+        "failing",
+        "in sync",
+        "in sync",
+    ]
 
 
 def test_two_services_of_one_name_are_told(tmp_path: Path, job: Job) -> None:

@@ -15,7 +15,7 @@ from pyspark.errors import StreamingQueryException
 from streams import finish
 
 from spark_state_ext.__main__ import main
-from spark_state_ext.cli.rollback import carry_out, planned
+from spark_state_ext.cli.rollback import apply_rollback, plan_from_files
 from spark_state_ext.cli.spark_checkpoint import ROLLED_BACK
 from spark_state_ext.files.folder import Folder
 from tests.helpers.soak import whole
@@ -139,11 +139,11 @@ def test_a_command_that_was_stopped_leaves_no_query_that_counts_wrongly(
     counts.run(_FIRST)
     counts.end()
     checkpoint = Folder(str(counts.job.checkpoint))
-    plan = planned(checkpoint, _KEPT)
+    plan = plan_from_files(checkpoint, _KEPT)
     # All state of the last batches, and the last commit.
     kinds = [step[0].kind for step in plan.steps]
     stopped = type(plan)(plan.to_batch, plan.steps[: kinds.index("commits") + 1], plan.newest_s)
-    carry_out(checkpoint, stopped, None)
+    apply_rollback(checkpoint, stopped, None)
     with pytest.raises(Exception, match=r"(?i)state|exist"):
         counts.run([])
     assert main(["rollback", checkpoint.root, "--to-batch", str(_KEPT), "--apply", "--delete", "--idle-s", "0"]) == 0

@@ -13,7 +13,7 @@ from jobs import CLASSIC, keyed
 
 from arrow_schemas.bucket_map import BucketMap
 from arrow_schemas.spark_hashes import key_hashes
-from spark_state_ext.reports.skew import HEAVY_RANGE, HOT_KEY, loads_of
+from spark_state_ext.reports.skew import HEAVY_RANGE, HOT_KEY, measure_loads
 from spark_state_ext.worker.metrics import read
 from tests.helpers.waiting import WAIT_S
 
@@ -43,7 +43,7 @@ def test_a_heavy_range_a_hot_key_and_even_load(session: Any, tmp_path: Path) -> 
                 assert query.awaitTermination(WAIT_S)
             finally:
                 query.stop()
-        (load,) = loads_of(read(folder / "local"))
+        (load,) = measure_loads(read(folder / "local"))
         found = [(it.kind, it.bucket) for it in load.findings]
         assert found == ([(kind, bucket)] if kind else []), load.findings
         assert sum(load.buckets["rows"].to_pylist()) == len(keys)
