@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from arrow_schemas.operator import OperatorFile, parse_operator_file_name
-from spark_state_ext.cli.options import OutputOption, RootPath, StorageOptions, options_of
+from spark_state_ext.cli.options import OutputOption, RootPath, StorageOptions, make_json_option
 from spark_state_ext.cli.output import Output, parse_columns, say, write_records
 from spark_state_ext.cli.paths import list_operators
 from spark_state_ext.cli.spark_checkpoint import METADATA, STATE, read_query_id
@@ -76,7 +76,7 @@ def abandoned(
     do_remove: Annotated[bool, typer.Option("--remove", help="remove abandoned folders")] = False,
     *,
     storage_options: StorageOptions,
-    checkpoint_options: Annotated[dict[str, Any], options_of("the checkpoints")],
+    checkpoint_options: Annotated[dict[str, Any], make_json_option("the checkpoints")],
     output: OutputOption = Output.TABLE,
 ) -> None:
     """List the query folders that no Spark checkpoint names. Nothing is changed without --remove."""
@@ -138,7 +138,7 @@ class FolderInfo:
 
     operator: str
     query_folder: str
-    # True if an operator file in it names it, or it is named like a query and has only files from before its first state.
+    # True if an operator file in it names it, or it is named like a query and has no state yet.
     is_ours: bool
     files: int
     size_bytes: int

@@ -201,7 +201,8 @@ def gc(
     deletable = [entry for clean_up in clean_ups for entry in clean_up.entries if clean_up.explanation.goes(entry.name)]
     file_count = sum(len(clean_up.entries) for clean_up in clean_ups)
     say(
-        f"buckets={len(clean_ups)} files={file_count} going={len(deletable)} bytes={sum(entry.size_bytes for entry in deletable)}"
+        f"buckets={len(clean_ups)} files={file_count} going={len(deletable)} "
+        f"bytes={sum(entry.size_bytes for entry in deletable)}"
     )
     if held_by := _list_holds(folder):
         say(f"clean-up deletes no files while these holds protect the query folder: {', '.join(held_by)}")
@@ -298,10 +299,10 @@ def _read_checkpoint_entries(buckets: Sequence[tuple[int, Folder]]) -> list[Chec
 def _suggest_pointer(
     files: Sequence[CheckpointEntry], operator: OperatorFile, bucket: int, batches_retained: int
 ) -> Pointer:
-    """Return a pointer to a bucket's newest checkpoint, as an estimate of the committed pointer, which only Spark knows.
+    """Return a pointer to a bucket's newest checkpoint, as an estimate of the committed pointer.
 
-    The committed pointer has counted at least as many heartbeats. So the next clean-up deletes at least what this
-    pointer lets it delete, if the newest checkpoint is from the attempt that was committed.
+    Only Spark knows the committed pointer. It has counted at least as many heartbeats. So if the newest checkpoint is
+    from the committed attempt, the next clean-up deletes at least what it would delete with this pointer.
     """
     readable = [header_file.header for header_file in files if header_file.header is not None]
     empty = Pointer(operator.operator, bucket, operator.buckets, operator.schema_id, -1, None)

@@ -1,4 +1,4 @@
-"""Check and doctor: whether this machine and a configuration can work, and what would make them faster."""
+"""Commands that check whether this machine and a configuration work well: check and doctor."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from spark_state_ext.errors import UsageError
 
 __all__ = ["check", "doctor"]
 
-_CHECKED = parse_columns("what, seen, problem")
-_DIAGNOSED = parse_columns("what, seen, problem, change")
+_CHECK_COLUMNS = parse_columns("what, seen, problem")
+_DOCTOR_COLUMNS = parse_columns("what, seen, problem, change")
 
 
 def check(local_dir: JobDirOption = None, output: OutputOption = Output.TABLE) -> None:
-    """Say what is installed, and whether this machine can run it.
+    """Print what is installed, and whether this machine can run it.
 
-    Run it with the Python that the executors use, on a machine of theirs.
+    Run it on an executor's machine, with the executors' Python.
     """
-    found = check_machine(local_dir or Path(tempfile.gettempdir()))
-    write_records(map(vars, found), _CHECKED, output)
-    problems = sum(bool(it.problem) for it in found)
+    results = check_machine(local_dir or Path(tempfile.gettempdir()))
+    write_records(map(vars, results), _CHECK_COLUMNS, output)
+    problems = sum(bool(result.problem) for result in results)
     say("this machine can run it" if not problems else f"{problems} problem(s), see above")
     raise typer.Exit(NO if problems else DONE)
 
@@ -43,39 +43,41 @@ def doctor(
         Path | None, typer.Option(metavar="FILE", help="Spark settings, such as spark-defaults.conf")
     ] = None,
     spark: Annotated[
-        bool, typer.Option("--spark", help="ask the executors of a session, which is made with these settings")
+        bool, typer.Option("--spark", help="start a session with these settings, and ask its executors")
     ] = False,
-    every: Annotated[bool, typer.Option("--all", help="list what is fine, too")] = False,
+    every: Annotated[bool, typer.Option("--all", help="list also what is fine")] = False,
     *,
     storage_options: StorageOptions,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Say what is wrong with a configuration, and what to change; exits with 1 where there is anything.
+    """Print what is wrong with a configuration, and what to change. Exits with 1 if something must be changed.
 
-    Run it on a machine of an executor, with its Python. It writes a small file below the root, and removes it. Spark's
-    settings are looked at where --conf or --properties-file gives some. With --spark a small job asks executors which
-    releases they have; then run it where the client runs.
+    Run it on an executor's machine, with the executors' Python. It writes a small file below the root, and removes it.
+    Spark's settings are checked if --conf or --properties-file gives some. With --spark, a small job asks the executors
+    which releases they have; in that case run it where the client runs.
     """
-    # Else `check` would fail without the packages whose absence it tells.
+    # Imported here, because `check` must work without the packages that it reports as missing.
     from spark_state_ext.cli import configuration
 
     settings = {} if properties_file is None else configuration.read_properties(properties_file)
-    settings |= dict(map(_pair, conf or ()))
-    found = configuration.diagnose_machine(local_dir or Path(tempfile.gettempdir()), buckets)
-    found += configuration.diagnose_root(root, storage_options, settings)
-    found += configuration.diagnose_settings(settings, buckets) if settings else []
+    settings |= dict(map(_split_setting, conf or ()))
+    results = configuration.diagnose_machine(local_dir or Path(tempfile.gettempdir()), buckets)
+    results += configuration.diagnose_root(root, storage_options, settings)
+    results += configuration.diagnose_settings(settings, buckets) if settings else []
     if spark:
-        found += configuration.diagnose_spark(settings)
+        results += configuration.diagnose_spark(settings)
     rows = [
-        {**vars(it), "problem": it.problem or None, "change": it.change or None} for it in found if every or it.problem
+        {**vars(result), "problem": result.problem or None, "change": result.change or None}
+        for result in results
+        if every or result.problem
     ]
-    write_records(rows, _DIAGNOSED, output, if_none=False)
-    problems = sum(bool(it.problem) for it in found)
-    say(f"looked at {len(found)} things: {problems} to change" + ("" if settings else "; no Spark settings were given"))
+    write_records(rows, _DOCTOR_COLUMNS, output, if_empty=False)
+    problems = sum(bool(result.problem) for result in results)
+    say(f"{len(results)} checks: {problems} to change" + ("" if settings else "; no Spark settings were given"))
     raise typer.Exit(NO if problems else DONE)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _split_setting(text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
     if not (sign and name):
         raise UsageError(f"--conf must be NAME=VALUE, not {text!r}")

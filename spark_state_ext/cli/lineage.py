@@ -1,4 +1,4 @@
-"""Lineage: how the checkpoints of a bucket were built upon each other, as text and as a picture."""
+"""The command lineage: prints or draws which checkpoint of a bucket builds on which."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROWS = parse_columns(
 
 def lineage(
     path: QueryPath,
-    bucket: Annotated[int, typer.Option(metavar="N", help="of which bucket")],
+    bucket: Annotated[int, typer.Option(metavar="N", help="number of the bucket")],
     to: Annotated[
         Path | None, typer.Option("--to", metavar="FILE", help="draw a picture: a file that ends in .svg or .png")
     ] = None,
@@ -34,23 +34,23 @@ def lineage(
     choice: QueryChoice,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Print the checkpoints of a bucket as a tree, the newest last. Attempts that Spark made again are branches.
+    """Print the checkpoints of a bucket as a tree, the newest last. Repeated attempts at a batch are branches.
 
     Pictures need matplotlib: pip install 'spark_state_ext[report]'.
     """
     if to is not None and to.suffix not in _PICTURES:
         raise UsageError(f"--to must end in {' or '.join(_PICTURES)}, not {to.name!r}")
-    folder, in_force = choice.find(path)
-    files = list_checkpoint_files(folder, in_force, [bucket])
-    nodes = _nodes_of(files)
+    folder, operator = choice.find(path)
+    files = list_checkpoint_files(folder, operator, [bucket])
+    nodes = _build_nodes(files)
     if to is not None:
         _draw(nodes, f"bucket {bucket} of {folder.root}", to)
         say(f"drawn: {len(nodes)} checkpoints in {to}")
     elif output is Output.TABLE:
-        for line in _text_lines(nodes):
+        for line in _format_tree(nodes):
             typer.echo(line)
     else:
-        write_records([_row(bucket, it) for it in nodes], _ROWS, output)
+        write_records([_row(bucket, node) for node in nodes], _ROWS, output)
     raise typer.Exit(report_damage(files))
 
 
@@ -74,10 +74,10 @@ _INCHES_EACH = 0.35
 
 @dataclass(frozen=True)
 class Node:
-    """A checkpoint."""
+    """A checkpoint with the files it has."""
 
     ref: CheckpointRef
-    # What it was built on; None: nothing, or that is not known.
+    # The checkpoint that it builds on; None if there is none, or it is unknown.
     parent: CheckpointRef | None
     kinds: tuple[str, ...]
     batch: int
@@ -91,60 +91,64 @@ class Node:
         )
 
 
-def _nodes_of(files: Sequence[CheckpointEntry]) -> list[Node]:
-    """The checkpoints of a bucket whose files can be read, in order of version."""
+def _build_nodes(files: Sequence[CheckpointEntry]) -> list[Node]:
+    """Return the checkpoints of a bucket whose files can be read, by version."""
     by_ref: dict[CheckpointRef, list[CheckpointEntry]] = {}
     for file in files:
         if file.header is not None:
             by_ref.setdefault(file.ref, []).append(file)
     nodes = []
-    for ref, mine in sorted(by_ref.items()):
-        header = mine[0].header
-        assert header is not None, "only files with a header are taken"
+    for ref, own_files in sorted(by_ref.items()):
+        header = own_files[0].header
+        assert header is not None, "only files with a header were added"
         nodes.append(
             Node(
                 ref,
                 header.parent,
-                tuple(it.kind for it in mine),
+                tuple(file.kind for file in own_files),
                 header.writer.batch,
                 header.writer.heartbeat,
-                sum(it.entry.size_bytes for it in mine),
+                sum(file.entry.size_bytes for file in own_files),
             )
         )
     return nodes
 
 
-def _children(nodes: Sequence[Node]) -> tuple[list[Node], dict[CheckpointRef, list[Node]]]:
-    """Those whose parent has no file here, and the children of each."""
-    there = {node.ref for node in nodes}
+def _find_children(nodes: Sequence[Node]) -> tuple[list[Node], dict[CheckpointRef, list[Node]]]:
+    """Return the checkpoints whose parent has no file here, and the children of each checkpoint."""
+    present = {node.ref for node in nodes}
     roots, children = [], dict[CheckpointRef, list[Node]]()
     for node in nodes:
-        if node.parent is None or node.parent not in there:
+        if node.parent is None or node.parent not in present:
             roots.append(node)
         else:
             children.setdefault(node.parent, []).append(node)
     return roots, children
 
 
-def _text_lines(nodes: Sequence[Node]) -> Iterator[str]:
-    """A line for each checkpoint: those that only children follow stand below each other, branches are indented."""
-    roots, children = _children(nodes)
-    # Depth first, without recursion: a lineage may be long. The one with the longest line goes last, not indented.
-    left = [(node, "", "") for node in reversed(roots)]
-    while left:
-        node, before, below = left.pop()
-        gone = "" if node.parent is None or before or node not in roots else f" (built on {_short(node.parent)})"
-        yield f"{before}{node}{gone}"
-        mine = children.get(node.ref, [])
-        if len(mine) == 1:
-            left.append((mine[0], below, below))
+def _format_tree(nodes: Sequence[Node]) -> Iterator[str]:
+    """Yield a line for each checkpoint: an only child is not indented, branches are."""
+    roots, children = _find_children(nodes)
+    # Depth first, without recursion, because a lineage may be long.
+    todo = [(node, "", "") for node in reversed(roots)]
+    while todo:
+        node, before, below = todo.pop()
+        origin = (
+            ""
+            if node.parent is None or before or node not in roots
+            else f" (builds on {_describe_missing_parent(node.parent)})"
+        )
+        yield f"{before}{node}{origin}"
+        own_children = children.get(node.ref, [])
+        if len(own_children) == 1:
+            todo.append((own_children[0], below, below))
             continue
-        branches = [(it, f"{below}├─ ", f"{below}│  ") for it in mine[:-1]]
-        branches += [(it, f"{below}└─ ", f"{below}   ") for it in mine[-1:]]
-        left += reversed(branches)
+        branches = [(child, f"{below}├─ ", f"{below}│  ") for child in own_children[:-1]]
+        branches += [(child, f"{below}└─ ", f"{below}   ") for child in own_children[-1:]]
+        todo += reversed(branches)
 
 
-def _short(ref: CheckpointRef) -> str:
+def _describe_missing_parent(ref: CheckpointRef) -> str:
     return f"{ref.version}_{ref.id[:_ID_DIGITS]}, which has no file here"
 
 
@@ -157,26 +161,26 @@ def _draw(nodes: Sequence[Node], title: str, path: Path) -> None:
         raise EnvironmentSetupError(
             "pictures need matplotlib, which this Python does not have: pip install 'spark_state_ext[report]'"
         ) from error
-    lanes = _lanes(nodes)
-    there = {node.ref: node for node in nodes}
+    lanes = _assign_lanes(nodes)
+    by_ref = {node.ref: node for node in nodes}
     heights = max(lanes.values(), default=0) + 1
     versions = [node.ref.version for node in nodes] or [0]
     figure = Figure(figsize=(2 + _INCHES_EACH * (max(versions) - min(versions) + 1), 1.5 + 2 * _INCHES_EACH * heights))
     axes = figure.add_subplot()
     for node in nodes:
-        if node.parent in there:
-            ends = [there[node.parent], node]
-            axes.plot([it.ref.version for it in ends], [lanes[it.ref] for it in ends], color="0.6", zorder=1)
+        if node.parent in by_ref:
+            ends = [by_ref[node.parent], node]
+            axes.plot([end.ref.version for end in ends], [lanes[end.ref] for end in ends], color="0.6", zorder=1)
         snapshot = SNAPSHOT in node.kinds
         axes.scatter(
             [node.ref.version], [lanes[node.ref]], marker="s" if snapshot else "o", color="C1" if snapshot else "C0"
         )
-    # A name of a folder is no formula, whatever signs it has.
+    # The title contains a folder's name, which must not be parsed as a formula.
     axes.set_title(printable(title), fontsize="small", parse_math=False)
     axes.set_xlabel("version (squares have a snapshot)")
     axes.set_yticks([])
     axes.margins(x=0.05, y=0.4)
-    # The same tree is the same file.
+    # The same tree gives the same file.
     options: Any = {"svg.hashsalt": "spark_state_ext"}
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
     try:
@@ -186,9 +190,9 @@ def _draw(nodes: Sequence[Node], title: str, path: Path) -> None:
         raise StorageError(f"the picture {path} cannot be written: {error}. Choose another place.") from error
 
 
-def _lanes(nodes: Sequence[Node]) -> dict[CheckpointRef, int]:
-    """A height for each checkpoint: the first child goes on at its parent's, each other one begins a new one."""
-    roots, children = _children(nodes)
+def _assign_lanes(nodes: Sequence[Node]) -> dict[CheckpointRef, int]:
+    """Assign a height to each checkpoint: a first child has its parent's height, every other child a new one."""
+    roots, children = _find_children(nodes)
     lanes: dict[CheckpointRef, int] = {}
     used = 0
     todo: list[tuple[Node, int | None]] = [(node, None) for node in reversed(roots)]
@@ -197,6 +201,6 @@ def _lanes(nodes: Sequence[Node]) -> dict[CheckpointRef, int]:
         if lane is None:
             lane, used = used, used + 1
         lanes[node.ref] = lane
-        mine = children.get(node.ref, [])
-        todo += [(it, None if at else lane) for at, it in reversed(list(enumerate(mine)))]
+        own_children = children.get(node.ref, [])
+        todo += [(child, None if at else lane) for at, child in reversed(list(enumerate(own_children)))]
     return lanes

@@ -1,4 +1,4 @@
-"""Arguments and options of commands: each is defined once, so that it means one thing everywhere."""
+"""Arguments and options of commands. Each is defined once, so that it means the same everywhere."""
 
 from __future__ import annotations
 
@@ -46,30 +46,32 @@ __all__ = [
     "StorageOptions",
     "UnprovenOption",
     "adapt_to_typer",
-    "options_of",
+    "make_json_option",
 ]
 
 
-def _json_object(text: str | None) -> str | None:
-    """Check a JSON object, and return it as it was given."""
+def _check_json_object(text: str | None) -> str | None:
+    """Check that a text is a JSON object, and return the text unchanged."""
     if text is not None:
-        _options_in(text)
+        _parse_options(text)
     return text
 
 
-def _options_in(text: str) -> dict[str, Any]:
+def _parse_options(text: str) -> dict[str, Any]:
     try:
         options = json.loads(text)
     except ValueError as error:
-        raise typer.BadParameter(f"it is no JSON: {error}") from error
+        raise typer.BadParameter(f"it is not JSON: {error}") from error
     if not isinstance(options, dict):
-        raise typer.BadParameter('it is no JSON object, such as {"anon": true}')
+        raise typer.BadParameter('it is not a JSON object, such as {"anon": true}')
     return options
 
 
-def options_of(whose: str, *names: str) -> Any:
-    """An option as ``--storage-options``, of something else."""
-    return typer.Option(*names, metavar="JSON", callback=_json_object, help=f"as --storage-options, of {whose}")
+def make_json_option(owner: str, *names: str) -> Any:
+    """Return an option that takes JSON like ``--storage-options``, for something else."""
+    return typer.Option(
+        *names, metavar="JSON", callback=_check_json_object, help=f"like --storage-options, for {owner}"
+    )
 
 
 # -- paths ----------------------------------------------------------------------------------------
@@ -78,48 +80,54 @@ StatePath = Annotated[
     str, typer.Argument(metavar="PATH", help="a root, a query folder or a savepoint: a path or a URL")
 ]
 QueryPath = Annotated[str, typer.Argument(metavar="PATH", help="a root or a query folder: a path or a URL")]
-RootPath = Annotated[str, typer.Argument(metavar="ROOT", help="as ArrowState has it: an absolute path or a URL")]
+RootPath = Annotated[
+    str, typer.Argument(metavar="ROOT", help="the root that ArrowState has: an absolute path or a URL")
+]
 SavepointPath = Annotated[str, typer.Argument(metavar="PATH", help="the savepoint's folder: a path or a URL")]
 NewSavepointPath = Annotated[
-    str, typer.Argument(metavar="TARGET", help="folder of the new one, which does not exist yet")
+    str, typer.Argument(metavar="TARGET", help="folder of the new savepoint; must not exist yet")
 ]
 MetricsPath = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="folder of the job's metrics; those in folders below count too")
+    Path, typer.Argument(metavar="FOLDER", help="folder of the job's metrics; folders below it are read too")
 ]
 
 # -- which state ----------------------------------------------------------------------------------
 
 AtOption = Annotated[
     int | None,
-    typer.Option("--at", metavar="BATCH", help="after which batch; by default the newest known to be committed"),
+    typer.Option(
+        "--at", metavar="BATCH", help="read the state after this batch; by default the newest known to be committed"
+    ),
 ]
 CheckpointOption = Annotated[
     str | None,
     typer.Option(
         "--checkpoint",
         metavar="LOCATION",
-        help="the query's checkpointLocation: Spark (4.0 or newer) says what is committed, so the last batch is read",
+        help="the query's checkpointLocation: read the last committed batch, which Spark (4.0 or newer) knows",
     ),
 ]
-OperatorOption = Annotated[str | None, typer.Option("--operator", metavar="NAME", help="where there are several")]
+OperatorOption = Annotated[str | None, typer.Option("--operator", metavar="NAME", help="required if there are several")]
 QueryFolderOption = Annotated[
-    str | None, typer.Option("--query-folder", metavar="NAME", help="where there are several; by default the newest")
+    str | None, typer.Option("--query-folder", metavar="NAME", help="if there are several; by default the newest")
 ]
 UnprovenOption = Annotated[
-    bool, typer.Option("--unproven", help="also what files do not prove to be committed, with a word on stderr")
+    bool, typer.Option("--unproven", help="read also batches that may not be committed, with a warning on stderr")
 ]
 HoldOption = Annotated[
-    bool, typer.Option("--hold/--no-hold", help="keep clean-up away meanwhile, which writes a small file there")
+    bool, typer.Option("--hold/--no-hold", help="stop clean-up while reading, by a small file in the query folder")
 ]
-BucketsOption = Annotated[list[int] | None, typer.Option("--bucket", metavar="N", help="this bucket only")]
-LimitOption = Annotated[int | None, typer.Option("--limit", min=0, metavar="N", help="rows at most")]
+BucketsOption = Annotated[
+    list[int] | None, typer.Option("--bucket", metavar="N", help="only this bucket; may be given several times")
+]
+LimitOption = Annotated[int | None, typer.Option("--limit", min=0, metavar="N", help="print at most N rows")]
 RetainedOption = Annotated[
     int, typer.Option("--retained", min=1, metavar="N", help="Spark's spark.sql.streaming.minBatchesToRetain")
 ]
 RootsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--root", help="root of an ArrowState whose queries may have been started from it; may be given several times"
+        "--root", help="root of an ArrowState whose queries may have started from it; may be given several times"
     ),
 ]
 
@@ -127,52 +135,56 @@ RootsOption = Annotated[
 
 KeyWords = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY]...", help="keys, one after the other: of each a word for each key column"),
+    typer.Argument(metavar="[KEY]...", help="one or more keys: for each key a word for each key column"),
 ]
 JsonKeys = Annotated[
-    list[str] | None, typer.Option("--json", metavar="JSON", help="a key as an object, which may have nulls")
+    list[str] | None, typer.Option("--json", metavar="JSON", help="a key as a JSON object, which may contain nulls")
 ]
 BackendsOption = Annotated[
     list[str] | None, typer.Option("--backend", metavar="ROOT", help="root of another backend of the query")
 ]
-BackendOptions = Annotated[dict[str, Any], options_of("backends", "--backend-options")]
+BackendOptions = Annotated[dict[str, Any], make_json_option("backends", "--backend-options")]
 LocalDirsOption = Annotated[
-    list[str] | None, typer.Option("--local-dir", metavar="FOLDER", help="local_dir of the ArrowState, on this machine")
+    list[str] | None, typer.Option("--local-dir", metavar="FOLDER", help="local_dir of the ArrowState on this machine")
 ]
 SavepointsOption = Annotated[
-    list[str] | None, typer.Option("--savepoint", metavar="FOLDER", help="a savepoint to look at")
+    list[str] | None, typer.Option("--savepoint", metavar="FOLDER", help="a savepoint to search")
 ]
 
 # -- how ------------------------------------------------------------------------------------------
 
-AllFilesOption = Annotated[bool, typer.Option("--all", help="list files that are whole, too")]
-IdleOption = Annotated[float, typer.Option("--idle-s", help="refuse where anything was written this recently")]
+AllFilesOption = Annotated[bool, typer.Option("--all", help="list undamaged files too")]
+IdleOption = Annotated[float, typer.Option("--idle-s", help="refuse if anything was written within so many seconds")]
 JobDirOption = Annotated[
     Path | None,
-    typer.Option("--local-dir", help="as given to ArrowState; by default the system's temporary folder"),
+    typer.Option("--local-dir", help="local_dir of the ArrowState; by default the system's temporary folder"),
 ]
-ScratchOption = Annotated[str | None, typer.Option("--local-dir", help="local folder for large files of object stores")]
+ScratchOption = Annotated[
+    str | None, typer.Option("--local-dir", help="local folder for large files from object stores")
+]
 StorageOptions = Annotated[
     dict[str, Any],
-    typer.Option("--storage-options", metavar="JSON", callback=_json_object, help="of fsspec's file system"),
+    typer.Option(
+        "--storage-options", metavar="JSON", callback=_check_json_object, help="options for fsspec's file system"
+    ),
 ]
 OutputOption = Annotated[
-    Output, typer.Option("--output", "-o", help="how data is printed; arrow is an IPC stream", show_default=True)
+    Output, typer.Option("--output", "-o", help="format of the printed data; arrow is an IPC stream", show_default=True)
 ]
 
-# -- what Typer sees ------------------------------------------------------------------------------
+# -- adapting commands to Typer -------------------------------------------------------------------
 
-# Options whose values may be secrets have such names.
+# The names of options whose values may be secrets end so.
 _SUFFIX = "_options"
 
 
 def adapt_to_typer(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command whose parameters are what Typer knows.
+    """Return a command whose parameters Typer can handle.
 
-    A parameter that is a dataclass becomes one for each of its fields. The JSON of ``--storage-options`` and of each
-    option like it is parsed, and may also come from a file (``--storage-options-file``) or from an environment variable
-    (``SPARK_STATE_EXT_STORAGE_OPTIONS``), as what stands on a command line is in lists of processes and in the history
-    of a shell. The command line comes before the variable, and takes only one of the two options.
+    A dataclass parameter becomes one parameter for each of its fields. The JSON of ``--storage-options`` and of similar
+    options is parsed. It may also come from a file (``--storage-options-file``) or an environment variable
+    (``SPARK_STATE_EXT_STORAGE_OPTIONS``), because command lines are visible in process lists and shell histories. An
+    option on the command line overrides the variable; giving an option together with its file is an error.
     """
     choices: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
@@ -183,59 +195,63 @@ def adapt_to_typer(command: Callable[..., None]) -> Callable[..., None]:
         else:
             parameters.append(parameter)
     defaults = {
-        it.name: "{}" if it.default is it.empty else it.default for it in parameters if it.name.endswith(_SUFFIX)
+        parameter.name: "{}" if parameter.default is parameter.empty else parameter.default
+        for parameter in parameters
+        if parameter.name.endswith(_SUFFIX)
     }
 
     @wraps(command)
-    def run(**given: Any) -> None:
+    def run(**values: Any) -> None:
         for name, default in defaults.items():
-            path, text = given.pop(f"{name}_file"), given[name]
+            path, text = values.pop(f"{name}_file"), values[name]
             if path is not None:
-                text = _read(path, name, twice=text not in (default, os.environ.get(_variable(name))))
-            given[name] = None if text is None else _options_in(text)
+                text = _read_options_file(path, name, twice=text not in (default, os.environ.get(_variable_name(name))))
+            values[name] = None if text is None else _parse_options(text)
         for name, choice in choices.items():
-            given[name] = choice(**{field: given.pop(field) for field in inspect.signature(choice).parameters})
-        command(**given)
+            values[name] = choice(**{field: values.pop(field) for field in inspect.signature(choice).parameters})
+        command(**values)
 
-    made: Any = run
-    seen = [it for parameter in parameters for it in _with_file(parameter, defaults)]
-    made.__signature__ = inspect.Signature([it.replace(kind=inspect.Parameter.KEYWORD_ONLY) for it in seen])
-    made.__annotations__ = {it.name: it.annotation for it in seen}
+    adapted: Any = run
+    typer_parameters = [each for parameter in parameters for each in _add_file_option(parameter, defaults)]
+    adapted.__signature__ = inspect.Signature(
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in typer_parameters]
+    )
+    adapted.__annotations__ = {parameter.name: parameter.annotation for parameter in typer_parameters}
     return run
 
 
-def _with_file(parameter: inspect.Parameter, defaults: dict[str, str | None]) -> list[inspect.Parameter]:
-    """A parameter as Typer has it: JSON is text there, and is followed by the option that names a file with it."""
+def _add_file_option(parameter: inspect.Parameter, defaults: dict[str, str | None]) -> list[inspect.Parameter]:
+    """Return a parameter for Typer; one that takes JSON becomes text, followed by the option for a file with it."""
     name = parameter.name
     if name not in defaults:
         return [parameter]
     info = copy.copy(get_args(parameter.annotation)[1])
-    info.envvar = _variable(name)
+    info.envvar = _variable_name(name)
     kind = str if defaults[name] is not None else str | None
-    file = Annotated[Path | None, typer.Option(_flag(name), metavar="FILE", help="a file with that JSON")]
+    file = Annotated[Path | None, typer.Option(_file_flag(name), metavar="FILE", help="a file that contains this JSON")]
     return [
         parameter.replace(annotation=Annotated[kind, info], default=defaults[name]),
         inspect.Parameter(f"{name}_file", parameter.kind, default=None, annotation=file),
     ]
 
 
-def _flag(name: str) -> str:
+def _file_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}-file"
 
 
-def _variable(name: str) -> str:
+def _variable_name(name: str) -> str:
     return f"SPARK_STATE_EXT_{name.upper()}"
 
 
-def _read(path: Path, name: str, *, twice: bool) -> str:
+def _read_options_file(path: Path, name: str, *, twice: bool) -> str:
     if twice:
-        raise typer.BadParameter(f"give {_flag(name)} or {_flag(name).removesuffix('-file')}, not both")
+        raise typer.BadParameter(f"give {_file_flag(name)} or {_file_flag(name).removesuffix('-file')}, not both")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{_flag(name)} {path} cannot be read: {error}") from error
+        raise typer.BadParameter(f"{_file_flag(name)} {path} cannot be read: {error}") from error
     try:
-        _options_in(text)
+        _parse_options(text)
     except typer.BadParameter as error:
-        raise typer.BadParameter(f"{_flag(name)} {path}: {error.message}") from error
+        raise typer.BadParameter(f"{_file_flag(name)} {path}: {error.message}") from error
     return text

@@ -1,7 +1,7 @@
-"""What commands print: data on stdout, as a table, as JSON or as Arrow; and everything else on stderr.
+"""Print the output of commands: data on stdout as a table, JSON or Arrow, everything else on stderr.
 
-Data is Arrow until it is printed, so values keep their types in each form: numbers are numbers, times are ISO 8601,
-bytes are base64 in JSON and Python's literal in tables.
+Data is Arrow until it is printed, so values keep their types: numbers are numbers, times are ISO 8601, bytes are base64
+in JSON and Python literals in tables.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = [
 ]
 
 _PAGE_ROWS = 1_000
-# Wider than any line: what is piped is not wrapped.
+# Wider than any line, so that piped output is not wrapped.
 _WIDTH = 100_000
 
 
 class Output(str, Enum):
-    """Forms of data."""
+    """Formats of printed data."""
 
     TABLE = "table"
     JSON = "json"
@@ -62,15 +62,15 @@ def say(text: str) -> None:
 
 
 def to_json_value(value: Any) -> Any:
-    """A value of Arrow's, of builtin types that JSON has."""
+    """Convert a Python value from Arrow to types that JSON has."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
     if isinstance(value, Mapping):
-        return {str(name): to_json_value(it) for name, it in value.items()}
+        return {str(name): to_json_value(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [to_json_value(it) for it in value]
+        return [to_json_value(item) for item in value]
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, (datetime, date, time)):
@@ -79,7 +79,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """A value in a table: one line, without anything that a terminal would obey."""
+    """Format a value for a table: on one line, with control characters escaped."""
     if value is None:
         return "NULL"
     if isinstance(value, str):
@@ -107,70 +107,70 @@ _KINDS = {
 
 
 def parse_columns(text: str, **tables: pa.Schema) -> pa.Schema:
-    """Columns of data as ``"path, files int"``, which are text where no kind is said; tables within come last."""
-    named = [it.strip().partition(" ") for it in text.split(",")]
-    within = [(name, pa.list_(pa.struct(list(schema)))) for name, schema in tables.items()]
-    return pa.schema([*((name, _KINDS[kind]) for name, _, kind in named), *within])
+    """Return a schema from a text such as ``"path, files int"``; the default type is text, nested tables come last."""
+    named = [item.strip().partition(" ") for item in text.split(",")]
+    nested = [(name, pa.list_(pa.struct(list(schema)))) for name, schema in tables.items()]
+    return pa.schema([*((name, _KINDS[kind]) for name, _, kind in named), *nested])
 
 
-def _table_of(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
-    """Return rows as a table. The bytes of a name of a file that is not UTF-8 are escaped: no column can hold them."""
+def _build_table(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Return rows as a table, with bytes of file names that are not UTF-8 escaped, because no column can hold them."""
     rows = list(rows)
     try:
         return pa.Table.from_pylist(rows, schema=schema)
     except UnicodeEncodeError:
-        return pa.Table.from_pylist([_in_utf8(row) for row in rows], schema=schema)
+        return pa.Table.from_pylist([_escape_non_utf8(row) for row in rows], schema=schema)
 
 
-def _in_utf8(value: Any) -> Any:
+def _escape_non_utf8(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, Mapping):
-        return {name: _in_utf8(part) for name, part in value.items()}
-    return [_in_utf8(part) for part in value] if isinstance(value, (list, tuple)) else value
+        return {name: _escape_non_utf8(part) for name, part in value.items()}
+    return [_escape_non_utf8(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def _json_of(value: Any, indent: int | None = None) -> str:
-    """Return JSON in which each character that a terminal would obey is escaped."""
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """Return JSON with control characters escaped."""
     text = json.dumps(to_json_value(value), ensure_ascii=False, allow_nan=False, indent=indent)
-    return "\n".join(line if line.isprintable() else "".join(map(_escaped_in_json, line)) for line in text.split("\n"))
+    return "\n".join(line if line.isprintable() else "".join(map(_escape_in_json, line)) for line in text.split("\n"))
 
 
-def _escaped_in_json(character: str) -> str:
+def _escape_in_json(character: str) -> str:
     return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
-# -- forms ----------------------------------------------------------------------------------------
+# -- formats --------------------------------------------------------------------------------------
 
 
 def write_table(table: pa.Table, output: Output) -> None:
-    """Print rows."""
+    """Print a table."""
     write_rows(table.schema, table.to_batches(), output)
 
 
 def write_records(
-    rows: Iterable[Mapping[str, Any]], schema: pa.Schema, output: Output, *, if_none: bool = True
+    rows: Iterable[Mapping[str, Any]], schema: pa.Schema, output: Output, *, if_empty: bool = True
 ) -> None:
-    """Print rows; people get no table without rows unless `if_none`."""
-    table = _table_of(rows, schema)
-    if if_none or table.num_rows or output is not Output.TABLE:
+    """Print rows; as a table for people, print no empty table unless `if_empty`."""
+    table = _build_table(rows, schema)
+    if if_empty or table.num_rows or output is not Output.TABLE:
         write_table(table, output)
 
 
 def write_rows(schema: pa.Schema, batches: Iterable[pa.RecordBatch], output: Output) -> int:
-    """Print rows, one batch after the other; returns how many there were."""
+    """Print rows batch by batch; return their number."""
     rows = 0
-    # What is wrong with the first rows is an error before anything was printed.
+    # Read the first batch now, so that an error in it is raised before anything is printed.
     batches = iter(batches)
     first = next(batches, None)
     with _to_stdout():
-        for batch in _written(schema, chain([] if first is None else [first], batches), output):
+        for batch in _write_batches(schema, chain([] if first is None else [first], batches), output):
             rows += batch.num_rows
         sys.stdout.flush()
     return rows
 
 
-def _written(schema: pa.Schema, batches: Iterable[pa.RecordBatch], output: Output) -> Iterator[pa.RecordBatch]:
+def _write_batches(schema: pa.Schema, batches: Iterable[pa.RecordBatch], output: Output) -> Iterator[pa.RecordBatch]:
     if output is Output.ARROW:
         if sys.stdout.isatty():
             raise typer.BadParameter("arrow is a stream of bytes: send it to a file or a program, not to a terminal")
@@ -181,88 +181,88 @@ def _written(schema: pa.Schema, batches: Iterable[pa.RecordBatch], output: Outpu
                 yield batch
         return
     if output is Output.TABLE:
-        yield from _pages(schema, batches)
+        yield from _print_pages(schema, batches)
         return
-    begun = False
+    wrote_any = False
     for batch in batches:
         for row in batch.to_pylist():
-            text = _json_of(row)
+            text = _to_json(row)
             if output is Output.JSONL:
                 sys.stdout.write(f"{text}\n")
             else:
-                sys.stdout.write(f"{',' if begun else '['}\n{text}")
-            begun = True
+                sys.stdout.write(f"{',' if wrote_any else '['}\n{text}")
+            wrote_any = True
         yield batch
     if output is Output.JSON:
-        sys.stdout.write("\n]\n" if begun else "[]\n")
+        sys.stdout.write("\n]\n" if wrote_any else "[]\n")
 
 
-def _pages(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Tables of not too many rows, as the width of columns is that of the widest value."""
-    held: list[pa.RecordBatch] = []
+def _print_pages(schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Print a table for every few batches, because a table needs all its rows to compute the width of columns."""
+    pending: list[pa.RecordBatch] = []
     printed = False
     for batch in batches:
-        held.append(batch)
-        if sum(it.num_rows for it in held) >= _PAGE_ROWS:
-            _print_rows(schema, held)
-            held, printed = [], True
+        pending.append(batch)
+        if sum(pending_batch.num_rows for pending_batch in pending) >= _PAGE_ROWS:
+            _print_rows(schema, pending)
+            pending, printed = [], True
         yield batch
-    if held or not printed:
-        _print_rows(schema, held)
+    if pending or not printed:
+        _print_rows(schema, pending)
 
 
 def write_record(record: Mapping[str, Any], schema: pa.Schema, output: Output) -> None:
-    """Print one thing with its properties."""
-    (batch,) = _table_of([record], schema).to_batches()
+    """Print one record."""
+    (batch,) = _build_table([record], schema).to_batches()
     if output is Output.TABLE:
         with _to_stdout():
             _print_record(batch.to_pylist()[0], schema)
             sys.stdout.flush()
     elif output is Output.JSON:
         with _to_stdout():
-            sys.stdout.write(_json_of(batch.to_pylist()[0], indent=1) + "\n")
+            sys.stdout.write(_to_json(batch.to_pylist()[0], indent=1) + "\n")
             sys.stdout.flush()
     else:
         write_rows(schema, [batch], output)
 
 
 def write_cells(headings: Sequence[str], right: Sequence[bool], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table for people, whose cells are text already."""
+    """Print a table for people from cells that are already text."""
     with _to_stdout():
-        _print(list(headings), list(right), map(tuple, rows))
+        _print_cells(list(headings), list(right), map(tuple, rows))
         sys.stdout.flush()
 
 
 def _print_rows(schema: pa.Schema, batches: list[pa.RecordBatch]) -> None:
-    rows = [row for batch in batches for row in zip(*(it.to_pylist() for it in batch.columns), strict=True)]
-    _print([field.name for field in schema], [_is_number(field.type) for field in schema], rows)
+    rows = [row for batch in batches for row in zip(*(column.to_pylist() for column in batch.columns), strict=True)]
+    _print_cells([field.name for field in schema], [_is_number(field.type) for field in schema], rows)
 
 
 def _print_record(values: Mapping[str, Any], schema: pa.Schema) -> None:
     tables = [field for field in schema if pa.types.is_list(field.type) and pa.types.is_struct(field.type.value_type)]
     lines = [(field.name, values[field.name]) for field in schema if field not in tables]
-    _print(None, [False, False], lines)
+    _print_cells(None, [False, False], lines)
     for field in tables:
         inner = list(field.type.value_type)
         sys.stdout.write(f"\n{field.name}:{'' if values[field.name] else ' none'}\n")
         if values[field.name]:
-            rows = [tuple(it[part.name] for part in inner) for it in values[field.name]]
-            _print([part.name for part in inner], [_is_number(part.type) for part in inner], rows)
+            rows = [tuple(row[part.name] for part in inner) for row in values[field.name]]
+            _print_cells([part.name for part in inner], [_is_number(part.type) for part in inner], rows)
 
 
 def _is_number(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
 
 
-def _print(names: list[str] | None, right: list[bool], rows: Iterable[tuple[Any, ...]]) -> None:
+def _print_cells(names: list[str] | None, right: list[bool], rows: Iterable[tuple[Any, ...]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_header=names is not None, header_style="bold")
-    for at, is_right in enumerate(right):
+    for index, is_right in enumerate(right):
         table.add_column(
-            Text(format_value(names[at])) if names else "", justify="right" if is_right else "left", overflow="fold"
+            Text(format_value(names[index])) if names else "", justify="right" if is_right else "left", overflow="fold"
         )
     for row in rows:
         table.add_row(*(Text(format_value(value)) for value in row))
@@ -278,18 +278,18 @@ def _print(names: list[str] | None, right: list[bool], rows: Iterable[tuple[Any,
 
 @contextmanager
 def _to_stdout() -> Iterator[None]:
-    """Who reads may go at any time: that ends the command, and is no error."""
+    """Exit the command without an error if the reader of stdout has gone."""
     try:
         yield
     except BrokenPipeError as error:
-        # Else Python says at its end that stdout could not be flushed.
+        # Otherwise Python reports at exit that it could not flush stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from error
 
 
 @contextmanager
 def show_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr while long work is done, on a terminal only."""
+    """Show a progress bar on stderr during long work, on a terminal only."""
     if not sys.stderr.isatty():
         yield lambda steps: None
         return

@@ -9,7 +9,7 @@ import typer
 
 from arrow_schemas.bucket_map import HASH, BucketMap
 from arrow_schemas.savepoint import SavedBucket
-from spark_state_ext.cli.options import OutputOption, StorageOptions, options_of
+from spark_state_ext.cli.options import OutputOption, StorageOptions, make_json_option
 from spark_state_ext.cli.output import Output, parse_columns, say, show_progress, write_record, write_records
 from spark_state_ext.cli.paths import open_folder
 from spark_state_ext.errors import UsageError
@@ -37,7 +37,7 @@ def rescale(
     operator: Annotated[str | None, typer.Option(metavar="NAME", help="this one only; others stay as they are")] = None,
     *,
     storage_options: StorageOptions,
-    to_options: Annotated[dict[str, Any], options_of("the new one")],
+    to_options: Annotated[dict[str, Any], make_json_option("the new one")],
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Write a savepoint anew with more or fewer buckets, or one bucket split alone, without Spark.

@@ -16,7 +16,7 @@ from spark_state_ext.cli.options import (
     SavepointPath,
     ScratchOption,
     StorageOptions,
-    options_of,
+    make_json_option,
 )
 from spark_state_ext.cli.output import Output, parse_columns, say, show_progress, write_record
 from spark_state_ext.cli.paths import list_operators, make_absolute, open_folder
@@ -121,7 +121,7 @@ def create(
     verify: Annotated[bool, typer.Option("--verify", help="read every file to the last byte")] = False,
     *,
     storage_options: StorageOptions,
-    root_options: Annotated[dict[str, Any], options_of("the root")],
+    root_options: Annotated[dict[str, Any], make_json_option("the root")],
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Take a savepoint of a query, which may run meanwhile. Needs PySpark 4.0 or newer.
@@ -188,7 +188,7 @@ def copy(
     to: Annotated[str, typer.Argument(metavar="TARGET", help="the copy's folder, which does not exist yet")],
     *,
     storage_options: StorageOptions,
-    to_options: Annotated[dict[str, Any], options_of("the copy")],
+    to_options: Annotated[dict[str, Any], make_json_option("the copy")],
 ) -> None:
     """Copy what the manifest of a savepoint names, and the manifest last. The copy has the same id.
 

@@ -28,7 +28,7 @@ from spark_state_ext.cli.options import (
     StatePath,
     StorageOptions,
     UnprovenOption,
-    options_of,
+    make_json_option,
 )
 from spark_state_ext.cli.output import Output, parse_columns, say, show_progress, write_record, write_rows, write_table
 from spark_state_ext.cli.paths import open_folder, strip_slash
@@ -203,7 +203,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="also where the file is there")] = False,
     *,
     reading: Reading,
-    to_options: Annotated[dict[str, Any], options_of("the file")],
+    to_options: Annotated[dict[str, Any], make_json_option("the file")],
 ) -> None:
     """Write all keys with their state to a file: Parquet, or an Arrow IPC file.
 

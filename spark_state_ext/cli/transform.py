@@ -18,7 +18,13 @@ from arrow_schemas.equality import BoolArray, rows_equal
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.row import EXPIRES_MS, RowSchema
 from arrow_schemas.savepoint import CANONICAL, SavepointManifest
-from spark_state_ext.cli.options import NewSavepointPath, OperatorOption, SavepointPath, StorageOptions, options_of
+from spark_state_ext.cli.options import (
+    NewSavepointPath,
+    OperatorOption,
+    SavepointPath,
+    StorageOptions,
+    make_json_option,
+)
 from spark_state_ext.cli.output import say, show_progress
 from spark_state_ext.cli.paths import open_folder
 from spark_state_ext.cli.values import parse_filter
@@ -46,7 +52,7 @@ def transform(
     ] = None,
     *,
     storage_options: StorageOptions,
-    to_options: Annotated[dict[str, Any], options_of("the new one")],
+    to_options: Annotated[dict[str, Any], make_json_option("the new one")],
 ) -> None:
     """Write a new canonical savepoint of a savepoint's rows, with other columns or fewer keys, without Spark.
 

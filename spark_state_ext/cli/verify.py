@@ -104,7 +104,7 @@ def verify(
     found = _carried_out(checks)
     shown = [it for it in found if every or it.status not in (WHOLE, GONE)]
     rows = [{**vars(it), "bytes": it.size_bytes, "problem": it.problem or None} for it in shown]
-    write_records(rows, _ROWS, output, if_none=False)
+    write_records(rows, _ROWS, output, if_empty=False)
     counts = {status: sum(it.status == status for it in found) for status in (DAMAGED, MISSING, UNKNOWN)}
     say(
         f"files={len(found)} bytes={sum(it.size_bytes for it in found)} "
