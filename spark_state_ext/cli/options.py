@@ -107,9 +107,14 @@ CheckpointOption = Annotated[
         help="the query's checkpointLocation: read the last committed batch, which Spark (4.0 or newer) knows",
     ),
 ]
-OperatorOption = Annotated[str | None, typer.Option("--operator", metavar="NAME", help="required if there are several")]
+OperatorOption = Annotated[
+    str | None, typer.Option("--operator", metavar="NAME", help="which operator, if there are several")
+]
 QueryFolderOption = Annotated[
-    str | None, typer.Option("--query-folder", metavar="NAME", help="if there are several; by default the newest")
+    str | None,
+    typer.Option(
+        "--query-folder", metavar="NAME", help="which query folder, if there are several; by default the newest"
+    ),
 ]
 UnprovenOption = Annotated[
     bool, typer.Option("--unproven", help="read also batches that may not be committed, with a warning on stderr")

@@ -1,4 +1,4 @@
-"""Spark sessions of commands: what is checked before Spark starts, what it prints and raises, and its state."""
+"""Start Spark for commands: check arguments first, hide what Spark prints, translate its errors, read its state."""
 
 from __future__ import annotations
 
@@ -36,41 +36,41 @@ __all__ = [
     "get_session_with",
 ]
 
-_OURS = re.compile(r"spark_state_ext\.errors\.(\w+): (.*)")
-# Names the file for what Spark prints; by default nothing keeps it.
-_LOG = "SPARK_STATE_EXT_SPARK_LOG"
-# One of these may say that a path without a scheme is not on this machine.
-_OF_HADOOP = ("HADOOP_CONF_DIR", "YARN_CONF_DIR", "SPARK_CONF_DIR", "SPARK_HOME", "PYSPARK_SUBMIT_ARGS")
-_REMOTE = "SPARK_REMOTE"
+_ERROR_OF_TASK = re.compile(r"spark_state_ext\.errors\.(\w+): (.*)")
+# Environment variable with the file that gets Spark's output; without it the output is discarded.
+_LOG_VARIABLE = "SPARK_STATE_EXT_SPARK_LOG"
+# If one of these is set, a path without a scheme may not be on this machine.
+_HADOOP_VARIABLES = ("HADOOP_CONF_DIR", "YARN_CONF_DIR", "SPARK_CONF_DIR", "SPARK_HOME", "PYSPARK_SUBMIT_ARGS")
+_REMOTE_VARIABLE = "SPARK_REMOTE"
 # Standard output and standard error.
-_PRINTED_TO = (1, 2)
+_OUTPUT_DESCRIPTORS = (1, 2)
 _REASON = re.compile(r"(?:Exception in thread \"[^\"]*\"|Caused by:|Error:)\s*(.*)")
 
 
 def get_session_with(settings: Mapping[str, str]) -> SparkSession:
-    """The session of this process, or a new one without a progress bar, whose JVM prints nothing to this terminal."""
+    """Return this process's session, or start one without a progress bar and without JVM output on this terminal."""
     _refuse_no_java()
-    _quiet_errors()
+    _silence_error_logs()
     builder: Any = SparkSession.builder
     builder = builder.appName("spark-state-ext").config("spark.ui.showConsoleProgress", "false")
     for name, value in settings.items():
         builder = builder.config(name, value)
-    with _output_elsewhere() as printed:
+    with _redirect_output() as printed:
         try:
-            made: SparkSession = builder.getOrCreate()
+            session: SparkSession = builder.getOrCreate()
         except Exception as error:
             if not is_of_spark(error):
                 raise
             reasons = _REASON.findall(printed())
             why = f" ({reasons[-1]})" if reasons else ""
             raise StorageError(
-                f"Spark does not start: {said_by_spark(str(error))}{why}. What it printed: set {_LOG}=FILE to keep it"
+                f"Spark does not start: {said_by_spark(str(error))}{why}. Set {_LOG_VARIABLE}=FILE to see its output"
             ) from error
-    return made
+    return session
 
 
-def _quiet_errors() -> None:
-    """Keep PySpark 4 from printing errors as JSON with their traces: commands print each as a line."""
+def _silence_error_logs() -> None:
+    """Stop PySpark 4 from printing errors as JSON with stack traces: commands print each error as one line."""
     if SPARK_VERSION < (4, 0):
         return
     from pyspark.logger import PySparkLogger
@@ -80,8 +80,8 @@ def _quiet_errors() -> None:
 
 
 def _refuse_no_java() -> None:
-    """Refuse to start Spark without Java; a Connect client needs none, and a running session has one."""
-    if _REMOTE in os.environ or SparkSession.getActiveSession() is not None:
+    """Refuse to start Spark without Java. A Connect client does not need Java, and a running session has it."""
+    if _REMOTE_VARIABLE in os.environ or SparkSession.getActiveSession() is not None:
         return
     try:
         version("pyspark")
@@ -90,22 +90,22 @@ def _refuse_no_java() -> None:
     java_home = os.environ.get("JAVA_HOME")
     if shutil.which("java" if not java_home else str(Path(java_home) / "bin" / "java")) is None:
         where = f"JAVA_HOME is {java_home}, without bin/java" if java_home else "no JAVA_HOME, and no java on PATH"
-        raise EnvironmentSetupError(f"Spark needs Java: {where}. Install it, or set JAVA_HOME to where it is")
+        raise EnvironmentSetupError(f"Spark needs Java: {where}. Install it, or set JAVA_HOME to its folder")
 
 
 @contextmanager
-def _output_elsewhere() -> Iterator[Callable[[], str]]:
-    """Send what this process and those that it starts print meanwhile, Spark's JVM among them, to a file.
+def _redirect_output() -> Iterator[Callable[[], str]]:
+    """Redirect the output of this process, and of processes that it starts meanwhile, such as the JVM, to a file.
 
-    The JVM and its Python workers print there for as long as they live. What is yielded reads the file.
+    The JVM and its Python workers print there as long as they live. The yielded function reads the file.
     """
-    kept = os.environ.get(_LOG)
+    log_path = os.environ.get(_LOG_VARIABLE)
     sys.stdout.flush()
     sys.stderr.flush()
-    with open(kept, "a+b") if kept else tempfile.TemporaryFile() as file:
-        terminal = [os.dup(descriptor) for descriptor in _PRINTED_TO]
+    with open(log_path, "a+b") if log_path else tempfile.TemporaryFile() as file:
+        terminal = [os.dup(descriptor) for descriptor in _OUTPUT_DESCRIPTORS]
         try:
-            for descriptor in _PRINTED_TO:
+            for descriptor in _OUTPUT_DESCRIPTORS:
                 os.dup2(file.fileno(), descriptor)
 
             def printed() -> str:
@@ -115,66 +115,67 @@ def _output_elsewhere() -> Iterator[Callable[[], str]]:
             yield printed
             sys.stderr.flush()
         finally:
-            for descriptor, copy in zip(_PRINTED_TO, terminal, strict=True):
+            for descriptor, copy in zip(_OUTPUT_DESCRIPTORS, terminal, strict=True):
                 os.dup2(copy, descriptor)
                 os.close(copy)
 
 
 def find_local_path(location: str) -> Path | None:
-    """Return where a location of Spark's is on this machine; None if it is elsewhere, or only Spark can tell."""
+    """Return the local path of a Spark location; None if it is elsewhere, or only Spark knows where."""
     if location.startswith("file:"):
         return Path("/" + location.removeprefix("file:").lstrip("/"))
-    if re.match(r"\w[\w+.-]*:", location) or any(name in os.environ for name in (*_OF_HADOOP, _REMOTE)):
+    if re.match(r"\w[\w+.-]*:", location) or any(name in os.environ for name in (*_HADOOP_VARIABLES, _REMOTE_VARIABLE)):
         return None
     return Path(location)
 
 
 def refuse_no_checkpoint(location: str) -> None:
-    """Refuse a location that is no Spark checkpoint, if this machine can tell: before Spark is started for it."""
+    """Refuse a local location that is not a Spark checkpoint, before Spark is started for it."""
     path = find_local_path(location)
     if path is not None and not (path / METADATA).is_file():
         raise UsageError(
-            f"{location} is no Spark checkpoint location: it has no file 'metadata'. Give the location as in the "
+            f"{location} is not a Spark checkpoint location: it has no file 'metadata'. Give the location as in the "
             "option checkpointLocation."
         )
 
 
 def refuse_occupied(path: str, storage_options: Mapping[str, Any], what: str) -> None:
-    """Refuse a place that must be free, and has something: before Spark is started."""
-    if _REMOTE in os.environ:
-        # Another machine may see another folder of that name.
+    """Refuse a target folder that is not empty, before Spark is started."""
+    if _REMOTE_VARIABLE in os.environ:
+        # The server may be another machine, which has another folder of that name.
         return
     if Folder(path, storage_options).names():
-        raise UsageError(f"{path} has something already: give a folder for {what} that does not exist yet")
+        raise UsageError(f"{path} is not empty: give a folder for {what} that does not exist yet")
 
 
 @contextmanager
 def unwrap_task_errors() -> Iterator[None]:
-    """Raise what a task raised, in place of the error that Spark made of it, or that its JVM did."""
+    """Raise a task's own error instead of the error in which Spark or its JVM wrapped it."""
     try:
         yield
     except Exception as error:
         if not is_of_spark(error):
             raise
-        raise _told(str(error)) from error
+        raise _to_state_error(str(error)) from error
 
 
-def _told(text: str) -> StateError:
-    found = _OURS.search(text)
-    if found is None:
+def _to_state_error(text: str) -> StateError:
+    match = _ERROR_OF_TASK.search(text)
+    if match is None:
         return StorageError(f"Spark failed: {said_by_spark(text)}")
-    kind = getattr(errors, found[1], None)
-    # One that is made of more than its text is told as what it is a kind of.
-    if not (isinstance(kind, type) and issubclass(kind, StateError)) or "__init__" in vars(kind):
-        return StorageError(f"a task failed: {found[1]}: {found[2]}")
-    return kind(found[2])
+    error_class = getattr(errors, match[1], None)
+    # A class with its own __init__ needs more than the text, so a StorageError with its name stands in for it.
+    if not (isinstance(error_class, type) and issubclass(error_class, StateError)) or "__init__" in vars(error_class):
+        return StorageError(f"a task failed: {match[1]}: {match[2]}")
+    return error_class(match[2])
 
 
 def get_session(*checkpoints: str) -> SparkSession:
-    """A session of this process, or a new one; what can be checked before Spark starts is checked first."""
+    """Return this process's session, or start one; check Spark's release and the checkpoints first."""
     if int(__version__.partition(".")[0]) < 4:
         raise UsageError(
-            f"Spark {__version__} cannot read the state of a checkpoint: use Spark 4, or leave out what asks for Spark"
+            f"Spark {__version__} cannot read the state of a checkpoint: use Spark 4, or leave out options that need "
+            "Spark"
         )
     for location in checkpoints:
         refuse_no_checkpoint(location)
@@ -184,19 +185,19 @@ def get_session(*checkpoints: str) -> SparkSession:
 
 
 def read_pointers(spark: SparkSession, location: str, operator: str, query_folder: str) -> dict[int, Pointer]:
-    """The pointers of a query's last committed batch, by bucket."""
+    """Read the pointers of a query's last committed batch, by bucket."""
     reader = StateReader(spark, location)
-    stores = [it for it in reader.stores() if (it.operator, it.query_folder) == (operator, query_folder)]
+    stores = [store for store in reader.stores() if (store.operator, store.query_folder) == (operator, query_folder)]
     if not stores:
         raise UsageError(
-            f"{location} is no checkpoint of the query with the folder {query_folder} of operator {operator!r}: give "
-            "the checkpointLocation of that query"
+            f"{location} is not the checkpoint of the query with the folder {query_folder} of operator {operator!r}: "
+            "give the checkpointLocation of that query"
         )
     return reader.by_bucket(stores[0], reader.batch().batch)
 
 
 def read_query_folders(spark: SparkSession, location: str) -> frozenset[str]:
-    """The query folders in the pointers of a checkpoint; none where it has no operator of ours."""
+    """Read the query folders in the pointers of a checkpoint; empty if it has no operator of this package."""
     try:
         return StateReader(spark, location).query_folders()
     except StorageError as error:

@@ -1,4 +1,4 @@
-"""State: show, get, scan, export and diff."""
+"""The commands that read state: show, get, scan, export and diff."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from spark_state_ext.worker.spill import local_errors
 
 __all__ = ["Reading", "diff", "export", "get", "scan", "show"]
 
-_SHOWN = parse_columns(
+_SHOW_COLUMNS = parse_columns(
     "path, operator, query, buckets int, unit, batch int, oldest_batch int, newest_batch int, begun_batch int, "
     "proven bool",
     columns=parse_columns("column, type, role"),
 )
-# Columns of a scan beside those of the schema.
-_MORE = (("defined", pa.bool_()), ("key_hash", pa.uint64()), ("bucket", pa.int32()))
+# Columns of a scan in addition to the state's schema.
+_EXTRA_COLUMNS = (("defined", pa.bool_()), ("key_hash", pa.uint64()), ("bucket", pa.int32()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Which state of a path is read, and how."""
+    """The options that choose a state below a path, and how it is read."""
 
     at: AtOption = None
     checkpoint: CheckpointOption = None
@@ -64,7 +64,7 @@ class Reading:
     storage_options: StorageOptions
 
     def open(self, path: str) -> OpenState:
-        """Open the state, to be closed."""
+        """Open the state; the caller closes it."""
         if self.checkpoint is not None:
             return self._open_by_spark(path, self.checkpoint)
         state = open_state(
@@ -78,24 +78,26 @@ class Reading:
         )
         if not state.proven:
             say(
-                f"unproven: files do not prove what is read of {state.unit} {state.batch}. It may have rows of an "
-                "attempt that failed, and lack rows that no file has yet"
+                f"unproven: files do not prove that {state.unit} {state.batch} is committed. The output may contain rows of "
+                "a failed attempt, and miss rows that are not in a file yet"
             )
         return state
 
     def _open_by_spark(self, path: str, checkpoint: str) -> OpenState:
         if self.unproven:
-            raise UsageError("--unproven does not go with --checkpoint, by which all that is read is committed")
+            raise UsageError(
+                "give --unproven or --checkpoint, not both: with --checkpoint all that is read is committed"
+            )
         if self.query_folder is not None:
             raise UsageError(
-                "--query-folder does not go with --checkpoint, whose pointers name the folder: leave it out"
+                "give --query-folder or --checkpoint, not both: the checkpoint's pointers name the query folder"
             )
-        # Before Spark starts. Which operator is meant only its pointers say.
+        # Check the path before Spark starts; the operator is known only from the pointers.
         if not open_folder(path, self.storage_options).names():
             raise UsageError(
-                f"there is no folder {path}, or it is empty: give a root as ArrowState has it, or a query folder"
+                f"there is no folder {path}, or it is empty: give the root that ArrowState has, or a query folder"
             )
-        # PySpark is imported by nothing else here.
+        # Imported here, so that other commands start without PySpark.
         from spark_state_ext.cli.sessions import get_session
         from spark_state_ext.spark.source.exact import open_committed
 
@@ -114,13 +116,13 @@ class Reading:
 
 
 def show(path: StatePath, *, reading: Reading, output: OutputOption = Output.TABLE) -> None:
-    """Say which state there is at a path, its columns, and which batches of it can be read."""
+    """Print which state is at a path, its columns, and which of its batches can be read."""
     with reading.open(path) as state:
-        record = {name: getattr(state, name) for name in _SHOWN.names if name not in ("query", "columns")}
-        both = [("key", it) for it in state.key_schema] + [("state", it) for it in state.state_schema]
+        record = {name: getattr(state, name) for name in _SHOW_COLUMNS.names if name not in ("query", "columns")}
+        columns = [("key", field) for field in state.key_schema] + [("state", field) for field in state.state_schema]
         record["query"] = state.query_id or None
-        record["columns"] = [{"column": it.name, "type": str(it.type), "role": role} for role, it in both]
-        write_record(record, _SHOWN, output)
+        record["columns"] = [{"column": field.name, "type": str(field.type), "role": role} for role, field in columns]
+        write_record(record, _SHOW_COLUMNS, output)
 
 
 # -- get ------------------------------------------------------------------------------------------
@@ -129,27 +131,27 @@ def show(path: StatePath, *, reading: Reading, output: OutputOption = Output.TAB
 def get(
     path: StatePath,
     key: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY]...", help="a word for each key column, in their order")
+        list[str] | None, typer.Argument(metavar="[KEY]...", help="a word for each key column, in order")
     ] = None,
     as_json: Annotated[
-        str | None, typer.Option("--json", metavar="JSON", help="the key as an object, which may have nulls")
+        str | None, typer.Option("--json", metavar="JSON", help="the key as a JSON object, which may contain nulls")
     ] = None,
     *,
     reading: Reading,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Print the state of one key, or exit with 1 where it has none. Reads the files of one bucket.
+    """Print the state of one key. Exits with 1 if the key has no state. Reads the files of one bucket.
 
-    Values are written as JSON has them, without the quotes: 2024-02-01, 2024-02-01T12:00:00Z, 1.10, true. Bytes are
-    base64. Before a word that begins with a dash write --.
+    Write values as in JSON, without quotes: 2024-02-01, 2024-02-01T12:00:00Z, 1.10, true. Bytes are base64. Put --
+    before a key that starts with a dash.
     """
     with reading.open(path) as state:
-        found = state.get(parse_key(key or (), as_json, state.key_schema))
-        if found.num_rows or output is not Output.TABLE:
-            write_table(found, output)
-        if not found.num_rows:
+        rows = state.get(parse_key(key or (), as_json, state.key_schema))
+        if rows.num_rows or output is not Output.TABLE:
+            write_table(rows, output)
+        if not rows.num_rows:
             say(f"no such key after {state.unit} {state.batch} of {state.path}")
-        raise typer.Exit(DONE if found.num_rows else NO)
+        raise typer.Exit(DONE if rows.num_rows else NO)
 
 
 # -- scan -----------------------------------------------------------------------------------------
@@ -157,9 +159,9 @@ def get(
 
 def scan(
     path: StatePath,
-    columns: Annotated[str | None, typer.Option(metavar="NAMES", help="separated by commas")] = None,
+    columns: Annotated[str | None, typer.Option(metavar="NAMES", help="columns to print, separated by commas")] = None,
     filter_text: Annotated[
-        str | None, typer.Option("--filter", metavar="TEXT", help="as in: count > 10 and name in ('ann', 'bob')")
+        str | None, typer.Option("--filter", metavar="TEXT", help="such as: count > 10 and name in ('ann', 'bob')")
     ] = None,
     limit: LimitOption = None,
     bucket: BucketsOption = None,
@@ -169,22 +171,23 @@ def scan(
 ) -> None:
     """Print keys with their state, bucket by bucket, in the order of the keys' hashes.
 
-    Beside the key and state columns there are defined (false: the key has only a timeout), key_hash and bucket.
+    In addition to the key and state columns it prints defined (false if the key has only a timeout), key_hash and
+    bucket.
     """
     with reading.open(path) as state:
-        known = pa.schema([*state.schema, *(pa.field(name, kind) for name, kind in _MORE)])
-        condition = None if filter_text is None else parse_filter(filter_text, known)
-        reader = state.scan(_names(columns), filter=condition, buckets=bucket)
-        rows = write_rows(reader.schema, reader if limit is None else _limited(reader, limit), output)
+        filter_schema = pa.schema([*state.schema, *(pa.field(name, kind) for name, kind in _EXTRA_COLUMNS)])
+        condition = None if filter_text is None else parse_filter(filter_text, filter_schema)
+        reader = state.scan(_split_names(columns), filter=condition, buckets=bucket)
+        rows = write_rows(reader.schema, reader if limit is None else _limit_rows(reader, limit), output)
         say(f"rows={rows} {state.unit}={state.batch}")
 
 
-def _names(text: str | None) -> list[str] | None:
+def _split_names(text: str | None) -> list[str] | None:
     return None if text is None else [name.strip() for name in text.split(",")]
 
 
-def _limited(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:
-    """The first rows; no more batches are read than these need."""
+def _limit_rows(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:
+    """Yield the first rows, without reading further batches."""
     if not rows:
         return
     for batch in batches:
@@ -200,47 +203,47 @@ def _limited(batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Record
 def export(
     path: StatePath,
     to: Annotated[str, typer.Argument(metavar="FILE", help="a path or URL that ends in .parquet or .arrow")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="also where the file is there")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the file if it exists")] = False,
     *,
     reading: Reading,
     to_options: Annotated[dict[str, Any], make_json_option("the file")],
 ) -> None:
-    """Write all keys with their state to a file: Parquet, or an Arrow IPC file.
+    """Write all keys with their state to a Parquet file or an Arrow IPC file.
 
-    The file appears when it is whole.
+    The file appears only when it is complete.
     """
     with reading.open(path) as state:
         with show_progress("exporting", state.buckets) as advance:
-            rows = _exported(state.schema, _batches(state, advance), to, to_options, overwrite)
+            rows = _write_file(state.schema, _scan_buckets(state, advance), to, to_options, overwrite)
         say(f"rows={rows} {state.unit}={state.batch} file={to}")
 
 
-def _batches(state: OpenState, advance: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
+def _scan_buckets(state: OpenState, advance: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
     for bucket in range(state.buckets):
         yield from state.scan(buckets=[bucket])
         advance(1)
 
 
-# Endings of files, and what writes them.
-_FORMS = (".parquet", ".arrow")
+# Endings of the files that can be written.
+_ENDINGS = (".parquet", ".arrow")
 
 
-def _exported(
+def _write_file(
     schema: pa.Schema, batches: Iterable[pa.RecordBatch], to: str, storage_options: Mapping[str, Any], overwrite: bool
 ) -> int:
-    """Write rows to a file, batch by batch; how many there were."""
+    """Write rows to a file, batch by batch; return their number."""
     ending = posixpath.splitext(to)[1]
-    if ending not in _FORMS:
-        raise UsageError(f"the name of the file says in which format: it must end in {' or '.join(_FORMS)}, not {to!r}")
-    above, name = posixpath.split(to)
-    target = Folder(above or ".", storage_options)
+    if ending not in _ENDINGS:
+        raise UsageError(f"the file's name must end in {' or '.join(_ENDINGS)}, which chooses the format, not {to!r}")
+    parent, name = posixpath.split(to)
+    target = Folder(parent or ".", storage_options)
     if not overwrite and target.exists(name):
-        raise UsageError(f"there is a file {target.where(name)} already: --overwrite replaces it")
+        raise UsageError(f"the file {target.where(name)} exists already: --overwrite replaces it")
     scratch = scratch_folder(None)
     with local_errors(scratch), tempfile.TemporaryDirectory(prefix="export-", dir=scratch) as folder:
         path = Path(folder) / name
         rows = 0
-        with _writer(path, schema, ending) as writer:
+        with _open_writer(path, schema, ending) as writer:
             for batch in batches:
                 writer.write_batch(batch)
                 rows += batch.num_rows
@@ -249,10 +252,10 @@ def _exported(
     raise AssertionError("unreachable: local_errors raises what it catches")
 
 
-def _writer(path: Path, schema: pa.Schema, ending: str) -> AbstractContextManager[Any]:
+def _open_writer(path: Path, schema: pa.Schema, ending: str) -> AbstractContextManager[Any]:
     if ending == ".arrow":
-        made: AbstractContextManager[Any] = pa.ipc.new_file(str(path), schema)
-        return made
+        file_writer: AbstractContextManager[Any] = pa.ipc.new_file(str(path), schema)
+        return file_writer
     import pyarrow.parquet as pq
 
     writer: AbstractContextManager[Any] = pq.ParquetWriter(str(path), schema)
@@ -267,12 +270,12 @@ def diff(
     other: Annotated[
         str | None, typer.Argument(metavar="[OTHER]", help="the later state; by default another batch of PATH")
     ] = None,
-    at: Annotated[int | None, typer.Option("--at", metavar="BATCH", help="of PATH, after which batch")] = None,
+    at: Annotated[int | None, typer.Option("--at", metavar="BATCH", help="batch of PATH to compare")] = None,
     other_at: Annotated[
-        int | None, typer.Option("--other-at", metavar="BATCH", help="of OTHER, or the later batch of PATH")
+        int | None, typer.Option("--other-at", metavar="BATCH", help="batch of OTHER, or the later batch of PATH")
     ] = None,
     columns: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="compare these state columns only; separated by commas")
+        str | None, typer.Option(metavar="NAMES", help="state columns to compare, separated by commas; by default all")
     ] = None,
     limit: LimitOption = None,
     checkpoint: CheckpointOption = None,
@@ -283,13 +286,13 @@ def diff(
     storage_options: StorageOptions,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Print the keys whose state differs, with what it was before and is after; exits with 1 if there are any.
+    """Print the keys whose state differs, with the state before and after. Exits with 1 if there are any.
 
-    Without OTHER two batches of one state are compared: by default the newest and the one before it. --other-at is the
+    Without OTHER it compares two batches of one state: by default the newest and the one before it. --other-at is the
     later one, and --at the earlier one.
     """
     if other is not None and checkpoint is not None:
-        raise UsageError("--checkpoint goes with two batches of one state: leave it out, or leave OTHER out")
+        raise UsageError("give OTHER or --checkpoint, not both: --checkpoint compares two batches of one state")
     reading = Reading(
         at=other_at,
         checkpoint=checkpoint,
@@ -299,26 +302,26 @@ def diff(
         storage_options=storage_options,
     )
     with ExitStack() as states:
-        second = states.enter_context(reading.open(other or path))
-        before = _batch_before(second) if other is None and at is None else at
-        first = states.enter_context(replace(reading, at=before).open(path))
-        found = _compared(first, second, _names(columns))
-        # One more than is printed says whether there are more.
-        differences = found.differences if limit is None else _limited(found.differences, limit + 1)
-        rows, more = _write_differences(found.schema, differences, limit, output)
-        for only, where in ((found.only_first, first), (found.only_second, second)):
-            if only:
-                say(f"only in {where.path}, or of another type there: {', '.join(only)}")
-        said = f"differences={rows}" + (" (there are more: --limit)" if more else "")
-        say(f"{said} between batch {first.batch} of {first.path} and batch {second.batch} of {second.path}")
-        raise typer.Exit(NO if rows or more or found.only_first or found.only_second else DONE)
+        later = states.enter_context(reading.open(other or path))
+        before = _previous_batch(later) if other is None and at is None else at
+        earlier = states.enter_context(replace(reading, at=before).open(path))
+        comparison = _compare_states(earlier, later, _split_names(columns))
+        # Read one row more than is printed, to know whether there are more.
+        differences = comparison.differences if limit is None else _limit_rows(comparison.differences, limit + 1)
+        rows, more = _write_differences(comparison.schema, differences, limit, output)
+        for names, state in ((comparison.only_first, earlier), (comparison.only_second, later)):
+            if names:
+                say(f"only in {state.path}, or of another type there: {', '.join(names)}")
+        summary = f"differences={rows}" + (" (there are more: --limit)" if more else "")
+        say(f"{summary} between batch {earlier.batch} of {earlier.path} and batch {later.batch} of {later.path}")
+        raise typer.Exit(NO if rows or more or comparison.only_first or comparison.only_second else DONE)
 
 
-def _batch_before(state: OpenState) -> int:
+def _previous_batch(state: OpenState) -> int:
     if state.batch <= state.oldest_batch:
         raise UsageError(
-            f"{state.path} has one batch that can be read, {state.unit} {state.batch}: there is none before it to "
-            "compare it with. Name another state, or wait for the next batch"
+            f"only one batch of {state.path} can be read, {state.unit} {state.batch}, and no earlier one to compare it "
+            "with. Name another state, or wait for the next batch"
         )
     return state.batch - 1
 
@@ -326,18 +329,18 @@ def _batch_before(state: OpenState) -> int:
 def _write_differences(
     schema: pa.Schema, batches: Iterable[pa.RecordBatch], limit: int | None, output: Output
 ) -> tuple[int, bool]:
-    """Print at most so many rows; gives how many there were, and whether there are more."""
-    seen = 0
+    """Print at most `limit` rows; return how many were printed, and whether there are more."""
+    row_count = 0
 
-    def counted() -> Iterator[pa.RecordBatch]:
-        nonlocal seen
+    def count_batches() -> Iterator[pa.RecordBatch]:
+        nonlocal row_count
         for batch in batches:
-            left = batch.num_rows if limit is None else max(limit - seen, 0)
-            seen += batch.num_rows
+            left = batch.num_rows if limit is None else max(limit - row_count, 0)
+            row_count += batch.num_rows
             yield batch.slice(0, left)
 
-    rows = write_rows(schema, counted(), output)
-    return rows, seen > rows
+    rows = write_rows(schema, count_batches(), output)
+    return rows, row_count > rows
 
 
 _ADDED, _REMOVED, _CHANGED = "added", "removed", "changed"
@@ -345,104 +348,112 @@ _HASH, _TIMEOUT, _DEFINED = "key_hash", "timeout_ms", "defined"
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """How two states are compared."""
+class _Comparison:
+    """The differences of two states."""
 
-    # Of the differences: ``change``, the key columns, and ``before`` and ``after``.
+    # Columns of the differences: ``change``, the key columns, ``before`` and ``after``.
     schema: pa.Schema
-    # State columns that only one has, or that have different types: they are not compared.
+    # State columns that are in one state only or have different types; they are not compared.
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
-    # The differences, in the order of the keys' hashes.
+    # The rows, in the order of the keys' hashes.
     differences: Iterator[pa.RecordBatch]
 
 
-def _compared(first: OpenState, second: OpenState, columns: Sequence[str] | None = None) -> _Compared:
+def _compare_states(first: OpenState, second: OpenState, columns: Sequence[str] | None = None) -> _Comparison:
     """Compare two states by key."""
     keys = [field.name for field in first.key_schema]
     if not first.key_schema.equals(second.key_schema):
         raise UsageError(
-            f"keys with the columns {_described(first.key_schema)} and with {_described(second.key_schema)} cannot be "
-            "compared"
+            f"states with different key columns cannot be compared: {_describe(first.key_schema)} and "
+            f"{_describe(second.key_schema)}"
         )
     if first.bucket_map != second.bucket_map and not (first.bucket_map.one_state and second.bucket_map.one_state):
         raise UsageError(
-            f"{first.bucket_map} and {second.bucket_map} cannot be compared: in one of them a key has a state for each "
-            "stream"
+            f"{first.bucket_map} and {second.bucket_map} cannot be compared: in one of them a key has a separate state "
+            "for each stream"
         )
-    here, there = set(map(_named_type, first.state_schema)), set(map(_named_type, second.state_schema))
-    both = [field.with_nullable(True) for field in first.state_schema if _named_type(field) in there]
-    both.append(pa.field(_TIMEOUT, pa.int64()))
-    values = pa.struct(both if columns is None else _named_fields(both, columns))
+    first_types, second_types = (
+        set(map(_name_and_type, first.state_schema)),
+        set(map(_name_and_type, second.state_schema)),
+    )
+    shared = [field.with_nullable(True) for field in first.state_schema if _name_and_type(field) in second_types]
+    shared.append(pa.field(_TIMEOUT, pa.int64()))
+    values = pa.struct(shared if columns is None else _select_fields(shared, columns))
     schema = pa.schema([("change", pa.string()), *first.key_schema, ("before", values), ("after", values)])
     names = [*keys, *(field.name for field in values), _DEFINED, _HASH]
 
     def differences() -> Iterator[pa.RecordBatch]:
-        # By one bucket map, a key is in the same bucket of both.
+        # With the same bucket map, a key is in the same bucket of both states.
         same = first.bucket_map == second.bucket_map
         for buckets in [[n] for n in range(first.buckets)] if same else [None]:
-            tables = [it.scan(names, buckets=buckets).read_all() for it in (first, second)]
-            yield from _differing(tables, keys, schema)
+            tables = [state.scan(names, buckets=buckets).read_all() for state in (first, second)]
+            yield from _find_differences(tables, keys, schema)
 
     only_first, only_second = (
-        tuple(name for name, _ in sorted(only) if columns is None) for only in (here - there, there - here)
+        tuple(name for name, _ in sorted(only) if columns is None)
+        for only in (first_types - second_types, second_types - first_types)
     )
-    return _Compared(schema, only_first, only_second, differences())
+    return _Comparison(schema, only_first, only_second, differences())
 
 
-def _named_fields(fields: Sequence[pa.Field], names: Sequence[str]) -> list[pa.Field]:
+def _select_fields(fields: Sequence[pa.Field], names: Sequence[str]) -> list[pa.Field]:
     by_name = {field.name: field for field in fields}
     unknown = [name for name in names if name not in by_name]
     if unknown:
-        raise UsageError(f"there is no column {unknown[0]!r} to compare in both states; there are {', '.join(by_name)}")
+        raise UsageError(f"column {unknown[0]!r} is not in both states; these are: {', '.join(by_name)}")
     return [by_name[name] for name in dict.fromkeys(names)]
 
 
-def _named_type(field: pa.Field) -> tuple[str, str]:
+def _name_and_type(field: pa.Field) -> tuple[str, str]:
     return field.name, str(field.type)
 
 
-def _described(schema: pa.Schema) -> str:
+def _describe(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name} ({field.type})" for field in schema)
 
 
-def _differing(tables: Sequence[pa.Table], keys: Sequence[str], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+def _find_differences(tables: Sequence[pa.Table], keys: Sequence[str], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     rows = pa.concat_tables(tables).combine_chunks()
     if not rows.num_rows:
         return
-    columns = {name: _whole(rows.column(name)) for name in rows.column_names}
+    columns = {name: _combine_chunks(rows.column(name)) for name in rows.column_names}
     order, starts = group_by_key(columns[_HASH].to_numpy(), [columns[name] for name in keys])
     sizes = np.diff(np.append(starts, len(order)))
     firsts = order[starts]
-    twice = sizes == 2
-    # Rows of a key are in their order: before, and after.
-    seconds = np.where(twice, order[np.minimum(starts + 1, len(order) - 1)], firsts)
+    in_both = sizes == 2
+    # The two rows of a key are in order: before, then after.
+    seconds = np.where(in_both, order[np.minimum(starts + 1, len(order) - 1)], firsts)
     is_before = firsts < tables[0].num_rows
     value_names = [field.name for field in schema.field("before").type]
-    differs = ~twice
-    differs |= ~_equal([columns[name] for name in (*value_names, _DEFINED)], firsts, seconds)
+    differs = ~in_both
+    differs |= ~_compare_rows([columns[name] for name in (*value_names, _DEFINED)], firsts, seconds)
     if not differs.any():
         return
-    change = np.where(twice, _CHANGED, np.where(is_before, _REMOVED, _ADDED))[differs]
+    change = np.where(in_both, _CHANGED, np.where(is_before, _REMOVED, _ADDED))[differs]
     at_first, at_second = pa.array(firsts[differs]), pa.array(seconds[differs])
     struct = schema.field("before").type
-    made = [
+    values = [
         pa.StructArray.from_arrays(
-            [columns[name].take(at) for name in value_names], fields=list(struct), mask=pa.array(change == missing)
+            [columns[name].take(positions) for name in value_names],
+            fields=list(struct),
+            mask=pa.array(change == missing),
         )
-        for at, missing in ((at_first, _ADDED), (at_second, _REMOVED))
+        for positions, missing in ((at_first, _ADDED), (at_second, _REMOVED))
     ]
     key_columns = [columns[name].take(at_first) for name in keys]
-    yield pa.RecordBatch.from_arrays([pa.array(change.astype(object), pa.string()), *key_columns, *made], schema=schema)
+    yield pa.RecordBatch.from_arrays(
+        [pa.array(change.astype(object), pa.string()), *key_columns, *values], schema=schema
+    )
 
 
-def _equal(columns: Sequence[pa.Array], left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Row by row, whether values are equal; maps, which Arrow does not compare, by their pairs in order."""
+def _compare_rows(columns: Sequence[pa.Array], left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Compare rows at two lists of positions; maps, which Arrow cannot compare, by their pairs in order."""
     at, to = pa.array(left), pa.array(right)
-    plain = [column for column in columns if not _has_map(column.type)]
-    equal = rows_equal([it.take(at) for it in plain], [it.take(to) for it in plain])
+    plain = [column for column in columns if not _contains_map(column.type)]
+    equal = rows_equal([column.take(at) for column in plain], [column.take(to) for column in plain])
     for column in columns:
-        if _has_map(column.type):
+        if _contains_map(column.type):
             values = column.to_pylist()
             equal &= np.fromiter(
                 (values[a] == values[b] for a, b in zip(left, right, strict=True)), np.bool_, len(left)
@@ -450,13 +461,13 @@ def _equal(columns: Sequence[pa.Array], left: np.ndarray, right: np.ndarray) -> 
     return equal
 
 
-def _has_map(kind: pa.DataType) -> bool:
+def _contains_map(kind: pa.DataType) -> bool:
     if pa.types.is_map(kind):
         return True
     if pa.types.is_list(kind):
-        return _has_map(kind.value_type)
-    return bool(pa.types.is_struct(kind)) and any(_has_map(field.type) for field in kind)
+        return _contains_map(kind.value_type)
+    return bool(pa.types.is_struct(kind)) and any(_contains_map(field.type) for field in kind)
 
 
-def _whole(column: pa.ChunkedArray) -> pa.Array:
+def _combine_chunks(column: pa.ChunkedArray) -> pa.Array:
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
