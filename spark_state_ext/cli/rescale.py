@@ -100,7 +100,8 @@ def _count_buckets(source: Folder, operator: str | None, parts_of: dict[int, int
     if others or first.kind != HASH:
         maps_text = " and ".join(sorted(str(bucket_map) for bucket_map in maps))
         raise UsageError(
-            f"the savepoint at {source.root} has {maps_text}: give --buckets, the number of equal buckets before the split"
+            f"the savepoint at {source.root} has {maps_text}: give --buckets, the number of equal buckets before the "
+            "split"
         )
     return first.buckets
 

@@ -97,8 +97,8 @@ def _describe_next_step(written_s: float | None, idle_s: float) -> str:
     if written_s is None:
         return "nothing was changed: give --apply to roll back"
     return (
-        f"nothing was changed. --apply would refuse now, because the checkpoint was written {written_s:.0f} s ago: stop "
-        f"the query, and wait until {idle_s:g} s have passed, or give --idle-s 0"
+        f"nothing was changed. --apply would refuse now, because the checkpoint was written {written_s:.0f} s ago: "
+        f"stop the query, and wait until {idle_s:g} s have passed, or give --idle-s 0"
     )
 
 
@@ -181,8 +181,8 @@ def _check_logs(files: Sequence[SparkFile], to_batch: int, where: str) -> None:
     for batch in range(max(0, to_batch - 1), to_batch + 1):
         if batch not in numbers[OFFSETS]:
             raise MissingCheckpointError(
-                f"{where}/offsets/{batch} is missing, but a query needs it to continue after batch {to_batch}: choose a "
-                "later batch"
+                f"{where}/offsets/{batch} is missing, but a query needs it to continue after batch {to_batch}: choose "
+                "a later batch"
             )
 
 

@@ -136,8 +136,8 @@ def status(
     report = _wait_until_in_sync(folder, timeout_s) if wait else _survey(folder)
     if not wait and not report.buckets and not report.hosts():
         raise UsageError(
-            f"there is no state below {folder.root}, and no standby service: give the root that ArrowState has, or give "
-            "--wait to wait until a job has written there"
+            f"there is no state below {folder.root}, and no standby service: give the root that ArrowState has, or "
+            "give --wait to wait until a job has written there"
         )
     if output is Output.TABLE:
         table = build_replica_table(report) if replicas else build_host_table(report)
@@ -258,7 +258,7 @@ def build_replica_rows(status: StandbyStatus) -> list[dict[str, Any]]:
             )
     for key, bucket_rows in by_bucket.items():
         bucket_values = {**key._asdict(), "active": status.buckets[key]}
-        rows += [{**bucket_values, **replica} for replica in bucket_rows or [dict.fromkeys(REPLICAS.names[4:])]]
+        rows += [{**bucket_values, **row} for row in bucket_rows or [dict.fromkeys(REPLICAS.names[4:])]]
     return rows
 
 

@@ -78,8 +78,8 @@ class Reading:
         )
         if not state.proven:
             say(
-                f"unproven: files do not prove that {state.unit} {state.batch} is committed. The output may contain rows of "
-                "a failed attempt, and miss rows that are not in a file yet"
+                f"unproven: files do not prove that {state.unit} {state.batch} is committed. The output may contain "
+                "rows of a failed attempt, and miss rows that are not in a file yet"
             )
         return state
 
@@ -303,8 +303,8 @@ def diff(
     )
     with ExitStack() as states:
         later = states.enter_context(reading.open(other or path))
-        before = _previous_batch(later) if other is None and at is None else at
-        earlier = states.enter_context(replace(reading, at=before).open(path))
+        earlier_batch = _previous_batch(later) if other is None and at is None else at
+        earlier = states.enter_context(replace(reading, at=earlier_batch).open(path))
         comparison = _compare_states(earlier, later, _split_names(columns))
         # Read one row more than is printed, to know whether there are more.
         differences = comparison.differences if limit is None else _limit_rows(comparison.differences, limit + 1)

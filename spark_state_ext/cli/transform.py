@@ -1,4 +1,4 @@
-"""Savepoint transform: a new one of another one's rows, with other columns or fewer keys."""
+"""The command savepoint transform: writes a savepoint's rows again with other columns or fewer keys."""
 
 from __future__ import annotations
 
@@ -42,39 +42,40 @@ def transform(
     path: SavepointPath,
     to: NewSavepointPath,
     operator: OperatorOption = None,
-    rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW", help="a key or state column")] = None,
-    drop: Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="a state column")] = None,
+    rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW", help="rename a key or state column")] = None,
+    drop: Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="drop a state column")] = None,
     retype: Annotated[
-        list[str] | None, typer.Option(metavar="COLUMN=TYPE", help="a state column, to a type of Spark such as bigint")
+        list[str] | None,
+        typer.Option(metavar="COLUMN=TYPE", help="give a state column another Spark type, such as bigint"),
     ] = None,
     keep: Annotated[
-        str | None, typer.Option(metavar="FILTER", help="keep the keys that it is true of, such as: count > 10")
+        str | None, typer.Option(metavar="FILTER", help="keep only keys that match the filter, such as: count > 10")
     ] = None,
     *,
     storage_options: StorageOptions,
-    to_options: Annotated[dict[str, Any], make_json_option("the new one")],
+    to_options: Annotated[dict[str, Any], make_json_option("the new savepoint")],
 ) -> None:
-    """Write a new canonical savepoint of a savepoint's rows, with other columns or fewer keys, without Spark.
+    """Write a new canonical savepoint with a savepoint's rows, but other columns or fewer keys, without Spark.
 
-    Columns are named as they are before the change. Batch, watermark, offsets and times to live stay; buckets, too.
+    Name columns as they are before the change. Batch, watermark, offsets, times to live and buckets stay the same.
     """
     source, target = open_folder(path, storage_options), open_folder(to, to_options)
     manifest = read_manifest(source)
-    wanted = Transformation(
+    transformation = Transformation(
         operator_named(manifest, operator, source.root),
-        _pairs(rename, "--rename"),
+        _parse_pairs(rename, "--rename"),
         tuple(drop or ()),
-        _pairs(retype, "--retype"),
+        _parse_pairs(retype, "--retype"),
         keep,
     )
     with show_progress("transforming", len(manifest.buckets)) as advance:
-        rows, saved = write_transformed(source, manifest, target, wanted, advance)
-    say(f"rows={rows} kept={saved} to={target.root}")
+        rows, kept_count = write_transformed(source, manifest, target, transformation, advance)
+    say(f"rows={rows} kept={kept_count} to={target.root}")
 
 
-def _pairs(given: list[str] | None, option: str) -> dict[str, str]:
+def _parse_pairs(texts: list[str] | None, option: str) -> dict[str, str]:
     pairs: dict[str, str] = {}
-    for text in given or ():
+    for text in texts or ():
         name, sign, value = text.partition("=")
         if not (sign and name and value):
             raise UsageError(f"{option} must be two names with = between them, not {text!r}")
@@ -84,8 +85,8 @@ def _pairs(given: list[str] | None, option: str) -> dict[str, str]:
     return pairs
 
 
-# Spark's names of types in SQL, where these are others than in its JSON.
-_SQL = {
+# Names of types in Spark's JSON by those in Spark's SQL, if they differ.
+_NAMES_IN_SQL = {
     "tinyint": "byte",
     "smallint": "short",
     "int": "integer",
@@ -96,82 +97,89 @@ _SQL = {
 _TYPES = {"byte", "short", "integer", "long", "float", "double", "string", "binary", "boolean", "date", "timestamp"}
 _TYPES |= {"timestamp_ntz"}
 _DECIMAL = re.compile(r"decimal\(\d+,\d+\)")
-_OTHERWISE = "Choose another type, or leave such keys out with --keep."
+_ADVICE = "Choose another type, or exclude such keys with --keep."
 
 
 @dataclass(frozen=True)
 class Transformation:
-    """What becomes of the state of an operator."""
+    """What to change in the state of an operator."""
 
-    # Which one. Others of the savepoint are compacted, and stay as they are otherwise.
+    # The operator. Other operators of the savepoint are compacted, and otherwise unchanged.
     operator: str
     # New names by the old ones.
     rename: Mapping[str, str]
     drop: tuple[str, ...]
-    # New types of state columns, as Spark's SQL calls them.
+    # New types of state columns, by their names in Spark's SQL.
     retype: Mapping[str, str]
-    # A filter over the columns as they were: other keys go. None: all stay.
+    # A filter over the old columns; keys that do not match it are dropped. None keeps all keys.
     keep: str | None
 
 
 # -- schemas --------------------------------------------------------------------------------------
 
 
-def change_operator(operator: OperatorFile, wanted: Transformation) -> OperatorFile:
-    """The operator file after a transformation."""
+def change_operator(operator: OperatorFile, transformation: Transformation) -> OperatorFile:
+    """Return the operator file after a transformation."""
     keys, state = (json.loads(text) for text in (operator.key_schema, operator.state_schema))
-    _refuse(operator, keys["fields"], state["fields"], wanted)
-    kept = [field for field in state["fields"] if field["name"] not in wanted.drop]
+    _check_columns(operator, keys["fields"], state["fields"], transformation)
+    kept = [field for field in state["fields"] if field["name"] not in transformation.drop]
     for field in kept:
-        if field["name"] in wanted.retype:
-            field["type"] = _type(wanted.retype[field["name"]])
+        if field["name"] in transformation.retype:
+            field["type"] = _parse_type(transformation.retype[field["name"]])
     for field in (*keys["fields"], *kept):
-        field["name"] = wanted.rename.get(field["name"], field["name"])
+        field["name"] = transformation.rename.get(field["name"], field["name"])
     for fields, what in ((keys["fields"], "key"), (kept, "state")):
         names = [field["name"] for field in fields]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise UsageError(f"there would be two {what} columns {twice!r}: rename to another name")
-    made = replace(
+        duplicate = next((name for name in names if names.count(name) > 1), None)
+        if duplicate is not None:
+            raise UsageError(f"there would be two {what} columns {duplicate!r}: choose another name")
+    changed = replace(
         operator, key_schema=json.dumps(keys), state_schema=json.dumps({**state, "fields": kept}), schema_id=0
     )
-    made.row_schema()
-    return made
+    changed.row_schema()
+    return changed
 
 
-def _refuse(operator: OperatorFile, keys: list[Any], state: list[Any], wanted: Transformation) -> None:
-    key_names, names = [it["name"] for it in keys], [it["name"] for it in state if it["name"] != EXPIRES_MS]
-    changes = [*wanted.rename, *wanted.drop, *wanted.retype]
+def _check_columns(operator: OperatorFile, keys: list[Any], state: list[Any], transformation: Transformation) -> None:
+    key_names, names = (
+        [field["name"] for field in keys],
+        [field["name"] for field in state if field["name"] != EXPIRES_MS],
+    )
+    changes = [*transformation.rename, *transformation.drop, *transformation.retype]
     if operator.function is not None and changes:
         raise UsageError(
             f"operator {operator.operator!r} is the built-in {json.loads(operator.function)['name']}, whose columns "
-            "are its own: only --keep goes with it"
+            "cannot be changed: only --keep is allowed"
         )
     unknown = next((name for name in changes if name not in (*key_names, *names)), None)
     if unknown is not None:
         raise UsageError(f"there is no column {unknown!r}; there are {', '.join((*key_names, *names))}")
-    for option, given in (("--drop", wanted.drop), ("--retype", tuple(wanted.retype))):
-        key = next((name for name in given if name in key_names and name not in names), None)
-        if key is not None:
-            raise UsageError(f"{option} cannot name the key column {key!r}: keys are found by their hash")
-    both = next((name for name in changes if name in key_names and name in names), None)
-    if both is not None:
-        raise UsageError(f"{both!r} is a key column and a state column, so it is not known which is meant")
-    if set(wanted.drop) >= set(names):
-        raise UsageError("a state needs a column: not all of them can be dropped")
-    if any(new == EXPIRES_MS for new in wanted.rename.values()):
-        raise UsageError(f"{EXPIRES_MS!r} is the package's own name for when a row expires: rename to another name")
-    gone = next((name for name in wanted.drop if name in (*wanted.rename, *wanted.retype)), None)
-    if gone is not None:
-        raise UsageError(f"column {gone!r} is dropped, and cannot be renamed or get another type")
+    for option, names_given in (("--drop", transformation.drop), ("--retype", tuple(transformation.retype))):
+        key_column = next((name for name in names_given if name in key_names and name not in names), None)
+        if key_column is not None:
+            raise UsageError(
+                f"{option} cannot name the key column {key_column!r}: it would change the hash by which keys are found"
+            )
+    ambiguous = next((name for name in changes if name in key_names and name in names), None)
+    if ambiguous is not None:
+        raise UsageError(f"{ambiguous!r} is ambiguous: it is a key column and a state column")
+    if set(transformation.drop) >= set(names):
+        raise UsageError("a state needs at least one column: not all of them can be dropped")
+    if any(new == EXPIRES_MS for new in transformation.rename.values()):
+        raise UsageError(f"{EXPIRES_MS!r} is reserved for the time when a row expires: choose another name")
+    dropped = next(
+        (name for name in transformation.drop if name in (*transformation.rename, *transformation.retype)), None
+    )
+    if dropped is not None:
+        raise UsageError(f"column {dropped!r} is dropped, so it cannot be renamed or get another type")
 
 
-def _type(text: str) -> str:
+def _parse_type(text: str) -> str:
     name = text.strip().lower().replace(" ", "")
-    name = _SQL.get(name, name)
+    name = _NAMES_IN_SQL.get(name, name)
     if name not in _TYPES and not _DECIMAL.fullmatch(name):
-        known = ", ".join(sorted({*_TYPES, *_SQL}))
-        raise UsageError(f"{text!r} is no type that a column can be given here: {known}, or decimal(p,s)")
+        type_names = ", ".join(sorted({*_TYPES, *_NAMES_IN_SQL}))
+        raise UsageError(f"{text!r} is not a type for --retype: choose {type_names}, or decimal(p,s)")
     return name
 
 
@@ -182,88 +190,94 @@ def write_transformed(
     source: Folder,
     manifest: SavepointManifest,
     target: Folder,
-    wanted: Transformation,
+    transformation: Transformation,
     advance: Callable[[int], None] = lambda buckets: None,
 ) -> tuple[int, int]:
-    """Write the new savepoint; how many rows the operator had, and has now."""
+    """Write the new savepoint; return how many rows the operator had, and how many it has now."""
     operators = dict(manifest.header.operators)
-    before = operators[wanted.operator]
-    operators[wanted.operator] = after = change_operator(before, wanted)
-    rows = _Rows(before.row_schema(), after.row_schema(), wanted)
+    before = operators[transformation.operator]
+    operators[transformation.operator] = after = change_operator(before, transformation)
+    rows = _Rows(before.row_schema(), after.row_schema(), transformation)
     writer = SavepointWriter(source, manifest, target)
     for bucket in manifest.buckets:
-        pointer, found = bucket.pointer, writer.read(bucket)
-        if bucket.operator == wanted.operator:
+        pointer, batches = bucket.pointer, writer.read(bucket)
+        if bucket.operator == transformation.operator:
             text = f"{writer.id} {pointer.operator} {pointer.bucket}"
             checkpoint_id = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-            pointer, found = point_at_new(replace(pointer, schema_id=0), checkpoint_id), rows.of(found)
-        writer.write(pointer, operators[bucket.operator].row_schema(), found)
+            pointer, batches = (
+                point_at_new(replace(pointer, schema_id=0), checkpoint_id),
+                rows.transform(batches),
+            )
+        writer.write(pointer, operators[bucket.operator].row_schema(), batches)
         advance(1)
     writer.finish(writer.changed_header(CANONICAL, operators))
-    return rows.read, rows.kept
+    return rows.read_count, rows.kept_count
 
 
-def cast_column(column: pa.Array, wanted: pa.DataType, name: str) -> pa.Array:
-    """A column in another type, with the same values: Arrow refuses some changes of a value, and makes others."""
-    if column.type == wanted:
+def cast_column(column: pa.Array, target_type: pa.DataType, name: str) -> pa.Array:
+    """Convert a column to another type, and refuse it if a value would change: Arrow itself refuses only some."""
+    if column.type == target_type:
         return column
     try:
-        made = column.cast(wanted)
-        changed = _is_too_large(column, made) if pa.types.is_string(column.type) else _differs(column, made)
-    except pa.ArrowException as error:
-        raise StateValueError(f"column {name!r} cannot become {wanted}: {error}. {_OTHERWISE}") from error
-    if changed.any():
-        at = int(changed.argmax())
-        raise StateValueError(
-            f"column {name!r} cannot become {wanted}: its value {column[at]} would become {made[at]}. {_OTHERWISE}"
+        converted = column.cast(target_type)
+        is_changed = (
+            _find_infinite(column, converted) if pa.types.is_string(column.type) else _find_changed(column, converted)
         )
-    return made
+    except pa.ArrowException as error:
+        raise StateValueError(f"column {name!r} cannot become {target_type}: {error}. {_ADVICE}") from error
+    if is_changed.any():
+        index = int(is_changed.argmax())
+        raise StateValueError(
+            f"column {name!r} cannot become {target_type}: its value {column[index]} would become {converted[index]}. "
+            f"{_ADVICE}"
+        )
+    return converted
 
 
-def _differs(column: pa.Array, made: pa.Array) -> BoolArray:
-    """Of which rows the new value does not lead back to the old one."""
-    return ~rows_equal([column], [made.cast(column.type)])
+def _find_changed(column: pa.Array, converted: pa.Array) -> BoolArray:
+    """Find the rows whose new value does not convert back to the old one."""
+    return ~rows_equal([column], [converted.cast(column.type)])
 
 
-def _is_too_large(text: pa.Array, made: pa.Array) -> BoolArray:
-    """Of which rows a number in digits became infinite. A value has several texts, so no way leads back."""
-    if not pa.types.is_floating(made.type):
+def _find_infinite(text: pa.Array, converted: pa.Array) -> BoolArray:
+    """Find the rows whose digits became infinite. A number has several texts, so it cannot be converted back."""
+    if not pa.types.is_floating(converted.type):
         return np.zeros(len(text), dtype=np.bool_)
-    found = pc.and_(pc.is_inf(made), pc.match_substring_regex(text, "[0-9]")).fill_null(False)
-    result: BoolArray = found.to_numpy(zero_copy_only=False)
+    became_infinite = pc.and_(pc.is_inf(converted), pc.match_substring_regex(text, "[0-9]")).fill_null(False)
+    result: BoolArray = became_infinite.to_numpy(zero_copy_only=False)
     return result
 
 
 class _Rows:
-    """Rows as they become, counted on their way."""
+    """Transforms rows and counts them."""
 
-    def __init__(self, before: RowSchema, after: RowSchema, wanted: Transformation) -> None:
+    def __init__(self, before: RowSchema, after: RowSchema, transformation: Transformation) -> None:
         self.before, self.after = before, after
-        self.read = self.kept = 0
+        self.read_count = self.kept_count = 0
         self._shown = ShownColumns(before)
         self._fields = pa.schema([field for field in self._shown.all if field.name != BUCKET])
-        self._keep = None if wanted.keep is None else parse_filter(wanted.keep, self._fields)
-        # Where each of the new state columns comes from.
-        back = {new: old for old, new in wanted.rename.items()}
-        self._sources = [f"state.{back.get(field.name, field.name)}" for field in after.state]
+        self._keep = None if transformation.keep is None else parse_filter(transformation.keep, self._fields)
+        # The old column of each new state column.
+        old_names = {new: old for old, new in transformation.rename.items()}
+        self._sources = [f"state.{old_names.get(field.name, field.name)}" for field in after.state]
 
-    def of(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """The rows of a bucket, in their order."""
+    def transform(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Transform the rows of a bucket, in order."""
         for batch in batches:
-            self.read += batch.num_rows
-            left = batch if self._keep is None else batch.filter(self._mask(batch, self._keep))
-            if left.num_rows:
-                self.kept += left.num_rows
-                yield self._changed(left)
+            self.read_count += batch.num_rows
+            remaining = batch if self._keep is None else batch.filter(self._select_kept(batch, self._keep))
+            if remaining.num_rows:
+                self.kept_count += remaining.num_rows
+                yield self._convert(remaining)
 
-    def _mask(self, batch: pa.RecordBatch, keep: pc.Expression) -> pa.Array:
+    def _select_kept(self, batch: pa.RecordBatch, keep: pc.Expression) -> pa.Array:
         shown = self._shown.of(batch, self._fields, -1)
         numbers = pa.array(np.arange(batch.num_rows))
-        # No column has an empty name.
+        # An empty name cannot collide with a column's name.
         table = pa.Table.from_batches([shown]).append_column("", numbers)
         return pc.is_in(numbers, table.filter(keep).column("").combine_chunks())
 
-    def _changed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def _convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         arrow = self.after.arrow
         keys = len(self.before.keys)
         columns = list(batch.columns[: 1 + keys])

@@ -1,4 +1,4 @@
-"""Values, keys and filters as somebody writes them on a command line."""
+"""Parse values, keys and filters from a command line."""
 
 from __future__ import annotations
 
@@ -20,64 +20,64 @@ from spark_state_ext.functions.reasons import conversion_reason
 
 __all__ = ["parse_filter", "parse_key", "parse_value"]
 
-_TRUTH = {"true": True, "false": False}
-# Python before 3.11 does not know it.
+_BOOLEANS = {"true": True, "false": False}
+# Python before 3.11 cannot parse a trailing Z.
 _ZULU = re.compile(r"Z$")
 
 
 def parse_key(words: Sequence[str], text: str | None, schema: pa.Schema) -> dict[str, Any]:
-    """A key as it was written: words in the order of the key columns, or a JSON object."""
+    """Parse a key: words in the order of the key columns, or a JSON object."""
     columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
     if (text is None) != bool(words):
-        raise UsageError(f"give the key as words or as --json, one of both; its columns are {columns}")
+        raise UsageError(f"give the key either as words or with --json; its columns are {columns}")
     if text is None:
         if len(words) != len(schema):
-            raise UsageError(f"a key has the columns {columns}, and {len(words)} words were given")
+            raise UsageError(f"a key has the columns {columns}, one word each, but {len(words)} words were given")
         for word, field in zip(words, schema, strict=True):
             _refuse_date(word, field)
         return {field.name: parse_value(word, field) for word, field in zip(words, schema, strict=True)}
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"the key is no JSON: {error}; its columns are {columns}") from error
-    if not isinstance(found, dict) or set(found) != set(schema.names):
+        raise UsageError(f"the key is not JSON: {error}; its columns are {columns}") from error
+    if not isinstance(value, dict) or set(value) != set(schema.names):
         raise UsageError(f"the key must be a JSON object with the columns {columns}: {text}")
     for field in schema:
-        _refuse_date(found[field.name], field)
-    return {field.name: _of_json(found[field.name], field) for field in schema}
+        _refuse_date(value[field.name], field)
+    return {field.name: _parse_json(value[field.name], field) for field in schema}
 
 
 def _refuse_date(value: Any, field: pa.Field) -> None:
-    """Refuse a date for a key that is a time, as all who are given keys do; a filter takes it for midnight."""
+    """Refuse a date for a timestamp column of a key; a filter reads such a date as midnight."""
     if pa.types.is_timestamp(field.type) and isinstance(value, str) and len(value) <= len("2024-02-01"):
-        raise _wrong(value, field, "give the time of day too")
+        raise _value_error(value, field, "give the time of day too")
 
 
 def parse_value(word: str, field: pa.Field) -> Any:
-    """A word as a value of a column: as `-o json` would print it, without the quotes of text."""
+    """Parse a word as a value of a column; it is written as `-o json` prints it, but text without quotes."""
     kind = field.type
     if pa.types.is_string(kind):
         return word
     if pa.types.is_nested(kind):
         try:
-            return _of_json(json.loads(word), field)
+            return _parse_json(json.loads(word), field)
         except ValueError as error:
-            raise _wrong(word, field, error) from error
+            raise _value_error(word, field, error) from error
     try:
         if pa.types.is_boolean(kind):
-            return _TRUTH[word.lower()]
+            return _BOOLEANS[word.lower()]
         if pa.types.is_integer(kind):
             return int(word)
         if pa.types.is_floating(kind):
             return float(word)
-        return _of_text(word, kind)
+        return _parse_text(word, kind)
     except (ArithmeticError, KeyError, ValueError) as error:
         why = "write true or false" if pa.types.is_boolean(kind) else conversion_reason(error)
-        raise _wrong(word, field, why) from error
+        raise _value_error(word, field, why) from error
 
 
-def _of_text(text: str, kind: pa.DataType) -> Any:
-    """What JSON has as text."""
+def _parse_text(text: str, kind: pa.DataType) -> Any:
+    """Parse a value that JSON writes as text."""
     if pa.types.is_decimal(kind):
         return Decimal(text)
     if pa.types.is_binary(kind):
@@ -85,47 +85,49 @@ def _of_text(text: str, kind: pa.DataType) -> Any:
     if pa.types.is_date(kind):
         return date.fromisoformat(text)
     if pa.types.is_timestamp(kind):
-        found = datetime.fromisoformat(_ZULU.sub("+00:00", text))
-        if (found.tzinfo is None) != (kind.tz is None):
+        moment = datetime.fromisoformat(_ZULU.sub("+00:00", text))
+        if (moment.tzinfo is None) != (kind.tz is None):
             raise ValueError(
-                "it lacks a time zone, such as Z" if kind.tz else "it has a time zone, and the column none"
+                "it needs a time zone, such as Z" if kind.tz else "it has a time zone, but the column has none"
             )
-        return found if kind.tz is None else found.astimezone(timezone.utc)
+        return moment if kind.tz is None else moment.astimezone(timezone.utc)
     return text
 
 
-def _of_json(value: Any, field: pa.Field) -> Any:
+def _parse_json(value: Any, field: pa.Field) -> Any:
     kind = field.type
     if value is None:
         return None
     if pa.types.is_struct(kind):
-        if not isinstance(value, Mapping) or set(value) != {it.name for it in kind}:
-            raise _wrong(value, field, f"it has no fields {', '.join(it.name for it in kind)}")
-        return {it.name: _of_json(value[it.name], it) for it in kind}
+        if not isinstance(value, Mapping) or set(value) != {child.name for child in kind}:
+            raise _value_error(value, field, f"its fields must be {', '.join(child.name for child in kind)}")
+        return {child.name: _parse_json(value[child.name], child) for child in kind}
     if pa.types.is_list(kind):
         if not isinstance(value, list):
-            raise _wrong(value, field, "it is no list")
-        return [_of_json(it, kind.value_field) for it in value]
+            raise _value_error(value, field, "it is not a list")
+        return [_parse_json(child, kind.value_field) for child in value]
     if pa.types.is_floating(kind) and value in ("NaN", "Infinity", "-Infinity"):
         return float(value)
-    as_json = (pa.types.is_integer(kind) and type(value) is int) or (pa.types.is_boolean(kind) and type(value) is bool)
-    as_json |= pa.types.is_floating(kind) and type(value) in (int, float)
-    if as_json:
+    is_native = (pa.types.is_integer(kind) and type(value) is int) or (
+        pa.types.is_boolean(kind) and type(value) is bool
+    )
+    is_native |= pa.types.is_floating(kind) and type(value) in (int, float)
+    if is_native:
         return float(value) if pa.types.is_floating(kind) else value
-    number = any(test(kind) for test in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_floating))
-    if number or not isinstance(value, str):
-        raise _wrong(value, field, "it is of another type")
+    is_number = any(test(kind) for test in (pa.types.is_integer, pa.types.is_boolean, pa.types.is_floating))
+    if is_number or not isinstance(value, str):
+        raise _value_error(value, field, "it has another type")
     try:
-        return value if pa.types.is_string(kind) else _of_text(value, kind)
+        return value if pa.types.is_string(kind) else _parse_text(value, kind)
     except (ValueError, InvalidOperation) as error:
-        raise _wrong(value, field, conversion_reason(error)) from error
+        raise _value_error(value, field, conversion_reason(error)) from error
 
 
-def _wrong(value: Any, field: pa.Field, why: object) -> UsageError:
-    return UsageError(f"{value!r} is no value of the column {field.name!r}, {field.type}: {why}")
+def _value_error(value: Any, field: pa.Field, why: object) -> UsageError:
+    return UsageError(f"{value!r} is not a value of the column {field.name!r} ({field.type}): {why}")
 
 
-_COMPARES: Mapping[type, Callable[[Any, Any], Any]] = {
+_COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -133,104 +135,104 @@ _COMPARES: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-_HOW = "write it as in: count > 10 and name in ('ann', 'bob') and not (note is None)"
+_EXAMPLE = "write it like this: count > 10 and name in ('ann', 'bob') and not (note is None)"
 
 
 def parse_filter(text: str, schema: pa.Schema) -> pc.Expression:
-    """A filter."""
+    """Parse a filter."""
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UsageError(f"the filter {text!r} cannot be read: {error}; {_HOW}") from error
+        raise UsageError(f"the filter {text!r} cannot be read: {error}; {_EXAMPLE}") from error
     try:
-        return _Reader(text, schema).condition(tree.body)
+        return _FilterParser(text, schema).build_condition(tree.body)
     except RecursionError as error:
         raise UsageError("the filter is nested too deeply") from error
 
 
-class _Reader:
+class _FilterParser:
     def __init__(self, text: str, schema: pa.Schema) -> None:
         self._text = text
         self._schema = schema
 
-    def condition(self, node: ast.expr) -> pc.Expression:
+    def build_condition(self, node: ast.expr) -> pc.Expression:
         if isinstance(node, ast.BoolOp):
-            parts = [self.condition(it) for it in node.values]
+            parts = [self.build_condition(operand) for operand in node.values]
             combine = operator.and_ if isinstance(node.op, ast.And) else operator.or_
-            found = parts[0]
+            combined = parts[0]
             for part in parts[1:]:
-                found = combine(found, part)
-            return found
+                combined = combine(combined, part)
+            return combined
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return ~self.condition(node.operand)
+            return ~self.build_condition(node.operand)
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return self._compared(node.left, node.ops[0], node.comparators[0])
-        field = self._column(node)
+            return self._build_comparison(node.left, node.ops[0], node.comparators[0])
+        field = self._find_column(node)
         if field is not None and pa.types.is_boolean(field.type):
             return pc.field(field.name)
-        raise self._wrong(node)
+        raise self._syntax_error(node)
 
-    def _compared(self, left: ast.expr, how: ast.cmpop, right: ast.expr) -> pc.Expression:
-        field = self._column(left)
+    def _build_comparison(self, left: ast.expr, comparison: ast.cmpop, right: ast.expr) -> pc.Expression:
+        field = self._find_column(left)
         if field is None:
-            other = self._column(right)
-            turned = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
-            if other is None or type(how) not in _COMPARES:
-                raise self._wrong(left)
-            return self._compared(right, turned.get(type(how), type(how))(), left)
+            other_field = self._find_column(right)
+            mirrored = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
+            if other_field is None or type(comparison) not in _COMPARISONS:
+                raise self._syntax_error(left)
+            return self._build_comparison(right, mirrored.get(type(comparison), type(comparison))(), left)
         column = pc.field(field.name)
-        if isinstance(how, (ast.Is, ast.IsNot)):
+        if isinstance(comparison, (ast.Is, ast.IsNot)):
             if not (isinstance(right, ast.Constant) and right.value is None):
-                raise self._wrong(right)
-            return column.is_null() if isinstance(how, ast.Is) else ~column.is_null()
-        if isinstance(how, (ast.In, ast.NotIn)):
+                raise self._syntax_error(right)
+            return column.is_null() if isinstance(comparison, ast.Is) else ~column.is_null()
+        if isinstance(comparison, (ast.In, ast.NotIn)):
             if not isinstance(right, (ast.Tuple, ast.List)):
-                raise self._wrong(right)
-            values = pa.array([self._value(it, field) for it in right.elts], field.type)
-            return column.isin(values) if isinstance(how, ast.In) else ~column.isin(values)
+                raise self._syntax_error(right)
+            values = pa.array([self._parse_operand(element, field) for element in right.elts], field.type)
+            return column.isin(values) if isinstance(comparison, ast.In) else ~column.isin(values)
         if pa.types.is_nested(field.type):
             raise UsageError(
-                f"column {field.name!r} is {field.type}, which has no order: compare others, or filter later"
+                f"column {field.name!r} is {field.type}, which cannot be compared: use other columns, or filter later"
             )
-        other = self._column(right)
-        if other is not None:
-            return _COMPARES[type(how)](column, pc.field(other.name))
-        return _COMPARES[type(how)](column, pa.scalar(self._value(right, field), field.type))
+        other_field = self._find_column(right)
+        if other_field is not None:
+            return _COMPARISONS[type(comparison)](column, pc.field(other_field.name))
+        return _COMPARISONS[type(comparison)](column, pa.scalar(self._parse_operand(right, field), field.type))
 
-    def _column(self, node: ast.expr) -> pa.Field | None:
-        """The column that a node names; None where it is no name."""
+    def _find_column(self, node: ast.expr) -> pa.Field | None:
+        """Return the column that a node names; None if it is not a name."""
         name = node.id if isinstance(node, ast.Name) else None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "col":
-            given = [it.value for it in node.args if isinstance(it, ast.Constant)]
-            if len(node.args) != 1 or node.keywords or len(given) != 1 or not isinstance(given[0], str):
-                raise self._wrong(node)
-            name = given[0]
+            constants = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+            if len(node.args) != 1 or node.keywords or len(constants) != 1 or not isinstance(constants[0], str):
+                raise self._syntax_error(node)
+            name = constants[0]
         if name is None:
             return None
         if name not in self._schema.names:
-            raise UsageError(f"the filter names a column {name!r}; there are {', '.join(self._schema.names)}")
+            raise UsageError(f"there is no column {name!r} for the filter; there are {', '.join(self._schema.names)}")
         return self._schema.field(name)
 
-    def _value(self, node: ast.expr, field: pa.Field) -> Any:
+    def _parse_operand(self, node: ast.expr, field: pa.Field) -> Any:
         try:
             value = ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError) as error:
-            raise self._wrong(node) from error
-        text = isinstance(value, str)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            raise self._syntax_error(node) from error
+        is_text = isinstance(value, str)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is None:
-            raise UsageError(f"nothing equals NULL: write {field.name} is None")
-        if text:
+            raise UsageError(f"no value equals NULL: write {field.name} is None")
+        if is_text:
             return parse_value(value, field)
         fits = (
             (isinstance(value, bool) and pa.types.is_boolean(field.type))
-            or (isinstance(value, int) and number and pa.types.is_integer(field.type))
-            or (number and pa.types.is_floating(field.type))
-            or (number and pa.types.is_decimal(field.type))
+            or (isinstance(value, int) and is_number and pa.types.is_integer(field.type))
+            or (is_number and pa.types.is_floating(field.type))
+            or (is_number and pa.types.is_decimal(field.type))
         )
         if not fits:
-            raise UsageError(f"{value!r} in the filter is no value of the column {field.name!r}, {field.type}")
+            raise UsageError(f"{value!r} in the filter is not a value of the column {field.name!r} ({field.type})")
         return parse_value(str(value), field) if pa.types.is_decimal(field.type) else value
 
-    def _wrong(self, node: ast.expr) -> UsageError:
-        return UsageError(f"the filter cannot have {ast.unparse(node)!r}: {_HOW}")
+    def _syntax_error(self, node: ast.expr) -> UsageError:
+        return UsageError(f"the filter cannot contain {ast.unparse(node)!r}: {_EXAMPLE}")

@@ -1,4 +1,4 @@
-"""Verify: reads every byte of state against its digests, and says which file is damaged."""
+"""The command verify: reads every byte of state, compares digests, and reports damaged files."""
 
 from __future__ import annotations
 
@@ -87,39 +87,39 @@ def verify(
     storage_options: StorageOptions,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Read every byte of each file against its digests, and say which is damaged, and whether a key is in two buckets.
+    """Read every byte of each file, compare digests, and print which files are damaged.
 
-    Of a savepoint, each file must be the one that the manifest names. Which files a running query needs only Spark
-    knows: files that are gone from a query folder are not missed. Where buckets are the partitions of the source, each
-    key of the newest state must be in one bucket (kind keys).
+    In a savepoint, each file must be the one that the manifest names. Only Spark knows which files a running query
+    needs, so files that were removed from a query folder are not reported. If buckets are the partitions of the source,
+    each key of the newest state must be in one bucket (kind keys).
     """
     target = find_target(open_folder(path, storage_options))
     checks = list_checks(target, scratch_folder(local_dir))
     if all(check.read is None for check in checks):
         raise UsageError(
-            f"{target.folder.root} has no state: none of the {len(checks)} files below it is one of this package. Give "
-            "a root as ArrowState has it, a query folder below it, or a savepoint"
+            f"{target.folder.root} has no state: none of the {len(checks)} files below it is from this package. Give "
+            "the root that ArrowState has, a query folder below it, or a savepoint"
         )
     checks += list_key_checks(target, local_dir, storage_options)
-    found = _carried_out(checks)
-    shown = [it for it in found if every or it.status not in (WHOLE, GONE)]
-    rows = [{**vars(it), "bytes": it.size_bytes, "problem": it.problem or None} for it in shown]
+    results = _run_checks(checks)
+    listed = [result for result in results if every or result.status not in (WHOLE, GONE)]
+    rows = [{**vars(result), "bytes": result.size_bytes, "problem": result.problem or None} for result in listed]
     write_records(rows, _ROWS, output, if_empty=False)
-    counts = {status: sum(it.status == status for it in found) for status in (DAMAGED, MISSING, UNKNOWN)}
+    counts = {status: sum(result.status == status for result in results) for status in (DAMAGED, MISSING, UNKNOWN)}
     say(
-        f"files={len(found)} bytes={sum(it.size_bytes for it in found)} "
+        f"files={len(results)} bytes={sum(result.size_bytes for result in results)} "
         + " ".join(f"{status}={count}" for status, count in counts.items())
     )
     raise typer.Exit(NO if counts[DAMAGED] or counts[MISSING] else DONE)
 
 
-def _carried_out(checks: list[Check]) -> list[CheckResult]:
-    with show_progress("reading", sum(it.size_bytes for it in checks)) as advance:
+def _run_checks(checks: list[Check]) -> list[CheckResult]:
+    with show_progress("reading", sum(check.size_bytes for check in checks)) as advance:
 
         def work(check: Check) -> CheckResult:
-            done = check.carried_out()
+            result = check.run()
             advance(check.size_bytes)
-            return done
+            return result
 
         return side_by_side("verify", _PARALLEL_MAX, work, checks) if checks else []
 
@@ -131,34 +131,33 @@ _CLAIM = "claim"
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What was found out about a file."""
+    """The result of checking a file."""
 
     path: str
     kind: str
     size_bytes: int
-    # `WHOLE`, `DAMAGED`, `MISSING`, `GONE` for what a running query has removed meanwhile, or `UNKNOWN` for what is
-    # none of ours.
+    # `WHOLE`, `DAMAGED`, `MISSING`, `GONE` if a running query removed it meanwhile, or `UNKNOWN` if it is not ours.
     status: str
-    # What is wrong; empty where nothing is.
+    # What is wrong; empty if the file is fine.
     problem: str = ""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A file to look at."""
+    """A file to check."""
 
     path: str
     kind: str
     size_bytes: int
-    # Reads it, and raises what is wrong; None: it is none of ours.
+    # Reads the file and raises an error if it is damaged; None if it is not ours.
     read: Callable[[], object] | None
-    # Looks again whether it is there: clean-up and leases remove files. None: something else says that it has to be.
+    # Lists again whether the file exists, because clean-up and leases remove files; None if the file must exist.
     is_listed: Callable[[], bool] | None = None
 
-    def carried_out(self) -> CheckResult:
-        """Read it."""
+    def run(self) -> CheckResult:
+        """Read the file and return the result."""
         if self.read is None:
-            return CheckResult(self.path, self.kind, self.size_bytes, UNKNOWN, "none of our files")
+            return CheckResult(self.path, self.kind, self.size_bytes, UNKNOWN, "not a file of this package")
         try:
             self.read()
         except MissingError as error:
@@ -171,37 +170,37 @@ class Check:
 
 
 def list_checks(target: Target, scratch: Path) -> list[Check]:
-    """All files of a root, query folder or savepoint."""
+    """Return a check for each file of a root, query folder or savepoint."""
     if target.savepoint:
-        return list(_of_savepoint(target.folder, scratch))
-    return [check for it in target.query_folders for check in _of_query_folder(it, scratch)]
+        return list(_check_savepoint(target.folder, scratch))
+    return [check for query_folder in target.query_folders for check in _check_query_folder(query_folder, scratch)]
 
 
 # -- query folders --------------------------------------------------------------------------------
 
 
-def _of_query_folder(query_folder: QueryFolder, scratch: Path) -> Iterator[Check]:
+def _check_query_folder(query_folder: QueryFolder, scratch: Path) -> Iterator[Check]:
     folder = query_folder.folder
     for entry in folder.entries():
         if not entry.folder:
-            yield _document(folder, entry)
+            yield _check_document(folder, entry)
         elif entry.name == PARENTS_FOLDER:
-            yield from _of_parents(folder.child(PARENTS_FOLDER), scratch)
+            yield from _check_parents(folder.child(PARENTS_FOLDER), scratch)
         elif entry.name not in (*DOCUMENT_FOLDERS, SPILL_FOLDER) and not entry.name.isdecimal():
             yield Check(folder.where(entry.name), "folder", 0, None)
     for name in DOCUMENT_FOLDERS:
         for entry in folder.child(name).entries():
             if not entry.folder and not is_temporary(entry.name):
-                yield _document(folder.child(name), entry, name)
+                yield _check_document(folder.child(name), entry, name)
     for bucket, files in list_bucket_folders(folder):
         for entry in files.entries():
             if not is_temporary(entry.name):
-                yield _checkpoint_file(files, entry, bucket, scratch)
+                yield _check_checkpoint_file(files, entry, bucket, scratch)
 
 
-def _of_parents(parents: Folder, scratch: Path) -> Iterator[Check]:
-    """What a query was rescaled from: records of buckets, the files that they name, and notes, which are empty."""
-    named: dict[str, Parent] = {}
+def _check_parents(parents: Folder, scratch: Path) -> Iterator[Check]:
+    """Check what a query was rescaled from: records of buckets, the files that they name, and empty notes."""
+    parents_by_bucket: dict[str, Parent] = {}
     for entry in parents.entries():
         where = parents.where(entry.name)
         if entry.folder and entry.name.isdecimal():
@@ -210,22 +209,28 @@ def _of_parents(parents: Folder, scratch: Path) -> Iterator[Check]:
             data = parents.get(entry.name)
             yield Check(where, "parent", entry.size_bytes, partial(Parent.decode, data, where))
             with suppress(CorruptError, ChangedJobError):
-                named[str(bucket)] = Parent.decode(data, where)
+                parents_by_bucket[str(bucket)] = Parent.decode(data, where)
         elif not is_temporary(entry.name):
             yield Check(where, "note", entry.size_bytes, (lambda: None) if notes_among([entry.name]) else None)
-    for bucket_name, parent in named.items():
+    for bucket_name, parent in parents_by_bucket.items():
         for file in parent.saved.files:
             files = parents.child(bucket_name)
             kind = (parse_file_name(file.name) or (None, "file"))[1]
-            yield Check(files.where(file.name), kind, file.size_bytes, partial(_read_named, files, file, scratch))
+            yield Check(
+                files.where(file.name), kind, file.size_bytes, partial(_verify_named_file, files, file, scratch)
+            )
     for bucket, files in list_bucket_folders(parents):
-        known = {file.name for file in named[str(bucket)].saved.files} if str(bucket) in named else set()
+        known_names = (
+            {file.name for file in parents_by_bucket[str(bucket)].saved.files}
+            if str(bucket) in parents_by_bucket
+            else set()
+        )
         for entry in files.entries():
-            if entry.name not in known and not is_temporary(entry.name):
-                yield _checkpoint_file(files, entry, bucket, scratch)
+            if entry.name not in known_names and not is_temporary(entry.name):
+                yield _check_checkpoint_file(files, entry, bucket, scratch)
 
 
-def _document(folder: Folder, entry: Entry, within: str = "") -> Check:
+def _check_document(folder: Folder, entry: Entry, within: str = "") -> Check:
     name, where = entry.name, folder.where(entry.name)
 
     def check(kind: str, decode: Callable[[bytes], object]) -> Check:
@@ -233,7 +238,7 @@ def _document(folder: Folder, entry: Entry, within: str = "") -> Check:
 
     kind = kind_of(f"{within}/{name}" if within else name)
     if kind is LEASE and not within:
-        # Beside a claim there is one that older releases refuse.
+        # Next to a claim there is a lease file that makes older releases refuse the folder.
         return check("lease", lambda data: data == refusal() or LeaseRecord.decode_format_1(data, where))
     if kind not in DECODERS:
         return Check(where, "file", entry.size_bytes, None)
@@ -243,17 +248,17 @@ def _document(folder: Folder, entry: Entry, within: str = "") -> Check:
     return check(label, lambda data: decode(data, where))
 
 
-def _opened(data: bytes, where: str) -> object:
+def _decode_document(data: bytes, where: str) -> object:
     with readable(where, "record"):
         return opened_document(data, where, _DOCUMENT_FORMAT_MAX)
     raise AssertionError("unreachable: readable raises what it catches")
 
 
-def _start(data: bytes, where: str) -> object:
-    return StartRecord.decode(data, where) if where.endswith(START_NAME) else _opened(data, where)
+def _decode_start(data: bytes, where: str) -> object:
+    return StartRecord.decode(data, where) if where.endswith(START_NAME) else _decode_document(data, where)
 
 
-# Of documents: what a check calls them, and how they are read.
+# Label and decoder of each kind of document.
 DECODERS: dict[FileKind | None, tuple[str, Callable[[bytes, str], object]]] = {
     OPERATOR: ("operator", OperatorFile.decode),
     ASSIGNMENT: ("assignment", PartitionAssignment.decode),
@@ -262,18 +267,18 @@ DECODERS: dict[FileKind | None, tuple[str, Callable[[bytes, str], object]]] = {
     ERASE_REQUEST: ("erase request", decode_request),
     ERASE_DONE: ("erase record", EraseDone.decode),
     EPOCH: ("epochs", decode_epochs),
-    CLAIM_NOTE: ("record", _opened),
-    START: ("start", _start),
+    CLAIM_NOTE: ("record", _decode_document),
+    START: ("start", _decode_start),
 }
 
 
-def _checkpoint_file(files: Folder, entry: Entry, bucket: int, scratch: Path) -> Check:
+def _check_checkpoint_file(files: Folder, entry: Entry, bucket: int, scratch: Path) -> Check:
     parsed = parse_file_name(entry.name)
     where = files.where(entry.name)
     if parsed is None or entry.folder:
         return Check(where, "file", entry.size_bytes, None)
     ref, kind = parsed
-    read, is_listed = partial(_read, files, ref, kind, bucket, scratch), partial(_is_listed, files, entry.name)
+    read, is_listed = partial(_verify_file, files, ref, kind, bucket, scratch), partial(_is_listed, files, entry.name)
     return Check(where, kind, entry.size_bytes, read, is_listed)
 
 
@@ -281,7 +286,7 @@ def _is_listed(folder: Folder, name: str) -> bool:
     return name in folder.names()
 
 
-def _read(files: Folder, ref: CheckpointRef, kind: str, bucket: int, scratch: Path) -> None:
+def _verify_file(files: Folder, ref: CheckpointRef, kind: str, bucket: int, scratch: Path) -> None:
     header = verify_checkpoint(files, ref, kind, scratch)
     if header.bucket != bucket:
         raise LineageError(f"{files.root} has the {kind} of checkpoint {ref} of bucket {header.bucket}")
@@ -290,71 +295,71 @@ def _read(files: Folder, ref: CheckpointRef, kind: str, bucket: int, scratch: Pa
 # -- savepoints -----------------------------------------------------------------------------------
 
 
-def _of_savepoint(savepoint: Folder, scratch: Path) -> Iterator[Check]:
+def _check_savepoint(savepoint: Folder, scratch: Path) -> Iterator[Check]:
     where, data = savepoint.where(MANIFEST_NAME), savepoint.get(MANIFEST_NAME)
     yield Check(where, "manifest", len(data), lambda: decode_manifest(data, where))
     for entry in savepoint.child(_CLAIM).entries():
         if entry.name == "claim.json":
-            yield _claim(savepoint.child(_CLAIM), entry)
+            yield _check_claim(savepoint.child(_CLAIM), entry)
     try:
         manifest = decode_manifest(data, where)
     except (CorruptError, ChangedJobError):
-        # It is what tells which files there are. What lies there is read all the same.
-        for operator in (it for it in savepoint.entries() if it.folder and it.name != _CLAIM):
-            yield from _of_query_folder(QueryFolder("", savepoint.child(operator.name)), scratch)
+        # The manifest should name the files. Without it, check all files that are there.
+        for operator in (entry for entry in savepoint.entries() if entry.folder and entry.name != _CLAIM):
+            yield from _check_query_folder(QueryFolder("", savepoint.child(operator.name)), scratch)
         return
-    yield from _named(savepoint, manifest, scratch)
+    yield from _check_named_files(savepoint, manifest, scratch)
 
 
-def _named(savepoint: Folder, manifest: SavepointManifest, scratch: Path) -> Iterator[Check]:
+def _check_named_files(savepoint: Folder, manifest: SavepointManifest, scratch: Path) -> Iterator[Check]:
     for bucket in manifest.buckets:
         files = savepoint.child(bucket.operator, str(bucket.bucket))
-        there = {entry.name: entry for entry in files.entries()}
+        entries = {entry.name: entry for entry in files.entries()}
         for file in bucket.files:
-            read = partial(_read_named, files, file, scratch)
+            read = partial(_verify_named_file, files, file, scratch)
             kind = (parse_file_name(file.name) or (None, "file"))[1]
             yield Check(files.where(file.name), kind, file.size_bytes, read)
-        for name in sorted(there.keys() - {file.name for file in bucket.files}):
+        for name in sorted(entries.keys() - {file.name for file in bucket.files}):
             if not is_temporary(name):
-                yield Check(files.where(name), "file", there[name].size_bytes, None)
+                yield Check(files.where(name), "file", entries[name].size_bytes, None)
 
 
-def _read_named(files: Folder, file: SavedFile, scratch: Path) -> None:
+def _verify_named_file(files: Folder, file: SavedFile, scratch: Path) -> None:
     parsed = parse_file_name(file.name)
     assert parsed is not None, "a manifest names checkpoint files only"
     verify_checkpoint(files, *parsed, scratch)
-    found = announced(files, *parsed)
-    if (found.size_bytes, digest_text(found.body)) != (file.size_bytes, file.digest):
+    contents = announced(files, *parsed)
+    if (contents.size_bytes, digest_text(contents.body)) != (file.size_bytes, file.digest):
         raise CorruptFileError(
-            f"{files.where(file.name)} is whole, and not the file that was saved ({file.size_bytes} bytes, "
-            f"{file.digest}): it has {found.size_bytes} bytes, {digest_text(found.body)}"
+            f"{files.where(file.name)} is undamaged, but not the file that was saved ({file.size_bytes} bytes, "
+            f"{file.digest}): it has {contents.size_bytes} bytes, {digest_text(contents.body)}"
         )
 
 
-def _claim(folder: Folder, entry: Entry) -> Check:
+def _check_claim(folder: Folder, entry: Entry) -> Check:
     where = folder.where(entry.name)
     return Check(where, "claim", entry.size_bytes, lambda: SavepointClaim.decode(folder.get(entry.name), where))
 
 
 def list_key_checks(target: Target, local_dir: str | None, storage_options: dict[str, Any]) -> list[Check]:
-    """A check of each state in buckets by partition; none of others, and of what the check of its files reports."""
-    found = []
-    for folder, operator in _operators(target):
+    """Return a check of the keys of each state in buckets by partition; skip states whose operator is unreadable."""
+    checks = []
+    for folder, operator in _list_operators_with_files(target):
         if operator.bucket_map.by_hash:
             continue
         path, name = (target.folder.root, operator.operator) if target.savepoint else (folder.root, None)
         read = partial(_refuse_keys_in_two_buckets, path, name, local_dir, storage_options)
-        found.append(Check(folder.root, "keys", 0, read))
-    return found
+        checks.append(Check(folder.root, "keys", 0, read))
+    return checks
 
 
-def _operators(target: Target) -> Iterator[tuple[Folder, OperatorFile]]:
-    """Folders of buckets with files, and the operator file in force."""
-    # The check of a file that cannot be read reports it.
+def _list_operators_with_files(target: Target) -> Iterator[tuple[Folder, OperatorFile]]:
+    """Yield each folder with bucket files, and its operator file in force."""
+    # A file that cannot be read is skipped here, because its own check reports it.
     if target.savepoint:
         with suppress(CorruptError, ChangedJobError):
-            named = read_manifest(target.folder).header.operators
-            yield from ((target.folder.child(name), file) for name, file in named.items())
+            operators = read_manifest(target.folder).header.operators
+            yield from ((target.folder.child(name), file) for name, file in operators.items())
         return
     for query_folder in target.query_folders:
         folder = query_folder.folder
@@ -367,32 +372,32 @@ def _operators(target: Target) -> Iterator[tuple[Folder, OperatorFile]]:
 def _refuse_keys_in_two_buckets(
     path: str, operator: str | None, local_dir: str | None, storage_options: dict[str, Any]
 ) -> None:
-    def opened(hold: bool) -> OpenState:
-        # The newest state that files have, so that a wrong batch is found soon.
+    def open_target(hold: bool) -> OpenState:
+        # Read the newest state in files, even if unproven, so that a wrong batch is found soon.
         return open_state(
             path, operator=operator, unproven=True, hold=hold, local_dir=local_dir, storage_options=storage_options
         )
 
     try:
-        state = opened(True)
+        state = open_target(True)
     except CannotHoldError:
-        state = opened(False)
+        state = open_target(False)
     with state:
-        count, example = _keys_in_two_buckets(state)
+        count, example = _count_keys_in_two_buckets(state)
     if count:
         raise PartitionsChangedError(
-            f"{count} keys lie in several buckets, and so have several states, such as {example}: the number of "
+            f"{count} keys are in several buckets, and so have several states, such as {example}: the number of "
             'partitions changed in a way that the state could not follow. See "A number that cannot be followed" in '
             "docs/operating/source-partitions.md"
         )
 
 
-def _keys_in_two_buckets(state: OpenState) -> tuple[int, str]:
-    """How many keys lie in several buckets of one stream, and one of them."""
+def _count_keys_in_two_buckets(state: OpenState) -> tuple[int, str]:
+    """Count the keys that are in several buckets of one stream, and return one of them as an example."""
     count, example = 0, ""
-    for buckets in _buckets_compared(state.bucket_map):
-        for rows in _rows_by_hash(state, buckets):
-            keys = [rows.column(at) for at in range(len(state.key_schema))]
+    for buckets in _group_comparable_buckets(state.bucket_map):
+        for rows in _merge_rows_by_hash(state, buckets):
+            keys = [rows.column(first) for first in range(len(state.key_schema))]
             order, starts = group_by_key(hashes_in(rows), keys)
             if not len(starts):
                 continue
@@ -400,57 +405,58 @@ def _keys_in_two_buckets(state: OpenState) -> tuple[int, str]:
             least, largest = np.minimum.reduceat(places, starts), np.maximum.reduceat(places, starts)
             several = np.flatnonzero(least != largest)
             if len(several) and not count:
-                at = int(starts[several[0]])
+                first = int(starts[several[0]])
                 key = {
-                    name: column[int(order[at])].as_py() for name, column in zip(rows.schema.names, keys, strict=False)
+                    name: column[int(order[first])].as_py()
+                    for name, column in zip(rows.schema.names, keys, strict=False)
                 }
                 example = f"{key} in buckets {least[several[0]]} and {largest[several[0]]}"
             count += len(several)
     return count, example
 
 
-def _buckets_compared(bucket_map: BucketMap) -> list[Sequence[int]]:
-    """Buckets of which a key may be in one only."""
+def _group_comparable_buckets(bucket_map: BucketMap) -> list[Sequence[int]]:
+    """Return groups of buckets: a key may be in only one bucket of each group."""
     if bucket_map.group_by == BY_PARTITION:
         return [range(bucket_map.buckets)]
     firsts = [(bucket_map.first_of(stream), count) for stream, count in bucket_map.streams]
     return [range(first, first + count) for first, count in firsts]
 
 
-def _rows_by_hash(state: OpenState, buckets: Sequence[int]) -> Iterator[pa.RecordBatch]:
-    """Rows of all buckets together, ascending by hash from batch to batch; all rows of a hash are in one batch.
+def _merge_rows_by_hash(state: OpenState, buckets: Sequence[int]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of all buckets, ascending by hash from batch to batch; all rows of a hash are in one batch.
 
-    Rows with a hash that only one of the buckets has are left out.
+    Rows whose hash is in only one bucket are left out.
     """
     fields = state.columns.fields([*state.key_schema.names, KEY_HASH, BUCKET])
 
-    def of(bucket: int) -> Iterator[pa.RecordBatch]:
+    def read_bucket(bucket: int) -> Iterator[pa.RecordBatch]:
         return (state.columns.of(rows, fields, bucket) for rows in state.rows(bucket))
 
-    sources = {bucket: of(bucket) for bucket in buckets}
-    held: dict[int, pa.RecordBatch] = {}
+    sources = {bucket: read_bucket(bucket) for bucket in buckets}
+    pending: dict[int, pa.RecordBatch] = {}
     while True:
-        for bucket in [it for it in sources if it not in held]:
-            following = next(sources[bucket], None)
-            if following is None:
+        for bucket in [bucket for bucket in sources if bucket not in pending]:
+            batch = next(sources[bucket], None)
+            if batch is None:
                 del sources[bucket]
             else:
-                held[bucket] = following
-        if not held:
+                pending[bucket] = batch
+        if not pending:
             return
-        # Up to here all buckets' rows are known: a batch has all rows of its hashes.
-        last = min(hashes_in(rows)[-1] for rows in held.values())
+        # All buckets' rows up to this hash have been read. (A batch has all rows of its hashes.)
+        last = min(hashes_in(rows)[-1] for rows in pending.values())
         parts = []
-        for bucket, rows in list(held.items()):
+        for bucket, rows in list(pending.items()):
             end = int(np.searchsorted(hashes_in(rows), last, side="right"))
             parts.append(rows.slice(0, end))
             if end == rows.num_rows:
-                del held[bucket]
+                del pending[bucket]
             else:
-                held[bucket] = rows.slice(end)
+                pending[bucket] = rows.slice(end)
         hashes = np.concatenate([hashes_in(rows) for rows in parts])
-        _, at, times = np.unique(hashes, return_inverse=True, return_counts=True)
-        shared: IndexArray = np.flatnonzero(times[at.ravel()] > 1)
+        _, positions, counts = np.unique(hashes, return_inverse=True, return_counts=True)
+        shared: IndexArray = np.flatnonzero(counts[positions.ravel()] > 1)
         if len(shared):
-            together = pa.Table.from_batches([rows for rows in parts if rows.num_rows])
-            yield together.take(pa.array(shared)).combine_chunks().to_batches()[0]
+            merged = pa.Table.from_batches([rows for rows in parts if rows.num_rows])
+            yield merged.take(pa.array(shared)).combine_chunks().to_batches()[0]
