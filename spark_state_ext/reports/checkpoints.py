@@ -1,4 +1,4 @@
-"""What checkpoint files a root has, and how many deltas lie upon each bucket's snapshot. Nothing is written."""
+"""List the checkpoint files below a root, and count the deltas on top of each bucket's snapshot. Writes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spark_state_ext.worker.threads import side_by_side
 
 __all__ = ["BucketFiles", "QueryFiles", "count_deltas_upon_snapshot", "list_query_files"]
 
-# Headers are read side by side, as a store may be far away.
+# Headers are read in parallel, because a store may be slow to answer.
 _THREADS = 16
 
 
@@ -27,19 +27,19 @@ class BucketFiles:
     Parameters
     ----------
     bucket
-        Its number.
+        The number of the bucket.
     deltas, snapshots
-        How many of each kind there are.
+        The number of files of each kind.
     delta_bytes, snapshot_bytes
-        Their sizes.
+        Their total sizes.
     newest_s
-        When the newest was written, seconds since 1970; None where the store does not tell.
+        When the newest file was written, seconds since 1970; None if the store does not report it.
     version
-        The newest checkpoint's.
+        The version of the newest checkpoint.
     chain
-        How many deltas lie upon the newest snapshot below the newest checkpoint; None where its header does not tell.
+        How many deltas a load of the newest checkpoint applies to a snapshot; None if its header is unreadable.
     problem
-        Why it does not; empty where it does.
+        Why the header is unreadable; empty if it is not.
     """
 
     bucket: int
@@ -60,11 +60,11 @@ class QueryFiles:
     Parameters
     ----------
     operator, query_folder
-        Whose.
+        The operator and the query folder.
     buckets
-        Those that have files, by number.
+        The buckets that have files, by number.
     other_files, other_bytes
-        What lies in the query folder beside them: operator files, the lease, rows in transit.
+        The other files in the query folder: operator files, the lease, rows in transit.
     """
 
     operator: str
@@ -75,59 +75,59 @@ class QueryFiles:
 
     @property
     def size_bytes(self) -> int:
-        """Of all checkpoint files."""
-        return sum(it.delta_bytes + it.snapshot_bytes for it in self.buckets)
+        """The size of all checkpoint files."""
+        return sum(bucket.delta_bytes + bucket.snapshot_bytes for bucket in self.buckets)
 
 
 @dataclass
-class _Found:
-    """Files of a query folder, as a listing tells of them."""
+class _Listing:
+    """The files of a query folder, from a listing."""
 
     buckets: defaultdict[int, list[tuple[CheckpointRef, str, Entry]]] = field(default_factory=lambda: defaultdict(list))
     others: list[Entry] = field(default_factory=list)
-    is_ours: bool = False
+    has_operator_file: bool = False
 
 
 def list_query_files(root: Folder) -> list[QueryFiles]:
-    """The state that lies below a root."""
-    found = _sorted_by_folder(root.tree())
+    """Return the files of each query folder below a root."""
+    listings = _group_by_folder(root.tree())
     work = [
         (operator, query_folder, bucket, files)
-        for (operator, query_folder), it in found.items()
-        for bucket, files in sorted(it.buckets.items())
+        for (operator, query_folder), listing in listings.items()
+        for bucket, files in sorted(listing.buckets.items())
     ]
 
-    def told(item: tuple[str, str, int, list[tuple[CheckpointRef, str, Entry]]]) -> BucketFiles:
+    def read_bucket(item: tuple[str, str, int, list[tuple[CheckpointRef, str, Entry]]]) -> BucketFiles:
         operator, query_folder, bucket, files = item
-        return _bucket(root.child(operator, query_folder, str(bucket)), bucket, files)
+        return _summarize_bucket(root.child(operator, query_folder, str(bucket)), bucket, files)
 
     buckets: defaultdict[tuple[str, str], list[BucketFiles]] = defaultdict(list)
-    for item, bucket in zip(work, side_by_side("report", _THREADS, told, work), strict=True):
+    for item, bucket in zip(work, side_by_side("report", _THREADS, read_bucket, work), strict=True):
         buckets[item[:2]].append(bucket)
     return [
-        QueryFiles(*key, tuple(buckets[key]), len(it.others), sum(entry.size_bytes for entry in it.others))
-        for key, it in sorted(found.items())
+        QueryFiles(*key, tuple(buckets[key]), len(listing.others), sum(entry.size_bytes for entry in listing.others))
+        for key, listing in sorted(listings.items())
     ]
 
 
-def _sorted_by_folder(tree: Iterable[Entry]) -> dict[tuple[str, str], _Found]:
-    """Entries by operator and query folder; only of folders that have an operator file."""
-    found: defaultdict[tuple[str, str], _Found] = defaultdict(_Found)
+def _group_by_folder(tree: Iterable[Entry]) -> dict[tuple[str, str], _Listing]:
+    """Group entries by operator and query folder; skip folders without an operator file."""
+    listings: defaultdict[tuple[str, str], _Listing] = defaultdict(_Listing)
     for entry in tree:
         parts = entry.name.split("/")
         if len(parts) < 3:
             continue
-        mine = found[parts[0], parts[1]]
-        mine.is_ours |= len(parts) == 3 and parse_operator_file_name(parts[2]) is not None
-        parsed = parse_file_name(parts[-1]) if len(parts) == 4 and parts[2].isdecimal() else None
-        if parsed is None:
-            mine.others.append(entry)
+        listing = listings[parts[0], parts[1]]
+        listing.has_operator_file |= len(parts) == 3 and parse_operator_file_name(parts[2]) is not None
+        ref_and_kind = parse_file_name(parts[-1]) if len(parts) == 4 and parts[2].isdecimal() else None
+        if ref_and_kind is None:
+            listing.others.append(entry)
         else:
-            mine.buckets[int(parts[2])].append((*parsed, entry))
-    return {key: it for key, it in found.items() if it.is_ours}
+            listing.buckets[int(parts[2])].append((*ref_and_kind, entry))
+    return {key: listing for key, listing in listings.items() if listing.has_operator_file}
 
 
-def _bucket(folder: Folder, bucket: int, files: list[tuple[CheckpointRef, str, Entry]]) -> BucketFiles:
+def _summarize_bucket(folder: Folder, bucket: int, files: list[tuple[CheckpointRef, str, Entry]]) -> BucketFiles:
     kinds: defaultdict[str, list[Entry]] = defaultdict(list)
     by_ref: defaultdict[CheckpointRef, set[str]] = defaultdict(set)
     for ref, kind, entry in files:
@@ -140,7 +140,7 @@ def _bucket(folder: Folder, bucket: int, files: list[tuple[CheckpointRef, str, E
         header = read_header(folder, newest, SNAPSHOT if SNAPSHOT in by_ref[newest] else DELTA)
         chain = count_deltas_upon_snapshot(header, by_ref)
     except (CorruptError, MissingCheckpointError) as error:
-        # Clean-up may have removed it since it was listed. What is damaged is told.
+        # Clean-up may have removed it since it was listed. Damage is reported.
         problem = str(error)
     return BucketFiles(
         bucket,
@@ -156,7 +156,7 @@ def _bucket(folder: Folder, bucket: int, files: list[tuple[CheckpointRef, str, E
 
 
 def count_deltas_upon_snapshot(header: LineageHeader, kinds: Mapping[CheckpointRef, set[str]]) -> int:
-    """How many deltas a load of a checkpoint lays upon a snapshot, or upon nothing where there is none."""
-    line = [*header.lineage, header.ref]
-    upon = [at for at, ref in enumerate(line) if SNAPSHOT in kinds.get(ref, ())]
-    return len(line) - 1 - upon[-1] if upon else len(line)
+    """Count the deltas that a load of a checkpoint applies on top of its newest snapshot, or all if it has none."""
+    refs = [*header.lineage, header.ref]
+    snapshot_indices = [index for index, ref in enumerate(refs) if SNAPSHOT in kinds.get(ref, ())]
+    return len(refs) - 1 - snapshot_indices[-1] if snapshot_indices else len(refs)

@@ -1,7 +1,7 @@
-"""``spark_state_ext.recommend``: a number of buckets for a job, from what buckets were measured to cost.
+"""``spark_state_ext.recommend``: recommend a number of buckets for a job, from the measured cost of buckets.
 
-The constants are medians of committed result files, rounded; `tests/core/test_choosing.py` compares them, so that a new
-measurement cannot leave them behind.
+The constants are rounded medians of committed result files. `tests/core/test_choosing.py` compares them, so that they
+cannot become outdated by a new measurement.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ __all__ = [
     "recommend",
 ]
 
-# From benchmarks/results/buckets.json, the small state: a batch with one bucket, Spark's own part included; and what
-# one more bucket adds on one core to a batch, to the first batch of a new worker, and to one without local stores.
+# From benchmarks/results/buckets.json, with the small state: the time of a batch with one bucket, Spark's own part
+# included; and what one more bucket on a core adds to a batch, to a new worker's first batch, and to a first batch
+# without local stores.
 BATCH_S = 0.31
 BUCKET_BATCH_S = 0.0089
 BUCKET_OPEN_S = 0.0105
 BUCKET_RESTORE_S = 0.0195
-# From benchmarks/results/restore.json: a core that restores from a root on a local disk. Another store gives what it
-# and the network give.
+# From benchmarks/results/restore.json: one core restores from a root on a local disk. Other stores are limited by
+# themselves and the network.
 RESTORE_BYTES_PER_S = 1.7e9
 # The largest buckets that were measured: keys in benchmarks/results/restore.json, bytes in big_bucket.json.
 BUCKET_KEYS_MAX = 10_000_000
 BUCKET_BYTES_MAX = 3 << 30
-# So many that cores are done at about the same time, though no two buckets are equal.
+# Enough that all cores finish at about the same time, although buckets differ in size.
 BUCKETS_PER_CORE = 4
-# What buckets may cost: a part of each batch's interval, and so many intervals once after a restart.
+# The most that buckets may cost: a share of each batch's interval, and so many intervals once after a restart.
 _BATCH_SHARE_MAX = 0.1
 _OPEN_INTERVALS_MAX = 1.0
 
@@ -57,11 +58,11 @@ class Recommendation:
     shuffle_partitions
         For ``spark.sql.shuffle.partitions``, before the query's first start.
     batch_cost_s
-        Seconds that a batch takes before a row is worked on: Spark's own part, and the calls of all buckets.
+        Seconds that a batch takes without any rows: Spark's own part, and the calls of all buckets.
     bucket_bytes
-        Bytes of state in a bucket, where keys are spread evenly.
+        Bytes of state in a bucket if keys are spread evenly.
     why
-        The reasons, a sentence each.
+        The reasons, one sentence each.
 
     Examples
     --------
@@ -77,18 +78,18 @@ class Recommendation:
 
 
 def recommend(keys: int, bytes_per_key: float, batch_interval_s: float, cores: int) -> Recommendation:
-    """Recommend a number of buckets, by what buckets were measured to cost.
+    """Recommend a number of buckets, from the measured cost of buckets.
 
     Parameters
     ----------
     keys
-        How many keys the state will have, at most.
+        The most keys that the state will ever have.
     bytes_per_key
-        Bytes of a key and its state, on average.
+        Average bytes of a key with its state.
     batch_interval_s
-        Seconds from one batch to the next, as the trigger has it, or as long as a result may take.
+        Seconds from one batch to the next: the trigger's interval, or how long a result may take.
     cores
-        The most cores that the job will ever have, all executors together.
+        The most cores that the job will ever have, over all executors.
 
     Returns
     -------
@@ -98,21 +99,21 @@ def recommend(keys: int, bytes_per_key: float, batch_interval_s: float, cores: i
     Raises
     ------
     UsageError
-        When a number is none, or not above 0.
+        When an argument is not a number above 0.
 
     Examples
     --------
     >>> recommend(1_000_000, 100, 10, 4).buckets
     16
     """
-    _refuse(keys, bytes_per_key, batch_interval_s, cores)
+    _check_arguments(keys, bytes_per_key, batch_interval_s, cores)
     state_bytes = keys * bytes_per_key
-    for_state = max(math.ceil(keys / BUCKET_KEYS_MAX), math.ceil(state_bytes / BUCKET_BYTES_MAX))
-    in_batch = math.floor(_BATCH_SHARE_MAX * batch_interval_s / BUCKET_BATCH_S) * cores
-    in_opening = math.floor(_OPEN_INTERVALS_MAX * batch_interval_s / BUCKET_OPEN_S) * cores
-    allowed = min(in_batch, in_opening)
-    chosen = max(cores, for_state, min(BUCKETS_PER_CORE * cores, allowed))
-    # As many buckets on each partition as on any other.
+    state_min = max(math.ceil(keys / BUCKET_KEYS_MAX), math.ceil(state_bytes / BUCKET_BYTES_MAX))
+    batch_max = math.floor(_BATCH_SHARE_MAX * batch_interval_s / BUCKET_BATCH_S) * cores
+    opening_max = math.floor(_OPEN_INTERVALS_MAX * batch_interval_s / BUCKET_OPEN_S) * cores
+    allowed = min(batch_max, opening_max)
+    chosen = max(cores, state_min, min(BUCKETS_PER_CORE * cores, allowed))
+    # Every partition gets the same number of buckets.
     buckets = -(-chosen // cores) * cores
     if buckets > BUCKETS_MAX:
         raise UsageError(
@@ -120,10 +121,10 @@ def recommend(keys: int, bytes_per_key: float, batch_interval_s: float, cores: i
             f"{buckets:,} buckets, but an operator has at most {BUCKETS_MAX:,}"
         )
     why = (
-        _of_number(chosen, for_state, cores, allowed),
-        _of_batch(buckets, batch_interval_s, cores),
-        _of_start(buckets, state_bytes, cores),
-        _of_state(keys, state_bytes, buckets),
+        _explain_number(chosen, state_min, cores, allowed),
+        _explain_batch(buckets, batch_interval_s, cores),
+        _explain_start(buckets, state_bytes, cores),
+        _explain_state(keys, state_bytes, buckets),
         f"spark.sql.shuffle.partitions is {cores}, a task for each core, with {buckets // cores} of the buckets.",
     )
     cost_s = round(BATCH_S + estimate_calls_s(buckets, cores), 3)
@@ -131,11 +132,11 @@ def recommend(keys: int, bytes_per_key: float, batch_interval_s: float, cores: i
 
 
 def estimate_calls_s(buckets: int, cores: int) -> float:
-    """Seconds that a batch takes for the calls of buckets, whatever rows they have."""
+    """Estimate the seconds that a batch needs to call all buckets, without the time for their rows."""
     return BUCKET_BATCH_S * math.ceil(buckets / cores)
 
 
-def _refuse(keys: int, bytes_per_key: float, batch_interval_s: float, cores: int) -> None:
+def _check_arguments(keys: int, bytes_per_key: float, batch_interval_s: float, cores: int) -> None:
     for name, count in (("keys", keys), ("cores", cores)):
         if type(count) is not int or count < 1:
             raise UsageError(f"{name} must be a whole number from 1, not {count!r}")
@@ -144,53 +145,52 @@ def _refuse(keys: int, bytes_per_key: float, batch_interval_s: float, cores: int
             raise UsageError(f"{name} must be a number above 0, not {value!r}")
 
 
-def _of_number(chosen: int, for_state: int, cores: int, allowed: int) -> str:
-    """Which of the reasons decided."""
-    if chosen == for_state > min(BUCKETS_PER_CORE * cores, max(cores, allowed)):
-        text = f"The state needs {for_state:,} buckets, or they would be larger than any that was measured."
-        if for_state > allowed:
-            text += (
-                f" The interval has room for {allowed:,}: batches further apart or more cores make their cost small."
-            )
+def _explain_number(chosen: int, state_min: int, cores: int, allowed: int) -> str:
+    """Return the reason that determined the number of buckets."""
+    if chosen == state_min > min(BUCKETS_PER_CORE * cores, max(cores, allowed)):
+        text = f"The state needs {state_min:,} buckets; with fewer, they would be larger than any that was measured."
+        if state_min > allowed:
+            text += f" The interval has time for {allowed:,}: a longer interval or more cores make their cost small."
         return text
     if chosen == BUCKETS_PER_CORE * cores:
         return (
-            f"{BUCKETS_PER_CORE} buckets for each of {cores:,} cores: cores are done at about the same time, though no "
-            "two buckets are equal."
+            f"{BUCKETS_PER_CORE} buckets for each of {cores:,} cores: all cores finish at about the same time, "
+            "although buckets differ in size."
         )
     limits = f"{_BATCH_SHARE_MAX:.0%} of the interval, or their stores more than one interval to open"
     if allowed < cores:
         return (
-            f"One bucket for each of {cores:,} cores, or some would be idle. Even so the calls take more than "
-            f"{limits}: batches further apart help."
+            f"One bucket for each of {cores:,} cores, because with fewer some would be idle. Even so the calls take "
+            f"more than {limits}: a longer interval helps."
         )
     fewer = f"Fewer than {BUCKETS_PER_CORE} buckets for each of {cores:,} cores"
     return f"{fewer}: the calls of more would take more than {limits}."
 
 
-def _of_batch(buckets: int, batch_interval_s: float, cores: int) -> str:
-    took_s = estimate_calls_s(buckets, cores)
+def _explain_batch(buckets: int, batch_interval_s: float, cores: int) -> str:
+    seconds = estimate_calls_s(buckets, cores)
     text = (
-        f"A bucket takes {1000 * BUCKET_BATCH_S:.3g} ms of a core in each batch, whatever its rows: {took_s:.3g} s a "
-        f"batch, beside {BATCH_S:.3g} s of Spark's own."
+        f"A bucket takes {1000 * BUCKET_BATCH_S:.3g} ms of a core in each batch, even without rows: {seconds:.3g} s a "
+        f"batch, in addition to Spark's own {BATCH_S:.3g} s."
     )
-    if BATCH_S + took_s > batch_interval_s:
-        text += f" That is more than the interval of {batch_interval_s:.3g} s: batches will begin later than asked for."
+    if BATCH_S + seconds > batch_interval_s:
+        text += f" That is more than the interval of {batch_interval_s:.3g} s: batches will start later than planned."
     return text
 
 
-def _of_state(keys: int, state_bytes: float, buckets: int) -> str:
+def _explain_state(keys: int, state_bytes: float, buckets: int) -> str:
     size, largest = format_with_unit(state_bytes / buckets, "bytes"), format_with_unit(BUCKET_BYTES_MAX, "bytes")
     return (
-        f"A bucket has {size} of state in {math.ceil(keys / buckets):,} keys. Up to {largest}, and up to "
-        f"{BUCKET_KEYS_MAX:,} keys, were measured."
+        f"A bucket has {size} of state in {math.ceil(keys / buckets):,} keys. Buckets with up to {largest} and up to "
+        f"{BUCKET_KEYS_MAX:,} keys were measured."
     )
 
 
-def _of_start(buckets: int, state_bytes: float, cores: int) -> str:
-    each = math.ceil(buckets / cores)
-    lost_s = BUCKET_RESTORE_S * each + state_bytes / (RESTORE_BYTES_PER_S * cores)
+def _explain_start(buckets: int, state_bytes: float, cores: int) -> str:
+    buckets_per_core = math.ceil(buckets / cores)
+    restore_s = BUCKET_RESTORE_S * buckets_per_core + state_bytes / (RESTORE_BYTES_PER_S * cores)
     return (
-        f"The first batch after a restart takes {BUCKET_OPEN_S * each:.3g} s more, to open the local stores; where "
-        f"these are lost, {lost_s:.3g} s from a root on a local disk, and longer over a network."
+        f"The first batch after a restart takes {BUCKET_OPEN_S * buckets_per_core:.3g} s more to open the local "
+        f"stores; if these are lost, {restore_s:.3g} s to restore them from a root on a local disk, and longer over a "
+        "network."
     )

@@ -1,4 +1,4 @@
-"""``spark_state_ext.report``: one page about a job, from its metrics and its checkpoint files. It only reads them."""
+"""``spark_state_ext.report``: write one page about a job, from its metrics and its checkpoint files."""
 
 from __future__ import annotations
 
@@ -31,86 +31,88 @@ def report(
     storage_options: Mapping[str, Any] | None = None,
     title: str = "",
 ) -> Path:
-    """Write a report of a job: one HTML file that needs nothing else.
+    """Write a report about a job: one self-contained HTML file.
 
     Parameters
     ----------
     path
         The root that `ArrowState` has, or a folder of metrics.
     out
-        The file. One that is there is replaced.
+        The file to write. An existing file is replaced.
     metrics
-        A folder of metrics, where `path` is a root. Folders below it are read too.
+        A folder of metrics, if `path` is a root. Folders below it are read too.
     storage_options
-        For fsspec, where the root is a URL.
+        Options for fsspec, if the root is a URL.
     title
-        Of the page; by default it names the path.
+        The title of the page; by default it names the path.
 
     Returns
     -------
     Path
-        The file.
+        The written file.
 
     Raises
     ------
     UsageError
-        When there is nothing to report of.
+        When there are neither metrics nor state.
     EnvironmentSetupError
         When matplotlib is not installed: ``pip install "spark_state_ext[report]"``.
     StorageError
-        When the root cannot be read, or the file not be written.
+        When the root cannot be read or the file cannot be written.
 
     Examples
     --------
     >>> report("/tmp/arrow-state", "report.html", metrics="/tmp/arrow-state-local")  # doctest: +SKIP
     PosixPath('report.html')
     """
-    given = os.fspath(path)
+    source = os.fspath(path)
     target = Path(out)
-    noted = _metrics_folders(given, metrics)
-    calls = read(noted) if noted is not None else SCHEMA.empty_table()
+    metrics_folder = _find_metrics(source, metrics)
+    calls = read(metrics_folder) if metrics_folder is not None else SCHEMA.empty_table()
     files = []
-    # A folder of metrics is no root, and may lie anywhere.
-    if noted is None or metrics is not None:
-        refuse_relative(given, "path")
-        files = list_query_files(Folder(given, dict(storage_options or {})))
+    # Without `metrics`, a path with metrics files is a folder of metrics and not a root.
+    if metrics_folder is None or metrics is not None:
+        refuse_relative(source, "path")
+        files = list_query_files(Folder(source, dict(storage_options or {})))
     operators = summarize_batches(calls)
     if not operators and not files:
         raise UsageError(
-            f"there is nothing to report of in {given}: no {FILES} files of metrics, and no state of an operator. Give "
-            "the root as ArrowState has it, or the folder …/metrics below its local_dir."
+            f"there is nothing to report in {source}: it has neither {FILES} files of metrics nor state of an "
+            "operator. Give the root that ArrowState has, or the folder …/metrics below its local_dir."
         )
     loads = map(build_load_section, measure_loads(calls))
-    # Of one operator after the other: its batches, and then its buckets.
-    noted_of = [section for pair in zip(map(build_batches_section, operators), loads, strict=True) for section in pair]
-    sections = [build_summary(operators, files), *noted_of, *map(build_files_section, files)]
-    sources = [] if noted is None else [f"metrics in {noted}"]
-    sources += [] if noted is not None and metrics is None else [f"checkpoint files in {given}"]
-    page = render_page(title or f"State of {given}", time.time(), sources, sections)
-    _write(target, page)
+    # For each operator: its batches, then its buckets.
+    operator_sections = [
+        section for pair in zip(map(build_batches_section, operators), loads, strict=True) for section in pair
+    ]
+    sections = [build_summary(operators, files), *operator_sections, *map(build_files_section, files)]
+    sources = [] if metrics_folder is None else [f"metrics in {metrics_folder}"]
+    sources += [] if metrics_folder is not None and metrics is None else [f"checkpoint files in {source}"]
+    page = render_page(title or f"State of {source}", time.time(), sources, sections)
+    _write_page(target, page)
     return target
 
 
-def _metrics_folders(given: str, metrics: str | os.PathLike[str] | None) -> Path | None:
-    """Where metrics are; None where there are none."""
+def _find_metrics(source: str, metrics: str | os.PathLike[str] | None) -> Path | None:
+    """Return the folder with metrics files; None if there is none."""
     if metrics is not None:
         folder = Path(metrics)
         if not folder.is_dir() or next(folder.rglob(FILES), None) is None:
-            raise UsageError(f"there are no metrics in {folder}: no {FILES} files there, nor in folders below it")
+            raise UsageError(f"there are no metrics in {folder}: no {FILES} files there or in folders below it")
         return folder
-    if "://" in given or not Path(given).is_dir():
+    if "://" in source or not Path(source).is_dir():
         return None
-    return Path(given) if next(Path(given).rglob(FILES), None) is not None else None
+    return Path(source) if next(Path(source).rglob(FILES), None) is not None else None
 
 
-def _write(target: Path, page: str) -> None:
-    """Whole or not at all."""
-    made = target.with_name(f".tmp-{uuid.uuid4().hex}-{target.name}")
+def _write_page(target: Path, page: str) -> None:
+    """Write the page atomically: completely or not at all."""
+    temporary = target.with_name(f".tmp-{uuid.uuid4().hex}-{target.name}")
     try:
         try:
-            made.write_text(page, encoding="utf-8")
-            made.replace(target)
+            temporary.write_text(page, encoding="utf-8")
+            temporary.replace(target)
         finally:
-            remove_file(made, missing_ok=True)
+            remove_file(temporary, missing_ok=True)
     except OSError as error:
         raise StorageError(f"the report cannot be written to {target}: {error}") from error

@@ -1,4 +1,4 @@
-"""The page of a report: HTML in one file, with no script and nothing that it would fetch. Every text is escaped."""
+"""Render the page of a report: one HTML file without scripts and external resources. All text is escaped."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ details { margin: 0.25rem 0; font-size: 0.9rem; }
 .note { border-left: 0.3rem solid; padding: 0.25rem 0.75rem; }
 @media print { details { display: none; } figure { break-inside: avoid; } }
 """.strip()
-# Rows of the table below a chart.
+# The most rows of the table below a chart.
 _ROWS_MAX = 200
 
 
 @dataclass(frozen=True)
 class PageTable:
-    """A table of a page; what stands in it is text.
+    """A table of a page; its cells are text.
 
     Parameters
     ----------
     caption
-        What it is.
+        The text above it.
     head, rows
-        Its cells.
+        The cells of the heading and of each row.
     """
 
     caption: str
@@ -65,11 +65,11 @@ class Section:
     Parameters
     ----------
     title, text
-        What stands above it.
+        The heading, and the text below it.
     tables, charts
-        What it has.
+        The tables and charts of the section.
     notes
-        What a reader must not miss.
+        Highlighted remarks.
     """
 
     title: str
@@ -80,21 +80,21 @@ class Section:
 
 
 def escape(text: str) -> str:
-    """Return text as HTML shows it to the letter, with what is not printable as Python's escapes."""
+    """Escape text for HTML, and unprintable characters as in Python's string literals."""
     return escape_html(printable(text))
 
 
-def format_time(at_s: float | None) -> str:
-    """A time for people, by UTC."""
-    if at_s is None:
+def format_time(time_s: float | None) -> str:
+    """Format a time in UTC for people."""
+    if time_s is None:
         return "unknown"
-    return datetime.fromtimestamp(at_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    return datetime.fromtimestamp(time_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def render_page(title: str, made_s: float, sources: Sequence[str], sections: Sequence[Section]) -> str:
-    """The whole page."""
-    parts = [_section(section, f"s{at}") for at, section in enumerate(sections)]
-    came_from = "".join(f"<li>{escape(source)}</li>" for source in sources)
+    """Render the whole page."""
+    parts = [_render_section(section, f"s{index}") for index, section in enumerate(sections)]
+    source_items = "".join(f"<li>{escape(source)}</li>" for source in sources)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -110,7 +110,7 @@ def render_page(title: str, made_s: float, sources: Sequence[str], sections: Seq
 <header>
 <h1>{escape(title)}</h1>
 <p>Made {escape(format_time(made_s))} (all times are UTC) by spark_state_ext {escape(__version__)} from:</p>
-<ul>{came_from}</ul>
+<ul>{source_items}</ul>
 </header>
 <main>
 {"".join(parts)}</main>
@@ -119,49 +119,51 @@ def render_page(title: str, made_s: float, sources: Sequence[str], sections: Seq
 """
 
 
-def _section(section: Section, name: str) -> str:
+def _render_section(section: Section, name: str) -> str:
     text = f"<p>{escape(section.text)}</p>\n" if section.text else ""
     notes = "".join(f'<p class="note">{escape(note)}</p>\n' for note in section.notes)
-    tables = "".join(_table(table) for table in section.tables)
-    charts = "".join(_figure(chart, f"{name}c{at}") for at, chart in enumerate(section.charts))
-    drawn = f'<div class="charts">\n{charts}</div>\n' if charts else ""
-    return f"<section>\n<h2>{escape(section.title)}</h2>\n{text}{notes}{tables}{drawn}</section>\n"
+    tables = "".join(_render_table(table) for table in section.tables)
+    charts = "".join(_render_figure(chart, f"{name}c{index}") for index, chart in enumerate(section.charts))
+    chart_grid = f'<div class="charts">\n{charts}</div>\n' if charts else ""
+    return f"<section>\n<h2>{escape(section.title)}</h2>\n{text}{notes}{tables}{chart_grid}</section>\n"
 
 
-def _figure(chart: Chart, name: str) -> str:
+def _render_figure(chart: Chart, name: str) -> str:
     return (
-        f"<figure>\n<figcaption><b>{escape(chart.title)}</b><br>{escape(chart.says)}</figcaption>\n"
-        f"{draw_svg(chart, name)}\n{_values(chart)}</figure>\n"
+        f"<figure>\n<figcaption><b>{escape(chart.title)}</b><br>{escape(chart.caption)}</figcaption>\n"
+        f"{draw_svg(chart, name)}\n{_render_values(chart)}</figure>\n"
     )
 
 
-def _values(chart: Chart) -> str:
-    """The chart as a table, which a screen reader can walk through."""
-    each = -(-len(chart.positions) // _ROWS_MAX) if len(chart.positions) else 1
+def _render_values(chart: Chart) -> str:
+    """Render the values of a chart as a table, which a screen reader can read."""
+    step = -(-len(chart.positions) // _ROWS_MAX) if len(chart.positions) else 1
     rows = [
         (
             f"{position:,}",
             *(
-                "–" if it.values[at] != it.values[at] else format_with_unit(it.values[at], chart.unit)
-                for it in chart.series
+                "–"
+                if series.values[index] != series.values[index]
+                else format_with_unit(series.values[index], chart.unit)
+                for series in chart.series
             ),
         )
-        for at, position in list(enumerate(chart.positions))[::each]
+        for index, position in list(enumerate(chart.positions))[::step]
     ]
-    few = f", one in {each}" if each > 1 else ""
-    table = PageTable(f"{chart.title}{few}", (chart.across, *(it.name for it in chart.series)), rows)
-    return f"<details><summary>Values</summary>\n{_table(table)}</details>\n"
+    sampled = f", one in {step}" if step > 1 else ""
+    table = PageTable(f"{chart.title}{sampled}", (chart.across, *(series.name for series in chart.series)), rows)
+    return f"<details><summary>Values</summary>\n{_render_table(table)}</details>\n"
 
 
-def _table(table: PageTable) -> str:
+def _render_table(table: PageTable) -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.head)
-    rows = "".join(_row(row) for row in table.rows)
+    rows = "".join(_render_row(row) for row in table.rows)
     return (
         f'<div class="scroll"><table>\n<caption>{escape(table.caption)}</caption>\n'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}</tbody>\n</table></div>\n"
     )
 
 
-def _row(cells: Iterable[str]) -> str:
+def _render_row(cells: Iterable[str]) -> str:
     first, *others = cells
     return f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in others)}</tr>\n'
