@@ -97,7 +97,7 @@ def abandoned(
     removable = [info for info, verdict in verdicts if verdict == ABANDONED]
     say(f"folders={len(verdicts)} abandoned={len(removable)} bytes={sum(info.size_bytes for info in removable)}")
     if not do_remove:
-        say("nothing was removed: --remove removes abandoned folders")
+        say("no folder was removed: --remove removes abandoned folders")
         return
     for info in removable:
         remove_folder(folder, info)

@@ -327,7 +327,7 @@ def _suggest_pointer(
 
 @dataclass(frozen=True)
 class BucketCleanUp:
-    """What the next clean-up would do with each file of a bucket's folder, and why."""
+    """The files of a bucket's folder, and what the next clean-up would do with each, and why."""
 
     bucket: int
     entries: list[Entry]
@@ -376,7 +376,7 @@ _YOU = "you"
 
 @dataclass(frozen=True)
 class _Ownership:
-    """Who owns a file, and what clean-up does with it."""
+    """The owner of a file, and what clean-up does with it."""
 
     kind: str
     # Who may delete it.

@@ -222,7 +222,7 @@ _LEFT_ALIGNED = ("operator", "query")
 # Heading, column, and how its values are written.
 _LIVE_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("operator", "operator", str),
-    ("query", "query_id", lambda it: str(it)[:8]),
+    ("query", "query_id", lambda value: str(value)[:8]),
     ("batch", "batch", str),
     ("buckets", "job_buckets", str),
     ("state", "state_bytes", _format_bytes),
@@ -259,11 +259,11 @@ def build_table(rates: pa.Table) -> Table:
 # The same for a row of one batch (sums over its buckets) or of one call.
 _BATCH_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("operator", "operator", str),
-    ("query", "query_id", lambda it: str(it)[:8]),
+    ("query", "query_id", lambda value: str(value)[:8]),
     ("batch", "batch", str),
     ("bucket", "bucket", str),
     ("buckets", "buckets", str),
-    ("ended (UTC)", "ended_ms", lambda it: f"{datetime.fromtimestamp(it / 1000, timezone.utc):%Y-%m-%d %H:%M:%S}"),
+    ("ended (UTC)", "ended_ms", lambda ms: f"{datetime.fromtimestamp(ms / 1000, timezone.utc):%Y-%m-%d %H:%M:%S}"),
     ("rows", "rows", _format_number),
     ("changed", "changed_rows", _format_number),
     ("timeouts", "timeouts", _format_number),

@@ -61,11 +61,13 @@ def rescale(
             advance(1)
 
         result = write_rescaled(source, target, rescaling, on_bucket)
-    write_records([_build_row(it) for it in written if it.operator in result.operators], _BUCKET_COLUMNS, output)
-    for it in result.operators.values():
+    write_records(
+        [_build_row(bucket) for bucket in written if bucket.operator in result.operators], _BUCKET_COLUMNS, output
+    )
+    for rescaled in result.operators.values():
         say(
-            f"operator={it.operator} buckets={it.before.buckets}->{it.after.buckets} rows={it.rows} "
-            f"checksum={it.checksum}"
+            f"operator={rescaled.operator} buckets={rescaled.before.buckets}->{rescaled.after.buckets} "
+            f"rows={rescaled.rows} checksum={rescaled.checksum}"
         )
     say(f"to={target.root}")
     is_hash_map = bucket_map.kind == HASH

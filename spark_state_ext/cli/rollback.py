@@ -95,9 +95,9 @@ def rollback(
 
 def _describe_next_step(written_s: float | None, idle_s: float) -> str:
     if written_s is None:
-        return "nothing was changed: give --apply to roll back"
+        return "no file was changed: give --apply to roll back"
     return (
-        f"nothing was changed. --apply would refuse now, because the checkpoint was written {written_s:.0f} s ago: "
+        f"no file was changed. --apply would refuse now, because the checkpoint was written {written_s:.0f} s ago: "
         f"stop the query, and wait until {idle_s:g} s have passed, or give --idle-s 0"
     )
 

@@ -55,13 +55,13 @@ def get_session_with(settings: Mapping[str, str]) -> SparkSession:
     builder = builder.appName("spark-state-ext").config("spark.ui.showConsoleProgress", "false")
     for name, value in settings.items():
         builder = builder.config(name, value)
-    with _redirect_output() as printed:
+    with _redirect_output() as read_output:
         try:
             session: SparkSession = builder.getOrCreate()
         except Exception as error:
             if not is_of_spark(error):
                 raise
-            reasons = _REASON.findall(printed())
+            reasons = _REASON.findall(read_output())
             why = f" ({reasons[-1]})" if reasons else ""
             raise StorageError(
                 f"Spark does not start: {said_by_spark(str(error))}{why}. Set {_LOG_VARIABLE}=FILE to see its output"
@@ -108,11 +108,11 @@ def _redirect_output() -> Iterator[Callable[[], str]]:
             for descriptor in _OUTPUT_DESCRIPTORS:
                 os.dup2(file.fileno(), descriptor)
 
-            def printed() -> str:
+            def read_output() -> str:
                 file.seek(0)
                 return file.read().decode(errors="replace")
 
-            yield printed
+            yield read_output
             sys.stderr.flush()
         finally:
             for descriptor, copy in zip(_OUTPUT_DESCRIPTORS, terminal, strict=True):

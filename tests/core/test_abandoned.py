@@ -182,7 +182,7 @@ def test_a_folder_that_somebody_writes_to_meanwhile_is_left(tmp_path: Path) -> N
     (found,) = list_folders(root)
     assert found.lease_s is not None
     (folder / "lease" / f"{2:016d}.json").write_bytes(_lease() + b"\n")
-    with pytest.raises(LiveRunError, match="somebody uses it"):
+    with pytest.raises(LiveRunError, match="a query uses it"):
         remove_folder(root, found)
     assert len(list(folder.rglob("*.*"))) == 4
 
@@ -226,9 +226,9 @@ def test_a_location_that_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pyt
         ("root", ["--operator", "count", "--operator", "../x"], r"has no operator '../x'; it has: count, sum\b"),
         ("files", [], r"\S+/files has no operators"),
         # The folder of an operator, and of a query.
-        ("root/count", [], r"give the root, not a folder in it: \S+/root/count/a has an operator file"),
-        ("root/count", ["--operator", "count"], r"give the root, not a folder in it: "),
-        ("root/count/a", [], r"give the root, not a folder in it: \S+/root/count/a has an operator file"),
+        ("root/count", [], r"give the root, not a folder below it: \S+/root/count/a has an operator file"),
+        ("root/count", ["--operator", "count"], r"give the root, not a folder below it: "),
+        ("root/count/a", [], r"give the root, not a folder below it: \S+/root/count/a has an operator file"),
     ],
 )
 def test_a_folder_that_is_no_root_is_refused(

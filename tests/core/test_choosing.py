@@ -43,7 +43,7 @@ def _result(name: str) -> dict[str, Any]:
         (400_000_001, 10, 60.0, 4, 44, "The state needs 41 buckets"),
         (50 << 10, 1 << 20, 60.0, 2, 18, "The state needs 17 buckets"),
         # More than the interval has room for, and yet needed.
-        (1_000_000_000, 10, 0.5, 1, 100, "The interval has room for"),
+        (1_000_000_000, 10, 0.5, 1, 100, "The interval has time for"),
         # Between one and four a core.
         (1_000, 10, 2.1 * choosing.BUCKET_OPEN_S, 8, 16, "Fewer than 4 buckets for each of 8 cores"),
         (1_000, 10, 0.001, 8, 8, "One bucket for each of 8 cores"),
@@ -71,8 +71,8 @@ def test_the_cost_is_that_of_the_partition_with_most_buckets() -> None:
 
 
 def test_an_interval_that_cannot_be_kept_is_told_of() -> None:
-    assert any("later than asked for" in it for it in recommend(1_000, 10, 0.01, 2).why)
-    assert not any("later than asked for" in it for it in recommend(1_000, 10, 60, 2).why)
+    assert any("later than planned" in it for it in recommend(1_000, 10, 0.01, 2).why)
+    assert not any("later than planned" in it for it in recommend(1_000, 10, 60, 2).why)
 
 
 @pytest.mark.parametrize("keys", [1, 10**4, 10**7, 10**9])

@@ -80,7 +80,11 @@ def test_the_list_of_commands_is_whole(capsys: pytest.CaptureFixture[str]) -> No
         (["savepoint", "status", "/nowhere", "--storage-options", "7"], 2, "Usage: spark-state-ext savepoint status"),
         (["savepoint", "status", "/nowhere"], 3, "spark-state-ext savepoint status: MissingCheckpointError: there is"),
         (["savepoint", "delete", "/nowhere"], 2, "spark-state-ext savepoint delete: UsageError: /nowhere has no"),
-        (["rollback", "/nowhere", "--to-batch", "1"], 2, "spark-state-ext rollback: UsageError: /nowhere is no Spark"),
+        (
+            ["rollback", "/nowhere", "--to-batch", "1"],
+            2,
+            "spark-state-ext rollback: UsageError: /nowhere is not a Spark",
+        ),
     ],
 )
 def test_exit_codes(arguments: list[str], code: int, first: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +295,7 @@ def test_what_can_be_checked_is_checked_before_spark_starts(tmp_path: Path) -> N
         Path(taken).mkdir()
         (Path(taken) / "metadata").write_text(json.dumps({"id": QUERY}))
         create = ["savepoint", "create"]
-        wrong = "is no Spark checkpoint location: it has no file 'metadata'"
+        wrong = "is not a Spark checkpoint location: it has no file 'metadata'"
         refused = {
             wrong: [
                 [*create, new, "--checkpoint", nowhere, "--root", root],
@@ -305,7 +309,7 @@ def test_what_can_be_checked_is_checked_before_spark_starts(tmp_path: Path) -> N
                 ["abandoned", nowhere, "-c", taken, "--spark"],
                 *([name, nowhere, *words, "--checkpoint", taken] for name, words in _READING.items()),
             ],
-            "has something already: give a folder": [
+            "is not empty: give a folder": [
                 [*create, there, "--checkpoint", taken, "--root", root],
                 ["import-native", taken, there, new, "--operator", "counts"],
                 ["import-native", taken, new, there, "--operator", "counts"],
@@ -428,7 +432,7 @@ def test_secrets_need_not_be_on_the_command_line(
         file.write_text(text)
         monkeypatch.setenv("SPARK_STATE_EXT_STORAGE_OPTIONS", text)
         for refused in (taken(*from_file), taken()):
-            assert "it is no JSON" in refused
+            assert "it is not JSON" in refused
             assert "Secret" not in refused
     monkeypatch.delenv("SPARK_STATE_EXT_STORAGE_OPTIONS")
     assert "cannot be read: " in taken("--storage-options-file", str(tmp_path / "nothing"))

@@ -83,7 +83,7 @@ def test_there_is_nothing_to_change(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["doctor", str(root), "--all", "-o", "jsonl", *_conf(_GOOD)]) == 0
     said = capsys.readouterr()
     assert len(said.out.splitlines()) > 25
-    assert said.err.startswith("looked at ")
+    assert " checks: " in said.err
 
 
 @pytest.mark.parametrize("name", _PLANTED)

@@ -182,7 +182,7 @@ def test_without_the_option_a_savepoint_is_named_and_not_touched(
     assert main([*words, "--savepoint", savepoint.root, "--yes"]) == 1
     told = capsys.readouterr().err
     for it in (savepoint, first):
-        assert f"the savepoint at {it.root} has a key: write it anew with --savepoint {it.root} --savepoints" in told
+        assert f"the savepoint at {it.root} has a key: rewrite it with --savepoint {it.root} --savepoints" in told
     assert (contents(tmp_path / "savepoint"), contents(tmp_path / "first")) == before
     with pytest.raises(UsageError, match="only those are written anew that you name"):
         erase(job, write_savepoints=True)

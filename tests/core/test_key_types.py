@@ -117,5 +117,5 @@ def test_the_error_says_what_to_give() -> None:
 def test_words_go_by_the_same_rule(word: str, kind: pa.DataType) -> None:
     schema = pa.schema([("who", kind)])
     for words, text in (([word], None), ([], f'{{"who": "{word}"}}')):
-        with pytest.raises(UsageError, match="is no value of the column 'who'"):
+        with pytest.raises(UsageError, match="is not a value of the column 'who'"):
             parse_key(words, text, schema)

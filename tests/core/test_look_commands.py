@@ -76,7 +76,7 @@ def test_a_root_will_do_where_its_query_folder_is_found(
     assert others == said(capsys, *words, other) != rows
     assert main([*words, str(small.root), "--query-folder", "none"]) == 2
     assert main([*words, savepoint_of(small.job, tmp_path / "savepoint").root]) == 2
-    assert "is a savepoint: give a root" in capsys.readouterr().err
+    assert "is a savepoint: give the root" in capsys.readouterr().err
 
 
 # -- verify ---------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_a_key_in_two_buckets_is_found(
         (row,) = said(capsys, "verify", path, code=1)
         assert (row["status"], row["kind"]) == ("damaged", "keys")
         assert row["path"] == str(savepoint / "counts" if path == savepoint else folder)
-        assert f"{several} keys lie in several buckets" in row["problem"]
+        assert f"{several} keys are in several buckets" in row["problem"]
         assert "such as {'name': 'user " in row["problem"]
     # Its hold is gone, and a key that was removed from the wrong bucket is in one only.
     assert list((folder / "holds").glob("*")) == []
@@ -325,7 +325,9 @@ def test_a_bucket_with_a_file_that_is_none_of_ours_says_so(
     (lived.query_folder / "0" / "notes.txt").write_text("mine")
     rows = said(capsys, "gc", lived.query_folder, "--dry-run", "--retained", 2, "--bucket", 0)
     assert {row["does"] for row in rows} == {"stays"}
-    assert {row["why"] for row in rows} == {"nothing is deleted here, as notes.txt is none of our files"}
+    assert {row["why"] for row in rows} == {
+        "clean-up deletes no file of this bucket, because notes.txt is none of our files"
+    }
 
 
 def test_only_a_query_deletes(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,7 +365,7 @@ def test_each_kind_of_file_says_whose_it_is(
     Hold.place(lived.job.folder, "a savepoint at /backup")
     (hold,) = (lived.query_folder / "holds").iterdir()
     assert why(hold)[0] == "hold"
-    assert why(by_version[1])[1:] == ("stays", f"somebody copies from the query folder: {hold.name}")
+    assert why(by_version[1])[1:] == ("stays", f"a hold protects the query folder: {hold.name}")
     savepoint = savepoint_of(lived.job, tmp_path / "savepoint")
     (named, *_) = sorted(Path(savepoint.root, "counts", "1").iterdir())
     assert why(named)[2].startswith("the savepoint 5a5a")

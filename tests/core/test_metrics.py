@@ -106,7 +106,7 @@ def test_the_command_tells_where_there_is_nothing(tmp_path: Path, capsys: pytest
     (tmp_path / "file.arrows").write_text("")
     for name, text in (
         ("missing", f"there is no folder {tmp_path / 'missing'}\n"),
-        ("file.arrows", f"there is no folder {tmp_path / 'file.arrows'}, that is a file\n"),
+        ("file.arrows", f"there is no folder {tmp_path / 'file.arrows'}, it is a file\n"),
         (
             "empty",
             f"no *.arrows files below {tmp_path / 'empty'}: give the job's local_dir, where executors write them\n",

@@ -51,7 +51,7 @@ def test_keys_are_asked_for_and_told_of_until_they_are_done(
     assert main([*map(str, words), "-o", "jsonl"]) == 0
     out, err = capsys.readouterr()
     asked = json.loads(out)
-    assert "a query with erase_requests=True carries it out" in err
+    assert "a query with erase_requests=True erases the keys" in err
     assert asked == {"operator": "counts", "query_folder": QUERY, "number": 1, "keys": 3}
     requests = EraseFolder(Folder(str(small.query_folder)))
     request = requests.request(1)
@@ -73,7 +73,7 @@ def test_a_request_is_withdrawn(small: SmallRoot, capsys: pytest.CaptureFixture[
     assert status["state"] == "unreadable"
     assert main(["erase", "withdraw", str(small.root), "1", "--operator", "counts"]) == 0
     assert capsys.readouterr().err == (
-        "request 1 of operator counts is withdrawn: it names no key, and is done after the next batches\n"
+        "request 1 of operator counts is withdrawn: it is empty now, and is done after the next batches\n"
     )
     (status,) = said(capsys, "erase", "status", small.root, code=1)
     assert (status["state"], status["keys"]) == ("waiting", 0)
@@ -83,9 +83,9 @@ def test_a_request_is_withdrawn(small: SmallRoot, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([], "name a key, as words or as --json; its columns are name (string), x (double)"),
-        (["ann"], "1 words are no whole number of keys"),
-        (["ann", "much"], "'much' is no value of the column 'x'"),
+        ([], "give a key, as words or with --json; its columns are name (string), x (double)"),
+        (["ann"], "1 words are not a whole number of keys"),
+        (["ann", "much"], "'much' is not a value of the column 'x'"),
         (["--json", "{}"], "the key must be a JSON object"),
         (["ann", "0", "--operator", "others"], "has no operator 'others'"),
         (["ann", "0", "--query-folder", "others"], "has no query folder 'others'"),
@@ -108,7 +108,7 @@ def test_a_key_is_erased_from_the_past_where_somebody_says_yes(
     files = sorted(small.root.rglob("*.arrow"))
     before = [path.read_bytes() for path in files]
     assert main(history) == 2
-    assert "give --yes to do it" in capsys.readouterr().err
+    assert "look first with erase scan, then give --yes" in capsys.readouterr().err
     # It came back in batch 5, so it is in the newest state.
     assert main([*history, "--yes"]) == 2
     assert "newest state" in capsys.readouterr().err
@@ -127,7 +127,7 @@ def test_they_work_in_a_process_of_their_own(small: SmallRoot, tmp_path: Path) -
     _log(tmp_path / "metrics", 7)
     root = str(small.root)
     commands: list[tuple[list[str], int, str]] = [
-        (["erase", "keys", root, "ann", "0"], 0, "erase status tells when it is done"),
+        (["erase", "keys", root, "ann", "0"], 0, "erase status shows when it is done"),
         (["erase", "status", root], 1, "requests=1 waiting=1"),
         (["erase", "scan", root, "ann", "0"], 1, "operator=counts keys=1 by_rows_only=1"),
         (["erase", "history", root, "ann", "0", "--yes"], 2, "is not done: run the query"),
@@ -173,7 +173,7 @@ def test_a_report_is_written(
     assert "<title>Ours</title>" in text
     assert QUERY in text
     assert main(["report", str(tmp_path / "scratch"), "--out", str(page)]) == 2
-    assert "there is nothing to report of" in capsys.readouterr().err
+    assert "there is nothing to report in" in capsys.readouterr().err
     assert page.read_text() == text
     assert main(["report", str(small.root), "--out", str(tmp_path / "nowhere" / "page.html")]) == 3
 
@@ -242,7 +242,7 @@ _GOOD = {"host": "one", "executable": "/python", **_HERE, **dict.fromkeys(WORKER
         ({"spark_state_ext": None}, "executors: spark_state_ext", "missing on two", "Install it on each"),
         ({"lmdb": None}, "executors: lmdb", "missing on two", "Install it on each"),
         ({"spark_state_ext": "0.2.0"}, "executors: spark_state_ext", "executors have 0.2.0", "spark_state_ext 0.1.0"),
-        ({"python": "3.12.4"}, "executors: python", "executors have 3.12.4", "at a Python 3.11 there"),
+        ({"python": "3.12.4"}, "executors: python", "executors have 3.12.4", "to a Python 3.11 there"),
         ({"pyarrow": "16.1.0"}, "executors: pyarrow", "executors have 16.1.0 and", "Install pyarrow 20.0.0"),
         ({"fsspec": "2.0"}, "executors: fsspec", "executors differ", "one release of fsspec"),
     ],

@@ -51,7 +51,7 @@ def test_what_is_there_is_shown(small: SmallRoot, tmp_path: Path, capsys: pytest
     (row,) = said(capsys, "show", small.root, "--unproven")
     assert (row["batch"], row["proven"]) == (6, False)
     assert main(["get", str(small.root), "ann", "0.0", "--unproven"]) == 0
-    assert "unproven: files do not prove what is read of batch 6" in capsys.readouterr().err
+    assert "unproven: files do not prove that batch 6 is committed" in capsys.readouterr().err
     (row,) = said(capsys, "show", savepoint_of(small.job, tmp_path / "savepoint").root)
     assert (row["batch"], row["oldest_batch"], row["proven"]) == (7, 7, True)
 
@@ -77,10 +77,10 @@ def test_a_key_is_got_as_of_a_batch(small: SmallRoot, capsys: pytest.CaptureFixt
     ("arguments", "code", "text"),
     [
         (["ann"], 2, "UsageError: a key has the columns name (string), x (double), and 1 words were given"),
-        ([], 2, "UsageError: give the key as words or as --json"),
-        (["ann", "many"], 2, "UsageError: 'many' is no value of the column 'x', double"),
+        ([], 2, "UsageError: give the key either as words or with --json"),
+        (["ann", "many"], 2, "UsageError: 'many' is not a value of the column 'x' (double)"),
         (["--json", '{"name": "ann"}'], 2, "UsageError: the key must be a JSON object with the columns"),
-        (["--json", "{"], 2, "UsageError: the key is no JSON"),
+        (["--json", "{"], 2, "UsageError: the key is not JSON"),
         (["ann", "1", "--at", "7"], 3, "MissingCheckpointError: batch 7 of"),
         (["ann", "1", "--operator", "sums"], 2, "UsageError: "),
     ],
@@ -109,7 +109,7 @@ def test_columns_filters_and_limits(small: SmallRoot, capsys: pytest.CaptureFixt
     one = said(capsys, "scan", small.root, "--bucket", 1, "--columns", "bucket")
     assert {row["bucket"] for row in one} <= {1}
     assert main(["scan", str(small.root), "--filter", "nothing > 1"]) == 2
-    assert "the filter names a column 'nothing'; there are name, x, count" in capsys.readouterr().err
+    assert "there is no column 'nothing' for the filter; there are name, x, count" in capsys.readouterr().err
     assert main(["scan", str(small.root), "--columns", "nothing"]) == 2
     assert main(["scan", str(small.root), "--bucket", "5"]) == 2
 
@@ -152,7 +152,7 @@ def test_the_last_two_batches_are_compared_by_default(
     assert said(capsys, "diff", small.root, "--limit", 0, code=1) == [], "the answer is what it is"
     there = savepoint_of(small.job, tmp_path / "savepoint").root
     assert main(["diff", there]) == 2
-    assert "has one batch that can be read, batch 7: there is none before it" in capsys.readouterr().err
+    assert "can be read, batch 7, and no earlier one to compare it with" in capsys.readouterr().err
 
 
 def test_columns_that_are_compared_can_be_named(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,7 +165,7 @@ def test_columns_that_are_compared_can_be_named(small: SmallRoot, capsys: pytest
     timeouts = said(capsys, "diff", small.root, "--columns", "timeout_ms", code=1)
     assert [row["name"] for row in timeouts] == ["bob"]
     assert main(["diff", str(small.root), "--columns", "nothing"]) == 2
-    assert "no column 'nothing' to compare in both states; there are count, note, timeout_ms" in capsys.readouterr().err
+    assert "column 'nothing' is not in both states; these are: count, note, timeout_ms" in capsys.readouterr().err
 
 
 def test_equal_states_in_other_files_do_not_differ(
@@ -315,7 +315,7 @@ def test_a_word_becomes_a_value_of_its_column(word: str, column: str, value: obj
     ],
 )
 def test_a_word_that_is_no_value_is_refused(word: str, column: str) -> None:
-    with pytest.raises(UsageError, match=f"is no value of the column '{column}'|is no value of the column 'item'"):
+    with pytest.raises(UsageError, match=f"is not a value of the column ('{column}'|'item')"):
         parse_value(word, _COLUMNS.field(column))
 
 

@@ -569,7 +569,7 @@ def test_the_command_tells_the_new_buckets(
     ]
     assert after.header.operators["counts"].bucket_map == BucketMap.split(3, {1: 2})
     assert f"buckets=3->4 rows={len(job.models[-1])} checksum=" in told.err
-    assert "a job starts from it with bucket_by=BucketMap.split(3, {1: 2})" in told.err
+    assert "start a job from it with bucket_by=BucketMap.split(3, {1: 2})" in told.err
     assert (
         main(
             [
@@ -586,7 +586,7 @@ def test_the_command_tells_the_new_buckets(
         )
         == 0
     )
-    assert "a job starts from it with buckets=4" in capsys.readouterr().err
+    assert "start a job from it with buckets=4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -617,7 +617,7 @@ def test_of_unequal_ranges_the_command_asks_for_a_number(
 ) -> None:
     assert main(["rescale", savepoint.root, str(tmp_path / "to"), "--split", "1=2"]) == 0
     assert main(["rescale", str(tmp_path / "to"), str(tmp_path / "more"), "--split", "1=2"]) == 2
-    assert "has 4 buckets of unequal ranges: say with --buckets of how many" in capsys.readouterr().err
+    assert "has 4 buckets of unequal ranges: give --buckets, the number" in capsys.readouterr().err
     claim = ["savepoint", "claim", str(tmp_path / "to"), "--by", "Ann"]
     assert main(claim) == 0
     assert main(["rescale", str(tmp_path / "to"), str(tmp_path / "more"), "--buckets", "2"]) == 3

@@ -232,11 +232,13 @@ def test_a_command_that_was_stopped_is_finished_by_the_next(tmp_path: Path, step
 def test_each_refusal_has_an_exit_code_and_a_typed_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _made(tmp_path)
     assert main(["rollback", str(tmp_path), "--to-batch", "9"]) == 2
-    assert capsys.readouterr().err.startswith("spark-state-ext rollback: UsageError: batch 9 is not among")
+    assert capsys.readouterr().err.startswith(
+        "spark-state-ext rollback: UsageError: batch 9 is not a committed batch of"
+    )
     assert main(["rollback", str(tmp_path / "nothing"), "--to-batch", "1"]) == 2
     assert "no Spark checkpoint location" in capsys.readouterr().err
     assert main(["rollback", str(tmp_path), "--to-batch", "1", "--delete"]) == 2
-    assert "--delete goes with --apply" in capsys.readouterr().err
+    assert "--delete needs --apply" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["", "count", f"count/{_ID}"])
@@ -250,9 +252,9 @@ def test_the_root_of_an_arrow_state_is_no_checkpoint(
     root = str(tmp_path / given)
     assert main(["rollback", root, "--to-batch", "1"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"spark-state-ext rollback: UsageError: {root} is no Spark checkpoint location: ")
+    assert said.startswith(f"spark-state-ext rollback: UsageError: {root} is not a Spark checkpoint location: ")
     assert "it looks like the root of an ArrowState, or a folder in it" in said
-    assert "Give checkpointLocation" in said
+    assert "as in the option checkpointLocation" in said
     assert "Move them" not in said
 
 
@@ -281,10 +283,11 @@ def test_a_checkpoint_that_was_just_written_is_refused_before_its_files_are_list
     assert len(said.out.splitlines()) == 8
     last = said.err.splitlines()[-1]
     assert re.match(
-        r"nothing was changed\. --apply would refuse now \(not yet: written 3\d s ago\): stop the query", last
+        r"no file was changed\. --apply would refuse now, because the checkpoint was written 3\d s ago: stop the query",
+        last,
     )
     assert main([*command, "--idle-s", "0"]) == 0
-    assert capsys.readouterr().err.splitlines()[-1] == "nothing was changed: --apply does it"
+    assert capsys.readouterr().err.splitlines()[-1] == "no file was changed: give --apply to roll back"
 
 
 def test_nothing_is_rolled_back_where_a_folder_cannot_be_listed(

@@ -305,18 +305,18 @@ def test_values_that_stay_may_have_another_type(column: pa.Array, wanted: pa.Dat
         (["--rename", "count=a", "--rename", "count=b"], 2, "names the column 'count' twice"),
         (["--rename", "count=note"], 2, "there would be two state columns 'note'"),
         (["--drop", "name"], 2, "--drop cannot name the key column 'name'"),
-        (["--drop", "count", "--drop", "note"], 2, "a state needs a column"),
-        (["--drop", "count", "--rename", "count=x"], 2, "column 'count' is dropped, and cannot be renamed"),
+        (["--drop", "count", "--drop", "note"], 2, "a state needs at least one column"),
+        (["--drop", "count", "--rename", "count=x"], 2, "column 'count' is dropped, so it cannot be renamed"),
         (["--retype", "x=int"], 2, "--retype cannot name the key column 'x'"),
-        (["--retype", "count=number"], 2, "'number' is no type"),
+        (["--retype", "count=number"], 2, "'number' is not a type"),
         (["--retype", "note=int"], 2, "column 'note' cannot become int32"),
         (
             ["--retype", "count=tinyint", "--keep", "count < 0 or count > 0", "--rename", "count=__expires_ms"],
             2,
-            "own name",
+            "is reserved",
         ),
         (["--keep", "count >"], 2, "the filter 'count >' cannot be read"),
-        (["--keep", "bucket == 1"], 2, "the filter names a column 'bucket'"),
+        (["--keep", "bucket == 1"], 2, "there is no column 'bucket' for the filter"),
         (["--operator", "sums"], 2, "has no operator 'sums'"),
     ],
 )
@@ -340,5 +340,5 @@ def test_columns_of_a_built_in_operator_are_its_own(
     os.unlink(savepoint.where("savepoint.arrow"))
     savepoint.put("savepoint.arrow", encode_manifest(made))
     assert main(["savepoint", "transform", savepoint.root, str(tmp_path / "to"), "--drop", "note"]) == 2
-    assert "is the built-in top_k, whose columns are its own" in capsys.readouterr().err
+    assert "is the built-in top_k, whose columns cannot be changed" in capsys.readouterr().err
     assert main(["savepoint", "transform", savepoint.root, str(tmp_path / "to"), "--keep", "count > 60"]) == 0

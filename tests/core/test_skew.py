@@ -93,9 +93,9 @@ def test_a_heavy_range_can_be_split_and_a_hot_key_cannot(tmp_path: Path) -> None
     assert "BucketMap.split(8, {3: 3})" in heavy.text
     assert BucketMap.split(8, {3: 3}).buckets == 10
     assert "split(" not in hot.text
-    assert "80% of them are of one key" in hot.text
+    assert "80% of them in a batch have the same key" in hot.text
     assert "before the operator" in hot.text
-    assert "another key" in hot.text
+    assert "add a column to the key" in hot.text
     assert load.skew.rows == pytest.approx(6_000 / (17_000 / 8))
     assert not load.is_even
     row = load.buckets.to_pylist()[3]
@@ -180,10 +180,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["skew", str(tmp_path / "hot"), "-o", "jsonl"]) == 1
     out, err = capsys.readouterr()
     assert [json.loads(line)["finding"] for line in out.splitlines()].count(HOT_KEY) == 1
-    assert "hot key: bucket 5 has 4.5 times the mean of rows, and 94% of them are of one key" in err
+    assert (
+        "hot key: bucket 5 has 4.5 times the mean number of rows, and 94% of them in a batch have the same key" in err
+    )
     # Options, and folders without metrics.
     assert main(["skew", str(tmp_path / "even"), "--cores", "64", "--batches", "1"]) == 1
-    assert "too few buckets: 8 buckets keep no more than 8 of 64 cores at work" in capsys.readouterr().err
+    assert "too few buckets: 8 buckets can use at most 8 of 64 cores" in capsys.readouterr().err
     assert main(["skew", str(tmp_path / "none")]) == 2
     (tmp_path / "cut" / "metrics").mkdir(parents=True)
     (tmp_path / "cut" / "metrics" / "1.arrows").write_bytes(b"")
@@ -196,5 +198,10 @@ def test_a_report_has_it(tmp_path: Path) -> None:
 
     _noted(tmp_path / "metrics", 3, {3: {"rows": 9_000}}, job_buckets=40)
     text = report(tmp_path / "metrics", tmp_path / "out.html").read_text()
-    for said in ("Operator counts: buckets", "the 20 with most rows of 40", "Rows of buckets", "heavy range: bucket 3"):
+    for said in (
+        "Operator counts: buckets",
+        "The 20 of 40 buckets with most rows",
+        "Rows of buckets",
+        "heavy range: bucket 3",
+    ):
         assert said in text

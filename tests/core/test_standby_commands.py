@@ -127,7 +127,7 @@ def test_before_the_first_batch(tmp_path: Path, job: Job) -> None:
         assert waiting.stderr is not None
         assert f"waiting: no job has written to {root} yet" in waiting.stderr.readline()
         job.batch(changes(0))
-        assert f"waiting: no standby service of {root} lives" in waiting.stderr.readline()
+        assert f"waiting: no standby service of {root} is alive" in waiting.stderr.readline()
         hosts = Hosts(tmp_path, "c")
         while waiting.poll() is None:
             hosts.clock.sleep(0.1)
@@ -144,10 +144,10 @@ def test_before_the_first_batch(tmp_path: Path, job: Job) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["run", "{0}/root", "{0}/root/", "--local-dir", "{0}/c"], "{0}/root and {0}/root/ are one root"),
+        (["run", "{0}/root", "{0}/root/", "--local-dir", "{0}/c"], "{0}/root and {0}/root/ are the same root"),
         (["run", "root", "--local-dir", "{0}/c"], "the root must be a URL or an absolute path"),
         (["run", "{0}/root", "--local-dir", "c"], "--local-dir must be an absolute path"),
-        (["status", "{0}", "--timeout", "3"], "--timeout is how long --wait waits"),
+        (["status", "{0}", "--timeout", "3"], "--timeout limits how long --wait waits"),
         # Not taken for a root.
         (["statsu", "{0}"], "No such command 'statsu'"),
     ],

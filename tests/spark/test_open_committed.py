@@ -80,7 +80,7 @@ def test_the_newest_batch_is_read_at_once_and_older_ones_too(
     assert len(capsys.readouterr().out.splitlines()) == 2
     for wrong in (["--unproven"], ["--query-folder", folder.name]):
         assert main(["scan", *there, *wrong]) == 2
-        assert "does not go with --checkpoint" in capsys.readouterr().err
+        assert "or --checkpoint, not both" in capsys.readouterr().err
 
     with pytest.raises(MissingCheckpointError, match=r"batch 99 of .* cannot be read: only batches .* are committed"):
         open_committed(spark, root, checkpoint, batch=99)
