@@ -29,10 +29,11 @@ def rescale(
     path: Annotated[str, typer.Argument(metavar="SAVEPOINT", help="the savepoint's folder: a path or a URL")],
     to: Annotated[str, typer.Argument(metavar="NEW_SAVEPOINT", help="the new savepoint's folder; must not exist yet")],
     buckets: Annotated[
-        int | None, typer.Option(metavar="N", help="number of buckets; not needed with --split, which keeps the number")
+        int | None,
+        typer.Option(metavar="N", help="number of equal buckets; with --split, by default as many as there are"),
     ] = None,
     split: Annotated[
-        list[str] | None, typer.Option(metavar="B=K", help="split bucket B into K; may be given several times")
+        list[str] | None, typer.Option(metavar="B=K", help="split bucket B of these into K; may be given several times")
     ] = None,
     operator: Annotated[
         str | None, typer.Option(metavar="NAME", help="rescale only this operator, copy others")

@@ -176,7 +176,7 @@ def _describe_problems(batches: pa.Table) -> tuple[str, ...]:
     for column, text in (
         ("upload_failures", "Uploads of deltas that failed"),
         ("snapshot_failures", "Snapshots that were not written, or that a backend refused"),
-        ("restore_gaps", "Files that were read from another backend, because they were missing in the first one"),
+        ("restore_gaps", "Files that one backend gave because another did not"),
     ):
         affected = batches.filter(pc.greater(batches[column], 0))
         if affected.num_rows:
