@@ -36,11 +36,11 @@ __all__ = [
     "FolderInfo",
     "QueryFolders",
     "abandoned",
+    "explain_verdict",
     "judge_folder",
     "list_folders",
     "read_folders_from_metadata",
     "read_named_folders",
-    "explain_verdict",
     "refuse_operators_without_metadata",
     "remove_folder",
 ]

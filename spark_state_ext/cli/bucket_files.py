@@ -55,7 +55,7 @@ from spark_state_ext.savepoints.claims import claim_of
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["CheckpointEntry", "QueryChoice", "list_checkpoint_files", "gc", "log", "report_damage", "why"]
+__all__ = ["CheckpointEntry", "QueryChoice", "gc", "list_checkpoint_files", "log", "report_damage", "why"]
 
 # Spark's default of spark.sql.streaming.minBatchesToRetain.
 _RETAINED = 100
@@ -292,8 +292,8 @@ def _read_checkpoint_entries(buckets: Sequence[tuple[int, Folder]]) -> list[Chec
         except (CorruptError, MissingError) as error:
             return CheckpointEntry(bucket, entry, ref, kind, None, str(error))
 
-    read_files = side_by_side("headers", _PARALLEL_MAX, read, candidates) if candidates else []
-    return sorted(read_files, key=lambda entry: (entry.bucket, entry.ref, entry.kind))
+    entries = side_by_side("headers", _PARALLEL_MAX, read, candidates) if candidates else []
+    return sorted(entries, key=lambda entry: (entry.bucket, entry.ref, entry.kind))
 
 
 def _suggest_pointer(
@@ -304,11 +304,11 @@ def _suggest_pointer(
     Only Spark knows the committed pointer. It has counted at least as many heartbeats. So if the newest checkpoint is
     from the committed attempt, the next clean-up deletes at least what it would delete with this pointer.
     """
-    readable = [header_file.header for header_file in files if header_file.header is not None]
+    headers = [file.header for file in files if file.header is not None]
     empty = Pointer(operator.operator, bucket, operator.buckets, operator.schema_id, -1, None)
-    if not readable:
+    if not headers:
         return empty
-    newest = max(readable, key=lambda header_file: (header_file.writer.heartbeat, header_file.ref))
+    newest = max(headers, key=lambda header: (header.writer.heartbeat, header.ref))
     heartbeat = newest.writer.heartbeat
     return Pointer(
         operator.operator,

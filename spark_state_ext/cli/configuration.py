@@ -32,8 +32,8 @@ __all__ = [
     "diagnose_root",
     "diagnose_settings",
     "diagnose_spark",
-    "read_properties",
     "extract_reason",
+    "read_properties",
 ]
 
 # -- the machine and the root ---------------------------------------------------------------------

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 __all__ = [
     "LOOK",
     "RATES",
-    "take_look",
-    "metrics",
-    "compute_rates",
-    "report",
     "build_table",
+    "compute_rates",
+    "metrics",
+    "report",
     "skew",
+    "take_look",
     "watch",
     "write_batches",
 ]

@@ -27,11 +27,11 @@ from spark_state_ext.files.printable import printable
 
 __all__ = [
     "Output",
-    "parse_columns",
-    "to_json_value",
-    "show_progress",
-    "say",
     "format_value",
+    "parse_columns",
+    "say",
+    "show_progress",
+    "to_json_value",
     "write_cells",
     "write_record",
     "write_records",

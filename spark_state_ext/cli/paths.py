@@ -18,14 +18,14 @@ from spark_state_ext.reading.finding import find_state
 __all__ = [
     "QueryFolder",
     "Target",
-    "make_absolute",
-    "strip_slash",
-    "list_bucket_folders",
-    "open_folder",
-    "list_operators",
-    "read_operator_in_force",
     "find_query_folder",
     "find_target",
+    "list_bucket_folders",
+    "list_operators",
+    "make_absolute",
+    "open_folder",
+    "read_operator_in_force",
+    "strip_slash",
 ]
 
 # A message names at most so many operators.

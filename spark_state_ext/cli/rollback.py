@@ -48,8 +48,8 @@ __all__ = [
     "Rollback",
     "apply_rollback",
     "check_idle",
-    "plan_rollback",
     "plan_from_files",
+    "plan_rollback",
     "rollback",
     "seconds_since_write",
 ]

@@ -26,14 +26,14 @@ from spark_state_ext.spark.client.state_reader import StateReader
 from spark_state_ext.spark.compat import SPARK_VERSION, is_of_spark, said_by_spark
 
 __all__ = [
-    "unwrap_task_errors",
     "find_local_path",
+    "get_session",
+    "get_session_with",
     "read_pointers",
     "read_query_folders",
     "refuse_no_checkpoint",
     "refuse_occupied",
-    "get_session",
-    "get_session_with",
+    "unwrap_task_errors",
 ]
 
 _ERROR_OF_TASK = re.compile(r"spark_state_ext\.errors\.(\w+): (.*)")

@@ -28,12 +28,12 @@ from spark_state_ext.standby.status import StandbyStatus, survey
 __all__ = [
     "HOSTS",
     "REPLICAS",
-    "describe_failures",
     "build_host_rows",
     "build_host_table",
-    "format_recovery",
     "build_replica_rows",
     "build_replica_table",
+    "describe_failures",
+    "format_recovery",
     "settings",
     "status",
 ]

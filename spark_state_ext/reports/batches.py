@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["OperatorBatches", "summarize_batches", "keep_last_calls", "thin_batches"]
+__all__ = ["OperatorBatches", "keep_last_calls", "summarize_batches", "thin_batches"]
 
 _KEYS = ("query_id", "operator")
 # Buckets are processed in parallel, so the longest call of a batch determines its time.

@@ -11,7 +11,7 @@ from spark_state_ext.files.printable import printable
 from spark_state_ext.reports.charts import Chart, draw_svg, format_with_unit
 from spark_state_ext.version import __version__
 
-__all__ = ["Section", "PageTable", "render_page", "format_time"]
+__all__ = ["PageTable", "Section", "format_time", "render_page"]
 
 _STYLE = """
 :root { color-scheme: light dark; }
