@@ -1,3 +1,3 @@
-"""Checkpoint files in any fsspec file system: folders, formats read and written, retention, the operator catalogue."""
+"""Checkpoint files in any fsspec file system: folders, reading and writing of formats, retention, operator files."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Delta and snapshot files: Arrow IPC files with a lineage header and a checked body.
 
-Written in one stream: header first, body hashed on its way, counts and checksum into the footer. Read in the
-order that trusts nothing: the footer's fixed-width record is found by its text, the body is hashed, and only
-then does Arrow see the bytes. `docs/format.md` specifies both.
+A file is written in one stream: the header comes first, the body is hashed while it is written, and the footer gets the
+counts and the checksum. A reader checks before it trusts: it finds the footer's fixed-width record by its text, hashes
+the body, and only then gives the bytes to Arrow. `docs/format.md` specifies both.
 """
 
 from __future__ import annotations
@@ -55,21 +55,22 @@ __all__ = [
     "write_checkpoint",
 ]
 
-# A ranged read of this size holds the header of any ordinary schema and lineage; a longer one tells its length.
+# A ranged read of this size holds the header of any ordinary schema and lineage; a longer one begins with its length.
 _HEAD_BYTES = 16 << 10
 _IN_MEMORY_BYTES_MAX = 64 << 20
-# Thousands of columns, and a lineage as long as they get.
+# Enough for thousands of columns and the longest lineage.
 _HEADER_BYTES_MAX = 64 << 20
-# Smaller snapshots go into the environment, as deltas do: a file each for thousands of small buckets is no gain.
+# Smaller snapshots go into the LMDB environment, as deltas do: a separate file for each of thousands of small buckets
+# gains nothing.
 _INGESTED_BYTES_MIN = 4 << 20
 
 
 def write_checkpoint(
     target: IO[bytes], header: LineageHeader, schema: RowSchema, batches: Iterable[pa.RecordBatch]
 ) -> SnapshotIndex | None:
-    """Write one checkpoint file to an open binary file; returns its index, if it has one.
+    """Write one checkpoint file to an open binary file; return its index, if it has one.
 
-    A delta is compressed. A snapshot is laid out as the local store will have it, so that restoring it is copying it.
+    A delta is compressed. A snapshot has the layout of the local store, so that a restore only copies it.
     """
     if header.digest == BLOCKCRC:
         batches = cut(batches, CHUNK_ROWS)
@@ -79,18 +80,18 @@ def write_checkpoint(
 
 @dataclass(frozen=True)
 class LocalCopy:
-    """A checked copy of a snapshot, laid out as the local store has it.
+    """A checked copy of a snapshot, in the layout of the local store.
 
     Parameters
     ----------
     path
-        Where it lies.
+        Path of the copy.
     body_bytes, rows
         Length of its body, and number of its rows.
     blocks
         CRC-32 of each block of the body.
     index
-        The index of the body; None where it has none.
+        The index of the body, if it has one.
     """
 
     path: Path
@@ -107,14 +108,14 @@ class CheckpointFile:
     Parameters
     ----------
     header
-        What it says of itself.
+        Its lineage header.
     batches
-        Its rows, in run order, conforming to the row schema asked for; decoded one at a time. Iterating raises
-        `CorruptFileError` when they are not what the header announces.
+        Its rows, in run order, in the requested row schema; decoded one batch at a time. Iterating raises
+        `CorruptFileError` if they differ from what the header announces.
     size_bytes
         Size of the file.
     copy
-        Where a copy of it lies, if it was asked for and may be used in place of `batches`.
+        The local copy, if one was requested and may be used instead of `batches`.
     """
 
     header: LineageHeader
@@ -126,10 +127,10 @@ class CheckpointFile:
 def read_checkpoint(
     files: Readable, ref: CheckpointRef, kind: str, schema: RowSchema, scratch: Path, keep: Path | None = None
 ) -> CheckpointFile:
-    """Read and check one checkpoint file; a large one passes through the local folder `scratch`.
+    """Read and check one checkpoint file; a large file passes through the local folder `scratch`.
 
-    With `keep`, a large one is copied to that path, and the copy is what is read. It stays there, for the caller to use
-    or to remove.
+    With `keep`, a large file is copied to that path and read from there. The copy stays, for the caller to use or to
+    remove.
     """
     name = file_name(ref, kind)
     where = files.where(name)
@@ -142,15 +143,15 @@ def read_checkpoint(
     copy = None
     if copied is not None and body.blocks and body.reader.schema.equals(schema.arrow):
         copy = LocalCopy(copied, record.length, record.rows, body.blocks, body.index)
-    return CheckpointFile(header, _checked_batches(body.reader, record, schema, where), file.size(), copy)
+    return CheckpointFile(header, _check_batches(body.reader, record, schema, where), file.size(), copy)
 
 
 def make_checkpoint(
     header: LineageHeader, schema: RowSchema, batches: Iterator[pa.RecordBatch], keep: Path
 ) -> CheckpointFile:
-    """Make of rows what `read_checkpoint` would make of the snapshot file of them, which need not be written.
+    """Return what `read_checkpoint` would return for a snapshot file of these rows, without writing that file.
 
-    Many rows go to a file at the path `keep`, which is not read again: its checksums are known from writing it.
+    Many rows go to a file at the path `keep`, which is not read again: writing it gave its checksums.
     """
     rows: list[pa.RecordBatch] = []
     size_bytes = 0
@@ -173,7 +174,7 @@ def make_checkpoint(
 
 @contextmanager
 def open_body(files: Readable, name: str, scratch: Path) -> Iterator[SealedBody]:
-    """The body of a file whose checksum is right, for who reads its rows as they were written."""
+    """Open the body of a file after checking its checksum, to read its rows in the schema that they were written in."""
     where = files.where(name)
     file, _ = _open(files, name, scratch)
     try:
@@ -186,12 +187,12 @@ def open_body(files: Readable, name: str, scratch: Path) -> Iterator[SealedBody]
 
 
 def verify_checkpoint(files: Readable, ref: CheckpointRef, kind: str, scratch: Path) -> LineageHeader:
-    """Check a file to the last byte without decoding its rows."""
+    """Check every byte of a file without decoding its rows; return its header."""
     name = file_name(ref, kind)
     where = files.where(name)
-    found = verified(_open(files, name, scratch)[0], where)
+    verified_file = verified(_open(files, name, scratch)[0], where)
     header = read_header(files, ref, kind)
-    check_form(header, found.record, found.index, where)
+    check_form(header, verified_file.record, verified_file.index, where)
     return header
 
 
@@ -200,7 +201,7 @@ def _check_identity(header: LineageHeader, ref: CheckpointRef, kind: str, where:
         raise LineageError(f"{where} holds the {header.kind} of checkpoint {header.ref}")
 
 
-def _checked_batches(
+def _check_batches(
     reader: pa.RecordBatchReader, record: BodyRecord, schema: RowSchema, where: str
 ) -> Iterator[pa.RecordBatch]:
     rows = 0
@@ -214,13 +215,13 @@ def _checked_batches(
     except NOT_ARROW as error:
         raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
     if rows != record.rows:
-        raise CorruptFileError(f"{where} holds {rows} rows and announces {record.rows}")
+        raise CorruptFileError(f"{where} holds {rows} rows, but announces {record.rows}")
 
 
 def _open(files: Readable, name: str, scratch: Path, keep: Path | None = None) -> tuple[pa.NativeFile, Path | None]:
-    """A file to read, and where its copy is when it was kept.
+    """Return an open file, and the path of its copy if that was kept.
 
-    A small one is read from memory, a large one from the disk: where it lies, or an unnamed local copy.
+    A small file is read into memory; a large one is read from the disk, in place or from an unnamed local copy.
     """
     size = files.size(name)
     if keep is not None and size > _INGESTED_BYTES_MIN:
@@ -229,7 +230,7 @@ def _open(files: Readable, name: str, scratch: Path, keep: Path | None = None) -
             return pa.OSFile(str(keep), "r"), keep
     if size <= _IN_MEMORY_BYTES_MAX:
         return pa.BufferReader(pa.py_buffer(files.get(name))), None
-    # Never mapped: what somebody cuts short while it is read must be an error, not the end of the process.
+    # Never memory-mapped: if a file is truncated while it is read, that must be an error and not end the process.
     file = files.open_local(name)
     if file is not None:
         return file, None
@@ -249,9 +250,9 @@ def read_header(files: Readable, ref: CheckpointRef, kind: str) -> LineageHeader
     if _HEAD_BYTES < 16 + length <= _HEADER_BYTES_MAX:
         head = files.get_range(name, 0, 16 + length)
     if not head.startswith(PADDED_MAGIC):
-        raise CorruptFileError(f"{where} is no Arrow file")
+        raise CorruptFileError(f"{where} is not an Arrow file")
     try:
-        # After the magic and its padding an IPC file goes on as a stream, whose first message is the schema.
+        # After the magic and its padding, an IPC file is an IPC stream, whose first message is the schema.
         schema = pa.ipc.read_schema(pa.py_buffer(head[len(PADDED_MAGIC) :]))
     except (pa.ArrowException, OSError, EOFError) as error:
         raise CorruptFileError(f"the schema of {where} cannot be read: {error}") from error
@@ -262,7 +263,7 @@ def read_header(files: Readable, ref: CheckpointRef, kind: str) -> LineageHeader
 
 @dataclass(frozen=True)
 class Announced:
-    """What a checkpoint file says of itself at its two ends.
+    """Header and footer of a checkpoint file, as it announces them.
 
     Parameters
     ----------
@@ -271,7 +272,7 @@ class Announced:
     size_bytes
         Its size.
     body
-        What its footer says of its body.
+        The body record in its footer.
     """
 
     header: LineageHeader
@@ -280,12 +281,12 @@ class Announced:
 
 
 def announced(files: Readable, ref: CheckpointRef, kind: str) -> Announced:
-    """What a checkpoint file says of itself, by two ranged reads; its body is not read."""
+    """Read header and footer of a checkpoint file with two ranged reads, without its body."""
     name = file_name(ref, kind)
     where = files.where(name)
     size = files.size(name)
     header = read_header(files, ref, kind)
     body = announced_body(lambda start, end: files.get_range(name, start, end), size, where)
     if header.digest != body.algorithm:
-        raise CorruptFileError(f"{where} has a checksum of another kind than its format has")
+        raise CorruptFileError(f"{where} has another kind of checksum than its format requires")
     return Announced(header, size, body)

@@ -1,7 +1,7 @@
-"""A second file with the bytes of another one, without reading it: a hard link on a local disk, a copy by the store.
+"""Duplicate a file without reading it: by a hard link on a local disk, or by a copy within the store.
 
-(FLIP-193 calls it duplicating.) Nothing is believed of stores whose client is not known: files of these go through the
-process, in `savepoints.copying`.
+(FLIP-193 calls it duplicating.) Stores with an unknown client are not trusted to do this: `savepoints.copying` copies
+their files through the process.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from fsspec.implementations.local import LocalFileSystem
 from spark_state_ext.files.publishing import client_of, is_there
 from spark_state_ext.worker.removal import is_link, remove_file
 
-__all__ = ["duplicated", "duplicates"]
+__all__ = ["duplicate_file", "duplicates"]
 
-# Their `cp_file` has the store copy, whole or not at all, and files larger than one request too.
+# Clients whose `cp_file` lets the store copy, whole or not at all, including files larger than one request.
 _COPY_IN_THE_STORE = frozenset({"memory", "s3fs", "adlfs", "gcsfs"})
-# Another disk, a file system without links, or one that has as many names for the file as it allows.
+# Another disk, a file system without links, or a file that already has as many links as are allowed.
 _NO_LINK = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS}
 )
 
 
 def duplicates(source: Any, target: Any) -> bool:
-    """Whether files of one file system may be duplicated to another one; on local disks trying it tells."""
+    """True if files of one file system may be duplicated to another one; on local disks, only trying it is certain."""
     if isinstance(source, LocalFileSystem) and isinstance(target, LocalFileSystem):
         return True
-    # One object a process for equal options: the same endpoint and the same account.
+    # fsspec has one object per process for equal options, so this is the same endpoint and the same account.
     return source is target and client_of(source) in _COPY_IN_THE_STORE
 
 
-def duplicated(source: Any, path: str, target: Any, target_path: str, make_folder: Callable[[str], None]) -> bool:
-    """Duplicate a file."""
+def duplicate_file(source: Any, path: str, target: Any, target_path: str, make_folder: Callable[[str], None]) -> bool:
+    """Duplicate a file; return False if that is not possible here."""
     if not duplicates(source, target):
         return False
     if isinstance(target, LocalFileSystem):
         make_folder(posixpath.dirname(target_path))
-        return _linked(path, target_path)
+        return _link(path, target_path)
     if not is_there(target, target_path):
         target.cp_file(path, target_path)
     size, copied = source.info(path)["size"], target.info(target_path)["size"]
     if size != copied:
-        raise OSError(errno.EIO, f"{copied} bytes of {size} are there after the store has copied it", target_path)
+        raise OSError(errno.EIO, f"the copy made by the store has {copied} bytes instead of {size}", target_path)
     return True
 
 
-def _linked(path: str, target_path: str) -> bool:
-    # A link to the bytes, and never to a symbolic link, whose target may go.
+def _link(path: str, target_path: str) -> bool:
+    # Link to the file itself, never to a symbolic link, whose target may disappear.
     path = os.path.realpath(path, strict=True)
     if is_link(target_path):
         remove_file(target_path)

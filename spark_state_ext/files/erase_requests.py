@@ -1,7 +1,7 @@
-"""The folder ``<query folder>/erase``: which keys users want gone, and which of their requests are done.
+"""The folder ``<query folder>/erase``: requests to erase keys, and records of the requests that are done.
 
-Whoever asks makes the request with the first number that is free. The query's calls read it, and its first bucket
-writes down that it is done and removes it in the end. The record that it is done stays, so no number is used twice.
+A new request gets the first free number. The query's calls read it; the query's first bucket records that it is done,
+and finally removes it. The record stays, so a number is never used twice.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from spark_state_ext.files.sealed_table import sealed_table, unsealed_table
 
 __all__ = ["EraseFolder", "EraseNumbers", "decode_request", "encode_request"]
 
-# Each round ends with somebody's request written.
+# In each round, some process writes a request.
 _ROUNDS_MAX = 100
 
 
 @dataclass(frozen=True)
 class EraseNumbers:
-    """What a listing of the folder tells.
+    """Numbers in a listing of the folder.
 
     Parameters
     ----------
     requests
-        Numbers of the requests that are there.
+        Numbers of the requests that exist.
     done
-        Numbers of those that are done; of some the request is gone.
+        Numbers of the requests that are done, including requests that were removed.
     """
 
     requests: frozenset[int] = frozenset()
@@ -46,37 +46,37 @@ class EraseNumbers:
 
     @staticmethod
     def of(names: Iterable[str]) -> EraseNumbers:
-        """Those of a listing; other files are passed over."""
-        parsed = [found for found in map(parse_erase_name, names) if found is not None]
+        """Return the numbers in a listing; other files are skipped."""
+        parsed = [parsed_name for parsed_name in map(parse_erase_name, names) if parsed_name is not None]
         return EraseNumbers(
             frozenset(number for number, done in parsed if not done),
             frozenset(number for number, done in parsed if done),
         )
 
     def through(self, number: int) -> int:
-        """The largest number up to which, from the one after `number` on, none is missing.
+        """Return the largest number that is reached from `number` without a gap.
 
-        A listing may have a request and lack one from before it, where both are made while it is read.
+        A listing may have a request and miss an earlier one, if both are made while it is read.
         """
-        known = self.requests | self.done
-        while number + 1 in known:
+        existing = self.requests | self.done
+        while number + 1 in existing:
             number += 1
         return number
 
     def missing(self, before: int) -> list[int]:
-        """Numbers before one of which there is nothing."""
-        known = self.requests | self.done
-        return [number for number in range(1, before) if number not in known]
+        """Return the numbers before `before` that have neither a request nor a record."""
+        existing = self.requests | self.done
+        return [number for number in range(1, before) if number not in existing]
 
 
 def encode_request(request: EraseRequest) -> bytes:
-    """The file's bytes."""
+    """Return the bytes of a request's file."""
     return sealed_table(request.schema(), request.keys)
 
 
 def decode_request(data: bytes, where: str) -> EraseRequest:
-    """Read a request."""
-    return unsealed_table(data, where, EraseRequest.of, lambda found: int(found.keys.num_rows))
+    """Read a request from its file's bytes."""
+    return unsealed_table(data, where, EraseRequest.of, lambda request: int(request.keys.num_rows))
 
 
 class EraseFolder:
@@ -86,37 +86,38 @@ class EraseFolder:
         self.files = query_folder.child(ERASE_FOLDER)
 
     def numbers(self) -> EraseNumbers:
-        """Which requests there are; one listing."""
+        """Return the numbers of requests and records, from one listing."""
         return EraseNumbers.of(self.files.names())
 
     def add(self, request: EraseRequest) -> int:
-        """Write a request down under the next number, which it gives."""
+        """Write a request under the next free number; return that number."""
         data = encode_request(request)
         for _ in range(_ROUNDS_MAX):
             numbers = self.numbers()
             number = max(numbers.requests | numbers.done, default=0) + 1
             name = request_name(number)
-            # Pointers may say that they dealt with one that somebody has removed, so nobody's keys get its number.
-            for missing in numbers.missing(number):
-                self.files.create(request_name(missing), encode_request(request.emptied(uuid.uuid4().hex)))
+            # A pointer may have dealt with a request that was removed since. So fill its number with a request without
+            # keys, and never give it to other keys.
+            for gap in numbers.missing(number):
+                self.files.create(request_name(gap), encode_request(request.emptied(uuid.uuid4().hex)))
             if self.files.create(name, data) and self._is_there(name, request.id):
                 return number
         raise StorageError(
-            f"no erase request could be written to {self.files.root}: the store says that each number is taken, and "
+            f"no erase request could be written to {self.files.root}: the store says that each number is taken, but "
             "does not list it. Try again."
         )
 
     def _is_there(self, name: str, request_id: str) -> bool:
-        """Whether it is ours: stores that create not exclusively may let two have one number."""
+        """True if the file is this request: stores without exclusive creation may let two requests have one number."""
         return decode_request(self.files.get(name), self.files.where(name)).id == request_id
 
     def request(self, number: int) -> EraseRequest:
-        """A request."""
+        """Read the request with this number."""
         name = request_name(number)
         return decode_request(self.files.get(name), self.files.where(name))
 
     def done(self, number: int) -> EraseDone | None:
-        """The record that a request is done; None: it is not."""
+        """Read the record that a request is done; None if it is not done."""
         name = done_name(number)
         try:
             data = self.files.get(name)
@@ -125,19 +126,19 @@ class EraseFolder:
         return EraseDone.decode(data, self.files.where(name))
 
     def note_done(self, number: int, record: EraseDone) -> None:
-        """Write down that a request is done; another process may have done so."""
+        """Record that a request is done; another process may have recorded it already."""
         self.files.create(done_name(number), record.encode())
 
     def take_back(self, number: int) -> None:
-        """A request is not done any more, as the query went back."""
+        """Remove the record that a request is done, as the query went back."""
         self.files.as_named().remove(done_name(number))
 
     def replace(self, number: int, request: EraseRequest) -> None:
-        """Have a request name other keys, where nobody carries it out, or none."""
+        """Replace a request by one without keys, or with other keys if no query carries it out."""
         self.files.put(request_name(number), encode_request(request))
 
     def id_of(self, number: int) -> str | None:
-        """Id of a request, told by the record that it is done where there is one; None: nothing is there."""
+        """Return the id of a request, from its record if it is done; None if there is neither request nor record."""
         record = self.done(number)
         if record is not None:
             return record.id
@@ -146,16 +147,16 @@ class EraseFolder:
         except MissingCheckpointError:
             return None
 
-    def withdraw(self, number: int, nothing: EraseRequest) -> None:
-        """Have a request name no key any more. The file stays: others wait for its number, and marks name its id."""
+    def withdraw(self, number: int, empty_request: EraseRequest) -> None:
+        """Remove all keys from a request. Its file stays: callers wait for its number, and erase marks name its id."""
         with suppress(CorruptFileError, MissingCheckpointError):
-            nothing = self.request(number).emptied()
+            empty_request = self.request(number).emptied()
         try:
             self.done(number)
         except CorruptFileError:
             self.take_back(number)
-        self.replace(number, nothing)
+        self.replace(number, empty_request)
 
     def drop(self, number: int) -> None:
-        """Remove a request; the record that it is done stays."""
+        """Remove a request; its record that it is done stays."""
         self.files.as_named().remove(request_name(number))

@@ -1,4 +1,4 @@
-"""Whether a replica still has what it confirmed, as far as a few questions tell: somebody may have removed its root."""
+"""Existence probes: check whether a replica still has what it confirmed, as its root may have been removed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from spark_state_ext.files.folder import Readable
 
 __all__ = ["has_checkpoint", "has_state"]
 
-# Snapshots that never arrived, in a row; what lies further back is left to clean-up.
+# How many snapshots in a row may never have arrived; older files are left to clean-up.
 _ROUNDS_MAX = 10
 
 
 def has_checkpoint(files: Readable, ref: CheckpointRef) -> bool:
-    """Whether a replica has a file of a checkpoint: its delta, or where the replica joined then, its snapshot."""
+    """True if a replica has a file of a checkpoint: its delta, or its snapshot if the replica joined there."""
     return _has(files, ref, DELTA) or _has(files, ref, SNAPSHOT)
 
 
 def has_state(files: Readable, pointer: Pointer, through: CheckpointRef) -> bool:
-    """Whether a replica has both ends of what leads to a state: its newest file, and that from which deltas go on.
+    """True if a replica has both ends of the files for a state: the newest one, and the one that the deltas start from.
 
-    The newest alone would not tell that a root was removed under a running query, which goes on to send deltas there.
+    The newest file alone is not enough: a running query goes on sending deltas to a root that was removed.
     """
     if not has_checkpoint(files, through):
         return False
@@ -31,15 +31,15 @@ def has_state(files: Readable, pointer: Pointer, through: CheckpointRef) -> bool
         if not line or _has(files, line[0], SNAPSHOT):
             return True
         if not _has(files, line[0], DELTA):
-            # A replica that joined late has a snapshot of a later checkpoint, and deltas from there on.
+            # A replica that joined late has a snapshot of a later checkpoint, and deltas after it.
             return any(_has(files, ref, SNAPSHOT) for ref in line[1:])
         if line[0].version == 1:
             return True
-        # Its snapshot is unconfirmed, and is on its way or lost.
+        # The snapshot is unconfirmed: it is under way or lost.
         try:
             line = [*read_header(files, line[0], DELTA).lineage, *line]
         except CorruptError:
-            return True  # it is there, and whoever needs it says what is wrong with it
+            return True  # The file exists; a later read reports what is wrong with it.
         except MissingCheckpointError:
             return False
     return True

@@ -1,4 +1,4 @@
-"""Why each file of a bucket goes with the next clean-up, or stays: what `classify` decided, in words."""
+"""Explain in words why the next clean-up deletes or keeps each file of a bucket, as `classify` decided."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from spark_state_ext.files.folder import Entry
 from spark_state_ext.files.retention import (
     Decision,
     Headers,
-    _Beside,
-    _beside,
     _Files,
+    _find_line,
+    _first_recent,
+    _judge_siblings,
     _Line,
-    _line_of,
     _Listing,
-    _listing,
-    _recent_from,
+    _Siblings,
+    _sort_files,
     classify,
 )
 
@@ -27,61 +27,61 @@ __all__ = ["Explanation", "explained"]
 
 @dataclass(frozen=True)
 class Explanation:
-    """What becomes of a bucket's files, and why.
+    """Decision about a bucket's files, and its reasons.
 
     Parameters
     ----------
     decision
-        As `classify` has it.
+        The decision of `classify`.
     reasons
-        Of each file by its name: a part of a sentence.
+        The reason for each file, by its name: a part of a sentence.
     """
 
     decision: Decision
     reasons: Mapping[str, str]
 
     def goes(self, name: str) -> bool:
-        """Whether the next clean-up deletes a file."""
+        """True if the next clean-up deletes this file."""
         return name in self.decision.delete
 
 
 def explained(
     entries: Iterable[Entry], pointer: Pointer, batches_retained: int, now_s: float, headers: Headers
 ) -> Explanation:
-    """Decide for every file of a bucket's folder, and say why."""
+    """Decide which files of a bucket's folder are deleted, and explain why."""
     entries = list(entries)
     decision = classify(entries, pointer, batches_retained, now_s, headers)
     names = [entry.name for entry in entries]
     if decision.doubt:
         return Explanation(decision, dict.fromkeys(names, f"nothing is deleted here, as {decision.doubt}"))
-    listing = _listing(entries, now_s)
-    reasons = dict.fromkeys(names, "it is a temporary file, which somebody may be writing; it goes after a day")
+    listing = _sort_files(entries, now_s)
+    reasons = dict.fromkeys(names, "it is a temporary file, which may still be written; it is deleted after a day")
     reasons |= dict.fromkeys(listing.leftovers, "it is a temporary file of a writer that died")
     if pointer.ref is None or pointer.ref not in listing.kinds:
-        kept = "the bucket has no committed checkpoint"
-        return Explanation(decision, reasons | {file_name(*it): kept for it in _files_of(listing)})
+        reason = "the bucket has no committed checkpoint"
+        return Explanation(decision, reasons | {file_name(*file): reason for file in _list_files(listing)})
     files = _Files(listing.kinds, headers, frozenset())
-    recent = _recent_from(pointer, batches_retained)
-    line = _line_of(pointer.ref, recent, files)
-    beside = _beside(listing, line, recent, files)
-    told = _Told(decision, listing, line, beside, recent, files)
+    recent = _first_recent(pointer, batches_retained)
+    line = _find_line(pointer.ref, recent, files)
+    siblings = _judge_siblings(listing, line, recent, files)
+    explain = _Reasons(decision, listing, line, siblings, recent, files)
     return Explanation(
-        decision, reasons | {file_name(ref, kind): told.of(ref, kind) for ref, kind in _files_of(listing)}
+        decision, reasons | {file_name(ref, kind): explain.of(ref, kind) for ref, kind in _list_files(listing)}
     )
 
 
-def _files_of(listing: _Listing) -> list[tuple[CheckpointRef, str]]:
+def _list_files(listing: _Listing) -> list[tuple[CheckpointRef, str]]:
     return [(ref, kind) for ref in listing.kinds for kind in listing.kinds[ref]]
 
 
 @dataclass(frozen=True)
-class _Told:
-    """The passes of `classify`, to be told of each file."""
+class _Reasons:
+    """Results of the passes of `classify`, from which each file's reason is put together."""
 
     decision: Decision
     listing: _Listing
     line: _Line
-    beside: _Beside
+    siblings: _Siblings
     recent: int
     files: _Files
 
@@ -100,7 +100,7 @@ class _Told:
         if ref in self.line.refs:
             return self._on_the_line(ref, kind)
         if ref in self.listing.young:
-            return "it is less than 10 minutes old, and nothing so young is deleted"
+            return "it is less than 10 minutes old, and such young files are never deleted"
         return "a checkpoint that stays was built on it"
 
     def _goes(self, ref: CheckpointRef) -> str:
@@ -111,8 +111,8 @@ class _Told:
     def _on_the_line(self, ref: CheckpointRef, kind: str) -> str:
         if not self.line.settled:
             return (
-                f"it is of the committed lineage, and there are no two snapshots from before heartbeat {self.recent} "
-                "to load from in its place"
+                f"it is of the committed lineage, and there are not yet two snapshots from before heartbeat "
+                f"{self.recent} to load from instead"
             )
         if ref in self.line.settled and kind == SNAPSHOT:
             which = "newest" if ref == self.line.settled[0] else "second"

@@ -1,4 +1,4 @@
-"""The horizon of clean-up: how old, in heartbeats, what a pointer names may be that Spark may still hand out."""
+"""The retention horizon: the age, in heartbeats, up to which a pointer that Spark may hand out names checkpoints."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from arrow_schemas.pointer import Pointer
 
 __all__ = ["DELTAS_MAX", "counted", "recent_heartbeats"]
 
-# However small deltas are, so many files make a restore slow and the pointer long.
+# With more deltas than this, however small, a restore is slow and the pointer is long.
 DELTAS_MAX = 100
 
 
 def counted(pointer: Pointer, heartbeat: bool, batches_retained: int) -> Pointer:
-    """The pointer with one more call counted.
+    """Return the pointer with one more call counted.
 
-    Clean-up goes by the most batches that Spark was told to retain, until every pointer which Spark may hand out was
-    made under the smaller number: so many heartbeats later as a checkpoint may be old that one names.
+    After `batches_retained` was lowered, clean-up uses the larger number until every pointer that Spark may hand out
+    was made under the smaller one: for as many heartbeats as the retention horizon of the larger number.
     """
     heartbeats = pointer.heartbeats + heartbeat
-    made = replace(pointer, calls=pointer.calls + 1, heartbeats=heartbeats)
+    counted_pointer = replace(pointer, calls=pointer.calls + 1, heartbeats=heartbeats)
     if batches_retained >= pointer.retained or heartbeats > pointer.retained_heartbeat + recent_heartbeats(
         pointer.retained
     ):
-        return replace(made, retained=batches_retained, retained_heartbeat=heartbeats)
-    return made
+        return replace(counted_pointer, retained=batches_retained, retained_heartbeat=heartbeats)
+    return counted_pointer
 
 
 def recent_heartbeats(batches_retained: int) -> int:
-    """How many heartbeats old a checkpoint may be that is named by a pointer which Spark may still hand out.
+    """Return the retention horizon: the age in heartbeats of the oldest file that a pointer from Spark may name.
 
-    Of those that are in files: what the pointer holds inline is no file yet. The pointers are so many batches old at
-    most, and one more where a late attempt at the oldest of these batches is still at work. Their oldest inline delta
-    was made as many heartbeats before at most (`commit.lags`). And the checkpoint before that one, or the pointer's own
-    where nothing is inline, was made or renewed as many and one before.
+    With R batches retained, such a pointer is at most R batches old, and R + 1 while a late attempt at the oldest batch
+    is at work. Its oldest inline delta, which is not a file yet, is at most R heartbeats older (`commit.lags`). The
+    checkpoint before that delta, or the pointer's own if it has no inline delta, was made or renewed at most R + 1
+    heartbeats earlier.
     """
     return 3 * batches_retained + 2

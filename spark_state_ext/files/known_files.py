@@ -1,4 +1,4 @@
-"""What a process knows of checkpoint files, as these are immutable: their headers, and which snapshots are whole."""
+"""Caches of what a process knows about checkpoint files, which never change: headers, and which snapshots are whole."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PARALLEL_MAX = 8
 
 
 class Origin(NamedTuple):
-    """At which heartbeat a checkpoint was made, and on what; None for the first."""
+    """The heartbeat at which a checkpoint was made, and its parent; None for the first checkpoint."""
 
     heartbeat: int
     parent: CheckpointRef | None
@@ -39,19 +39,19 @@ class KnownFiles:
         self._whole: OrderedDict[str, None] = OrderedDict()
 
     def origins(self, files: Listed, listed: Collection[CheckpointRef]) -> dict[CheckpointRef, Origin]:
-        """Where a folder's checkpoints come from, as far as that is known; to be added to."""
-        known = self._origins.pop(files.identity, {})
-        # A copy, as threads of a clean-up that failed may still be adding to it.
-        kept = {ref: origin for ref, origin in known.copy().items() if ref in listed}
-        self._origins[files.identity] = kept
+        """Return the known origins of a folder's checkpoints, in a dict that the caller extends."""
+        cached_origins = self._origins.pop(files.identity, {})
+        # A copy, as threads of a failed clean-up may still add to it.
+        origins = {ref: origin for ref, origin in cached_origins.copy().items() if ref in listed}
+        self._origins[files.identity] = origins
         if len(self._origins) > _FOLDERS_MAX:
             self._origins.popitem(last=False)
-        return kept
+        return origins
 
     def header(self, files: Listed, ref: CheckpointRef, kind: str) -> LineageHeader:
-        """The header of a file, read where it is not known."""
+        """Return the header of a file, which is read if it is not known."""
         where = _where(files, ref, kind)
-        # Taken out and put in again: in the order of their last use.
+        # Removing and adding it again keeps the cache in the order of last use.
         header = self._headers.pop(where, None) or read_header(files, ref, kind)
         self._headers[where] = header
         if len(self._headers) > _HEADERS_MAX:
@@ -59,17 +59,17 @@ class KnownFiles:
         return header
 
     def is_known_whole(self, files: Listed, ref: CheckpointRef) -> bool:
-        """Whether a snapshot has been read and was whole."""
+        """True if a snapshot has been read and was whole."""
         return _where(files, ref, SNAPSHOT) in self._whole
 
     def is_whole(self, files: Listed, ref: CheckpointRef, scratch: Path) -> bool:
-        """Whether a snapshot has the checksum that it announces; it is read where that is not known."""
+        """True if a snapshot has the checksum that it announces; it is read if that is not known yet."""
         if self.is_known_whole(files, ref):
             return True
         try:
             verify_checkpoint(files, ref, SNAPSHOT, scratch)
         except (CorruptError, MissingCheckpointError) as error:
-            _LOGGER.warning("%s; older files are kept in its place", error)
+            _LOGGER.warning("%s; older files are kept instead", error)
             return False
         self._whole[_where(files, ref, SNAPSHOT)] = None
         if len(self._whole) > _WHOLE_MAX:
@@ -82,26 +82,26 @@ def _where(files: Listed, ref: CheckpointRef, kind: str) -> str:
 
 
 class FileHeaders:
-    """Headers of a folder's files: the origins of all that are there, whole headers of some."""
+    """Headers of a folder's files: cached origins of all checkpoints, and full headers on request."""
 
-    def __init__(self, files: Listed, names: Collection[str], known: KnownFiles) -> None:
+    def __init__(self, files: Listed, names: Collection[str], cache: KnownFiles) -> None:
         self._files = files
         self._names = names
-        self._cache = known
-        self._known = known.origins(files, {parsed[0] for name in names if (parsed := parse_file_name(name))})
+        self._cache = cache
+        self._origins_by_ref = cache.origins(files, {parsed[0] for name in names if (parsed := parse_file_name(name))})
 
     def of(self, ref: CheckpointRef) -> LineageHeader:
-        """The header of a checkpoint's file."""
+        """Return the header of a checkpoint's file."""
         kind = DELTA if file_name(ref, DELTA) in self._names else SNAPSHOT
         header = self._cache.header(self._files, ref, kind)
-        self._known[ref] = Origin(header.writer.heartbeat, header.parent)
+        self._origins_by_ref[ref] = Origin(header.writer.heartbeat, header.parent)
         return header
 
     def origins(self, refs: Sequence[CheckpointRef]) -> list[Origin]:
-        """Where checkpoints come from; what is not known is read side by side."""
-        unknown = [ref for ref in refs if ref not in self._known]
+        """Return the origins of checkpoints; unknown headers are read in parallel."""
+        unknown = [ref for ref in refs if ref not in self._origins_by_ref]
         if len(unknown) > 1:
             side_by_side("headers", min(_PARALLEL_MAX, len(unknown)), self.of, unknown)
         elif unknown:
             self.of(unknown[0])
-        return [self._known[ref] for ref in refs]
+        return [self._origins_by_ref[ref] for ref in refs]

@@ -1,7 +1,7 @@
-"""Where the files of a query's state lie, what kind each is, and what becomes of it.
+"""The folders and files of a query's state: where each kind lies, and why it is there.
 
-The one table of that: commands that verify, explain and remove files go by it, and `docs/ownership.md` has its rows.
-Formats know the names of their own files; here are the folders, and names that no format tells.
+This is the only such table: the commands that verify, explain and remove files use it, and `docs/ownership.md` has its
+rows. A format knows the names of its own files; this module has the folders, and the names that no format defines.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ __all__ = [
     "kind_of",
 ]
 
-# Below `<root>/<operator>`, beside the query folders: notes about first batches, and rows in transit of tasks that are
-# not told their query. Where tasks are told it, these rows lie in the query folder.
+# Below `<root>/<operator>`, next to the query folders: notes about first batches, and spilled rows of tasks that do not
+# know their query. If tasks know their query, these rows lie in the query folder.
 STARTING_FOLDER, SPILL_FOLDER = "starting", "spill"
-# Below a query folder, beside the buckets' folders, which are called by their numbers.
+# Below a query folder, next to the buckets' folders, which are named by the buckets' numbers.
 LEASE_FOLDER, HOLDS_FOLDER, CLAIMS_FOLDER, PARENTS_FOLDER = "lease", "holds", "claims", "parents"
 EPOCHS_FOLDER = "epochs"
 DOCUMENT_FOLDERS = (LEASE_FOLDER, EPOCHS_FOLDER, HOLDS_FOLDER, ERASE_FOLDER, CLAIMS_FOLDER)
@@ -65,9 +65,9 @@ class FileKind:
     Parameters
     ----------
     name
-        What people call it.
+        Its name in messages.
     why
-        Why it is still there.
+        Why such a file is still there.
     goes
         A later batch removes it in any case.
     """
@@ -80,29 +80,30 @@ class FileKind:
 CHECKPOINT = FileKind("checkpoint file", "a batch that Spark retains, or the state, may need it")
 OPERATOR = FileKind("operator file", "every start of the query reads it")
 ASSIGNMENT = FileKind("assignment of partitions", "every start of the query reads the last one")
-LEASE = FileKind("lease", "it says which run of the query may write here; renewing it removes old ones")
+LEASE = FileKind("lease", "it says which run of the query may write here; each renewal removes old lease files")
 EPOCH = FileKind(
     "record of epochs",
-    "it says where each run of the query began, and so which files count; the next run's record replaces it",
+    "it says where each run of the query began, and so which files are valid; the next run's record replaces it",
 )
 HOLD = FileKind(
-    "hold", "somebody copies from the query folder; it goes when that ends, or was not renewed for ten minutes"
+    "hold",
+    "a process copies from the query folder; it is removed when that ends, or ten minutes after its last renewal",
 )
 ERASE_REQUEST = FileKind(
     "erase request",
-    "the keys to erase: the query removes it once the request is done and its batches are not retained any more",
+    "the keys to erase: the query removes it once the request is done and its batches are no longer retained",
 )
-ERASE_DONE = FileKind("record of an erase request", "without it the request's number is given again")
+ERASE_DONE = FileKind("record of an erase request", "without it, the request's number would be used again")
 CLAIM_NOTE = FileKind(
     "note of a claim",
-    "it says what became of a claim to the folder, and which one that replaced; savepoint release reads it",
+    "it says what happened to a claim to the folder, and which claim it replaced; savepoint release reads it",
 )
-START = FileKind("record of the query's start", "it tells what the query was started from")
+START = FileKind("record of the query's start", "it says what the query was started from")
 PARENT = FileKind(
     "file of a parent",
-    "the query was rescaled, and its buckets begin with it; the query removes it when it needs it no more",
+    "the query was rescaled, and its buckets begin with this file; the query removes it when it is no longer needed",
 )
-SPILL = FileKind("spill file", "rows on their way through a batch: a later batch removes it, or after a day", goes=True)
+SPILL = FileKind("spill file", "rows on their way through a batch; a later batch removes it, or after a day", goes=True)
 KINDS = (
     CHECKPOINT,
     OPERATOR,
@@ -120,7 +121,7 @@ KINDS = (
 
 
 def kind_of(path: str) -> FileKind | None:
-    """The kind of a file, by its path below the query folder; None: it is none of ours, or not finished."""
+    """Return the kind of a file, by its path below the query folder; None if it is foreign or unfinished."""
     folder, _, name = path.rpartition("/")
     if is_temporary(name):
         return None
@@ -129,7 +130,7 @@ def kind_of(path: str) -> FileKind | None:
         if parsed is not None:
             return ERASE_DONE if parsed[1] else ERASE_REQUEST
         return None
-    found = {
+    matches = {
         LEASE: folder == LEASE_FOLDER or path == LEASE_FORMAT_1_NAME,
         EPOCH: folder == EPOCHS_FOLDER and name.endswith(".json"),
         HOLD: folder == HOLDS_FOLDER,
@@ -141,4 +142,4 @@ def kind_of(path: str) -> FileKind | None:
         ASSIGNMENT: not folder and parse_partitions_name(name) is not None,
         START: not folder and (name in (START_NAME, DETACHED_NAME, LEFT_BEHIND_NAME) or name.endswith(".start.arrow")),
     }
-    return next((kind for kind, is_one in found.items() if is_one), None)
+    return next((kind for kind, is_one in matches.items() if is_one), None)

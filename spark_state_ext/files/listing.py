@@ -1,4 +1,4 @@
-"""Listing folders, with all below them where that is asked for, such that nothing is passed over."""
+"""Listings of folders, optionally with everything below them, such that no file is missed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from fsspec.asyn import AsyncFileSystem
 from fsspec.spec import AbstractFileSystem
 
-__all__ = ["Entry", "entry_of", "listed_whole"]
+__all__ = ["Entry", "entry_of", "list_tree"]
 
 
 @dataclass(frozen=True, order=True)
@@ -26,7 +26,7 @@ class Entry:
     size_bytes
         Its size; 0 for folders.
     modified_s
-        When it was last written, seconds since 1970; None where the file system does not tell.
+        When it was last written, seconds since 1970; None if the file system does not report it.
     folder
         It is a folder.
     """
@@ -37,29 +37,29 @@ class Entry:
     folder: bool
 
 
-def listed_whole(fs: AbstractFileSystem, path: str, is_object_store: bool) -> dict[str, Any]:
-    """All files below a path, with what the file system tells of them.
+def list_tree(fs: AbstractFileSystem, path: str, is_object_store: bool) -> dict[str, Any]:
+    """List all files below a path, with what the file system knows about them.
 
-    fsspec's own ``find`` takes a folder that cannot be listed for an empty one (``walk`` omits what fails, and hands
-    ``on_error`` to its first folder only). That of an object store lists everything in one go, or fails.
+    fsspec's own ``find`` treats a folder that cannot be listed as empty (``walk`` omits what fails, and passes
+    ``on_error`` to its first folder only). The ``find`` of an object store lists everything at once, or fails.
     """
     if is_object_store and _lists_at_once(fs):
-        found: dict[str, Any] = fs.find(path, detail=True)
-        return found
-    found, folders = {}, [path]
+        infos: dict[str, Any] = fs.find(path, detail=True)
+        return infos
+    infos, folders = {}, [path]
     while folders:
         folder = folders.pop()
         try:
             entries = fs.ls(folder, detail=True)
         except (FileNotFoundError, NotADirectoryError):
-            continue  # there is none, or it was removed meanwhile
+            continue  # the folder does not exist, or was removed meanwhile
         for entry in entries:
             name = entry["name"].rstrip("/")
             if entry["type"] != "directory":
-                found[name] = entry
+                infos[name] = entry
             elif name != folder.rstrip("/"):
                 folders.append(name)
-    return found
+    return infos
 
 
 def _lists_at_once(fs: AbstractFileSystem) -> bool:
@@ -69,7 +69,7 @@ def _lists_at_once(fs: AbstractFileSystem) -> bool:
 
 
 def entry_of(info: Mapping[str, Any]) -> Entry:
-    """A file or folder, as a file system of fsspec tells of it."""
+    """Return the entry for what fsspec reports about a file or folder."""
     # Each file system of fsspec has its own name for this.
     modified = next(
         (info[key] for key in ("mtime", "LastModified", "last_modified", "updated", "created") if key in info), None

@@ -1,4 +1,4 @@
-"""Where records of members lie below a root, and what their names say: hosts that have a standby service."""
+"""Names of the records of members (hosts with a standby service), and their folder below a root."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEMBERS_FOLDER = "members"
 _NAME = re.compile(r"([A-Za-z0-9_=-][A-Za-z0-9._=-]*)\.(0|[1-9][0-9]{0,17})\.(0|[1-9][0-9]{0,17})\.json")
 _SAFE = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789.-_")
 _ESCAPE = re.compile(r"=([0-9A-F]{2})")
-# File systems allow 255 bytes, and a temporary name is longer by 38.
+# File systems allow 255 bytes, and a temporary name is 38 bytes longer.
 _HOST_MAX = 150
 
 
@@ -27,27 +27,27 @@ class RecordName(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The name."""
+        """The file name."""
         data = self.host.encode("utf-8", "surrogatepass")
-        told = "".join(
+        escaped_host = "".join(
             chr(byte) if byte in _SAFE and (at or byte != ord(".")) else f"={byte:02X}" for at, byte in enumerate(data)
         )
-        if not 0 < len(told) <= _HOST_MAX:
+        if not 0 < len(escaped_host) <= _HOST_MAX:
             raise UsageError(
-                f"a host's name has 1 to {_HOST_MAX} bytes, not {self.host[:40]!r}: set SPARK_STATE_EXT_HOST, for its "
-                "executors and its standby service alike"
+                f"a host's name must have 1 to {_HOST_MAX} bytes, unlike {self.host[:40]!r}: set SPARK_STATE_EXT_HOST, "
+                "to the same name for the host's executors and its standby service"
             )
-        return f"{told}.{self.heartbeat}.{self.generation}.json"
+        return f"{escaped_host}.{self.heartbeat}.{self.generation}.json"
 
     @staticmethod
     def parse(text: str) -> RecordName | None:
-        """Inverse of `text`; None for any other name."""
+        """Read a name that `text` made; None for any other name."""
         match = _NAME.fullmatch(text)
         if match is None:
             return None
-        escaped = _ESCAPE.sub(lambda it: chr(int(it[1], 16)), match[1]).encode("latin-1")
+        host = _ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), match[1]).encode("latin-1")
         try:
-            found = RecordName(escaped.decode("utf-8", "surrogatepass"), int(match[2]), int(match[3]))
-            return found if found.text == text else None
+            name = RecordName(host.decode("utf-8", "surrogatepass"), int(match[2]), int(match[3]))
+            return name if name.text == text else None
         except (UnicodeDecodeError, UsageError):
             return None

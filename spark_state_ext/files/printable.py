@@ -1,4 +1,4 @@
-"""Text from outside, such as names of files, as it may be shown: in a terminal, in an error, in a report."""
+"""Make text from outside, such as file names, safe to show in a terminal, an error or a report."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["printable"]
 def printable(text: str) -> str:
     """Return the text with each character that is not printable written as Python's escape, such as ``\\x1b``.
 
-    Not printable are control characters, line ends, marks that turn the direction of text, and the bytes of a name of
-    a file that is not UTF-8. A space is printable.
+    Control characters, line ends, marks that change the direction of text, and the bytes of a file name that is not
+    UTF-8 are not printable. A space is printable.
     """
     if text.isprintable():
         return text
-    return "".join(it if it.isprintable() else it.encode("unicode_escape").decode() for it in text)
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

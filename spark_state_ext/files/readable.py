@@ -1,4 +1,4 @@
-"""What can be read by name: checkpoint files, wherever they are."""
+"""Protocols for checkpoint files that can be read by name, wherever they are."""
 
 from __future__ import annotations
 
@@ -25,54 +25,54 @@ class Readable(Protocol):
     """Files that can be read by name. All methods raise `MissingCheckpointError` and `StorageError`."""
 
     def where(self, name: str) -> str:
-        """How to call a file in messages."""
+        """Return a file's name for messages."""
         ...
 
     def size(self, name: str) -> int:
-        """Size of a file in bytes."""
+        """Return the size of a file in bytes."""
         ...
 
     def get(self, name: str) -> bytes:
-        """A whole file."""
+        """Read a whole file."""
         ...
 
     def get_range(self, name: str, start: int, end: int) -> bytes:
-        """Bytes `start` to `end` of a file; shorter where the file ends."""
+        """Read bytes `start` to `end` of a file; fewer if the file ends before."""
         ...
 
     def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
-        """Copy a file to a local path. What fails there may be an `OSError`."""
+        """Copy a file to a local path; a failure of the local disk may be an `OSError`."""
         ...
 
     def open_local(self, name: str) -> pa.NativeFile | None:
-        """A file opened where it lies; None when it does not lie on a local disk."""
+        """Open a file in place; None if it is not on a local disk."""
         ...
 
 
 @runtime_checkable
 class Duplicable(Protocol):
-    """Files that can be duplicated to a folder without being read; a backend's `Readable` may be able to or not."""
+    """Files that can be duplicated to a folder without being read; a backend's `Readable` may support this or not."""
 
     def duplicate_to(self, target: Folder, name: str) -> bool:
-        """As `Folder.duplicate` of the target."""
+        """Duplicate a file to a target folder, see `Folder.duplicate`."""
         ...
 
 
 @runtime_checkable
 class Answering(Protocol):
-    """Files that are made where they are asked for, which takes long: these say before that their store answers."""
+    """Files that are made on request, which takes long: they report early that their store has answered."""
 
     def tell(self, answered: Callable[[], None]) -> None:
-        """Call this as soon as the store has answered."""
+        """Register a function to call as soon as the store has answered."""
         ...
 
 
 @runtime_checkable
 class Making(Protocol):
-    """Files that are made where they are asked for, and whose rows a local store can take without a file of them."""
+    """Files that are made on request, and whose rows a local store can take without an actual file."""
 
     def make(self, name: str, keep: Path) -> CheckpointFile | None:
-        """Return what `files.checkpoint.make_checkpoint` makes of the rows; None if there is a file to read."""
+        """Return the rows by `files.checkpoint.make_checkpoint`; None if there is a file to read instead."""
         ...
 
 
@@ -80,24 +80,24 @@ class Listed(Readable, Protocol):
     """A bucket's files, as clean-up sees them."""
 
     root: str
-    """Names the bucket and where it lies, in messages."""
+    """The bucket and its place, for messages."""
 
     @property
     def identity(self) -> str:
-        """What is known of the files is remembered under it; two stores may have a folder of one name."""
+        """The key for caches about these files; unique, as two stores may have folders of the same name."""
         ...
 
     def entries(self) -> list[Entry]:
-        """All that is there."""
+        """List all files."""
         ...
 
     def remove(self, name: str) -> None:
-        """Delete a file; it may be gone already."""
+        """Delete a file, unless it is gone already."""
         ...
 
 
 def document_in(files: Readable, name: str, decode: Callable[[bytes, str], T]) -> T | None:
-    """A small file of a folder, as `decode` reads its bytes, told where they are from; None where there is none."""
+    """Read a small file with `decode`, which gets its bytes and its name for messages; None if the file is missing."""
     try:
         data = files.get(name)
     except MissingCheckpointError:

@@ -1,8 +1,9 @@
-"""Clean-up of a bucket's checkpoint files: what no pointer that Spark still has can lead to is deleted.
+"""Clean-up of a bucket's checkpoint files: delete what no pointer that Spark still has can need.
 
-Everything is classified before anything is deleted, by `classify`, a function over values; any doubt and nothing is
-deleted. In short: a file goes when no pointer that Spark may still hand out needs it, each from two snapshots that were
-verified. Time is counted in heartbeats of the bucket. The argument is in `docs/correctness.md`.
+`classify`, a function over values, decides about every file before any file is deleted; if it has any doubt, no file is
+deleted. In short: a file is deleted if no pointer that Spark may still hand out needs it, even when each such pointer
+keeps two verified snapshots to load from. Time is counted in heartbeats of the bucket. The argument is in
+`docs/correctness.md`.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ __all__ = [
 ]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Younger temporary files may still be somebody's work.
+# Younger temporary files may still be written.
 _TEMPORARY_AGE_S = 86_400.0
-# And younger files stay, with what they lean on, whatever heartbeats tell: should an assumption about them be wrong.
+# Younger files stay, with the files that they need, whatever their heartbeats: in case an assumption is wrong.
 _ORPHAN_AGE_S = 600.0
-# The older one is what is left when the newer one turns out to be damaged.
+# The older snapshot is the reserve if the newer one turns out to be damaged.
 SNAPSHOTS_KEPT = 2
 _INTERVAL_CALLS_MIN = 10
 
@@ -49,31 +50,31 @@ Kinds = Mapping[CheckpointRef, set[str]]
 
 
 class Headers(Protocol):
-    """What the headers of a bucket's files tell; `CorruptError` or `MissingError` where that is not known."""
+    """Headers of a bucket's files; raises `CorruptError` or `MissingCheckpointError` if a header cannot be read."""
 
     def of(self, ref: CheckpointRef) -> LineageHeader:
-        """The header of a checkpoint's file."""
+        """Return the header of a checkpoint's file."""
         ...
 
     def origins(self, refs: Sequence[CheckpointRef]) -> list[Origin]:
-        """Where checkpoints come from."""
+        """Return the origins of checkpoints."""
         ...
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a bucket's files.
+    """Decision about a bucket's files.
 
     Parameters
     ----------
     delete
-        Names of files to delete, in the order in which to.
+        Names of files to delete, in the order of deletion.
     lean_on
-        Snapshots that must be whole before anything is deleted.
+        Snapshots that must be whole before any file is deleted.
     doubt
-        Why nothing may be deleted; empty when there is no doubt.
+        Why no file may be deleted; empty if there is no doubt.
     lost
-        The committed state cannot be loaded from here: somebody has deleted what it needs.
+        The committed state cannot be loaded from here: files that it needs were deleted.
     """
 
     delete: tuple[str, ...] = ()
@@ -84,23 +85,23 @@ class Decision:
 
 @dataclass(frozen=True)
 class CleanUp:
-    """What a clean-up has to go by.
+    """The input of a clean-up.
 
     Parameters
     ----------
     pointer
-        The input pointer of a call: Spark has committed it for certain.
+        The input pointer of a call: Spark has certainly committed it.
     head
         The newest checkpoint of its lineage that this backend has confirmed.
     batches_retained
         Spark's ``minBatchesToRetain`` now.
     still_ours
-        Raises when another run has taken the state over.
+        Raises an error if another run of the query has taken over the state.
     deletes_max
-        How many files are deleted at most; the rest is left to another time.
+        How many files are deleted at most; the rest is left to later clean-ups.
     held
-        Whether somebody copies from the files, so that none may be deleted. Asked after the pointer was handed out: so
-        whoever holds later reads pointers that are no older.
+        Returns True if there is a hold, so that no file may be deleted. It is called after the pointer was handed out,
+        so a process that takes a hold later reads pointers that are no older.
     """
 
     pointer: Pointer
@@ -112,15 +113,15 @@ class CleanUp:
 
 
 def clean_up_due(calls: int, bucket: int, batches_retained: int) -> bool:
-    """Whether this call is a bucket's turn; buckets take turns, so that no batch has all the listings."""
+    """True if this call is the bucket's turn; buckets take turns, so that the listings are spread over batches."""
     return (calls + bucket) % max(_INTERVAL_CALLS_MIN, batches_retained // 4) == 0
 
 
 def is_crowded(entries: Sequence[Entry], batches_retained: int) -> bool:
-    """Whether there are more files than there are where clean-up runs, and not so many that reading them takes long.
+    """True if there are more files than regular clean-ups leave, but not so many that reading them takes long.
 
-    It keeps two snapshots with what lies between them, what was made within three times the batches retained, and a few
-    siblings of each.
+    A clean-up leaves two snapshots and the files between them, files from within three times the batches retained, and
+    a few siblings of each.
     """
     usual = 8 * (DELTAS_MAX + batches_retained)
     return usual < len(entries) < 5 * usual
@@ -135,36 +136,35 @@ def classify(
     damaged: frozenset[CheckpointRef] = frozenset(),
     head: CheckpointRef | None = None,
 ) -> Decision:
-    """Decide for every file of a bucket's folder."""
-    listing = _listing(entries, now_s)
+    """Decide which files of a bucket's folder are deleted."""
+    listing = _sort_files(entries, now_s)
     if listing.foreign:
-        return Decision(doubt=f"{listing.foreign} is none of our files")
+        return Decision(doubt=f"{listing.foreign} is not a file of spark_state_ext")
     head = head or pointer.ref
     if head is None:
         return Decision(listing.leftovers)
     if head not in listing.kinds:
         return Decision(doubt=f"the committed checkpoint {head} has no file here", lost=True)
     files = _Files(listing.kinds, headers, damaged)
-    recent = _recent_from(pointer, batches_retained)
-    line = _line_of(head, recent, files)
+    recent = _first_recent(pointer, batches_retained)
+    line = _find_line(head, recent, files)
     if not line.settled and headers.of(list(line.refs)[-1]).parent is not None:
-        # Either this place was added later, or something is gone that should be there; then what is left below may be
-        # of use to whoever brings it back.
+        # Either this backend was added later, or a needed file is gone; then the older files may help to repair it.
         return Decision(listing.leftovers, lost=not any(files.is_snapshot(ref) for ref in line.refs))
-    beside = _beside(listing, line, recent, files)
-    if beside.doubt:
-        return Decision(doubt=beside.doubt)
-    gone = (_below(line) | beside.old) - beside.kept
-    # The oldest first: a clean-up that stops in the middle leaves what later ones understand.
-    names = [file_name(ref, kind) for ref in sorted(gone) for kind in sorted(listing.kinds[ref])]
-    lean_on = dict.fromkeys([*line.settled, *beside.lean_on])
+    siblings = _judge_siblings(listing, line, recent, files)
+    if siblings.doubt:
+        return Decision(doubt=siblings.doubt)
+    deleted = (_find_superseded(line) | siblings.old) - siblings.kept
+    # Oldest first, so that a clean-up that stops in the middle leaves files that later ones understand.
+    names = [file_name(ref, kind) for ref in sorted(deleted) for kind in sorted(listing.kinds[ref])]
+    lean_on = dict.fromkeys([*line.settled, *siblings.lean_on])
     return Decision((*listing.leftovers, *names), tuple(lean_on) if names else ())
 
 
 @dataclass(frozen=True)
 class _Listing:
-    """What lies in a folder: the kinds of files of each checkpoint, and which checkpoints have a young one; old
-    temporary files; and a file that is none of ours, where there is one."""
+    """The files in a folder: kinds of files by checkpoint, checkpoints that have a young file, old temporary files, and
+    the name of a foreign file if there is one."""
 
     kinds: Kinds
     young: frozenset[CheckpointRef]
@@ -172,8 +172,8 @@ class _Listing:
     foreign: str = ""
 
 
-def _listing(entries: Iterable[Entry], now_s: float) -> _Listing:
-    """First pass: what each file is by its name and its age."""
+def _sort_files(entries: Iterable[Entry], now_s: float) -> _Listing:
+    """First pass: sort the files by name and age."""
     kinds: dict[CheckpointRef, set[str]] = {}
     leftovers: list[str] = []
     young: set[CheckpointRef] = set()
@@ -193,7 +193,7 @@ def _listing(entries: Iterable[Entry], now_s: float) -> _Listing:
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of a bucket's checkpoints: which there are, what their headers tell, and which are damaged."""
+    """The files of a bucket's checkpoints: their kinds, their headers, and which snapshots are damaged."""
 
     kinds: Kinds
     headers: Headers
@@ -203,8 +203,8 @@ class _Files:
         return SNAPSHOT in self.kinds[ref] and ref not in self.damaged
 
 
-def _recent_from(pointer: Pointer, batches_retained: int) -> int:
-    """Checkpoints with this heartbeat or a later one may be named by a pointer that Spark may still hand out."""
+def _first_recent(pointer: Pointer, batches_retained: int) -> int:
+    """Return the first heartbeat whose checkpoints may be named by a pointer that Spark may still hand out."""
     recent = pointer.heartbeats - recent_heartbeats(max(batches_retained, pointer.retained))
     erased = erased_before(pointer.ages)
     return recent if erased is None else max(recent, erased)
@@ -212,51 +212,51 @@ def _recent_from(pointer: Pointer, batches_retained: int) -> int:
 
 @dataclass(frozen=True)
 class _Line:
-    """The committed lineage: its checkpoints, the newest first, and the snapshots that loads may lean on."""
+    """The committed lineage: its checkpoints, and the settled snapshots that loads may start from, newest first."""
 
     refs: Mapping[CheckpointRef, None]
     settled: tuple[CheckpointRef, ...]
 
     def meets(self, ref: CheckpointRef | None) -> bool:
-        """Whether a checkpoint is where all stays that the lineage leans on: at or above the newest settled one."""
+        """True if a checkpoint of the lineage is not older than its newest settled snapshot, and so stays loadable."""
         return ref in self.refs and ref is not None and (not self.settled or ref.version >= self.settled[0].version)
 
 
-def _line_of(head: CheckpointRef, recent: int, files: _Files) -> _Line:
-    """Second pass: the lineage of the committed checkpoint, with its newest snapshots from before all that Spark may
-    still name, the newest first; none when too few.
+def _find_line(head: CheckpointRef, recent: int, files: _Files) -> _Line:
+    """Second pass: find the committed lineage and its settled snapshots: the newest ones from before `recent`.
 
-    Executors that go on from memory may be at any checkpoint of the lineage that is recent, so none of these will do.
+    If there are too few, no snapshot is settled. Recent snapshots do not count, as executors that go on from memory may
+    be at any recent checkpoint of the lineage.
     """
-    refs = dict.fromkeys(_back_from(head, files.kinds, files.headers))
-    found: list[CheckpointRef] = []
+    refs = dict.fromkeys(_walk_back(head, files.kinds, files.headers))
+    settled: list[CheckpointRef] = []
     for ref in refs:
         if files.is_snapshot(ref) and files.headers.origins([ref])[0].heartbeat < recent:
-            found.append(ref)
-            if len(found) == SNAPSHOTS_KEPT:
-                return _Line(refs, tuple(found))
+            settled.append(ref)
+            if len(settled) == SNAPSHOTS_KEPT:
+                return _Line(refs, tuple(settled))
     return _Line(refs, ())
 
 
-def _below(line: _Line) -> set[CheckpointRef]:
-    """Third pass: what of the lineage nobody loads any more, as snapshots above it are settled."""
+def _find_superseded(line: _Line) -> set[CheckpointRef]:
+    """Third pass: return the lineage's checkpoints from before its settled snapshots, which are no longer loaded."""
     return {ref for ref in line.refs if line.settled and ref.version < line.settled[-1].version}
 
 
 @dataclass(frozen=True)
-class _Beside:
-    """What is to become of checkpoints beside the committed lineage.
+class _Siblings:
+    """Checkpoints that are not on the committed lineage.
 
     Parameters
     ----------
     old
-        Those from which nobody goes on.
+        Checkpoints that no query goes on from.
     kept
-        What loading the others needs, on the lineage or beside it.
+        Checkpoints, on the lineage or not, that loading the other siblings needs.
     lean_on
-        Snapshots among it that have to be whole.
+        Snapshots among these that must be whole.
     doubt
-        Why nothing may be deleted, where something is missing.
+        Why no file may be deleted; empty if no file is missing.
     """
 
     old: frozenset[CheckpointRef]
@@ -265,34 +265,34 @@ class _Beside:
     doubt: str = ""
 
 
-def _beside(listing: _Listing, line: _Line, recent: int, files: _Files) -> _Beside:
-    """Fourth pass: checkpoints of other attempts, and of lineages in parallel."""
-    beside = sorted(files.kinds.keys() - line.refs.keys())
-    origins = dict(zip(beside, files.headers.origins(beside), strict=True))
-    # What the pointer holds inline may have arrived since, and is recent.
-    old = {ref for ref in beside if origins[ref].heartbeat < recent and ref not in listing.young}
-    going = set(old)
+def _judge_siblings(listing: _Listing, line: _Line, recent: int, files: _Files) -> _Siblings:
+    """Fourth pass: judge checkpoints of other attempts and of parallel lineages."""
+    siblings = sorted(files.kinds.keys() - line.refs.keys())
+    origins = dict(zip(siblings, files.headers.origins(siblings), strict=True))
+    # A checkpoint that the pointer holds inline may have arrived since, and is recent.
+    old = {ref for ref in siblings if origins[ref].heartbeat < recent and ref not in listing.young}
+    deletable = set(old)
     kept: set[CheckpointRef] = set()
     lean_on: list[CheckpointRef] = []
-    for ref in beside:
-        if ref in going or line.meets(origins[ref].parent):
+    for ref in siblings:
+        if ref in deletable or line.meets(origins[ref].parent):
             continue
-        needs = _needs_of(ref, line, files)
+        needs = _find_needs(ref, line, files)
         if origins[ref].heartbeat >= recent:
             if needs.missing is not None:
                 doubt = f"{ref} may be in use and its ancestor {needs.missing} has no file"
-                return _Beside(frozenset(old), doubt=doubt)
+                return _Siblings(frozenset(old), doubt=doubt)
             lean_on += needs.snapshots
         kept.update(needs.refs)
-        going.difference_update(needs.refs)
-    return _Beside(frozenset(old), frozenset(kept), tuple(lean_on))
+        deletable.difference_update(needs.refs)
+    return _Siblings(frozenset(old), frozenset(kept), tuple(lean_on))
 
 
-def _back_from(ref: CheckpointRef, kinds: Kinds, headers: Headers) -> Iterator[CheckpointRef]:
-    """A checkpoint and its ancestors, the newest first, as far back as there are files."""
+def _walk_back(ref: CheckpointRef, kinds: Kinds, headers: Headers) -> Iterator[CheckpointRef]:
+    """Iterate over a checkpoint and its ancestors, newest first, as far back as there are files."""
     yield ref
     while True:
-        # Each header tells the ancestors back to the snapshot that was unconfirmed at its time.
+        # Each header names the ancestors back to the snapshot that was unconfirmed at that time.
         lineage = headers.of(ref).lineage
         for ref in reversed(lineage):
             if ref not in kinds:
@@ -304,17 +304,17 @@ def _back_from(ref: CheckpointRef, kinds: Kinds, headers: Headers) -> Iterator[C
 
 @dataclass
 class _Needs:
-    """What loading a checkpoint may need: itself and ancestors, snapshots among these, and what of it is not there."""
+    """The checkpoints that loading a checkpoint may need, the snapshots among them, and the first missing one."""
 
     refs: list[CheckpointRef] = field(default_factory=list)
     snapshots: list[CheckpointRef] = field(default_factory=list)
     missing: CheckpointRef | None = None
 
 
-def _needs_of(beside: CheckpointRef, line: _Line, files: _Files) -> _Needs:
-    """The needs of a checkpoint beside a lineage, down to its second snapshot or to where it comes from the lineage."""
+def _find_needs(sibling: CheckpointRef, line: _Line, files: _Files) -> _Needs:
+    """Return what loading a sibling needs, down to its second snapshot or to its branch point on the lineage."""
     needs = _Needs()
-    for ref in _back_from(beside, files.kinds, files.headers):
+    for ref in _walk_back(sibling, files.kinds, files.headers):
         if line.meets(ref):
             return _Needs(needs.refs)
         needs.refs.append(ref)
@@ -335,7 +335,7 @@ def clean_up(
     entries: Sequence[Entry] | None = None,
     known: KnownFiles | None = None,
 ) -> int:
-    """Delete what no retained pointer leads to; returns how many files. May be repeated, and stopped, at any time."""
+    """Delete the files that no retained pointer needs; return how many. It may be stopped and repeated at any time."""
     if request.held():
         return 0
     entries = files.entries() if entries is None else entries
@@ -356,22 +356,22 @@ def clean_up(
         if decision.doubt:
             _LOGGER.warning("nothing is cleaned up in %s: %s", files.root, decision.doubt)
             return 0
-        found = {ref for ref in decision.lean_on if not known.is_whole(files, ref, scratch)}
-        if not found:
+        newly_damaged = {ref for ref in decision.lean_on if not known.is_whole(files, ref, scratch)}
+        if not newly_damaged:
             break
-        damaged |= found
+        damaged |= newly_damaged
     names = decision.delete[: request.deletes_max]
     _LOGGER.info(
-        "clean-up in %s: of %d files %d are needed by no batch that Spark retains; %d of these go now. "
-        "Files from heartbeat %d on stay, and so do the two newest snapshots from before it with what followed them",
+        "clean-up in %s: of %d files, %d are not needed by any batch that Spark retains; %d of these are deleted now. "
+        "Files from heartbeat %d on stay, and so do the two newest snapshots from before it and the files after them",
         files.root,
         len(entries),
         len(decision.delete),
         len(names),
-        _recent_from(pointer, retained),
+        _first_recent(pointer, retained),
     )
     for name in names:
-        # Cheap; and it may take long until all are gone.
+        # The check is cheap, and deleting all files may take long.
         request.still_ours()
         files.remove(name)
     return len(names)

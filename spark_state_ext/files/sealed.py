@@ -1,6 +1,6 @@
-"""Sealed files: checkpoint files whose bytes are final before anything else happens to them.
+"""Sealed files: checkpoint files whose bytes are final before they are used.
 
-The same bytes then go into the pointer, to each backend, and are compared with what a backend gives back.
+The same bytes go into the pointer and to each backend, and are compared with what a backend returns.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class SealedFile:
     size_bytes
         Its size.
     data
-        Its bytes, where it is small.
+        Its bytes, if it is small.
     path
-        A local file that holds them, where it is large.
+        A local file that holds its bytes, if it is large.
     owner
-        Removes that file.
+        Removes that local file.
     """
 
     name: str
@@ -57,24 +57,24 @@ class SealedFile:
 
     @staticmethod
     def of(name: str, data: bytes) -> SealedFile:
-        """A file in memory."""
+        """Return a sealed file in memory."""
         return SealedFile(name, len(data), data)
 
     def take(self) -> None:
-        """One more will use it."""
+        """Count one more user of the file."""
         if self.owner is not None:
             self.owner.change(1)
 
     def let_go(self) -> None:
-        """One of those that use it needs it no more; who made it is one of them."""
+        """Count one user less; the maker of the file is a user too."""
         if self.owner is not None:
             self.owner.change(-1)
 
     def get_range(self, start: int, end: int) -> bytes:
-        """Bytes `start` to `end`."""
+        """Read bytes `start` to `end`."""
         if self.data is not None:
             return self.data[start:end]
-        assert self.path is not None, "a sealed file has bytes or lies on the disk"
+        assert self.path is not None, "a sealed file is in memory or on the disk"
         with local_errors(self.path.parent), self.path.open("rb") as file:
             file.seek(start)
             return file.read(end - start)
@@ -82,13 +82,13 @@ class SealedFile:
 
 
 class _Owner:
-    """Removes a file when its users have let go of it; at the latest when nobody refers to it any more."""
+    """Removes a file when all its users have let go of it, at the latest when this object is garbage-collected."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._users = 1
         self._lock = threading.Lock()
-        # Somebody may have removed its folder before.
+        # The file's folder may have been removed before.
         self._remove = weakref.finalize(self, _remove, path, os.getpid())
 
     def change(self, users: int) -> None:
@@ -100,13 +100,13 @@ class _Owner:
 
 
 def _remove(path: Path, pid: int) -> None:
-    # Not when a process that was forked from the file's ends.
+    # Do not remove it when a forked child process ends.
     if os.getpid() == pid:
         remove_file(path, missing_ok=True)
 
 
 class SealedFiles:
-    """Sealed files, to be read like any others."""
+    """Sealed files that can be read like any other files."""
 
     def __init__(self, files: Iterable[SealedFile], place: str) -> None:
         self._files = {file.name: file for file in files}
@@ -116,7 +116,7 @@ class SealedFiles:
         return name in self._files
 
     def hold(self, file: SealedFile) -> None:
-        """One more file."""
+        """Add a file."""
         self._files[file.name] = file
 
     def where(self, name: str) -> str:
@@ -137,7 +137,7 @@ class SealedFiles:
             path.write_bytes(self.get(name))
             return
         try:
-            # It will not change, so both names may mean the same bytes.
+            # The file never changes, so both names may share its bytes.
             path.hardlink_to(file.path)
         except OSError:  # another disk
             shutil.copyfile(file.path, path)
@@ -152,7 +152,7 @@ class SealedFiles:
 
 
 def seal(header: LineageHeader, schema: RowSchema, batches: Iterable[pa.RecordBatch], scratch: Path) -> SealedFile:
-    """Make a checkpoint file."""
+    """Make a sealed checkpoint file."""
     name = file_name(header.ref, header.kind)
     if isinstance(batches, SpillBuffer) and batches.size_bytes <= MEMORY_BYTES_MAX:
         buffer = io.BytesIO()
@@ -160,21 +160,21 @@ def seal(header: LineageHeader, schema: RowSchema, batches: Iterable[pa.RecordBa
         # Not getbuffer(): a view of a BytesIO that an error's traceback keeps alive crashes CPython's collector.
         return SealedFile.of(name, buffer.getvalue())
     with local_errors(scratch):
-        handle, made = tempfile.mkstemp(dir=scratch, prefix="checkpoint-")
-        owner = _Owner(Path(made))
+        handle, path = tempfile.mkstemp(dir=scratch, prefix="checkpoint-")
+        owner = _Owner(Path(path))
         try:
             with os.fdopen(handle, "wb") as file:
                 write_checkpoint(file, header, schema, batches)
-                size = file.tell()
+                size_bytes = file.tell()
         except BaseException:
             owner.change(-1)
             raise
-        return SealedFile(name, size, None, owner.path, owner)
+        return SealedFile(name, size_bytes, None, owner.path, owner)
     raise AssertionError("unreachable: local_errors raises what it catches")
 
 
 def publish(folder: Folder, file: SealedFile) -> None:
-    """Have a folder publish a sealed file under its name."""
+    """Publish a sealed file under its name in a folder."""
     if file.path is not None:
         folder.put_file(file.name, file.path)
     elif folder.replaces:

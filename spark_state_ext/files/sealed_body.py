@@ -1,8 +1,8 @@
-"""The outer form of our Arrow files: a checked body, an index where there is one, and a footer that tells of both.
+"""The outer form of our Arrow files: a checked body, optionally an index, and a footer that describes both.
 
-Written in one stream: the body is hashed on its way, counts and checksum go into the footer. Read in the order that
-trusts nothing: the footer's fixed-width record is found by its text, the body is hashed, and only then does Arrow see
-the bytes. `docs/format.md` specifies it.
+A file is written in one stream: the body is hashed while it is written, and the footer gets the counts and the
+checksum. A reader checks before it trusts: it finds the footer's fixed-width record by its text, hashes the body, and
+only then gives the bytes to Arrow. `docs/format.md` specifies it.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ __all__ = [
 ]
 
 PADDED_MAGIC = b"ARROW1\0\0"
-# What Arrow raises at bytes that have the right checksum and are none of ours all the same.
+# What Arrow raises for bytes that have the right checksum, but were not written by this package.
 NOT_ARROW = (pa.ArrowException, OSError, ValueError, TypeError, KeyError, IndexError)
 _MAGIC = b"ARROW1"
 _TAIL = struct.Struct("<i6s")
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-# What a file begins with: magic and padding, and the first eight bytes of the schema message, the length in them.
+# The start of a file: magic and padding, and the first eight bytes of the schema message, which include its length.
 _SCHEMA_HEAD = struct.Struct("<8s4xi")
 _CHECKING_THREADS = 4
 _THREADS_BYTES_MIN = 1 << 20
-# The footer of a file of few record batches, with the schema's metadata, is shorter; of others it tells its length.
+# The footer of a file with few record batches, with the schema's metadata, is shorter; a longer one has its length.
 _FOOTER_BYTES = 64 << 10
 _FOOTER_BYTES_MAX = 64 << 20
 
 
 class _HashingSink:
-    """File-like target that hashes the body, writes an index behind it, and then fills the footer's records in."""
+    """File-like target that hashes the body, writes an index after it, and fills in the footer's records."""
 
     def __init__(self, target: IO[bytes], algorithm: str, indexed: bool) -> None:
         self._target = target
@@ -83,7 +83,7 @@ class _HashingSink:
 
     @property
     def schema_end(self) -> int:
-        """Where the schema message ends, with which the body begins."""
+        """The end of the schema message, which is the first part of the body."""
         _, metadata_bytes = _SCHEMA_HEAD.unpack(self._head)
         return _SCHEMA_HEAD.size + int(metadata_bytes)
 
@@ -93,17 +93,17 @@ class _HashingSink:
         assert footer.startswith(_END_OF_STREAM), "Arrow ends the stream before its footer"
         record = BodyRecord(self.length, rows, tombstones, self._digest.hexdigest(), self._algorithm).encode()
         assert footer.count(BODY_PLACEHOLDER) == 1, "the footer repeats the schema metadata once"
-        footer, made = footer.replace(BODY_PLACEHOLDER, record), None
+        footer, snapshot_index = footer.replace(BODY_PLACEHOLDER, record), None
         if self._pieces is not None:
-            made = SnapshotIndex(self.length, rows, tombstones, chunks, self._pieces.pieces())
-            index = made.encode()
-            where = IndexRecord.of(index, self.length + len(_END_OF_STREAM)).encode()
+            snapshot_index = SnapshotIndex(self.length, rows, tombstones, chunks, self._pieces.pieces())
+            index_bytes = snapshot_index.encode()
+            index_record = IndexRecord.of(index_bytes, self.length + len(_END_OF_STREAM)).encode()
             assert footer.count(INDEX_PLACEHOLDER) == 1, "the footer repeats the schema metadata once"
-            # Arrow finds the footer from the file's end, and batches by where they begin, so this is in nobody's way.
-            rest = footer[len(_END_OF_STREAM) :].replace(INDEX_PLACEHOLDER, where)
-            footer = _END_OF_STREAM + index + rest
+            # Arrow finds the footer from the file's end, and batches by their offsets: the index does not disturb it.
+            footer_rest = footer[len(_END_OF_STREAM) :].replace(INDEX_PLACEHOLDER, index_record)
+            footer = _END_OF_STREAM + index_bytes + footer_rest
         self._target.write(footer)
-        return made
+        return snapshot_index
 
     def flush(self) -> None:
         self._target.flush()
@@ -131,12 +131,12 @@ def write_sealed(
     algorithm: str,
     tombstones: Callable[[pa.RecordBatch], int] = lambda batch: 0,
 ) -> SnapshotIndex | None:
-    """Write a file to an open binary file; returns its index, if it has one."""
+    """Write a sealed file to an open binary file; return its index, if it has one."""
     indexed = INDEX_KEY in (schema.metadata or {})
     sink = _HashingSink(target, algorithm, indexed)
     chunks: list[IndexedChunk] = []
     rows = deleted = written = 0
-    # Columns are compressed one after the other: each core has its task, and most deltas are small.
+    # No threads for compression: each core has its own task, and most deltas are small.
     options = pa.ipc.IpcWriteOptions(compression="lz4" if algorithm == BLAKE2B else None, use_threads=False)
     with pa.PythonFile(sink, mode="w") as file:
         writer = pa.ipc.new_file(file, schema, options=options)
@@ -149,7 +149,7 @@ def write_sealed(
                 file.flush()
                 # Arrow writes the schema with the first batch.
                 offset = before if written else sink.schema_end
-                chunks.append(_indexed(batch, offset, sink.length - offset))
+                chunks.append(_describe_chunk(batch, offset, sink.length - offset))
             written += 1
         if not written:
             # Without any batch the schema would come only with the footer.
@@ -162,25 +162,25 @@ def write_sealed(
     raise AssertionError("unreachable: closing the file lets errors through")
 
 
-def _indexed(batch: pa.RecordBatch, offset: int, size_bytes: int) -> IndexedChunk:
-    it = describe(batch, size_bytes, 0, offset)
+def _describe_chunk(batch: pa.RecordBatch, offset: int, size_bytes: int) -> IndexedChunk:
+    run = describe(batch, size_bytes, 0, offset)
     return IndexedChunk(
-        offset, size_bytes, it.rows, it.tombstones, it.hash_min, it.hash_max, it.timeout_min, it.timeout_max
+        offset, size_bytes, run.rows, run.tombstones, run.hash_min, run.hash_max, run.timeout_min, run.timeout_max
     )
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What a file says of itself whose body is what it announces.
+    """The metadata of a file whose body has the checksum that the file announces.
 
     Parameters
     ----------
     record
-        What the footer says of the body.
+        The body record in the footer.
     blocks
-        CRC-32 of each block of the body, where its checksum is made of these.
+        CRC-32 of each block of the body, if its checksum is made of these.
     index
-        Its index; None where it has none.
+        Its index, if it has one.
     """
 
     record: BodyRecord
@@ -195,13 +195,13 @@ class SealedBody:
     Parameters
     ----------
     record
-        What the footer says of the body.
+        The body record in the footer.
     blocks
-        CRC-32 of each block of the body, where its checksum is made of these.
+        CRC-32 of each block of the body, if its checksum is made of these.
     reader
         Its record batches.
     index
-        Its index; None where it has none.
+        Its index, if it has one.
     """
 
     record: BodyRecord
@@ -213,14 +213,14 @@ class SealedBody:
 def open_sealed(file: pa.NativeFile, where: str) -> SealedBody:
     """Check the body of a file, and open it."""
     try:
-        found = verified(file, where)
-        record = found.record
-        # The file as a stream, up to where the checksum reaches: Arrow sees no unchecked byte, nor the footer's
-        # offsets.
+        metadata = verified(file, where)
+        record = metadata.record
+        # Read the file as a stream, up to the end of the checked body: Arrow does not see unchecked bytes or the
+        # footer's offsets.
         body = file.get_stream(len(PADDED_MAGIC), record.length - len(PADDED_MAGIC))
-        # Handing a small file's columns to threads takes longer than reading them.
+        # Passing a small file's columns to threads takes longer than reading them.
         options = pa.ipc.IpcReadOptions(use_threads=record.length >= _THREADS_BYTES_MIN)
-        return SealedBody(record, found.blocks, pa.ipc.open_stream(body, options=options), found.index)
+        return SealedBody(record, metadata.blocks, pa.ipc.open_stream(body, options=options), metadata.index)
     except StateError:
         raise
     except NOT_ARROW as error:
@@ -228,42 +228,42 @@ def open_sealed(file: pa.NativeFile, where: str) -> SealedBody:
 
 
 def verified(file: pa.NativeFile, where: str) -> Verified:
-    """What a file says of itself, once its body and its index have the checksums that it announces."""
+    """Check the checksums of a file's body and index; return its metadata."""
     size = file.size()
     if size < len(PADDED_MAGIC) or file.read_at(len(PADDED_MAGIC), 0) != PADDED_MAGIC:
-        raise CorruptFileError(f"{where} is no Arrow file: it is damaged or was not finished")
+        raise CorruptFileError(f"{where} is not an Arrow file: it is damaged or was not finished")
     end = _End(lambda start, end: file.read_at(end - start, start), size, where)
     record, blocks = end.body, []
     if record.algorithm == BLOCKCRC:
         blocks = block_crcs(file, record.length)
-        found = digest_of(blocks)
+        digest_found = digest_of(blocks)
     else:
         digest = hashlib.blake2b(digest_size=16)
         for at in range(0, record.length, BLOCK_BYTES):
             digest.update(file.read_at(min(BLOCK_BYTES, record.length - at), at))
-        found = digest.hexdigest()
-    if found != record.digest:
+        digest_found = digest.hexdigest()
+    if digest_found != record.digest:
         raise CorruptFileError(f"the body of {where} fails its checksum")
     _refuse_other_codecs(file, record, where)
     return Verified(record, tuple(blocks), end.index())
 
 
 def _refuse_other_codecs(file: pa.NativeFile, record: BodyRecord, where: str) -> None:
-    """Refuse a body that is compressed in another way than files of its kind are, before Arrow makes room for it."""
+    """Refuse a body with another compression than files of its kind have, before Arrow allocates memory for it."""
     allowed = (None, LZ4_FRAME) if record.algorithm == BLAKE2B else (None,)
     at = len(PADDED_MAGIC)
     while at < record.length:
         head = message_at(lambda start, size: file.read_at(size, start), at, where)
         if head.codec not in allowed:
             raise CorruptFileError(
-                f"{where} is compressed with codec {head.codec} of Arrow, which no file of this package is: "
-                "spark_state_ext did not write it"
+                f"{where} is compressed with Arrow's codec {head.codec}, which spark_state_ext does not use here: it "
+                "did not write this file"
             )
         at += head.metadata_bytes + head.body_bytes
 
 
 def block_crcs(file: pa.NativeFile, length: int) -> list[int]:
-    """CRC-32 of each block of a body, side by side where there are several."""
+    """Return the CRC-32 of each block of a body; several blocks are read in parallel."""
 
     def crc(at: int) -> int:
         return zlib.crc32(file.read_at(min(BLOCK_BYTES, length - at), at))
@@ -275,7 +275,7 @@ def block_crcs(file: pa.NativeFile, length: int) -> list[int]:
 
 
 class _End:
-    """The end of a file: its footer, and before that its index where it has one; found by the text of their records."""
+    """The end of a file: its footer, and the index before it if there is one; found by the text of their records."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, where: str) -> None:
         self._read = read
@@ -283,15 +283,15 @@ class _End:
         self._begin = max(0, size - _FOOTER_BYTES)
         self._data = read(self._begin, size)
         if len(self._data) < _TAIL.size or not self._data.endswith(_MAGIC):
-            raise _unfinished(where)
+            raise _unfinished_error(where)
         footer_bytes, _ = _TAIL.unpack(self._data[-_TAIL.size :])
         if not 0 < footer_bytes <= min(size - _TAIL.size, _FOOTER_BYTES_MAX):
-            raise _unfinished(where)
+            raise _unfinished_error(where)
         self._footer_at = size - _TAIL.size - footer_bytes
         footer = self._bytes(self._footer_at, size - _TAIL.size)
         self.body = BodyRecord.find(footer, where)
         if not len(PADDED_MAGIC) < self.body.length <= self._footer_at:
-            raise CorruptFileError(f"{where} announces a body of {self.body.length} bytes and has {size} in all")
+            raise CorruptFileError(f"{where} announces a body of {self.body.length} bytes, but has {size} in all")
         self._index = IndexRecord.find(footer)
 
     def index(self) -> SnapshotIndex | None:
@@ -300,39 +300,39 @@ class _End:
             return None
         begin = body.length + len(_END_OF_STREAM)
         if record.offset != begin or record.offset + record.size_bytes != self._footer_at:
-            raise CorruptFileError(f"{self._where} announces an index that does not lie between body and footer")
+            raise CorruptFileError(f"{self._where} announces an index that is not between body and footer")
         index = SnapshotIndex.decode(self._bytes(begin, self._footer_at), record, body.digest, self._where)
         if (index.body_bytes, index.rows, index.tombstones) != (body.length, body.rows, body.tombstones):
-            raise CorruptFileError(f"the index of {self._where} is of another body than the file announces")
+            raise CorruptFileError(f"the index of {self._where} belongs to another body than the file announces")
         return index
 
     def _bytes(self, start: int, end: int) -> bytes:
-        """A part of the file, from what was read already where that has it."""
+        """Return a part of the file, from the bytes that were read already if they contain it."""
         if start >= self._begin:
             return self._data[start - self._begin : end - self._begin]
         return self._read(start, end)
 
 
 def announced_body(read: Callable[[int, int], bytes], size: int, where: str) -> BodyRecord:
-    """The body record of a file, whose body is not read."""
+    """Return the body record of a file without reading its body."""
     return _End(read, size, where).body
 
 
 def announced_index(
     read: Callable[[int, int], bytes], size: int, where: str
 ) -> tuple[BodyRecord, SnapshotIndex | None]:
-    """The body record of a file, and its index where it has one; most often by one read of fixed size."""
+    """Return the body record of a file, and its index if it has one; this mostly takes one read of fixed size."""
     end = _End(read, size, where)
     return end.body, end.index()
 
 
 def check_form(header: LineageHeader, record: BodyRecord, index: SnapshotIndex | None, where: str) -> None:
-    """See that a file has the checksum, and the index, that its format has."""
+    """Raise an error if a file's kind of checksum, or having an index or not, does not match its format."""
     if header.digest != record.algorithm:
-        raise CorruptFileError(f"{where} has a checksum of another kind than its format has")
+        raise CorruptFileError(f"{where} has another kind of checksum than its format requires")
     if header.has_index != (index is not None):
-        raise CorruptFileError(f"{where} is of format {header.format}, and its footer is of another: it is damaged")
+        raise CorruptFileError(f"{where} has format {header.format}, but its footer has another one: it is damaged")
 
 
-def _unfinished(where: str) -> CorruptFileError:
+def _unfinished_error(where: str) -> CorruptFileError:
     return CorruptFileError(f"{where} does not end as an Arrow file: it is damaged or was not finished")

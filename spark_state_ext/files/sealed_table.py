@@ -1,4 +1,4 @@
-"""A small table in the outer form of our Arrow files, whole in memory: manifests of savepoints, erase requests."""
+"""Small tables in the outer form of our Arrow files, kept in memory: manifests of savepoints, erase requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def sealed_table(schema: pa.Schema, rows: pa.RecordBatch) -> bytes:
-    """The file's bytes."""
+    """Return the bytes of a file with these rows."""
     buffer = io.BytesIO()
     write_sealed(buffer, schema, [rows], BLAKE2B)
     return buffer.getvalue()
@@ -30,14 +30,14 @@ def unsealed_table(
     read: Callable[[pa.Schema, Iterable[pa.RecordBatch], str], T],
     count: Callable[[T], int],
 ) -> T:
-    """Read such a table, once its checksum was right."""
+    """Check the checksum of a table's bytes, and read the table."""
     body = open_sealed(pa.BufferReader(pa.py_buffer(data)), where)
     try:
-        found = read(body.reader.schema, body.reader, where)
+        table = read(body.reader.schema, body.reader, where)
     except StateError:
         raise
     except NOT_ARROW as error:
         raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
-    if count(found) != body.record.rows:
-        raise CorruptFileError(f"{where} holds {count(found)} rows and announces {body.record.rows}")
-    return found
+    if count(table) != body.record.rows:
+        raise CorruptFileError(f"{where} holds {count(table)} rows, but announces {body.record.rows}")
+    return table

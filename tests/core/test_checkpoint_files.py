@@ -188,7 +188,9 @@ def test_a_small_file_that_would_take_a_machines_memory_is_refused(
     monkeypatch.setattr(pa.ipc, "IpcWriteOptions", Compressed)
     files.put(file_name(ref, kind), _written(_header(ref, kind), [rows]))
     assert files.size(file_name(ref, kind)) < 100_000 < 10_000_000 < rows.nbytes
-    with pytest.raises(CorruptFileError, match="is compressed with codec 1 of Arrow, which no file of this package is"):
+    with pytest.raises(
+        CorruptFileError, match="is compressed with Arrow's codec 1, which spark_state_ext does not use"
+    ):
         read_checkpoint(files, ref, kind, SCHEMA, tmp_path)
 
 

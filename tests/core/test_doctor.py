@@ -153,7 +153,7 @@ def test_no_folder_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert list(tmp_path.rglob("*")) == [there]
     (there / "file").write_text("")
     (row,) = _problems(capsys, f"{there}/file/root")
-    assert "A root must be a folder that every executor can make" in row["problem"]
+    assert "A root must be a folder that every executor can create" in row["problem"]
 
 
 def test_too_few_open_files_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,9 @@ def test_an_unknown_protocol_is_the_callers_mistake() -> None:
 def test_a_root_that_cannot_be_a_folder_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for root in (str(tmp_path / "file"), "/proc/nowhere"):
-        with pytest.raises(StorageError, match=r"writing .*/a: .*A root must be a folder that every executor can make"):
+        with pytest.raises(
+            StorageError, match=r"writing .*/a: .*A root must be a folder that every executor can create"
+        ):
             Folder(root).put("a", b"1")
 
 
@@ -183,7 +185,7 @@ def test_a_large_file_stays_where_none_takes_its_place(kind: str, tmp_path: Path
     files.put_file("file", tmp_path / "mine")
     there = os.stat(tmp_path / "root" / "file").st_ino
     files.put_file("file", tmp_path / "mine")
-    with pytest.raises(StorageError, match=r"root/file is there with other bytes .* delete it, and start again") as it:
+    with pytest.raises(StorageError, match=r"root/file exists with other bytes .* delete it, and start again") as it:
         files.put_file("file", tmp_path / "other")
     assert not is_retriable(it.value)
     assert os.stat(tmp_path / "root" / "file").st_ino == there
@@ -242,17 +244,17 @@ class Answer(Exception):  # noqa: N818  # as clients of stores name theirs
 
 EXPIRED = "The credentials have expired: renew the credentials and start again"
 ADVICE: list[tuple[Exception, bool, str]] = [
-    (PermissionError(errno.EACCES, "denied"), True, "A root must be a folder that every executor can make"),
-    (OSError(errno.EIO, "i/o error"), True, "See that each executor can reach and use the root"),
-    (PermissionError(errno.EACCES, "denied"), False, "Give rights to list, read, write and delete there"),
-    (Answer(403), False, "Give rights to list"),
+    (PermissionError(errno.EACCES, "denied"), True, "A root must be a folder that every executor can create"),
+    (OSError(errno.EIO, "i/o error"), True, "Make sure that each executor can reach and use the root"),
+    (PermissionError(errno.EACCES, "denied"), False, "Grant the rights to list, read, write and delete there"),
+    (Answer(403), False, "Grant the rights to list"),
     (ClientAuthenticationError("Signature not valid in the specified time frame: Expiry [Fri]"), False, EXPIRED),
-    (ClientAuthenticationError("no such account"), False, "Give rights to list"),
+    (ClientAuthenticationError("no such account"), False, "Grant the rights to list"),
     (CredentialRetrievalError(provider="sso", error_msg="the SSO session has expired"), False, EXPIRED),
     (FileNotFoundError("The specified bucket does not exist"), False, "The bucket or container of a root must exist"),
-    (ConnectionError("refused"), False, "The store did not answer: see to the network, and to the endpoint"),
+    (ConnectionError("refused"), False, "The store did not answer: check the network, and the endpoint"),
     (Answer(503), False, "The store did not answer"),
-    (Answer(400), False, "See that each executor can reach and use the root"),
+    (Answer(400), False, "Make sure that each executor can reach and use the root"),
 ]
 
 
@@ -287,7 +289,7 @@ def test_an_expired_token_is_to_be_renewed() -> None:
         files = Folder("s3://bucket/root", options)
         with pytest.raises(StorageError, match=rf"The provided token has expired\.\. {EXPIRED}"):
             files.names()
-        with pytest.raises(StorageError, match="where temporary credentials have expired: if so, renew the cred"):
+        with pytest.raises(StorageError, match="if temporary credentials have expired: if so, renew the cred"):
             files.exists("file")
     finally:
         server.shutdown()
@@ -302,7 +304,7 @@ def test_a_store_that_cannot_be_reached_says_what_to_look_at() -> None:
         "config_kwargs": {"retries": {"max_attempts": 0}},
     }
     files = Folder("s3://bucket/root", options)
-    with pytest.raises(StorageError, match="The store did not answer: see to the network, and to the endpoint"):
+    with pytest.raises(StorageError, match="The store did not answer: check the network, and the endpoint"):
         files.names()
 
 

@@ -325,9 +325,7 @@ def test_a_bucket_with_a_file_that_is_none_of_ours_says_so(
     (lived.query_folder / "0" / "notes.txt").write_text("mine")
     rows = said(capsys, "gc", lived.query_folder, "--dry-run", "--retained", 2, "--bucket", 0)
     assert {row["does"] for row in rows} == {"stays"}
-    assert {row["why"] for row in rows} == {
-        "clean-up deletes no file of this bucket, because notes.txt is none of our files"
-    }
+    assert {row["why"] for row in rows} == {"nothing is deleted here, as notes.txt is not a file of spark_state_ext"}
 
 
 def test_only_a_query_deletes(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:

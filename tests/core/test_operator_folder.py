@@ -176,7 +176,7 @@ def test_another_attempt_at_a_first_batch_is_no_other_query(tmp_path: Path) -> N
     second = operator_catalog.new_query_folder(batch_ms, "b" * 32)
     OperatorCatalog().admit(files, _wanted(query=second), True, batch_ms=batch_ms)
     third = operator_catalog.new_query_folder(batch_ms + 1, "c" * 32)
-    with pytest.raises(ExistingStateError, match=f"where other queries have theirs: query, {first}"):
+    with pytest.raises(ExistingStateError, match=f"where other queries have state: query, {first}"):
         OperatorCatalog().admit(files, _wanted(query=third), True, batch_ms=batch_ms + 1)
 
 

@@ -252,7 +252,7 @@ def test_what_is_damaged_is_told_and_ends_nothing(root: Path, tmp_path: Path) ->
     newest.write_bytes(b"garbage")
     ((bucket,),) = [it.buckets for it in list_query_files(Folder(str(root)))]
     assert bucket.chain is None
-    assert "is no Arrow file" in bucket.problem
+    assert "is not an Arrow file" in bucket.problem
     text = report(root, tmp_path / "out.html").read_text()
     assert f"Bucket 3: {newest}" in "".join(_Page(text).text)
 

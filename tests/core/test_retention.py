@@ -477,7 +477,7 @@ def test_doubt_is_logged_and_nothing_goes(scene: Scene, caplog: pytest.LogCaptur
     before = scene.files.names()
     with caplog.at_level(logging.WARNING, "spark_state_ext"):
         assert scene.clean() == 0
-    assert "somebody's notes is none of our files" in caplog.text
+    assert "somebody's notes is not a file of spark_state_ext" in caplog.text
     assert scene.files.names() == before
 
 

@@ -127,7 +127,7 @@ def test_a_damaged_one_is_told_of_elsewhere(share: Folder, sealed: SealedFile, t
     sent(backup_of(share, tmp_path), sealed)
     content = damaged(tmp_path / "root" / sealed.name)
     began_s = time.monotonic()
-    with pytest.raises(StorageError, match=r"is there with other bytes .* delete it, and start again"):
+    with pytest.raises(StorageError, match=r"exists with other bytes .* delete it, and start again"):
         sent(backup_of(share, tmp_path, timeout_s=10 * WAIT_S), sealed)
     assert time.monotonic() - began_s < WAIT_S
     assert share.get(sealed.name) == content
@@ -144,7 +144,7 @@ def test_a_snapshot_of_another_writer_is_as_good(share: Folder, tmp_path: Path) 
     sent(backup_of(share, tmp_path), files[1], ref)
     assert share.get(files[0].name) == files[0].get_range(0, files[0].size_bytes)
     damaged(tmp_path / "root" / files[0].name)
-    with pytest.raises(StorageError, match="is there with other bytes"):
+    with pytest.raises(StorageError, match="exists with other bytes"):
         sent(backup_of(share, tmp_path), files[1], ref)
 
 

@@ -193,11 +193,11 @@ def test_senseless_bytes_in_the_place_of_an_index(tmp_path: Path) -> None:
 def test_a_file_whose_record_of_the_index_is_lost_is_damaged(tmp_path: Path) -> None:
     data = written([rows_of(np.arange(100), np.arange(100))])
     at = data.rindex(b"index=")
-    with pytest.raises(CorruptFileError, match="is of format 3, and its footer is of another"):
+    with pytest.raises(CorruptFileError, match="has format 3, but its footer has another one"):
         _read(data[:at] + b"Index=" + data[at + 6 :], tmp_path)
     record, index = index_of(data)
     moved = IndexRecord(record.length, len(index.encode()), "0" * 32).encode()
-    with pytest.raises(CorruptFileError, match="does not lie between body and footer"):
+    with pytest.raises(CorruptFileError, match="that is not between body and footer"):
         _read(data[:at] + moved + data[at + len(moved) :], tmp_path)
 
 

@@ -174,7 +174,7 @@ def test_a_damaged_file_that_nobody_follows_keeps_no_host_from_telling(tmp_path:
     assert record_numbers(Folder(str(tmp_path / "root")))["a"] >= before + 3
     assert a.service.errors == {}
     assert a.held() == set()
-    assert sum("no Arrow file" in it for it in a.part.last.problems) == 1
+    assert sum("not an Arrow file" in it for it in a.part.last.problems) == 1
 
 
 def test_stores_that_cannot_be_removed_end_nothing(

@@ -115,7 +115,7 @@ def _beside(entries: Iterable[Entry], pointer: Pointer, headers: Headers) -> tup
     refs = [(parse_file_name(entry.name) or (None,))[0] for entry in entries]
     known = dict.fromkeys(ref for ref in refs if ref is not None)
     kinds = {ref: {""} for ref in known}
-    mine = set(retention._back_from(pointer.ref, kinds, headers)) if pointer.ref in kinds else set()
+    mine = set(retention._walk_back(pointer.ref, kinds, headers)) if pointer.ref in kinds else set()
     line = [entry for entry, ref in zip(entries, refs, strict=True) if ref in mine]
     return line, [entry for entry, ref in zip(entries, refs, strict=True) if ref not in mine]
 

@@ -421,7 +421,7 @@ MISTAKES = [
     Mistake(
         "a root that is a file",
         root_that_is_a_file,
-        r"StorageError: .*root.*: .*A root must be a folder that every executor can make, write to and read",
+        r"StorageError: .*root.*: .*A root must be a folder that every executor can create, write to and read",
     ),
     Mistake(
         "a local folder that is a file",

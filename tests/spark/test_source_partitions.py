@@ -187,7 +187,7 @@ def test_state_without_its_assignment_is_refused(spark: Any, tmp_path: Path) -> 
     (path,) = (tmp_path / "root" / "tested").glob("*/partitions_0.json")
     data = path.read_bytes()
     path.unlink()
-    refused(job, "PartitionsChangedError", r"has state by source partition, and no partitions_0\.json", rows("a", 2))
+    refused(job, "PartitionsChangedError", r"has state by source partition, but partitions_0\.json", rows("a", 2))
     path.write_bytes(data[:-4])
     refused(
         job, "CorruptFileError", r"partitions_0\.json is not a valid assignment of partitions.*copy of the query folder"
