@@ -1,3 +1,3 @@
-"""From a pointer and the backends' files to a whole local store."""
+"""Restore a local store from a pointer and the backends' files."""
 
 from __future__ import annotations

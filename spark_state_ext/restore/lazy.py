@@ -1,7 +1,8 @@
-"""Lazy restore: a snapshot becomes a run of which only what a batch asks for is fetched, and the rest beside batches.
+"""Lazy restore: a snapshot becomes a run of which batches fetch only what they need, and the rest is fetched meanwhile.
 
-Decided from both ends of the file. What is fetched later is asked of the bucket's backends in their order, each of
-which has to have the very same file. Where none has it any more, the run is lost, and the load is planned anew.
+Reading both ends of the file is enough to start. Later pieces are requested from the bucket's backends in their order;
+each backend must have the same file, byte for byte. If no backend has the file any longer, the run is lost, and the
+load is planned again.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ BYTES_MIN = 32 << 20
 FILL_BYTES_PER_S_MAX = 64_000_000
 _BYTES_MIN_NAME = "SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN"
 _FILL_NAME = "SPARK_STATE_EXT_LAZY_FILL_BYTES_PER_S_MAX"
-# A request costs about as much as so many pieces, of which it takes several at most.
+# A request costs about as much as fetching _GAP_PIECES pieces, and fetches at most _REQUEST_PIECES of them.
 _GAP_PIECES = 4
 _REQUEST_PIECES = BLOCK_BYTES // PIECE_BYTES
 _REQUESTS_MAX = 32
-# What is fetched beside batches waits until batches have not fetched anything for so long, and no longer than this.
+# Background fetching waits until batches have fetched no pieces for _QUIET_S, but no longer than _STAND_BACK_S_MAX.
 _QUIET_S, _STAND_BACK_S_MAX = 0.25, 1.0
 
 
@@ -74,17 +75,17 @@ def lazy_options(
     peers: PieceGiver | None = None,
     foreground: Foreground | None = None,
 ) -> LazyOptions:
-    """What the environment says of lazy restore."""
-    fill = _bytes_given(environ, _FILL_NAME, FILL_BYTES_PER_S_MAX)
+    """Return the options of lazy restore, from the environment variables."""
+    fill = _read_bytes_option(environ, _FILL_NAME, FILL_BYTES_PER_S_MAX)
     return LazyOptions(lazy_bytes_min(environ), fill, runner, peers, foreground or Foreground())
 
 
 def lazy_bytes_min(environ: Mapping[str, str] = os.environ) -> int:
-    """The smallest snapshot that is restored lazily, as the environment says, bytes."""
-    return _bytes_given(environ, _BYTES_MIN_NAME, BYTES_MIN)
+    """Return the size in bytes of the smallest snapshot that is restored lazily, from the environment variables."""
+    return _read_bytes_option(environ, _BYTES_MIN_NAME, BYTES_MIN)
 
 
-def _bytes_given(environ: Mapping[str, str], name: str, default: int) -> int:
+def _read_bytes_option(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, str(default))
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise UsageError(f"{name} is {text!r}: give a whole number of bytes above 0, or leave it out")
@@ -93,7 +94,7 @@ def _bytes_given(environ: Mapping[str, str], name: str, default: int) -> int:
 
 @dataclass(frozen=True)
 class LazySnapshot:
-    """A snapshot of which both ends were read.
+    """A snapshot file whose both ends were read.
 
     Parameters
     ----------
@@ -102,7 +103,7 @@ class LazySnapshot:
     index
         Its index.
     schema
-        The schema of its rows, as the file has it.
+        The schema of its rows in the file.
     """
 
     header: LineageHeader
@@ -111,7 +112,7 @@ class LazySnapshot:
 
 
 def read_ends(files: Readable, ref: CheckpointRef, size: int) -> LazySnapshot | None:
-    """Read and check both ends of a snapshot file of some size; None if it has no index, or no rows."""
+    """Read and check both ends of a snapshot file of the given size; None if it has no index, or no rows."""
     name = file_name(ref, SNAPSHOT)
     where = files.where(name)
     record, index = announced_index(lambda start, end: files.get_range(name, start, end), size, where)
@@ -122,7 +123,7 @@ def read_ends(files: Readable, ref: CheckpointRef, size: int) -> LazySnapshot | 
     index.check(0, front, where)
     try:
         if not front.startswith(PADDED_MAGIC):
-            raise CorruptFileError(f"{where} is no Arrow file")
+            raise CorruptFileError(f"{where} is not an Arrow file")
         schema = pa.ipc.read_schema(pa.py_buffer(front[len(PADDED_MAGIC) :]))
     except NOT_ARROW as error:
         raise CorruptFileError(f"the schema of {where} cannot be read: {error}") from error
@@ -134,20 +135,20 @@ def read_ends(files: Readable, ref: CheckpointRef, size: int) -> LazySnapshot | 
 
 
 def read_pieces(files: Readable, ref: CheckpointRef, index: SnapshotIndex, request: tuple[int, int]) -> bytes:
-    """Read a range of pieces of a snapshot file, which are still to be compared with their checksums."""
+    """Read a range of pieces of a snapshot file; the caller must compare them with their checksums."""
     name = file_name(ref, SNAPSHOT)
     start, stop = request[0] * PIECE_BYTES, min(request[1] * PIECE_BYTES, index.body_bytes)
     data = files.get_range(name, start, stop)
     if len(data) != stop - start:
-        # Else whole pieces would pass, and no piece at all too.
+        # Otherwise the checksums of the remaining whole pieces would match, even if there are no pieces.
         raise CorruptFileError(
-            f"{files.where(name)} has {len(data)} bytes from byte {start} to {stop}: it was cut short"
+            f"{files.where(name)} has only {len(data)} bytes between byte {start} and {stop}: it was cut short"
         )
     return data
 
 
 class _UnwantedError(Exception):
-    """Nobody waits for pieces any more. It is no error of the backend that is asked for them."""
+    """The pieces are no longer waited for. This is not an error of the backend that was asked for them."""
 
     def __init__(self, why: StateError) -> None:
         super().__init__(str(why))
@@ -155,7 +156,7 @@ class _UnwantedError(Exception):
 
 
 class LazyRestore:
-    """That of one bucket, in one call."""
+    """Lazy restore of one bucket during one call."""
 
     def __init__(
         self,
@@ -171,22 +172,22 @@ class LazyRestore:
         self._sources = sources
         self._options = options
         self._lock = threading.Lock()
-        # By checkpoint: where its file is the one that the run is of.
+        # By checkpoint: the places whose file is known to be the one that the run was made from.
         self._same: dict[CheckpointRef, set[str]] = {}
-        # Bytes that were fetched from backends after both ends.
+        # Bytes fetched from backends, without the two ends of files.
         self.fetched_bytes = 0
 
     # -- beginning ----------------------------------------------------------------------------------
 
-    def begun(self, files: Readable, ref: CheckpointRef) -> LazySnapshot | None:
-        """Both ends of a snapshot, where it is to be restored lazily; None where it is to be loaded whole."""
-        # One of which a part could not be had is loaded whole, which tells what is wrong.
+    def begin(self, files: Readable, ref: CheckpointRef) -> LazySnapshot | None:
+        """Read both ends of a snapshot that is to be restored lazily; None if it is to be loaded whole."""
+        # If a part of it could not be fetched, it is loaded whole, which reports what is wrong.
         if self._options is None or ref in self._store.lazy.lost:
             return None
         with self._options.foreground.awaited():
-            return self._both_ends(files, ref, self._options.bytes_min)
+            return self._read_both_ends(files, ref, self._options.bytes_min)
 
-    def _both_ends(self, files: Readable, ref: CheckpointRef, bytes_min: int) -> LazySnapshot | None:
+    def _read_both_ends(self, files: Readable, ref: CheckpointRef, bytes_min: int) -> LazySnapshot | None:
         name = file_name(ref, SNAPSHOT)
         size, where = files.size(name), files.where(name)
         if size < bytes_min:
@@ -195,29 +196,29 @@ class LazyRestore:
         if local is not None:
             local.close()
             return None
-        found = read_ends(files, ref, size)
-        if found is None or not found.schema.equals(self._store.schema.arrow):
+        snapshot = read_ends(files, ref, size)
+        if snapshot is None or not snapshot.schema.equals(self._store.schema.arrow):
             return None
         with self._lock:
             self._same[ref] = {where}
-        return found
+        return snapshot
 
-    def ingest(self, found: LazySnapshot) -> None:
-        """Have the local store take a snapshot, with nothing of its rows."""
-        ref = found.header.ref
+    def ingest(self, snapshot: LazySnapshot) -> None:
+        """Add a snapshot to the local store without any of its rows."""
+        ref = snapshot.header.ref
         _LOGGER.info(
-            "checkpoint %s is restored lazily: %d rows, %d bytes", ref, found.index.rows, found.index.body_bytes
+            "checkpoint %s is restored lazily: %d rows, %d bytes", ref, snapshot.index.rows, snapshot.index.body_bytes
         )
-        self._store.lazy.ingest(found.index, ref)
+        self._store.lazy.ingest(snapshot.index, ref)
 
     # -- going on -----------------------------------------------------------------------------------
 
     def attach(self, view: View) -> None:
-        """Have a view's lookups fetch what lacks, and the rest fetched beside batches."""
+        """Let a view's lookups fetch missing pieces, and start fetching the other pieces in the background."""
         view.fetch = self.fetch
         if self._options is not None:
             for run in self._store.lazy.among(view.runs):
-                # While it waits, it is not taken again.
+                # Do not submit a run that is already being filled.
                 if not self._options.runner.busy(self._name(run)):
                     self._options.runner.submit(self._name(run), partial(self.fill, run))
 
@@ -225,38 +226,38 @@ class LazyRestore:
         return f"filling {self._store.folder} {run.newest}"
 
     def fetch(self, lazy: LazyFile, pieces: IndexArray) -> None:
-        """Fetch pieces of a file, and put them there: from peers as far as these have them, the rest from backends."""
+        """Fetch pieces of a file and write them to it: from peers if they have them, the others from backends."""
         with nullcontext() if self._options is None else self._options.foreground.awaited():
-            self._fetch(lazy, pieces, beside=False)
+            self._fetch(lazy, pieces, in_background=False)
 
-    def _fetch(self, lazy: LazyFile, pieces: IndexArray, beside: bool) -> None:
+    def _fetch(self, lazy: LazyFile, pieces: IndexArray, in_background: bool) -> None:
         peers = None if self._options is None else self._options.peers
         if peers is not None:
             ranges = group_pieces(lazy.lacking(pieces))
-            peers.give(self._key, lazy, ranges, beside, self._sources.raise_if_closed)
+            peers.give(self._key, lazy, ranges, in_background, self._sources.raise_if_closed)
             pieces = lazy.lacking(pieces)
             if not len(pieces):
                 return
         started_s = time.monotonic()
-        self._fetch_from_backends(lazy, pieces, beside)
-        if peers is not None and beside:
+        self._fetch_from_backends(lazy, pieces, in_background)
+        if peers is not None and in_background:
             peers.note_store(len(group_pieces(pieces)), len(pieces) * PIECE_BYTES, time.monotonic() - started_s)
 
-    def _fetch_from_backends(self, lazy: LazyFile, pieces: IndexArray, beside: bool) -> None:
+    def _fetch_from_backends(self, lazy: LazyFile, pieces: IndexArray, in_background: bool) -> None:
         ref = lazy.run.newest
-        meanwhile = None if beside else self._meanwhile
+        while_waiting = None if in_background else self._wait_or_abandon
         try:
-            self._sources.read(ref, SNAPSHOT, lambda files: self._fetch_from(files, lazy, pieces, meanwhile))
+            self._sources.read(ref, SNAPSHOT, lambda files: self._fetch_from(files, lazy, pieces, while_waiting))
         except _UnwantedError as unwanted:
             raise unwanted.why from None
         except (MissingCheckpointError, CorruptFileError, LineageError) as error:
             if not len(lazy.lacking(pieces)):
-                return  # another process has had it from elsewhere
+                return  # another process fetched them from elsewhere
             _LOGGER.warning("the rest of checkpoint %s, which is restored lazily, is gone: %s", ref, error)
             self._store.lazy.lose(lazy.run)
             raise MissingRunError(f"run {ref} cannot be completed: {error}", ref) from error
 
-    def _meanwhile(self) -> None:
+    def _wait_or_abandon(self) -> None:
         try:
             self._while_waiting()
         except StateError as error:
@@ -267,62 +268,62 @@ class LazyRestore:
     ) -> None:
         name = file_name(lazy.run.newest, SNAPSHOT)
         where = files.where(name)
-        self._refuse_another(files, lazy, name, where)
+        self._refuse_other_file(files, lazy, name, where)
 
-        def fetch(request: tuple[int, int]) -> int:
+        def fetch_range(request: tuple[int, int]) -> int:
             self._sources.raise_if_closed()
             data = read_pieces(files, lazy.run.newest, lazy.index, request)
             lazy.put(request[0], data, where)
             return len(data)
 
-        # Another backend may have given some of them.
+        # Another backend may already have given some of them.
         requests = group_pieces(lazy.lacking(pieces))
         threads = min(_REQUESTS_MAX, max(1, len(requests)))
-        fetched = sum(side_by_side("fetch", threads, fetch, requests, while_waiting))
+        fetched = sum(side_by_side("fetch", threads, fetch_range, requests, while_waiting))
         with self._lock:
             self.fetched_bytes += fetched
 
-    def _refuse_another(self, files: Readable, lazy: LazyFile, name: str, where: str) -> None:
-        """See that a backend has the very file that the run is of: rows may be laid out otherwise in another one."""
+    def _refuse_other_file(self, files: Readable, lazy: LazyFile, name: str, where: str) -> None:
+        """Raise an error unless a backend has the same file that the run was made from: another's layout may differ."""
         with self._lock:
             if where in self._same.get(lazy.run.newest, ()):
                 return
         _, index = announced_index(lambda start, end: files.get_range(name, start, end), files.size(name), where)
         if index is None or index.encode() != lazy.index.encode():
-            raise CorruptFileError(f"{where} is another file than the one that was begun with")
+            raise CorruptFileError(f"{where} is another file than the one that the restore began with")
         with self._lock:
             self._same.setdefault(lazy.run.newest, set()).add(where)
 
-    # -- beside batches -----------------------------------------------------------------------------
+    # -- in the background --------------------------------------------------------------------------
 
     def fill(self, run: Run) -> None:
-        """Fetch all that lacks of a run, in order and not too fast, until it is whole or nobody wants it any more."""
-        assert self._options is not None, "only who restores lazily fills"
+        """Fetch all missing pieces of a run, in order and at a limited rate, until it is whole or no longer needed."""
+        assert self._options is not None, "runs are filled only with options of lazy restore"
         try:
             self._fill(run, self._options)
         finally:
             if self._store.is_closed:
-                # It may have been opened again here.
+                # Fetching may have opened the store again.
                 self._store.close()
 
     def _fill(self, run: Run, options: LazyOptions) -> None:
-        for lazy, pieces in self._lacking(run, lambda: not (self._store.is_closed or self._sources.is_closed)):
+        for lazy, pieces in self._iterate_missing(run, lambda: not (self._store.is_closed or self._sources.is_closed)):
             options.foreground.stand_back(_QUIET_S, _STAND_BACK_S_MAX)
             started_s = time.monotonic()
-            self._fetch(lazy, pieces, beside=True)
+            self._fetch(lazy, pieces, in_background=True)
             took_s = time.monotonic() - started_s
             time.sleep(max(0.0, len(pieces) * PIECE_BYTES / options.fill_bytes_per_s_max - took_s))
 
     def complete(self, run: Run) -> None:
-        """Fetch all that lacks of a run, in order, one request after another, as fast as the files come."""
-        # Not until the store is closed: it opens itself again, and a process closes stores that wait for long.
-        for lazy, pieces in self._lacking(run, lambda: True):
+        """Fetch all missing pieces of a run, in order, one request after another, without a rate limit."""
+        # A closed store does not end this: the process closes stores that are idle for long, and they open again.
+        for lazy, pieces in self._iterate_missing(run, lambda: True):
             self._sources.raise_if_closed()
             self._while_waiting()
-            self._fetch(lazy, pieces, beside=True)
+            self._fetch(lazy, pieces, in_background=True)
 
-    def _lacking(self, run: Run, is_wanted: Callable[[], bool]) -> Iterator[tuple[LazyFile, IndexArray]]:
-        """What still lacks of a run, so much at a time as one request gets; once nothing does, the run is whole."""
+    def _iterate_missing(self, run: Run, is_wanted: Callable[[], bool]) -> Iterator[tuple[LazyFile, IndexArray]]:
+        """Iterate over the missing pieces of a run, one request at a time; mark the run whole when all are there."""
         while is_wanted():
             lazy = self._store.lazy.file(run)
             if lazy is None:
@@ -335,10 +336,10 @@ class LazyRestore:
 
 
 def group_pieces(pieces: IndexArray) -> list[tuple[int, int]]:
-    """Pieces, ascending, as ranges of them: those near each other together, of bounded size."""
+    """Group ascending pieces into ranges of bounded size; pieces near each other share a range."""
     if not len(pieces):
         return []
-    begins = np.flatnonzero(np.diff(pieces, prepend=pieces[0] - _GAP_PIECES - 2) > _GAP_PIECES + 1)
-    ends = np.append(begins[1:], len(pieces))
-    ranges = zip(pieces[begins].tolist(), (pieces[ends - 1] + 1).tolist(), strict=True)
-    return [(at, min(at + _REQUEST_PIECES, end)) for begin, end in ranges for at in range(begin, end, _REQUEST_PIECES)]
+    starts = np.flatnonzero(np.diff(pieces, prepend=pieces[0] - _GAP_PIECES - 2) > _GAP_PIECES + 1)
+    ends = np.append(starts[1:], len(pieces))
+    ranges = zip(pieces[starts].tolist(), (pieces[ends - 1] + 1).tolist(), strict=True)
+    return [(at, min(at + _REQUEST_PIECES, end)) for start, end in ranges for at in range(start, end, _REQUEST_PIECES)]

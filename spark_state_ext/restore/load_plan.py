@@ -1,4 +1,4 @@
-"""Decisions about lineage: when to write a snapshot, what to load. Pure functions over values (SPARK-49374)."""
+"""Decide which files to load for a checkpoint, from its lineage. Pure functions over values (SPARK-49374)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Chain:
-    """Ancestors of a checkpoint and the checkpoint itself, oldest first, as far back as is known.
+    """The known ancestors of a checkpoint and the checkpoint itself, oldest first.
 
     Parameters
     ----------
     refs
         The checkpoints.
     rooted
-        The first one was built on no state at all, so that its delta is the whole state.
+        The first one has no parent, so that its delta is the whole state.
     start
-        Position of the checkpoint that the lineage begins with; its snapshot may be unconfirmed. Those before
-        it are of use only when they are here.
+        Position of the checkpoint that the lineage begins with; its snapshot may be unconfirmed. Checkpoints before it
+        are useful only if the local store has them.
     """
 
     refs: tuple[CheckpointRef, ...]
@@ -39,34 +39,34 @@ class Chain:
 
     @staticmethod
     def of(pointer: Pointer) -> Chain:
-        """What a pointer tells of its checkpoint's ancestors."""
+        """Return the chain of a pointer's checkpoint, from the lineage in the pointer."""
         refs = tuple(entry.ref for entry in pointer.lineage)
         if len(refs) == 1 and pointer.parent is not None:
-            # Where its parent is here, the delta is all that lacks of a checkpoint whose snapshot is fresh.
+            # The checkpoint has a new snapshot. If the local store has its parent, only the delta is missing.
             return Chain((pointer.parent, *refs), start=1)
-        # A bucket's first checkpoint has version 1, and its delta is all there is.
+        # A bucket's first checkpoint has version 1, and its delta is the whole state.
         return Chain(refs, rooted=refs[0].version == 1)
 
-    def extended(self, header: LineageHeader, where: str) -> Chain:
-        """The chain reaching as far back as the header of its first checkpoint tells."""
+    def extend(self, header: LineageHeader, where: str) -> Chain:
+        """Return the chain extend by the ancestors in the header of its first checkpoint."""
         first = self.refs[self.start]
         if header.ref != first:
-            raise LineageError(f"{where} tells the lineage of {header.ref}; that of {first} was expected")
+            raise LineageError(f"{where} has the lineage of {header.ref} instead of the lineage of {first}")
         self.check(header, where)
         return Chain((*header.lineage, *self.refs[self.start :]), rooted=header.parent is None)
 
     def check(self, header: LineageHeader, where: str) -> None:
-        """Compare a file's lineage with this one where both tell."""
+        """Raise a LineageError if a file's lineage contradicts this one."""
         at = self.refs.index(header.ref)
         if at == 0:
             if self.rooted and header.parent is not None:
-                raise LineageError(f"{where} was built on {header.parent}; the lineage expects no state before it")
+                raise LineageError(f"{where} was built on {header.parent}, but in the lineage it has no parent")
             return
         if header.parent != self.refs[at - 1]:
-            raise LineageError(f"{where} was built on {header.parent}; the lineage expects {self.refs[at - 1]}")
-        for mine, its in zip(reversed(self.refs[:at]), reversed(header.lineage), strict=False):
-            if mine != its:
-                raise LineageError(f"{where} names {its} among its ancestors; the lineage has {mine} there")
+            raise LineageError(f"{where} was built on {header.parent}, but in the lineage on {self.refs[at - 1]}")
+        for expected, ancestor in zip(reversed(self.refs[:at]), reversed(header.lineage), strict=False):
+            if expected != ancestor:
+                raise LineageError(f"{where} names {ancestor} among its ancestors, but the lineage has {expected}")
 
 
 @dataclass(frozen=True)
@@ -78,21 +78,25 @@ class Fetch:
 
 
 def plan_load(chain: Chain, runs: Iterable[Run], gone: Collection[Fetch]) -> list[Fetch] | None:
-    """Which files to fetch so that the last checkpoint of a chain can be read, oldest first."""
+    """Return the files to fetch, oldest first, to read the last checkpoint of a chain; None if that is impossible."""
     runs = list(runs)
-    ending: dict[CheckpointRef, list[Run]] = {}
+    runs_by_newest: dict[CheckpointRef, list[Run]] = {}
     for run in runs:
-        ending.setdefault(run.newest, []).append(run)
-    place = {ref: at for at, ref in enumerate(chain.refs)}
+        runs_by_newest.setdefault(run.newest, []).append(run)
+    positions = {ref: at for at, ref in enumerate(chain.refs)}
 
-    def above(base: int) -> list[Fetch] | None:
-        """What is lacking of the checkpoints above a base."""
+    def fetches_after(base: int) -> list[Fetch] | None:
+        """Return the deltas to fetch for the checkpoints after a base; None if one of them is gone."""
         fetches: list[Fetch] = []
         at = len(chain.refs) - 1
         while at > base:
-            # A run here may cover several checkpoints: the one that reaches deepest, but not below the base.
-            below = [place.get(run.parent, -1) for run in ending.get(chain.refs[at], ()) if run.parent is not None]
-            below = [to for to in below if base <= to < at]
+            # A local run may cover several checkpoints: use the one that reaches furthest back, but not below the base.
+            below = [
+                positions.get(run.parent, -1)
+                for run in runs_by_newest.get(chain.refs[at], ())
+                if run.parent is not None
+            ]
+            below = [position for position in below if base <= position < at]
             if below:
                 at = min(below)
                 continue
@@ -103,26 +107,26 @@ def plan_load(chain: Chain, runs: Iterable[Run], gone: Collection[Fetch]) -> lis
             at -= 1
         return fetches[::-1]
 
-    # From what is here, when possible: the newest such checkpoint.
+    # If possible, start from the newest checkpoint that the local store has.
     for base in range(len(chain.refs) - 1, -1, -1):
-        if chain.refs[base] in ending and _whole(runs, chain.refs[base]):
-            found = above(base)
-            if found is not None:
-                return found
-    # Else from the unconfirmed snapshot. Where a delta above it is gone, any snapshot from there on is worth a try.
-    lost = [place[fetch.ref] for fetch in gone if fetch.kind == DELTA and fetch.ref in place]
+        if chain.refs[base] in runs_by_newest and _is_whole(runs, chain.refs[base]):
+            fetches = fetches_after(base)
+            if fetches is not None:
+                return fetches
+    # Otherwise start from the unconfirmed snapshot. If a delta after it is gone, try any snapshot from there on.
+    lost = [positions[fetch.ref] for fetch in gone if fetch.kind == DELTA and fetch.ref in positions]
     for base in range(max(lost), len(chain.refs)) if lost else range(chain.start, chain.start + 1):
         ref = chain.refs[base]
         as_delta = base == 0 and chain.rooted and Fetch(ref, DELTA) not in gone
         fetch = Fetch(ref, DELTA if as_delta else SNAPSHOT)
         if fetch not in gone:
-            found = above(base)
-            if found is not None:
-                return [fetch, *found]
+            fetches = fetches_after(base)
+            if fetches is not None:
+                return [fetch, *fetches]
     return None
 
 
-def _whole(runs: Iterable[Run], ref: CheckpointRef) -> bool:
+def _is_whole(runs: Iterable[Run], ref: CheckpointRef) -> bool:
     try:
         choose_runs(runs, ref)
     except MissingRunError:

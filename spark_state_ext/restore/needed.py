@@ -1,4 +1,4 @@
-"""Which files a pointer's state is made of, by their headers and footers, and who has them."""
+"""Find the files that a pointer's state is made of, with their headers and footers, and where they are."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["Needed", "NeededFile", "needed_files"]
 
 @dataclass(frozen=True)
 class NeededFile:
-    """A checkpoint file that is there, by its header and its footer.
+    """An existing checkpoint file, with its header and its footer.
 
     Parameters
     ----------
     fetch
-        Which one.
+        The checkpoint and kind of the file.
     announced
-        What it says of itself.
+        Its header and footer.
     files
-        Who has it.
+        The backend's files that contain it.
     """
 
     fetch: Fetch
@@ -42,14 +42,14 @@ class NeededFile:
 
 @dataclass(frozen=True)
 class Needed:
-    """What a pointer's state is made of.
+    """The files that a pointer's state is made of.
 
     Parameters
     ----------
     lineage
-        From a checkpoint whose state is there for certain to the committed one.
+        The lineage from a checkpoint whose state certainly exists to the committed one.
     files
-        The files that loading it takes, oldest first.
+        The files that loading the state needs, oldest first.
     """
 
     lineage: tuple[LineageEntry, ...]
@@ -57,7 +57,7 @@ class Needed:
 
 
 def needed_files(pointer: Pointer, sources: Sources, verified_in: Path | None = None) -> Needed:
-    """Find the files of a pointer's state. What is only presumed to be there is looked for, and may be absent."""
+    """Find the files of a pointer's state; an unconfirmed snapshot is looked for, and may be absent."""
 
     def look(files: Readable, fetch: Fetch) -> NeededFile:
         return NeededFile(fetch, announced(files, fetch.ref, fetch.kind), files)
@@ -71,10 +71,12 @@ def needed_files(pointer: Pointer, sources: Sources, verified_in: Path | None = 
 
 
 def _lineage_of(pointer: Pointer, files: tuple[NeededFile, ...]) -> tuple[LineageEntry, ...]:
-    """Of a plan on an empty store, which has one file for each checkpoint."""
-    told: dict[CheckpointRef, LineageEntry] = {entry.ref: entry for entry in pointer.lineage}
+    """Return the lineage of the files; a load into an empty store has one file for each checkpoint."""
+    by_ref: dict[CheckpointRef, LineageEntry] = {entry.ref: entry for entry in pointer.lineage}
     entries = []
-    for it in files:
-        size = it.announced.size_bytes if it.fetch.kind == DELTA else 0
-        entries.append(told.get(it.fetch.ref, LineageEntry(it.fetch.ref, size, it.announced.header.writer.heartbeat)))
+    for file in files:
+        size = file.announced.size_bytes if file.fetch.kind == DELTA else 0
+        entries.append(
+            by_ref.get(file.fetch.ref, LineageEntry(file.fetch.ref, size, file.announced.header.writer.heartbeat))
+        )
     return tuple(entries)

@@ -1,8 +1,8 @@
 """A part of a snapshot file: the rows of a range of hashes, read without the rest of the file.
 
 Both ends of the file say which chunks may have such rows. If a large chunk has other rows too, its column of hashes is
-read, and then the wanted range of rows of each column. Arrow gets the chunk with zeros in place of all other bytes, and
-no row that is handed on consists of those.
+read first, and then the wanted range of rows of each column. Arrow gets the chunk with zeros instead of all other
+bytes, and rows of such zeros are never returned.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["read_part"]
 
 _THREADS_MAX = 8
 
-# Bytes of the file, from and to.
+# A range of bytes: start and end.
 _Span = tuple[int, int]
 
 
 def read_part(
     files: Readable, snapshot: LazySnapshot, schema: RowSchema, low: int, high: int
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a snapshot whose hashes are at least `low` and below `high`, perhaps with their neighbours."""
+    """Yield the rows of a snapshot with `low` <= hash < `high`, possibly with neighbouring rows."""
     where = files.where(file_name(snapshot.header.ref, SNAPSHOT))
     try:
         _refuse_gaps(snapshot.index, where)
@@ -58,21 +58,21 @@ def read_part(
 
 
 class _Part:
-    """One chunk, with each byte that was read and checked at its place."""
+    """A chunk of a file: the bytes that were read and checked are in place, all others are zero."""
 
     def __init__(self, files: Readable, snapshot: LazySnapshot, chunk: IndexedChunk, where: str) -> None:
         self._files, self._snapshot, self._chunk, self._where = files, snapshot, chunk, where
         self._first = chunk.offset // PIECE_BYTES
         self._end = chunk.offset + chunk.size_bytes
         pieces = -(-self._end // PIECE_BYTES) - self._first
-        # Pages that are never written to take no memory.
+        # Pages that are never written to use no memory.
         self._data: npt.NDArray[np.uint8] = np.zeros(pieces * PIECE_BYTES, dtype=np.uint8)
-        self._lacks: npt.NDArray[np.bool_] = np.ones(pieces, dtype=np.bool_)
+        self._is_missing: npt.NDArray[np.bool_] = np.ones(pieces, dtype=np.bool_)
         start = chunk.offset - self._first * PIECE_BYTES
         self._buffer = pa.py_buffer(self._data).slice(start, chunk.size_bytes)
 
     def read_all(self) -> pa.RecordBatch:
-        """Read all of the chunk."""
+        """Read the whole chunk."""
         self._fetch([(self._chunk.offset, self._end)])
         batch = self._open()
         self._refuse_other_hashes(hashes_of(batch))
@@ -90,7 +90,7 @@ class _Part:
         begin = int(np.searchsorted(hashes, np.uint64(low), side="left"))
         end = int(np.searchsorted(hashes, np.uint64(high - 1), side="right"))
         if begin < end:
-            self._fetch_here(span for it in columns for span in _locate_cells(*it, address, begin, end))
+            self._fetch_here(span for column in columns for span in _locate_cells(*column, address, begin, end))
             self._fetch_here(self._locate_values(cells, begin, end) for cells, _ in columns if cells.kind == BINARY)
             for cells, _ in columns:
                 if cells.kind == NOTHING and cells.validity >= 0:
@@ -98,27 +98,29 @@ class _Part:
         return batch.slice(begin, end - begin)
 
     def _open(self) -> pa.RecordBatch:
-        """Return the chunk as a record batch, of which the caller may use only what was read."""
+        """Return the chunk as a record batch; the caller may use only those cells that were read."""
         head = message_at(self._read_bytes, self._chunk.offset, self._where)
         size_bytes = head.metadata_bytes + head.body_bytes
-        # Arrow makes room for a compressed body before it looks at it, and no chunk is compressed.
+        # Arrow allocates memory for a compressed body before checking it; our chunks are never compressed.
         if head.codec is not None or size_bytes != self._chunk.size_bytes:
-            raise CorruptFileError(f"{self._where} has another message at byte {self._chunk.offset} than its index has")
+            raise CorruptFileError(
+                f"{self._where} has another message at byte {self._chunk.offset} than its index says"
+            )
         batch = pa.ipc.read_record_batch(self._buffer, self._snapshot.schema)
         if batch.num_rows != self._chunk.rows:
-            raise CorruptFileError(f"{self._where} holds {batch.num_rows} rows and announces {self._chunk.rows}")
-        # Sizes of buffers are Arrow's metadata. What was not read is 0, which no offset contradicts.
+            raise CorruptFileError(f"{self._where} holds {batch.num_rows} rows, but announces {self._chunk.rows}")
+        # This checks sizes of buffers, which are Arrow's metadata. Offsets that were not read are 0, which is valid.
         batch.validate()
         return batch
 
     def _refuse_other_hashes(self, hashes: npt.NDArray[np.uint64]) -> None:
-        """Refuse a chunk if the index tells other hashes, by which chunks are left out."""
+        """Raise an error if the chunk's hashes differ from the index, which decides which chunks are read."""
         ends = (int(hashes[0]), int(hashes[-1])) if len(hashes) else ()
         if ends != (self._chunk.hash_min, self._chunk.hash_max) or (hashes[1:] < hashes[:-1]).any():
-            raise CorruptFileError(f"{self._where} has other hashes at byte {self._chunk.offset} than its index has")
+            raise CorruptFileError(f"{self._where} has other hashes at byte {self._chunk.offset} than its index says")
 
     def _refuse_values(self, validity: int, begin: int, end: int) -> None:
-        """Refuse a column that is said to be NULL only, so that its values were not read, if some row has one."""
+        """Raise an error if a column that should be all NULL, and so was not read, has a value in these rows."""
         first, last = begin // 8, -(-end // 8)
         marks = np.frombuffer(self._buffer, np.uint8, last - first, offset=validity + first)
         if np.unpackbits(marks, bitorder="little")[begin - 8 * first : end - 8 * first].any():
@@ -130,22 +132,22 @@ class _Part:
         return self._data[at : at + size].tobytes()
 
     def _locate_values(self, cells: Cells, begin: int, end: int) -> _Span:
-        """Return where the text or bytes of rows are, once their offsets were read."""
+        """Return the range of the text or bytes of rows, whose offsets were read already."""
         offsets = np.frombuffer(self._buffer, np.int64 if cells.bits == 64 else np.int32, offset=cells.values)
         return cells.data + int(offsets[begin]), cells.data + int(offsets[end])
 
     def _fetch_here(self, spans: Iterable[_Span]) -> None:
-        """Read bytes at places within the chunk."""
+        """Read ranges of bytes that are given relative to the chunk."""
         self._fetch([(self._chunk.offset + start, self._chunk.offset + end) for start, end in spans if start != end])
 
     def _fetch(self, spans: Iterable[_Span]) -> None:
-        """Read the pieces that some bytes of the file lie in, unless they were read before."""
-        wanted = np.zeros_like(self._lacks)
+        """Read the pieces that contain these ranges of bytes of the file, unless they were read before."""
+        needed = np.zeros_like(self._is_missing)
         for start, end in spans:
             if not self._chunk.offset <= start <= end <= self._end:
-                raise CorruptFileError(f"{self._where} has a chunk that leads to bytes outside of it: it is damaged")
-            wanted[start // PIECE_BYTES - self._first : -(-end // PIECE_BYTES) - self._first] = True
-        requests = group_pieces(np.flatnonzero(wanted & self._lacks) + self._first)
+                raise CorruptFileError(f"{self._where} has a chunk that refers to bytes outside of it: it is damaged")
+            needed[start // PIECE_BYTES - self._first : -(-end // PIECE_BYTES) - self._first] = True
+        requests = group_pieces(np.flatnonzero(needed & self._is_missing) + self._first)
         if len(requests) > 1:
             side_by_side("part", min(_THREADS_MAX, len(requests)), self._put, requests)
         elif requests:
@@ -155,25 +157,25 @@ class _Part:
         index = self._snapshot.index
         data = read_pieces(self._files, self._snapshot.header.ref, index, request)
         index.check(request[0], data, self._where)
-        at, pieces = (request[0] - self._first) * PIECE_BYTES, slice(*(it - self._first for it in request))
+        at, pieces = (request[0] - self._first) * PIECE_BYTES, slice(*(piece - self._first for piece in request))
         self._data[at : at + len(data)] = np.frombuffer(data, dtype=np.uint8)
-        self._lacks[pieces] = False
+        self._is_missing[pieces] = False
 
 
 def _refuse_gaps(index: SnapshotIndex, where: str) -> None:
-    """Refuse an index that leaves bytes between its chunks out, as they may be rows."""
+    """Raise an error if an index omits bytes between its chunks, as these may be rows."""
     ends = [chunk.offset + chunk.size_bytes for chunk in index.chunks]
     if [chunk.offset for chunk in index.chunks[1:]] != ends[:-1] or ends[-1:] not in ([], [index.body_bytes]):
-        raise CorruptFileError(f"the index of {where} leaves bytes between chunks out: it is damaged")
+        raise CorruptFileError(f"the index of {where} omits bytes between chunks: it is damaged")
 
 
 def _locate_cells(cells: Cells, column: pa.Array, address: int, begin: int, end: int) -> Iterator[_Span]:
-    """Yield where a column has the cells of some rows; of text and bytes only the offsets."""
+    """Yield the byte ranges of some rows of a column; for text and bytes, only the range of their offsets."""
     if cells.kind == WHOLE:
-        # Structs, lists and maps have too many forms to follow each.
-        buffers = [it for it in column.buffers() if it is not None and it.size]
-        starts = [it.address - address for it in buffers]
-        yield from zip(starts, (at + it.size for at, it in zip(starts, buffers, strict=True)), strict=True)
+        # Structs, lists and maps have too many layouts to locate single rows.
+        buffers = [buffer for buffer in column.buffers() if buffer is not None and buffer.size]
+        starts = [buffer.address - address for buffer in buffers]
+        yield from zip(starts, (at + buffer.size for at, buffer in zip(starts, buffers, strict=True)), strict=True)
         return
     if cells.validity >= 0:
         yield cells.validity + begin // 8, cells.validity - (-end // 8)

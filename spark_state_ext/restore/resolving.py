@@ -1,6 +1,6 @@
-"""From a pointer to the files that its state is made of: the plan of a load on an empty local store, carried out.
+"""Find the files that a pointer's state is made of, by the plan of a load into an empty local store.
 
-What turns out to be missing, damaged, or of another lineage is gone around: the plan is made again without it.
+If a file is missing, damaged or of another lineage, the load is planned again without it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from spark_state_ext.worker.threads import side_by_side
 
 __all__ = ["THREADS_MAX", "resolve"]
 
-# Object stores answer slowly, and in parallel.
+# Object stores answer slowly, so files are looked at in parallel.
 THREADS_MAX = 8
 
 
-class _Found(Protocol):
+class _HasHeader(Protocol):
     @property
     def header(self) -> LineageHeader: ...
 
 
-T = TypeVar("T", bound=_Found)
+T = TypeVar("T", bound=_HasHeader)
 
 
 def resolve(
@@ -38,58 +38,60 @@ def resolve(
     threads_max: int = THREADS_MAX,
     confirm: Callable[[Readable, Fetch], None] = lambda files, fetch: None,
 ) -> list[T]:
-    """The files of a pointer's state, oldest first, as `look` opened each; the first one is whole by itself.
+    """Return the files of a pointer's state, oldest first, as opened by `look`; the first one needs no other file.
 
-    `confirm` reads a file further, once it is known to be the bucket's.
+    `confirm` checks a file further, after it is known to belong to the bucket.
     """
     if pointer.ref is None:
         return []
     owners = (pointer.operator, *pointer.origins)
     kept_ms = pointer.ages.window_ms if pointer.ages is not None else None
     trace = Trace(sources, pointer.operator, pointer.bucket, kept_ms)
-    chain, known = Chain.of(pointer), dict[Fetch, T]()
+    chain, files_by_fetch = Chain.of(pointer), dict[Fetch, T]()
 
-    def found(fetch: Fetch) -> T | Failure:
-        def checked(files: Readable) -> T:
-            it = look(files, fetch)
-            check_owner(it.header, owners, pointer.bucket, sources.where(fetch.ref, fetch.kind))
+    def look_up(fetch: Fetch) -> T | Failure:
+        def look_and_check(files: Readable) -> T:
+            file = look(files, fetch)
+            check_owner(file.header, owners, pointer.bucket, sources.where(fetch.ref, fetch.kind))
             confirm(files, fetch)
-            return it
+            return file
 
         try:
-            return sources.read(fetch.ref, fetch.kind, checked)
+            return sources.read(fetch.ref, fetch.kind, look_and_check)
         except (CorruptFileError, LineageError, MissingCheckpointError) as error:
             return error
 
     while True:
         plan = plan_load(chain, (), trace.gone)
         if plan is None:
-            chain = trace.further_back(chain)
+            chain = trace.trace_back(chain)
             continue
-        unknown = [fetch for fetch in plan if fetch not in known]
+        unknown = [fetch for fetch in plan if fetch not in files_by_fetch]
         threads = min(threads_max, len(unknown))
-        results = [found(it) for it in unknown] if threads < 2 else side_by_side("looks", threads, found, unknown)
+        results = (
+            [look_up(fetch) for fetch in unknown] if threads < 2 else side_by_side("looks", threads, look_up, unknown)
+        )
         for fetch, result in zip(unknown, results, strict=True):
             if isinstance(result, (CorruptError, MissingCheckpointError)):
                 trace.note(fetch, result)
             else:
-                known[fetch] = result
-        if all(fetch in known for fetch in plan):
-            wrong = _contradiction(chain, plan, known, sources)
-            if wrong is None:
-                return [known[fetch] for fetch in plan]
-            fetch, error = wrong
+                files_by_fetch[fetch] = result
+        if all(fetch in files_by_fetch for fetch in plan):
+            contradiction = _find_contradiction(chain, plan, files_by_fetch, sources)
+            if contradiction is None:
+                return [files_by_fetch[fetch] for fetch in plan]
+            fetch, error = contradiction
             trace.note(fetch, error)
-            del known[fetch]
+            del files_by_fetch[fetch]
 
 
-def _contradiction(
-    chain: Chain, plan: list[Fetch], known: dict[Fetch, T], sources: Sources
+def _find_contradiction(
+    chain: Chain, plan: list[Fetch], files_by_fetch: dict[Fetch, T], sources: Sources
 ) -> tuple[Fetch, LineageError] | None:
-    """The first file that was built on something else than the lineage says."""
+    """Return the first file whose parent differs from the lineage, with the error; None if there is none."""
     for fetch in plan:
         try:
-            chain.check(known[fetch].header, sources.where(fetch.ref, fetch.kind))
+            chain.check(files_by_fetch[fetch].header, sources.where(fetch.ref, fetch.kind))
         except LineageError as error:
             return fetch, error
     return None

@@ -1,9 +1,9 @@
-"""Where a restore gets files from: the pointer itself first, then each backend in the order asked for.
+"""The sources of a restore's files: the pointer itself first, then the backends in a given order.
 
-A file has the same name everywhere, and wherever it comes from it is checked the same, so a lineage may be put
-together from several backends. What a backend lacks or gives damaged is asked of the next one; where the job prefers
-it, or it had confirmed that it has the file, that is an error to be told. A backend that fails is asked once; after
-that only for what no other one has. One that gives neither an answer nor an error for long is not asked again.
+A file has the same name and gets the same checks in every source, so a lineage may be put together from several
+backends. If a backend does not have a file, or has it damaged, the next backend is asked; this is logged as an error if
+the job prefers that backend, or if it had confirmed the file. After a backend has failed once, it is only asked for
+files that no other backend has. A backend that neither answers nor fails for long is not asked again.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 __all__ = ["Sources", "restore_order"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# While others wait whether a backend answers the first of them, they look so often whether that is still wanted.
+# How often threads that wait for a backend's first answer check whether the restore was stopped.
 _LOOK_S = 0.5
 T = TypeVar("T")
 
 
 class _Answering:
-    """Files of a backend; says so as soon as it answers."""
+    """A backend's files, which call a function as soon as the backend answers."""
 
     def __init__(self, files: Readable, answered: Callable[[], None]) -> None:
         self._files = files
@@ -62,39 +62,39 @@ class _Answering:
         return self._files.where(name)
 
     def size(self, name: str) -> int:
-        return self._noticed(lambda: self._files.size(name))
+        return self._note_answer(lambda: self._files.size(name))
 
     def get(self, name: str) -> bytes:
-        return self._noticed(lambda: self._files.get(name))
+        return self._note_answer(lambda: self._files.get(name))
 
     def get_range(self, name: str, start: int, end: int) -> bytes:
-        return self._noticed(lambda: self._files.get_range(name, start, end))
+        return self._note_answer(lambda: self._files.get_range(name, start, end))
 
     def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
-        self.size(name)  # so that nothing is written for a reader that nobody waits for any more
+        self.size(name)  # so that no file is written for a reader that was given up
         self._files.get_file(name, local_path)
 
     def open_local(self, name: str) -> pa.NativeFile | None:
-        found = self._files.open_local(name)
-        if found is not None:
+        file = self._files.open_local(name)
+        if file is not None:
             self._answered()
-        return found
+        return file
 
     def duplicate_to(self, target: Folder, name: str) -> bool:
         files = self._files
-        return isinstance(files, Duplicable) and self._noticed(lambda: files.duplicate_to(target, name))
+        return isinstance(files, Duplicable) and self._note_answer(lambda: files.duplicate_to(target, name))
 
     def make(self, name: str, keep: Path) -> CheckpointFile | None:
         return self._files.make(name, keep) if isinstance(self._files, Making) else None
 
-    def _noticed(self, work: Callable[[], T]) -> T:
-        found = work()
+    def _note_answer(self, work: Callable[[], T]) -> T:
+        result = work()
         self._answered()
-        return found
+        return result
 
 
 class _Unopened:
-    """The files of a backend that could not even be asked for them."""
+    """The files of a backend that could not be opened: every read raises an error."""
 
     def __init__(self, name: str, why: StorageError) -> None:
         self._name = name
@@ -125,7 +125,7 @@ class _Unopened:
 
 
 class _Source:
-    """One backend, as far as it is known whether it answers."""
+    """A backend, and whether it is known to answer."""
 
     def __init__(self, name: str, files: Readable, status: ReplicationStatus | None, silent_s: float) -> None:
         self.name = name
@@ -134,52 +134,52 @@ class _Source:
         self._silent_s = silent_s
         self._silent: StorageError | None = None
         self._lock = threading.Lock()
-        # Why it was given up; None while it was not.
+        # Why the backend was given up, if it was.
         self.away: StorageError | None = None
         self._first = threading.Lock()
         self._known = threading.Event()
 
-    def promised(self, ref: CheckpointRef, kind: str) -> bool:
-        """Whether the backend has confirmed this file, and clean-up cannot have removed it since."""
-        it = self.status
-        return kind == DELTA and it is not None and is_complete(it) and ref == it.through
+    def has_confirmed(self, ref: CheckpointRef, kind: str) -> bool:
+        """True if the backend has confirmed this file, and clean-up cannot have removed it since."""
+        status = self.status
+        return kind == DELTA and status is not None and is_complete(status) and ref == status.through
 
     def is_away(self, raise_if_closed: Callable[[], None]) -> bool:
-        """Whether it does not answer. One thread finds out; the others wait for that."""
+        """True if the backend does not answer. One thread finds this out, and the others wait for it."""
         if not self._known.is_set() and not self._first.acquire(blocking=False):
             while not self._known.wait(_LOOK_S):
                 raise_if_closed()
         return self.away is not None
 
     def read(self, work: Callable[[Readable], T], raise_if_closed: Callable[[], None], in_thread: bool) -> T:
-        """Run `work` on its files; in this thread though it is not known whether it answers, where that is asked."""
+        """Run `work` on the backend's files; with `in_thread`, run even the first read in this thread."""
         try:
             if self._silent is not None:
                 raise self._silent
             return work(self.files) if in_thread or self._known.is_set() else self._first_read(work, raise_if_closed)
         except StorageError as error:
-            if not isinstance(error, StoreFullError):  # that is of the local disk
+            if not isinstance(error, StoreFullError):  # that error is about the local disk
                 self.away = error
             raise
         finally:
             self._known.set()
 
     def _first_read(self, work: Callable[[Readable], T], raise_if_closed: Callable[[], None]) -> T:
-        """Run `work` in a thread that is left alone when the backend gives neither an answer nor an error."""
+        """Run `work` in a thread that is abandoned if the backend neither answers nor fails."""
         given_up = threading.Event()
         pool = DaemonPool("first read")
         future: Future[T] = pool.submit(work, _Answering(self.files, lambda: self._answered(given_up)))
         until_s = time.monotonic() + self._silent_s
         try:
             while not wait([future], min(_LOOK_S, max(until_s - time.monotonic(), 0.01))).done:
-                if self._is_awaited(until_s, given_up, raise_if_closed):
+                if self._check_answer(until_s, given_up, raise_if_closed):
                     break
             return future.result()
         finally:
             pool.close()
 
-    def _is_awaited(self, until_s: float, given_up: threading.Event, raise_if_closed: Callable[[], None]) -> bool:
-        """Whether the backend has answered, so that its reader may write files, and ends when it is told to."""
+    def _check_answer(self, until_s: float, given_up: threading.Event, raise_if_closed: Callable[[], None]) -> bool:
+        """True if the backend has answered: from then on its reader may write files, and ends when it is stopped."""
         with self._lock:
             if self._silent is None and not self._known.is_set() and time.monotonic() >= until_s:
                 self._silent = StorageError(
@@ -202,15 +202,15 @@ class _Source:
                 raise InterruptedRestoreError(f"the backend {self.name} answered too late")
             self._known.set()
 
-    def not_asked(self, name: str) -> StorageError:
-        """The error for a file that it was not asked for any more."""
+    def not_asked_error(self, name: str) -> StorageError:
+        """Return the error for a file that the backend was not asked for, as it had been given up."""
         error = StorageError(f"{self.files.where(name)} was not asked for, as the backend did not answer: {self.away}")
         error.__cause__ = self.away
         return error
 
 
 def restore_order(replicas: Sequence[Restorable], pointer: Pointer, restore_from: str | None) -> list[Restorable]:
-    """Backends in the order in which a restore asks them: the preferred one, then those that hold everything."""
+    """Return the backends in the order in which a restore asks them: first complete ones, the preferred one first."""
 
     def rank(replica: Restorable) -> tuple[bool, bool]:
         return not is_complete(pointer.replication.get(replica.name)), replica.name != restore_from
@@ -219,7 +219,7 @@ def restore_order(replicas: Sequence[Restorable], pointer: Pointer, restore_from
 
 
 class Sources:
-    """The files of a bucket, wherever they are."""
+    """The files of a bucket, from all its sources."""
 
     def __init__(
         self,
@@ -232,90 +232,90 @@ class Sources:
     ) -> None:
         self._silent_s = silent_s
         self.in_thread = in_thread
-        self._inline = SealedFiles((SealedFile.of(it.name, it.data) for it in pointer.inline), "in Spark's state")
+        self._inline = SealedFiles((SealedFile.of(file.name, file.data) for file in pointer.inline), "in Spark's state")
         self._replicas = list(replicas)
         self._sources: list[_Source] | None = None
         self._pointer = pointer
-        # Old pointers do not name backends; the root holds what they stand for.
+        # Old pointers do not name backends; they refer to the files in the root.
         self._replication = taken_over(pointer, replicas).replication
         self._preferred = preferred
-        self._told: set[str] = set()
+        self._logged_backends: set[str] = set()
         self._unreached: list[StorageError] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        # By backend: files that it should have given, and another one gave; and why it did not.
+        # By backend: files that it should have given but another backend gave, with the reason.
         self._gaps: dict[str, dict[str, StateError]] = {}
-        # How many of these there were in all.
+        # Total number of such files.
         self.gaps = 0
         if preferred is not None and not is_complete(self._replication.get(preferred)):
-            self._tell(preferred, f"it does not have the whole state at checkpoint {pointer.ref}")
+            self._log_once(preferred, f"it does not have the whole state at checkpoint {pointer.ref}")
 
     def read(self, ref: CheckpointRef, kind: str, work: Callable[[Readable], T]) -> T:
-        """Run `work`, which reads and checks one file, on the first replica that gives it whole."""
+        """Run `work`, which reads and checks one file, on the first replica for which that succeeds."""
         name = file_name(ref, kind)
         if name in self._inline:
             return work(self._inline)
-        waiting = deque(self._opened())
-        several = len(waiting) > 1
+        queue = deque(self._open_all())
+        several = len(queue) > 1
         away: set[str] = set()
         failures: dict[str, StateError] = {}
         does_without = False
-        while waiting:
+        while queue:
             self.raise_if_closed()
-            source = waiting.popleft()
+            source = queue.popleft()
             if several and source.name not in away and source.is_away(self.raise_if_closed):
-                # It has its turn when no other one gives the file.
+                # Its turn comes after all others failed to give the file.
                 away.add(source.name)
-                failures[source.name] = source.not_asked(name)
-                waiting.append(source)
+                failures[source.name] = source.not_asked_error(name)
+                queue.append(source)
                 continue
             if source.name in away and does_without:
                 continue
             try:
-                found = source.read(work, self.raise_if_closed, self.in_thread)
+                result = source.read(work, self.raise_if_closed, self.in_thread)
             except (CorruptError, MissingCheckpointError, StorageError) as error:
                 failures[source.name] = error
                 if several and source.away is error:
-                    self._tell(source.name, f"{error}. This restore asks it only for what no other one has")
+                    self._log_once(source.name, f"{error}. This restore asks it only for files that no other one has")
                 if kind == SNAPSHOT and is_complete(source.status) and not isinstance(error, StorageError):
-                    # It holds everything without this one; no need to wait for a backend that cannot be reached.
+                    # This complete backend needs no such snapshot, so do not wait for a backend that does not answer.
                     does_without = True
                 continue
             self._note_gaps(ref, kind, failures)
-            return found
-        found_out = list(failures.values())
+            return result
+        errors = list(failures.values())
         if does_without:
-            self._unreached += [failure for failure in found_out if isinstance(failure, StorageError)]
-            found_out = [failure for failure in found_out if not isinstance(failure, StorageError)]
+            self._unreached += [failure for failure in errors if isinstance(failure, StorageError)]
+            errors = [failure for failure in errors if not isinstance(failure, StorageError)]
         for kinds in (StorageError, CorruptError, MissingCheckpointError):
-            for failure in found_out:
+            for failure in errors:
                 if isinstance(failure, kinds):
                     raise failure
-        raise MissingCheckpointError(f"no backend is configured that might have {name}")
+        raise MissingCheckpointError(f"no configured backend may have {name}")
 
     def hold(self, file: SealedFile) -> None:
-        """A file that no backend may have yet."""
+        """Add a file that no backend may have yet."""
         self._inline.hold(file)
 
     def where(self, ref: CheckpointRef, kind: str) -> str:
-        """How to call a file in messages."""
+        """Return a file's name for messages."""
         name = file_name(ref, kind)
         if name in self._inline or not self._replicas:
             return self._inline.where(name)
-        return self._opened()[0].files.where(name)
+        return self._open_all()[0].files.where(name)
 
     @property
     def unreached(self) -> StorageError | None:
-        """Why a backend could not be asked for a file that another one seemed to do without; None when all could."""
+        """The error of a backend that could not be asked for a file that another one seemed not to need, if any."""
         return self._unreached[0] if self._unreached else None
 
     @property
     def elsewhere(self) -> list[str]:
-        """Names of backends that have confirmed the state and are not among those asked."""
+        """Names of backends that have confirmed the state, but are not among this restore's backends."""
         return [name for name in self._pointer.replication if name not in {replica.name for replica in self._replicas}]
 
     def report(self, what: str) -> None:
-        """Tell of each backend all files that it should have given, and others gave, since the last report."""
+        """Log for each backend the files that it should have given but others gave, since the last report."""
         with self._lock:
             gaps, self._gaps = self._gaps, {}
         for name, files in gaps.items():
@@ -323,35 +323,35 @@ class Sources:
             parts = {
                 kind: [file for file, why in files.items() if isinstance(why, errors)] for kind, errors in kinds.items()
             }
-            listed = "; ".join(f"{kind}: {', '.join(sorted(found))}" for kind, found in parts.items() if found)
+            problems = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in parts.items() if names)
             _LOGGER.error(
                 "%s cannot be restored from the backend %s alone: other backends gave %d files that it should have "
-                "(%s). The first of them: %s",
+                "(%s). The first error: %s",
                 what,
                 name,
                 len(files),
-                listed,
+                problems,
                 next(iter(files.values())),
             )
 
     def close(self) -> None:
-        """Have reads end, and whoever waits for them; from any thread. There are no further ones."""
+        """Stop all reads and the threads that wait for them, and refuse further reads. Any thread may call this."""
         self._closed.set()
         for replica in self._replicas:
             replica.stop()
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._closed.is_set()
 
     def raise_if_closed(self) -> None:
-        """End a read or a wait."""
+        """Raise an InterruptedRestoreError if `close` was called."""
         if self._closed.is_set():
             raise InterruptedRestoreError(f"the restore of checkpoint {self._pointer.ref} was told to stop")
 
-    def _opened(self) -> list[_Source]:
-        # Under a lock: the first files are asked for side by side.
+    def _open_all(self) -> list[_Source]:
+        # Under a lock, as the first files are requested in parallel.
         with self._lock:
             if self._sources is None:
                 self._sources = [self._open(replica) for replica in self._replicas]
@@ -361,24 +361,24 @@ class Sources:
         status = self._replication.get(replica.name)
         try:
             pointer = self._pointer
-            wanted = None if pointer.ref is None else Checkpoint(pointer.ref, pointer.markers)
-            return _Source(replica.name, replica.files(wanted), status, self._silent_s)
+            checkpoint = None if pointer.ref is None else Checkpoint(pointer.ref, pointer.markers)
+            return _Source(replica.name, replica.files(checkpoint), status, self._silent_s)
         except StorageError as error:
             if len(self._replicas) == 1:
                 raise
             return _Source(replica.name, _Unopened(replica.name, error), status, self._silent_s)
 
     def _note_gaps(self, ref: CheckpointRef, kind: str, failures: Mapping[str, StateError]) -> None:
-        """What backends failed to give that another one gave, where it was theirs to give."""
-        for source in self._opened() if failures else ():
-            if source.name in failures and (source.name == self._preferred or source.promised(ref, kind)):
+        """Note for which backends another one had to give a file that they should have given."""
+        for source in self._open_all() if failures else ():
+            if source.name in failures and (source.name == self._preferred or source.has_confirmed(ref, kind)):
                 with self._lock:
                     self._gaps.setdefault(source.name, {})[file_name(ref, kind)] = failures[source.name]
                     self.gaps += 1
 
-    def _tell(self, name: str, why: str) -> None:
+    def _log_once(self, name: str, why: str) -> None:
         with self._lock:
-            told = name in self._told
-            self._told.add(name)
-        if not told:
+            is_logged = name in self._logged_backends
+            self._logged_backends.add(name)
+        if not is_logged:
             _LOGGER.error("the state cannot be restored from the backend %s: %s. The next one is asked.", name, why)

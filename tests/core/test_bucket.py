@@ -456,13 +456,13 @@ def test_another_attempt_on_this_machine_restores_it_first(tmp_path: Path, monke
     pointer = replace(pointer, lineage=pointer.lineage[-1:])
     store = LocalStore.at(tmp_path / "store", SCHEMA)
     mine, other = (Bucket(store, replicas, pointer, WRITER, CommitContext(tmp_path)) for _ in range(2))
-    further_back = Trace.further_back
+    trace_back = Trace.trace_back
 
     def late(trace: Trace, chain: Any) -> Any:
-        found = further_back(trace, chain)
-        monkeypatch.setattr(Trace, "further_back", further_back)
+        found = trace_back(trace, chain)
+        monkeypatch.setattr(Trace, "trace_back", trace_back)
         assert other.read(lambda view: view.rows_max) == 3
         return found
 
-    monkeypatch.setattr(Trace, "further_back", late)
+    monkeypatch.setattr(Trace, "trace_back", late)
     assert mine.read(lambda view: view.rows_max) == 3

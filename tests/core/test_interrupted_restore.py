@@ -318,7 +318,7 @@ def test_a_backend_that_does_not_answer_is_asked_once(
     assert bucket.read(scanned) == restores.life.models[-1]
     assert len(restores.asked("b")) == 1
     assert bucket.fetched_files == 9
-    told = [it.getMessage() for it in caplog.records if "only for what no other one has" in it.getMessage()]
+    told = [it.getMessage() for it in caplog.records if "only for files that no other one has" in it.getMessage()]
     assert len(told) == 1
     assert "cannot be restored from the backend b" in told[0]
 

@@ -213,7 +213,7 @@ def test_a_delta_of_a_sibling_under_the_right_name(folder: SeedFiles) -> None:
     text = str(raised.value)
     assert file_name(ref("22_4489578d"), DELTA) in text
     assert f"was built on {ref('21_ef6618c2')}" in text
-    assert f"expects {ref('21_f4d05ac9')}" in text
+    assert f"but in the lineage on {ref('21_f4d05ac9')}" in text
 
 
 def test_an_ancestor_that_is_not_ours(folder: SeedFiles) -> None:

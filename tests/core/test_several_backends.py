@@ -292,7 +292,9 @@ def test_a_backend_that_cannot_be_asked_is_not_taken_for_one_that_has_lost_what_
 
     real = Folder.size
     monkeypatch.setattr(Folder, "size", size)
-    with pytest.raises(StorageError, match=r"cannot be loaded: reading b: nobody is at home; and the others lack it: "):
+    with pytest.raises(
+        StorageError, match=r"cannot be loaded: reading b: nobody is at home; and the others do not have it: "
+    ):
         life.restored(pointer)
     monkeypatch.undo()
     assert life.restored(pointer) == life.models[-1]
@@ -341,14 +343,14 @@ def test_files_that_are_all_gone_are_told_with_what_to_do(life: Life) -> None:
     life.history(3)
     for name in life.folder("a").names():
         life.folder("a").remove(name)
-    text = r"None of the \d+ files that could replace it exists? either\. .*If the whole folder is gone: set root back"
+    text = r"The \d+ files that could replace it do not exist either\. .*If the whole folder is gone: set root back"
     with pytest.raises(MissingCheckpointError, match=text):
         life.restored(life.pointers[-1], "a")
 
 
 def test_a_state_that_lies_elsewhere_says_where(life: Life) -> None:
     life.history(3)
-    with pytest.raises(MissingCheckpointError, match="The state lies in a, which the job does not name"):
+    with pytest.raises(MissingCheckpointError, match="The state lies in a, which is not among the job's backends"):
         life.restored(life.pointers[-1], "b")
 
 

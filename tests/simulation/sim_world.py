@@ -829,7 +829,7 @@ def small(ingests: bool, built: Built) -> AbstractContextManager[None]:
         # So that both ways to compare files are gone.
         (files_module, "_PIECE_BYTES", 1 << 10 if ingests else files_module._PIECE_BYTES),
         (checkpoint, "_INGESTED_BYTES_MIN", 0 if ingests else checkpoint._INGESTED_BYTES_MIN),
-        (loader, "_in_order", _one_by_one),
+        (loader, "_read_in_order", _one_by_one),
         (retention, "classify", built.classify),
         *built.patches,
     ]
