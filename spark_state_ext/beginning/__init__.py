@@ -1,1 +1,1 @@
-"""What a bucket without a pointer begins with: saved buckets, in a savepoint or in a query folder."""
+"""The initial state of a bucket without a pointer: saved buckets, in a savepoint or in a query folder."""

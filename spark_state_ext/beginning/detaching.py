@@ -1,4 +1,4 @@
-"""What is due once a query has a committed batch: its folder is in force, and it lets go of what it began with."""
+"""Detach a query after its first committed batch: put its folder in force, and release the snapshot it began with."""
 
 from __future__ import annotations
 
@@ -26,64 +26,64 @@ _LOGGER = logging.getLogger("spark_state_ext")
 
 
 class Detaching:
-    """What a process has done of this; a `Worker` owns it. A query's first bucket has it done, once a plan."""
+    """The plans that a process has detached; a `Worker` owns it. A query's first bucket starts this, once per plan."""
 
     def __init__(self) -> None:
         self._done: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 
     def in_turn(self, job: Job, query_folder: Folder, still_ours: Callable[[], None], background: Background) -> None:
-        """Have it done beside the batch."""
+        """Detach the query in the background, once per plan."""
         key = (query_folder.identity, job.plan_id)
         with self._lock:
             if key in self._done:
                 return
             self._done.add(key)
 
-        def work() -> None:
+        def detach_query() -> None:
             try:
                 put_in_force(operator_folders(job), query_folder.name, job.plan_id, still_ours)
                 detach(job, query_folder, still_ours)
             except OwnershipError:
                 raise
             except StateError as error:
-                _LOGGER.warning("%s does not say yet that a batch is committed: %s", query_folder.root, error)
+                _LOGGER.warning("%s does not record yet that a batch is committed: %s", query_folder.root, error)
                 with self._lock:
                     self._done.discard(key)
 
-        if not background.submit(f"detaching of {query_folder.root}", work):
+        if not background.submit(f"detaching of {query_folder.root}", detach_query):
             with self._lock:
                 self._done.discard(key)
 
 
 def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> None:
-    """Say that a query needs nothing of the snapshot that it was started from, and let go of that."""
+    """Record that a query no longer needs the snapshot that it was started from, and release that snapshot."""
     record, start = start_of(query_folder), job.options.start_from
     if record is not None and not is_detached(query_folder):
         still_ours()
         note_detached(query_folder)
-        _LOGGER.info("%s needs nothing of %s any more", query_folder.root, record.source)
-    _say_unused(query_folder, record, start)
+        _LOGGER.info("%s no longer needs %s", query_folder.root, record.source)
+    _warn_if_unused(query_folder, record, start)
     if isinstance(start, RetainedCheckpoint):
         if job.captured is not None:
-            _let_go(job, start, job.captured)
-        # Of plans whose run ended, or was killed, before it was handed a pointer.
+            _release_hold(job, start, job.captured)
+        # Also release the holds of plans whose run ended, or was killed, before it was handed a pointer.
         for file in held_for(query_folder):
-            _let_go(job, start, file)
+            _release_hold(job, start, file)
             note_let_go(query_folder, file)
     if record is None or record.mode != CLAIM or not isinstance(start, Savepoint) or not job.options.clean_up:
         return
-    # Nothing happens where this is not the savepoint that the query has claimed.
+    # This does nothing if the query has claimed another savepoint.
     claim_id = record.claim or query_folder.name
     consume(Folder(start.path, start.storage_options), claim_id, still_ours, record.operator)
 
 
-def _say_unused(query_folder: Folder, record: StartRecord | None, start: StartFrom | None) -> None:
-    """Who wants to go back to a savepoint, and starts the query on its old checkpoint, is to be told."""
-    if start is None or _may_be_of(record, start):
+def _warn_if_unused(query_folder: Folder, record: StartRecord | None, start: StartFrom | None) -> None:
+    """Warn that `start_from` is not used, if the query has another state, as its checkpoint location is not new."""
+    if start is None or _may_be_started_from(record, start):
         return
     _LOGGER.warning(
-        "start_from=%s is not used: the query at %s has a state of its own, which began %s. To begin from what "
+        "start_from=%s is not used: the query at %s already has state, which began %s. To begin from what "
         "start_from names, start the query with a new checkpointLocation",
         start.path if isinstance(start, Savepoint) else start,
         query_folder.root,
@@ -91,27 +91,27 @@ def _say_unused(query_folder: Folder, record: StartRecord | None, start: StartFr
     )
 
 
-def _may_be_of(record: StartRecord | None, start: StartFrom) -> bool:
-    """Whether a query may have been begun from this, by what its folder tells."""
+def _may_be_started_from(record: StartRecord | None, start: StartFrom) -> bool:
+    """True if a query may have been started from `start`, by the records in its folder."""
     if isinstance(start, RetainedCheckpoint):
-        # A folder that was claimed is another query's, and so is its record.
+        # A claimed folder was made by another query, and so was its record.
         return start.mode == CLAIM or record is not None
     if record is None or record.source == start.path:
         return record is not None
     try:
-        # It may have been moved.
+        # The savepoint may have been moved.
         return read_manifest(Folder(start.path, start.storage_options)).header.id == record.source_id
     except StateError:
         return False
 
 
-def _let_go(job: Job, start: RetainedCheckpoint, file: str) -> None:
-    """Release the hold that was made when the query was planned, now or before."""
-    notes = Folder(job.options.root, job.options.storage_options).child(job.operator, STARTING_FOLDER)
+def _release_hold(job: Job, start: RetainedCheckpoint, file: str) -> None:
+    """Release the hold that a plan of the query made, this plan or an earlier one."""
+    starting_folder = Folder(job.options.root, job.options.storage_options).child(job.operator, STARTING_FOLDER)
     try:
-        found = Captured.decode(notes.get(file), notes.where(file))
+        captured = Captured.decode(starting_folder.get(file), starting_folder.where(file))
     except MissingCheckpointError:
         return
-    for folder in {pointer.query_folder for pointer in found.pointers.values()}:
-        files = Folder(start.root, start.storage_options).child(found.operator, folder)
-        Hold(files, found.hold_id).release()
+    for folder in {pointer.query_folder for pointer in captured.pointers.values()}:
+        files = Folder(start.root, start.storage_options).child(captured.operator, folder)
+        Hold(files, captured.hold_id).release()

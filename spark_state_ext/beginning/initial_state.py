@@ -1,7 +1,7 @@
-"""The state that a bucket without a pointer begins with, as a value: saved buckets, its parents, and a bucket map.
+"""The initial state of a bucket without a pointer, as a value: saved buckets (its parents) and a bucket map.
 
-A start from a savepoint, from a retained checkpoint or with another bucket map, a claim and a rescaling in place differ
-in where the parents lie and in who owns them.
+A start from a savepoint, from a retained checkpoint or with another bucket map, a claim, and rescaling in place differ
+only in where the parents lie and which query owns them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from spark_state_ext.rescale.parents import Parent, combined_pointer, origin_of
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.records import RESCALE, SAVEPOINT, StartRecord
 
-__all__ = ["InitialState", "divided_pointer"]
+__all__ = ["InitialState", "make_divided_pointer"]
 
 
 @dataclass(frozen=True)
 class InitialState:
-    """What a bucket without a pointer begins with.
+    """The initial state of a bucket without a pointer.
 
     Parameters
     ----------
@@ -34,15 +34,15 @@ class InitialState:
     bucket_map
         The bucket map that it begins under; if it is the parents' own, the bucket is its one parent.
     pointer
-        The bucket's, as far as it is known before any file was read.
+        The bucket's pointer, as far as it is known before any file was read.
     record
-        What the query folder says of it.
+        The record of the start, for the query folder.
     source
-        Folder of the parents: of the operator in the savepoint, or the other or old query folder.
+        Folder of the parents: the operator's folder in the savepoint, or the other or old query folder.
     captured
-        Of a retained checkpoint, what was read of it.
+        The pointers that were read from a retained checkpoint, if the query starts from one.
     claim
-        The claim to the other query's folder, once it is made.
+        The claim to the other query's folder, after it was made.
     """
 
     parents: tuple[Parent, ...]
@@ -55,42 +55,42 @@ class InitialState:
 
     @property
     def operator_file(self) -> OperatorFile:
-        """The operator file in force where the parents were saved."""
+        """The operator file that was in force when the parents were saved."""
         return self.parents[0].operator_file
 
     @property
     def divides(self) -> bool:
-        """Whether the bucket begins with parts of its parents."""
+        """True if the bucket begins with parts of its parents."""
         return self.bucket_map != self.operator_file.bucket_map
 
     @property
     def adopts(self) -> bool:
-        """Whether the other query's folder becomes the query's own."""
+        """True if the other query's folder becomes the query's own."""
         return self.captured is not None and self.record.mode == CLAIM
 
     @property
     def in_place(self) -> bool:
-        """Whether the parents are the query's own old buckets."""
+        """True if the parents are the query's own old buckets."""
         return self.record.kind == RESCALE
 
     @property
     def in_savepoint(self) -> bool:
-        """Whether a manifest names the parents' files."""
+        """True if a savepoint's manifest names the parents' files."""
         return self.record.kind == SAVEPOINT
 
     def leaves_behind(self, job: Job) -> bool:
-        """Whether the query leaves state columns behind that the job does not have."""
+        """True if the query may leave behind state columns that the job does not have."""
         start = job.options.start_from
         return not self.in_place and start is not None and start.allow_non_restored
 
     def list_left_behind(self, job: Job) -> list[str]:
-        """Names of the state columns that the job leaves behind."""
-        names = {field.name for field in job.operator_file("").row_schema().state}
-        there = () if self.in_place else self.operator_file.row_schema().without_expiry().state
-        return [field.name for field in there if field.name not in names]
+        """Return the names of the state columns that the job leaves behind."""
+        kept_names = {field.name for field in job.operator_file("").row_schema().state}
+        fields = () if self.in_place else self.operator_file.row_schema().without_expiry().state
+        return [field.name for field in fields if field.name not in kept_names]
 
     def begins(self, job: Job, query_folder: str) -> OperatorFile:
-        """The first operator file of the query; raises if the job cannot go on with the state."""
+        """Return the query's first operator file; raise an error if the job cannot go on with the state."""
         return self.operator_file.with_map(self.bucket_map).begins(
             job.operator_file(query_folder),
             leave_behind=self.leaves_behind(job),
@@ -98,16 +98,16 @@ class InitialState:
         )
 
 
-def divided_pointer(job: Job, query_folder: str, bucket: int, parents: Sequence[Parent]) -> Pointer:
-    """The pointer of a bucket that begins with parts of others, as if it had been committed."""
+def make_divided_pointer(job: Job, query_folder: str, bucket: int, parents: Sequence[Parent]) -> Pointer:
+    """Return the pointer of a bucket that begins with parts of its parents, as if it had been committed."""
     bucket_map = job.options.bucket_map
     origin = origin_of(parents, bucket_map, bucket)
-    made = combined_pointer(job.operator, bucket_map, bucket, parents)
+    pointer = combined_pointer(job.operator, bucket_map, bucket, parents)
     return replace(
-        made,
+        pointer,
         query_folder=query_folder,
-        lineage=() if origin is None else (LineageEntry(origin, 0, made.heartbeats),),
-        # They have what comes from now on, and everything once the first snapshot has arrived.
+        lineage=() if origin is None else (LineageEntry(origin, 0, pointer.heartbeats),),
+        # Backends get new deltas from now on, and are complete after the first snapshot has arrived.
         replication={}
         if origin is None
         else {backend.name: ReplicationStatus(origin, origin) for backend in job.options.backends},

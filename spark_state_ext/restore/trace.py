@@ -87,8 +87,8 @@ class Trace:
         advice = "Bring the file back, or go back to an older Spark checkpoint whose files are whole."
         if self._kept_ms is not None:
             advice = (
-                f"The job erases within {self._kept_ms * WINDOWS // 1000} s (erase_within_s), so it can go back only to "
-                f"batches of the last {self._kept_ms // 1000} s: go back to a later batch, or bring the file back."
+                f"The job erases within {self._kept_ms * WINDOWS // 1000} s (erase_within_s), so it can only go back "
+                f"to batches of the last {self._kept_ms // 1000} s: go back to a later batch, or bring the file back."
             )
         if self._sources.elsewhere:
             advice = (

@@ -114,7 +114,7 @@ def test_a_start_that_does_not_name_where_the_state_is_says_so(backends: str, tm
     query = Query(tmp_path / "new-query", old.job.operator_file(""), start, backends=chosen)
     captured(query, pointer, old.root, "golden")
     with pytest.raises(
-        StateElsewhereError, match=r"has its state in other, and start_from names .*: name the backends that it is in"
+        StateElsewhereError, match=r"has its state in other, but start_from names .*: name the backends that have it"
     ):
         query.call(1, None, unchanged)
 

@@ -51,7 +51,7 @@ def test_strict_refuses_to_begin_again_from_the_same_savepoint(savepoint: Folder
         assert state is not None
         claim_source(state, job, Folder(str(root)).child("counts"), query_folder, BATCH_MS)
 
-    with pytest.raises(ExistingStateError, match="from which the query first there was begun before"):
+    with pytest.raises(ExistingStateError, match="but the query first there already began from it"):
         claimed(True, "second")
     claimed(False, "second")
     # Its own retries.

@@ -391,7 +391,7 @@ def test_what_cannot_keep_its_promise_is_refused(tmp_path: Path, old: OldJob) ->
     options = query.job.options
     strict = replace(options, commit=replace(options.commit, erase_window_ms=600_000, journal=False))
     query.job = replace(query.job, options=strict)
-    with pytest.raises(UsageError, match="cannot go with erase_within_s"):
+    with pytest.raises(UsageError, match="cannot be combined with erase_within_s"):
         query.start()
     with pytest.raises(UsageError, match="rescale cannot be combined with erase_within_s"):
         replace(strict, start_from=None, rescale="/checkpoint")

@@ -38,7 +38,7 @@ from spark_state_ext.store.runs import hashes_of
 __all__ = ["BROKEN_RESCALES"]
 
 _GIVE, _OVERLAPPING = Rescaling.give, BucketMap.overlapping
-_DIVIDED, _ORIGIN_OF, _SETTLED = initial_state.divided_pointer, parents.origin_of, decisions.settle
+_DIVIDED, _ORIGIN_OF, _SETTLED = initial_state.make_divided_pointer, parents.origin_of, decisions.settle
 _UNCONFIRMED = cadence.with_unconfirmed_snapshot
 Notes = Collection[ParentsNote]
 _NOTED, _FINISHED = Finishing.noted, Finishing._finished
@@ -284,9 +284,11 @@ BROKEN_RESCALES: dict[str, Built] = {
     "a parent left out": _patched((BucketMap, "overlapping", _without_the_last)),
     "notes forgotten": _patched((Rescaling, "note", _forgotten)),
     "notes forgotten, and not compared": _patched((Rescaling, "note", _forgotten), (Rescaling, "give", _not_compared)),
-    "timeouts forgotten": _patched(*((it, "divided_pointer", _without_timeouts) for it in (first_call, rescaling))),
+    "timeouts forgotten": _patched(
+        *((it, "make_divided_pointer", _without_timeouts) for it in (first_call, rescaling))
+    ),
     "timeouts of the first parent": _patched(
-        *((it, "divided_pointer", _with_one_parents_timeout) for it in (first_call, rescaling))
+        *((it, "make_divided_pointer", _with_one_parents_timeout) for it in (first_call, rescaling))
     ),
     "inline deltas left behind": _patched((first_call, "save_bucket", _inline_left_behind)),
     "parents looked for in the first backend": _patched((origin, "has_parents", _here)),

@@ -82,7 +82,7 @@ def test_what_is_claimed_keeps_its_number_of_buckets(spark: Any, tmp_path: Path)
     old = Query(spark, tmp_path / "old").run(FIRST)
     root = str(tmp_path / "old" / "root")
     start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
-    with pytest.raises(StreamingQueryException, match="what is claimed is gone on with as it is"):
+    with pytest.raises(StreamingQueryException, match="a claimed query folder is used as it is"):
         Query(spark, tmp_path / "new", root=root, start_from=start, buckets=7).run(NEXT)
 
 

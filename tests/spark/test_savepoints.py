@@ -401,7 +401,7 @@ def test_a_claim_that_was_built_upon_is_not_released(
 def test_a_checkpoint_that_later_ones_need_is_claimed_by_force_only(spark: Any, old: Query, tmp_path: Path) -> None:
     root = str(tmp_path / "old" / "root")
     start = RetainedCheckpoint(root, str(old.job.checkpoint), batch=1, mode="claim")
-    with pytest.raises(StreamingQueryException, match=r"the later batches 2, 3 build upon its files"):
+    with pytest.raises(StreamingQueryException, match=r"the later batches 2, 3 need its files"):
         Query(spark, tmp_path / "new", start_from=start, root=root).run(NEXT)
     old.run([["a"]])
     forced = replace(start, force=True)
