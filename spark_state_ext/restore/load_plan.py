@@ -48,7 +48,7 @@ class Chain:
         return Chain(refs, rooted=refs[0].version == 1)
 
     def extend(self, header: LineageHeader, where: str) -> Chain:
-        """Return the chain extend by the ancestors in the header of its first checkpoint."""
+        """Return the chain extended by the ancestors in the header of its first checkpoint."""
         first = self.refs[self.start]
         if header.ref != first:
             raise LineageError(f"{where} has the lineage of {header.ref} instead of the lineage of {first}")

@@ -1,1 +1,1 @@
-"""Which file of a bucket is in force after a batch: epochs, which runs write down, and what follows from them."""
+"""The timeline of a query: the epochs that its runs record, and which of a bucket's files are valid by them."""

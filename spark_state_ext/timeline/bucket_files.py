@@ -1,4 +1,4 @@
-"""The checkpoint files of one bucket: which there are, and what their headers tell, each read when it is asked for."""
+"""The checkpoint files of one bucket, with their headers, each of which is read when it is needed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Entry, Folder, Readable
 from spark_state_ext.worker.threads import side_by_side
 
-__all__ = ["BucketFiles", "read_side_by_side"]
+__all__ = ["BucketFiles", "read_in_parallel"]
 
 _PARALLEL_MAX = 8
 _PARALLEL_MIN = 4
 
 
 class BucketFiles:
-    """What lies in a bucket's folder, as of one listing."""
+    """The files in a bucket's folder, from one listing."""
 
     def __init__(self, folder: Folder, bucket: int, entries: Iterable[Entry], files: Readable | None = None) -> None:
         self.folder = folder
@@ -33,41 +33,41 @@ class BucketFiles:
             ref, kind = parsed
             self.kinds.setdefault(ref, set()).add(kind)
             if entry.modified_s is not None and (kind == DELTA or ref not in self._modified_s):
-                # Snapshots come later, in the background.
+                # The delta's time counts, as snapshots are written later, in the background.
                 self._modified_s[ref] = entry.modified_s
 
     @staticmethod
     def listed(query_folder: Folder, bucket: int) -> BucketFiles:
-        """The files of a bucket of a query folder, or of an operator in a savepoint."""
+        """List the files of a bucket of a query folder, or of an operator in a savepoint."""
         folder = query_folder.child(str(bucket))
         return BucketFiles(folder, bucket, folder.entries())
 
     @staticmethod
     def read_before(folder: Folder, bucket: int, files: Iterable[tuple[Entry, LineageHeader]]) -> BucketFiles:
-        """Files whose headers are known already. Where several are one checkpoint's, its last delta tells when."""
-        known = list(files)
-        made = BucketFiles(folder, bucket, [entry for entry, _ in known])
-        made._headers = {header.ref: header for _, header in known}
-        return made
+        """Return files whose headers are known. If a checkpoint has several files, its last delta has its time."""
+        pairs = list(files)
+        bucket_files = BucketFiles(folder, bucket, [entry for entry, _ in pairs])
+        bucket_files._headers = {header.ref: header for _, header in pairs}
+        return bucket_files
 
     def __contains__(self, ref: CheckpointRef) -> bool:
         return ref in self.kinds
 
     def modified_s(self, ref: CheckpointRef) -> float:
-        """When a checkpoint's file was written, by the store's clock; 0 where it does not tell."""
+        """Return when a checkpoint's file was written, by the store's clock; 0 if the store does not report it."""
         return self._modified_s.get(ref, 0.0)
 
-    def of_newest_version(self) -> list[CheckpointRef]:
-        """The checkpoints of the highest version: several where attempts or lineages were side by side."""
+    def find_newest_version(self) -> list[CheckpointRef]:
+        """Return the checkpoints of the highest version; there are several after parallel attempts or lineages."""
         version = max((ref.version for ref in self.kinds), default=0)
         return [ref for ref in self.kinds if ref.version == version]
 
     def written_last(self) -> CheckpointRef | None:
-        """The checkpoint whose file was written last; where the store does not tell, one of the highest version."""
+        """Return the checkpoint whose file was written last; without times of the store, one of the highest version."""
         return max(self.kinds, key=lambda ref: (self.modified_s(ref), ref.version), default=None)
 
     def header(self, ref: CheckpointRef) -> LineageHeader:
-        """What a checkpoint's file says of it: its delta, or its snapshot where there is no delta, or it is damaged."""
+        """Return a checkpoint's header, from its delta, or from its snapshot if the delta is missing or damaged."""
         if ref in self._headers:
             return self._headers[ref]
         failure: CorruptError | MissingCheckpointError | None = None
@@ -84,15 +84,15 @@ class BucketFiles:
         raise MissingCheckpointError(f"there is no file of checkpoint {ref} in {self.folder.root}")
 
 
-def read_side_by_side(wanted: Sequence[tuple[BucketFiles, CheckpointRef]]) -> None:
-    """Read several headers, so that asking for them is at once."""
+def read_in_parallel(requests: Sequence[tuple[BucketFiles, CheckpointRef]]) -> None:
+    """Read several headers in parallel, so that later calls of `header` return at once."""
 
-    def read(one: tuple[BucketFiles, CheckpointRef]) -> None:
-        one[0].header(one[1])
+    def read(request: tuple[BucketFiles, CheckpointRef]) -> None:
+        request[0].header(request[1])
 
-    # Local files are read in less time than threads take to start.
-    if len(wanted) >= _PARALLEL_MIN and not wanted[0][0].folder.is_local:
-        side_by_side("headers", _PARALLEL_MAX, read, wanted)
+    # Reading local files takes less time than starting threads.
+    if len(requests) >= _PARALLEL_MIN and not requests[0][0].folder.is_local:
+        side_by_side("headers", _PARALLEL_MAX, read, requests)
         return
-    for one in wanted:
-        read(one)
+    for request in requests:
+        read(request)

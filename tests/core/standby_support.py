@@ -148,10 +148,10 @@ class World:
         log = EpochLog(self.query_folder)
         number, epochs = log.newest()
         if self.epoch > epochs.numbers_to:
-            parents = tuple(it.number for it in epochs.known[-1:]) or (0,)
+            parents = tuple(it.number for it in epochs.entries[-1:]) or (0,)
             after = Position(QUERY, pointer.batch, pointer.heartbeats)
             it = Epoch(self.epoch, parents, f"plan {self.epoch}", "", after)
-            assert log.append(number + 1, Epochs((*epochs.known, it)))
+            assert log.append(number + 1, Epochs((*epochs.entries, it)))
 
     def attempt(self, changes: Changes, at: int = -1, store: LocalStore | None = None) -> tuple[Pointer, Model]:
         """One attempt at the batch after a committed one."""

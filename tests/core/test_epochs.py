@@ -21,7 +21,7 @@ from spark_state_ext.timeline.epochs import (
     Position,
     Start,
     Verdict,
-    begin,
+    begin_epoch,
     sparks_run_id,
 )
 from spark_state_ext.timeline.heads import Heads, heads_of
@@ -43,13 +43,13 @@ def start(plan_id: str, after: int, epoch: int, batch: int | None = None, run_id
 def begun(*starts: Start) -> Epochs:
     epochs = Epochs()
     for it in starts:
-        epochs, _ = begin(epochs, it)
+        epochs, _ = begin_epoch(epochs, it)
     return epochs
 
 
 def test_a_run_that_goes_back_gives_up_what_came_after() -> None:
     epochs = begun(start("a", -1, 0), start("b", 3, 1))
-    assert [(it.number, it.parents) for it in epochs.known] == [(1, (0,)), (2, (1,))]
+    assert [(it.number, it.parents) for it in epochs.entries] == [(1, (0,)), (2, (1,))]
     assert epochs.judge(Made(1, at(3))) is Verdict.COUNTS
     assert epochs.judge(Made(1, at(4))) is Verdict.GIVEN_UP
     assert epochs.judge(Made(2, at(4))) is Verdict.COUNTS
@@ -57,67 +57,67 @@ def test_a_run_that_goes_back_gives_up_what_came_after() -> None:
 
 def test_a_call_of_a_known_run_changes_nothing() -> None:
     epochs = begun(start("a", -1, 0), start("b", 3, 1))
-    assert begin(epochs, start("b", 7, 2)) == (epochs, 2)
+    assert begin_epoch(epochs, start("b", 7, 2)) == (epochs, 2)
     # A bucket that rested has an older input.
-    assert begin(epochs, start("b", 7, 1, batch=2)) == (epochs, 2)
+    assert begin_epoch(epochs, start("b", 7, 1, batch=2)) == (epochs, 2)
 
 
 def test_who_returns_to_what_was_given_up_is_on_that_line() -> None:
     epochs = begun(start("a", -1, 0), start("b", 3, 1), start("c", 9, 1))
-    assert epochs.known[-1].parents == (1,)
+    assert epochs.entries[-1].parents == (1,)
     assert epochs.judge(Made(1, at(8))) is Verdict.COUNTS
     assert epochs.judge(Made(2, at(4))) is Verdict.GIVEN_UP
 
 
 def test_an_old_input_leaves_open_what_was_gone_on_from_until_one_tells() -> None:
     before = begun(start("a", -1, 0), start("b", 3, 1))
-    open_yet, _ = begin(before, start("c", 9, 1, batch=2))
-    assert open_yet.known[-1].parents == (2, 1)
-    assert open_yet.judge(Made(2, at(8))) is open_yet.judge(Made(1, at(8))) is Verdict.UNTOLD
+    open_yet, _ = begin_epoch(before, start("c", 9, 1, batch=2))
+    assert open_yet.entries[-1].parents == (2, 1)
+    assert open_yet.judge(Made(2, at(8))) is open_yet.judge(Made(1, at(8))) is Verdict.UNKNOWN
     assert open_yet.judge(Made(1, at(3))) is Verdict.COUNTS
-    told, _ = begin(open_yet, start("c", 9, 2))
-    assert (told.known[-1].parents, told.judge(Made(1, at(8)))) == ((2,), Verdict.GIVEN_UP)
-    told, _ = begin(open_yet, start("c", 9, 1))
-    assert (told.known[-1].parents, told.judge(Made(2, at(8)))) == ((1,), Verdict.GIVEN_UP)
+    told, _ = begin_epoch(open_yet, start("c", 9, 2))
+    assert (told.entries[-1].parents, told.judge(Made(1, at(8)))) == ((2,), Verdict.GIVEN_UP)
+    told, _ = begin_epoch(open_yet, start("c", 9, 1))
+    assert (told.entries[-1].parents, told.judge(Made(2, at(8)))) == ((1,), Verdict.GIVEN_UP)
 
 
 def test_one_plan_started_twice_is_told_by_sparks_run_id() -> None:
     epochs = begun(start("a", -1, 0, run_id=RUN))
-    again, number = begin(epochs, start("a", 3, 1, run_id=OTHER))
-    assert (number, again.known[-1].same_plan) == (2, True)
+    again, number = begin_epoch(epochs, start("a", 3, 1, run_id=OTHER))
+    assert (number, again.entries[-1].same_plan) == (2, True)
     # User code may have changed the id: then both are one run, and the batch may have been made by either.
-    assert again.judge(Made(1, at(4))) is Verdict.UNTOLD
+    assert again.judge(Made(1, at(4))) is Verdict.UNKNOWN
     assert again.judge(Made(1, at(5))) is Verdict.GIVEN_UP
     # Ids that come back, and what is no id of Spark's, tell nothing.
     for run_id in (RUN, "", "my job group"):
-        assert begin(again, start("a", 4, 2, run_id=run_id)) == (again, 2)
+        assert begin_epoch(again, start("a", 4, 2, run_id=run_id)) == (again, 2)
     # A task of the run before that was late writes on its own line.
     late = Start("a", RUN, at(9), Made(1, at(8)))
-    assert begin(again, late) == (again, 1)
+    assert begin_epoch(again, late) == (again, 1)
 
 
 def test_a_number_is_never_given_twice() -> None:
     # Somebody removed the records.
-    epochs, number = begin(Epochs(), start("c", 9, 7))
+    epochs, number = begin_epoch(Epochs(), start("c", 9, 7))
     assert number > 7
-    assert epochs.known[-1].parents == (0,)
+    assert epochs.entries[-1].parents == (0,)
     assert epochs.judge(Made(7, at(9))) is Verdict.UNRECORDED
     # Perhaps they were removed under a running query.
-    assert epochs.judge(Made(7, at(10))) is Verdict.UNTOLD
+    assert epochs.judge(Made(7, at(10))) is Verdict.UNKNOWN
     # What has this number, and was made before, is of another epoch, once there is a newer one.
-    later, _ = begin(epochs, start("d", 12, number))
+    later, _ = begin_epoch(epochs, start("d", 12, number))
     assert later.judge(Made(number, at(9))) is Verdict.UNRECORDED
     assert later.judge(Made(number, at(12))) is Verdict.COUNTS
     # The record lacks an epoch that has left files: it is not the newest.
-    assert epochs.judge(Made(number + 1, at(12))) is Verdict.UNTOLD
+    assert epochs.judge(Made(number + 1, at(12))) is Verdict.UNKNOWN
 
 
 def test_two_runs_that_find_no_records_after_the_same_batch_have_different_numbers() -> None:
-    _, number = begin(Epochs(), start("c", 9, 7))
-    _, other = begin(Epochs(), start("d", 9, 7))
+    _, number = begin_epoch(Epochs(), start("c", 9, 7))
+    _, other = begin_epoch(Epochs(), start("d", 9, 7))
     assert number != other
     # A run that begins later has a higher number than both.
-    assert begin(Epochs(), start("e", 10, 7))[1] > max(number, other)
+    assert begin_epoch(Epochs(), start("e", 10, 7))[1] > max(number, other)
 
 
 def test_heartbeats_count_between_queries() -> None:
@@ -126,7 +126,7 @@ def test_heartbeats_count_between_queries() -> None:
     epochs = begun(start("a", -1, 0), claimed)
     assert epochs.judge(Made(1, Position("query", 4, 5), quiet=False)) is Verdict.COUNTS
     # A batch without data has the heartbeat of the one before.
-    assert epochs.judge(Made(1, Position("query", 5, 5))) is Verdict.UNTOLD
+    assert epochs.judge(Made(1, Position("query", 5, 5))) is Verdict.UNKNOWN
     assert epochs.judge(Made(1, Position("query", 5, 6))) is Verdict.GIVEN_UP
     assert epochs.judge(Made(2, Position("new", 0, 6))) is Verdict.COUNTS
 
@@ -142,10 +142,10 @@ def test_who_fails_again_and_again_before_a_commit_leaves_no_choice() -> None:
     batch, epoch = 3, 1
     for number in range(40):
         # Some fail, and go on; the others are started once more from the same batch.
-        epochs, mine = begin(epochs, start(f"plan {number}", batch, epoch))
+        epochs, mine = begin_epoch(epochs, start(f"plan {number}", batch, epoch))
         if number % 5 == 4:
             batch, epoch = batch + 4, mine
-    assert {it.parents for it in epochs.known} <= {(1 + 5 * it,) for it in range(9)} | {(0,)}
+    assert {it.parents for it in epochs.entries} <= {(1 + 5 * it,) for it in range(9)} | {(0,)}
     assert epochs.line_is_known
     assert epochs.judge(Made(1, at(3))) is Verdict.COUNTS
     assert epochs.judge(Made(5, at(4))) is Verdict.GIVEN_UP
@@ -157,7 +157,7 @@ def test_where_heartbeats_are_compared_the_newest_runs_files_count_whatever_fail
 
     epochs = begun(Start("a", "", untold(0), None))
     for number in range(30):
-        epochs, mine = begin(epochs, Start(f"plan {number}", "", untold(3), Made(1, untold(3))))
+        epochs, mine = begin_epoch(epochs, Start(f"plan {number}", "", untold(3), Made(1, untold(3))))
     assert epochs.judge(Made(mine, untold(4), quiet=False)) is Verdict.COUNTS
     assert epochs.judge(Made(1, untold(3), quiet=False)) is Verdict.COUNTS
     assert epochs.judge(Made(1, untold(4), quiet=False)) is Verdict.GIVEN_UP
@@ -167,14 +167,14 @@ def test_a_folder_of_a_release_without_epochs_is_claimed_after_a_batch() -> None
     """What its query made of the next batch has the same heartbeat, where that batch had no data."""
     pointer = replace(NONE, heartbeats=1, batch=0)
     claim = Start.of("b", "", Position("new", -1, 1), pointer, Epochs(), ("query", 0))
-    epochs, _ = begin(Epochs(), claim)
+    epochs, _ = begin_epoch(Epochs(), claim)
     assert epochs.judge(Made(0, Position("query", 0, 1))) is Verdict.UNRECORDED
     assert epochs.judge(Made(0, Position("query", 1, 1))) is Verdict.GIVEN_UP
 
 
 def test_old_epochs_are_forgotten() -> None:
     epochs = begun(*(start(f"plan {it}", it, it) for it in range(EPOCHS_MAX + 10)))
-    assert len(epochs.known) == EPOCHS_MAX
+    assert len(epochs.entries) == EPOCHS_MAX
     assert epochs.judge(Made(3, at(3))) is Verdict.UNRECORDED
     assert epochs.judge(Made(EPOCHS_MAX, at(EPOCHS_MAX))) is Verdict.COUNTS
 
@@ -245,7 +245,7 @@ def test_of_two_that_make_a_record_one_does(tmp_path: Path) -> None:
             made.append(EpochLog(place).append(1, begun(start("other", -1, 0))))
 
     assert EpochRegistry().of([place], call("a", -1), another_first) == 2
-    assert [it.plan_id for it in epochs_of(place).known] == ["other", "a"]
+    assert [it.plan_id for it in epochs_of(place).entries] == ["other", "a"]
 
 
 # -- before there were records --------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_a_root_without_epochs_whose_query_went_back() -> None:
     bucket = BucketFiles.read_before(Folder("memory://epochs"), 0, entries)
     assert heads_of([bucket], Epochs())[0].certain == (CheckpointRef(7, "b" * 32),)
     # A run after that, in which the bucket rests.
-    epochs, _ = begin(Epochs(), start("c", 6, 0))
+    epochs, _ = begin_epoch(Epochs(), start("c", 6, 0))
     assert heads_of([bucket], epochs)[0] == Heads((CheckpointRef(7, "b" * 32),))
 
 
@@ -286,11 +286,11 @@ def test_runs_without_epochs_are_told_where_their_files_do() -> None:
     ]
     # Neither built on the other: nobody can tell.
     runs = EarlierRuns([file_of("1", 2), file_of("2", 2, bucket=1)], "query")
-    assert runs.judge(file_of("1", 2)) is Verdict.UNTOLD
+    assert runs.judge(file_of("1", 2)) is Verdict.UNKNOWN
     # A copy of another query's is what this one began with.
     assert EarlierRuns([], "new").judge(first) is Verdict.COUNTS
     # Unless it may be the query's own, by another name.
-    assert EarlierRuns([], "new", renamed=True).judge(first) is Verdict.UNTOLD
+    assert EarlierRuns([], "new", renamed=True).judge(first) is Verdict.UNKNOWN
 
 
 def test_batches_without_data_leave_open_which_of_two_untold_files_is_older() -> None:
@@ -302,7 +302,7 @@ def test_batches_without_data_leave_open_which_of_two_untold_files_is_older() ->
 
     first, second = file_of_call("1", 5, 3, 0), file_of_call("2", 3, 3, 1)
     runs = EarlierRuns([first, second], "query")
-    assert [runs.judge(it) for it in (first, second)] == [Verdict.UNTOLD, Verdict.UNTOLD]
+    assert [runs.judge(it) for it in (first, second)] == [Verdict.UNKNOWN, Verdict.UNKNOWN]
     later = file_of_call("2", 3, 4, 1)
     runs = EarlierRuns([first, later], "query")
     assert [runs.judge(it) for it in (first, later)] == [Verdict.COUNTS, Verdict.COUNTS]

@@ -258,7 +258,7 @@ def test_records_of_epochs() -> None:
     found = decode_epochs(data, "1.json")
     assert encode_epochs(found) == data
     run = "6f1d7f0e-0000-4000-8000-00000000000{}"
-    assert found.known == (
+    assert found.entries == (
         Epoch(1, (0,), "a" * 32, run.format(2), Position("query", -1, 0)),
         Epoch(2, (1,), "b" * 32, "", Position("query", 41, 42, told=False)),
         Epoch(4, (2, 1), "b" * 32, run.format(3), Position("query", 40, 41), same_plan=True),

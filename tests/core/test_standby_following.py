@@ -282,7 +282,7 @@ def test_a_withdrawn_epoch_is_followed_no_more(world: World) -> None:
     world.epoch -= 1
     log = EpochLog(world.query_folder)
     number, epochs = log.newest()
-    assert log.append(number + 1, epochs.with_epoch(replace(epochs.known[-1], withdrawn=True)))
+    assert log.append(number + 1, epochs.with_epoch(replace(epochs.entries[-1], withdrawn=True)))
     world.batch(changes(2))
     assert world.follower.step().newest == world.pointer.ref
     assert world.adopted() == 0

@@ -10,7 +10,7 @@ from sim_timeline import TimelineWorld
 
 from spark_state_ext.timeline import epochs as module
 from spark_state_ext.timeline import records
-from spark_state_ext.timeline.epochs import Epoch, Epochs, Made, Position, Start, Verdict, begin
+from spark_state_ext.timeline.epochs import Epoch, Epochs, Made, Position, Start, Verdict, begin_epoch
 
 __all__ = ["BROKEN_TIMELINES"]
 
@@ -21,12 +21,12 @@ def _used_twice(_: TimelineWorld) -> Any:
     """A run takes the number of the run before."""
 
     def begun(epochs: Epochs, start: Start) -> tuple[Epochs, int]:
-        found, number = begin(epochs, start)
-        if len(found.known) < 2 or found.known[:-1] != epochs.known:
+        found, number = begin_epoch(epochs, start)
+        if len(found.entries) < 2 or found.entries[:-1] != epochs.entries:
             return found, number
-        parent = min(found.known[-1].parents[0], number - 2)
-        mine = replace(found.known[-1], number=number - 1, parents=(parent,))
-        return Epochs((*found.known[:-2], mine)), number - 1
+        parent = min(found.entries[-1].parents[0], number - 2)
+        mine = replace(found.entries[-1], number=number - 1, parents=(parent,))
+        return Epochs((*found.entries[:-2], mine)), number - 1
 
     return begun
 
@@ -35,8 +35,8 @@ def _written_after_the_first_file(_: TimelineWorld) -> Any:
     """The first call of a run has the epoch of the record that was there before."""
 
     def begun(epochs: Epochs, start: Start) -> tuple[Epochs, int]:
-        found, number = begin(epochs, start)
-        if found.known[:-1] == epochs.known and epochs.newest is not None:
+        found, number = begin_epoch(epochs, start)
+        if found.entries[:-1] == epochs.entries and epochs.newest is not None:
             return found, epochs.newest.number
         return found, number
 
@@ -48,7 +48,7 @@ def _went_on_from_who_never_wrote(_: TimelineWorld) -> Any:
 
     def narrowed(epochs: Epochs, newest: Epoch, made: Made | None) -> Epoch:
         return replace(
-            newest, parents=(max((it.number for it in epochs.known if it.number < newest.number), default=0),)
+            newest, parents=(max((it.number for it in epochs.entries if it.number < newest.number), default=0),)
         )
 
     return narrowed
@@ -96,7 +96,7 @@ def _surely_from_the_one_before(_: TimelineWorld) -> Any:
     return narrowed
 
 
-_NARROWED = module._narrowed
+_NARROWED = module._narrow_parents
 
 
 def _never_alive(_: TimelineWorld) -> Any:
@@ -105,12 +105,12 @@ def _never_alive(_: TimelineWorld) -> Any:
 
 
 BROKEN_TIMELINES: dict[str, tuple[Patch, ...]] = {
-    "an epoch is used twice": ((module, "begin", _used_twice),),
-    "the record is written after the first file": ((module, "begin", _written_after_the_first_file),),
-    "a run that never wrote is gone on from": ((module, "_narrowed", _went_on_from_who_never_wrote),),
+    "an epoch is used twice": ((module, "begin_epoch", _used_twice),),
+    "the record is written after the first file": ((module, "begin_epoch", _written_after_the_first_file),),
+    "a run that never wrote is gone on from": ((module, "_narrow_parents", _went_on_from_who_never_wrote),),
     "two runs that begin at one batch count alike": ((Position, "beyond", _begun_at_one_batch),),
     "going back twice is taken for once": ((Epochs, "judge", _back_once_alone),),
     "whoever is told another run id is a new run": ((module, "_is_new_run", _late_tasks_are_of_the_newest_run),),
     "a late first call is believed for ever": ((records, "_SEEN_MIN", _never_alive),),
-    "an old input tells which run was gone on from": ((module, "_narrowed", _surely_from_the_one_before),),
+    "an old input tells which run was gone on from": ((module, "_narrow_parents", _surely_from_the_one_before),),
 }
