@@ -1,3 +1,3 @@
-"""Who may write an operator's state: the lease."""
+"""Ownership of a query folder: leases, claims and holds."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Notes about the claims to a query folder, in its folder ``claims/``. A release needs them.
+"""Notes about the claims to a query folder, in its folder ``claims/``. A release of a claim needs them.
 
 ``<claim>.json`` says that a call of the claiming query's first batch gave its pointer to Spark, which may commit it.
-``<claim>.after-<number>.json`` says which claim the new one replaced: that of lease record `number`. It is written
-before the record that makes the claim, so no claim is without it. The record itself keeps its format.
+``<claim>.after-<number>.json`` says which claim the new one replaced: the claim in lease record `number`. It is written
+before the record that makes the claim, so every claim has one. The format of the record itself did not change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import CLAIMS_FOLDER
 from spark_state_ext.ownership.lease_record import Claim, Found
 
-__all__ = ["is_handed_over", "note_handed_over", "note_replaced_claim", "replaced_claim"]
+__all__ = ["is_handed_over", "note_handed_over", "note_replaced_claim", "find_replaced_claim"]
 
 _FORMAT = 1
 _NOTE = re.compile(r"(.+)\.after-(\d+)\.json")
@@ -24,35 +24,35 @@ _HANDED_OVER = ".json"
 
 
 def note_handed_over(query_folder: Folder, claim_id: str) -> None:
-    """Write down that Spark is given a pointer of the query that has claimed a folder, so that it may be committed.
+    """Record that Spark gets a pointer of the query that has claimed a folder, and so may commit it.
 
-    Every bucket's first call does, before it hands the pointer over.
+    Every bucket's first call does this before it returns the pointer.
     """
     query_folder.child(CLAIMS_FOLDER).create(f"{claim_id}{_HANDED_OVER}", sealed_document({"format": _FORMAT}))
 
 
 def is_handed_over(query_folder: Folder, claim_id: str) -> bool:
-    """Whether `note_handed_over` was called for a claim."""
+    """True if `note_handed_over` was called for a claim."""
     return query_folder.child(CLAIMS_FOLDER).exists(f"{claim_id}{_HANDED_OVER}")
 
 
 def note_replaced_claim(query_folder: Folder, claim: Claim, after: Found | None) -> None:
-    """Write down which claim a new one replaces, before the record with the new one is made."""
-    before = None if after is None else after.record.claim
+    """Record which claim a new one replaces, before the lease record with the new one is made."""
+    old_claim = None if after is None else after.record.claim
     if after is None and claim.instead_of is not None:
-        # Somebody removed the lease. The claim is known from the pointers that the new query begins with.
+        # The lease was removed. The claim is known from the pointers that the new query begins with.
         place = query_folder.root.rpartition("/")[0]
-        before = Claim(claim.instead_of, f"{place}/{claim.instead_of}", 0)
-    fields = {"format": _FORMAT, "replaced": None if before is None else before.to_plain()}
+        old_claim = Claim(claim.instead_of, f"{place}/{claim.instead_of}", 0)
+    fields = {"format": _FORMAT, "replaced": None if old_claim is None else old_claim.to_plain()}
     name = f"{claim.id}.after-{0 if after is None else after.number}.json"
     query_folder.child(CLAIMS_FOLDER).create(name, sealed_document(fields))
 
 
-def replaced_claim(query_folder: Folder, claim: Claim) -> Claim | None:
-    """The claim that another one replaced; None: it was claimed from the query that began the folder."""
+def find_replaced_claim(query_folder: Folder, claim: Claim) -> Claim | None:
+    """Return the claim that a claim replaced; None if it was made against the query that began the folder."""
     files = query_folder.child(CLAIMS_FOLDER)
     names = files.names()
-    # An attempt that lost against another record left a note too. The last attempt is the one that made the claim.
+    # An attempt that lost against another record also left a note. The last attempt made the claim.
     notes = [(int(match[2]), name) for name in names if (match := _NOTE.fullmatch(name)) and match[1] == claim.id]
     if notes:
         _, name = max(notes)
@@ -68,7 +68,7 @@ def replaced_claim(query_folder: Folder, claim: Claim) -> Claim | None:
     if others:
         raise NotClaimableError(
             f"the claim of {claim} to the state at {query_folder.root} cannot be released: an earlier build made it "
-            f"and did not write down which claim it replaced, and other queries had claimed the folder before it "
+            f"and did not record which claim it replaced, and other queries had claimed the folder before it "
             f"({', '.join(name.removesuffix(_HANDED_OVER) for name in others[:5])}). Start its query again, or begin a "
             "new one from that query's checkpoint or a savepoint with mode='no_claim'"
         )

@@ -1,7 +1,8 @@
-"""Whether a query has ended: its lease tells, or is watched for as long as it lasts.
+"""Wait until a query has ended: its lease says so, or is watched for as long as it lasts.
 
-Who claims the folder of a query goes by pointers that are read once its lease is free, and makes only the record that
-follows the one seen then (`Claim.after`): so they are the last ones. Who frees a claim waits in the same way.
+A claim to a query's folder uses pointers that are read after its lease is free, and may only make the record that
+follows the one seen then (`Claim.after`): so these pointers are the last ones. A release of a claim waits in the same
+way.
 """
 
 from __future__ import annotations
@@ -22,18 +23,21 @@ _POLL_S = 0.2
 def until_free(
     log: LeaseLog, claim: str | None, live: Callable[[Found], LiveRunError], clock: Clock | None = None
 ) -> Found | None:
-    """Wait until the query with certain pointers holds its lease no more."""
+    """Wait until the query with this claim no longer holds the lease; return the newest record.
+
+    `live` returns the error to raise if the query is alive.
+    """
     clock, me = clock or Clock(), RunIdentity.here("who waits for a lease", uuid.uuid4().hex)
     watch: Watch | None = None
     while True:
-        found, now_s = log.newest(first=True), clock.monotonic_s()
-        over = found is not None and found.record.owner.is_over()
-        decision = decide(found, me, watch, now_s, LEASE_MS_MIN, over, claim)
+        lease, now_s = log.newest(first=True), clock.monotonic_s()
+        is_over = lease is not None and lease.record.owner.is_over()
+        decision = decide(lease, me, watch, now_s, LEASE_MS_MIN, is_over, claim)
         if decision is Decision.LIVE:
-            assert found is not None, "somebody has renewed it"
-            raise live(found)
+            assert lease is not None, "a record was renewed"
+            raise live(lease)
         if decision is not Decision.WATCH:
-            return found
-        assert found is not None, "there is something to watch"
-        watch = watch or Watch(found, now_s)
+            return lease
+        assert lease is not None, "there is a record to watch"
+        watch = watch or Watch(lease, now_s)
         clock.sleep_s(_POLL_S)

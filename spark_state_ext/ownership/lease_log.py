@@ -1,8 +1,8 @@
-"""The lease's files: numbered records, of which the one with the highest number counts.
+"""The lease's files: numbered records, of which the one with the highest number is in force.
 
-A record is never rewritten. Whoever wants to hold the lease makes the file with the next number, and of several that
-try only one succeeds, where the file system can create a file exclusively. So a write that arrives late, when others
-have gone on, changes nothing; and at no moment is there no record, on stores whose rename does not replace too.
+A record is never rewritten. To take the lease, a process makes the file with the next number. If several processes try,
+only one succeeds, provided that the file system can create a file exclusively. So a late write, after others have gone
+on, has no effect; and there is a record at every moment, even on stores whose rename does not replace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spark_state_ext.ownership.lease_record import Claim, Found, LeaseRecord, re
 __all__ = ["LeaseLog", "last_renewed_ms"]
 
 _NAME = re.compile(r"(\d{16})(?:-[0-9a-f]{32})?\.json")
-# Records that a slow reader may still be about to read.
+# How many records are kept, for slow readers.
 _KEPT = 2
 _ROUNDS_MAX = 20
 
@@ -37,50 +37,50 @@ class LeaseLog:
         return self._query_folder.root
 
     def newest(self, *, first: bool = False) -> Found | None:
-        """The record that counts; None where there is none."""
-        found = self._newest_record()
-        if found is not None and found.record.claim is not None:
-            # Releases that write format 1 know no claims, and so none of them may hold it.
-            return found
-        if first or found is None or found.record.format_1_too:
+        """Return the record in force; None if there is no record. With `first`, also look for a lease of format 1."""
+        newest = self._newest_record()
+        if newest is not None and newest.record.claim is not None:
+            # Releases that write format 1 do not know claims, so they must not hold this lease.
+            return newest
+        if first or newest is None or newest.record.format_1_too:
             try:
-                old = self._of_format_1()
+                format_1_record = self._read_format_1()
             except VersionSkewError:
-                # So it is where somebody has claimed the folder since the look before.
-                found = self._newest_record()
-                if found is None or (found.record.claim is None and not self._is_refusal_left()):
+                # This happens if the folder was claimed since the record was read.
+                newest = self._newest_record()
+                if newest is None or (newest.record.claim is None and not self._is_refusal_left()):
                     raise
-                return found
-            if old is not None:
-                return Found(0 if found is None else found.number, old)
-        return found
+                return newest
+            if format_1_record is not None:
+                return Found(0 if newest is None else newest.number, format_1_record)
+        return newest
 
     def _newest_record(self) -> Found | None:
         for _ in range(_ROUNDS_MAX):
             names = self._names()
             if not names:
                 return None
-            number = _number(names[-1])
+            number = _number_of(names[-1])
             try:
-                records = [self._read(name) for name in names if _number(name) == number]
+                records = [self._read(name) for name in names if _number_of(name) == number]
             except MissingCheckpointError:
-                continue  # others have gone on meanwhile
-            return Found(number, _first(records))
-        raise StorageError(f"the lease of {self.root} changes faster than it can be read: look who writes there")
+                continue  # a newer record has replaced it meanwhile
+            return Found(number, _choose_in_force(records))
+        raise StorageError(f"the lease of {self.root} changes faster than it can be read: find out what writes there")
 
     def append(self, after: Found | None, record: LeaseRecord) -> bool:
-        """Make the next record; whether it is the one that counts."""
+        """Make the next record; return False if another record with its number is in force."""
         number = 1 if after is None else after.number + 1
         if record.claim is not None and _is_new(record.claim, after):
             note_replaced_claim(self._query_folder, record.claim, after)
         if self._files.creates_exclusively:
-            made = self._files.create(f"{number:016d}.json", record.encode())
+            is_in_force = self._files.create(f"{number:016d}.json", record.encode())
         else:
-            # Nobody's record is overwritten here either; should two be made at once, all agree on which counts.
+            # No record is overwritten here either; if two are made at once, all readers agree on which is in force.
             self._files.put(f"{number:016d}-{record.nonce}.json", record.encode())
-            found = self._newest_record()
-            made = found is not None and found.record.nonce == record.nonce
-        if made:
+            newest = self._newest_record()
+            is_in_force = newest is not None and newest.record.nonce == record.nonce
+        if is_in_force:
             if record.claim is not None:
                 if after is None or after.record.claim is None:
                     self._query_folder.put(LEASE_FORMAT_1_NAME, refusal())
@@ -90,11 +90,11 @@ class LeaseLog:
                 self._query_folder.as_named().remove(LEASE_FORMAT_1_NAME)
                 self._has_format_1 = False
             self._drop_before(number - _KEPT + 1)
-        return made
+        return is_in_force
 
     def _drop_before(self, number: int) -> None:
         for name in self._names():
-            if _number(name) < number:
+            if _number_of(name) < number:
                 self._files.as_named().remove(name)
 
     def _names(self) -> list[str]:
@@ -104,14 +104,14 @@ class LeaseLog:
         return LeaseRecord.decode(self._files.get(name), self._files.where(name))
 
     def _is_refusal_left(self) -> bool:
-        """Whether a release was stopped before it removed this release's refusal beside the lease."""
+        """True if a release of a claim was stopped before it removed the file that refuses readers of format 1."""
         try:
             return self._query_folder.get(LEASE_FORMAT_1_NAME) == refusal()
         except MissingCheckpointError:
             return True  # removed a moment ago
 
-    def _of_format_1(self) -> LeaseRecord | None:
-        """What a release wrote that knows format 1 only."""
+    def _read_format_1(self) -> LeaseRecord | None:
+        """Read the lease of a release that knows only format 1, if there is one."""
         try:
             data = self._query_folder.get(LEASE_FORMAT_1_NAME)
         except MissingCheckpointError:
@@ -121,21 +121,23 @@ class LeaseLog:
 
 
 def last_renewed_ms(query_folder: Folder) -> int | None:
-    """When a run of the query last renewed its lease, by that run's clock; None: there is no lease."""
-    found = LeaseLog(query_folder).newest(first=True)
-    return None if found is None else found.record.last_write_ms
+    """Return when a run of the query last renewed its lease, by that run's clock; None if there is no lease."""
+    newest = LeaseLog(query_folder).newest(first=True)
+    return None if newest is None else newest.record.last_write_ms
 
 
 def _is_new(claim: Claim, after: Found | None) -> bool:
-    """Whether a claim is made now. One that is put back, or taken from pointers, is built upon already."""
-    before = None if after is None else after.record.claim
-    return not claim.built and (before is None or before.id != claim.id)
+    """True if a claim is made now. A claim that is restored, or known from pointers, has been built upon already."""
+    old_claim = None if after is None else after.record.claim
+    return not claim.built and (old_claim is None or old_claim.id != claim.id)
 
 
-def _number(name: str) -> int:
+def _number_of(name: str) -> int:
     return int(name[:16])
 
 
-def _first(records: list[LeaseRecord]) -> LeaseRecord:
-    """Of records with one number, the one that counts: who replaced the others' writers knows it, they do not."""
-    return min(records, key=lambda it: (any(it.owner.plan in other.replaced for other in records), it.nonce))
+def _choose_in_force(records: list[LeaseRecord]) -> LeaseRecord:
+    """Return which of several records with one number is in force: a record that no other one says it replaced."""
+    return min(
+        records, key=lambda record: (any(record.owner.plan in other.replaced for other in records), record.nonce)
+    )

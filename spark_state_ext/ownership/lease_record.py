@@ -1,7 +1,7 @@
-"""What a lease says, and what a run may do about it: values and decisions, no I/O (`lease` has that).
+"""The records of a lease, and decisions about what a run may do: values without I/O (`lease` has that).
 
-A run is told apart by what its user's code cannot change: the application, by the address of its driver, and the plan,
-a random id that is planned into the query. Spark's own run id is not used: tasks learn it as their job group, which
+A run is identified by values that user code cannot change: the application, by the address of its driver, and the plan,
+a random id that is planned into the query. Spark's own run id is not used: tasks see it as their job group, which
 `foreachBatch` may set.
 """
 
@@ -42,16 +42,16 @@ LEASE_FORMAT = 3
 # The application in a lease that `erase_history` holds.
 ERASER = "erase history"
 _FORMAT_1, _FORMAT_2 = 1, 2
-# In a file of format 1: the number of the record that it repeats.
+# Key in a file of format 1: the number of the record that the file repeats.
 _REPEATS = "record"
 _REPLACED_MAX = 100
 _ANCESTORS_MAX = 8
-_MEND = "Remove it when no run is live."
+_ADVICE = "Remove it while no run is active."
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """A streaming run, and the process that lives exactly as long as its driver, where that is known.
+    """A run of a query, and the process that lives exactly as long as its driver, if that is known.
 
     Parameters
     ----------
@@ -60,12 +60,12 @@ class RunIdentity:
     plan
         Random id of the plan that the run was started from.
     query
-        Spark's id of the query; empty where tasks are not told it.
+        Spark's id of the query; empty if tasks do not know it.
     host
-        Name of the machine, for people.
+        Name of the machine, for messages.
     boot, pid, pid_start, pid_namespace
-        The driver's process, where it is on this machine: boot of the machine, number and start of the process, and
-        the container in which the number counts. Empty or 0 elsewhere.
+        The driver's process, if it is on this machine: boot of the machine, number and start of the process, and the
+        container in which the number is valid. Otherwise empty or 0.
     """
 
     application: str
@@ -79,24 +79,24 @@ class RunIdentity:
 
     @staticmethod
     def here(application: str, plan: str, query: str = "", *, local: bool = False) -> RunIdentity:
-        """The identity of the run that this worker process works for."""
+        """Return the identity of the run that this worker process works for."""
         me = RunIdentity(application, plan, query, machine_name())
-        jvm = _java_above(os.getpid()) if local else 0
+        jvm = _find_java_above(os.getpid()) if local else 0
         if not jvm:
             return me
         return replace(me, boot=boot_id(), pid=jvm, pid_start=start_of(jvm), pid_namespace=namespace())
 
     def is_same_run(self, other: RunIdentity) -> bool:
-        """Whether both work for one run, or for runs of which Spark itself has only one active at a time."""
+        """True if both are one run, or runs of which Spark itself has only one active at a time."""
         if self.application != other.application:
             return False
         return not self.query or not other.query or self.query == other.query
 
     def is_over(self) -> bool:
-        """Whether the driver's process is known to be gone; False when that cannot be told from here.
+        """True if the driver's process is known to be gone; False if this process cannot see that.
 
-        Machines may share a name, and containers a machine's name and boot: a process is looked for only where its
-        number means the same. What its host is called (`worker.host`) says nothing of that: several hosts may be on one
+        Machines may share a name, and containers may share a machine's name and boot. So a process is looked for only
+        if its number means the same here. The host's name (`worker.host`) is not enough: several hosts may be on one
         machine, and two machines may have been given one host's name.
         """
         here = (machine_name(), boot_id(), namespace())
@@ -109,8 +109,8 @@ class RunIdentity:
         return f"{query}application {self.application} on {self.host or 'an unknown machine'}"
 
 
-def _java_above(pid: int) -> int:
-    """The nearest JVM among a process's ancestors; 0 where there is none or the system does not tell."""
+def _find_java_above(pid: int) -> int:
+    """Return the pid of the nearest JVM among a process's ancestors; 0 if there is none or it cannot be found."""
     for _ in range(_ANCESTORS_MAX):
         try:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
@@ -125,23 +125,23 @@ def _java_above(pid: int) -> int:
 
 @dataclass(frozen=True)
 class Claim:
-    """That a query folder belongs to another query from now on than the one that began it.
+    """A claim: from now on a query folder belongs to another query than the one that began it.
 
     Parameters
     ----------
     id
-        What the new query's pointers name it by.
+        Id of the claim, which the new query's pointers name.
     by
-        The new query, for people: where it keeps its state, and what it is called there.
+        The new query's root and query folder, for messages.
     claimed_ms
-        When it was claimed: wall-clock time, milliseconds since 1970. For people.
+        When it was claimed: wall-clock time, milliseconds since 1970, for messages.
     built
-        A pointer that names the claim is committed: the new query builds upon the folder, and deletes what it needs no
-        more. From then on the claim cannot be released.
+        A pointer that names the claim is committed: the new query builds upon the folder, and deletes files that it no
+        longer needs. From then on the claim cannot be released.
     instead_of
-        Id of the claim whose place it may take: the other query's, where that had claimed the folder itself. Not kept.
+        Id of the claim that this one may replace: the old query's claim, if that had claimed the folder. Not stored.
     after
-        Number of the only record that it may follow: the one from before its pointers were read. Not kept.
+        Number of the only record that it may follow: the one from before its pointers were read. Not stored.
     """
 
     id: str
@@ -155,12 +155,12 @@ class Claim:
         return f"{self.by} (claim {self.id})"
 
     def to_plain(self) -> dict[str, Any]:
-        """As a lease file has it."""
+        """Return the claim as the fields in a lease file."""
         return {"id": self.id, "by": self.by, "claimed_ms": self.claimed_ms, "built": self.built}
 
     @staticmethod
     def of_plain(plain: Mapping[str, Any]) -> Claim:
-        """Inverse of `to_plain`."""
+        """Read a claim from the fields in a lease file."""
         return Claim(str(plain["id"]), str(plain["by"]), int(plain["claimed_ms"]), bool(plain["built"]))
 
 
@@ -173,24 +173,23 @@ class LeaseRecord:
     owner
         The run that holds the lease.
     renewed_ms
-        When it last said so: wall-clock time, milliseconds since 1970. For people: nobody decides by it.
+        When the owner last renewed it: wall-clock time, milliseconds since 1970; only for messages, not for decisions.
     lease_ms
         How long the owner's lease lasts without renewal, milliseconds.
     replaced
-        Plans of runs that were replaced without having ended, the last ones; they do not get the lease back.
+        The last plans whose runs were replaced without having ended; they do not get the lease back.
     released
         The owner has ended.
     nonce
         Random, so that no two files have the same bytes.
     format_1_too
-        The owner repeats it in format 1, for releases that know no other; what these write there counts for it.
+        The owner also writes it in format 1, for releases that know only that one, and respects what these write there.
     claim
-        Whose the folder is, where another query began it; then only runs that know the claim may hold the lease.
+        The claim to the folder, if another query began it; then only runs that know the claim may hold the lease.
     query_renewed_ms
-        When a run of the query last renewed it, where somebody else does, to erase keys from its past. None: at
-        `renewed_ms`.
+        When a run of the query last renewed it, while `erase_history` holds the lease. None: at `renewed_ms`.
     format
-        Format of the record as it was read; releases that wrote an older one know neither claims nor holds.
+        Format of the record that was read; releases that wrote an older one do not know claims or holds.
     """
 
     owner: RunIdentity
@@ -204,27 +203,27 @@ class LeaseRecord:
     query_renewed_ms: int | None = None
     format: int = field(default=LEASE_FORMAT, compare=False)
 
-    def renewed(self, me: RunIdentity, now_ms: int, lease_ms: int) -> LeaseRecord:
-        """The next record of the same run, or of one that comes after its end."""
+    def renew_by(self, me: RunIdentity, now_ms: int, lease_ms: int) -> LeaseRecord:
+        """Return the next record of the same run, or of a run that begins after its end."""
         owner = me if me.query or not me.is_same_run(self.owner) else replace(me, query=self.owner.query)
-        return self._next(owner, now_ms, lease_ms, self.replaced)
+        return self._make_next(owner, now_ms, lease_ms, self.replaced)
 
-    def taken_over(self, me: RunIdentity, now_ms: int, lease_ms: int) -> LeaseRecord:
-        """The next record, of a run that replaces one that may not have ended."""
-        others = (plan for plan in (*self.replaced, self.owner.plan) if plan != me.plan)
-        replaced = tuple(dict.fromkeys(others))[-_REPLACED_MAX:]
-        return self._next(me, now_ms, lease_ms, replaced)
+    def take_over(self, me: RunIdentity, now_ms: int, lease_ms: int) -> LeaseRecord:
+        """Return the next record, of a run that replaces a run that may not have ended."""
+        plans = (plan for plan in (*self.replaced, self.owner.plan) if plan != me.plan)
+        replaced = tuple(dict.fromkeys(plans))[-_REPLACED_MAX:]
+        return self._make_next(me, now_ms, lease_ms, replaced)
 
     def renew(self, now_ms: int, *, released: bool) -> LeaseRecord:
-        """The next record of the same run, which its driver makes; or its last one."""
-        return replace(self._next(self.owner, now_ms, self.lease_ms, self.replaced), released=released)
+        """Return the next record of the same run, for its driver; with `released`, its last one."""
+        return replace(self._make_next(self.owner, now_ms, self.lease_ms, self.replaced), released=released)
 
     @property
     def last_write_ms(self) -> int:
-        """When a run of the query last renewed it. Of several queries, readers take the one that did last."""
+        """When a run of the query last renewed it. If there are several queries, readers use the last one."""
         return self.renewed_ms if self.query_renewed_ms is None else self.query_renewed_ms
 
-    def _next(self, owner: RunIdentity, now_ms: int, lease_ms: int, replaced: tuple[str, ...]) -> LeaseRecord:
+    def _make_next(self, owner: RunIdentity, now_ms: int, lease_ms: int, replaced: tuple[str, ...]) -> LeaseRecord:
         return replace(
             self,
             owner=owner,
@@ -238,7 +237,7 @@ class LeaseRecord:
         )
 
     def encode(self) -> bytes:
-        """The file's bytes."""
+        """Return the file's bytes."""
         fields: dict[str, Any] = {
             "format": LEASE_FORMAT,
             "owner": asdict(self.owner),
@@ -257,8 +256,8 @@ class LeaseRecord:
     @staticmethod
     def decode(data: bytes, where: str) -> LeaseRecord:
         """Read a lease file."""
-        with readable(where, "lease", _MEND):
-            fields = opened_document(data, where, LEASE_FORMAT, _MEND)
+        with readable(where, "lease", _ADVICE):
+            fields = opened_document(data, where, LEASE_FORMAT, _ADVICE)
             claim = fields["claim"] if fields["format"] > _FORMAT_2 else None
             written_ms = fields.get("query_renewed_ms")
             return LeaseRecord(
@@ -276,10 +275,10 @@ class LeaseRecord:
         raise AssertionError("unreachable: readable raises what it catches")
 
     def encode_format_1(self, number: int) -> bytes:
-        """The record as format 1 has it, with its number, by which this release knows it again.
+        """Return the record in format 1, with its number, by which this release recognizes it.
 
-        Readers of format 1 go by `renewed_ms`: a record that was released is long over for them. They may not look for
-        the driver's process, as machines share names and containers a machine's boot.
+        Readers of format 1 use `renewed_ms`: a released record gets 0, so it is long over for them. The driver's
+        process is left out, so that they do not look for it: machines may share names, and containers a machine's boot.
         """
         owner = {"run_id": self.owner.plan, "application_id": self.owner.application, "host": self.owner.host}
         fields = {
@@ -293,15 +292,15 @@ class LeaseRecord:
 
     @staticmethod
     def decode_format_1(data: bytes, where: str) -> LeaseRecord | None:
-        """Read what a release wrote that knows format 1 only; None where the file repeats a record of this release."""
-        with readable(where, "lease", _MEND):
+        """Read the lease of a release that knows only format 1; None if the file repeats a record of this release."""
+        with readable(where, "lease", _ADVICE):
             fields = json.loads(data)
             refuse_newer(fields["format"], _FORMAT_1, where)
             if _REPEATS in fields:
                 return None
-            # What it calls a process may be an executor, whose end is not the end of the run.
+            # The process in it may be an executor, whose end is not the end of the run.
             application, run, host = (str(fields["owner"][name]) for name in ("application_id", "run_id", "host"))
-            replaced = tuple(str(it) for it in fields.get("replaced", ()))
+            replaced = tuple(str(plan) for plan in fields.get("replaced", ()))
             return LeaseRecord(
                 RunIdentity(application, run, host=host),
                 int(fields["renewed_ms"]),
@@ -313,7 +312,7 @@ class LeaseRecord:
 
 
 def refusal() -> bytes:
-    """What stands in place of a lease of format 1 where the folder is claimed: its readers refuse the number."""
+    """Return the bytes that replace a lease of format 1 in a claimed folder: its readers refuse the format number."""
     return json.dumps({"format": LEASE_FORMAT}).encode()
 
 
@@ -326,7 +325,7 @@ class Found:
     number
         Its number; each record has the next one.
     record
-        What it says.
+        Its content.
     """
 
     number: int
@@ -335,14 +334,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Watch:
-    """A look at a record that may be renewed.
+    """The first look at a record that may be renewed.
 
     Parameters
     ----------
     found
-        What was found first.
+        The newest lease file then.
     since_s
-        When, by the watcher's own monotonic clock.
+        When that was, by the watcher's own monotonic clock.
     """
 
     found: Found
@@ -350,39 +349,39 @@ class Watch:
 
 
 class Decision(enum.Enum):
-    """What a run may do about the newest record."""
+    """The action that a run may take, given the newest record."""
 
-    RENEW = "it is this run's, or nobody's: write the next one"
-    TAKE_OVER = "its owner has not renewed it for a whole lease: write the next one, and the owner is replaced"
-    WATCH = "its owner may live: look again"
-    LIVE = "its owner lives: refuse"
+    RENEW = "it is this run's, or has no live owner: write the next one"
+    TAKE_OVER = "its owner has not renewed it for a whole lease: write the next one, and replace the owner"
+    WATCH = "its owner may be alive: look again"
+    LIVE = "its owner is alive: refuse"
     REPLACED = "this run was replaced: stop"
-    CLAIMED = "the folder is another query's by now: stop"
+    CLAIMED = "the folder belongs to another query now: stop"
 
 
 def knows_claim(record: LeaseRecord, claim: str | None) -> bool:
-    """Whether a run with these pointers may have the folder at all, whoever holds the lease."""
+    """True if a record has the same claim as a run's pointers, or neither has one, so the run may have the folder."""
     return (None if record.claim is None else record.claim.id) == claim
 
 
 def takes_place(claim: Claim | None, record: LeaseRecord) -> bool:
-    """Whether a claim that may be made now may take the place of a record's, or of none."""
+    """True if a claim that is made now may replace the claim in a record, or its absence."""
     return knows_claim(record, None if claim is None else claim.instead_of)
 
 
-def refuse_written_since(claim: Claim | None, found: Found | None, where: str) -> None:
-    """Refuse a claim that is made now, where somebody has written a record since its pointers were read."""
-    if claim is None or claim.after is None or (found is not None and not takes_place(claim, found.record)):
+def refuse_written_since(claim: Claim | None, newest: Found | None, where: str) -> None:
+    """Raise an error if a claim is made now, and a record was written since the claim's pointers were read."""
+    if claim is None or claim.after is None or (newest is not None and not takes_place(claim, newest.record)):
         return
-    if claim.after != (0 if found is None else found.number):
+    if claim.after != (0 if newest is None else newest.number):
         raise LiveRunError(
-            f"the state at {where} was written since its checkpoint was read, and the last batch may be another: stop "
-            "the old query first, then plan the new one, and start it"
+            f"the state at {where} was written since its checkpoint was read, so the last batch may be another one: "
+            "stop the old query first, then plan the new one, and start it"
         )
 
 
 def decide(
-    found: Found | None,
+    newest: Found | None,
     me: RunIdentity,
     watch: Watch | None,
     now_s: float,
@@ -390,13 +389,13 @@ def decide(
     over: bool,
     claim: str | None = None,
 ) -> Decision:
-    """What a run may do.
+    """Decide what a run may do.
 
-    No two clocks are compared: whether an owner renews is watched for a whole lease, by the watcher's own clock.
+    Clocks of two machines are never compared: the owner is watched for a whole lease by the watcher's own clock.
     """
-    if found is None:
+    if newest is None:
         return Decision.RENEW
-    record = found.record
+    record = newest.record
     if not knows_claim(record, claim):
         return Decision.CLAIMED
     if me.plan in record.replaced:
@@ -405,8 +404,8 @@ def decide(
         return Decision.RENEW
     if watch is None:
         return Decision.WATCH
-    # Numbers are not compared: beside a record of format 1, the number is that of the newest record of this release.
-    if watch.found.record != found.record:
+    # Compare records, not numbers: a record of format 1 has the number of this release's newest record.
+    if watch.found.record != newest.record:
         return Decision.LIVE
     lasts_s = max(lease_ms, record.lease_ms) / 1000
     return Decision.TAKE_OVER if now_s - watch.since_s > lasts_s else Decision.WATCH

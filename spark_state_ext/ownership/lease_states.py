@@ -1,4 +1,4 @@
-"""How a process stands to a lease, and how a request about it stands. No I/O and no clock: `lease` has these."""
+"""States of a process's lease, and of a request to its store. No I/O and no clock: `lease` has these."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ __all__ = ["LEASE", "REQUEST", "LeaseEvent", "LeaseState", "RequestEvent", "Requ
 
 
 class LeaseState(enum.Enum):
-    """How a process stands to the lease of its run."""
+    """State of a process's lease for its run."""
 
-    NEW = "it has not asked yet"
-    NEW_ASIDE = "it has not asked yet, and works for another run on the same folder by now"
-    HELD = "its run holds the lease, as far as it knows"
-    HELD_ASIDE = "the same, and it works for another run by now: it does not renew it any more"
-    LOST = "another run has it"
+    NEW = "the process has not asked for the lease yet"
+    NEW_ASIDE = "the process has not asked for the lease yet, and already works for another run on the same folder"
+    HELD = "its run holds the lease, as far as the process knows"
+    HELD_ASIDE = "its run holds the lease, but the process works for another run: it no longer renews the lease"
+    LOST = "another run has the lease"
 
     @property
     def asked(self) -> bool:
-        """Whether the process has asked for it."""
+        """True if the process has asked for the lease."""
         return self not in (LeaseState.NEW, LeaseState.NEW_ASIDE)
 
 
 class LeaseEvent(enum.Enum):
-    """What a process finds out about the lease of its run."""
+    """Event that changes the state of a process's lease."""
 
-    KNOWN = "the newest record is its run's: it has taken or renewed it, or another process of the run has"
-    SET_ASIDE = "it works for another run on the same folder from now on"
+    KNOWN = "the newest record is its run's: this process or another one of the run has taken or renewed the lease"
+    SET_ASIDE = "the process works for another run on the same folder from now on"
     SUPERSEDED = "the newest record is another run's"
 
 
@@ -46,7 +46,7 @@ LEASE = Transitions(
         (LeaseState.HELD, LeaseEvent.SUPERSEDED): LeaseState.LOST,
         (LeaseState.HELD_ASIDE, LeaseEvent.KNOWN): LeaseState.HELD_ASIDE,
         (LeaseState.HELD_ASIDE, LeaseEvent.SUPERSEDED): LeaseState.LOST,
-        # A renewal that was under way when another thread saw that it is lost: a run that was replaced stays so.
+        # A renewal was under way when another thread saw that the lease is lost: a replaced run stays replaced.
         (LeaseState.LOST, LeaseEvent.KNOWN): LeaseState.LOST,
         (LeaseState.LOST, LeaseEvent.SET_ASIDE): LeaseState.LOST,
         (LeaseState.LOST, LeaseEvent.SUPERSEDED): LeaseState.LOST,
@@ -55,18 +55,18 @@ LEASE = Transitions(
 
 
 class RequestState(enum.Enum):
-    """How a request to the lease's store stands, which a thread of its own makes."""
+    """State of a request to the lease's store, which is made in a separate thread."""
 
     UNDER_WAY = "the store has not answered yet"
-    HUNG = "nobody counts on an answer any more; one more thread stands in for the one that waits"
-    OVER = "the store has answered, or there was no thread"
+    HUNG = "an answer is no longer expected; an additional thread replaces the one that waits"
+    OVER = "the store has answered, or no thread could be started"
 
 
 class RequestEvent(enum.Enum):
-    """What happens to a request."""
+    """Event that changes the state of a request."""
 
     WRITE_OFF = "it has taken as long as the lease lasts"
-    END = "it is over"
+    END = "it has ended"
 
 
 REQUEST = Transitions(
@@ -78,7 +78,7 @@ REQUEST = Transitions(
         # Two calls may write off one request.
         (RequestState.HUNG, RequestEvent.WRITE_OFF): RequestState.HUNG,
         (RequestState.HUNG, RequestEvent.END): RequestState.OVER,
-        # It ended just now.
+        # It ended just before it was written off.
         (RequestState.OVER, RequestEvent.WRITE_OFF): RequestState.OVER,
     },
 )

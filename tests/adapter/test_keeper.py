@@ -69,7 +69,7 @@ def test_what_tasks_renew_the_driver_does_not(folder: Folder, kept: KeptLeases) 
     _task(folder, "query")
     for at in range(5):
         before = _newest(folder, "query")
-        LeaseLog(folder.child("query")).append(before, before.record.renewed(_ME, at, 30_000))
+        LeaseLog(folder.child("query")).append(before, before.record.renew_by(_ME, at, 30_000))
         kept.poll(["query"], float(at), at)
         assert _newest(folder, "query").number == before.number + 1
 
@@ -184,7 +184,7 @@ def test_a_query_that_was_rescaled_keeps_the_lease_of_the_folder_that_it_goes_on
     _task(folder, _MOVED, me)
     # A later call of that batch may renew the old one last.
     before = _newest(folder, "query")
-    LeaseLog(folder.child("query")).append(before, before.record.renewed(me, int(time.time() * 1000) + 60_000, 30_000))
+    LeaseLog(folder.child("query")).append(before, before.record.renew_by(me, int(time.time() * 1000) + 60_000, 30_000))
     assert _renewals(folder, kept) == {"query": False, _MOVED: True}
     kept.poll([], 0.0, 0)
     assert _newest(folder, "query").record.released

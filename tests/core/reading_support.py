@@ -93,7 +93,7 @@ class Job:
         log, now_ms, me = LeaseLog(self.folder), int(time.time() * 1000), RunIdentity("app", self.run_id, self.query_id)
         found = log.newest(first=True)
         before = LeaseRecord(me, 0, 0) if found is None else found.record
-        assert log.append(found, replace(before.renewed(me, now_ms, 60_000), released=True))
+        assert log.append(found, replace(before.renew_by(me, now_ms, 60_000), released=True))
 
     def attempt(self, changes: Changes) -> list[Pointer]:
         """The pointers that an attempt at the next batch makes."""

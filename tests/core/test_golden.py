@@ -28,7 +28,7 @@ from spark_state_ext.files.erase_requests import decode_request, encode_request
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import LEFT_BEHIND_NAME
 from spark_state_ext.files.left_behind import note_left_behind, refuse_left_behind
-from spark_state_ext.ownership.claim_notes import note_replaced_claim, replaced_claim
+from spark_state_ext.ownership.claim_notes import find_replaced_claim, note_replaced_claim
 from spark_state_ext.ownership.holds import HoldRecord
 from spark_state_ext.ownership.lease_record import Claim, Found, LeaseRecord
 from spark_state_ext.rescale.parents import Parent
@@ -317,7 +317,7 @@ def test_the_note_of_a_claim_that_was_replaced(tmp_path: Path) -> None:
     (tmp_path / "claims").mkdir()
     (tmp_path / "claims" / "third.after-7.json").write_bytes(golden)
     before = Claim("new-query", "/root/golden/new-query", 1_700_000_000_000)
-    assert replaced_claim(folder, third) == before
+    assert find_replaced_claim(folder, third) == before
     record = LeaseRecord.decode((_GOLDEN / "lease-format-3.json").read_bytes(), "7.json")
     note_replaced_claim(folder, replace(third, id="fourth"), Found(7, record))
     assert (tmp_path / "claims" / "fourth.after-7.json").read_bytes() == golden

@@ -41,7 +41,7 @@ def clock() -> Virtual:
 def _renewed(lease: Lease) -> None:
     """Hold it, and wait for what is begun beside."""
     lease.hold()
-    eventually(lambda: lease._renewing.over)
+    eventually(lambda: lease._renewal.over)
 
 
 def _lease(root: Path, me: RunIdentity, clock: Virtual) -> Lease:
@@ -140,7 +140,7 @@ def test_a_process_that_ends_is_not_a_run_that_ends(tmp_path: Path, clock: Virtu
     )
     assert executor.stdout == "held\n"
     clock.meanwhile = lambda: _renewed(elsewhere)
-    with pytest.raises(LiveRunError, match=f"needs a copy of the state too: copy {tmp_path} to the same place"):
+    with pytest.raises(LiveRunError, match=f"copy the state too: copy {tmp_path} to the same place"):
         _lease(tmp_path, OTHER, clock).hold()
     _renewed(elsewhere)
 
@@ -327,7 +327,7 @@ def test_a_run_that_was_replaced_stops_while_its_renewal_hangs(tmp_path: Path, c
         first.hold()
     # And when its write arrives after all, nothing is changed by it.
     hang.go_on.set()
-    eventually(lambda: first._renewing.over)
+    eventually(lambda: first._renewal.over)
     assert newest_in(tmp_path).owner == OTHER
     second.check()
     clock.now_s += 1.1 * THIRD_S
@@ -374,7 +374,7 @@ def test_requests_that_never_return_end_neither_renewing_nor_noticing(tmp_path: 
     with pytest.raises(LiveRunError, match="was taken over by"):
         eventually(first.hold, 0.02)
     never.set()
-    eventually(lambda: first._beside.threads_max == 2)
+    eventually(lambda: first._pool.threads_max == 2)
 
 
 def test_a_write_that_arrives_when_its_number_is_free_again_changes_nothing(tmp_path: Path, clock: Virtual) -> None:
@@ -388,7 +388,7 @@ def test_a_write_that_arrives_when_its_number_is_free_again_changes_nothing(tmp_
         clock.now_s += 1.1 * THIRD_S
         _renewed(second)
     hang.go_on.set()
-    eventually(lambda: first._renewing.over)
+    eventually(lambda: first._renewal.over)
     assert newest_in(tmp_path).owner == OTHER
     with pytest.raises(LiveRunError):
         first.hold()
@@ -425,7 +425,7 @@ def test_a_store_that_does_not_answer_holds_up_no_call_for_long(tmp_path: Path, 
     log = LeaseLog(Folder(str(tmp_path)))
     found = log.newest()
     assert found is not None
-    assert log.append(found, found.record.taken_over(OTHER, 0, 100))
+    assert log.append(found, found.record.take_over(OTHER, 0, 100))
     hang.go_on.set()
     eventually(lambda: lease.state is LeaseState.LOST)
     with pytest.raises(LiveRunError, match="was taken over by"):
@@ -442,7 +442,7 @@ def test_a_store_that_hangs_does_not_keep_other_leases_from_being_renewed(tmp_pa
     _renewed(second)
     assert newest_in(tmp_path / "well").renewed_ms > before
     hang.go_on.set()
-    eventually(lambda: first._renewing.over)
+    eventually(lambda: first._renewal.over)
 
 
 def test_a_folder_that_was_removed_is_taken_again(tmp_path: Path, clock: Virtual) -> None:
@@ -496,7 +496,7 @@ def test_where_nothing_is_exclusive_all_agree_on_who_holds_it(tmp_path: Path, cl
     assert late is not None
     second.hold()
     # What the first sent before it was replaced arrives late.
-    again = late.record.renewed(ME, 0, LEASE_MS)
+    again = late.record.renew_by(ME, 0, LEASE_MS)
     files.child("lease").put(f"{late.number + 1:016d}-{again.nonce}.json", again.encode())
     clock.now_s += 1.1 * THIRD_S
     _renewed(second)
@@ -561,7 +561,7 @@ def test_a_query_folder_that_is_removed_under_a_running_query_is_noticed_when_th
         _renewed(second)
         clock.now_s += 1.1 * THIRD_S
     assert (first.times_removed, second.times_removed) == (1, 1)
-    assert f"somebody has removed {tmp_path}, or the lease in it, under a running query" in caplog.text
+    assert f"{tmp_path}, or the lease in it, was removed under a running query" in caplog.text
     assert first.state is second.state is LeaseState.HELD
 
 
@@ -574,4 +574,4 @@ def test_a_call_after_a_long_pause_notices_itself_that_the_query_folder_was_remo
     clock.now_s += 2.1 * THIRD_S
     lease.hold()
     assert lease.times_removed == 1
-    eventually(lambda: lease._renewing.over)
+    eventually(lambda: lease._renewal.over)

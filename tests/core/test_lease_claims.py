@@ -306,7 +306,7 @@ def test_a_claim_whose_owner_died_is_released(tmp_path: Path, clock: Virtual) ->
     # The old query goes on at once, and so may another claim.
     Lease(Folder(str(tmp_path)), ME, LEASE_MS, clock.clock).hold()
     assert newest_in(tmp_path).claim is None
-    with pytest.raises(MissingCheckpointError, match="nobody has claimed the state at"):
+    with pytest.raises(MissingCheckpointError, match="is not claimed"):
         _release(tmp_path, clock)
 
 
@@ -333,7 +333,7 @@ def test_a_claim_whose_owner_lives_is_not_released(tmp_path: Path, clock: Virtua
         assert log.append(found, replace(found.record, nonce=str(clock.now_s)))
 
     clock.meanwhile = renewed
-    with pytest.raises(LiveRunError, match="its owner lives"):
+    with pytest.raises(LiveRunError, match="its owner is alive"):
         _release(tmp_path, clock)
     clock.meanwhile = lambda: None
     owner.check()
@@ -342,7 +342,7 @@ def test_a_claim_whose_owner_lives_is_not_released(tmp_path: Path, clock: Virtua
 
 def _builds(lease: Lease) -> None:
     """A later batch, which comes with a pointer that is committed."""
-    lease.told(NEW, claims=False)
+    lease.note_task(NEW, claims=False)
     lease.hold()
 
 
@@ -398,7 +398,7 @@ def test_a_claim_whose_first_batch_may_be_committed_is_released_by_force_only(
     assert main(["savepoint", "release", str(tmp_path), "--force"]) == 0
     assert capsys.readouterr().err == "released: the claim of /state/counts/new-query\n"
     assert main(["savepoint", "release", str(tmp_path)]) == 3
-    assert "MissingCheckpointError: nobody has claimed the state at" in capsys.readouterr().err
+    assert "MissingCheckpointError: the state at" in capsys.readouterr().err
 
 
 THIRD = Claim("third", "/state/counts/third", 2_000, instead_of=CLAIM.id)
@@ -537,7 +537,7 @@ def test_a_release_judges_again_what_was_claimed_meanwhile(chain: Path, clock: V
 
     _claims(chain, clock, THIRD)
     clock.meanwhile = claimed
-    with pytest.raises(LiveRunError, match="its owner lives"):
+    with pytest.raises(LiveRunError, match="its owner is alive"):
         _release(chain, clock)
     claim = newest_in(chain).claim
     assert claim is not None
@@ -600,7 +600,7 @@ def test_whose_place_a_claim_took_must_be_known(chain: Path, clock: Virtual) -> 
     for note in (chain / "claims").iterdir():
         note.unlink()
     note_handed_over(Folder(str(chain)), CLAIM.id)
-    with pytest.raises(NotClaimableError, match="did not write down which claim it replaced"):
+    with pytest.raises(NotClaimableError, match="did not record which claim it replaced"):
         _release(chain, clock)
     assert newest_in(chain).claim == THIRD
     (chain / "claims" / f"{CLAIM.id}.json").unlink()

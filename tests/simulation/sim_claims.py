@@ -176,7 +176,7 @@ class ClaimWorld(LeaseWorld):
             super()._hold(driver, process)
             return
         committed = query.committed
-        process.lease.told(driver.identity, claims=not committed)
+        process.lease.note_task(driver.identity, claims=not committed)
         super()._hold(driver, process)
         if committed:
             self.built.add(query.claim.id)

@@ -71,7 +71,7 @@ def _put_back_unbuilt(_: LeaseWorld) -> Any:
     """A release puts the claim back as it stood, which may not say yet that its query has built."""
 
     def freed(log: LeaseLog, found: Found, before: Claim | None, me: RunIdentity, clock: Clock) -> bool:
-        record = found.record.taken_over(me, int(clock.wall_s() * 1000), found.record.lease_ms)
+        record = found.record.take_over(me, int(clock.wall_s() * 1000), found.record.lease_ms)
         return log.append(found, replace(record, claim=before, released=True))
 
     return freed
@@ -79,14 +79,14 @@ def _put_back_unbuilt(_: LeaseWorld) -> Any:
 
 BROKEN_CLAIMS: dict[str, tuple[Patch, ...]] = {
     "a claim forgotten by the next record": ((LeaseLog, "append", _forgotten),),
-    "a claim not checked by clean-up": ((Lease, "_is_anothers", _not_checked_by_clean_up),),
+    "a claim not checked by clean-up": ((Lease, "_is_held_by_other", _not_checked_by_clean_up),),
     "a claim not checked by who begins": ((lease_module, "decide", _not_checked_at_the_start),),
     "a claim that the last one has": ((lease_module, "takes_place", _taken_by_the_last),),
     "a claim of which nobody knows that it was built upon": (
         (Claim, "to_plain", _built_unsaid),
-        (Lease, "_say_that_it_builds", lambda _: lambda self: None),
+        (Lease, "_record_building", lambda _: lambda self: None),
     ),
     "a claim released while its owner lives": ((release, "until_free", _released_unwatched),),
     "a release that forgets the claim that was replaced": ((release, "replaced_claim", _released_to_the_first),),
-    "a claim put back without what was built": ((release, "_freed", _put_back_unbuilt),),
+    "a claim put back without what was built": ((release, "_write_release", _put_back_unbuilt),),
 }

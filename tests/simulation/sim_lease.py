@@ -245,7 +245,7 @@ class LeaseWorld:
         lease = Lease(self.query_folder, driver.identity, LEASE_MS, clock)
         files, beside = LateFiles(self.query_folder.child("lease"), self.late), Beside()
         lease._log._files = files  # type: ignore[assignment]  # as it is used there
-        lease._beside = beside  # type: ignore[assignment]
+        lease._pool = beside  # type: ignore[assignment]
         driver.processes.append(Process(lease, files, beside))
 
     def _idle(self, numbers: Numbers) -> None:

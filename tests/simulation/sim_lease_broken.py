@@ -76,7 +76,7 @@ def _rewritten(_: LeaseWorld) -> Any:
 
 def _forgotten(_: LeaseWorld) -> Any:
     """The record does not say who was replaced."""
-    return lambda self, me, now_ms, lease_ms: self.renewed(me, now_ms, lease_ms)
+    return lambda self, me, now_ms, lease_ms: self.renew_by(me, now_ms, lease_ms)
 
 
 def _never_looked(_: LeaseWorld) -> Any:
@@ -90,6 +90,6 @@ BROKEN_LEASES: dict[str, tuple[Patch, ...]] = {
     "handed over by the time of day": ((lease_module, "decide", _by_the_time_of_day),),
     "not watched for a whole lease": ((lease_module, "decide", _watched_for_a_third),),
     "one file that is rewritten": ((LeaseLog, "append", _rewritten),),
-    "nobody told who was replaced": ((LeaseRecord, "taken_over", _forgotten),),
+    "nobody told who was replaced": ((LeaseRecord, "take_over", _forgotten),),
     "never looked at again": ((Lease, "_look", _never_looked),),
 }
