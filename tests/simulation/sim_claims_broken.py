@@ -87,6 +87,6 @@ BROKEN_CLAIMS: dict[str, tuple[Patch, ...]] = {
         (Lease, "_record_building", lambda _: lambda self: None),
     ),
     "a claim released while its owner lives": ((release, "until_free", _released_unwatched),),
-    "a release that forgets the claim that was replaced": ((release, "replaced_claim", _released_to_the_first),),
+    "a release that forgets the claim that was replaced": ((release, "find_replaced_claim", _released_to_the_first),),
     "a claim put back without what was built": ((release, "_write_release", _put_back_unbuilt),),
 }

@@ -129,7 +129,7 @@ class TimelineWorld:
         """As `EpochRegistry.of`, in a process."""
 
         def look(call: RunStart) -> tuple[Epochs, int]:
-            self.record, number = epochs_module.begin(self.record, call.within(self.record))
+            self.record, number = epochs_module.begin_epoch(self.record, call.within(self.record))
             return self.record, number
 
         return self.processes[process].ask("", call, look)
