@@ -209,11 +209,11 @@ class Lease:
             self._look(_NOT_DONE)
 
     def look(self) -> None:
-        """Read the lease now, and raise if another run holds it."""
+        """Read the lease now, and raise an error if another run holds it."""
         self._stop_if_lost(_STOP_ONE)
         self._look(_STOP_ONE)
 
-    # -- taking it ---------------------------------------------------------------------------------
+    # -- taking the lease --------------------------------------------------------------------------
 
     def _take(self) -> None:
         watch: Watch | None = None
@@ -308,7 +308,7 @@ class Lease:
         with self._state_lock:
             self._state = LEASE.next_state(self._state, event)
 
-    # -- keeping it --------------------------------------------------------------------------------
+    # -- keeping the lease -------------------------------------------------------------------------
 
     def _may_begin(self, request: _Request, now_s: float) -> bool:
         """True if no request is under way; one that takes as long as the lease lasts hangs, and is written off."""
@@ -419,7 +419,7 @@ class Lease:
         self._not_before_s = self._clock.monotonic_s() + self._third_s / 2
         _LOGGER.warning("the lease of %s could not be renewed yet: %s", self._log.root, error)
 
-    # -- losing it ---------------------------------------------------------------------------------
+    # -- losing the lease --------------------------------------------------------------------------
 
     def _stop_if_lost(self, advice: str) -> None:
         if self._successor is not None:

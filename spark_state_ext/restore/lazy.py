@@ -177,7 +177,7 @@ class LazyRestore:
         # Bytes fetched from backends, without the two ends of files.
         self.fetched_bytes = 0
 
-    # -- beginning ----------------------------------------------------------------------------------
+    # -- starting a lazy restore --------------------------------------------------------------------
 
     def begin(self, files: Readable, ref: CheckpointRef) -> LazySnapshot | None:
         """Read both ends of a snapshot that is to be restored lazily; None if it is to be loaded whole."""
@@ -211,7 +211,7 @@ class LazyRestore:
         )
         self._store.lazy.ingest(snapshot.index, ref)
 
-    # -- going on -----------------------------------------------------------------------------------
+    # -- fetching pieces ----------------------------------------------------------------------------
 
     def attach(self, view: View) -> None:
         """Let a view's lookups fetch missing pieces, and start fetching the other pieces in the background."""
