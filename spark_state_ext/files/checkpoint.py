@@ -60,7 +60,7 @@ _HEAD_BYTES = 16 << 10
 _IN_MEMORY_BYTES_MAX = 64 << 20
 # Enough for thousands of columns and the longest lineage.
 _HEADER_BYTES_MAX = 64 << 20
-# Smaller snapshots go into the LMDB environment, as deltas do: separate files for thousands of small buckets are no gain.
+# Smaller snapshots go into the LMDB environment, as deltas do: files for thousands of small buckets would be no gain.
 _INGESTED_BYTES_MIN = 4 << 20
 
 
