@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader
 from spark_state_ext.erasing.past import BucketPast, FilePast
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.reading.committed import Line, may_be_renamed, timeline
+from spark_state_ext.reading.committed import Line, may_be_renamed, read_timeline
 from spark_state_ext.timeline.bucket_files import BucketFiles
 from spark_state_ext.timeline.records import epochs_of
 
@@ -120,8 +120,12 @@ class QueryLines:
     def committed(self, done: int) -> int:
         """Batches up to this heartbeat are committed."""
         # Somebody has begun the batch after those.
-        begun = self.heartbeat - 1
-        return begun if any(it.went_on_elsewhere(begun) for it in self.buckets) else max(begun, done)
+        newest_with_file = self.heartbeat - 1
+        return (
+            newest_with_file
+            if any(it.went_on_elsewhere(newest_with_file) for it in self.buckets)
+            else max(newest_with_file, done)
+        )
 
 
 def query_lines(query_folder: Folder, buckets: Sequence[BucketPast]) -> QueryLines:
@@ -133,21 +137,27 @@ def query_lines(query_folder: Folder, buckets: Sequence[BucketPast]) -> QueryLin
         )
         for bucket, past in enumerate(buckets)
     ]
-    found = timeline(files, query_folder.name, epochs_of(query_folder), renamed=may_be_renamed(query_folder))
+    found = read_timeline(files, query_folder.name, epochs_of(query_folder), renamed=may_be_renamed(query_folder))
     lines = tuple(
-        BucketLines(past, (*line.heads, *line.unsure), () if found.begun is None else _tips(line, found.begun))
+        BucketLines(
+            past,
+            (*line.heads, *line.unsure),
+            () if found.newest_with_file is None else _tips(line, found.newest_with_file),
+        )
         for past, line in zip(buckets, found.lines, strict=True)
     )
     given_up = [found.clock.at(it.past.headers[ref]) for it in lines for ref in it.given_up]
     return QueryLines(lines, f"{found.clock.unit} {max(given_up)}" if given_up else None)
 
 
-def _tips(line: Line, begun: int) -> tuple[CheckpointRef, ...]:
+def _tips(line: Line, newest_with_file: int) -> tuple[CheckpointRef, ...]:
     """The newest checkpoints of lines that were given up in batches that may not have been made anew."""
     files = line.files
     headers = {ref: files.header(ref) for ref in files.kinds}
     trunk = _with_ancestors(headers, (*line.heads, *line.unsure))
-    return tuple(ref for ref in _leaves(headers) if ref not in trunk and line.clock.at(headers[ref]) >= begun)
+    return tuple(
+        ref for ref in _leaves(headers) if ref not in trunk and line.clock.at(headers[ref]) >= newest_with_file
+    )
 
 
 def _leaves(headers: Mapping[CheckpointRef, LineageHeader]) -> list[CheckpointRef]:

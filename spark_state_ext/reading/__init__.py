@@ -1,1 +1,1 @@
-"""State read from its files: without the job, without its code, and without a JVM."""
+"""Reads state from its files, without the job, its code or a JVM."""

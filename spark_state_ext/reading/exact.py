@@ -1,4 +1,4 @@
-"""State exactly as of a batch whose pointers Spark told: files say where it lies, and Spark what of it is committed."""
+"""Opens the state exactly as of a batch whose pointers were read from Spark's checkpoint."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["ExactBatch", "Told", "open_exact"]
 
 @dataclass(frozen=True)
 class Told:
-    """What Spark told of an operator's query.
+    """A query's operator, as read from Spark's checkpoint.
 
     Parameters
     ----------
     operator
         Name of the operator.
     query_folder
-        Name of the query folder, as pointers have it.
+        Name of the query folder, as written in pointers.
     checkpoint_location
-        Where Spark read it, for messages.
+        The checkpoint that was read, for messages.
     """
 
     operator: str
@@ -42,16 +42,16 @@ class Told:
 
 @dataclass(frozen=True)
 class ExactBatch:
-    """A committed batch, and the pointers that it made.
+    """A committed batch and its pointers.
 
     Parameters
     ----------
     batch
-        Its number.
+        The batch's number.
     oldest, newest
-        The committed batches that Spark retains.
+        The oldest and the newest committed batch that Spark retains.
     pointers
-        By bucket.
+        The pointer of each bucket.
     """
 
     batch: int
@@ -62,7 +62,7 @@ class ExactBatch:
 
 def open_exact(
     path: str | os.PathLike[str],
-    told: Told,
+    query: Told,
     read: Callable[[], ExactBatch],
     *,
     hold: bool = True,
@@ -70,62 +70,62 @@ def open_exact(
     storage_options: Mapping[str, Any] | None = None,
 ) -> OpenState:
     """Open the state of an operator as of a batch whose pointers are read from Spark."""
-    found = find_state(Folder(os.fspath(path), storage_options), told.operator, told.query_folder)
-    if found.operator is None:
+    state_folder = find_state(Folder(os.fspath(path), storage_options), query.operator, query.query_folder)
+    if state_folder.operator is None:
         raise UsageError(
-            f"{found.folder.root} is a savepoint, which is exact by itself: open it with open_state, without the "
+            f"{state_folder.folder.root} is a savepoint, which is always exact: open it with open_state, without the "
             "checkpointLocation"
         )
-    if found.folder.name != told.query_folder:
+    if state_folder.folder.name != query.query_folder:
         raise UsageError(
-            f"the checkpoint {told.checkpoint_location} is of the query with the folder {told.query_folder}, not of "
-            f"{found.folder.root}: give the root, or the checkpointLocation of that query"
+            f"the checkpoint {query.checkpoint_location} belongs to the query with the folder {query.query_folder}, "
+            f"not to {state_folder.folder.root}: give the root, or the checkpointLocation of that query"
         )
-    held = ReaderHold(found.folder) if hold else None
+    reader_hold = ReaderHold(state_folder.folder) if hold else None
     try:
         exact = read()
-        _refuse_incomplete(exact, told, found.operator)
+        _refuse_incomplete(exact, query, state_folder.operator)
         return open_pointers(
-            found.folder,
-            found.operator,
+            state_folder.folder,
+            state_folder.operator,
             exact.pointers,
             exact.batch,
             retained=(exact.oldest, exact.newest),
-            hold=held,
+            hold=reader_hold,
             scratch=scratch,
         )
     except BaseException:
-        if held is not None:
-            held.release()
+        if reader_hold is not None:
+            reader_hold.release()
         raise
 
 
-def _refuse_incomplete(exact: ExactBatch, told: Told, operator: OperatorFile) -> None:
-    """In a batch with data Spark calls every bucket. So all have a pointer from then on, or something is wrong."""
-    where = f"batch {exact.batch} of {told.checkpoint_location}"
+def _refuse_incomplete(exact: ExactBatch, query: Told, operator: OperatorFile) -> None:
+    """Raise if a bucket has no usable pointer; Spark calls every bucket in each batch with data, so each needs one."""
+    where = f"batch {exact.batch} of {query.checkpoint_location}"
     if not exact.pointers:
         raise MissingCheckpointError(
-            f"{where} has no state of operator {told.operator!r} yet: no batch with data came before it, or the state "
-            "was imported and its first batch came later. Choose a later batch"
+            f"{where} has no state of operator {query.operator!r} yet: no earlier batch had data, or the state was "
+            "imported and its first batch came later. Choose a later batch"
         )
-    other = {it.query_folder for it in exact.pointers.values()} - {told.query_folder}
-    if any(first_folder(name) == first_folder(told.query_folder) for name in other):
+    other_folders = {pointer.query_folder for pointer in exact.pointers.values()} - {query.query_folder}
+    if any(first_folder(name) == first_folder(query.query_folder) for name in other_folders):
         raise MissingCheckpointError(
-            f"{where} has its state in {', '.join(sorted(other))}, as the query was rescaled between that batch and "
-            f"those in {told.query_folder}: read one of the two at a time, with batch=…"
+            f"the state of {where} is in {', '.join(sorted(other_folders))}, because the query was rescaled between "
+            f"that batch and the batches in {query.query_folder}: read one of the two folders at a time, with batch=…"
         )
-    if other:
+    if other_folders:
         raise CorruptFileError(
-            f"{where} has pointers to {', '.join(sorted(other))} beside those to {told.query_folder}: a query has one "
-            "folder. Look whether two queries wrote to this checkpoint"
+            f"{where} has pointers to {', '.join(sorted(other_folders))} and to {query.query_folder}, but a query has "
+            "one folder. Check whether two queries wrote to this checkpoint"
         )
     if exact.pointers.keys() != set(range(operator.buckets)):
         raise CorruptFileError(
-            f"{where} has pointers of {len(exact.pointers)} buckets, and operator {told.operator!r} has "
+            f"{where} has pointers of {len(exact.pointers)} buckets, but operator {query.operator!r} has "
             f"{operator.buckets}: Spark's state is incomplete. Go back to an older batch, or start from a savepoint"
         )
-    if any(it.schema_id > operator.schema_id for it in exact.pointers.values()):
+    if any(pointer.schema_id > operator.schema_id for pointer in exact.pointers.values()):
         raise ChangedJobError(
-            f"{where} has state of a wider schema than the operator file that was read before: the query began again "
-            "meanwhile. Open it again"
+            f"{where} has state with a newer schema than the operator file that was read before: the query "
+            "restarted meanwhile. Open the state again"
         )

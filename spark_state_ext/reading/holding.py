@@ -1,4 +1,4 @@
-"""The hold of a reader: while it lives, no clean-up deletes what is read."""
+"""A reader's hold: while it lasts, clean-up deletes no files that are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RENEWALS_A_TERM = 3
 
 
 class ReaderHold:
-    """A hold that is renewed in the background until it is released, or nobody refers to it any more."""
+    """A hold that is renewed in the background until it is released or garbage-collected."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class ReaderHold:
             self._hold = Hold(query_folder, joined)
             self._hold.renew()
         else:
-            self._hold = _placed(query_folder, lasts_ms)
+            self._hold = _place_hold(query_folder, lasts_ms)
         self._ended = threading.Event()
-        self._release = weakref.finalize(self, _end, self._hold, self._ended, os.getpid(), joined is None)
+        self._release = weakref.finalize(self, _end_hold, self._hold, self._ended, os.getpid(), joined is None)
         every_s = self._term_s / _RENEWALS_A_TERM
         me = weakref.ref(self)
-        threading.Thread(target=_renew_until, args=(me, self._ended, every_s), name="hold", daemon=True).start()
+        threading.Thread(target=_renew_until_ended, args=(me, self._ended, every_s), name="hold", daemon=True).start()
 
     @property
     def id(self) -> str:
@@ -53,7 +53,7 @@ class ReaderHold:
         return self._hold.id
 
     def check(self) -> None:
-        """See that the hold still lasts; it is renewed where that is due."""
+        """Raise if the hold is lost; renew it if that is due."""
         with self._lock:
             if self._lost is not None:
                 raise self._lost
@@ -67,44 +67,44 @@ class ReaderHold:
                 raise
 
     def release(self) -> None:
-        """Let clean-ups go on; nothing happens when they do already."""
+        """Release the hold, so that clean-up may go on; a second call does nothing."""
         self._release()
 
     def leave(self) -> str:
-        """Leave the hold to others who know its id, and to end by itself; gives the id."""
+        """Stop renewing the hold and return its id: another process renews it, or it expires."""
         self._release.detach()
         self._ended.set()
         return self.id
 
 
-def _placed(query_folder: Folder, lasts_ms: int) -> Hold:
+def _place_hold(query_folder: Folder, lasts_ms: int) -> Hold:
     try:
         holder = f"a reader, process {os.getpid()} on {host_name()}"
         return Hold.place(query_folder, holder, lasts_ms)
     except StorageError as error:
         raise CannotHoldError(
             f"no hold can be written to {query_folder.root}, so the query's clean-up may delete files while they "
-            f"are read: {error}. Allow writing to holds/ there, or open with hold=False: then a read may fail with "
+            f"are read: {error}. Allow writes to holds/ there, or open with hold=False: then a read may fail with "
             "MissingCheckpointError."
         ) from error
 
 
-def _end(hold: Hold, ended: threading.Event, pid: int, mine: bool) -> None:
+def _end_hold(hold: Hold, ended: threading.Event, pid: int, is_mine: bool) -> None:
     ended.set()
-    # A process that was forked from the reader's has a copy of this, and no business with the record.
-    if mine and os.getpid() == pid:
+    # A forked process has a copy of this object, but must not remove the reader's record.
+    if is_mine and os.getpid() == pid:
         hold.release()
 
 
-def _renew_until(reader: weakref.ref[ReaderHold], ended: threading.Event, every_s: float) -> None:
+def _renew_until_ended(reader: weakref.ref[ReaderHold], ended: threading.Event, every_s: float) -> None:
     while not ended.wait(every_s):
-        held = reader()
-        if held is None:
+        reader_hold = reader()
+        if reader_hold is None:
             return
         try:
-            held.check()
+            reader_hold.check()
         except MissingCheckpointError:
-            return  # whoever reads next is told
+            return  # the next read raises it
         except StateError as error:
-            _LOGGER.warning("a reader's hold was not renewed: %s; it is tried again", error)
-        del held
+            _LOGGER.warning("a reader's hold was not renewed: %s; trying again", error)
+        del reader_hold

@@ -1,7 +1,7 @@
-"""Queryable state: the state of a running job, read on the host of an executor, from another process.
+"""Queryable state: reads the state of a running job from another process on an executor's host.
 
-Nothing is asked of the job. Its calls tell which checkpoint they were handed (`store.committed`), and the rows are read
-from their local stores. What is read is committed: an attempt that may fail is not seen.
+The job is not asked. Its calls record which committed checkpoint they were handed (`store.committed`), and the rows are
+read from their local stores. So uncommitted attempts are never seen.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spark_state_ext.errors import (
     StateGoneError,
     UsageError,
 )
-from spark_state_ext.reading.lookup import WantedKey
+from spark_state_ext.reading.lookup import LookupKey
 from spark_state_ext.reading.shown import ShownColumns
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.committed import CommittedRecord, committed_bytes, operator_of
@@ -43,12 +43,12 @@ __all__ = ["LiveRows", "LiveState", "open_live"]
 
 T = TypeVar("T")
 
-# While a store is built anew, or restored, its bucket is asked again for so long.
+# How long a read is retried while the bucket's store is rebuilt or restored.
 _PATIENCE_S = 1.0
 _PAUSE_S = 0.002
-# How often it is looked whether a bucket has a store under another schema.
+# How often an open bucket is checked for a store with a newer schema.
 _LOOK_EVERY_S = 1.0
-# Folders of operators' stores: the root's id before the name.
+# A folder of an operator's stores: the root's id, then the operator's name.
 _STORES_OF = re.compile(r"[0-9a-f]{16}-(.+)")
 _SCHEMA = re.compile(r"s(\d+)")
 
@@ -64,10 +64,10 @@ class LiveRows:
     bucket
         Number of the bucket.
     batch
-        The state is so after this batch, which is committed; -1: as the query began. Later batches that left the
-        bucket's state as it is may be committed too.
+        The committed batch after which the bucket has this state; -1: the query began with it. Later batches that did
+        not change the bucket may be committed too.
     told_ms
-        When a call of the job was handed that state, milliseconds since 1970 by the host's clock.
+        When a call of the job was handed this state, milliseconds since 1970 by the host's clock.
     """
 
     rows: pa.Table
@@ -77,7 +77,7 @@ class LiveRows:
 
     @property
     def age_ms(self) -> int:
-        """How long ago that was, milliseconds."""
+        """Milliseconds since a call of the job was handed this state."""
         return max(0, int(time.time() * 1000) - self.told_ms)
 
 
@@ -88,68 +88,75 @@ def open_live(
     root: str | None = None,
     query_folder: str | None = None,
 ) -> LiveState:
-    """Open the state of a running job on the host of an executor, in a process that is not the job's.
+    """Open the state of a running job on an executor's host, from a process outside the job.
 
     Parameters
     ----------
     local_dir
-        The job's `local_dir`; None: as the job finds it without one.
+        The job's `local_dir`; None: the job's default.
     operator
         Name of the operator.
     root
-        The job's root, as it is written there; None: any, where operators of one name have several.
+        The job's root, exactly as the job has it; None: any root.
     query_folder
         Name of the query folder; None: the one that a task of this host used last.
 
     Returns
     -------
     LiveState
-        To be closed, as a context manager does.
+        The open state. Close it, or use it as a context manager.
 
     Raises
     ------
     StateGoneError
-        When no task of this host has worked on such an operator since the machine started.
+        If no task of this host has worked on such an operator since the machine started.
     UnsafeFolderError
-        When the folder of local stores is a symbolic link, or another user's.
+        If the folder of local stores is a symbolic link or belongs to another user.
 
     Examples
     --------
     >>> from spark_state_ext import open_live
     >>> with open_live("/local", "clicks") as live:  # doctest: +SKIP
-    ...     found = live.get("ada")
-    ...     print(found.batch, found.age_ms, found.rows.to_pylist())
+    ...     ada = live.get("ada")
+    ...     print(ada.batch, ada.age_ms, ada.rows.to_pylist())
     41 820 [{'user': 'ada', 'clicks': 7, 'timeout_ms': None}]
     """
     stores = stores_path(local_dir)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         check_private(stores)
-    named = rf"{re.escape(root_id(root))}-" if root is not None else "[0-9a-f]{16}-"
-    found = [
-        (_last_use_s(folder), folder)
-        for place in _folders(stores)
-        if re.fullmatch(named + re.escape(operator), place.name)
-        for folder in _folders(place)
+    name_prefix = rf"{re.escape(root_id(root))}-" if root is not None else "[0-9a-f]{16}-"
+    folders = [
+        (_find_last_use_s(folder), folder)
+        for operator_folder in _list_folders(stores)
+        if re.fullmatch(name_prefix + re.escape(operator), operator_folder.name)
+        for folder in _list_folders(operator_folder)
         if query_folder in (None, folder.name)
     ]
-    used = [(used_s, folder) for used_s, folder in found if used_s > 0]
+    used = [(used_s, folder) for used_s, folder in folders if used_s > 0]
     if not used:
-        others = sorted({it[1] for place in _folders(stores) if (it := _STORES_OF.fullmatch(place.name))} - {operator})
-        there = f", which has those of {', '.join(others)}" if others else ""
+        others = sorted(
+            {
+                match[1]
+                for operator_folder in _list_folders(stores)
+                if (match := _STORES_OF.fullmatch(operator_folder.name))
+            }
+            - {operator}
+        )
+        hint = f", which has stores of {', '.join(others)}" if others else ""
         raise StateGoneError(
-            f"there is no local store of operator {operator!r} in {stores}{there}: no task of this host has worked on "
-            "it, or local_dir (and operator, root, query_folder) are not the job's"
+            f"there is no local store of operator {operator!r} in {stores}{hint}: no task of this host has worked on "
+            "it, or local_dir, operator, root or query_folder differ from the job's"
         )
     return LiveState(max(used)[1], operator)
 
 
 class LiveState:
-    """The state of a running job, as far as this host has it. Any number of threads may ask; `open_live` makes it.
+    """The part of a running job's state that is on this host. It is thread-safe; `open_live` makes it.
 
     Parameters
     ----------
     folder
-        Where the local stores of the query folder lie.
+        Folder with the local stores of the query folder.
     operator
         Name of the operator.
     """
@@ -158,7 +165,7 @@ class LiveState:
         self._folder = folder
         self._operator = operator
         self._open: dict[int, _OpenStore] = {}
-        # LMDB opens no environment twice in a process.
+        # A process must not open an LMDB environment twice.
         self._opening = threading.Lock()
         self._closed = False
 
@@ -175,11 +182,11 @@ class LiveState:
 
     @property
     def query_folder(self) -> str:
-        """Name of the query folder whose state this is."""
+        """Name of the query folder that the state belongs to."""
         return self._folder.name
 
     def buckets(self) -> list[int]:
-        """The buckets that have a store on this host; one that moved away may still have its old one.
+        """List the buckets that have a store on this host; a bucket that moved away may still have its old store.
 
         Returns
         -------
@@ -187,58 +194,58 @@ class LiveState:
             Their numbers, ascending.
         """
         self._check()
-        told = self._folder.glob(f"s*/*/{boot_id()}/committed")
-        return sorted({int(path.parts[-3]) for path in told if path.parts[-3].isdigit()})
+        records = self._folder.glob(f"s*/*/{boot_id()}/committed")
+        return sorted({int(path.parts[-3]) for path in records if path.parts[-3].isdigit()})
 
     def get(self, key: object) -> LiveRows:
-        """The state of one key: one row, or none.
+        """Return the state of one key: one row or none.
 
         Parameters
         ----------
         key
-            A value, where there is one key column; a tuple of values in the order of the key columns; or a mapping of
-            their names. Floats as Spark groups them: NaN is one key, and so are 0.0 and -0.0.
+            A value, if there is one key column; a tuple of values in the order of the key columns; or a mapping by
+            their names. Floats are grouped as in Spark: all NaN are one key, and so are 0.0 and -0.0.
 
         Returns
         -------
         LiveRows
-            The row, and after which batch it is so.
+            The row, and the batch after which the key has this state.
 
         Raises
         ------
         StateGoneError
-            When the key's bucket has no store here, or one that is being built anew.
+            If the key's bucket has no store here, or its store is being rebuilt.
         UsageError
-            When it is no key of this operator, or this was closed.
+            If this is not a key of the operator, or the state was closed.
         CorruptStoreError, StorageError
-            When the store is damaged, or cannot be read.
+            If the store is damaged or cannot be read.
         """
         self._check()
-        some = self._some_store()
-        wanted = WantedKey.of(key, some.columns.key.names, some.schema)
+        any_store = self._open_any_store()
+        lookup_key = LookupKey.of(key, any_store.columns.key.names, any_store.schema)
 
-        def looked_up(view: View) -> pa.RecordBatch:
-            return view.row(wanted.hash, lambda row: wanted.is_in(row, some.schema))
+        def look_up(view: View) -> pa.RecordBatch:
+            return view.row(lookup_key.hash, lambda row: lookup_key.is_in(row, any_store.schema))
 
-        candidates = some.operator.bucket_map.candidates(wanted.hash)
+        candidates = any_store.operator.bucket_map.candidates(lookup_key.hash)
         for bucket in candidates[:-1]:
-            found = self._read(bucket, looked_up)
-            if found.rows.num_rows:
-                return found
-        return self._read(candidates[-1], looked_up)
+            live_rows = self._read(bucket, look_up)
+            if live_rows.rows.num_rows:
+                return live_rows
+        return self._read(candidates[-1], look_up)
 
     def scan(self, buckets: Iterable[int] | None = None) -> Iterator[LiveRows]:
-        """All state of some buckets, one after the other, each as it is when it is its turn.
+        """Yield all state of some buckets; each bucket is read when the iterator reaches it.
 
         Parameters
         ----------
         buckets
-            Numbers of buckets; None: those of this host.
+            Numbers of buckets; None: all buckets of this host.
 
         Returns
         -------
         Iterator of LiveRows
-            Each bucket's rows, and after which batch they are so.
+            The rows of each bucket, and the batch after which it has this state.
 
         Raises
         ------
@@ -250,7 +257,7 @@ class LiveState:
             yield self._read(bucket, lambda view: list(view.scan()))
 
     def close(self) -> None:
-        """Let go of the stores."""
+        """Close the stores."""
         with self._opening:
             self._closed = True
             for bucket in list(self._open):
@@ -262,15 +269,15 @@ class LiveState:
         if self._closed:
             raise UsageError(f"{self!r} was closed: open it again")
 
-    def _some_store(self) -> _OpenStore:
-        """One that is open, or the first that can be opened: all have the operator's schema and number of buckets."""
-        for opened in self._open.copy().values():
-            return opened
+    def _open_any_store(self) -> _OpenStore:
+        """Return any open store, or open one: all have the same operator, schema and number of buckets."""
+        for store in self._open.copy().values():
+            return store
         for bucket in self.buckets():
             with contextlib.suppress(StateGoneError):
-                return self._store_once_told(bucket)
+                return self._open_store_patiently(bucket)
         raise StateGoneError(
-            f"no bucket of operator {self._operator!r} has a local store on this host any more, in {self._folder}"
+            f"no bucket of operator {self._operator!r} has a local store on this host any longer, in {self._folder}"
         )
 
     def _read(self, bucket: int, work: Callable[[View], pa.RecordBatch | list[pa.RecordBatch]]) -> LiveRows:
@@ -278,89 +285,91 @@ class LiveState:
         deadline_s = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                return self._once(bucket, work)
+                return self._read_once(bucket, work)
             except _DroppedError:
                 continue
             except (ClosedEnvironmentError, CorruptStoreError, MissingRunError, StateGoneError) as error:
-                # A call may have gone on and pruned what was told before, or builds the store anew.
+                # A call may have pruned the recorded checkpoint, or may be rebuilding the store.
                 if time.monotonic() > deadline_s:
                     if isinstance(error, (StateGoneError, CorruptStoreError)):
                         raise
                     raise StateGoneError(
-                        f"the local store of bucket {bucket} of operator {self._operator!r} does not have what is "
-                        f"committed: {error}. It is restored just now, or the bucket moved: ask again, or elsewhere"
+                        f"the local store of bucket {bucket} of operator {self._operator!r} does not have the "
+                        f"committed state: {error}. The store is being restored, or the bucket moved: ask again, or on "
+                        "another host"
                     ) from error
                 time.sleep(_PAUSE_S)
 
-    def _once(self, bucket: int, work: Callable[[View], pa.RecordBatch | list[pa.RecordBatch]]) -> LiveRows:
-        opened = self._store(bucket)
+    def _read_once(self, bucket: int, work: Callable[[View], pa.RecordBatch | list[pa.RecordBatch]]) -> LiveRows:
+        store = self._open_store(bucket)
         try:
-            record = opened.told()
+            record = store.read_record()
         except UsageError:
-            # The store is another container's by now.
+            # Another container uses the store now.
             with self._opening:
                 self._drop(bucket)
             raise
-        found = opened.at(record.ref, work)
-        batches = [found] if isinstance(found, pa.RecordBatch) else found
+        rows_read = store.at(record.ref, work)
+        batches = [rows_read] if isinstance(rows_read, pa.RecordBatch) else rows_read
         rows = [
-            opened.columns.of(_live(rows, record, opened.schema), opened.columns.default, bucket) for rows in batches
+            store.columns.of(_drop_expired(rows, record, store.schema), store.columns.default, bucket)
+            for rows in batches
         ]
-        return LiveRows(pa.Table.from_batches(rows, opened.columns.default), bucket, record.batch, record.called_ms)
+        return LiveRows(pa.Table.from_batches(rows, store.columns.default), bucket, record.batch, record.called_ms)
 
-    def _store_once_told(self, bucket: int) -> _OpenStore:
-        """A store whose record may be being written just now."""
+    def _open_store_patiently(self, bucket: int) -> _OpenStore:
+        """Open a store; retry while its record is being written."""
         deadline_s = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                return self._store(bucket)
+                return self._open_store(bucket)
             except CorruptStoreError:
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(_PAUSE_S)
 
-    def _store(self, bucket: int) -> _OpenStore:
+    def _open_store(self, bucket: int) -> _OpenStore:
         with self._opening:
-            return self._opened(bucket)
+            return self._open_or_reuse(bucket)
 
-    def _opened(self, bucket: int) -> _OpenStore:
+    def _open_or_reuse(self, bucket: int) -> _OpenStore:
         opened, now_s = self._open.get(bucket), time.monotonic()
         if opened is not None and not opened.store.is_replaced():
             if now_s < opened.look_at_s:
                 return opened
             opened.look_at_s = now_s + _LOOK_EVERY_S
-            if self._newest(bucket) == opened.folder:
+            if self._find_newest_folder(bucket) == opened.folder:
                 return opened
         self._drop(bucket)
         self._check()
-        folder = self._newest(bucket)
-        # Before it is opened: the lock file that LMDB would write to is the other container's too.
-        _told(folder, committed_bytes(folder))
-        made = self._open[bucket] = _OpenStore.of(folder, now_s + _LOOK_EVERY_S)
-        return made
+        folder = self._find_newest_folder(bucket)
+        # Checked before LMDB opens the store, because LMDB would write to a lock file that another container shares.
+        _decode_record(folder, committed_bytes(folder))
+        store = self._open[bucket] = _OpenStore.of(folder, now_s + _LOOK_EVERY_S)
+        return store
 
-    def _newest(self, bucket: int) -> Path:
-        """The bucket's folder under the newest schema."""
-        found = [
+    def _find_newest_folder(self, bucket: int) -> Path:
+        """Return the bucket's folder with the newest schema."""
+        folders_by_schema = [
             (int(schema[1]), folder / str(bucket))
-            for folder in _folders(self._folder)
+            for folder in _list_folders(self._folder)
             if (schema := _SCHEMA.fullmatch(folder.name)) and (folder / str(bucket) / boot_id() / "committed").exists()
         ]
-        if not found:
+        if not folders_by_schema:
             raise StateGoneError(
                 f"bucket {bucket} of operator {self._operator!r} has no local store on this host, in {self._folder}: "
-                "ask on the host that works on it"
+                "ask on the host that works on the bucket"
             )
-        return max(found)[1]
+        return max(folders_by_schema)[1]
 
     def _drop(self, bucket: int) -> None:
-        opened = self._open.pop(bucket, None)
-        if opened is not None:
-            opened.store.close()
+        store = self._open.pop(bucket, None)
+        if store is not None:
+            store.store.close()
 
 
 class _DroppedError(Exception):
-    """The job has dropped runs of a view that was remembered: they were merged, most likely."""
+    """The job dropped runs of the cached view, most likely after a compaction."""
 
 
 @dataclass
@@ -370,13 +379,13 @@ class _OpenStore:
     Parameters
     ----------
     folder
-        The bucket's.
+        The bucket's folder.
     store
         The store.
     operator, schema, columns
-        What its rows are.
+        The format of its rows.
     look_at_s
-        When to look whether there is one under a newer schema, monotonic.
+        When to check next for a store with a newer schema, monotonic.
     """
 
     folder: Path
@@ -385,29 +394,29 @@ class _OpenStore:
     schema: RowSchema
     columns: ShownColumns
     look_at_s: float
-    # What was told last, as it stood there and as it was understood; and the view of one checkpoint.
-    _said: tuple[bytes, CommittedRecord] | None = None
-    _view: tuple[CheckpointRef | None, View] | None = None
+    # The newest committed record, as bytes and decoded; and the view of one checkpoint.
+    _cached_record: tuple[bytes, CommittedRecord] | None = None
+    _cached_view: tuple[CheckpointRef | None, View] | None = None
 
-    def told(self) -> CommittedRecord:
-        """As `_told`; what is there as it was before is not looked at again."""
+    def read_record(self) -> CommittedRecord:
+        """Read the committed record; decode it only if it changed."""
         data = committed_bytes(self.folder)
-        said = self._said
-        if said is None or data != said[0]:
-            self._said = said = data or b"", _told(self.folder, data)
-        return said[1]
+        cached = self._cached_record
+        if cached is None or data != cached[0]:
+            self._cached_record = cached = data or b"", _decode_record(self.folder, data)
+        return cached[1]
 
     def at(self, ref: CheckpointRef | None, work: Callable[[View], T]) -> T:
-        """Work on the state at a checkpoint."""
-        known = self._view
-        if known is None or known[0] != ref:
+        """Work on the state at a checkpoint, whose view is cached."""
+        cached = self._cached_view
+        if cached is None or cached[0] != ref:
             view = self.store.view(ref)
-            self._view = ref, view
+            self._cached_view = ref, view
             return work(view)
         try:
-            return work(known[1])
+            return work(cached[1])
         except MissingRunError as error:
-            self._view = None
+            self._cached_view = None
             raise _DroppedError from error
 
     @staticmethod
@@ -416,7 +425,9 @@ class _OpenStore:
         try:
             operator = operator_of(folder)
             if operator is None:
-                raise StateGoneError(f"no call has told what the rows in {folder} are: ask again, or elsewhere")
+                raise StateGoneError(
+                    f"no call has recorded the operator of the rows in {folder} yet: ask again, or on another host"
+                )
             schema = operator.row_schema()
             return _OpenStore(
                 folder, LocalStore(folder, schema, environment), operator, schema, ShownColumns(schema), look_at_s
@@ -426,37 +437,37 @@ class _OpenStore:
             raise
 
 
-def _told(folder: Path, data: bytes | None) -> CommittedRecord:
-    """What is committed in a bucket's folder, where this process may read it."""
+def _decode_record(folder: Path, data: bytes | None) -> CommittedRecord:
+    """Decode a bucket's committed record; raise if there is none or the job runs in another container."""
     if data is None:
-        raise StateGoneError(f"no call has told what is committed in {folder}: ask again, or elsewhere")
+        raise StateGoneError(f"no call has recorded what is committed in {folder} yet: ask again, or on another host")
     record = CommittedRecord.decode(data, str(folder))
     if record.namespace != namespace():
         raise UsageError(
-            f"the job runs in another container ({record.namespace}) than this process ({namespace()}): LMDB tells "
-            "processes apart by their numbers. Ask from within the job's"
+            f"the job runs in another container ({record.namespace}) than this process ({namespace()}), but LMDB "
+            "distinguishes processes by their ids. Ask from within the job's container"
         )
     return record
 
 
-def _live(rows: pa.RecordBatch, record: CommittedRecord, schema: RowSchema) -> pa.RecordBatch:
-    """The rows that have not expired by the clock of the call that told."""
+def _drop_expired(rows: pa.RecordBatch, record: CommittedRecord, schema: RowSchema) -> pa.RecordBatch:
+    """Drop the rows that had expired by the clock of the call that wrote the record."""
     if record.clock_ms is None or not schema.expires or not rows.num_rows:
         return rows
     ends = rows.column(rows.schema.get_field_index(f"state.{EXPIRES_MS}"))
     return rows.filter(pc.greater(ends.fill_null(2**63 - 1), record.clock_ms))
 
 
-def _folders(folder: Path) -> list[Path]:
-    """Folders in a folder; none where it is gone."""
+def _list_folders(folder: Path) -> list[Path]:
+    """List the folders in a folder; none if it is gone."""
     try:
         return [path for path in folder.iterdir() if path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
 
-def _last_use_s(query_folder: Path) -> float:
-    """When a call told last; 0 where none has since the machine started."""
+def _find_last_use_s(query_folder: Path) -> float:
+    """Return when a call wrote a committed record last; 0 if none has since the machine started."""
     times = [0.0]
     for path in query_folder.glob(f"s*/*/{boot_id()}/committed"):
         with contextlib.suppress(FileNotFoundError):

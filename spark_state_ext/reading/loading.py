@@ -1,4 +1,4 @@
-"""A pointer made from the files of a bucket's folder, and the folder as a place to read its files from."""
+"""Makes a pointer from the files of a bucket's folder, and the sources that a load reads."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from spark_state_ext.files.folder import Folder, Readable
 from spark_state_ext.restore.sources import Sources
 from spark_state_ext.timeline.bucket_files import BucketFiles
 
-__all__ = ["pointer_to", "sources_in"]
+__all__ = ["make_pointer", "sources_in"]
 
 
 def sources_in(
-    folder: Folder, pointer: Pointer, *beside: Restorable, files: Readable | None = None, in_thread: bool = False
+    folder: Folder, pointer: Pointer, *others: Restorable, files: Readable | None = None, in_thread: bool = False
 ) -> Sources:
-    """The files of a bucket's folder, what is inline in a pointer, and what else the state can be read from."""
-    # Whatever other backends had: here is where one reads.
+    """Return the sources of a bucket's state: its folder, the pointer's inline deltas and `others`."""
+    # The state is read from this folder only, whatever other backends have.
     status = {} if pointer.ref is None else {folder.root: ReplicationStatus(pointer.ref)}
     return Sources(
-        [ReadOnly(folder.root, folder if files is None else files), *beside],
+        [ReadOnly(folder.root, folder if files is None else files), *others],
         replace(pointer, replication=status),
         in_thread=in_thread,
     )
 
 
-def pointer_to(
+def make_pointer(
     files: BucketFiles, ref: CheckpointRef | None, operator: OperatorFile, origin: CheckpointRef | None = None
 ) -> Pointer:
-    """A pointer as Spark holds one, as far as a load needs it, made from a file's header."""
-    made = Pointer(operator.operator, files.bucket, operator.buckets, operator.schema_id, -1, None)
+    """Make a pointer from a file's header, with the fields that a load needs."""
+    pointer = Pointer(operator.operator, files.bucket, operator.buckets, operator.schema_id, -1, None)
     if ref is None:
-        return made
+        return pointer
     if ref == origin:
-        return replace(made, lineage=(LineageEntry(ref, 0),), parents=ref)
+        return replace(pointer, lineage=(LineageEntry(ref, 0),), parents=ref)
     header = files.header(ref)
     lineage = (*header.lineage, ref)
-    # Loads begin at the newest snapshot that is there. Where none is, the delta's own header leads further back.
-    whole = [at for at, it in enumerate(lineage) if SNAPSHOT in files.kinds.get(it, ())]
-    lineage = lineage[whole[-1] if whole else 0 :]
-    # A query that began with another operator's state has files that name that one.
-    named = {files.header(it).operator for it in (lineage[0], ref) if it in files}
+    # A load starts at the newest snapshot file. Without one, the delta's header leads further back.
+    snapshots_at = [at for at, ancestor in enumerate(lineage) if SNAPSHOT in files.kinds.get(ancestor, ())]
+    lineage = lineage[snapshots_at[-1] if snapshots_at else 0 :]
+    # A query that began with another operator's state has files with that operator's name.
+    operators = {files.header(end).operator for end in (lineage[0], ref) if end in files}
     return Pointer(
         operator.operator,
         files.bucket,
@@ -51,7 +51,7 @@ def pointer_to(
         operator.schema_id,
         header.writer.batch,
         None,
-        lineage=tuple(LineageEntry(it, 0) for it in lineage),
+        lineage=tuple(LineageEntry(ancestor, 0) for ancestor in lineage),
         parent=header.parent,
-        origins=tuple(sorted(named - {operator.operator})),
+        origins=tuple(sorted(operators - {operator.operator})),
     )

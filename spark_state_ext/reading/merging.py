@@ -1,4 +1,4 @@
-"""Deltas laid over a snapshot, vectorised, without a local store: a bucket as a stream, or the row of one key."""
+"""Merges deltas with a snapshot without a local store: streams a bucket, or finds the row of one key."""
 
 from __future__ import annotations
 
@@ -9,68 +9,68 @@ import pyarrow as pa
 
 from arrow_schemas.row import RowSchema
 from spark_state_ext.reading.bodies import Body, hashes_in
-from spark_state_ext.reading.lookup import WantedKey
+from spark_state_ext.reading.lookup import LookupKey
 from spark_state_ext.store.runs import joined, newest_wins
 
-__all__ = ["live_rows", "row_of_key"]
+__all__ = ["merge_live_rows", "find_row"]
 
 
-def live_rows(bodies: Sequence[Body], schema: RowSchema) -> Iterator[pa.RecordBatch]:
-    """All live rows, ascending by hash. The oldest file streams; the others, which are smaller, merge in memory."""
+def merge_live_rows(bodies: Sequence[Body], schema: RowSchema) -> Iterator[pa.RecordBatch]:
+    """Yield all live rows by ascending hash; the oldest file is streamed, the smaller others are merged in memory."""
     if not bodies:
         return
-    changes = _newest_of(bodies[1:], schema)
-    at = 0
-    for batch, ends in _hash_groups(bodies[0].batches()):
-        # No row of a later batch has a hash of this one.
-        to = at
+    changes = _merge_deltas(bodies[1:], schema)
+    start = 0
+    for batch, is_last in _group_by_hash(bodies[0].batches()):
+        # Later batches have only greater hashes.
+        end = start
         if changes is not None:
             last = np.uint64(hashes_in(batch)[-1])
             hashes = hashes_in(changes)
-            to = len(hashes) if ends else int(np.searchsorted(hashes, last, side="right"))
-        if changes is None or to == at:
-            found = _without_deleted(batch, schema)
+            end = len(hashes) if is_last else int(np.searchsorted(hashes, last, side="right"))
+        if changes is None or end == start:
+            rows = _drop_tombstones(batch, schema)
         else:
-            found = newest_wins([changes.slice(at, to - at), batch], schema, drop_tombstones=True)
-        at = to
-        if found.num_rows:
-            yield found
-    if changes is not None and at < changes.num_rows:
-        # The oldest file has no rows at all.
-        found = _without_deleted(changes.slice(at), schema)
-        if found.num_rows:
-            yield found
+            rows = newest_wins([changes.slice(start, end - start), batch], schema, drop_tombstones=True)
+        start = end
+        if rows.num_rows:
+            yield rows
+    if changes is not None and start < changes.num_rows:
+        # The oldest file has no rows.
+        rows = _drop_tombstones(changes.slice(start), schema)
+        if rows.num_rows:
+            yield rows
 
 
-def row_of_key(bodies: Sequence[Body], wanted: WantedKey, schema: RowSchema) -> pa.RecordBatch:
-    """The live row of one key, or none: the newest file that has the key decides."""
+def find_row(bodies: Sequence[Body], lookup_key: LookupKey, schema: RowSchema) -> pa.RecordBatch:
+    """Return the live row of one key, or an empty batch; the newest file that has the key decides."""
     for body in reversed(bodies):
-        for rows in body.with_hash(wanted.hash):
-            # Mostly one; keys that differ in NULLs only have one hash.
+        for rows in body.find_rows(lookup_key.hash):
+            # Usually one row; keys that differ only in NULLs have the same hash.
             for row in (rows.slice(at, 1) for at in range(rows.num_rows)):
-                if wanted.is_in(row, schema):
-                    return _without_deleted(row, schema)
+                if lookup_key.is_in(row, schema):
+                    return _drop_tombstones(row, schema)
     return schema.empty()
 
 
-def _newest_of(deltas: Sequence[Body], schema: RowSchema) -> pa.RecordBatch | None:
-    """What changed above the oldest file, tombstones included; None where nothing did."""
+def _merge_deltas(deltas: Sequence[Body], schema: RowSchema) -> pa.RecordBatch | None:
+    """Return the newest row of each key in the deltas, tombstones included; None if the deltas are empty."""
     newest_first = [batch for body in reversed(deltas) for batch in body.batches()]
     return newest_wins(newest_first, schema, drop_tombstones=False) if newest_first else None
 
 
-def _without_deleted(batch: pa.RecordBatch, schema: RowSchema) -> pa.RecordBatch:
-    # The same batch where nothing is deleted.
+def _drop_tombstones(batch: pa.RecordBatch, schema: RowSchema) -> pa.RecordBatch:
+    # The same batch if it has no tombstones.
     return newest_wins([batch], schema, drop_tombstones=True)
 
 
-def _hash_groups(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, bool]]:
-    """Batches such that all rows of one hash are in the same one, and whether it is the last."""
-    held: list[pa.RecordBatch] = []
+def _group_by_hash(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, bool]]:
+    """Regroup batches so that all rows of a hash are in the same batch; yield each, and True for the last one."""
+    group: list[pa.RecordBatch] = []
     for batch in batches:
-        if held and hashes_in(held[-1])[-1] != hashes_in(batch)[0]:
-            yield joined(held), False
-            held = []
-        held.append(batch)
-    if held:
-        yield joined(held), True
+        if group and hashes_in(group[-1])[-1] != hashes_in(batch)[0]:
+            yield joined(group), False
+            group = []
+        group.append(batch)
+    if group:
+        yield joined(group), True

@@ -1,4 +1,4 @@
-"""`open_state`: from a path to the state of an operator as of one batch."""
+"""`open_state`: opens the state of an operator at a path, as of one batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from arrow_schemas.savepoint import SavedFile
 from spark_state_ext.errors import MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.bodies import Scratch
-from spark_state_ext.reading.committed import BATCH, Timeline, may_be_renamed, timeline
+from spark_state_ext.reading.committed import BATCH, Timeline, may_be_renamed, read_timeline
 from spark_state_ext.reading.finding import find_state
 from spark_state_ext.reading.holding import ReaderHold
-from spark_state_ext.reading.loading import pointer_to
+from spark_state_ext.reading.loading import make_pointer
 from spark_state_ext.reading.state import AsOf, OpenState, StateFiles
 from spark_state_ext.rescale.parents import origins_in
 from spark_state_ext.savepoints.manifest_file import read_manifest
@@ -38,53 +38,53 @@ def open_state(
     local_dir: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> OpenState:
-    """Open the state of an operator for reading: without Spark, without the job, and without its code.
+    """Open the state of an operator for reading, without Spark, the job or its code.
 
-    The job may run meanwhile. What is read is the state after a batch that is committed for certain, of all buckets
-    after the same one. Files tell of a batch only once a later one has changed the bucket, so that is mostly the last
-    batch but one; a bucket that did not change for long holds the others back (see ``unproven``). `open_committed` has
-    Spark say what is committed, and reads the last batch exactly.
+    The job may run meanwhile. All buckets are read after the same batch, which is certainly committed. Files prove that
+    a bucket's batch is committed only after a later batch has changed the bucket, so this is usually the last batch but
+    one; a bucket that has not changed for long keeps it back (see ``unproven``). `open_committed` asks Spark what is
+    committed, and reads exactly the last batch.
 
     Parameters
     ----------
     path
-        A root, as `ArrowState` has it; a query folder, ``<root>/<operator>/<query folder>``; or a savepoint.
+        The root that `ArrowState` was given; a query folder, ``<root>/<operator>/<query folder>``; or a savepoint.
     operator
-        Name of the operator, where there are several.
+        Name of the operator; needed only if there are several.
     batch
-        After which batch; by default the newest that files tell of.
+        Read the state after this batch; by default the newest that files prove to be committed.
     query_folder
-        Name of the query folder, where the operator has several; by default the one that was written last.
+        Name of the query folder, if the operator has several; by default the one that was written last.
     unproven
-        Read also what files do not prove to be committed: the state after the last batch but one that any bucket has a
-        file of. A bucket's newest file may then be of an attempt that failed, and what it changed last may not be in a
-        file yet. The state that is read may be that of no single batch.
+        Also read what files do not prove to be committed: the state after the last batch but one that has a file in any
+        bucket. A bucket's newest file may then be from a failed attempt, and its last change may not be in a file yet.
+        So the state may not be the state after any single batch.
     hold
-        Keep the query's clean-up away from the files while the state is open; that writes a small file to the query
+        Keep the query's clean-up from deleting the files while the state is open; writes a small file to the query
         folder.
     memory_map
-        Map files that lie on a local disk. False where that disk may go away, as network disks do: then the process
-        would end where it now gets an error.
+        Map files on a local disk. Use False if the disk may disappear, as network disks may: that would kill the
+        process if files are mapped, and otherwise raises an error.
     local_dir
-        Local folder for copies of large files that lie elsewhere; by default as for `ArrowState`.
+        Local folder for copies of large remote files; by default as for `ArrowState`.
     storage_options
         Options for the path's fsspec file system.
 
     Returns
     -------
     OpenState
-        To be closed, as a context manager does.
+        The open state. Close it, or use it as a context manager.
 
     Raises
     ------
     UsageError
-        When there is no state at the path, or several, and none is named.
+        If there is no state at the path, or there are several and you did not name one.
     MissingCheckpointError
-        When nothing is known to be committed, or the files do not reach to the batch; it names those that can be read.
+        If no batch is certainly committed, or the files do not reach back to `batch`; it names the readable batches.
     CannotHoldError
-        When no hold can be written, as on a root that may only be read: open with ``hold=False``.
+        If no hold can be written, for example to a read-only root: open with ``hold=False``.
     CorruptFileError, VersionSkewError, StorageError
-        When a file cannot be read.
+        If a file cannot be read.
 
     Examples
     --------
@@ -95,17 +95,17 @@ def open_state(
     """
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int)):
         raise UsageError(f"batch must be the number of a batch, not {batch!r}")
-    found = find_state(Folder(os.fspath(path), storage_options), operator, query_folder)
+    state_folder = find_state(Folder(os.fspath(path), storage_options), operator, query_folder)
     scratch = Scratch(local_dir, memory_map)
-    if found.operator is None:
-        return _savepoint(found.folder, operator, batch, scratch)
-    # Before anything is listed: what is there from then on stays.
-    held = ReaderHold(found.folder) if hold else None
+    if state_folder.operator is None:
+        return _open_savepoint(state_folder.folder, operator, batch, scratch)
+    # Placed before files are listed, so that clean-up deletes none of the listed files.
+    reader_hold = ReaderHold(state_folder.folder) if hold else None
     try:
-        return _query_folder(found.folder, found.operator, batch, unproven, held, scratch)
+        return _open_query_folder(state_folder.folder, state_folder.operator, batch, unproven, reader_hold, scratch)
     except BaseException:
-        if held is not None:
-            held.release()
+        if reader_hold is not None:
+            reader_hold.release()
         raise
 
 
@@ -120,15 +120,17 @@ def open_pointers(
     scratch: Scratch | None = None,
     saved: Mapping[int, Sequence[SavedFile]] | None = None,
 ) -> OpenState:
-    """Open the state at pointers that Spark has told, with what is inline in them."""
-    none = Pointer(operator.operator, 0, operator.buckets, operator.schema_id, batch, None)
-    whole = {bucket: pointers.get(bucket, replace(none, bucket=bucket)) for bucket in range(operator.buckets)}
+    """Open the state at pointers from Spark's checkpoint, with the deltas that are inline in them."""
+    empty = Pointer(operator.operator, 0, operator.buckets, operator.schema_id, batch, None)
+    all_pointers = {bucket: pointers.get(bucket, replace(empty, bucket=bucket)) for bucket in range(operator.buckets)}
     oldest, newest = retained or (batch, batch)
     as_of = AsOf(batch, BATCH, newest, lambda: oldest, newest)
-    return OpenState(StateFiles(query_folder, operator, whole, saved=saved or {}), as_of, hold, scratch or Scratch())
+    return OpenState(
+        StateFiles(query_folder, operator, all_pointers, saved=saved or {}), as_of, hold, scratch or Scratch()
+    )
 
 
-def _query_folder(
+def _open_query_folder(
     folder: Folder,
     operator: OperatorFile,
     batch: int | None,
@@ -137,74 +139,83 @@ def _query_folder(
     scratch: Scratch,
 ) -> OpenState:
     listed = [BucketFiles.listed(folder, bucket) for bucket in range(operator.buckets)]
-    found = timeline(
+    history = read_timeline(
         listed, folder.name, epochs_of(folder), origins_in(folder, operator.bucket_map), may_be_renamed(folder)
     )
-    newest = found.newest(unproven)
-    begun = found.since if found.begun is None else found.begun
-    if newest is None or begun is None:
-        raise MissingCheckpointError(_nothing(folder, found, unproven))
-    wanted = newest if batch is None else batch
-    if wanted > newest:
-        raise _unreadable(folder, found, wanted, newest)
+    newest = history.newest(unproven)
+    newest_with_file = history.initial_batch if history.newest_with_file is None else history.newest_with_file
+    if newest is None or newest_with_file is None:
+        raise MissingCheckpointError(_explain_unproven(folder, history, unproven))
+    as_of_batch = newest if batch is None else batch
+    if as_of_batch > newest:
+        raise _unreadable_error(folder, history, as_of_batch, newest)
     try:
-        refs = found.state_at(wanted, unproven)
+        checkpoints = history.state_at(as_of_batch, unproven)
         pointers = {
-            line.files.bucket: pointer_to(line.files, refs[line.files.bucket], operator, line.origin)
-            for line in found.lines
+            line.files.bucket: make_pointer(line.files, checkpoints[line.files.bucket], operator, line.origin)
+            for line in history.lines
         }
-        if batch is not None and wanted < found.oldest():
-            raise _unreadable(folder, found, wanted, newest)
+        if batch is not None and as_of_batch < history.oldest():
+            raise _unreadable_error(folder, history, as_of_batch, newest)
     except MissingCheckpointError as error:
         if batch is None:
             raise
-        raise _unreadable(folder, found, wanted, newest) from error
-    as_of = AsOf(wanted, found.clock.unit, newest, found.oldest, begun, not unproven)
-    files = StateFiles(folder, operator, pointers, {it.bucket: it for it in listed})
+        raise _unreadable_error(folder, history, as_of_batch, newest) from error
+    as_of = AsOf(as_of_batch, history.clock.unit, newest, history.oldest, newest_with_file, not unproven)
+    files = StateFiles(folder, operator, pointers, {bucket_files.bucket: bucket_files for bucket_files in listed})
     return OpenState(files, as_of, hold, scratch)
 
 
-def _nothing(folder: Folder, found: Timeline, unproven: bool) -> str:
-    if found.begun is None:
-        return f"there is no checkpoint file in {folder.root}: no batch has changed the state, or none was uploaded yet"
+def _explain_unproven(folder: Folder, history: Timeline, unproven: bool) -> str:
+    if history.newest_with_file is None:
+        return (
+            f"there is no checkpoint file in {folder.root}: no batch has changed the state, or no file was uploaded yet"
+        )
     return (
-        f"the files in {folder.root} do not prove that a batch is committed: they tell that of a bucket once a later "
-        f"batch has changed it, and a bucket with one file holds the others back. The newest that has left a file is "
-        f"{found.clock.unit} {found.begun}. Wait for a batch that changes every bucket, or have Spark say what is "
-        # Unproven is the batch before the newest one: of a first batch there is none.
-        f"committed, with open_committed (--checkpoint){'' if unproven else ', or read with unproven=True'}"
+        f"the files in {folder.root} do not prove that a batch is committed: a bucket's batch is proven once a later "
+        f"batch has changed the bucket, and a bucket with only one file keeps all others back. The newest "
+        f"{history.clock.unit} with a file is {history.newest_with_file}. Wait for a batch that changes every bucket, "
+        "or read "
+        # unproven=True reads the batch before the newest one, so it does not help with the first batch.
+        f"what Spark committed with open_committed (--checkpoint){'' if unproven else ', or read with unproven=True'}"
     )
 
 
-def _unreadable(folder: Folder, found: Timeline, wanted: int, newest: int) -> MissingCheckpointError:
+def _unreadable_error(folder: Folder, history: Timeline, batch: int, newest: int) -> MissingCheckpointError:
     try:
-        oldest: object = found.oldest()
+        oldest: object = history.oldest()
     except StateError as error:
-        oldest = f"one that is not known ({error})"
+        oldest = f"an unknown one ({error})"
     return MissingCheckpointError(
-        f"{found.clock.unit} {wanted} of {folder.root} cannot be read: the files tell of {found.clock.unit} {oldest} "
-        f"to {newest}. Choose one of these; later ones may be committed already, which only Spark knows: "
-        "open_committed (--checkpoint) asks it."
+        f"{history.clock.unit} {batch} of {folder.root} cannot be read: the files prove {history.clock.unit} {oldest} "
+        f"to {newest}. Choose one of these. Later ones may be committed too, but only Spark knows: read them with "
+        "open_committed (--checkpoint)."
         + (
-            f" The query was rescaled after {found.clock.unit} {found.since}: those before are in the folder that it "
-            "was rescaled from, as long as that is there (query_folder=…)."
-            if found.since is not None and wanted < found.since
+            f" The query was rescaled after {history.clock.unit} {history.initial_batch}: earlier ones are in the "
+            "folder that it was rescaled from, if that still exists (query_folder=…)."
+            if history.initial_batch is not None and batch < history.initial_batch
             else ""
         )
     )
 
 
-def _savepoint(folder: Folder, operator: str | None, batch: int | None, scratch: Scratch) -> OpenState:
+def _open_savepoint(folder: Folder, operator: str | None, batch: int | None, scratch: Scratch) -> OpenState:
     from spark_state_ext.savepoints.reading import operator_named
 
     manifest = read_manifest(folder)
     name = operator_named(manifest, operator, folder.root)
-    saved = manifest.header.batch
-    if batch is not None and batch != saved:
+    saved_batch = manifest.header.batch
+    if batch is not None and batch != saved_batch:
         raise MissingCheckpointError(
-            f"batch {batch} of the savepoint at {folder.root} cannot be read: it has the state after batch {saved} only"
+            f"batch {batch} of the savepoint at {folder.root} cannot be read: it has only the state after batch "
+            f"{saved_batch}"
         )
-    here = folder.child(name)
-    buckets = [it for it in manifest.buckets if it.operator == name]
-    pointers, files = {it.bucket: it.pointer for it in buckets}, {it.bucket: it.files for it in buckets}
-    return open_pointers(here, manifest.header.operators[name], pointers, saved, scratch=scratch, saved=files)
+    operator_folder = folder.child(name)
+    buckets = [bucket for bucket in manifest.buckets if bucket.operator == name]
+    pointers, files = (
+        {bucket.bucket: bucket.pointer for bucket in buckets},
+        {bucket.bucket: bucket.files for bucket in buckets},
+    )
+    return open_pointers(
+        operator_folder, manifest.header.operators[name], pointers, saved_batch, scratch=scratch, saved=files
+    )

@@ -1,4 +1,4 @@
-"""The columns that readers see: keys and state under their own names, and what the package keeps beside them."""
+"""The columns that readers see: keys and state under their own names, and the package's own columns."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from spark_state_ext.functions.reasons import conversion_reason
 if TYPE_CHECKING:
     import pyarrow.compute as pc
 
-__all__ = ["BUCKET", "ShownColumns", "filtered"]
+__all__ = ["BUCKET", "ShownColumns", "filter_rows"]
 
 
 class ShownColumns:
-    """Names of columns, and where they are in a run.
+    """Names of columns, and their positions in a row of a file.
 
-    A name that several columns have is told apart as in checkpoint files: ``key.<name>`` and ``state.<name>``, and by
-    a number where keys share it.
+    Columns with the same name are distinguished as in checkpoint files: ``key.<name>`` and ``state.<name>``, with a
+    number if key columns share the name.
     """
 
     def __init__(self, schema: RowSchema) -> None:
@@ -42,34 +42,34 @@ class ShownColumns:
 
     @cached_property
     def default(self) -> pa.Schema:
-        """What is read where no columns are named: keys, state and ``timeout_ms``."""
+        """The columns that are read by default: keys, state and ``timeout_ms``."""
         return pa.schema([*self.key, *self.state, pa.field(TIMEOUT_MS, pa.int64())])
 
     def fields(self, columns: Sequence[str] | None) -> pa.Schema:
-        """The schema of some columns."""
+        """Return the schema of the named columns; None: the default ones."""
         if columns is None:
             return self.default
         if isinstance(columns, str):
-            raise UsageError(f"columns must be names of columns, as in [{columns!r}], not a text")
-        unknown = [name for name in columns if name not in self._places and name != BUCKET]
+            raise UsageError(f"columns must be a list of names, such as [{columns!r}], not a string")
+        unknown = [name for name in columns if name not in self._positions and name != BUCKET]
         if unknown:
             raise UsageError(
-                f"there is no column {unknown[0]!r}: there are {', '.join(self.default.names)}, and, where they are "
-                f"named, {', '.join(name for name in (*self._places, BUCKET) if name not in self.default.names)}"
+                f"there is no column {unknown[0]!r}: there are {', '.join(self.default.names)}, and, only if they are "
+                f"named, {', '.join(name for name in (*self._positions, BUCKET) if name not in self.default.names)}"
             )
         return pa.schema([self._field(name) for name in columns])
 
     @cached_property
     def all(self) -> pa.Schema:
-        """All columns that can be named."""
-        return pa.schema([self._field(name) for name in (*self._places, BUCKET)])
+        """The schema of all columns."""
+        return pa.schema([self._field(name) for name in (*self._positions, BUCKET)])
 
     def of(self, rows: pa.RecordBatch, fields: pa.Schema, bucket: int) -> pa.RecordBatch:
-        """Some columns of rows as they are in files, without a copy."""
+        """Select columns of rows of a file, without a copy."""
         columns = [
             pa.array(np.full(rows.num_rows, bucket, np.int32))
             if field.name == BUCKET
-            else rows.column(self._places[field.name])
+            else rows.column(self._positions[field.name])
             for field in fields
         ]
         return pa.RecordBatch.from_arrays(columns, schema=fields)
@@ -77,7 +77,7 @@ class ShownColumns:
     def _field(self, name: str) -> pa.Field:
         if name == BUCKET:
             return pa.field(BUCKET, pa.int32(), nullable=False)
-        return self._schema.arrow.field(self._places[name]).with_name(name)
+        return self._schema.arrow.field(self._positions[name]).with_name(name)
 
     @cached_property
     def _visible(self) -> RowSchema:
@@ -88,17 +88,17 @@ class ShownColumns:
         return self._schema.shown_names()
 
     @cached_property
-    def _places(self) -> dict[str, int]:
-        places = {name: at for at, name in enumerate(self._names, 1)}
+    def _positions(self) -> dict[str, int]:
+        positions = {name: position for position, name in enumerate(self._names, 1)}
         arrow = self._schema.arrow
-        places |= {name: arrow.get_field_index(name) for name in (TIMEOUT_MS, DEFINED, KEY_HASH)}
+        positions |= {name: arrow.get_field_index(name) for name in (TIMEOUT_MS, DEFINED, KEY_HASH)}
         if self._schema.expires:
-            places[EXPIRES_MS] = self._schema.state_slice.stop - 1
-        return places
+            positions[EXPIRES_MS] = self._schema.state_slice.stop - 1
+        return positions
 
 
-def filtered(rows: pa.RecordBatch, condition: pc.Expression) -> pa.Table:
-    """The rows that a condition over their columns is true of."""
+def filter_rows(rows: pa.RecordBatch, condition: pc.Expression) -> pa.Table:
+    """Return the rows that fulfil a condition over their columns."""
     try:
         return pa.Table.from_batches([rows]).filter(condition)
     except (pa.ArrowException, TypeError, ValueError, KeyError) as error:

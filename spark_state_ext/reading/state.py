@@ -1,4 +1,4 @@
-"""The state of an operator as of one batch, open for reading: what `open_state` gives."""
+"""The open state of an operator as of one batch, which `open_state` returns."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from arrow_schemas.savepoint import SavedFile
 from spark_state_ext.backends.replication import Restorable
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.reading.bodies import Body, Scratch, opened
+from spark_state_ext.reading.bodies import Body, Scratch, open_body
 from spark_state_ext.reading.holding import ReaderHold
 from spark_state_ext.reading.loading import sources_in
-from spark_state_ext.reading.lookup import WantedKey
-from spark_state_ext.reading.merging import live_rows, row_of_key
-from spark_state_ext.reading.shown import ShownColumns, filtered
-from spark_state_ext.reading.table_of_files import files_table
+from spark_state_ext.reading.lookup import LookupKey
+from spark_state_ext.reading.merging import find_row, merge_live_rows
+from spark_state_ext.reading.shown import ShownColumns, filter_rows
+from spark_state_ext.reading.table_of_files import list_files
 from spark_state_ext.restore.resolving import THREADS_MAX, resolve
 from spark_state_ext.savepoints.copying import refuse_other_files
 from spark_state_ext.timeline.bucket_files import BucketFiles
@@ -36,41 +36,41 @@ if TYPE_CHECKING:
 
 __all__ = ["AsOf", "OpenState", "StateFiles"]
 
-# Buckets that a scan opens before it is asked for them. Checksums are computed without Python's lock.
+# Buckets that a scan opens in advance; checksums are computed without Python's lock.
 _AHEAD_MAX = 2
-# Files that are kept, and so mapped: a process may map 65,000 pieces by default, its libraries and stores included.
+# Files kept open, and so mapped: by default a process has 65,000 maps, including its libraries and stores.
 _KEPT_MAX = 10_000
 
 
 @dataclass(frozen=True)
 class AsOf:
-    """As of when a state is read.
+    """The batch after which a state is read.
 
     Parameters
     ----------
     batch
-        The batch after which the state is so; -1: what the query began with.
+        The batch; -1: the state that the query began with.
     unit
-        ``"batch"``; or ``"heartbeat"`` where tasks were not told their batch, and batches with data are counted.
+        ``"batch"``; or ``"heartbeat"`` if tasks did not know their batch, so that batches with data are counted.
     newest, oldest
-        The newest batch that can be read, and a function that finds the oldest.
-    begun
-        The newest batch that has left a file; it may be committed or not.
+        The newest readable batch, and a function that finds the oldest one.
+    newest_with_file
+        The newest batch that has a file; it may not be committed.
     proven
-        What is read was committed, for certain.
+        True if all of the state is certainly committed.
     """
 
     batch: int
     unit: str
     newest: int
     oldest: Callable[[], int] = field(repr=False)
-    begun: int
+    newest_with_file: int
     proven: bool = True
 
 
 @dataclass(frozen=True)
 class StateFiles:
-    """Where a state is.
+    """The files of a state.
 
     Parameters
     ----------
@@ -79,11 +79,11 @@ class StateFiles:
     operator
         The operator file in force.
     pointers
-        By bucket, those of all buckets.
+        The pointer of every bucket.
     listed
-        What lies in the buckets' folders, as far as that is known.
+        The listed files of buckets; not all buckets need to be listed.
     saved
-        Of a savepoint, the files that its manifest names, by bucket.
+        For a savepoint: the files of each bucket, by its manifest.
     """
 
     folder: Folder
@@ -94,18 +94,18 @@ class StateFiles:
 
 
 class OpenState:
-    """The state of one operator as of one batch. A context manager; `open_state` makes it.
+    """The state of one operator as of one batch: a context manager that `open_state` returns.
 
     Parameters
     ----------
     files
-        Where the state is.
+        The files of the state.
     as_of
-        As of when it is read.
+        The batch that is read.
     hold
-        What keeps clean-up away; None: nothing does.
+        The hold that keeps clean-up from deleting the files; None: there is no hold.
     scratch
-        For copies of large files that lie elsewhere.
+        Settings for copies of large remote files.
     """
 
     def __init__(self, files: StateFiles, as_of: AsOf, hold: ReaderHold | None, scratch: Scratch) -> None:
@@ -130,12 +130,12 @@ class OpenState:
         return f"<state of operator {self.operator!r} after {self.unit} {self.batch}, in {self.path}>"
 
     def close(self) -> None:
-        """Let clean-ups go on. Tables and batches that were read stay as they are.
+        """Release the hold and the files. Tables and batches that were read stay valid.
 
         Raises
         ------
         StorageError
-            When the hold cannot be removed: it ends by itself.
+            If the hold cannot be removed; it then expires by itself.
         """
         self._closed = True
         self._bodies.clear()
@@ -144,16 +144,16 @@ class OpenState:
 
     @property
     def files(self) -> StateFiles:
-        """Where it is, for those that read it in other processes."""
+        """The files of the state, for reading them in other processes."""
         return self._files
 
     def leave_hold(self) -> str | None:
-        """End using the state here, and leave its hold to other processes, which renew it.
+        """Close the state, but leave its hold to other processes, which renew it.
 
         Returns
         -------
         str or None
-            Id of the hold; None where there is none.
+            Id of the hold; None if there is none.
         """
         self._closed = True
         return None if self._hold is None else self._hold.leave()
@@ -170,7 +170,7 @@ class OpenState:
 
     @property
     def query_id(self) -> str:
-        """Spark's id of the query, as the operator file has it; empty where it has none."""
+        """Spark's id of the query, from the operator file; empty if that has none."""
         return self._files.operator.query_id
 
     @property
@@ -180,17 +180,17 @@ class OpenState:
 
     @property
     def bucket_map(self) -> BucketMap:
-        """Which bucket a row belongs to."""
+        """The operator's bucket map."""
         return self._files.operator.bucket_map
 
     @property
     def batch(self) -> int:
-        """The batch after which the state is so; -1: what the query, or a table's savepoint, began with."""
+        """The batch after which the state is read; -1: the state that the query, or a table's savepoint, began with."""
         return self._as_of.batch
 
     @property
     def unit(self) -> str:
-        """``"batch"``; or ``"heartbeat"``, where tasks were not told their batch and batches with data are counted."""
+        """``"batch"``; or ``"heartbeat"`` if tasks did not know their batch, so that batches with data are counted."""
         return self._as_of.unit
 
     @property
@@ -206,23 +206,23 @@ class OpenState:
 
     @property
     def begun_batch(self) -> int:
-        """The newest batch that has left a file. It may be committed, and files alone do not tell; later ones, whose
-        deltas are in Spark's checkpoint only, may have left none."""
-        return self._as_of.begun
+        """The newest batch that has a file. Files alone do not show whether it is committed. Later batches may have no
+        file, because their deltas are only in Spark's checkpoint."""
+        return self._as_of.newest_with_file
 
     @property
     def proven(self) -> bool:
-        """Whether all that is read was committed for certain."""
+        """True if all of the state is certainly committed."""
         return self._as_of.proven
 
     @property
     def held(self) -> bool:
-        """Whether a hold keeps the query's clean-up away from the files."""
+        """True if a hold keeps the query's clean-up from deleting the files."""
         return self._hold is not None and not self._closed
 
     @property
     def schema(self) -> pa.Schema:
-        """What `scan` gives where no columns are named: keys, state, and ``timeout_ms``."""
+        """The columns that `scan` reads by default: keys, state and ``timeout_ms``."""
         return self._columns.default
 
     @property
@@ -237,11 +237,11 @@ class OpenState:
 
     @property
     def checkpoints(self) -> dict[int, CheckpointRef | None]:
-        """The checkpoint that is read of each bucket; None where it has no state."""
+        """The checkpoint that is read of each bucket; None if the bucket has no state."""
         return {bucket: pointer.ref for bucket, pointer in self._files.pointers.items()}
 
     def bucket_of(self, key: Any) -> int:
-        """The bucket that a key is in.
+        """Return the bucket that a key is in.
 
         Parameters
         ----------
@@ -251,20 +251,20 @@ class OpenState:
         Returns
         -------
         int
-            Its number.
+            The bucket's number.
 
         Raises
         ------
         UsageError
-            When it is no key of this operator, or its bucket is told by the source's partition and not by the key.
+            If this is not a key of the operator, or buckets are chosen by source partition, not by key.
         """
-        wanted = WantedKey.of(key, self._columns.key.names, self._row_schema)
+        lookup_key = LookupKey.of(key, self._columns.key.names, self._row_schema)
         if not self.bucket_map.by_hash:
             raise UsageError(
-                f"operator {self.operator!r} has its rows in {self.bucket_map}, so no key tells its bucket: get() "
-                "looks in all of them, and scan() has a column 'bucket'"
+                f"operator {self.operator!r} has its rows in {self.bucket_map}, so a key does not determine its "
+                "bucket: get() reads all buckets, and scan() has a column 'bucket'"
             )
-        return self.bucket_map.candidates(wanted.hash)[0]
+        return self.bucket_map.candidates(lookup_key.hash)[0]
 
     def scan(
         self,
@@ -272,16 +272,16 @@ class OpenState:
         filter: pc.Expression | None = None,  # noqa: A002 (as in PyArrow)
         buckets: Iterable[int] | None = None,
     ) -> pa.RecordBatchReader:
-        """All keys and their state, bucket by bucket, ascending by hash within each.
+        """Read all keys and their state, bucket by bucket, by ascending hash within each bucket.
 
-        Files are opened, and compared with their checksums, shortly before the reader gets to them; those on a disk
-        of this machine once while the state is open. Columns of a local snapshot are read in place, without a copy.
+        Files are opened and their checksums verified shortly before the reader gets to them; local files are opened
+        once while the state is open. Columns of a local snapshot are read in place, without a copy.
 
         Parameters
         ----------
         columns
-            Names of columns; by default those of `schema`. Beside these there are ``defined`` (false: the key has only
-            a timeout), ``key_hash``, ``bucket``, and, where the state has a time to live, ``__expires_ms``.
+            Names of columns; by default the columns of `schema`. Further columns: ``defined`` (false: the key has only
+            a timeout), ``key_hash``, ``bucket`` and, if the state has a time to live, ``__expires_ms``.
         filter
             A `pyarrow.compute` expression over any of these columns.
         buckets
@@ -290,14 +290,14 @@ class OpenState:
         Returns
         -------
         pyarrow.RecordBatchReader
-            To be read while the state is open.
+            Read it while the state is open.
 
         Raises
         ------
         UsageError
-            When there is no such column or bucket, or the state was closed.
+            If there is no such column or bucket, or the state was closed.
         MissingCheckpointError, CorruptFileError, LineageError, StorageError
-            While it is read: when a file is gone or damaged, or the store fails.
+            By the reader: if a file is missing or damaged, or the storage fails.
 
         Examples
         --------
@@ -307,48 +307,48 @@ class OpenState:
         """
         self._check()
         fields = self._columns.fields(columns)
-        return pa.RecordBatchReader.from_batches(fields, self._scanned(fields, filter, self._wanted(buckets)))
+        return pa.RecordBatchReader.from_batches(fields, self._scan(fields, filter, self._check_buckets(buckets)))
 
-    def _scanned(
+    def _scan(
         self, fields: pa.Schema, condition: pc.Expression | None, buckets: Sequence[int]
     ) -> Iterator[pa.RecordBatch]:
-        for bucket, bodies in self._opened_ahead(buckets):
-            for rows in live_rows(bodies, self._row_schema):
+        for bucket, bodies in self._open_ahead(buckets):
+            for rows in merge_live_rows(bodies, self._row_schema):
                 self._check()
                 if condition is None:
                     yield self._columns.of(rows, fields, bucket)
                     continue
-                found = filtered(self._columns.of(rows, self._columns.all, bucket), condition)
-                yield from found.select(fields.names).cast(fields).to_batches()
+                table = filter_rows(self._columns.of(rows, self._columns.all, bucket), condition)
+                yield from table.select(fields.names).cast(fields).to_batches()
 
-    def _opened_ahead(self, buckets: Sequence[int]) -> Iterator[tuple[int, list[Body]]]:
-        """The files of each bucket, opened and checked while those before are read."""
-        known = ahead("scan", _AHEAD_MAX, lambda bucket: self._known(bucket, self._keeps), buckets)
-        yield from zip(buckets, known, strict=True)
+    def _open_ahead(self, buckets: Sequence[int]) -> Iterator[tuple[int, list[Body]]]:
+        """Yield the files of each bucket, opened and checked while earlier buckets are read."""
+        opened = ahead("scan", _AHEAD_MAX, lambda bucket: self._open_or_reuse(bucket, self._caches_files), buckets)
+        yield from zip(buckets, opened, strict=True)
 
     def get(self, key: Any) -> pa.Table:
-        """The state of one key: one row, or none. Reads the files of one bucket.
+        """Return the state of one key: one row or none. Reads the files of one bucket.
 
-        Where buckets go by the source's partitions it reads those of all buckets, and there is a row for each bucket
-        that has the key: more than one only where the source had the key in partitions that do not belong together.
+        If buckets are chosen by source partition, the files of all buckets are read and the table has a row for each
+        bucket that has the key: more than one only if the source had the key in partitions that do not belong together.
 
         Parameters
         ----------
         key
-            A value, where there is one key column; a tuple of values in the order of the key columns; or a mapping of
-            their names. Floats as Spark groups them: NaN is one key, and so are 0.0 and -0.0.
+            A value, if there is one key column; a tuple of values in the order of the key columns; or a mapping by
+            their names. Floats are grouped as in Spark: all NaN are one key, and so are 0.0 and -0.0.
 
         Returns
         -------
         pyarrow.Table
-            With the columns of `schema`.
+            A table with the columns of `schema`.
 
         Raises
         ------
         UsageError
-            When it is no key of this operator, or the state was closed.
+            If this is not a key of the operator, or the state was closed.
         MissingCheckpointError, CorruptFileError, LineageError, StorageError
-            When a file is gone or damaged, or the store fails.
+            If a file is missing or damaged, or the storage fails.
 
         Examples
         --------
@@ -357,16 +357,16 @@ class OpenState:
         [{'user': 'ada', 'clicks': 7, 'timeout_ms': None}]
         """
         self._check()
-        wanted = WantedKey.of(key, self._columns.key.names, self._row_schema)
+        lookup_key = LookupKey.of(key, self._columns.key.names, self._row_schema)
         return pa.Table.from_batches(
             self._columns.of(
-                row_of_key(self._known(bucket, True), wanted, self._row_schema), self._columns.default, bucket
+                find_row(self._open_or_reuse(bucket, True), lookup_key, self._row_schema), self._columns.default, bucket
             )
-            for bucket in self.bucket_map.candidates(wanted.hash)
+            for bucket in self.bucket_map.candidates(lookup_key.hash)
         )
 
     def timeouts(self, buckets: Iterable[int] | None = None) -> pa.RecordBatchReader:
-        """Keys that have a timeout, and when: the key columns and ``timeout_ms``, milliseconds since 1970.
+        """Read the keys that have a timeout: the key columns and ``timeout_ms``, milliseconds since 1970.
 
         Parameters
         ----------
@@ -376,7 +376,7 @@ class OpenState:
         Returns
         -------
         pyarrow.RecordBatchReader
-            To be read while the state is open.
+            Read it while the state is open.
 
         Raises
         ------
@@ -388,7 +388,7 @@ class OpenState:
         return self.scan([*self._columns.key.names, TIMEOUT_MS], pc.field(TIMEOUT_MS).is_valid(), buckets)
 
     def lineage(self, buckets: Iterable[int] | None = None) -> pa.Table:
-        """What checkpoint files there are, from their headers and footers; their rows are not read.
+        """List the checkpoint files, from their headers and footers; rows are not read.
 
         Parameters
         ----------
@@ -400,31 +400,31 @@ class OpenState:
         pyarrow.Table
             A row for each file: its ``bucket``, ``version``, ``id``, ``kind``, ``parent_version``, ``parent_id``,
             ``batch``, ``heartbeat``, ``query_id``, ``run_id``, ``rows``, ``tombstones``, ``size_bytes``, ``name``, and
-            ``state``: ``"read"`` for the checkpoint that is read, ``"ancestor"`` for those it was built on, and NULL
-            for others, as are later ones and attempts that failed.
+            ``state``: ``"read"`` for the checkpoint that is read, ``"ancestor"`` for its ancestors, and NULL for
+            others, such as later checkpoints and failed attempts.
 
         Raises
         ------
         UsageError
-            When there is no such bucket, or the state was closed.
+            If there is no such bucket, or the state was closed.
         CorruptFileError, LineageError, StorageError
-            When a file is damaged at one of its ends, or the store fails.
+            If a header or footer is damaged, or the storage fails.
         """
         self._check()
-        return files_table([self._listed(bucket) for bucket in self._wanted(buckets)], self.checkpoints)
+        return list_files([self._list_files(bucket) for bucket in self._check_buckets(buckets)], self.checkpoints)
 
     def rows(self, bucket: int) -> Iterator[pa.RecordBatch]:
-        """Live rows of a bucket as they are in files, hash and marks included, ascending by hash.
+        """Return the live rows of a bucket by ascending hash, with the hash and the marks that files have.
 
         Parameters
         ----------
         bucket
-            Its number.
+            The bucket's number.
 
         Returns
         -------
         Iterator of pyarrow.RecordBatch
-            To be read while the state is open.
+            Read it while the state is open.
 
         Raises
         ------
@@ -432,65 +432,65 @@ class OpenState:
             As for `scan`.
         """
         self._check()
-        return live_rows(self._loaded(bucket), self._row_schema)
+        return merge_live_rows(self._load(bucket), self._row_schema)
 
     @property
     def columns(self) -> ShownColumns:
-        """Names of columns, and where they are in a row of a file."""
+        """Names of columns, and their positions in a row of a file."""
         return self._columns
 
-    def _known(self, bucket: int, keep: bool) -> list[Body]:
-        """A bucket's files, opened and checked; once for as long as the state is open, where they are kept."""
+    def _open_or_reuse(self, bucket: int, keep: bool) -> list[Body]:
+        """Return a bucket's files, opened and checked; `keep` caches them until the state is closed."""
         bodies = self._bodies.get(bucket)
         if bodies is None:
-            bodies = self._loaded(bucket)
+            bodies = self._load(bucket)
             if keep and not self._closed and sum(map(len, self._bodies.copy().values())) < _KEPT_MAX:
                 self._bodies[bucket] = bodies
         return bodies
 
     @property
-    def _keeps(self) -> bool:
-        """Whether a scan keeps files: those that are mapped take no memory."""
+    def _caches_files(self) -> bool:
+        """True if a scan caches files: mapped files take no memory."""
         return self._files.folder.is_local and self._scratch.memory_map
 
-    def _loaded(self, bucket: int) -> list[Body]:
+    def _load(self, bucket: int) -> list[Body]:
         pointer = self._files.pointers[bucket]
         folder = self._files.folder.child(str(bucket))
         schema, scratch = self._row_schema, self._scratch
         refuse_other_files(folder, self._files.saved.get(bucket, ()))
 
-        def load(*beside: Restorable) -> list[Body]:
+        def load_with(*others: Restorable) -> list[Body]:
             return resolve(
                 pointer,
-                sources_in(folder, pointer, *beside),
-                lambda files, fetch: opened(files, fetch, folder, schema, scratch),
+                sources_in(folder, pointer, *others),
+                lambda files, fetch: open_body(files, fetch, folder, schema, scratch),
                 1 if folder.is_local else THREADS_MAX,
             )
 
         try:
-            return load()
+            return load_with()
         except MissingCheckpointError:
-            # Imported where it is needed, as it brings much along.
+            # Imported here because it imports a lot.
             from spark_state_ext.rescale.origin import Origin
 
             origin = Origin(self._files.folder, pointer, self.bucket_map, schema, scratch.folder())
             with closing(origin):
                 if not origin.is_there():
                     raise
-                return load(origin)
+                return load_with(origin)
 
-    def _listed(self, bucket: int) -> BucketFiles:
-        found = self._files.listed.get(bucket)
-        return found or BucketFiles.listed(self._files.folder, bucket)
+    def _list_files(self, bucket: int) -> BucketFiles:
+        listed = self._files.listed.get(bucket)
+        return listed or BucketFiles.listed(self._files.folder, bucket)
 
-    def _wanted(self, buckets: Iterable[int] | None) -> Sequence[int]:
+    def _check_buckets(self, buckets: Iterable[int] | None) -> Sequence[int]:
         if buckets is None:
             return sorted(self._files.pointers)
-        wanted = sorted(set(buckets))
-        unknown = [bucket for bucket in wanted if bucket not in self._files.pointers]
+        numbers = sorted(set(buckets))
+        unknown = [bucket for bucket in numbers if bucket not in self._files.pointers]
         if unknown:
             raise UsageError(f"there is no bucket {unknown[0]!r}: there are {self.buckets}, from 0")
-        return wanted
+        return numbers
 
     def _check(self) -> None:
         if self._closed:

@@ -1,4 +1,4 @@
-"""Checkpoint files as a table: what each says of itself at its two ends."""
+"""Lists checkpoint files as a table, from their headers and footers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from arrow_schemas.lineage import CheckpointRef, file_name
 from spark_state_ext.files.checkpoint import announced
 from spark_state_ext.timeline.bucket_files import BucketFiles
 
-__all__ = ["FILES", "files_table"]
+__all__ = ["FILES", "list_files"]
 
 FILES = pa.schema(
     [
@@ -34,20 +34,20 @@ FILES = pa.schema(
 READ, ANCESTOR = "read", "ancestor"
 
 
-def files_table(buckets: Sequence[BucketFiles], read: Mapping[int, CheckpointRef | None]) -> pa.Table:
-    """The files of some buckets."""
+def list_files(buckets: Sequence[BucketFiles], read: Mapping[int, CheckpointRef | None]) -> pa.Table:
+    """Return a table of the checkpoint files of some buckets; `read` is the checkpoint that is read of each."""
     rows = []
     for files in buckets:
-        ancestors = _ancestors(files, read.get(files.bucket))
+        ancestors = _find_ancestors(files, read.get(files.bucket))
         for ref in sorted(files.kinds):
             state = READ if ref == read.get(files.bucket) else ANCESTOR if ref in ancestors else None
-            rows += [_row(files, ref, kind, state) for kind in sorted(files.kinds[ref])]
+            rows += [_make_row(files, ref, kind, state) for kind in sorted(files.kinds[ref])]
     return pa.Table.from_pylist(rows, schema=FILES)
 
 
-def _row(files: BucketFiles, ref: CheckpointRef, kind: str, state: str | None) -> dict[str, object]:
-    it = announced(files.folder, ref, kind)
-    parent, writer = it.header.parent, it.header.writer
+def _make_row(files: BucketFiles, ref: CheckpointRef, kind: str, state: str | None) -> dict[str, object]:
+    file = announced(files.folder, ref, kind)
+    parent, writer = file.header.parent, file.header.writer
     return {
         "bucket": files.bucket,
         "version": ref.version,
@@ -59,19 +59,19 @@ def _row(files: BucketFiles, ref: CheckpointRef, kind: str, state: str | None) -
         "heartbeat": writer.heartbeat,
         "query_id": writer.query_id,
         "run_id": writer.run_id,
-        "rows": it.body.rows,
-        "tombstones": it.body.tombstones,
-        "size_bytes": it.size_bytes,
+        "rows": file.body.rows,
+        "tombstones": file.body.tombstones,
+        "size_bytes": file.size_bytes,
         "name": file_name(ref, kind),
         "state": state,
     }
 
 
-def _ancestors(files: BucketFiles, ref: CheckpointRef | None) -> set[CheckpointRef]:
-    """What a checkpoint was built on, as far back as there are files."""
-    found: set[CheckpointRef] = set()
+def _find_ancestors(files: BucketFiles, ref: CheckpointRef | None) -> set[CheckpointRef]:
+    """Return the ancestors of a checkpoint, as far back as there are files."""
+    ancestors: set[CheckpointRef] = set()
     while ref is not None and ref in files:
         lineage = files.header(ref).lineage
-        found.update(lineage)
+        ancestors.update(lineage)
         ref = lineage[0] if lineage else None
-    return found
+    return ancestors

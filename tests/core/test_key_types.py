@@ -15,7 +15,7 @@ from arrow_schemas.row import RowSchema
 from spark_state_ext.cli.values import parse_key
 from spark_state_ext.erasing.folders import keys_as_stored
 from spark_state_ext.errors import StateValueError, UsageError
-from spark_state_ext.reading.lookup import WantedKey
+from spark_state_ext.reading.lookup import LookupKey
 
 DAY, AWARE = dt.date(2024, 2, 29), dt.datetime(2024, 2, 29, 12, 30, tzinfo=dt.timezone(dt.timedelta(hours=2)))
 NAIVE = AWARE.replace(tzinfo=None)
@@ -79,8 +79,8 @@ def test_a_value_of_another_type_names_no_key(value: Any, kind: pa.DataType) -> 
     for given in forms:
         with pytest.raises(StateValueError, match=r"erase_keys.. was given other values than the key column 'who' has"):
             keys_as_stored(given, schema, "erase_keys()")
-    with pytest.raises(UsageError, match="is no value of the key column 'who'"):
-        WantedKey.of((value,), ["who"], schema)
+    with pytest.raises(UsageError, match="is not a value of the key column 'who'"):
+        LookupKey.of((value,), ["who"], schema)
 
 
 @pytest.mark.parametrize(("value", "kind", "stored"), TAKEN)
@@ -88,7 +88,7 @@ def test_a_value_of_the_columns_type_does(value: Any, kind: pa.DataType, stored:
     schema = schema_of(kind)
     for given in ([value], {"who": [value]}, pd.DataFrame({"who": pd.Series([value], dtype=object)})):
         assert keys_as_stored(given, schema, "erase_keys()").column(0).to_pylist() == [stored]
-    assert WantedKey.of((value,), ["who"], schema).columns[0].to_pylist() == [stored]
+    assert LookupKey.of((value,), ["who"], schema).columns[0].to_pylist() == [stored]
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,7 @@ def test_only_a_query_deletes(small: SmallRoot, capsys: pytest.CaptureFixture[st
     assert main(["gc", str(small.query_folder), "--dry-run", "--bucket", "9"]) == 2
     assert "has no bucket 9" in capsys.readouterr().err
     assert main(["log", str(small.query_folder / "0")]) == 2
-    assert "has no state of an operator: give a root as ArrowState has it" in capsys.readouterr().err
+    assert "has no state of an operator: give the root that ArrowState was given" in capsys.readouterr().err
     assert main(["why", str(small.query_folder)]) == 2
     assert "is a folder: name a file in it" in capsys.readouterr().err
 

@@ -74,7 +74,7 @@ def test_each_older_batch_that_files_reach_is_read(job: Job) -> None:
         with open_state(job.root, batch=batch) as state:
             assert state.batch == batch
             assert state_of(state) == job.models[batch], batch
-    with pytest.raises(MissingCheckpointError, match="the files tell of batch -1 to 38"):
+    with pytest.raises(MissingCheckpointError, match="the files prove batch -1 to 38"):
         open_state(job.root, batch=39)
 
 
@@ -283,13 +283,13 @@ def test_a_file_that_is_mapped_is_compared_once_while_the_state_is_open(
 ) -> None:
     lived(job, 14)
     compared: list[str] = []
-    real = bodies._checked
+    real = bodies._check_body
 
     def counted(data: pa.Buffer, where: str) -> Any:
         compared.append(where)
         return real(data, where)
 
-    monkeypatch.setattr(bodies, "_checked", counted)
+    monkeypatch.setattr(bodies, "_check_body", counted)
     with open_state(job.root) as state:
         first = state_of(state)
         files = sorted(compared)
@@ -380,7 +380,7 @@ def test_a_clean_up_waits_while_somebody_reads(job: Job, tmp_path: Path) -> None
         assert state_of(state) == job.models[20]
     assert job.folder.child("holds").names() == []
     assert cleaned() > 0
-    with pytest.raises(MissingCheckpointError, match=r"batch 20 .* the files tell of batch \d+ to 58"):
+    with pytest.raises(MissingCheckpointError, match=r"batch 20 .* the files prove batch \d+ to 58"):
         open_state(job.root, batch=20)
     with open_state(job.root) as state:
         assert state_of(state) == job.models[58]

@@ -78,10 +78,10 @@ def test_pointers_are_read_under_a_hold_which_goes_where_that_fails(job: Job) ->
 def test_a_checkpoint_of_another_state_is_refused(job: Job, tmp_path: Path) -> None:
     lived(job, 4)
     other = lived(Job(tmp_path / "root", tmp_path, query_id="second"), 4)
-    with pytest.raises(UsageError, match=r"of the query with the folder query, not of .*second: give the root"):
+    with pytest.raises(UsageError, match=r"to the query with the folder query, not to .*second: give the root"):
         opened(job, 3, Path(other.folder.root))
     savepoint = savepoint_of(job, tmp_path / "savepoint")
-    with pytest.raises(UsageError, match="is a savepoint, which is exact by itself"):
+    with pytest.raises(UsageError, match="is a savepoint, which is always exact"):
         opened(job, 3, Path(savepoint.root))
     with pytest.raises(UsageError, match="no operator 'sums'"):
         open_exact(Path(job.root), replace(TOLD, operator="sums"), lambda: exact(job, 3))
@@ -95,11 +95,11 @@ def test_pointers_that_are_no_whole_state_are_refused(job: Job) -> None:
     mixed = {**less, 2: replace(whole.pointers[2], query_folder="another")}
     with pytest.raises(MissingCheckpointError, match=r"has no state of operator 'counts' yet.*Choose a later batch"):
         open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers={}))
-    with pytest.raises(CorruptFileError, match="pointers of 3 buckets, and operator 'counts' has 4"):
+    with pytest.raises(CorruptFileError, match="pointers of 3 buckets, but operator 'counts' has 4"):
         open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers=less))
-    with pytest.raises(CorruptFileError, match="pointers to another beside those to query"):
+    with pytest.raises(CorruptFileError, match="pointers to another and to query"):
         open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers=mixed))
     wider = {**whole.pointers, 2: replace(whole.pointers[2], schema_id=7)}
-    with pytest.raises(ChangedJobError, match="a wider schema than the operator file"):
+    with pytest.raises(ChangedJobError, match="a newer schema than the operator file"):
         open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers=wider))
     assert job.folder.child("holds").names() == []

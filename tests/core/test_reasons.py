@@ -18,7 +18,7 @@ from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.functions.arguments import to_milliseconds
 from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.functions.tables import as_table
-from spark_state_ext.reading.lookup import WantedKey
+from spark_state_ext.reading.lookup import LookupKey
 
 TYPES = [
     pa.int8(),
@@ -70,7 +70,7 @@ def test_what_is_no_value_of_a_column_is_told_without_pythons_insides() -> None:
     said = []
     for kind in TYPES:
         field = pa.field("k", kind)
-        said += [_refused(WantedKey.of, (value,), ["k"], RowSchema((field,), ())) for value in VALUES]
+        said += [_refused(LookupKey.of, (value,), ["k"], RowSchema((field,), ())) for value in VALUES]
         said += [
             _refused(parse_value, word, field) for word in ("word", "1e", "[5", "2026-13-40", "99999999999999999999")
         ]

@@ -288,7 +288,7 @@ def test_a_claimed_checkpoint_is_the_new_querys_own(spark: Any, old: Query, tmp_
     start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
     new = Query(spark, tmp_path / "new", start_from=start, root=root).run([["a"]])
     # Its one batch changed one bucket: of the others files do not prove what the old query committed, and Spark knows.
-    with pytest.raises(MissingCheckpointError, match="have Spark say it"):
+    with pytest.raises(MissingCheckpointError, match="read what Spark committed"):
         open_state(root)
     with open_committed(spark, root, new.job.checkpoint) as state:
         rows = state.scan(["key", "n"]).read_all().to_pylist()
