@@ -39,9 +39,9 @@ from spark_state_ext.savepoints.claims import (
 )
 from spark_state_ext.savepoints.copying import refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.savepoints.reading import read_saved_rows
 from spark_state_ext.savepoints.records import is_detached, start_of
-from spark_state_ext.savepoints.replaced import REPLACED_NAME, Replaced, drop_replaced, replaced_in
+from spark_state_ext.savepoints.replaced import REPLACED_NAME, ReplacedFiles, drop_replaced, read_replaced
 from spark_state_ext.savepoints.status import started_below
 from spark_state_ext.savepoints.writer import point_at_new, replace_manifest, write_snapshot
 
@@ -204,7 +204,7 @@ class SavepointErasure:
     def _let_go(self) -> None:
         """Release the claim after a failure, unless something is half done."""
         try:
-            if replaced_in(self.folder) is None:
+            if read_replaced(self.folder) is None:
                 self.release()
         except StateError as error:
             _LOGGER.warning("the claim to %s is not released: %s. Run this again", self.folder.root, error)
@@ -257,7 +257,7 @@ class _Work:
 
     def finish(self) -> bool:
         """Remove what a run that was stopped has left; whether there was something."""
-        replaced = replaced_in(self._folder)
+        replaced = read_replaced(self._folder)
         if replaced is None:
             return False
         if replaced.savepoint_id == self._manifest.header.id:
@@ -290,7 +290,7 @@ class _Work:
     def write_anew(self, buckets: Sequence[SavedBucket]) -> None:
         """Have a snapshot without the keys in the place of each bucket's files."""
         ids = {it.bucket: uuid.uuid4().hex for it in buckets}
-        replaced = Replaced(
+        replaced = ReplacedFiles(
             self._claim.savepoint_id,
             {
                 it.bucket: (
@@ -315,7 +315,7 @@ class _Work:
 
     def _others(self, files: Folder, saved: SavedBucket) -> Iterator[pa.RecordBatch]:
         """A bucket's rows without those of the keys."""
-        for rows in saved_rows(files, saved.pointer, saved.files, self._schema, self._scratch):
+        for rows in read_saved_rows(files, saved.pointer, saved.files, self._schema, self._scratch):
             self._lease.hold()
             gone = matching(self._schema.key_columns(rows), self._keys)
             yield rows.filter(pa.array(~gone)) if gone.any() else rows

@@ -36,7 +36,7 @@ from spark_state_ext.restore.lazy import read_ends
 from spark_state_ext.restore.part import read_part
 from spark_state_ext.restore.trace import check_owner
 from spark_state_ext.savepoints.copying import refuse_other_files
-from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.savepoints.reading import read_saved_rows
 from spark_state_ext.store.runs import hashes_of
 from spark_state_ext.version import __version__
 
@@ -232,4 +232,4 @@ def _read_around(
             check_owner(ends.header, (pointer.operator, *pointer.origins), pointer.bucket, files.where(saved[0].name))
             yield from read_part(files, ends, schema, low << 32, high << 32)
             return
-    yield from saved_rows(files, pointer, saved, schema, scratch)
+    yield from read_saved_rows(files, pointer, saved, schema, scratch)

@@ -1,1 +1,1 @@
-"""Snapshots that belong to the user, and how jobs start from them: taking, reading, claiming and giving back."""
+"""Takes, reads, claims and deletes savepoints, and records which query started from which one."""

@@ -1,7 +1,7 @@
-"""Pointers that Spark read from a checkpoint location when a query was planned that starts from it.
+"""A file with pointers that were read from a checkpoint location when a query that starts from it was planned.
 
-Only Spark can read its state, and only on the client's word; executors need the pointers in the first batch. So a task
-writes them below the new query's root, as they are.
+Only Spark can read its own state, and only when the client asks; executors need the pointers in the first batch. So a
+task writes the pointers, unchanged, to a file below the new query's root.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROWS = pa.schema([("bucket", pa.int32()), ("pointer", pa.binary())])
 
 
 def captured_name(now_ms: int, plan_id: str) -> str:
-    """Name of the file, in the folder of notes about first batches; it goes with these."""
+    """Return the name of the file in the folder of notes about first batches; it is deleted together with these."""
     return f"{now_ms}-{plan_id}.start.arrow"
 
 
@@ -41,16 +41,16 @@ class Captured:
     operator
         The operator.
     batch
-        The batch that made them.
+        The batch that made the pointers.
     later
-        Later batches that are committed, at the time of reading.
+        Later batches that were committed when the pointers were read.
     hold_id
-        The hold that keeps their files.
+        The hold that protects their files.
     lease_number
-        For a claim, number of the newest record of the folder's lease from before the pointers were read, when it was
-        free; 0 where it has none.
+        For a claim: number of the lease's newest record before the pointers were read, when the lease was free; 0 if it
+        has no record.
     pointers
-        By bucket.
+        The pointer of each bucket.
     """
 
     operator: str
@@ -61,7 +61,7 @@ class Captured:
     pointers: Mapping[int, Pointer]
 
     def encode(self) -> bytes:
-        """The file's bytes."""
+        """Return the file's bytes."""
         fields = {
             "format": _FORMAT,
             "operator": self.operator,
@@ -83,12 +83,12 @@ class Captured:
 
     @staticmethod
     def decode(data: bytes, where: str) -> Captured:
-        """Inverse of `encode`; written and read by the same release, within one start of a query."""
+        """Read the file's bytes; the same release writes and reads the file, during one start of a query."""
         body = open_sealed(pa.BufferReader(pa.py_buffer(data)), where)
         schema, mend = body.reader.schema, "plan the query again"
         text = header_text(schema.metadata, _KEY, where, "header of a start", mend)
         if not schema.remove_metadata().equals(_ROWS):
-            raise CorruptFileError(f"{where} does not hold the pointers of a query: {mend}")
+            raise CorruptFileError(f"{where} does not contain the pointers of a query: {mend}")
         try:
             fields = json.loads(text)
             rows = [row for batch in body.reader for row in batch.to_pylist()]

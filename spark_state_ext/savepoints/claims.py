@@ -1,7 +1,7 @@
-"""The claim to a savepoint: one query owns it, and deletes it once it needs nothing of it any more.
+"""Claims to savepoints: one query owns a savepoint, and deletes it when it no longer needs it.
 
-Files of a claim lie in the folder ``claim/`` of the savepoint: ``claim.json`` is made exclusively; ``consumed.json``
-says that deleting has begun. (A claim to a query folder is a field of its lease.)
+The folder ``claim/`` of the savepoint contains ``claim.json``, which only one query can create, and ``consumed.json``,
+which marks that deletion has begun. (A claim to a query folder is a field of its lease instead.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spark_state_ext.files.layout import CLAIM_FOLDER
 from spark_state_ext.files.readable import document_in
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.removing import delete_files
-from spark_state_ext.savepoints.replaced import replaced_in
+from spark_state_ext.savepoints.replaced import read_replaced
 
 __all__ = [
     "CLAIM_FOLDER",
@@ -41,24 +41,24 @@ __all__ = [
 _LOGGER = logging.getLogger("spark_state_ext")
 _CLAIM_NAME, _CONSUMED_NAME = "claim.json", "consumed.json"
 _FORMAT = 1
-# Whose claim it is that does not start from the savepoint but writes it anew.
+# Prefix of the claimant if erase_history rewrites the savepoint; other claimants are queries that start from it.
 ERASES = "erase_history of "
-# How often it is looked whether the claim is there still.
-_LOOK_S = 1.0
+# How often a deletion checks that the claim still exists.
+_CHECK_S = 1.0
 
 
 @dataclass(frozen=True)
 class SavepointClaim:
-    """Who owns a savepoint.
+    """The owner of a savepoint.
 
     Parameters
     ----------
     savepoint_id
         Id of the savepoint.
     by
-        The query: the folder of its state; after `ERASES`, where keys are being erased from the savepoint.
+        The query's state folder, with the prefix `ERASES` if keys are being erased from the savepoint; or a person.
     id
-        Name of that folder, by which the query's attempts know their claim.
+        Name of that folder, by which the query's attempts recognise their claim.
     """
 
     savepoint_id: str
@@ -67,16 +67,16 @@ class SavepointClaim:
 
     @property
     def erases(self) -> bool:
-        """Whether the savepoint is being written anew without some keys."""
+        """True if the savepoint is being rewritten without some keys."""
         return self.by.startswith(ERASES)
 
     def encode(self) -> bytes:
-        """The file's bytes: the same from all of the query's tasks."""
+        """Return the file's bytes, which are the same for all tasks of the query."""
         return sealed_document({"format": _FORMAT, "savepoint_id": self.savepoint_id, "by": self.by, "id": self.id})
 
     @staticmethod
     def decode(data: bytes, where: str) -> SavepointClaim:
-        """Read a claim."""
+        """Decode a claim file."""
         with readable(where, "claim to a savepoint"):
             fields = opened_document(data, where, _FORMAT)
             return SavepointClaim(str(fields["savepoint_id"]), str(fields["by"]), str(fields["id"]))
@@ -84,120 +84,125 @@ class SavepointClaim:
 
 
 def claim_savepoint(savepoint: Folder, claim: SavepointClaim, mine: Collection[str]) -> SavepointClaim:
-    """Claim a savepoint, or find that this query has."""
+    """Claim a savepoint; return the existing claim if this query or an id in `mine` made it."""
     if not savepoint.creates_exclusively:
         raise NotClaimableError(
-            f"the savepoint at {savepoint.root} cannot be claimed: its store does not let exactly one of several make "
-            "a file, so two queries might own it. Start with mode='no_claim', and delete it yourself."
+            f"the savepoint at {savepoint.root} cannot be claimed: its file system cannot create a file exclusively, "
+            "so two queries might own it. Start with mode='no_claim', and delete it yourself."
         )
     files = savepoint.child(CLAIM_FOLDER)
-    there = claim if files.create(_CLAIM_NAME, claim.encode()) else claim_of(savepoint)
-    if there is None or not (there.id == claim.id or there.id in mine):
-        raise _claimed(savepoint, there)
-    if is_consumed(savepoint) and there.by == claim.by:
-        # After the claim was made: whoever begins to delete marks that first, and looks whose claim is there then.
-        # (Where another operator of the query has claimed it, the mark is of that one's own files.)
+    existing = claim if files.create(_CLAIM_NAME, claim.encode()) else claim_of(savepoint)
+    if existing is None or not (existing.id == claim.id or existing.id in mine):
+        raise _claimed_error(savepoint, existing)
+    if is_consumed(savepoint) and existing.by == claim.by:
+        # Checked after the claim was made, because a deletion first writes its mark and then checks the claim.
+        # (If another operator of the query claimed it, the mark refers to that operator's files.)
         raise ClaimedError(
-            f"the savepoint at {savepoint.root} is being deleted by a query that had claimed it: take another one"
+            f"the savepoint at {savepoint.root} is being deleted by a query that had claimed it: use another savepoint"
         )
-    return there
+    return existing
 
 
 def refuse_claimed(savepoint: Folder) -> None:
-    """Refuse a savepoint that another query owns: it may be deleted while files are copied from it."""
-    there = claim_of(savepoint)
-    if there is not None:
-        raise _claimed(savepoint, there)
+    """Refuse a savepoint that another query owns, because it may be deleted while files are copied from it."""
+    claim = claim_of(savepoint)
+    if claim is not None:
+        raise _claimed_error(savepoint, claim)
 
 
-def _claimed(savepoint: Folder, claim: SavepointClaim | None) -> ClaimedError:
+def _claimed_error(savepoint: Folder, claim: SavepointClaim | None) -> ClaimedError:
     if claim is not None and claim.erases:
         return ClaimedError(
-            f"the savepoint at {savepoint.root} is being written anew by {claim.by}: wait until that is over. Where it "
+            f"the savepoint at {savepoint.root} is being rewritten by {claim.by}: wait until that is finished. If it "
             "was stopped, run it again"
         )
     return ClaimedError(
-        f"the savepoint at {savepoint.root} is claimed by the query at {claim.by if claim else 'another place'}, which "
-        "deletes it: start from another savepoint. Where that query is gone for good, free this one with "
+        f"the savepoint at {savepoint.root} is claimed by the query at {claim.by if claim else 'an unknown place'}, "
+        "which deletes it: start from another savepoint. If that query is gone for good, free this savepoint with "
         "spark-state-ext savepoint release."
     )
 
 
 def claim_of(savepoint: Folder) -> SavepointClaim | None:
-    """Who has claimed a savepoint; None: nobody."""
+    """Read the claim of a savepoint; None: it is not claimed."""
     return document_in(savepoint.child(CLAIM_FOLDER), _CLAIM_NAME, SavepointClaim.decode)
 
 
 def drop_claim(savepoint: Folder) -> None:
-    """Remove the claim of one who needs the savepoint no more, and has not begun to delete it."""
+    """Remove a claim whose owner no longer needs the savepoint and has not begun to delete it."""
     savepoint.child(CLAIM_FOLDER).remove(_CLAIM_NAME)
     savepoint.remove_if_empty(CLAIM_FOLDER)
 
 
 def is_consumed(savepoint: Folder) -> bool:
-    """Whether its owner has begun to delete it."""
+    """True if the owner has begun to delete the savepoint."""
     return savepoint.child(CLAIM_FOLDER).exists(_CONSUMED_NAME)
 
 
-def consume(savepoint: Folder, claim_id: str, still_ours: Callable[[], None], operator: str | None = None) -> int:
-    """Delete a claimed savepoint: what its manifest names, nothing else. May be stopped and repeated at any time."""
+def consume(savepoint: Folder, claim_id: str, check_ours: Callable[[], None], operator: str | None = None) -> int:
+    """Delete the files in a claimed savepoint's manifest, and the claim; safe to stop and repeat at any time.
+
+    `check_ours` raises if this process may no longer delete. Returns the number of deleted files.
+    """
     claim = claim_of(savepoint)
     if claim is None or claim.id != claim_id:
         return 0
-    manifest = _manifest_of(savepoint)
+    manifest = _read_manifest_if_any(savepoint)
     if manifest is not None and manifest.header.id != claim.savepoint_id:
-        # Somebody has put another savepoint there. Without the mark the claim can be released.
+        # Another savepoint was put there. No mark is written, so that the claim can be released.
         return 0
     files = savepoint.child(CLAIM_FOLDER)
-    looked_s = time.monotonic()
+    checked_s = time.monotonic()
 
-    def still_there(now: bool = False) -> None:
-        # Several processes may be at it, as each finds out by itself. Who is late must not go on where another one has
-        # finished: somebody may have put another savepoint there since.
-        nonlocal looked_s
-        still_ours()
-        if now or time.monotonic() >= looked_s + _LOOK_S:
-            looked_s = time.monotonic()
+    def check_claim(now: bool = False) -> None:
+        # Several processes may delete the same savepoint. A late one must stop when another one has finished, because
+        # a new savepoint may have been put there since.
+        nonlocal checked_s
+        check_ours()
+        if now or time.monotonic() >= checked_s + _CHECK_S:
+            checked_s = time.monotonic()
             if claim_of(savepoint) != claim:
                 raise _FinishedError
 
-    still_ours()
+    check_ours()
     files.create(_CONSUMED_NAME, sealed_document({"format": _FORMAT}))
     if claim_of(savepoint) != claim:
-        # It was released before the mark was there. Whoever has claimed it since goes on once the mark is gone.
+        # The claim was released before the mark was written. A new claimant continues once the mark is gone.
         files.remove(_CONSUMED_NAME)
         _remove_empty(savepoint)
         return 0
     try:
-        return _consumed(savepoint, claim, still_there, operator)
+        return _delete_and_free(savepoint, claim, check_claim, operator)
     except _FinishedError:
         if claim_of(savepoint) is None:
-            # This one's mark may have come after the other one had removed its own.
+            # This process may have written its mark after the other one had removed the mark.
             files.remove(_CONSUMED_NAME)
             _remove_empty(savepoint)
         return 0
 
 
 class _FinishedError(Exception):
-    """Another process has deleted it all."""
+    """Another process has finished the deletion."""
 
 
-def _consumed(
-    savepoint: Folder, claim: SavepointClaim, still_there: Callable[[bool], None], operator: str | None
+def _delete_and_free(
+    savepoint: Folder, claim: SavepointClaim, check_claim: Callable[[bool], None], operator: str | None
 ) -> int:
     files = savepoint.child(CLAIM_FOLDER)
     deleted = 0
-    manifest = _manifest_of(savepoint)
+    manifest = _read_manifest_if_any(savepoint)
     if manifest is not None:
         if manifest.header.id != claim.savepoint_id:
-            # Somebody has put another savepoint there a moment ago.
+            # Another savepoint was put there a moment ago.
             return 0
-        deleted = delete_files(savepoint, manifest, still_there, operator)
+        deleted = delete_files(savepoint, manifest, check_claim, operator)
         if savepoint.exists(MANIFEST_NAME):
-            _LOGGER.info("files of other operators stay at %s until these need them no more", savepoint.root)
+            _LOGGER.info(
+                "files of other operators stay at %s until these operators no longer need them", savepoint.root
+            )
             return deleted
-    still_there(True)
-    # The claim last, so that whoever is stopped here knows on the next day that it is his to finish.
+    check_claim(True)
+    # The claim is removed last, so that a stopped query finds it again and can finish the deletion.
     files.remove(_CONSUMED_NAME)
     files.remove(_CLAIM_NAME)
     _remove_empty(savepoint)
@@ -205,8 +210,8 @@ def _consumed(
     return deleted
 
 
-def _manifest_of(savepoint: Folder) -> SavepointManifest | None:
-    """What is there; None where who deleted it was stopped afterwards."""
+def _read_manifest_if_any(savepoint: Folder) -> SavepointManifest | None:
+    """Read the manifest; None if it was deleted."""
     try:
         return read_manifest(savepoint)
     except MissingCheckpointError:
@@ -219,39 +224,40 @@ def _remove_empty(savepoint: Folder) -> None:
 
 
 def release_claim(savepoint: Folder) -> SavepointClaim:
-    """Free a claim whose owner died."""
+    """Remove the claim of a dead owner and return it."""
     claim = claim_of(savepoint)
     if claim is None:
-        raise MissingCheckpointError(f"nobody has claimed a savepoint at {savepoint.root}, or there is none")
-    refused, has_begun = _in_use(savepoint, claim)
-    if has_begun():
-        raise refused
+        raise MissingCheckpointError(f"there is no savepoint at {savepoint.root}, or it is not claimed")
+    refusal, is_in_use = _find_refusal(savepoint, claim)
+    if is_in_use():
+        raise refusal
     files = savepoint.child(CLAIM_FOLDER)
     files.remove(_CLAIM_NAME)
-    if has_begun():
-        # It began in between: it looked whose the claim is after its mark, and this looks for the mark after the claim.
+    if is_in_use():
+        # The owner began meanwhile. It checks the claim after writing its mark; this checks the mark after removing the
+        # claim, so one of the two always notices the other.
         files.create(_CLAIM_NAME, claim.encode())
-        raise refused
+        raise refusal
     if not savepoint.exists(MANIFEST_NAME):
-        # It began and finished in between, its mark included: there is nothing left that anybody could start from.
+        # The owner began and finished meanwhile, and removed its mark too: no savepoint is left.
         raise MissingCheckpointError(
-            f"there is no savepoint at {savepoint.root} any more: {claim.by}, which had claimed it, has deleted it, or "
-            "somebody else has. Start from another one."
+            f"there is no longer a savepoint at {savepoint.root}: it was deleted by {claim.by}, which had claimed it, "
+            "or by somebody else. Start from another one."
         )
     return claim
 
 
-def _in_use(savepoint: Folder, claim: SavepointClaim) -> tuple[NotClaimableError, Callable[[], bool]]:
-    """Why a claim may not be released, and what tells whether that is so."""
+def _find_refusal(savepoint: Folder, claim: SavepointClaim) -> tuple[NotClaimableError, Callable[[], bool]]:
+    """Return the error that refuses to release a claim, and a function that is true if the claim is in use."""
     what = f"the claim of {claim.by} to the savepoint at {savepoint.root} cannot be released"
     if not claim.erases:
-        return NotClaimableError(f"{what}: it has begun to delete it"), lambda: is_consumed(savepoint)
+        return NotClaimableError(f"{what}: its owner has begun to delete it"), lambda: is_consumed(savepoint)
 
-    def writes() -> bool:
-        replaced, manifest = replaced_in(savepoint), _manifest_of(savepoint)
+    def is_erasing() -> bool:
+        replaced, manifest = read_replaced(savepoint), _read_manifest_if_any(savepoint)
         return replaced is not None and manifest is not None and replaced.savepoint_id == manifest.header.id
 
     return NotClaimableError(
-        f"{what}: files with the keys may lie there that no manifest names. Run erase history again with this "
-        "savepoint and the same keys, which removes them and frees it; or delete the savepoint with --force"
-    ), writes
+        f"{what}: files with the erased keys that are not in the manifest may be there. Run erase history again with "
+        "this savepoint and the same keys, which removes the files and the claim; or delete the savepoint with --force"
+    ), is_erasing

@@ -1,4 +1,4 @@
-"""One checkpoint file from one place to another: duplicated where the stores can, else through this process."""
+"""Copies one checkpoint file: duplicates it if the stores can, else streams it through this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PARALLEL_MAX = 16
 
 
 class How(enum.Enum):
-    """How a file came to its new place."""
+    """The way in which a file was copied."""
 
     THERE = "it was there"
     DUPLICATED = "a hard link, or a copy by the store"
@@ -32,96 +32,102 @@ class How(enum.Enum):
 
 
 def digest_text(body: BodyRecord) -> str:
-    """Kind and digest of a body, as a manifest has it."""
+    """Return the kind and digest of a body, as written in a manifest."""
     return f"{body.algorithm}={body.digest}"
 
 
 def copied(files: Readable, file: SavedFile, target: Folder, scratch: Path) -> How:
-    """Have a file in another folder too. May be repeated, and stopped, at any time."""
-    if _is_there(target, file):
+    """Copy a file to another folder; safe to stop and repeat at any time."""
+    if _has_file(target, file):
         return How.THERE
     if isinstance(files, Duplicable) and files.duplicate_to(target, file.name):
-        if not _is_there(target, file):
-            # What was there under the name before stays.
-            wrong = target if _is_there(files, file) else files
+        if not _has_file(target, file):
+            # An existing file with this name is not replaced.
+            wrong = target if _has_file(files, file) else files
             raise CorruptFileError(
-                f"{wrong.where(file.name)} is not the file that was announced ({file.size_bytes} bytes, {file.digest})"
+                f"{wrong.where(file.name)} is not the expected file ({file.size_bytes} bytes, {file.digest})"
             )
         return How.DUPLICATED
     with local_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as folder:
         path = Path(folder) / file.name
         files.get_file(file.name, path)
-        _check(pa.OSFile(str(path), "r"), file, files.where(file.name))
-        _put(target, SealedFile(file.name, file.size_bytes, path=path), file)
+        _check_copy(pa.OSFile(str(path), "r"), file, files.where(file.name))
+        _publish_checked(target, SealedFile(file.name, file.size_bytes, path=path), file)
     return How.STREAMED
 
 
 def put_whole(target: Folder, sealed: SealedFile) -> SavedFile:
-    """Publish a checkpoint file that was made here, unless another attempt at the same task has."""
-    there = _announced_in(target, sealed.name)
-    if there is not None:
-        return there
+    """Publish a checkpoint file that was made here, unless another attempt of the task already did."""
+    existing = _read_announced(target, sealed.name)
+    if existing is not None:
+        return existing
     body = announced_body(sealed.get_range, sealed.size_bytes, sealed.name)
     file = SavedFile(sealed.name, sealed.size_bytes, digest_text(body))
-    _put(target, sealed, file)
+    _publish_checked(target, sealed, file)
     return file
 
 
 def refuse_incomplete(savepoint: Folder, manifest: SavepointManifest) -> None:
-    """Refuse a manifest whose files are not there, or are others: nobody could start from them."""
-    for folder, file in _others(_files_of(savepoint, manifest)):
+    """Refuse a manifest whose files are missing or different: no query could start from them."""
+    for folder, file in _find_wrong_files(_list_files(savepoint, manifest)):
         raise CorruptFileError(
-            f"{folder.where(file.name)} is not the file that a task has written there ({file.size_bytes} bytes, "
-            f"{file.digest}), so there is no savepoint at {savepoint.root}: see that the path is one that all "
-            "executors share and that nobody else writes to, then take it again at another path"
+            f"{folder.where(file.name)} is not the file that a task wrote there ({file.size_bytes} bytes, "
+            f"{file.digest}), so there is no savepoint at {savepoint.root}: make sure that all executors share the "
+            "path and that only this package writes to it, then take the savepoint again at another path"
         )
 
 
 def refuse_torn(savepoint: Folder, manifest: SavepointManifest) -> None:
-    """Refuse to read a savepoint if its files are not those that its manifest names."""
-    _refuse_others(_files_of(savepoint, manifest))
+    """Refuse to read a savepoint if its files do not match its manifest."""
+    _refuse_wrong_files(_list_files(savepoint, manifest))
 
 
-def refuse_other_files(folder: Folder, named: Sequence[SavedFile]) -> None:
-    """Refuse to read a bucket of a savepoint if its files are not those that the manifest names."""
-    _refuse_others([(folder, file) for file in named])
+def refuse_other_files(folder: Folder, files: Sequence[SavedFile]) -> None:
+    """Refuse to read a bucket of a savepoint if its files do not match the manifest."""
+    _refuse_wrong_files([(folder, file) for file in files])
 
 
-def _refuse_others(named: Sequence[tuple[Folder, SavedFile]]) -> None:
-    for folder, file in _others(named):
+def _refuse_wrong_files(files: Sequence[tuple[Folder, SavedFile]]) -> None:
+    for folder, file in _find_wrong_files(files):
         raise CorruptFileError(
-            f"{folder.where(file.name)} is missing, or not the file that the savepoint's manifest names "
-            f"({file.size_bytes} bytes, {file.digest}): look with spark-state-ext savepoint verify, and take another "
-            "savepoint"
+            f"{folder.where(file.name)} is missing or differs from the savepoint's manifest "
+            f"({file.size_bytes} bytes, {file.digest}): check the savepoint with spark-state-ext savepoint verify, and "
+            "take another one"
         )
 
 
-def _files_of(savepoint: Folder, manifest: SavepointManifest) -> list[tuple[Folder, SavedFile]]:
-    """The files that a manifest names, each with its folder."""
-    return [(savepoint.child(it.operator, str(it.bucket)), file) for it in manifest.buckets for file in it.files]
+def _list_files(savepoint: Folder, manifest: SavepointManifest) -> list[tuple[Folder, SavedFile]]:
+    """List the files in a manifest, each with its folder."""
+    return [
+        (savepoint.child(bucket.operator, str(bucket.bucket)), file)
+        for bucket in manifest.buckets
+        for file in bucket.files
+    ]
 
 
-def _others(named: Sequence[tuple[Folder, SavedFile]]) -> list[tuple[Folder, SavedFile]]:
-    """Those that are not there, or are other files by their size and their end."""
-    if not named:
+def _find_wrong_files(files: Sequence[tuple[Folder, SavedFile]]) -> list[tuple[Folder, SavedFile]]:
+    """Return the files that are missing, or differ by their size and footer."""
+    if not files:
         return []
-    found = side_by_side("look", min(_PARALLEL_MAX, len(named)), lambda it: _is_there(*it), named)
-    return [it for it, there in zip(named, found, strict=True) if not there]
+    matches = side_by_side("look", min(_PARALLEL_MAX, len(files)), lambda pair: _has_file(*pair), files)
+    return [pair for pair, is_there in zip(files, matches, strict=True) if not is_there]
 
 
-def _put(target: Folder, sealed: SealedFile, file: SavedFile) -> None:
+def _publish_checked(target: Folder, sealed: SealedFile, file: SavedFile) -> None:
     publish(target, sealed)
-    if not _is_there(target, file):
-        raise StorageError(f"{target.where(file.name)} was written and reads otherwise: it was torn on its way")
+    if not _has_file(target, file):
+        raise StorageError(
+            f"{target.where(file.name)} was written, but reads back differently: the upload was incomplete"
+        )
 
 
-def _is_there(files: Readable, file: SavedFile) -> bool:
-    """Whether a folder has a file, by its size and by what its end tells of its body."""
-    return _announced_in(files, file.name) == file
+def _has_file(files: Readable, file: SavedFile) -> bool:
+    """True if a folder has a file with the same size and the same body digest in its footer."""
+    return _read_announced(files, file.name) == file
 
 
-def _announced_in(files: Readable, name: str) -> SavedFile | None:
-    """What a file says of itself; None where there is none that is whole."""
+def _read_announced(files: Readable, name: str) -> SavedFile | None:
+    """Read a file's size and the body digest in its footer; None if the file is missing or incomplete."""
     try:
         size = files.size(name)
         body = announced_body(lambda start, end: files.get_range(name, start, end), size, files.where(name))
@@ -130,10 +136,10 @@ def _announced_in(files: Readable, name: str) -> SavedFile | None:
     return SavedFile(name, size, digest_text(body))
 
 
-def _check(opened: pa.NativeFile, file: SavedFile, where: str) -> None:
-    body = verified(opened, where).record
-    if opened.size() != file.size_bytes or digest_text(body) != file.digest:
+def _check_copy(opened_file: pa.NativeFile, file: SavedFile, where: str) -> None:
+    body = verified(opened_file, where).record
+    if opened_file.size() != file.size_bytes or digest_text(body) != file.digest:
         raise CorruptFileError(
-            f"{where} is not the file that was announced ({file.size_bytes} bytes, {file.digest}): it has "
-            f"{opened.size()} bytes, {digest_text(body)}"
+            f"{where} is not the expected file ({file.size_bytes} bytes, {file.digest}): it has {opened_file.size()} "
+            f"bytes, {digest_text(body)}"
         )

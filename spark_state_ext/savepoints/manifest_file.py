@@ -1,4 +1,4 @@
-"""The manifest of a savepoint as a file: read only after its checksum was right."""
+"""Encodes and decodes the manifest file of a savepoint; its checksum is verified before it is read."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ __all__ = ["decode_manifest", "encode_manifest", "read_manifest"]
 
 
 def encode_manifest(manifest: SavepointManifest) -> bytes:
-    """The file's bytes."""
+    """Return the file's bytes."""
     return sealed_table(manifest.schema(), manifest.batch())
 
 
 def decode_manifest(data: bytes, where: str) -> SavepointManifest:
-    """Read a manifest."""
-    return unsealed_table(data, where, SavepointManifest.of, lambda found: len(found.buckets))
+    """Decode a manifest file."""
+    return unsealed_table(data, where, SavepointManifest.of, lambda manifest: len(manifest.buckets))
 
 
 def read_manifest(savepoint: Folder) -> SavepointManifest:
-    """The manifest of a savepoint."""
+    """Read the manifest of a savepoint."""
     try:
         data = savepoint.get(MANIFEST_NAME)
     except MissingCheckpointError as error:
         raise MissingCheckpointError(
-            f"there is no savepoint at {savepoint.root}: it has no {MANIFEST_NAME}. Look at the path; a savepoint that "
-            "was not finished has none, and one that a job has claimed is deleted by it."
+            f"there is no savepoint at {savepoint.root}: it has no {MANIFEST_NAME}. Check the path. An unfinished "
+            "savepoint has no manifest, and a job deletes the savepoint that it claimed."
         ) from error
     return decode_manifest(data, savepoint.where(MANIFEST_NAME))

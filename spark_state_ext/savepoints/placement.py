@@ -1,8 +1,8 @@
-"""Where a savepoint may not lie: in the root of a query's state.
+"""Refuses a savepoint inside the root of a query's state.
 
-What deletes a query's state would delete the savepoint with it, and a savepoint in a bucket's folder stops that
-bucket's clean-up. A root is known by what lies in it, ``<operator>/<query folder>/operator_<n>.json``: most writers of
-savepoints are not given the root of any query.
+Deleting the query's state would delete the savepoint too, and a savepoint in a bucket's folder stops the bucket's
+clean-up. A root is recognised by its files, ``<operator>/<query folder>/operator_<n>.json``, because most writers of
+savepoints do not know a query's root.
 """
 
 from __future__ import annotations
@@ -19,58 +19,59 @@ from spark_state_ext.worker.threads import side_by_side
 __all__ = ["refuse_in_state"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Names of query folders: Spark's id of the query, or what `new_query_folder` makes; with what rescaling adds.
+# Name of a query folder: Spark's id of the query or a name by `new_query_folder`, then rescaling's suffix, if any.
 _QUERY_FOLDER = re.compile(
     r"(?:[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|t\d{1,15}-[0-9a-f]{32})(?:\.r[0-9a-f]{12})?"
 )
-# All folders in a root are of operators. So of a folder with many others a few tell whether it is one.
-_LOOKED_AT_MAX = 32
+# All folders in a root belong to operators, so it is enough to look into a few of them.
+_CHECKED_FOLDERS_MAX = 32
 _THREADS = 16
 
 
 def refuse_in_state(savepoint: Folder) -> None:
-    """Refuse a folder for a savepoint that lies in the root of a query's state, at any depth."""
+    """Refuse a folder for a savepoint if it is in the root of a query's state, at any depth."""
     for above in savepoint.above():
-        state = _state_in(above)
+        state = _find_state(above)
         if state is not None:
             raise UsageError(
-                f"a savepoint cannot lie at {savepoint.root}: {above.root} has the state of a query ({state.root}), "
-                "which is deleted and cleaned up as a whole. Name a folder outside of the root of ArrowState"
+                f"a savepoint cannot be at {savepoint.root}: {above.root} contains the state of a query "
+                f"({state.root}), which is deleted and cleaned up as a whole. Use a folder outside the root of "
+                "ArrowState"
             )
 
 
-def _state_in(folder: Folder) -> Folder | None:
-    """A query folder at a folder, in it, or in a folder in it; None: there is none."""
-    names = _names_in(folder)
+def _find_state(folder: Folder) -> Folder | None:
+    """Find a query folder at a folder, in it, or in one of its folders; None: there is none."""
+    names = _list_names(folder)
     if _is_query_folder(names):
         return folder
-    found = _query_folder_of(folder, names)
-    if found is not None:
-        return found
-    # Operators by default are called so.
-    below = sorted(names, key=lambda name: name != "state")[:_LOOKED_AT_MAX]
-    look = partial(_query_folder_below, folder)
-    found_below = map(look, below) if folder.is_local else side_by_side("look", _THREADS, look, below)
-    return next((it for it in found_below if it is not None), None)
+    query_folder = _find_query_folder(folder, names)
+    if query_folder is not None:
+        return query_folder
+    # An operator's default name is `state`.
+    below = sorted(names, key=lambda name: name != "state")[:_CHECKED_FOLDERS_MAX]
+    look = partial(_find_query_folder_below, folder)
+    query_folders = map(look, below) if folder.is_local else side_by_side("look", _THREADS, look, below)
+    return next((query_folder for query_folder in query_folders if query_folder is not None), None)
 
 
-def _query_folder_below(folder: Folder, name: str) -> Folder | None:
+def _find_query_folder_below(folder: Folder, name: str) -> Folder | None:
     operator = folder.child(name)
-    return _query_folder_of(operator, _names_in(operator))
+    return _find_query_folder(operator, _list_names(operator))
 
 
-def _query_folder_of(operator: Folder, names: list[str]) -> Folder | None:
-    """The first folder of a query among the names in a folder."""
-    named = (operator.child(name) for name in names if _QUERY_FOLDER.fullmatch(name))
-    return next((it for it in named if _is_query_folder(_names_in(it))), None)
+def _find_query_folder(operator: Folder, names: list[str]) -> Folder | None:
+    """Return the first query folder among the names in an operator's folder; None: there is none."""
+    candidates = (operator.child(name) for name in names if _QUERY_FOLDER.fullmatch(name))
+    return next((candidate for candidate in candidates if _is_query_folder(_list_names(candidate))), None)
 
 
-def _names_in(folder: Folder) -> list[str]:
-    """What lies in a folder; nothing if that cannot be listed, as credentials may allow the savepoint's folder only."""
+def _list_names(folder: Folder) -> list[str]:
+    """List a folder; empty if that fails, because credentials may allow only the savepoint's folder."""
     try:
         return folder.names()
     except StorageError as error:
-        _LOGGER.debug("whether there is state in %s is not known: %s", folder.root, error)
+        _LOGGER.debug("could not check whether there is state in %s: %s", folder.root, error)
         return []
 
 

@@ -1,4 +1,4 @@
-"""Rows of a savepoint, without Spark: of a bucket's one snapshot, or from a local store that its files are read to."""
+"""Reads the rows of a savepoint without Spark: from a bucket's only snapshot, or through a local store."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.local_folders import scratch_folder
 
-__all__ = ["operator_named", "saved_rows", "savepoint_tables", "scanned_rows", "shown_rows"]
+__all__ = ["operator_named", "read_saved_rows", "savepoint_tables", "scan_rows", "shown_rows"]
 
-_NOBODY = Writer("", "", -1, "")
+_NO_WRITER = Writer("", "", -1, "")
 
 
 @contextmanager
-def scanned_rows(
+def scan_rows(
     pointer: Pointer,
     replicas: Sequence[Restorable],
     schema: RowSchema,
     scratch: Path,
     restore_from: str | None = None,
 ) -> Iterator[Iterator[pa.RecordBatch]]:
-    """All live rows at a pointer, ascending by hash."""
+    """Yield all live rows at a pointer by ascending hash."""
     with tempfile.TemporaryDirectory(prefix="savepoint-", dir=scratch) as folder:
         store = LocalStore.at(Path(folder) / "store", schema)
         context = CommitContext(Path(folder))
-        bucket = Bucket(store, (), pointer, _NOBODY, context, restore_from=restore_from, sources=replicas)
+        bucket = Bucket(store, (), pointer, _NO_WRITER, context, restore_from=restore_from, sources=replicas)
         try:
             yield bucket.scan()
         finally:
@@ -54,40 +54,40 @@ def scanned_rows(
             store.close()
 
 
-def saved_rows(
+def read_saved_rows(
     files: Folder, pointer: Pointer, named: Sequence[SavedFile], schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
-    """All live rows of a bucket of a savepoint, ascending by hash."""
+    """Yield all live rows of a savepoint's bucket by ascending hash; `named` are its files in the manifest."""
     if pointer.ref is None:
         return
     refuse_other_files(files, named)
     if [file.name for file in named] == [file_name(pointer.ref, SNAPSHOT)]:
-        # One file has all of it, as it is: no local store is needed.
-        found = read_checkpoint(files, pointer.ref, SNAPSHOT, schema, scratch)
-        check_owner(found.header, (pointer.operator, *pointer.origins), pointer.bucket, files.where(named[0].name))
-        yield from found.batches
+        # A single snapshot file needs no local store.
+        checkpoint = read_checkpoint(files, pointer.ref, SNAPSHOT, schema, scratch)
+        check_owner(checkpoint.header, (pointer.operator, *pointer.origins), pointer.bucket, files.where(named[0].name))
+        yield from checkpoint.batches
         return
-    whole = replace(pointer, replication={files.root: ReplicationStatus(pointer.ref)})
-    with scanned_rows(whole, sole_replica(files, scratch, files.root), schema, scratch) as rows:
+    local_pointer = replace(pointer, replication={files.root: ReplicationStatus(pointer.ref)})
+    with scan_rows(local_pointer, sole_replica(files, scratch, files.root), schema, scratch) as rows:
         yield from rows
 
 
 def shown_rows(
     savepoint: Folder, saved: SavedBucket, schema: RowSchema, scratch: Path, with_defined: bool = False
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a bucket as they are shown: keys, state and ``timeout_ms``; no hash, marks or hidden columns."""
-    shown, fields = schema.without_expiry(), _fields(schema)
+    """Yield the visible columns of a bucket's rows: keys, state, ``timeout_ms``, and ``defined`` on request."""
+    visible, fields = schema.without_expiry(), _make_schema(schema)
     if with_defined:
         fields = fields.append(pa.field(DEFINED, pa.bool_()))
     files = savepoint.child(saved.operator, str(saved.bucket))
-    for rows in saved_rows(files, saved.pointer, saved.files, schema, scratch):
-        columns = [*shown.key_columns(rows), *shown.state_columns(rows), rows.column("timeout_ms")]
+    for rows in read_saved_rows(files, saved.pointer, saved.files, schema, scratch):
+        columns = [*visible.key_columns(rows), *visible.state_columns(rows), rows.column("timeout_ms")]
         columns += [rows.column(DEFINED)] if with_defined else []
         yield pa.RecordBatch.from_arrays(columns, schema=fields)
 
 
 def operator_named(manifest: SavepointManifest, name: str | None, path: str) -> str:
-    """The operator of a savepoint that is meant."""
+    """Return the name of a savepoint's operator; raise unless `name` is one, or there is only one."""
     operators = manifest.header.operators
     if name is None and len(operators) > 1:
         raise UsageError(
@@ -101,44 +101,44 @@ def operator_named(manifest: SavepointManifest, name: str | None, path: str) -> 
 
 
 def savepoint_tables(savepoint: Savepoint | str | os.PathLike[str]) -> Iterator[pa.Table]:
-    """The rows of a savepoint as Arrow tables, without Spark: one for each bucket, read when it is asked for.
+    """Yield the rows of a savepoint as Arrow tables, without Spark: one table for each bucket, read on demand.
 
     Parameters
     ----------
     savepoint
-        The savepoint, or its path; with `Savepoint.operator` where it has several operators.
+        The savepoint, or its path; set `Savepoint.operator` if it has several operators.
 
     Returns
     -------
     Iterator of pyarrow.Table
-        The key columns, the state columns and ``timeout_ms``, in the order of the keys' hashes. A name that a key and
-        a state column share becomes ``key.<name>`` and ``state.<name>``.
+        The key columns, the state columns and ``timeout_ms``, ordered by the keys' hashes. If a key column and a state
+        column have the same name, they become ``key.<name>`` and ``state.<name>``.
 
     Raises
     ------
     UsageError
-        When the savepoint has several operators, and none is named.
+        If the savepoint has several operators and you named none.
     MissingCheckpointError, CorruptFileError, VersionSkewError
-        When there is no savepoint that can be read.
+        If there is no readable savepoint.
     StorageError
-        When the store fails.
+        If the storage fails.
 
     Examples
     --------
     >>> sum(table.num_rows for table in savepoint_tables("/savepoints/monday"))  # doctest: +SKIP
     6
     """
-    given = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
-    folder = Folder(given.path, given.storage_options)
+    chosen = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
+    folder = Folder(chosen.path, chosen.storage_options)
     manifest = read_manifest(folder)
-    name = operator_named(manifest, given.operator, given.path)
+    name = operator_named(manifest, chosen.operator, chosen.path)
     schema, scratch = manifest.header.operators[name].row_schema(), scratch_folder(None)
     for bucket in manifest.buckets:
         if bucket.operator == name:
-            yield pa.Table.from_batches(shown_rows(folder, bucket, schema, scratch), _fields(schema))
+            yield pa.Table.from_batches(shown_rows(folder, bucket, schema, scratch), _make_schema(schema))
 
 
-def _fields(schema: RowSchema) -> pa.Schema:
-    shown = schema.without_expiry()
-    columns = zip((*shown.keys, *shown.state), schema.shown_names(), strict=True)
+def _make_schema(schema: RowSchema) -> pa.Schema:
+    visible = schema.without_expiry()
+    columns = zip((*visible.keys, *visible.state), schema.shown_names(), strict=True)
     return pa.schema([*(field.with_name(name) for field, name in columns), pa.field(TIMEOUT_MS, pa.int64())])

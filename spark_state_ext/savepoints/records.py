@@ -1,6 +1,8 @@
-"""What a query folder tells of its start: `start.json` from before the first bucket begins, `detached.json` once a
-batch is committed, and until then which holds there may be for it. All are immutable, and the same from whoever makes
-them."""
+"""Records of how a query started, in its query folder.
+
+`start.json` is written before the first bucket begins, `detached.json` once a batch is committed, and records of holds
+until then. All are immutable, and every writer writes the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -28,32 +30,32 @@ __all__ = [
 ]
 
 START_FORMAT = 1
-# Kinds of starts; `RESCALE` is that of a query that was rescaled in place.
+# Kinds of starts. `RESCALE`: the query was rescaled in place.
 SAVEPOINT, RETAINED, RESCALE = "savepoint", "retained_checkpoint", "rescale"
 _HELD = "held-"
 
 
 @dataclass(frozen=True)
 class StartRecord:
-    """From what a query folder's state was begun.
+    """The snapshot that a query folder's state began with.
 
     Parameters
     ----------
     kind
         `SAVEPOINT`, `RETAINED` or `RESCALE`.
     source
-        Its path: of the savepoint, or of the other or old query folder.
+        Path of the savepoint, or of the other or old query folder.
     source_id
         Id of the savepoint; empty for a retained checkpoint.
     batch
-        Batch of the other query whose state it is; -1 where it was made of a table.
+        Batch of the other query that the state was taken after; -1 if the savepoint was made from a table.
     mode
         ``"no_claim"`` or ``"claim"``.
     operator
-        Name of the operator there.
+        Name of the operator in the snapshot.
     claim
-        Id of the claim to the savepoint; empty where there is none. It is the folder's name, unless another attempt at
-        the first batch, with another folder, was the one that made it.
+        Id of the claim to the savepoint; empty if there is none. It is the name of this query folder, or of another
+        one if another attempt of the first batch made the claim.
     """
 
     kind: str
@@ -65,7 +67,7 @@ class StartRecord:
     claim: str = ""
 
     def is_of(self, source: str, source_id: str) -> bool:
-        """Whether it tells of a snapshot: of a savepoint, which may have been moved, by its id; else by its path."""
+        """True if the query began with this snapshot; savepoints are compared by id, because they may be moved."""
         return self.source_id == source_id if source_id else self.source == source
 
     def __str__(self) -> str:
@@ -73,12 +75,12 @@ class StartRecord:
         return f"batch {self.batch} of operator {self.operator!r} of {what} (mode {self.mode})"
 
     def encode(self) -> bytes:
-        """The file's bytes."""
+        """Return the file's bytes."""
         return sealed_document({"format": START_FORMAT, **asdict(self)})
 
     @staticmethod
     def decode(data: bytes, where: str) -> StartRecord:
-        """Read a record."""
+        """Decode a start record."""
         with readable(where, "record of what a query was started from"):
             fields = opened_document(data, where, START_FORMAT)
             return StartRecord(
@@ -94,47 +96,47 @@ class StartRecord:
 
 
 def note_start(query_folder: Folder, record: StartRecord) -> None:
-    """Write down what a query folder's state is begun with. A savepoint may have been moved between two attempts."""
+    """Write the start record; an existing one must be equal, except for the path of a savepoint that was moved."""
     if not query_folder.create(START_NAME, record.encode()):
-        there = start_of(query_folder)
-        if there is not None and record.source_id and there == replace(record, source=there.source):
+        existing = start_of(query_folder)
+        if existing is not None and record.source_id and existing == replace(record, source=existing.source):
             return
         raise LineageError(
-            f"the first batch of the query at {query_folder.root} was begun from {there or 'nothing'} before, and now "
-            f"from {record}: start the query again from where it was, or with a new checkpointLocation and from the "
-            "input that belongs to it"
+            f"an earlier attempt of the first batch of the query at {query_folder.root} started from "
+            f"{existing or 'nothing'}, and this one starts from {record}: start the query again from the earlier "
+            "source, or with a new checkpointLocation and the matching input"
         )
 
 
 def start_of(query_folder: Folder) -> StartRecord | None:
-    """What a query folder's state was begun with; None: with nothing."""
+    """Read the start record of a query folder; None: the query began without state."""
     return document_in(query_folder, START_NAME, StartRecord.decode)
 
 
 def is_detached(query_folder: Folder) -> bool:
-    """Whether a query that was started from a snapshot needs nothing of it any more."""
+    """True if a query no longer needs the snapshot that it started from."""
     return query_folder.exists(DETACHED_NAME)
 
 
 def note_detached(query_folder: Folder) -> None:
-    """Write down that a batch of the query is committed, so that all its buckets have what they need.
+    """Record that a batch of the query is committed, so that no bucket needs the snapshot any longer.
 
-    Who calls it was handed a pointer of the query: in a batch with data Spark calls every bucket, and commits the
-    pointers of all or of none.
+    The caller must have a pointer that Spark handed out: in a batch with data Spark calls every bucket, and commits
+    all of their pointers or none.
     """
     query_folder.create(DETACHED_NAME, sealed_document({"format": START_FORMAT}))
 
 
 def note_held(query_folder: Folder, captured: str) -> None:
-    """Write down that a plan's hold is of use to this query: later plans of the query know only their own."""
+    """Record a plan's hold for this query, because later plans of the query know only their own holds."""
     query_folder.create(f"{_HELD}{captured}", sealed_document({"format": START_FORMAT}))
 
 
 def held_for(query_folder: Folder) -> list[str]:
-    """What plans of the query captured, as in `note_held`."""
+    """List the names that `note_held` recorded."""
     return [name.removeprefix(_HELD) for name in query_folder.names() if name.startswith(_HELD)]
 
 
 def note_let_go(query_folder: Folder, captured: str) -> None:
-    """The hold is no more."""
+    """Remove the record of a released hold."""
     query_folder.as_named().remove(f"{_HELD}{captured}")

@@ -1,4 +1,4 @@
-"""Saved buckets as rows of a Spark job: from tasks to the client, and on to the task that writes the manifest."""
+"""Encodes saved buckets as rows of a Spark job, which go from tasks to the client and to the manifest's writer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spark_state_ext.savepoints.taking import Copy
 
 __all__ = ["ANSWER", "SAVED", "answer", "copies_of", "saved_row"]
 
-# What a task of one row answers: JSON.
+# The answer of a task that returns one row: JSON.
 ANSWER = "answer string"
 SAVED = "saved string, pointer binary"
 _ANSWER = pa.schema([("answer", pa.string())])
@@ -23,12 +23,12 @@ _SAVED = pa.schema([("saved", pa.string()), ("pointer", pa.binary())])
 
 
 def answer(value: Any) -> pa.RecordBatch:
-    """What a task answers, of builtin values, as `ANSWER`."""
+    """Encode a task's answer, which is made of builtin values, as a row of `ANSWER`."""
     return pa.RecordBatch.from_pylist([{"answer": json.dumps(value)}], schema=_ANSWER)
 
 
 def saved_row(copy: Copy) -> pa.RecordBatch:
-    """A bucket that was saved, as `SAVED`."""
+    """Encode a saved bucket as a row of `SAVED`."""
     fields = {
         "operator": copy.saved.operator,
         "bucket": copy.saved.bucket,
@@ -42,11 +42,11 @@ def saved_row(copy: Copy) -> pa.RecordBatch:
 
 
 def copies_of(rows: Iterable[tuple[str, bytes]]) -> list[Copy]:
-    """Inverse of `saved_row`, of the columns of `SAVED`."""
-    found = []
+    """Decode rows of `saved_row`, from the columns of `SAVED`."""
+    copies = []
     for text, pointer in rows:
         fields = json.loads(text)
         files = tuple(SavedFile(**file) for file in fields.pop("files"))
         saved = SavedBucket(fields.pop("operator"), fields.pop("bucket"), Pointer.decode(bytes(pointer)), files)
-        found.append(Copy(saved, **fields))
-    return found
+        copies.append(Copy(saved, **fields))
+    return copies

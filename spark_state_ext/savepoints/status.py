@@ -1,4 +1,4 @@
-"""Whether a snapshot may be deleted, and why: what `savepoint status` says."""
+"""Decides whether a snapshot may be deleted, and why, for `savepoint status`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Started", "Verdict", "claimed", "judged", "started_below"]
 
 @dataclass(frozen=True)
 class Started:
-    """A query that was started from a snapshot.
+    """A query that started from a snapshot.
 
     Parameters
     ----------
     query_folder
-        Where its state is.
+        Path of its state.
     record
-        What that tells of the start.
+        The query's start record.
     detached
-        It needs nothing of the snapshot any more.
+        True if the query no longer needs the snapshot.
     """
 
     query_folder: str
@@ -35,14 +35,14 @@ class Started:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a snapshot may be deleted.
+    """The decision whether a snapshot may be deleted.
 
     Parameters
     ----------
     deletable
-        It may.
+        True if the snapshot may be deleted.
     because
-        Why, or why not: a sentence.
+        The reason, as a sentence.
     """
 
     deletable: bool
@@ -59,61 +59,62 @@ def judged(
     looked_in: Sequence[str],
     operators: Collection[str] = (),
 ) -> Verdict:
-    """Decide."""
+    """Decide whether a snapshot may be deleted; `looked_in` are the roots that were searched for queries."""
     if claim is not None and claim.erases:
         return Verdict(
-            False, f"{claim.by} is writing it anew: wait until that is over, or run it again where it was stopped"
+            False, f"{claim.by} is rewriting it: wait until that is finished, or run it again if it was stopped"
         )
     if claim is not None and consumed:
         return Verdict(False, f"{claim.by} owns it and is deleting it: let it finish")
     if claim is not None:
         return Verdict(
             False,
-            f"{claim.by} has claimed it, and deletes it itself in its second batch with data, unless it runs with "
-            "clean_up=False or without start_from. Where that query is gone for good, spark-state-ext "
-            "savepoint release frees it",
+            f"{claim.by} has claimed it and will delete it in its second batch with data, unless it runs with "
+            "clean_up=False or without start_from. If that query is gone for good, spark-state-ext savepoint release "
+            "frees it",
         )
-    waiting = [it for it in started if not it.detached]
+    waiting = [query for query in started if not query.detached]
     if waiting:
         return Verdict(
             False,
-            f"{len(waiting)} of {len(started)} queries that were started from it have not told that a batch of theirs "
-            f"is committed, which they do in their second batch with data; the first is at {waiting[0].query_folder}. "
-            "Where that query is gone for good, remove that folder",
+            f"{len(waiting)} of {len(started)} queries that started from it have not recorded a committed batch, which "
+            f"they do in their second batch with data; the first of them is at {waiting[0].query_folder}. If that "
+            "query "
+            "is gone for good, remove that folder",
         )
-    never = sorted(set(operators) - {it.record.operator for it in started}) if started else []
-    if never:
+    unused_operators = sorted(set(operators) - {query.record.operator for query in started}) if started else []
+    if unused_operators:
         return Verdict(
             False,
-            f"of its operators {', '.join(never)} was not started, or has had no batch with data: its state would be "
-            "lost",
+            f"no query has started from its operators {', '.join(unused_operators)}, or such a query has had no batch "
+            "with "
+            "data yet: the state of these operators would be lost",
         )
     if started:
-        return Verdict(
-            True, f"all {len(started)} queries that were started from it have committed a batch of their own"
-        )
+        return Verdict(True, f"all {len(started)} queries that started from it have committed a batch of their own")
     if not looked_in:
         return Verdict(
             False,
-            "it is not known whether a query that was started from it needs it still: name the roots of those that "
-            "may have been, with --root",
+            "queries that started from it may still need it: name the roots of all queries that may have started from "
+            "it, with --root",
         )
     return Verdict(
         True,
-        f"no query is known that was started from it (below {', '.join(looked_in)}; one that was started and has had "
-        "no batch with data is not seen)",
+        f"no query below {', '.join(looked_in)} has started from it (a query that has had no batch with data yet is "
+        "not "
+        "found)",
     )
 
 
 def claimed(savepoint: Folder) -> tuple[SavepointClaim | None, bool]:
-    """Who has claimed a savepoint, and whether that one has begun to delete it."""
+    """Read a savepoint's claim; also return True if its owner has begun to delete the savepoint."""
     claim = claim_of(savepoint)
     return claim, claim is not None and is_consumed(savepoint)
 
 
 def started_below(root: Folder, source: str, source_id: str) -> Iterable[Started]:
-    """Queries below a root that were started from a snapshot."""
-    for operator in (it for it in root.entries() if it.folder):
+    """Yield the queries below a root that started from a snapshot."""
+    for operator in (entry for entry in root.entries() if entry.folder):
         folder = root.child(operator.name)
         for entry in folder.entries():
             if not entry.folder or entry.name in (STARTING_FOLDER, SPILL_FOLDER):

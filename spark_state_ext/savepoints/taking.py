@@ -1,4 +1,4 @@
-"""Taking a savepoint: what becomes of one bucket. Nothing here touches the query whose state it is."""
+"""Saves one bucket to a savepoint, without changing the query's state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.restore.needed import needed_files
 from spark_state_ext.restore.sources import Sources, restore_order
 from spark_state_ext.savepoints.copying import How, copied, digest_text
-from spark_state_ext.savepoints.reading import scanned_rows
+from spark_state_ext.savepoints.reading import scan_rows
 from spark_state_ext.savepoints.writer import write_snapshot
 
 __all__ = ["Copy", "Reading", "save_bucket"]
@@ -23,14 +23,14 @@ __all__ = ["Copy", "Reading", "save_bucket"]
 
 @dataclass(frozen=True)
 class Reading:
-    """How the query's files are read.
+    """Options for reading the query's files.
 
     Parameters
     ----------
     restore_from
-        Name of the backend to copy from, where there is a choice.
+        Name of the backend to copy from, if there are several.
     verify
-        What is taken as it is is read to the last byte.
+        True: read every byte of files that are copied unchanged.
     """
 
     restore_from: str | None = None
@@ -39,16 +39,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Copy:
-    """What saving a bucket took.
+    """A saved bucket, and the work that saving it took.
 
     Parameters
     ----------
     saved
-        The bucket, as the manifest has it.
+        The bucket, as in the manifest.
     duplicated, streamed
-        How many files were duplicated, and how many went through this process.
+        Number of files that were duplicated, and that were streamed through this process.
     streamed_bytes
-        Bytes of the latter.
+        Bytes of the streamed files.
     """
 
     saved: SavedBucket
@@ -68,24 +68,24 @@ def save_bucket(
     reading: Reading = Reading(),
     writer: Writer | None = None,
 ) -> Copy:
-    """Copy what a bucket's state is made of into a folder. May be repeated, and stopped, at any time."""
+    """Copy the files or rows of a bucket's state to a folder; safe to stop and repeat at any time."""
     if pointer.ref is None:
         return Copy(SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, ()), ()))
     if form == CANONICAL:
-        with scanned_rows(pointer, replicas, schema, scratch, reading.restore_from) as rows:
+        with scan_rows(pointer, replicas, schema, scratch, reading.restore_from) as rows:
             compacted = write_snapshot(pointer, schema, rows, target, scratch, writer)
         return Copy(compacted, 0, 1, compacted.files[0].size_bytes)
     assert form == NATIVE, form
-    known = taken_over(pointer, replicas)
-    sources = Sources(restore_order(replicas, known, reading.restore_from), pointer, reading.restore_from)
+    replication = taken_over(pointer, replicas)
+    sources = Sources(restore_order(replicas, replication, reading.restore_from), pointer, reading.restore_from)
     needed = needed_files(pointer, sources, scratch if reading.verify else None)
-    files, how = [], []
-    for it in needed.files:
-        body = it.announced.body
-        file = SavedFile(file_name(it.fetch.ref, it.fetch.kind), it.announced.size_bytes, digest_text(body))
-        how.append((copied(it.files, file, target, scratch), file.size_bytes))
+    files, copies = [], []
+    for source in needed.files:
+        body = source.announced.body
+        file = SavedFile(file_name(source.fetch.ref, source.fetch.kind), source.announced.size_bytes, digest_text(body))
+        copies.append((copied(source.files, file, target, scratch), file.size_bytes))
         files.append(file)
     target.sync()
     saved = SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, needed.lineage), tuple(files))
-    streamed = [size for it, size in how if it is How.STREAMED]
-    return Copy(saved, sum(it is How.DUPLICATED for it, _ in how), len(streamed), sum(streamed))
+    streamed = [size for how, size in copies if how is How.STREAMED]
+    return Copy(saved, sum(how is How.DUPLICATED for how, _ in copies), len(streamed), sum(streamed))

@@ -1,8 +1,8 @@
-"""The one writer of savepoints: files and rows of buckets first, and the manifest last, exclusively.
+"""The only writer of savepoints: it writes files and rows of buckets first, and the manifest last and exclusively.
 
-Whoever takes, copies, transforms, rescales or erases says what is to be in a savepoint; this module puts it there. A
-savepoint has a folder of its own outside of any query's state. Of several who write to one folder at once one succeeds,
-and each other one removes its files. What a writer leaves that failed has no manifest, so it is no savepoint.
+Taking, copying, transforming, rescaling and erasing all write savepoints through this module. A savepoint has its own
+folder outside of any query's state. If several writers use one folder at once, one succeeds and the others remove their
+files. The files of a failed writer have no manifest, so they are not a savepoint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from spark_state_ext.savepoints.claims import claim_of, refuse_claimed
 from spark_state_ext.savepoints.copying import How, copied, put_whole, refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from spark_state_ext.savepoints.placement import refuse_in_state
-from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.savepoints.reading import read_saved_rows
 from spark_state_ext.version import __version__
 from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.threads import side_by_side
@@ -55,7 +55,7 @@ _PARALLEL_MAX = 8
 
 
 class SavepointWriter:
-    """Writes a new savepoint of what another one has: of its files as they are, and of rows."""
+    """Writes a new savepoint from another one: copies its files unchanged, or writes rows."""
 
     def __init__(self, source: Folder, manifest: SavepointManifest, target: Folder, mine: Iterable[str] = ()) -> None:
         refuse_existing(target, mine)
@@ -66,40 +66,40 @@ class SavepointWriter:
         self.id = uuid.uuid4().hex
 
     def copy(self, buckets: Sequence[SavedBucket], advance: Callable[[int], None] = lambda size: None) -> int:
-        """Copy files of buckets as they are; returns how many were duplicated."""
+        """Copy the files of buckets unchanged; return how many were duplicated."""
 
-        def work(named: tuple[SavedBucket, SavedFile]) -> How:
-            bucket, file = named
-            files, into = (_folder_of(it, bucket) for it in (self.source, self.target))
-            how = copied(files, file, into, self._scratch)
+        def copy_file(named_file: tuple[SavedBucket, SavedFile]) -> How:
+            bucket, file = named_file
+            files, target = (_find_folder(savepoint, bucket) for savepoint in (self.source, self.target))
+            how = copied(files, file, target, self._scratch)
             advance(file.size_bytes)
             return how
 
-        named = [(bucket, file) for bucket in buckets for file in bucket.files]
-        how = side_by_side("copy", _PARALLEL_MAX, work, named) if named else []
+        named_files = [(bucket, file) for bucket in buckets for file in bucket.files]
+        methods = side_by_side("copy", _PARALLEL_MAX, copy_file, named_files) if named_files else []
         for bucket in buckets:
-            _folder_of(self.target, bucket).sync()
+            _find_folder(self.target, bucket).sync()
         self._written += buckets
-        return sum(it is How.DUPLICATED for it in how)
+        return sum(how is How.DUPLICATED for how in methods)
 
     def read(self, saved: SavedBucket) -> Iterator[pa.RecordBatch]:
-        """Read the rows of a bucket of the other savepoint."""
+        """Read the rows of a bucket of the source savepoint."""
         schema = self._manifest.header.operators[saved.operator].row_schema()
-        return saved_rows(_folder_of(self.source, saved), saved.pointer, saved.files, schema, self._scratch)
+        return read_saved_rows(_find_folder(self.source, saved), saved.pointer, saved.files, schema, self._scratch)
 
     def read_back(self, saved: SavedBucket, schema: RowSchema) -> Iterator[pa.RecordBatch]:
-        """Read the rows of a bucket as they lie in the new savepoint."""
-        return saved_rows(_folder_of(self.target, saved), saved.pointer, saved.files, schema, self._scratch)
+        """Read the rows of a bucket from the new savepoint."""
+        return read_saved_rows(_find_folder(self.target, saved), saved.pointer, saved.files, schema, self._scratch)
 
     def write(self, pointer: Pointer, schema: RowSchema, rows: Iterable[pa.RecordBatch]) -> SavedBucket:
-        """Write the rows of a bucket, as `write_snapshot`."""
-        into = self.target.child(pointer.operator, str(pointer.bucket))
-        saved = write_snapshot(pointer, schema, rows, into, self._scratch)
+        """Write the rows of a bucket with `write_snapshot`."""
+        target = self.target.child(pointer.operator, str(pointer.bucket))
+        saved = write_snapshot(pointer, schema, rows, target, self._scratch)
         self._written.append(saved)
         return saved
 
     def changed_header(self, form: str, operators: Mapping[str, OperatorFile]) -> SavepointHeader:
-        """The header of the other savepoint, with what is new."""
+        """Return the source's header with the new id, form, time and operators."""
         return replace(
             self._manifest.header,
             id=self.id,
@@ -110,23 +110,23 @@ class SavepointWriter:
         )
 
     def finish(self, header: SavepointHeader) -> None:
-        """Make a savepoint of all that was written."""
+        """Write the manifest for all buckets that were written."""
         self._refuse_erased()
         finish_savepoint(self.target, SavepointManifest(header, tuple(self._written)))
 
     def _refuse_erased(self) -> None:
-        """Refuse to finish if keys were erased from the other savepoint meanwhile: the new one would have them."""
+        """Raise if keys were erased from the source meanwhile, because the new savepoint would still have them."""
         claim = claim_of(self.source)
         if claim is not None and claim.erases:
             refuse_claimed(self.source)
         try:
-            now = read_manifest(self.source)
+            manifest = read_manifest(self.source)
         except MissingCheckpointError:
-            # A query that has claimed it meanwhile has deleted it; what was read of it is whole.
+            # A query claimed and deleted the source meanwhile; the rows that were read are complete.
             return
-        if now != self._manifest:
+        if manifest != self._manifest:
             raise ClaimedError(
-                f"the savepoint at {self.source.root} was written anew meanwhile, as it is when keys are erased: "
+                f"the savepoint at {self.source.root} was rewritten meanwhile, because keys were erased from it: "
                 f"remove {self.target.root}, and run this again"
             )
 
@@ -134,7 +134,7 @@ class SavepointWriter:
 # -- one bucket -----------------------------------------------------------------------------------
 
 
-def _folder_of(savepoint: Folder, saved: SavedBucket) -> Folder:
+def _find_folder(savepoint: Folder, saved: SavedBucket) -> Folder:
     return savepoint.child(saved.operator, str(saved.bucket))
 
 
@@ -142,11 +142,11 @@ def write_snapshot(
     pointer: Pointer,
     schema: RowSchema,
     rows: Iterable[pa.RecordBatch],
-    into: Folder,
+    target: Folder,
     scratch: Path,
     writer: Writer | None = None,
 ) -> SavedBucket:
-    """Write the rows of a bucket as the one snapshot of the checkpoint that its pointer is at."""
+    """Write the rows of a bucket as one snapshot of its pointer's checkpoint."""
     if pointer.ref is None:
         return SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, ()), ())
     newest = LineageEntry(pointer.ref, 0, pointer.lineage[-1].heartbeat)
@@ -163,24 +163,24 @@ def write_snapshot(
     )
     count = 0
 
-    def counted() -> Iterator[pa.RecordBatch]:
+    def count_rows() -> Iterator[pa.RecordBatch]:
         nonlocal count
         for batch in rows:
             count += batch.num_rows
             yield batch
 
-    sealed = seal(header, schema, counted(), scratch)
+    sealed = seal(header, schema, count_rows(), scratch)
     try:
-        file = put_whole(into, sealed)
+        file = put_whole(target, sealed)
     finally:
         sealed.let_go()
-    into.sync()
+    target.sync()
     saved = replace(relocatable(pointer, (newest,)), origins=(), rows=count)
     return SavedBucket(pointer.operator, pointer.bucket, saved, (file,))
 
 
 def point_at_new(pointer: Pointer, checkpoint_id: str) -> Pointer:
-    """Point at another checkpoint of the same version, as a bucket with other rows needs a name of its own."""
+    """Return a pointer to a new checkpoint of the same version, because changed rows need a new file name."""
     if pointer.ref is None:
         return pointer
     ref = CheckpointRef(pointer.version, checkpoint_id)
@@ -191,62 +191,62 @@ def point_at_new(pointer: Pointer, checkpoint_id: str) -> Pointer:
 
 
 def refuse_existing(savepoint: Folder, mine: Iterable[str] = ()) -> None:
-    """Refuse a folder in the root of a query's state, or in which there is a savepoint, or anything but `mine`."""
+    """Refuse a folder that is in a query's root, or has a savepoint or any file except `mine`."""
     refuse_in_state(savepoint)
     names = savepoint.names()
     if MANIFEST_NAME in names:
-        raise _there_is_one(savepoint)
+        raise _exists_error(savepoint)
     if names and not _has_only(savepoint, set(mine)):
         raise UsageError(
-            f"{savepoint.root} is not empty ({', '.join(names[:3])}): a savepoint needs a folder of its own. Name one "
-            "that does not exist yet, or remove what a savepoint that failed has left there."
+            f"{savepoint.root} is not empty ({', '.join(names[:3])}): a savepoint needs its own folder. Use one that "
+            "does not exist yet, or remove the files of a failed savepoint there."
         )
 
 
 def _has_only(savepoint: Folder, mine: set[str]) -> bool:
-    """Whether a folder has nothing but some files, and what nobody finished."""
-    there = (it.name for it in savepoint.tree()) if mine else ()
-    return bool(mine) and all(name in mine or is_temporary(name.rpartition("/")[2]) for name in there)
+    """True if a folder has only the files `mine` and temporary files, and `mine` is not empty."""
+    names = (entry.name for entry in savepoint.tree()) if mine else ()
+    return bool(mine) and all(name in mine or is_temporary(name.rpartition("/")[2]) for name in names)
 
 
-def _there_is_one(savepoint: Folder) -> UsageError:
-    return UsageError(f"there is a savepoint at {savepoint.root} already: name a folder that does not exist yet")
+def _exists_error(savepoint: Folder) -> UsageError:
+    return UsageError(f"there is already a savepoint at {savepoint.root}: use a folder that does not exist yet")
 
 
 def finish_savepoint(savepoint: Folder, manifest: SavepointManifest) -> None:
-    """Make a savepoint of the files that lie in a folder, after a look at whether all are there."""
+    """Check that all files are in the savepoint's folder, then write the manifest."""
     try:
         refuse_incomplete(savepoint, manifest)
     except CorruptFileError:
-        # One that lost the folder may have removed a file that this one has found there.
+        # A writer that lost the folder may have removed a file that this writer relied on.
         if not savepoint.exists(MANIFEST_NAME):
             raise
     write_manifest(savepoint, manifest)
 
 
-def replace_manifest(savepoint: Folder, manifest: SavepointManifest, allowed: Callable[[], None]) -> None:
-    """Put another manifest in the place of a savepoint's in one step, after a look at whether its files are there."""
+def replace_manifest(savepoint: Folder, manifest: SavepointManifest, check_allowed: Callable[[], None]) -> None:
+    """Check that the new manifest's files exist, then replace the manifest in one step."""
     refuse_incomplete(savepoint, manifest)
-    allowed()
+    check_allowed()
     savepoint.put(MANIFEST_NAME, encode_manifest(manifest))
 
 
 def write_manifest(savepoint: Folder, manifest: SavepointManifest) -> None:
-    """Write the manifest exclusively; whoever comes too late removes its files that are not in the other savepoint."""
+    """Create the manifest exclusively; if another writer was first, remove this writer's files and raise."""
     if not savepoint.create(MANIFEST_NAME, encode_manifest(manifest)):
-        _remove_others(savepoint, manifest)
-        raise _there_is_one(savepoint)
+        _remove_lost_files(savepoint, manifest)
+        raise _exists_error(savepoint)
 
 
-def _remove_others(savepoint: Folder, lost: SavepointManifest) -> None:
-    """Remove the files of a savepoint that lost its folder to another one, but for those that both have."""
+def _remove_lost_files(savepoint: Folder, lost: SavepointManifest) -> None:
+    """Remove the files of a writer that lost the folder, except files that the existing savepoint also has."""
     try:
-        named = _files_of(read_manifest(savepoint))
+        kept = _list_files(read_manifest(savepoint))
     except StateError as error:
-        # What belongs to the other savepoint is not known, so nothing is removed.
-        _LOGGER.warning("files of a savepoint that could not be made stay at %s: %s", savepoint.root, error)
+        # The files of the existing savepoint are unknown, so no file is removed.
+        _LOGGER.warning("files of a savepoint that was not finished remain at %s: %s", savepoint.root, error)
         return
-    for operator, bucket, name in sorted(_files_of(lost) - named):
+    for operator, bucket, name in sorted(_list_files(lost) - kept):
         savepoint.child(operator, bucket).remove(name)
     for saved in lost.buckets:
         savepoint.remove_if_empty(saved.operator, str(saved.bucket))
@@ -254,6 +254,6 @@ def _remove_others(savepoint: Folder, lost: SavepointManifest) -> None:
         savepoint.remove_if_empty(operator)
 
 
-def _files_of(manifest: SavepointManifest) -> set[tuple[str, str, str]]:
-    """Operator, bucket and name of each file that a manifest names."""
-    return {(it.operator, str(it.bucket), file.name) for it in manifest.buckets for file in it.files}
+def _list_files(manifest: SavepointManifest) -> set[tuple[str, str, str]]:
+    """Return operator, bucket and name of each file in a manifest."""
+    return {(bucket.operator, str(bucket.bucket), file.name) for bucket in manifest.buckets for file in bucket.files}

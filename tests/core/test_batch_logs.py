@@ -32,10 +32,10 @@ def test_the_last_commit_tells_the_state_and_later_offsets_a_planned_batch() -> 
 @pytest.mark.parametrize(
     ("offsets", "commits", "says"),
     [
-        (_numbers(0, 1), _numbers(0, 1, 2), "batch 2 is the last in commits/, and 1"),
-        (_numbers(0, 1, 2, 3), _numbers(0, 1), "batch 1 is the last in commits/, and 3"),
-        (_numbers(5), _numbers(5), "it lacks offsets/4"),
-        (_numbers(), _numbers(5), "batch 5 is the last in commits/, and -1"),
+        (_numbers(0, 1), _numbers(0, 1, 2), "the last batch is 2 in commits/ and 1 in"),
+        (_numbers(0, 1, 2, 3), _numbers(0, 1), "the last batch is 1 in commits/ and 3 in"),
+        (_numbers(5), _numbers(5), "offsets/4 is missing"),
+        (_numbers(), _numbers(5), "the last batch is 5 in commits/ and -1 in"),
     ],
 )
 def test_logs_that_do_not_go_together_are_damaged(offsets: frozenset[int], commits: frozenset[int], says: str) -> None:
@@ -79,7 +79,7 @@ def test_another_number_of_sources_is_refused() -> None:
 
 
 def test_a_newer_log_is_refused() -> None:
-    with pytest.raises(VersionSkewError, match="/c/offsets/5 is of format v9"):
+    with pytest.raises(VersionSkewError, match="/c/offsets/5 has format v9"):
         parsed_batch(5, False, {5: OFFSETS.replace("v1", "v9")}, COMMIT, "/c")
 
 

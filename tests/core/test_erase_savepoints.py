@@ -260,7 +260,7 @@ def test_nobody_starts_from_it_meanwhile(job: Job, tmp_path: Path, monkeypatch: 
 
     def noted(folder: Folder, name: str, data: bytes) -> None:
         if name == "savepoint.arrow":
-            with pytest.raises(ClaimedError, match="is being written anew by erase_history of"):
+            with pytest.raises(ClaimedError, match="is being rewritten by erase_history of"):
                 refuse_claimed(savepoint)
             refused.append(str(judged([], claim_of(savepoint), False, [])))
         put(folder, name, data)
@@ -268,7 +268,7 @@ def test_nobody_starts_from_it_meanwhile(job: Job, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Folder, "put", noted)
     assert erase(job, savepoint).savepoints == 1
     assert len(refused) == 1
-    assert "is writing it anew" in refused[0]
+    assert "is rewriting it" in refused[0]
     refuse_claimed(savepoint)
 
 

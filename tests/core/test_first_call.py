@@ -91,7 +91,7 @@ def test_a_second_attempt_from_another_batch_is_refused(tmp_path: Path) -> None:
     record = StartRecord("retained_checkpoint", "/root/counts/old", "", 41, "no_claim", "counts")
     note_start(query_folder, record)
     note_start(query_folder, record)
-    with pytest.raises(LineageError, match=r"begun from batch 41 .* before, and now from batch 45"):
+    with pytest.raises(LineageError, match=r"started from batch 41 .*, and this one starts from batch 45"):
         note_start(query_folder, StartRecord("retained_checkpoint", "/root/counts/old", "", 45, "no_claim", "counts"))
 
 

@@ -48,7 +48,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale.digests import RowsDigest
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
-from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.savepoints.reading import read_saved_rows
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.savepoints.writer import write_manifest, write_snapshot
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, model_of
@@ -69,7 +69,9 @@ def model_in(savepoint: Path, scratch: Path) -> Model:
     """All rows, bucket by bucket, with those that have a timeout only."""
     folder, found = Folder(str(savepoint)), Model()
     for it in read_manifest(folder).buckets:
-        rows = model_of(saved_rows(folder.child(it.operator, str(it.bucket)), it.pointer, it.files, SCHEMA, scratch))
+        rows = model_of(
+            read_saved_rows(folder.child(it.operator, str(it.bucket)), it.pointer, it.files, SCHEMA, scratch)
+        )
         assert len(rows) <= it.pointer.rows
         found |= rows
     return found
@@ -228,7 +230,9 @@ def test_pointers_say_what_those_of_the_parents_said(savepoint: Folder, tmp_path
         assert pointer.batch == manifest.header.batch
         timeouts = [
             row.timeout_ms
-            for row in model_of(saved_rows(_files(tmp_path / "to", it), pointer, it.files, SCHEMA, tmp_path)).values()
+            for row in model_of(
+                read_saved_rows(_files(tmp_path / "to", it), pointer, it.files, SCHEMA, tmp_path)
+            ).values()
             if row.timeout_ms is not None
         ]
         assert pointer.earliest_timeout_ms is None or pointer.earliest_timeout_ms <= min(timeouts)
@@ -409,7 +413,7 @@ def test_other_rows_under_the_name_of_a_new_file_are_found(savepoint: Folder, tm
     rescale_savepoint(savepoint.root, str(tmp_path / "whole"), BucketMap(2), on_bucket=seen.append)
     bucket, files = seen[1], _files(tmp_path / "whole", seen[1])
     assert bucket.pointer.ref is not None
-    rows = [batch.slice(1) for batch in saved_rows(files, bucket.pointer, bucket.files, SCHEMA, tmp_path)]
+    rows = [batch.slice(1) for batch in read_saved_rows(files, bucket.pointer, bucket.files, SCHEMA, tmp_path)]
     into = _files(tmp_path / "to", bucket)
     lost = write_snapshot(bucket.pointer, SCHEMA, rows, into, tmp_path)
     assert lost.files[0].name == bucket.files[0].name
@@ -455,7 +459,7 @@ def test_what_cannot_be_asked_for(savepoint: Folder, tmp_path: Path) -> None:
 def test_a_savepoint_that_is_there_stays(savepoint: Folder, tmp_path: Path) -> None:
     rescale_savepoint(savepoint.root, str(tmp_path / "to"), BucketMap(2))
     before = (tmp_path / "to" / "savepoint.arrow").read_bytes()
-    with pytest.raises(UsageError, match="there is a savepoint at"):
+    with pytest.raises(UsageError, match="there is already a savepoint at"):
         rescale_savepoint(savepoint.root, str(tmp_path / "to"), BucketMap(2))
     # Two at a time make the same files; one of them makes the savepoint.
     racing = tmp_path / "racing"
@@ -464,7 +468,7 @@ def test_a_savepoint_that_is_there_stays(savepoint: Folder, tmp_path: Path) -> N
         if bucket.bucket == 1:
             rescale_savepoint(savepoint.root, str(racing), BucketMap(2))
 
-    with pytest.raises(UsageError, match="there is a savepoint at"):
+    with pytest.raises(UsageError, match="there is already a savepoint at"):
         rescale_savepoint(savepoint.root, str(racing), BucketMap(2), on_bucket=other)
     assert (tmp_path / "to" / "savepoint.arrow").read_bytes() == before
     assert main(["savepoint", "verify", str(racing)]) == 0
@@ -506,7 +510,7 @@ def test_keys_that_are_erased_meanwhile_are_not_in_the_new_one(
         given: dict[str, Any] = {"inline_batches": 0, "write_savepoints": True}
         erase_history(str(job.root), keys, operator="counts", savepoints=[savepoint.root], **given)
 
-    with pytest.raises(ClaimedError, match="was written anew meanwhile, as it is when keys are erased: remove"):
+    with pytest.raises(ClaimedError, match="was rewritten meanwhile, because keys were erased from it: remove"):
         write(savepoint, to, erase)
     assert not (tmp_path / "to" / "savepoint.arrow").exists()
     assert gone in model_in_files(tmp_path / "to", tmp_path), "that is why"

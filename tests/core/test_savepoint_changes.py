@@ -61,7 +61,7 @@ def test_a_copy_is_the_savepoint(savepoint: Folder, tmp_path: Path, capsys: pyte
     assert main(["savepoint", "verify", str(tmp_path / "copy")]) == 0
     capsys.readouterr()
     assert main(["savepoint", "copy", savepoint.root, str(tmp_path / "copy")]) == 2
-    assert "there is a savepoint at" in capsys.readouterr().err
+    assert "there is already a savepoint at" in capsys.readouterr().err
     (one, *_) = sorted(path for path in Path(savepoint.root).rglob("*.arrow") if path.parent.name == "0")
     data = one.read_bytes()
     # Not in place: the copy has a hard link to it.
@@ -85,7 +85,7 @@ def test_files_that_are_not_those_of_the_manifest_are_refused_by_every_reader(
     other = replace(bucket.files[-1], digest=f"{kind}={digest[::-1]}")
     buckets = [replace(it, files=(*it.files[:-1], other)) if it is bucket else it for it in manifest.buckets]
     savepoint.put("savepoint.arrow", encode_manifest(replace(manifest, buckets=tuple(buckets))))
-    refused = f"{other.name} is missing, or not the file that the savepoint's manifest names"
+    refused = f"{other.name} is missing or differs from the savepoint's manifest"
     with pytest.raises(CorruptFileError, match=refused):
         list(savepoint_tables(savepoint.root))
     with open_state(savepoint.root) as state, pytest.raises(CorruptFileError, match=refused):
@@ -164,13 +164,13 @@ def test_what_a_savepoint_that_came_late_has_written_is_removed(small: SmallRoot
     manifest, before = tmp_path / "first" / "savepoint.arrow", _files(tmp_path / "first")
     whole_one = manifest.read_bytes()
     manifest.write_bytes(b"damaged")
-    with pytest.raises(UsageError, match="there is a savepoint at"):
+    with pytest.raises(UsageError, match="there is already a savepoint at"):
         write_manifest(Folder(str(tmp_path / "first")), SavepointManifest(other, buckets))
     manifest.write_bytes(whole_one)
     assert _files(tmp_path / "first") == before
     # Another one that came late has removed a file that this one had found there.
     next((tmp_path / "first" / "sums").rglob("*.arrow")).unlink()
-    with pytest.raises(UsageError, match="there is a savepoint at"):
+    with pytest.raises(UsageError, match="there is already a savepoint at"):
         finish_savepoint(Folder(str(tmp_path / "first")), SavepointManifest(other, buckets))
     assert main(["savepoint", "verify", str(tmp_path / "first")]) == 0
     assert sorted(it.name for it in (tmp_path / "first").iterdir()) == ["counts", "savepoint.arrow"]

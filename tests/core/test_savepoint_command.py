@@ -69,7 +69,7 @@ def test_it_says_what_is_in_it(savepoint: Folder, tmp_path: Path, capsys: pytest
     assert (said["id"], said["form"], said["release"], said["batch"]) == (ID, "native", "0.2.0", 7)
     assert said["made"] == "2023-11-14T22:13:20+00:00"
     assert said["operators"] == [{"operator": "counts", "buckets": 2, "rows_max": 10, "files": 2, "bytes": 8}]
-    assert "deletable: yes, because no query is known that was started from it" in said["judged"]
+    assert "deletable: yes, because no query below" in said["judged"]
 
 
 def test_it_may_go_once_every_query_is_detached(
@@ -145,7 +145,10 @@ def test_files_of_an_operator_that_was_not_started_stay(tmp_path: Path, capsys: 
         folder, SavepointManifest(SavepointHeader(ID, NATIVE, 0, operators, "0.2.0", "query", 7), tuple(buckets))
     )
     note_detached(_started(root, "mine", folder))
-    assert "deletable: no, because of its operators sessions was not started" in _status(folder, root, capsys)["judged"]
+    assert (
+        "deletable: no, because no query has started from its operators sessions"
+        in _status(folder, root, capsys)["judged"]
+    )
     # The claim: each operator lets go of its own.
     claim_savepoint(folder, SavepointClaim(ID, "/root/counts/mine", "mine"), ())
     assert consume(folder, "mine", lambda: None, "counts") == 1
@@ -302,7 +305,7 @@ def test_a_savepoint_that_was_moved_before_the_first_batch_was_committed_is_the_
     again = StartRecord("savepoint", str(moved), ID, 7, "claim", "counts", "mine")
     note_start(query_folder, again)
     for other in (replace(again, source_id="34" * 16), replace(again, mode="no_claim")):
-        with pytest.raises(LineageError, match="start the query again from where it was"):
+        with pytest.raises(LineageError, match="start the query again from the earlier source"):
             note_start(query_folder, other)
     detach(_job(str(tmp_path / "root"), Folder(str(moved))), query_folder, lambda: None)
     assert not moved.exists()

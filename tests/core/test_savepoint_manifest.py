@@ -108,9 +108,9 @@ def test_one_that_lacks_a_bucket_is_none(manifest: SavepointManifest) -> None:
 def test_a_second_one_in_the_same_folder_is_refused(manifest: SavepointManifest, tmp_path: Path) -> None:
     folder = Folder(str(tmp_path / "savepoint"))
     write_manifest(folder, manifest)
-    with pytest.raises(UsageError, match="there is a savepoint at"):
+    with pytest.raises(UsageError, match="there is already a savepoint at"):
         write_manifest(folder, replace(manifest, header=replace(manifest.header, id="34" * 16)))
-    with pytest.raises(UsageError, match="there is a savepoint at"):
+    with pytest.raises(UsageError, match="there is already a savepoint at"):
         refuse_existing(folder)
     assert read_manifest(folder) == manifest
 

@@ -47,17 +47,17 @@ def test_the_offsets_of_kafka(savepoint: Path) -> None:
 
 
 def test_a_retained_checkpoint_has_none() -> None:
-    with pytest.raises(UsageError, match="take a savepoint, and start from that"):
+    with pytest.raises(UsageError, match="Take a savepoint, and start from that"):
         starting_offsets(RetainedCheckpoint("/root", "/checkpoint"))  # type: ignore[arg-type] # as a user may
 
 
 def test_of_several_sources_one_is_named(savepoint: Path) -> None:
     _with_offsets(savepoint, _log(FILES, KAFKA, "-"))
     assert starting_offsets(savepoint, 1) == SORTED
-    with pytest.raises(UsageError, match=r"the offsets of 3 sources: say which, with source=0 to source=2"):
+    with pytest.raises(UsageError, match=r"the offsets of 3 sources: name one with source=0 to source=2"):
         starting_offsets(savepoint)
     with pytest.raises(
-        UsageError, match=r"source 0 of the savepoint at .* is not Kafka, .* it says \{\"logOffset\":2\}"
+        UsageError, match=r"source 0 of the savepoint at .* is not Kafka, .* Its offsets are \{\"logOffset\":2\}"
     ):
         starting_offsets(savepoint, 0)
     with pytest.raises(UsageError, match=r"source 2 of .* had read nothing"):
@@ -83,7 +83,7 @@ def test_partitions_of_topics(version: str) -> None:
     log = _log(*(name + text for name, text in zip(named, sources, strict=True)), version=version)
     assert kafka_partitions(log, "offsets/3") == ({"orders": 4, "refunds": 1}, False)
     assert kafka_partitions(_log(FILES, "-"), "offsets/3") == ({}, True)
-    with pytest.raises(UsageError, match=r"names the partitions 0, 2 of topic 't', .* option assign"):
+    with pytest.raises(UsageError, match=r"has the partitions 0, 2 of topic 't', .* option assign"):
         kafka_partitions(_log('{"t":{"0":1,"2":1}}'), "offsets/3")
 
 
@@ -94,7 +94,7 @@ def test_a_file_source_has_no_starting_offsets(savepoint: Path) -> None:
 
 def test_a_savepoint_of_a_table_has_none(savepoint: Path) -> None:
     _with_offsets(savepoint, None)
-    with pytest.raises(UsageError, match="has no offsets, as it was made of a table"):
+    with pytest.raises(UsageError, match="has no offsets, because it was made from a table"):
         starting_offsets(savepoint)
     with pytest.raises(MissingCheckpointError, match="there is no savepoint at"):
         starting_offsets(savepoint / "elsewhere")
@@ -112,5 +112,5 @@ def test_logs_that_are_none(savepoint: Path) -> None:
     with pytest.raises(VersionSkewError, match="it has Spark's offsets in format v3"):
         kafka_offsets(_log(KAFKA, version="v3"), None, "it")
     for log in ("", "v1", _log(), KAFKA, "vx\n{}\n" + KAFKA):
-        with pytest.raises(CorruptFileError, match="it has no log of offsets"):
+        with pytest.raises(CorruptFileError, match="it has no readable log of Spark offsets"):
             kafka_offsets(log, None, "it")

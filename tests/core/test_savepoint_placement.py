@@ -22,7 +22,7 @@ from spark_state_ext.savepoints.placement import refuse_in_state
 from spark_state_ext.spark.executor import saving
 
 QUERY = "6f1d7f0e-0000-4000-8000-000000000001"
-REFUSED = "cannot lie at .*has the state of a query"
+REFUSED = "cannot be at .*contains the state of a query"
 
 
 def state_below(root: Folder, query_folder: str = QUERY) -> None:

@@ -198,7 +198,7 @@ def test_a_file_that_is_not_what_was_announced_is_named_where_it_is(life: Life, 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     path.write_bytes(b"something else")
-    with pytest.raises(CorruptFileError, match=f"^{re.escape(str(path))} is not the file that was announced"):
+    with pytest.raises(CorruptFileError, match=f"^{re.escape(str(path))} is not the expected file"):
         copied(source, file, target, life.local)
 
 

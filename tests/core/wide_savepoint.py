@@ -23,7 +23,7 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.savepoints.reading import read_saved_rows
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.store import LocalStore
@@ -124,7 +124,7 @@ def rows_of(savepoint: Folder, operator: str, schema: RowSchema, scratch: Path) 
     for it in manifest.buckets:
         if it.operator != operator:
             continue
-        for batch in saved_rows(savepoint.child(operator, str(it.bucket)), it.pointer, it.files, schema, scratch):
+        for batch in read_saved_rows(savepoint.child(operator, str(it.bucket)), it.pointer, it.files, schema, scratch):
             hashes = batch.column(0).to_numpy().astype(np.uint64)
             assert set(bucket_map.of(hashes).tolist()) <= {it.bucket}
             found += [repr(row) for row in batch.to_pylist()]

@@ -31,7 +31,7 @@ from spark_state_ext.rescale.folders import first_folder, rescaled_folder
 from spark_state_ext.rescale.notes import FREE, ParentsNote, notes_among
 from spark_state_ext.rescale.parents import Parent
 from spark_state_ext.savepoints import taking
-from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.savepoints.reading import read_saved_rows
 from spark_state_ext.savepoints.records import note_detached
 from spark_state_ext.store.runs import hashes_of
 
@@ -98,7 +98,7 @@ def _up_to_and_with(
     files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
     """A slice ends with the hash at which the next one begins."""
-    for rows in saved_rows(files, parent.pointer, parent.saved.files, schema, scratch):
+    for rows in read_saved_rows(files, parent.pointer, parent.saved.files, schema, scratch):
         hashes = hashes_of(rows) >> np.uint64(32)
         begin = int(np.searchsorted(hashes, np.uint64(low), side="left"))
         end = int(np.searchsorted(hashes, np.uint64(high), side="right"))
@@ -110,7 +110,7 @@ def _after(
     files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
     """A slice begins after its first hash."""
-    for rows in saved_rows(files, parent.pointer, parent.saved.files, schema, scratch):
+    for rows in read_saved_rows(files, parent.pointer, parent.saved.files, schema, scratch):
         hashes = hashes_of(rows) >> np.uint64(32)
         begin = int(np.searchsorted(hashes, np.uint64(low), side="right" if low else "left"))
         end = int(np.searchsorted(hashes, np.uint64(high), side="left"))

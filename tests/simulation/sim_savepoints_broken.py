@@ -250,7 +250,7 @@ def _deleted_by_a_look(savepoint: Folder, claim_id: str, still_ours: Callable[[]
     if claim is None or claim.id != claim_id:
         return 0
     savepoint.child(claims.CLAIM_FOLDER).create("consumed.json", b"{}")
-    return claims._consumed(savepoint, claim, lambda now: None, None)
+    return claims._delete_and_free(savepoint, claim, lambda now: None, None)
 
 
 def _files_left_where_they_are(files: Any, file: SavedFile, target: Folder, scratch: Any) -> How:

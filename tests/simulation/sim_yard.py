@@ -23,7 +23,7 @@ from spark_state_ext.backends.registry import Backend
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.holds import HoldWatch
-from spark_state_ext.savepoints.reading import saved_rows
+from spark_state_ext.savepoints.reading import read_saved_rows
 
 __all__ = ["KEY_SCHEMA", "OPERATOR", "STATE_SCHEMA", "Query", "Taken", "Yard", "rows_in"]
 
@@ -246,6 +246,6 @@ def rows_in(folder: Folder, saved: SavedBucket, scratch: Path) -> Model:
     """What a bucket of a savepoint holds."""
     return {
         k: n
-        for batch in saved_rows(folder, saved.pointer, saved.files, SCHEMA, scratch)
+        for batch in read_saved_rows(folder, saved.pointer, saved.files, SCHEMA, scratch)
         for k, n in zip(batch.column(1).to_pylist(), batch.column(2).to_pylist(), strict=True)
     }

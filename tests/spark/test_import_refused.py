@@ -145,9 +145,9 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_the_session_as_it_was(
 ) -> None:
     last = stopped.last_batch()
     damages = [
-        (f"offsets/{last}", b"v1\n{", CorruptFileError, f"offsets/{last} is no log"),
-        (f"offsets/{last - 1}", None, PySparkException, f"lacks offsets/{last - 1}"),
-        (f"commits/{last}", b"v1\n", CorruptFileError, f"commits/{last} is no log"),
+        (f"offsets/{last}", b"v1\n{", CorruptFileError, f"offsets/{last} is not a readable Spark log"),
+        (f"offsets/{last - 1}", None, PySparkException, f"offsets/{last - 1} is missing"),
+        (f"commits/{last}", b"v1\n", CorruptFileError, f"commits/{last} is not a readable Spark log"),
         ("metadata", b"{}", PySparkException, "does not hold a query's id"),
         ("notes", b"", PySparkException, "not a file that Spark is known to write"),
         (f"state/0/0/{last + 1}.delta", b"\0" * 40, StorageError, "Spark cannot read the state"),

@@ -37,7 +37,7 @@ def test_what_is_wrong_is_refused_before_the_query_is_stopped(spark: Any, tmp_pa
             stopped(str(tmp_path / "savepoint"), other)
         with pytest.raises(PySparkException, match="UsageError"):
             stopped(str(tmp_path / "there"), state)
-        with pytest.raises(PySparkException, match=r"UsageError: a savepoint cannot lie at .*/root/savepoint"):
+        with pytest.raises(PySparkException, match=r"UsageError: a savepoint cannot be at .*/root/savepoint"):
             stopped(f"file://{tmp_path}/root/savepoint/", state)
         with pytest.raises(UsageError, match="form must be"):
             stopped(str(tmp_path / "savepoint"), state, form="new")
