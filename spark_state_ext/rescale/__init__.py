@@ -1,1 +1,1 @@
-"""More or fewer buckets: a bucket begins with parts of others, and needs these until it has a snapshot of its own."""
+"""Rescaling to more or fewer buckets: a bucket begins with parts of others, and needs them until it has a snapshot."""

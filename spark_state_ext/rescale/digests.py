@@ -1,7 +1,7 @@
-"""A digest of rows in their order: two sets of rows have the same only where every value of every row is the same.
+"""A digest of ordered rows: two sequences of rows have the same digest only if all their values are equal.
 
-Each column, and each part of a nested one, is hashed by itself: which values are NULL, how long texts and lists are,
-and the bytes of what is there. So it does not matter how the rows were cut into batches, or what lies below a NULL.
+Each column, and each part of a nested column, is hashed separately: which values are NULL, the lengths of strings and
+lists, and the bytes of the values. So the digest does not depend on batch boundaries or on the bytes under a NULL.
 """
 
 from __future__ import annotations
@@ -19,58 +19,58 @@ _DIGEST_BYTES = 16
 
 
 class RowsDigest:
-    """Counts rows, and hashes them."""
+    """Counts and hashes rows."""
 
     def __init__(self) -> None:
         self.rows = 0
         self._parts: dict[str, Any] = {}
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Some more rows; all batches have one schema."""
+        """Add the rows of a batch; all batches must have the same schema."""
         self.rows += batch.num_rows
-        for at, column in enumerate(batch.columns):
-            self._add(str(at), column)
+        for index, column in enumerate(batch.columns):
+            self._add_column(str(index), column)
 
     @property
     def value(self) -> str:
-        """The digest of all rows so far: 32 hexadecimal digits."""
-        found = hashlib.blake2b(str(self.rows).encode(), digest_size=_DIGEST_BYTES)
+        """Digest of all rows so far: 32 hexadecimal digits."""
+        digest = hashlib.blake2b(str(self.rows).encode(), digest_size=_DIGEST_BYTES)
         for name, part in sorted(self._parts.items()):
-            found.update(f" {name}={part.hexdigest()}".encode())
-        return found.hexdigest()
+            digest.update(f" {name}={part.hexdigest()}".encode())
+        return digest.hexdigest()
 
-    def _add(self, name: str, column: pa.Array) -> None:
+    def _add_column(self, name: str, column: pa.Array) -> None:
         types, kind = pa.types, column.type
         self._update(f"{name} valid", column.is_valid().to_numpy(zero_copy_only=False))
         if types.is_struct(kind):
-            # With the NULLs of the struct itself.
-            for at, child in enumerate(column.flatten()):
-                self._add(f"{name}.{at}", child)
+            # `flatten` also applies the NULLs of the struct itself.
+            for index, child in enumerate(column.flatten()):
+                self._add_column(f"{name}.{index}", child)
         elif types.is_map(kind):
-            self._add(f"{name} entries", column.cast(pa.list_(pa.struct([kind.key_field, kind.item_field]))))
+            self._add_column(f"{name} entries", column.cast(pa.list_(pa.struct([kind.key_field, kind.item_field]))))
         elif types.is_list(kind):
             lengths = pc.list_value_length(column).drop_null()
             self._update(f"{name} lengths", lengths.to_numpy(zero_copy_only=False))
-            self._add(f"{name} elements", column.flatten())
+            self._add_column(f"{name} elements", column.flatten())
         else:
             self._add_flat(name, column.drop_null())
 
-    def _add_flat(self, name: str, there: pa.Array) -> None:
-        types, kind = pa.types, there.type
-        if not len(there):
+    def _add_flat(self, name: str, values: pa.Array) -> None:
+        types, kind = pa.types, values.type
+        if not len(values):
             return
         if types.is_boolean(kind):
-            self._update(name, there.to_numpy(zero_copy_only=False))
+            self._update(name, values.to_numpy(zero_copy_only=False))
         elif types.is_string(kind) or types.is_binary(kind):
-            _, offsets, data = there.buffers()
-            bounds = np.frombuffer(offsets, dtype=np.int32)[there.offset :][: len(there) + 1]
+            _, offsets, data = values.buffers()
+            bounds = np.frombuffer(offsets, dtype=np.int32)[values.offset :][: len(values) + 1]
             self._update(f"{name} lengths", np.diff(bounds))
             if data is not None:
                 self._update(name, np.frombuffer(data, dtype=np.uint8)[bounds[0] : bounds[-1]])
         else:
             width = kind.bit_width // 8
-            bytes_of = np.frombuffer(there.buffers()[1], dtype=np.uint8)
-            self._update(name, bytes_of[there.offset * width :][: len(there) * width])
+            data_bytes = np.frombuffer(values.buffers()[1], dtype=np.uint8)
+            self._update(name, data_bytes[values.offset * width :][: len(values) * width])
 
     def _update(self, name: str, values: np.ndarray[Any, Any]) -> None:
         part = self._parts.get(name)

@@ -1,10 +1,11 @@
-"""When parents may go, and what a query was rescaled from: once no pointer that Spark may hand out needs them.
+"""Removes parents, and the folders that a query was rescaled from, when no pointer that Spark may hand out needs them.
 
-A call whose input pointer says that a backend holds all of its bucket notes that beside the parents, with the pointer's
-heartbeats, before its own pointer has no parents any more. One whose input pointer does not say so, though there is
-such a note, as the query went back or the batch before ran twice, notes that it needs them. So a bucket without a note
-may need its parents; and where each has one, and all notes of both kinds are older than what Spark may hand out, none
-does. A note that were taken back would not come again, as a pointer without parents writes none.
+If a call's input pointer says that a backend has all of its bucket, the call writes a note next to the parents, with
+the pointer's heartbeats, before it hands over a pointer without parents. If the input pointer does not say so although
+there is such a note (the query went back, or the previous batch ran twice), the call notes that it needs the parents.
+So a bucket without a note may need its parents. When every bucket has a note, and all notes of both kinds are older
+than any pointer that Spark may hand out, no bucket needs them. A deleted note would never be rewritten, because a
+pointer without parents writes no note.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ _LOGGER = logging.getLogger("spark_state_ext")
 
 
 def may_remove(heartbeats: int, batches_retained: int, buckets: int, notes: Collection[ParentsNote]) -> bool:
-    """Whether no pointer that Spark may hand out needs parents."""
-    whole = {note.bucket for note in notes if note.kind == FREE} >= set(range(buckets))
-    # One batch more than elsewhere: where each batch has two heartbeats, a late note may be as old as two batches.
-    return whole and max(note.heartbeats for note in notes) < heartbeats - recent_heartbeats(batches_retained + 1)
+    """True if no pointer that Spark may hand out needs parents."""
+    all_free = {note.bucket for note in notes if note.kind == FREE} >= set(range(buckets))
+    # One batch more than elsewhere: if each batch has two heartbeats, a late note may be two batches old.
+    return all_free and max(note.heartbeats for note in notes) < heartbeats - recent_heartbeats(batches_retained + 1)
 
 
-def _others(places: Sequence[Folder], name: str) -> Iterator[tuple[Folder, str]]:
-    """All other folders that the query has had: where, and by which name."""
+def _list_other_folders(places: Sequence[Folder], name: str) -> Iterator[tuple[Folder, str]]:
+    """Yield the query's other query folders: the operator folder, and the name in it."""
     for place in places:
         for other in place.names():
             if other != name and first_folder(other) == first_folder(name):
                 yield place, other
 
 
-def _dead(root: Folder, name: str, plan_id: str, others: Collection[str]) -> set[str]:
-    """The folders beside the one in force that are of rescalings of other plans which came to nothing."""
+def _find_failed(root: Folder, name: str, plan_id: str, others: Collection[str]) -> set[str]:
+    """Return the folders of failed rescalings by other plans: they are not in force and not ancestors of `name`."""
     ancestor, kept = parent_folder(root.child(name)), {name, first_folder(name), rescaled_folder(name, plan_id)}
     while ancestor is not None and ancestor not in kept:
         kept.add(ancestor)
@@ -57,50 +58,50 @@ def _dead(root: Folder, name: str, plan_id: str, others: Collection[str]) -> set
     return {other for other in others if other not in kept and not is_detached(root.child(other))}
 
 
-def _tell_left(others: Sequence[tuple[Folder, str]], name: str) -> None:
-    """Log what lies beside the folder of a rescaled query when nothing in reach says how long it is needed."""
+def _log_remaining(others: Sequence[tuple[Folder, str]], name: str) -> None:
+    """Log remaining folders of a rescaled query if no record shows how long they are needed."""
     for place, other in others if name != first_folder(name) else ():
         _LOGGER.warning(
-            "%s is left of a rescaling, and the query goes on in %s: a process that outlived the rescaling wrote "
-            "there after it was removed, or what the query was rescaled from lies with a backend that it has not "
-            "any more. It is removed in time after a start with that backend, or after the next rescaling",
+            "%s remains after a rescaling, and the query goes on in %s: a process that outlived the rescaling wrote "
+            "there after it was removed, or the folder that the query was rescaled from is in a backend that the query "
+            "no longer has. It will be removed some time after a start with that backend, or after the next rescaling",
             place.child(other).root,
             name,
         )
 
 
 class Finishing:
-    """What a process has done of this; a `Worker` owns it."""
+    """Removes parents and old query folders in one process; a `Worker` owns it."""
 
     def __init__(self) -> None:
-        # Query folders of a plan without parents.
-        self._without: set[tuple[str, str]] = set()
-        # Numbers of leases as they were seen before.
+        # Query folders and plans for which everything is removed.
+        self._done: set[tuple[str, str]] = set()
+        # Lease numbers that were seen last.
         self._leases: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def noted(
-        self, query_folders: Iterable[Folder], committed: Pointer, made: Pointer, still_ours: Callable[[], None]
+        self, query_folders: Iterable[Folder], committed: Pointer, new: Pointer, check_ours: Callable[[], None]
     ) -> Pointer:
-        """The pointer that a call hands over, once it is noted what the one says that it was handed."""
+        """Note whether the call's input pointer needs parents, and return the pointer that the call hands over."""
         if committed.parents is None:
-            return made
+            return new
         folders = list(query_folders)
         if needs_parents(committed):
-            # Each time: where a batch runs twice, the other attempt may go on from a pointer that needs none.
+            # Noted each time: if a batch runs twice, the other attempt may go on from a pointer that needs no parents.
             note_needed(folders[0], committed.bucket, committed.heartbeats)
-            return made
-        if needs_parents(made):
-            # Somebody has deleted files from the one that had all of it.
-            return made
-        # A late task of a run that is over must not tell the run that went back that it needs none.
-        still_ours()
-        # Where the query has gone back to such a pointer and all parents are gone, nobody would remove the note. And
-        # they may lie with a backend that the query has not any more, but as its root.
-        there = next((it for it in folders if has_parents(it)), None)
-        if there is not None:
-            note_free(there, committed.bucket, committed.heartbeats)
-        return replace(made, parents=None)
+            return new
+        if needs_parents(new):
+            # Files were deleted from the backend that had all of the bucket.
+            return new
+        # A late task of an old run must not note for a newer run, which went back, that parents are not needed.
+        check_ours()
+        # If the query has gone back to such a pointer and all parents are gone, a note would never be removed. The
+        # parents may also be in a backend that the query has only as its root now.
+        with_parents = next((folder for folder in folders if has_parents(folder)), None)
+        if with_parents is not None:
+            note_free(with_parents, committed.bucket, committed.heartbeats)
+        return replace(new, parents=None)
 
     def in_turn(
         self,
@@ -109,111 +110,114 @@ class Finishing:
         plan_id: str,
         committed: Pointer,
         batches_retained: int,
-        still_ours: Callable[[], None],
-        held: Callable[[str], bool],
+        check_ours: Callable[[], None],
+        is_held: Callable[[str], bool],
         background: Runner,
     ) -> None:
-        """Remove beside the batch what is not needed any more. A query's first bucket does it, in its turn."""
+        """Remove in the background what is no longer needed; a query's first bucket calls this."""
         key = (places[0].child(name).identity, plan_id)
-        if key in self._without:
+        if key in self._done:
             return
 
-        def work() -> None:
+        def remove() -> None:
             try:
-                finished = self._finished(places, name, committed, batches_retained, still_ours, held)
-                if finished and self._is_alone(places, name, plan_id, committed, batches_retained, still_ours, held):
-                    self._without.add(key)
+                parents_removed = self._remove_parents(places, name, committed, batches_retained, check_ours, is_held)
+                if parents_removed and self._remove_failed(
+                    places, name, plan_id, committed, batches_retained, check_ours, is_held
+                ):
+                    self._done.add(key)
             except OwnershipError:
                 raise
             except StateError as error:
-                # Of no harm to a batch; it is tried again.
-                _LOGGER.warning("what %s was rescaled from is not removed yet: %s", places[0].where(name), error)
+                # This does not harm the batch; a later batch tries again.
+                _LOGGER.warning(
+                    "the folders that %s was rescaled from are not removed yet: %s", places[0].where(name), error
+                )
 
-        background.submit(f"parents of {places[0].where(name)}", work)
+        background.submit(f"parents of {places[0].where(name)}", remove)
 
-    def _finished(
+    def _remove_parents(
         self,
         places: Sequence[Folder],
         name: str,
         committed: Pointer,
         batches_retained: int,
-        still_ours: Callable[[], None],
-        held: Callable[[str], bool],
+        check_ours: Callable[[], None],
+        is_held: Callable[[str], bool],
     ) -> bool:
-        """Remove what may go; whether nothing is left."""
-        query_folders = {it.child(name): it.child(name, PARENTS_FOLDER).names() for it in places}
-        query_folder = next((it for it, names in query_folders.items() if names), None)
+        """Remove parents and old folders if no pointer needs them; return True if all are removed."""
+        query_folders = {place.child(name): place.child(name, PARENTS_FOLDER).names() for place in places}
+        query_folder = next((folder for folder, names in query_folders.items() if names), None)
         if query_folder is None:
             return True
         notes = notes_among(query_folders[query_folder])
         if len(notes) == len(query_folders[query_folder]):
-            # Somebody was stopped who removed all else.
+            # An earlier removal was stopped after it had removed everything except the notes.
             query_folder.remove_tree(PARENTS_FOLDER)
             return True
         retained = max(batches_retained, committed.retained)
-        if not may_remove(committed.heartbeats, retained, committed.buckets, notes) or held(name):
+        if not may_remove(committed.heartbeats, retained, committed.buckets, notes) or is_held(name):
             return False
-        left = False
-        for place, other in _others(places, name):
+        remains = False
+        for place, other in _list_other_folders(places, name):
             old = place.child(other)
-            if self._is_written(old) or held(other):
-                left = True
+            if self._is_written(old) or is_held(other):
+                remains = True
                 continue
-            still_ours()
+            check_ours()
             if not take_requests(places[0].child(other), places[0].child(name), waiting_only=True):
-                left = True
+                remains = True
                 continue
             place.remove_tree(other)
-            _LOGGER.info("%s is removed: the query was rescaled, and goes on in %s", old.root, name)
-        if left:
+            _LOGGER.info("%s is removed: the query was rescaled and goes on in %s", old.root, name)
+        if remains:
             return False
-        still_ours()
-        # The notes last: without them nobody would know that the others may go.
-        for it in query_folders[query_folder]:
-            if not notes_among([it]):
-                query_folder.child(PARENTS_FOLDER).remove_tree(it)
+        check_ours()
+        # Notes are removed last, because they show that the parents may be removed.
+        for file_name in query_folders[query_folder]:
+            if not notes_among([file_name]):
+                query_folder.child(PARENTS_FOLDER).remove_tree(file_name)
         query_folder.remove_tree(PARENTS_FOLDER)
-        _LOGGER.info("%s needs nothing any more of what it was rescaled from", query_folder.root)
+        _LOGGER.info("%s no longer needs the state that it was rescaled from", query_folder.root)
         return True
 
-    def _is_alone(
+    def _remove_failed(
         self,
         places: Sequence[Folder],
         name: str,
         plan_id: str,
         committed: Pointer,
         batches_retained: int,
-        still_ours: Callable[[], None],
-        held: Callable[[str], bool],
+        check_ours: Callable[[], None],
+        is_held: Callable[[str], bool],
     ) -> bool:
-        """Remove what rescalings left that came to nothing, once Spark retains no batch of their time; whether nothing
-        of these is left."""
-        retained, alone = max(batches_retained, committed.retained), True
-        # The root's last, as its records tell what the others are.
-        others = list(_others(places[::-1], name))
-        dead = _dead(places[0], name, plan_id, {other for _, other in others}) if others else set()
-        for place, other in [it for it in others if it[1] in dead]:
+        """Remove folders of failed rescalings that Spark's batches no longer need; return True if all are removed."""
+        retained, all_removed = max(batches_retained, committed.retained), True
+        # The root's folders last, because their records identify the others.
+        others = list(_list_other_folders(places[::-1], name))
+        failed = _find_failed(places[0], name, plan_id, {other for _, other in others}) if others else set()
+        for place, other in [pair for pair in others if pair[1] in failed]:
             record = start_of(places[0].child(other))
-            # The folder may have been committed, and the query gone back to before; somebody may undo that.
+            # The folder may have been committed before the query went back, and going back may be undone.
             recent = record is not None and committed.batch <= record.batch + 1 + retained
-            if recent or self._is_written(place.child(other)) or held(other):
-                alone = False
+            if recent or self._is_written(place.child(other)) or is_held(other):
+                all_removed = False
                 continue
-            still_ours()
+            check_ours()
             place.remove_tree(other)
             _LOGGER.info(
-                "%s is removed: it is of a rescaling that failed, and the query goes on in %s",
+                "%s is removed: its rescaling failed, and the query goes on in %s",
                 place.child(other).root,
                 name,
             )
-        if alone:
-            _tell_left([it for it in others if it[1] not in dead], name)
-        return alone
+        if all_removed:
+            _log_remaining([pair for pair in others if pair[1] not in failed], name)
+        return all_removed
 
     def _is_written(self, query_folder: Folder) -> bool:
-        """Whether somebody may write to a query folder: its lease is another one than when it was looked at before."""
-        found = LeaseLog(query_folder).newest(first=True)
-        number = 0 if found is None else found.number
+        """True if the folder may be in use: its lease changed since the last check, or was not checked before."""
+        record = LeaseLog(query_folder).newest(first=True)
+        number = 0 if record is None else record.number
         with self._lock:
             before = self._leases.get(query_folder.identity)
             self._leases[query_folder.identity] = number

@@ -1,10 +1,10 @@
-"""Put the folder of a rescaled query in force: the one that Spark's pointers name.
+"""Puts the new folder of a rescaled query in force when Spark's pointers name it.
 
-A rescaling may be refused, fail or be killed in its first batch, and leaves its new folder behind then. Only a pointer
-that Spark hands out says that this batch was committed. So the first call that gets a pointer to the new folder writes
-`detached.json` there, which makes the folder the one in force; until then the old one is. A query that goes back to a
-batch from before it was rescaled takes the file away again. Readers, erase requests and clean-up go by it, and by no
-time of a file.
+A rescaling may be refused, fail or be killed in its first batch, and then leaves its new folder behind. Only a pointer
+that Spark hands out proves that this batch was committed. So the first call that gets a pointer to the new folder
+writes `detached.json` there, which puts it in force; until then the old folder is in force. If the query goes back to a
+batch before the rescaling, the file is removed again. Readers, erase requests and clean-up use this file, never the
+times of files.
 """
 
 from __future__ import annotations
@@ -24,65 +24,65 @@ __all__ = ["parent_folder", "put_in_force", "take_requests"]
 _LOGGER = logging.getLogger("spark_state_ext")
 
 
-def put_in_force(places: Sequence[Folder], name: str, plan_id: str, still_ours: Callable[[], None]) -> None:
-    """Write down that Spark hands out pointers to a query folder; erase requests that wait elsewhere come along."""
+def put_in_force(places: Sequence[Folder], name: str, plan_id: str, check_ours: Callable[[], None]) -> None:
+    """Put the folder that Spark's pointers name in force, and copy other folders' waiting erase requests to it."""
     operator = places[0]
     files = operator.child(name)
-    others = [it for it in operator.names() if it != name and first_folder(it) == first_folder(name)]
+    others = [other for other in operator.names() if other != name and first_folder(other) == first_folder(name)]
     if rescaled_folder(name, plan_id) in others:
-        # A late call: by this plan the query was rescaled, or is being rescaled, from here.
+        # This is a late call: this plan has rescaled the query, or is rescaling it, from this folder.
         return
-    before = [it for it in others if is_rescaled(it) and is_detached(operator.child(it))]
+    formerly_in_force = [other for other in others if is_rescaled(other) and is_detached(operator.child(other))]
     if others:
-        still_ours()
+        check_ours()
         parent = parent_folder(files)
-        for other in dict.fromkeys([*(it for it in others if it == parent), *before]):
-            # Where the query went back, what was done in the other folder is not done here.
+        for other in dict.fromkeys([*(other for other in others if other == parent), *formerly_in_force]):
+            # If the query went back, requests that the other folder has carried out are not carried out here yet.
             take_requests(operator.child(other), files, waiting_only=other == parent)
-    # The root last: once it says so, nothing is left to do.
+    # The root last: its record says that everything is done.
     for place in places[::-1] if is_rescaled(name) else ():
         note_detached(place.child(name))
-    if before:
-        still_ours()
-    for other in before:
+    if formerly_in_force:
+        check_ours()
+    for other in formerly_in_force:
         for place in places[::-1]:
             place.child(other).remove(DETACHED_NAME)
 
 
 def parent_folder(query_folder: Folder) -> str | None:
-    """Name of the query folder that one was rescaled from; None: it was not, or that is not written down."""
+    """Return the name of the query folder that this one was rescaled from; None: it was not, or has no record."""
     record = start_of(query_folder)
     return None if record is None or record.kind != RESCALE else record.source.rpartition("/")[2]
 
 
 def take_requests(source: Folder, target: Folder, *, waiting_only: bool) -> bool:
-    """Ask for the keys of one query folder's erase requests in another folder, which keeps their ids."""
-    requests, into = EraseFolder(source), EraseFolder(target)
+    """Copy erase requests with their ids to another query folder; return False if a request is unreadable."""
+    requests, target_requests = EraseFolder(source), EraseFolder(target)
     numbers = requests.numbers()
     asked = sorted(numbers.requests - numbers.done if waiting_only else numbers.requests)
     if not asked:
         return True
-    known, there = into.numbers(), set()
-    for number in known.requests | known.done:
+    target_numbers, target_ids = target_requests.numbers(), set()
+    for number in target_numbers.requests | target_numbers.done:
         try:
-            there.add(into.id_of(number))
+            target_ids.add(target_requests.id_of(number))
         except (CorruptFileError, VersionSkewError) as error:
             _LOGGER.warning("erase request %d of %s cannot be read: %s", number, target.root, error)
-    whole = True
+    all_readable = True
     for number in asked:
         try:
             request = requests.request(number)
         except (CorruptFileError, VersionSkewError) as error:
             _LOGGER.warning(
-                "erase request %d of %s cannot be read, so the query, which goes on in %s, does not carry it out: %s. "
-                "Ask again for its keys, and withdraw it",
+                "erase request %d of %s cannot be read, so the query, which goes on in %s, cannot carry it out: %s. "
+                "Request the erasure of its keys again, and withdraw this request",
                 number,
                 source.root,
                 target.root,
                 error,
             )
-            whole = False
+            all_readable = False
             continue
-        if request.keys.num_rows and request.id not in there:
-            into.add(request)
-    return whole
+        if request.keys.num_rows and request.id not in target_ids:
+            target_requests.add(request)
+    return all_readable

@@ -1,7 +1,7 @@
-"""Notes beside the parents of a rescaled query: which buckets need them no more, and which do after all.
+"""Notes next to the parents of a rescaled query: which buckets no longer need them, and which need them after all.
 
-They are empty files whose names say all. None is taken back before all go: what a note says becomes void with its age,
-once Spark hands out no pointer of that time any more.
+Notes are empty files; their names have all information. They are only deleted all together. A note loses its meaning
+with age, when Spark no longer hands out pointers of its time.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _NAME = re.compile(rf"(0|[1-9][0-9]{{0,8}})\.({FREE}|{NEEDED})-([0-9]{{1,18}})")
 
 @dataclass(frozen=True)
 class ParentsNote:
-    """A note.
+    """A note about one committed pointer.
 
     Parameters
     ----------
     bucket
-        Whose.
+        The pointer's bucket.
     kind
-        `FREE`: a committed pointer of the bucket needs no parents. `NEEDED`: one does.
+        `FREE`: the pointer needs no parents. `NEEDED`: it needs them.
     heartbeats
-        Of that pointer.
+        The pointer's heartbeats.
     """
 
     bucket: int
@@ -39,24 +39,24 @@ class ParentsNote:
 
     @property
     def name(self) -> str:
-        """Name of its file."""
+        """Name of the note's file."""
         return f"{self.bucket}.{self.kind}-{self.heartbeats}"
 
 
 def notes_among(names: Iterable[str]) -> list[ParentsNote]:
-    """The notes among names of files."""
-    found = (match for match in map(_NAME.fullmatch, names) if match is not None)
-    return [ParentsNote(int(match[1]), match[2], int(match[3])) for match in found]
+    """Parse the notes among names of files."""
+    matches = (match for match in map(_NAME.fullmatch, names) if match is not None)
+    return [ParentsNote(int(match[1]), match[2], int(match[3])) for match in matches]
 
 
 def note_free(query_folder: Folder, bucket: int, heartbeats: int) -> None:
-    """Write down that a committed pointer of a bucket needs no parents."""
+    """Note that a committed pointer of a bucket needs no parents."""
     query_folder.child(PARENTS_FOLDER).create(ParentsNote(bucket, FREE, heartbeats).name, b"")
 
 
 def note_needed(query_folder: Folder, bucket: int, heartbeats: int) -> None:
-    """Write down that a committed pointer of a bucket needs parents, where it is noted that another one does not."""
+    """Note that a committed pointer of a bucket needs parents, if a note says that another one does not."""
     folder = query_folder.child(PARENTS_FOLDER)
-    mine = [note for note in notes_among(folder.names()) if note.bucket == bucket]
-    if any(note.kind == FREE for note in mine):
+    bucket_notes = [note for note in notes_among(folder.names()) if note.bucket == bucket]
+    if any(note.kind == FREE for note in bucket_notes):
         folder.create(ParentsNote(bucket, NEEDED, heartbeats).name, b"")

@@ -1,9 +1,9 @@
-"""The state that a rescaled bucket begins with, as the snapshot file that nobody has written yet.
+"""The origin of a rescaled bucket: its initial state as a snapshot file that is made on demand.
 
-Whoever loads the bucket asks for the snapshot of its origin. As long as the bucket has no snapshot of its own in a
-backend, that is made of the parents' files where it is asked for, and lies on this machine only: the rows of each
-parent whose hashes are the bucket's, one parent after the other. A local store takes these rows as they are read; who
-needs a file gets one.
+A load of the bucket reads the snapshot of its origin. Until a backend has a snapshot of the bucket's own, this
+process makes the origin's snapshot from the parents' files, on this machine only: it has those rows of each parent
+whose hashes belong to the bucket, one parent after the other. A local store takes the rows directly; other readers get
+a file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["Origin", "origin_beside", "origin_in", "rows_of_parents"]
 
 
 class Origin:
-    """Where the state is that a rescaled bucket begins with: a backend of one file, to be read from only."""
+    """A read-only backend with one file: the initial state of a rescaled bucket."""
 
     name = "the parents of a rescaled bucket"
     root = False
@@ -57,113 +57,113 @@ class Origin:
         self._bucket_map = bucket_map
         self._schema = schema
         self._scratch = scratch
-        self._known = pointer.parents
-        self._made: SealedFile | None = None
+        self._ref = pointer.parents
+        self._file: SealedFile | None = None
         self._making = threading.Lock()
         self._closed = threading.Event()
         self._answered: Callable[[], None] = lambda: None
 
     @property
     def query_folder(self) -> Folder:
-        """Where its parents lie."""
+        """The query folder that has the parents."""
         return self._query_folder
 
     def is_there(self) -> bool:
-        """Whether the bucket has parents."""
-        if self._known is None and has_parents(self._query_folder):
+        """True if the bucket has parents."""
+        if self._ref is None and has_parents(self._query_folder):
             bucket = self._pointer.bucket
-            self._known = origin_of(parents_in(self._query_folder, self._bucket_map, bucket), self._bucket_map, bucket)
-        return self._known is not None
+            self._ref = origin_of(parents_in(self._query_folder, self._bucket_map, bucket), self._bucket_map, bucket)
+        return self._ref is not None
 
-    # -- a backend that nobody writes to -----------------------------------------------------------
+    # -- read-only backend -------------------------------------------------------------------------
 
     def files(self, checkpoint: Checkpoint | None = None) -> Origin:
-        """Its one file, which is found by its name."""
+        """Return this object, which gives its one file by name."""
         return self
 
     def stop(self) -> None:
-        """Have reads end."""
+        """Stop reads."""
         self.close()
 
     def tell(self, answered: Callable[[], None]) -> None:
-        """Call this once the parents' records were read, as their rows may be many."""
+        """Call `answered` when the parents' records are read: reading the rows afterwards may take long."""
         self._answered = answered
 
-    # -- its one file ------------------------------------------------------------------------------
+    # -- the one file ------------------------------------------------------------------------------
 
     def where(self, name: str) -> str:
-        """How to call a file in messages."""
-        return f"{name}, made of what lies in {parent_files(self._query_folder, 0).root.rpartition('/')[0]}"
+        """Return the description of a file for messages."""
+        return f"{name}, made from the files in {parent_files(self._query_folder, 0).root.rpartition('/')[0]}"
 
     def size(self, name: str) -> int:
-        """Its size."""
-        return self._whole(name).size_bytes
+        """Return the file's size."""
+        return self._make_file(name).size_bytes
 
     def get(self, name: str) -> bytes:
-        """All of it."""
+        """Return all bytes of the file."""
         return self.get_range(name, 0, self.size(name))
 
     def get_range(self, name: str, start: int, end: int) -> bytes:
-        """A part of it."""
-        return self._whole(name).get_range(start, end)
+        """Return a range of the file's bytes."""
+        return self._make_file(name).get_range(start, end)
 
     def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
-        """All of it, as a local file."""
-        SealedFiles([self._whole(name)], "just made").get_file(name, local_path)
+        """Write the file to a local path."""
+        SealedFiles([self._make_file(name)], "just made").get_file(name, local_path)
 
     def open_local(self, name: str) -> pa.NativeFile | None:
-        """It lies on this machine only for as long as it is read."""
+        """Return None: the file has no lasting local path."""
         return None
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Stop reads and delete the file."""
         self._closed.set()
         with self._making:
-            made, self._made = self._made, None
-        if made is not None:
-            made.let_go()
+            file, self._file = self._file, None
+        if file is not None:
+            file.let_go()
 
     def make(self, name: str, keep: Path) -> CheckpointFile | None:
-        """Return its rows as a local store takes them."""
-        header, rows = self._begin(name)
+        """Make the file's rows in the form that a local store takes."""
+        header, rows = self._open(name)
         return make_checkpoint(header, self._schema, rows, keep)
 
-    def _whole(self, name: str) -> SealedFile:
+    def _make_file(self, name: str) -> SealedFile:
         with self._making:
-            if self._made is None:
-                header, rows = self._begin(name)
-                self._made = seal(header, self._schema, rows, self._scratch)
-            return self._made
+            if self._file is None:
+                header, rows = self._open(name)
+                self._file = seal(header, self._schema, rows, self._scratch)
+            return self._file
 
-    def _begin(self, name: str) -> tuple[LineageHeader, Iterator[pa.RecordBatch]]:
-        """Return the header of a file, and its rows, which are read from the parents' files as they are asked for."""
-        if self._known is None or name != file_name(self._known, SNAPSHOT):
+    def _open(self, name: str) -> tuple[LineageHeader, Iterator[pa.RecordBatch]]:
+        """Return the file's header, and an iterator that reads its rows from the parents' files."""
+        if self._ref is None or name != file_name(self._ref, SNAPSHOT):
             raise MissingCheckpointError(f"reading {self.where(name)}: it does not exist")
         self._raise_if_closed()
         parents = parents_in(self._query_folder, self._bucket_map, self._pointer.bucket)
         self._answered()
-        found = origin_of(parents, self._bucket_map, self._pointer.bucket)
-        assert found is not None, "somebody asked for it by its name"
-        if found != self._known:
+        origin = origin_of(parents, self._bucket_map, self._pointer.bucket)
+        assert origin is not None, "the name of the file is known, so the bucket has an origin"
+        if origin != self._ref:
             raise LineageError(
                 f"bucket {self._pointer.bucket} of operator {self._pointer.operator!r} begins with "
-                f"checkpoint {self._known}, and the parents in {self._query_folder.root} make {found}: bring back "
-                "those that it was rescaled from"
+                f"checkpoint {self._ref}, but the parents in {self._query_folder.root} make {origin}: restore the "
+                "parents that it was rescaled from"
             )
         header = LineageHeader(
             kind=SNAPSHOT,
             operator=self._pointer.operator,
             bucket=self._pointer.bucket,
-            ref=found,
+            ref=origin,
             parent=None,
             lineage=(),
             schema_id=self._pointer.schema_id,
             writer=Writer("", "", -1, "", max(parent.pointer.heartbeats for parent in parents)),
             package_version=__version__,
         )
-        return header, self._rows(parents)
+        return header, self._read_rows(parents)
 
-    def _rows(self, parents: list[Parent]) -> Iterator[pa.RecordBatch]:
+    def _read_rows(self, parents: list[Parent]) -> Iterator[pa.RecordBatch]:
         low, high = self._bucket_map.range_of(self._pointer.bucket)
         for parent in parents:
             files = parent_files(self._query_folder, parent.bucket)
@@ -173,34 +173,36 @@ class Origin:
 
     def _raise_if_closed(self) -> None:
         if self._closed.is_set():
-            raise InterruptedRestoreError(f"the restore of checkpoint {self._known} was told to stop")
+            raise InterruptedRestoreError(f"the restore of checkpoint {self._ref} was stopped")
 
 
 def origin_in(
     backends: Sequence[Backend], pointer: Pointer, bucket_map: BucketMap, schema: RowSchema, scratch: Path
 ) -> Origin | None:
-    """What a rescaled bucket began with, in whichever backend has its parents; None where it needs them no more."""
+    """Return the origin of a rescaled bucket, in the backend that has its parents; None if it no longer needs them."""
     if pointer.parents is None:
         return None
     folders = [
-        Folder(it.root, it.storage_options).child(pointer.operator, pointer.query_folder)
-        for it in backends
-        if it.kind == FSSPEC
+        Folder(backend.root, backend.storage_options).child(pointer.operator, pointer.query_folder)
+        for backend in backends
+        if backend.kind == FSSPEC
     ]
     if not folders:
         raise StateElsewhereError(
-            f"bucket {pointer.bucket} of operator {pointer.operator!r} was rescaled, and has no snapshot of its own "
-            "yet: keep the backend that has the old buckets' files until it has"
+            f"bucket {pointer.bucket} of operator {pointer.operator!r} was rescaled and has no snapshot of its own "
+            "yet: keep the backend that has the old buckets' files until the bucket has one"
         )
-    # They lie with the backend that came first when the query was rescaled.
-    there = folders[0] if len(folders) == 1 else next((it for it in folders if has_parents(it)), folders[0])
-    return Origin(there, pointer, bucket_map, schema, scratch)
+    # The parents are in the backend that was the first when the query was rescaled.
+    query_folder = (
+        folders[0] if len(folders) == 1 else next((folder for folder in folders if has_parents(folder)), folders[0])
+    )
+    return Origin(query_folder, pointer, bucket_map, schema, scratch)
 
 
 def origin_beside(
     backends: Sequence[Backend], pointer: Pointer, bucket_map: BucketMap, schema: RowSchema, scratch: Path
 ) -> list[Origin]:
-    """As `origin_in`: what a bucket can be read from beside its backends, if there is something."""
+    """Return the origin by `origin_in` as a list, which is empty if there is none."""
     origin = origin_in(backends, pointer, bucket_map, schema, scratch)
     return [] if origin is None else [origin]
 
@@ -208,13 +210,13 @@ def origin_beside(
 def rows_of_parents(
     files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
-    """The live rows of a parent in a range of hashes, ascending."""
+    """Yield the live rows of a parent with hashes from `low` up to `high` (high 32 bits), ascending."""
     for rows in _read_around(files, parent, low, high, schema, scratch):
         hashes = hashes_of(rows) >> np.uint64(32)
-        begin = int(np.searchsorted(hashes, np.uint64(low), side="left"))
+        start = int(np.searchsorted(hashes, np.uint64(low), side="left"))
         end = int(np.searchsorted(hashes, np.uint64(high), side="left"))
-        if begin < end:
-            yield rows.slice(begin, end - begin)
+        if start < end:
+            yield rows.slice(start, end - start)
         if end < len(hashes):
             return
 
@@ -222,12 +224,12 @@ def rows_of_parents(
 def _read_around(
     files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
-    """Yield live rows of a parent, ascending: those in a range of hashes, perhaps with others around it."""
+    """Yield the live rows of a parent in a range of hashes, ascending; rows around the range may be included."""
     pointer, saved = parent.pointer, parent.saved.files
-    if pointer.ref is not None and [it.name for it in saved] == [file_name(pointer.ref, SNAPSHOT)]:
+    if pointer.ref is not None and [file.name for file in saved] == [file_name(pointer.ref, SNAPSHOT)]:
         refuse_other_files(files, saved)
         ends = read_ends(files, pointer.ref, saved[0].size_bytes)
-        # One of an old format has no index.
+        # A file of an old format has no index.
         if ends is not None:
             check_owner(ends.header, (pointer.operator, *pointer.origins), pointer.bucket, files.where(saved[0].name))
             yield from read_part(files, ends, schema, low << 32, high << 32)

@@ -1,8 +1,8 @@
-"""Parents: the buckets that a rescaled bucket begins with parts of, as the query's folder keeps them.
+"""Parents: old buckets, of which a rescaled bucket begins with parts, as copies in the query folder.
 
-They lie in `parents/` of the query folder, like the buckets of a savepoint: files under their own names, and beside
-them a record for each parent. Whoever comes first brings a parent; all bring the same. Nothing refers to where they
-came from, and nothing writes to them.
+`parents/` of the query folder has them like the buckets of a savepoint: files with their own names, and next to them a
+record for each parent. The first call that needs a parent copies it; every call would copy the same bytes. The copies
+do not depend on their source, and are never changed.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _NAME = re.compile(r"(0|[1-9][0-9]{0,8})\.parent\.json")
 
 @dataclass(frozen=True)
 class Parent:
-    """A bucket that others begin with parts of.
+    """An old bucket; new buckets begin with parts of it.
 
     Parameters
     ----------
     operator_file
-        The operator file in force there, which has the bucket map.
+        The operator file that was in force for it, with its bucket map.
     saved
-        The bucket, as a savepoint's manifest has it.
+        The bucket, as in a savepoint's manifest.
     """
 
     operator_file: OperatorFile
@@ -63,33 +63,33 @@ class Parent:
 
     @staticmethod
     def unsaved(operator_file: OperatorFile, pointer: Pointer) -> Parent:
-        """A parent whose files were not looked for."""
+        """Make a parent from a pointer, without its files."""
         return Parent(operator_file, SavedBucket(pointer.operator, pointer.bucket, pointer, ()))
 
     @property
     def bucket(self) -> int:
-        """Its number."""
+        """Number of the bucket."""
         return self.saved.bucket
 
     @property
     def pointer(self) -> Pointer:
-        """Where it stood."""
+        """Pointer of the bucket."""
         return self.saved.pointer
 
     def encode(self) -> bytes:
-        """The record's bytes; the same from whoever makes them."""
+        """Return the record's bytes, which are the same for every writer."""
         fields: dict[str, Any] = {
             "format": PARENT_FORMAT,
             "operator_file": json.loads(self.operator_file.encode()),
             "bucket": self.bucket,
             "pointer": base64.b64encode(self.pointer.encode()).decode(),
-            "files": [[it.name, it.size_bytes, it.digest] for it in self.saved.files],
+            "files": [[file.name, file.size_bytes, file.digest] for file in self.saved.files],
         }
         return sealed_document(fields)
 
     @staticmethod
     def decode(data: bytes, where: str) -> Parent:
-        """Inverse of `encode`."""
+        """Decode a parent's record."""
         with readable(where, "record of a parent"):
             fields = opened_document(data, where, PARENT_FORMAT)
             operator = OperatorFile.decode(json.dumps(fields["operator_file"]).encode(), where)
@@ -101,78 +101,78 @@ class Parent:
         raise AssertionError("unreachable: readable raises what it catches")
 
 
-def _record_name(bucket: int) -> str:
+def _make_record_name(bucket: int) -> str:
     return f"{bucket}.parent.json"
 
 
 def parse_parent_name(name: str) -> int | None:
-    """The number of the bucket whose record has a name; None: it is none."""
+    """Parse the bucket number in the name of a parent's record; None: it is another name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def parent_files(query_folder: Folder, bucket: int) -> Folder:
-    """Where a parent's files lie."""
+    """Return the folder of a parent's files."""
     return query_folder.child(PARENTS_FOLDER, str(bucket))
 
 
 def has_parents(query_folder: Folder) -> bool:
-    """Whether a query was rescaled, and may need its parents still."""
+    """True if a query was rescaled and may still need its parents."""
     return any(_NAME.fullmatch(name) for name in query_folder.child(PARENTS_FOLDER).names())
 
 
 def note_parent(query_folder: Folder, parent: Parent) -> Parent:
-    """Write down what a parent is, once its files are there."""
-    folder, name, data = query_folder.child(PARENTS_FOLDER), _record_name(parent.bucket), parent.encode()
+    """Write a parent's record after its files; an existing record must be of the same state."""
+    folder, name, data = query_folder.child(PARENTS_FOLDER), _make_record_name(parent.bucket), parent.encode()
     if folder.create(name, data):
         return parent
-    there = Parent.decode(folder.get(name), folder.where(name))
-    same_operator = there.operator_file.encode() == parent.operator_file.encode()
-    if not same_operator or _without_lineage(there.pointer) != _without_lineage(parent.pointer):
+    existing = Parent.decode(folder.get(name), folder.where(name))
+    same_operator = existing.operator_file.encode() == parent.operator_file.encode()
+    if not same_operator or _strip_lineage(existing.pointer) != _strip_lineage(parent.pointer):
         raise LineageError(
-            f"{folder.where(name)} is of another state than bucket {parent.bucket} is to be rescaled from: a first "
-            "batch that failed began with that. Start the query again from where it was, or with a new "
+            f"{folder.where(name)} has another state of bucket {parent.bucket} than this rescaling reads: a failed "
+            "first batch began with it. Start the query again from the earlier source, or with a new "
             "checkpointLocation"
         )
-    return there
+    return existing
 
 
-def _without_lineage(pointer: Pointer) -> tuple[CheckpointRef | None, Pointer]:
-    """Where a pointer stands, whatever files lead there."""
+def _strip_lineage(pointer: Pointer) -> tuple[CheckpointRef | None, Pointer]:
+    """Return a pointer's checkpoint, and the pointer without its lineage, for comparing states."""
     return pointer.ref, replace(pointer, lineage=())
 
 
 def parent_of(query_folder: Folder, bucket: int) -> Parent | None:
-    """A parent as it was written down; None where it was not."""
-    return document_in(query_folder.child(PARENTS_FOLDER), _record_name(bucket), Parent.decode)
+    """Read a parent's record; None if there is none."""
+    return document_in(query_folder.child(PARENTS_FOLDER), _make_record_name(bucket), Parent.decode)
 
 
 def parents_in(query_folder: Folder, bucket_map: BucketMap, bucket: int) -> list[Parent]:
-    """The parents of a bucket, in the order of their hashes."""
+    """Read the parents of a bucket, in the order of their hashes."""
     folder = query_folder.child(PARENTS_FOLDER)
     numbers = sorted(int(match[1]) for name in folder.names() if (match := _NAME.fullmatch(name)))
     if not numbers:
         raise MissingCheckpointError(
-            f"bucket {bucket} begins with parts of other buckets, and {folder.root} has none: bring the folder back, "
-            "or go back to a batch from before the query was rescaled"
+            f"bucket {bucket} begins with parts of other buckets, but {folder.root} has none: restore the folder, or "
+            "go back to a batch before the query was rescaled"
         )
-    first = _read(folder, numbers[0])
-    wanted = bucket_map.overlapping(first.operator_file.bucket_map, bucket)
-    return [first if number == first.bucket else _read(folder, number) for number in wanted]
+    first = _read_parent(folder, numbers[0])
+    needed = bucket_map.overlapping(first.operator_file.bucket_map, bucket)
+    return [first if number == first.bucket else _read_parent(folder, number) for number in needed]
 
 
 @dataclass(frozen=True)
 class Origins:
-    """What the buckets of a rescaled query begin with.
+    """The initial state of the buckets of a rescaled query.
 
     Parameters
     ----------
     refs
-        The origin of each bucket whose parents are all there; None of one that begins without state.
+        The origin of each bucket whose parents are all there; None for a bucket that begins without state.
     batch, heartbeat
         The batch after which the parents had this state, and its heartbeat.
     in_place
-        Whether the query made that batch itself, and not another one whose snapshot it started from.
+        True if the query itself made that batch; False if it started from another query's snapshot.
     """
 
     refs: Mapping[int, CheckpointRef | None]
@@ -182,17 +182,19 @@ class Origins:
 
 
 def origins_in(query_folder: Folder, bucket_map: BucketMap) -> Origins | None:
-    """What the buckets of a query begin with; None where it has no parents."""
+    """Read the origins of a query's buckets; None if it has no parents."""
     folder = query_folder.child(PARENTS_FOLDER)
     parents = {
-        int(match[1]): _read(folder, int(match[1])) for name in folder.names() if (match := _NAME.fullmatch(name))
+        int(match[1]): _read_parent(folder, int(match[1]))
+        for name in folder.names()
+        if (match := _NAME.fullmatch(name))
     }
     if not parents:
         return None
-    before = next(iter(parents.values())).operator_file.bucket_map
+    old_map = next(iter(parents.values())).operator_file.bucket_map
     refs: dict[int, CheckpointRef | None] = {}
     for bucket in range(bucket_map.buckets):
-        numbers = bucket_map.overlapping(before, bucket)
+        numbers = bucket_map.overlapping(old_map, bucket)
         if parents.keys() >= set(numbers):
             refs[bucket] = origin_of([parents[number] for number in numbers], bucket_map, bucket)
     return Origins(
@@ -203,15 +205,15 @@ def origins_in(query_folder: Folder, bucket_map: BucketMap) -> Origins | None:
     )
 
 
-def _read(folder: Folder, bucket: int) -> Parent:
-    name = _record_name(bucket)
+def _read_parent(folder: Folder, bucket: int) -> Parent:
+    name = _make_record_name(bucket)
     return Parent.decode(folder.get(name), folder.where(name))
 
 
 def origin_of(parents: Sequence[Parent], bucket_map: BucketMap, bucket: int) -> CheckpointRef | None:
-    """The checkpoint that a bucket begins with: the same whoever makes it of the same parents.
+    """Return the checkpoint that a bucket begins with, computed from its parents; None: they have no state.
 
-    Its version is beyond those of the parents, and so never 1, which a first delta has that is a whole state.
+    Its version is greater than the parents' versions, and so never 1: a delta with version 1 is a complete state.
     """
     refs = [(parent.bucket, str(parent.pointer.ref)) for parent in parents if parent.pointer.ref is not None]
     if not refs:
@@ -222,23 +224,26 @@ def origin_of(parents: Sequence[Parent], bucket_map: BucketMap, bucket: int) -> 
 
 
 def combined_pointer(operator: str, bucket_map: BucketMap, bucket: int, parents: Sequence[Parent]) -> Pointer:
-    """What a bucket that is made of parts of others knows of its past, before it has a checkpoint."""
+    """Combine the parents' pointers to the pointer of a new bucket that has no checkpoint yet."""
     pointers = [parent.pointer for parent in parents]
-    names = dict.fromkeys(name for it in pointers for name in (*it.origins, it.operator))
+    names = dict.fromkeys(name for pointer in pointers for name in (*pointer.origins, pointer.operator))
     return Pointer(
         operator=operator,
         bucket=bucket,
         buckets=bucket_map.buckets,
         schema_id=0,
         batch=-1,
-        watermark_ms=max((it.watermark_ms for it in pointers if it.watermark_ms is not None), default=None),
-        rows=sum(it.rows for it in pointers),
-        earliest_timeout_ms=min(
-            (it.earliest_timeout_ms for it in pointers if it.earliest_timeout_ms is not None), default=None
+        watermark_ms=max(
+            (pointer.watermark_ms for pointer in pointers if pointer.watermark_ms is not None), default=None
         ),
-        calls=max(it.calls for it in pointers),
-        heartbeats=max(it.heartbeats for it in pointers),
-        retained=max(it.retained for it in pointers),
-        retained_heartbeat=max(it.retained_heartbeat for it in pointers),
+        rows=sum(pointer.rows for pointer in pointers),
+        earliest_timeout_ms=min(
+            (pointer.earliest_timeout_ms for pointer in pointers if pointer.earliest_timeout_ms is not None),
+            default=None,
+        ),
+        calls=max(pointer.calls for pointer in pointers),
+        heartbeats=max(pointer.heartbeats for pointer in pointers),
+        retained=max(pointer.retained for pointer in pointers),
+        retained_heartbeat=max(pointer.retained_heartbeat for pointer in pointers),
         origins=tuple(name for name in names if name != operator),
     )

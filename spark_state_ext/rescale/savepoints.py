@@ -1,8 +1,8 @@
-"""A savepoint with another bucket map: the same rows in other buckets, written anew without Spark.
+"""Rewrites a savepoint with another bucket map, without Spark: the same rows in other buckets.
 
-The rows of the old buckets follow each other in ascending hash, and so do those of the new ones: they are read once,
-and cut where the new buckets begin. Each new bucket is one snapshot, whose name follows from what it is made of. So a
-run that was stopped leaves nothing but files that the next one makes, too.
+The old buckets, one after the other, have their rows in ascending order of hashes, and so have the new ones. So the
+rows are read once and split where new buckets begin. Each new bucket is one snapshot; its name is computed from its
+parents. So a stopped run leaves only files that the next run writes again.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _END = 1 << 32
 
 @dataclass(frozen=True)
 class RescaledOperator:
-    """An operator whose state is in other buckets now.
+    """An operator that was rescaled.
 
     Parameters
     ----------
     operator
-        Its name.
+        Name of the operator.
     before, after
-        Its bucket maps.
+        Its old and new bucket map.
     rows
-        How many keys it has.
+        Number of its keys.
     checksum
-        Of all its rows, in the order of their hashes: 32 hexadecimal digits. Old and new have the same.
+        Checksum of all rows in the order of their hashes: 32 hexadecimal digits, the same before and after.
     """
 
     operator: str
@@ -64,14 +64,14 @@ class RescaledOperator:
 
 @dataclass(frozen=True)
 class RescaledSavepoint:
-    """A savepoint that was written anew with another bucket map.
+    """A savepoint that was rewritten with another bucket map.
 
     Parameters
     ----------
     path, id
-        Where it is, and its id.
+        Path and id of the savepoint.
     operators
-        The operators that were rescaled, by name. Others are as they were.
+        The rescaled operators by name. Other operators are unchanged.
     """
 
     path: str
@@ -81,50 +81,50 @@ class RescaledSavepoint:
 
 @dataclass(frozen=True)
 class Rescaling:
-    """What is to be made of a savepoint.
+    """The plan for rescaling a savepoint.
 
     Parameters
     ----------
     manifest
-        What is in it.
-    wanted
-        The operators that are rescaled, by name, with the operator file that they are to have.
+        Manifest of the source savepoint.
+    rescaled
+        New operator files of the operators that are rescaled, by name.
     """
 
     manifest: SavepointManifest
-    wanted: Mapping[str, OperatorFile]
+    rescaled: Mapping[str, OperatorFile]
 
     @property
     def operators(self) -> dict[str, OperatorFile]:
         """All operators of the new savepoint."""
-        return {**self.manifest.header.operators, **self.wanted}
+        return {**self.manifest.header.operators, **self.rescaled}
 
     @property
     def buckets(self) -> int:
-        """How many buckets the new savepoint has."""
-        return sum(it.buckets for it in self.operators.values())
+        """Number of buckets of the new savepoint."""
+        return sum(operator.buckets for operator in self.operators.values())
 
     def pointer_of(self, operator: str, bucket: int) -> Pointer:
-        """The pointer of a new bucket, always at the same checkpoint, before its rows are counted."""
-        before, bucket_map = self.manifest.header.operators[operator], self.wanted[operator].bucket_map
+        """Return the pointer of a new bucket, always with the same checkpoint; its rows are not counted yet."""
+        before, bucket_map = self.manifest.header.operators[operator], self.rescaled[operator].bucket_map
         numbers = bucket_map.overlapping(before.bucket_map, bucket)
         parents = [Parent(before, self.manifest.bucket(operator, number)) for number in numbers]
         pointer = combined_pointer(operator, bucket_map, bucket, parents)
-        pointer = replace(pointer, batch=max(it.pointer.batch for it in parents))
+        pointer = replace(pointer, batch=max(parent.pointer.batch for parent in parents))
         origin = origin_of(parents, bucket_map, bucket)
         if origin is None:
             return replace(pointer, rows=0, origins=())
-        # An operator file may have changed between two savepoints of one checkpoint.
+        # The savepoint's id is included because two savepoints of one checkpoint may have different operator files.
         text = f"{self.manifest.header.id} {origin}"
         ref = CheckpointRef(origin.version, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
         return replace(pointer, lineage=(LineageEntry(ref, 0, pointer.heartbeats),))
 
     def files(self) -> Iterator[str]:
-        """The files that the new savepoint consists of beside its manifest, by their paths in it."""
-        for it in self.manifest.buckets:
-            if it.operator not in self.wanted:
-                yield from (f"{it.operator}/{it.bucket}/{file.name}" for file in it.files)
-        for operator, after in self.wanted.items():
+        """Yield the paths of the new savepoint's files, except the manifest."""
+        for saved in self.manifest.buckets:
+            if saved.operator not in self.rescaled:
+                yield from (f"{saved.operator}/{saved.bucket}/{file.name}" for file in saved.files)
+        for operator, after in self.rescaled.items():
             for bucket in range(after.buckets):
                 ref = self.pointer_of(operator, bucket).ref
                 if ref is not None:
@@ -140,66 +140,66 @@ def rescale_savepoint(
     storage_options: Mapping[str, Any] | None = None,
     on_bucket: Callable[[SavedBucket], None] = lambda bucket: None,
 ) -> RescaledSavepoint:
-    """Write a savepoint anew with another bucket map, without Spark: a job with that map starts from it.
+    """Rewrite a savepoint with another bucket map, without Spark; a job with that map can start from the result.
 
-    The savepoint itself stays as it is. Rows, timeouts, times to live, batch, watermark and offsets are those of the
-    savepoint. All rows are read back and compared before the manifest is written. A call that was stopped is repeated
-    with the same arguments: it goes on in the folder that the first one has left.
+    The old savepoint is not changed. The new one has the same rows, timeouts, times to live, batch, watermark and
+    offsets. All rows are read back and compared before the manifest is written. If a call was stopped, repeat it with
+    the same arguments: it continues in the same folder.
 
     Parameters
     ----------
     savepoint
-        The savepoint, or its path.
+        The old savepoint, or its path.
     path
-        Folder of the new one, which does not exist yet: any fsspec URL, or an absolute path.
+        Folder of the new savepoint, which must not exist yet: any fsspec URL, or an absolute path.
     bucket_map
         The new map: ``BucketMap(buckets)``, or one with unequal ranges, such as ``BucketMap.split(4, {1: 2})``.
     operator
-        The only operator that is rescaled; others are copied as they are. By default all are, or the one that a
-        `Savepoint` names.
+        Rescale only this operator and copy the others unchanged. By default all operators are rescaled, or the one
+        that a `Savepoint` names.
     storage_options
-        Options for the new path's fsspec file system; also for the savepoint's, where only its path is given.
+        Options for the new path's fsspec file system; also for the old savepoint's, if you give only its path.
     on_bucket
-        Called with each bucket of the new savepoint once its files are there.
+        Called with each bucket of the new savepoint when its files are written.
 
     Returns
     -------
     RescaledSavepoint
-        What was made.
+        The new savepoint.
 
     Raises
     ------
     UsageError
-        When the savepoint has that map already, or is divided by source partition; when it has no such operator; or
-        when there is something at the path.
+        If the savepoint already has that map or its buckets follow source partitions; if it has no such operator; or
+        if the path is not empty.
     ClaimedError
-        When a query has claimed the savepoint, or keys are being erased from it.
+        If a query has claimed the savepoint, or keys are being erased from it.
     MissingCheckpointError, CorruptFileError, LineageError, VersionSkewError
-        When there is no savepoint that can be read.
+        If there is no readable savepoint.
     StorageError
-        When a store fails, or what was written reads otherwise.
+        If the storage fails, or written rows read back differently.
 
     Examples
     --------
-    >>> made = rescale_savepoint("/savepoints/monday", "/savepoints/monday-64", BucketMap(64))  # doctest: +SKIP
-    >>> made.operators["counts"].rows  # doctest: +SKIP
+    >>> rescaled = rescale_savepoint("/savepoints/monday", "/savepoints/monday-64", BucketMap(64))  # doctest: +SKIP
+    >>> rescaled.operators["counts"].rows  # doctest: +SKIP
     6
     """
     if isinstance(savepoint, Savepoint):
-        given = savepoint
+        old = savepoint
     else:
-        given = Savepoint(os.fspath(savepoint), storage_options=storage_options or {})
+        old = Savepoint(os.fspath(savepoint), storage_options=storage_options or {})
     refuse_relative(path, "the path of a savepoint")
-    source = Folder(given.path, given.storage_options)
+    source = Folder(old.path, old.storage_options)
     target = Folder(path.rstrip("/") or path, storage_options)
-    wanted = rescaling_of(source, bucket_map, operator or given.operator)
-    return write_rescaled(source, target, wanted, on_bucket)
+    plan = rescaling_of(source, bucket_map, operator or old.operator)
+    return write_rescaled(source, target, plan, on_bucket)
 
 
 def rescaling_of(source: Folder, bucket_map: BucketMap, operator: str | None = None) -> Rescaling:
-    """See what is to be made of a savepoint; nothing is changed."""
+    """Plan the rescaling of a savepoint; raise `UsageError` if it cannot be rescaled to the map."""
     if not isinstance(bucket_map, BucketMap) or not bucket_map.by_hash:
-        raise UsageError(f"a savepoint is rescaled to a BucketMap of hashes, and not to {bucket_map!r}")
+        raise UsageError(f"a savepoint can only be rescaled to a BucketMap of hashes, not to {bucket_map!r}")
     if bucket_map.buckets > BUCKETS_MAX:
         raise UsageError(f"buckets must be a whole number from 1 to {BUCKETS_MAX}, not {bucket_map.buckets}")
     manifest = read_manifest(source)
@@ -208,84 +208,84 @@ def rescaling_of(source: Folder, bucket_map: BucketMap, operator: str | None = N
     for name in names:
         if not operators[name].bucket_map.by_hash:
             raise UsageError(
-                f"operator {name!r} of the savepoint at {source.root} has {operators[name].bucket_map}: no hash tells "
-                "the bucket of its keys, so it cannot be rescaled. Its job takes more source partitions as they are"
-                + ("; name another operator" if len(operators) > 1 else "")
+                f"operator {name!r} of the savepoint at {source.root} has {operators[name].bucket_map}: its buckets "
+                "do not depend on key hashes, so it cannot be rescaled. Its job accepts more source partitions without "
+                "that" + ("; name another operator" if len(operators) > 1 else "")
             )
-    # Numbers of the query's operator files end here: who starts from it begins with one of number 0.
-    wanted = {
+    # A query that starts from the new savepoint numbers its operator files from 0 again.
+    rescaled = {
         name: replace(operators[name].with_map(bucket_map), schema_id=0)
         for name in names
         if operators[name].bucket_map != bucket_map
     }
-    if not wanted:
+    if not rescaled:
         raise UsageError(
-            f"the savepoint at {source.root} has {bucket_map} already: there is nothing to do. Ask for another number, "
-            "or copy it with spark-state-ext savepoint copy"
+            f"the savepoint at {source.root} already has {bucket_map}. Choose another number of buckets, or copy the "
+            "savepoint with spark-state-ext savepoint copy"
         )
-    return Rescaling(manifest, wanted)
+    return Rescaling(manifest, rescaled)
 
 
 def write_rescaled(
-    source: Folder, target: Folder, wanted: Rescaling, on_bucket: Callable[[SavedBucket], None] = lambda bucket: None
+    source: Folder, target: Folder, plan: Rescaling, on_bucket: Callable[[SavedBucket], None] = lambda bucket: None
 ) -> RescaledSavepoint:
-    """Write the new savepoint, in a folder that a run which was stopped may have left."""
-    manifest = wanted.manifest
-    writer = SavepointWriter(source, manifest, target, wanted.files())
+    """Write the new savepoint; the folder may have files of a stopped run."""
+    manifest = plan.manifest
+    writer = SavepointWriter(source, manifest, target, plan.files())
     refuse_torn(source, manifest)
-    done = {}
+    rescaled_operators = {}
     for name in sorted(manifest.header.operators):
-        if name in wanted.wanted:
-            done[name] = _rescale(writer, wanted, name, on_bucket)
+        if name in plan.rescaled:
+            rescaled_operators[name] = _rescale(writer, plan, name, on_bucket)
             continue
-        for saved in (it for it in manifest.buckets if it.operator == name):
+        for saved in (bucket for bucket in manifest.buckets if bucket.operator == name):
             writer.copy([saved])
             on_bucket(saved)
-    # Files that were copied are as they were.
-    form = CANONICAL if len(done) == len(manifest.header.operators) else manifest.header.form
-    writer.finish(writer.changed_header(form, wanted.operators))
-    return RescaledSavepoint(target.root, writer.id, done)
+    # Copied files keep their form.
+    form = CANONICAL if len(rescaled_operators) == len(manifest.header.operators) else manifest.header.form
+    writer.finish(writer.changed_header(form, plan.operators))
+    return RescaledSavepoint(target.root, writer.id, rescaled_operators)
 
 
 def _rescale(
-    writer: SavepointWriter, wanted: Rescaling, operator: str, on_bucket: Callable[[SavedBucket], None]
+    writer: SavepointWriter, plan: Rescaling, operator: str, on_bucket: Callable[[SavedBucket], None]
 ) -> RescaledOperator:
-    """Write the new buckets of an operator, and compare their rows with those of the old ones."""
-    before, after = wanted.manifest.header.operators[operator], wanted.wanted[operator]
+    """Write the new buckets of an operator, and compare their rows with the old rows."""
+    before, after = plan.manifest.header.operators[operator], plan.rescaled[operator]
     schema, old, new = after.row_schema(), RowsDigest(), RowsDigest()
-    with closing(_old_rows(writer, wanted, operator, old)) as rows:
-        cut = _Cut(rows)
+    with closing(_read_old_rows(writer, plan, operator, old)) as rows:
+        splitter = _Splitter(rows)
         for bucket in range(after.buckets):
             _, high = after.bucket_map.range_of(bucket)
-            made = writer.write(wanted.pointer_of(operator, bucket), schema, cut.below(high))
-            for _ in _note_rows(writer.read_back(made, schema), writer.target, made, after.bucket_map, new):
+            saved = writer.write(plan.pointer_of(operator, bucket), schema, splitter.read_below(high))
+            for _ in _check_rows(writer.read_back(saved, schema), writer.target, saved, after.bucket_map, new):
                 pass
-            on_bucket(made)
-        for _ in cut.below(_END):
+            on_bucket(saved)
+        for _ in splitter.read_below(_END):
             pass
     if (old.rows, old.value) != (new.rows, new.value):
         raise StorageError(
-            f"operator {operator!r} has {old.rows} rows with the checksum {old.value} in {writer.source.root}, and "
-            f"{new.rows} rows with {new.value} in {writer.target.root}: remove that folder, see that nobody else "
-            "writes to it, and rescale again"
+            f"operator {operator!r} has {old.rows} rows with the checksum {old.value} in {writer.source.root}, but "
+            f"{new.rows} rows with {new.value} in {writer.target.root}: remove the latter folder, make sure that no "
+            "other process writes to it, and rescale again"
         )
     return RescaledOperator(operator, before.bucket_map, after.bucket_map, new.rows, new.value)
 
 
-def _old_rows(
-    writer: SavepointWriter, wanted: Rescaling, operator: str, digest: RowsDigest
+def _read_old_rows(
+    writer: SavepointWriter, plan: Rescaling, operator: str, digest: RowsDigest
 ) -> Generator[pa.RecordBatch, None, None]:
-    """Read all rows of an operator, ascending by hash."""
-    bucket_map = wanted.manifest.header.operators[operator].bucket_map
-    for saved in wanted.manifest.buckets:
+    """Yield all rows of an operator by ascending hash."""
+    bucket_map = plan.manifest.header.operators[operator].bucket_map
+    for saved in plan.manifest.buckets:
         if saved.operator == operator:
-            yield from _note_rows(writer.read(saved), writer.source, saved, bucket_map, digest)
+            yield from _check_rows(writer.read(saved), writer.source, saved, bucket_map, digest)
 
 
-def _note_rows(
+def _check_rows(
     batches: Iterable[pa.RecordBatch], savepoint: Folder, saved: SavedBucket, bucket_map: BucketMap, digest: RowsDigest
 ) -> Iterator[pa.RecordBatch]:
-    """Note rows of a bucket in a digest as they come; refuse those of another bucket, or in another order."""
+    """Yield the rows of a bucket and add them to a digest; raise if a row is in the wrong bucket or order."""
     low, high = bucket_map.range_of(saved.bucket)
     last = low << 32
     for rows in batches:
@@ -294,31 +294,31 @@ def _note_rows(
         hashes = hashes_of(rows)
         if int(hashes[0]) < last or (hashes[1:] < hashes[:-1]).any() or int(hashes[-1]) >= high << 32:
             raise CorruptFileError(
-                f"{savepoint.child(saved.operator, str(saved.bucket)).root} has rows that are another bucket's, or not "
-                "in the order of their hashes: take another savepoint"
+                f"{savepoint.child(saved.operator, str(saved.bucket)).root} has rows of another bucket, or rows that "
+                "are not in the order of their hashes: use another savepoint"
             )
         last = int(hashes[-1])
         digest.add(rows)
         yield rows
 
 
-class _Cut:
-    """Rows in ascending hash, one range after the other."""
+class _Splitter:
+    """Splits rows in ascending order of hashes into consecutive ranges."""
 
     def __init__(self, batches: Iterator[pa.RecordBatch]) -> None:
         self._batches = batches
-        self._left: pa.RecordBatch | None = None
+        self._rest: pa.RecordBatch | None = None
 
-    def below(self, high: int) -> Iterator[pa.RecordBatch]:
-        """The rows that come next and whose hashes' high 32 bits are below a number."""
+    def read_below(self, high: int) -> Iterator[pa.RecordBatch]:
+        """Yield the next rows, as long as the high 32 bits of their hashes are below `high`."""
         while True:
-            rows = next(self._batches, None) if self._left is None else self._left
-            self._left = None
+            rows = next(self._batches, None) if self._rest is None else self._rest
+            self._rest = None
             if rows is None:
                 return
             end = int(np.searchsorted(hashes_of(rows) >> _BITS, np.uint64(high), side="left"))
             if end < rows.num_rows:
-                self._left = rows.slice(end)
+                self._rest = rows.slice(end)
             if end:
                 yield rows.slice(0, end)
             if end < rows.num_rows:

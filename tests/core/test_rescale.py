@@ -185,7 +185,7 @@ def test_what_is_left_where_the_parents_are_out_of_reach_is_told(
         for _ in range(2):
             finishing.in_turn([place], name, plan, pointer, 2, nothing, lambda _: False, background)
             background.do()
-        return sorted(it.getMessage().split(" is left of a rescaling")[0] for it in caplog.records)
+        return sorted(it.getMessage().split(" remains after a rescaling")[0] for it in caplog.records)
 
     # One that this plan rescales into is in use; of others that came to nothing none is.
     assert told_of("query", f"{'1' * 12}{'0' * 20}") == []
@@ -204,7 +204,7 @@ def test_what_is_there_of_another_attempt_must_be_the_same(tmp_path: Path, old: 
     old.batch({KEYS[1]: Row(99)})
     shutil.rmtree(tmp_path / "savepoint")
     other = rescaled(tmp_path, old, BucketMap(5))
-    with pytest.raises(Exception, match="is of another state than bucket 0 is to be rescaled from"):
+    with pytest.raises(Exception, match="has another state of bucket 0 than this rescaling reads"):
         other.start()
 
 
@@ -343,14 +343,14 @@ def test_rows_of_parents_may_take_longer_than_a_backend_may_be_silent(
 ) -> None:
     query = rescaled(tmp_path, old, BucketMap(2))
     query.start()
-    options, rows_of = CommitOptions(journal=False, commit_timeout_ms=400), Origin._rows
+    options, rows_of = CommitOptions(journal=False, commit_timeout_ms=400), Origin._read_rows
 
     def slowly(origin: Origin, parents: list[Parent]) -> Iterator[pa.RecordBatch]:
         """As on a large bucket."""
         time.sleep(1)
         yield from rows_of(origin, parents)
 
-    monkeypatch.setattr(Origin, "_rows", slowly)
+    monkeypatch.setattr(Origin, "_read_rows", slowly)
     monkeypatch.setattr(rescaled_query, "CommitContext", partial(CommitContext, options=options))
     assert query.restored() == query.model
 

@@ -41,7 +41,7 @@ _GIVE, _OVERLAPPING = Rescaling.give, BucketMap.overlapping
 _DIVIDED, _ORIGIN_OF, _SETTLED = initial_state.make_divided_pointer, parents.origin_of, decisions.settle
 _UNCONFIRMED = cadence.with_unconfirmed_snapshot
 Notes = Collection[ParentsNote]
-_NOTED, _FINISHED = Finishing.noted, Finishing._finished
+_NOTED, _REMOVE_PARENTS = Finishing.noted, Finishing._remove_parents
 
 
 def _not_compared(self: Rescaling, replicas: Any, scratch: Path) -> None:
@@ -229,7 +229,7 @@ def _blind_to_holds(
     held: Any,
 ) -> bool:
     """Nobody asks whether somebody copies."""
-    return _FINISHED(self, places, name, committed, batches_retained, still_ours, lambda name: False)
+    return _REMOVE_PARENTS(self, places, name, committed, batches_retained, still_ours, lambda name: False)
 
 
 def _with_an_operator_file(listed: Mapping[str, Collection[str]]) -> frozenset[str]:
@@ -309,6 +309,6 @@ BROKEN_RESCALES: dict[str, Built] = {
     "erase requests left behind": _patched(
         *((module, "take_requests", _left_behind) for module in (finishing, in_force))
     ),
-    "refused rescalings never removed": _patched((Finishing, "_is_alone", _dead_stay)),
-    "finishing blind to holds": _patched((Finishing, "_finished", _blind_to_holds)),
+    "refused rescalings never removed": _patched((Finishing, "_remove_failed", _dead_stay)),
+    "finishing blind to holds": _patched((Finishing, "_remove_parents", _blind_to_holds)),
 }
