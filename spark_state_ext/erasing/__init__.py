@@ -1,1 +1,1 @@
-"""Erasing keys that a user names: asking for it, and looking for what holds a key."""
+"""Erases the keys that a user names: requests it, finds the files that have a key, and rewrites them."""

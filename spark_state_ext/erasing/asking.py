@@ -1,7 +1,7 @@
-"""Asking for keys to be erased from a query's state, and whether that is done.
+"""Requests that keys are erased from a query's state, and reports whether that is done.
 
-Whoever asks writes a file into the query folder; the query carries it out in its next batch, and says when every bucket
-has (`docs/design/007b-erasing.md`). So the query may run or be stopped, and Spark is not needed here.
+A request is a file in the query folder. The query carries it out in its next batch, and records when all buckets have
+done so (`docs/design/007b-erasing.md`). So the query may be running or stopped, and Spark is not needed here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from arrow_schemas.erase import EraseRequest
-from spark_state_ext.erasing.folders import keys_as_stored, query_folders_below
+from spark_state_ext.erasing.folders import convert_keys, query_folders_below
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, UsageError, VersionSkewError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.rescale.folders import first_folder
@@ -30,16 +30,16 @@ WAITING, DONE, UNREADABLE = "waiting", "done", "unreadable"
 
 @dataclass(frozen=True)
 class AskedErasure:
-    """An erase request that was made.
+    """A new erase request.
 
     Parameters
     ----------
     operator, query_folder
-        Whose keys.
+        The operator and query folder that have the keys.
     number
-        Its number there.
+        Number of the request in the query folder.
     keys
-        How many keys it names.
+        Number of keys in the request.
     """
 
     operator: str
@@ -50,27 +50,26 @@ class AskedErasure:
 
 @dataclass(frozen=True)
 class EraseStatus:
-    """What has become of an erase request.
+    """The status of an erase request.
 
     Parameters
     ----------
     operator, query_folder, number
-        Which one.
+        Operator, query folder and number of the request.
     keys
-        How many keys it names; 0 where that cannot be read.
+        Number of keys in the request; 0 if it is unreadable.
     asked_ms
-        When it was made, milliseconds since 1970; 0 where that cannot be read.
+        When the request was made, milliseconds since 1970; 0 if it is unreadable.
     state
-        ``"waiting"``; or ``"done"``: the committed state of every bucket is without these keys, but for rows that came
-        since; or ``"unreadable"``: the file is damaged, or a newer release wrote it. It waits, and so do those after
-        it, until you withdraw it (`withdraw_erasure`).
+        ``"waiting"``; or ``"done"``: the committed state of every bucket is without these keys, except for rows that
+        came later; or ``"unreadable"``: the file is damaged, or a newer release wrote it. An unreadable request and all
+        later ones wait until you withdraw it (`withdraw_erasure`).
     done_ms
-        When it was known to be done; None: it is not.
+        When the request was found to be done; None: it is not done.
     batch
-        The batch that told; None: it is not done.
+        The batch that found this; None: it is not done.
     kept
-        Whether the request, which holds the keys, is there still. It stays as long as Spark may go back to a batch from
-        before it.
+        True if the request, which has the keys, still exists. It is kept while Spark may go back to a batch before it.
     """
 
     operator: str
@@ -92,36 +91,37 @@ def erase_keys(
     query_folder: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[AskedErasure]:
-    """Ask for keys to be erased from an operator's state: state and timeout of each.
+    """Request that an operator's state and timeouts of some keys are erased.
 
-    The query carries it out in its next batch, before your function runs; a stopped query does once it is started
-    again. Rows of such a key that come in that batch or later begin its state anew. Older files hold the keys for
+    The query erases them in its next batch, before your function runs; a stopped query does so when it is started
+    again. Rows of an erased key that come in that batch or later start a new state. Older files have the keys for
     longer (`docs/operating/erasing.md`).
 
     Parameters
     ----------
     root, operator, storage_options
-        As `ArrowState` has them. Each step of a chain is an operator of its own, and has keys of its own.
+        As given to `ArrowState`. Each step of a chain is a separate operator with its own keys.
     keys
-        A table with the operator's key columns (PyArrow, pandas, polars, or a dict of lists); where there is one key
-        column, a list of its values will do. At most a million keys.
+        A table with the operator's key columns (PyArrow, pandas, polars, or a dict of lists), or, if there is one key
+        column, a list of its values. At most a million keys.
     query_folder
-        Name of the query folder. By default all that the operator has are asked; of a rescaled query the one in force,
-        whose requests the query takes along when it goes on in another one.
+        Name of the query folder. By default the request goes to all query folders of the operator; for a rescaled
+        query, to the folder in force, whose requests the query copies when it continues in another folder.
 
     Returns
     -------
     list of AskedErasure
-        One for each query folder.
+        One request for each query folder.
 
     Raises
     ------
     StateValueError
-        When the keys are not the operator's.
+        If the keys do not fit the operator's key columns.
     UsageError
-        When there is no such operator, no key, or more than a million.
+        If there is no such operator, no key, or more than a million keys.
     StorageError
-        When a request could not be written. Those of other folders may have been; asking again does no harm.
+        If a request could not be written. Requests in other folders may have been written; repeat the call, which does
+        no harm.
 
     Examples
     --------
@@ -130,27 +130,32 @@ def erase_keys(
     """
     folders = query_folders_below(root, operator, query_folder, storage_options)
     if query_folder is not None:
-        in_force = [it.name for it in query_folders_below(root, operator, None, storage_options)]
+        in_force = [folder.name for folder in query_folders_below(root, operator, None, storage_options)]
         if query_folder not in in_force:
             raise UsageError(
-                f"{folders[0].files.root} is a folder of a query that was rescaled, and the query does not go on "
-                f"there, so the request would wait for ever: leave out query_folder, or name {', '.join(in_force[:5])}"
+                f"{folders[0].files.root} belongs to a query that was rescaled and no longer uses that folder, so the "
+                f"request would wait forever: omit query_folder, or name {', '.join(in_force[:5])}"
             )
-    made: list[AskedErasure] = []
+    requested: list[AskedErasure] = []
     while folders:
-        # All are looked at before the first one is asked.
-        asked = [keys_as_stored(keys, folder.schema, "erase_keys()") for folder in folders]
-        if any(it.num_rows > KEYS_MAX for it in asked):
-            raise UsageError(f"erase_keys() was given more than {KEYS_MAX:,} keys: ask for them in several calls")
-        for folder, batch in zip(folders, asked, strict=True):
+        # The keys are checked for all folders before the first request is written.
+        batches = [convert_keys(keys, folder.schema, "erase_keys()") for folder in folders]
+        if any(batch.num_rows > KEYS_MAX for batch in batches):
+            raise UsageError(f"erase_keys() was given more than {KEYS_MAX:,} keys: request them in several calls")
+        for folder, batch in zip(folders, batches, strict=True):
             request = EraseRequest(uuid.uuid4().hex, operator, int(time.time() * 1000), batch, __version__)
             number = EraseFolder(folder.files).add(request)
-            made.append(AskedErasure(operator, folder.name, number, batch.num_rows))
-        # A query that was rescaled meanwhile may have looked for requests to take along before this one was there.
-        names, queries = {it.query_folder for it in made}, {first_folder(it.query_folder) for it in made}
-        now = query_folders_below(root, operator, None, storage_options)
-        folders = [it for it in now if it.name not in names and first_folder(it.name) in queries]
-    return made
+            requested.append(AskedErasure(operator, folder.name, number, batch.num_rows))
+        # A query that was rescaled meanwhile may have copied its requests before this one was written.
+        names, queries = (
+            {erasure.query_folder for erasure in requested},
+            {first_folder(erasure.query_folder) for erasure in requested},
+        )
+        in_force_now = query_folders_below(root, operator, None, storage_options)
+        folders = [
+            folder for folder in in_force_now if folder.name not in names and first_folder(folder.name) in queries
+        ]
+    return requested
 
 
 def erase_status(
@@ -160,7 +165,7 @@ def erase_status(
     query_folder: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[EraseStatus]:
-    """What has become of an operator's erase requests.
+    """Return the status of an operator's erase requests.
 
     Parameters
     ----------
@@ -170,31 +175,31 @@ def erase_status(
     Returns
     -------
     list of EraseStatus
-        By query folder and number.
+        One status for each request, ordered by query folder and number.
 
     Raises
     ------
     UsageError
-        When there is no such operator.
+        If there is no such operator.
     CorruptFileError, VersionSkewError
-        When an operator file cannot be read.
+        If an operator file cannot be read.
     StorageError
-        When the store fails.
+        If the storage fails.
 
     Examples
     --------
-    >>> all(it.state == "done" for it in erase_status("/state", operator="count"))  # doctest: +SKIP
+    >>> all(request.state == "done" for request in erase_status("/state", operator="count"))  # doctest: +SKIP
     True
     """
-    found = []
+    statuses = []
     for folder in query_folders_below(root, operator, query_folder, storage_options):
         requests = EraseFolder(folder.files)
         numbers = requests.numbers()
         for number in sorted(numbers.requests | numbers.done):
-            status = _status(requests, number, operator, folder.name, number in numbers.requests)
+            status = _read_status(requests, number, operator, folder.name, number in numbers.requests)
             if status is not None:
-                found.append(status)
-    return found
+                statuses.append(status)
+    return statuses
 
 
 def withdraw_erasure(
@@ -205,28 +210,28 @@ def withdraw_erasure(
     query_folder: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Have an erase request name no key any more: one that cannot be read, is missing, or was a mistake.
+    """Remove all keys from an erase request that is unreadable, missing or a mistake.
 
-    Its file stays, without keys, as those after it wait for its number. Buckets that have carried it out already stay
-    without the keys.
+    The request itself stays without keys, because later requests wait for its number. Keys that a bucket has already
+    erased stay erased.
 
     Parameters
     ----------
     root, operator, storage_options
         As for `erase_keys`.
     number
-        The request's number, as `erase_status` gives it.
+        The request's number, from `erase_status`.
     query_folder
-        Name of the query folder; needed where the operator has several.
+        Name of the query folder; needed if the operator has several.
 
     Raises
     ------
     UsageError
-        When there is no such operator or number, or the operator has several query folders.
+        If there is no such operator or number, or the operator has several query folders.
     VersionSkewError
-        When a newer release wrote the request: let that release withdraw it.
+        If a newer release wrote the request: withdraw it with that release.
     StorageError
-        When it could not be written.
+        If the request could not be written.
 
     Examples
     --------
@@ -236,21 +241,23 @@ def withdraw_erasure(
     if len(folders) > 1:
         raise UsageError(
             f"operator {operator!r} has {len(folders)} query folders below {root}: name one with query_folder "
-            f"({', '.join(it.name for it in folders[:5])})"
+            f"({', '.join(folder.name for folder in folders[:5])})"
         )
     requests = EraseFolder(folders[0].files)
     numbers = requests.numbers()
     last = max(numbers.requests | numbers.done, default=0)
     if type(number) is not int or not 0 < number <= last:
-        raise UsageError(f"{folders[0].files.root} has no erase request {number!r} that could be withdrawn")
+        raise UsageError(f"{folders[0].files.root} has no erase request {number!r} to withdraw")
     fields = [field.with_nullable(True).remove_metadata() for field in folders[0].schema.keys]
-    none = pa.RecordBatch.from_arrays([pa.array([], field.type) for field in fields], schema=pa.schema(fields))
-    nothing = EraseRequest(uuid.uuid4().hex, operator, int(time.time() * 1000), none, __version__)
-    requests.withdraw(number, nothing)
+    no_keys = pa.RecordBatch.from_arrays([pa.array([], field.type) for field in fields], schema=pa.schema(fields))
+    empty_request = EraseRequest(uuid.uuid4().hex, operator, int(time.time() * 1000), no_keys, __version__)
+    requests.withdraw(number, empty_request)
 
 
-def _status(requests: EraseFolder, number: int, operator: str, query_folder: str, listed: bool) -> EraseStatus | None:
-    """None for one that went away meanwhile: its record was taken back, and comes again."""
+def _read_status(
+    requests: EraseFolder, number: int, operator: str, query_folder: str, listed: bool
+) -> EraseStatus | None:
+    """Return a request's status; None if it disappeared meanwhile: its record was withdrawn and will be rewritten."""
     try:
         done = requests.done(number)
         request = requests.request(number) if listed else None
@@ -258,7 +265,7 @@ def _status(requests: EraseFolder, number: int, operator: str, query_folder: str
         return None
     except (CorruptFileError, VersionSkewError):
         return EraseStatus(operator, query_folder, number, 0, 0, UNREADABLE, None, None, listed)
-    # A record of another request of that number says nothing of this one.
+    # A done record with another id belongs to an earlier request of that number.
     if done is not None and (request is None or request.id == done.id):
         return EraseStatus(
             operator, query_folder, number, done.keys, done.asked_ms, DONE, done.done_ms, done.batch, listed

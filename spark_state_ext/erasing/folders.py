@@ -1,4 +1,4 @@
-"""The query folders whose keys a user names, and his keys as the operator has them."""
+"""Finds an operator's query folders, and converts a user's keys to stored keys."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from spark_state_ext.functions.reasons import conversion_reason
 from spark_state_ext.functions.tables import as_table, cast_column, is_table
 from spark_state_ext.rescale.folders import folders_in_force
 
-__all__ = ["QueryFolder", "keys_as_stored", "query_folders_below"]
+__all__ = ["QueryFolder", "convert_keys", "query_folders_below"]
 
-# Beside the twenty digits of the largest whole number.
+# The largest whole number has twenty digits, which leaves this many of a decimal's 38.
 _SCALE_MAX = 18
 
 
@@ -44,12 +44,12 @@ class QueryFolder:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the query folder."""
         return self.files.name
 
     @property
     def schema(self) -> RowSchema:
-        """Row schema of the stored rows."""
+        """Schema of the stored rows."""
         return self.operator.row_schema()
 
 
@@ -61,92 +61,98 @@ def query_folders_below(
     *,
     in_force: bool = True,
 ) -> list[QueryFolder]:
-    """The query folders of an operator."""
+    """Return the query folders of an operator that have state; by default only those in force."""
     refuse_relative(root, "root")
     top = Folder(root.rstrip("/") or root, storage_options)
-    there = [entry.name for entry in top.entries() if entry.folder]
-    if operator not in there:
+    operators = [entry.name for entry in top.entries() if entry.folder]
+    if operator not in operators:
         raise UsageError(
-            f"{top.root} has no operator {operator!r}; it has: {', '.join(there[:10]) or 'none'}. Give the root as "
-            "ArrowState has it; each step of a chain is an operator of its own"
+            f"{top.root} has no operator {operator!r}; it has: {', '.join(operators[:10]) or 'none'}. Give the root "
+            "that ArrowState was given; each step of a chain is a separate operator"
         )
     below = top.child(operator)
-    names = [it.name for it in below.entries() if it.folder and it.name not in (STARTING_FOLDER, SPILL_FOLDER)]
+    names = [
+        entry.name for entry in below.entries() if entry.folder and entry.name not in (STARTING_FOLDER, SPILL_FOLDER)
+    ]
     if query_folder is not None and query_folder not in names:
         raise UsageError(
             f"{below.root} has no query folder {query_folder!r}; it has: {', '.join(names[:10]) or 'none'}"
         )
     listed = {name: below.child(name).names() for name in (names if query_folder is None else [query_folder])}
-    wanted = [name for name, inside in listed.items() if any(parse_operator_file_name(it) is not None for it in inside)]
+    with_state = [
+        name for name, files in listed.items() if any(parse_operator_file_name(file) is not None for file in files)
+    ]
     if in_force and query_folder is None:
-        wanted = sorted(folders_in_force({name: listed[name] for name in wanted}))
-    files = [(below.child(name), newest_operator(below.child(name), listed[name])) for name in wanted]
-    found = [QueryFolder(folder, operator_file) for folder, operator_file in files if operator_file is not None]
-    if not found:
+        with_state = sorted(folders_in_force({name: listed[name] for name in with_state}))
+    operator_files = [(below.child(name), newest_operator(below.child(name), listed[name])) for name in with_state]
+    query_folders = [
+        QueryFolder(folder, operator_file) for folder, operator_file in operator_files if operator_file is not None
+    ]
+    if not query_folders:
         raise UsageError(f"no query has state below {below.root} yet: there is no operator file")
-    return found
+    return query_folders
 
 
-def keys_as_stored(given: Any, schema: RowSchema, who: str) -> pa.RecordBatch:
-    """A user's keys in the form in which they are stored."""
+def convert_keys(keys: Any, schema: RowSchema, who: str) -> pa.RecordBatch:
+    """Convert a user's keys to the form in which they are stored; `who` names the caller in errors."""
     names = [field.name for field in schema.keys]
-    if is_table(given):
-        table = as_table(given, f"{who} was given")
-    elif len(names) == 1 and isinstance(given, (Sequence, pa.Array, pa.ChunkedArray)) and not isinstance(given, str):
-        table = pa.table([_column(given, who)], names=names)
+    if is_table(keys):
+        table = as_table(keys, f"{who} was given")
+    elif len(names) == 1 and isinstance(keys, (Sequence, pa.Array, pa.ChunkedArray)) and not isinstance(keys, str):
+        table = pa.table([_make_column(keys, who)], names=names)
     else:
         raise StateValueError(
-            f"{who} was given {type(given).__name__} for keys: give a table, or a dict of lists, with the columns "
+            f"{who} was given keys of type {type(keys).__name__}: pass a table, or a dict of lists, with the columns "
             f"{', '.join(names)}{'; or a list of values' if len(names) == 1 else ''}"
         )
     if len(set(names)) == len(names) and sorted(table.column_names) == sorted(names):
         table = table.select(names)
     if table.column_names != names:
         raise StateValueError(
-            f"{who} was given keys with the columns {', '.join(table.column_names)}; the operator's key columns are "
-            f"{', '.join(names)}: give all of these and no others"
+            f"{who} was given keys with the columns {', '.join(table.column_names)}, but the operator's key columns "
+            f"are {', '.join(names)}: pass exactly these"
         )
     if not table.num_rows:
-        raise UsageError(f"{who} was given no key")
-    for at, (column, field) in enumerate(zip(table.columns, schema.keys, strict=True)):
+        raise UsageError(f"{who} was given no keys")
+    for index, (column, field) in enumerate(zip(table.columns, schema.keys, strict=True)):
         why = refused_type(column.type, field.type)
         if not why and pa.types.is_temporal(column.type):
-            why = mixed_times(_python_values(given, field.name, at))
+            why = mixed_times(_python_values(keys, field.name, index))
         if why:
-            raise StateValueError(f"{who} was given other values than the key column {field.name!r} has: {why}")
+            raise StateValueError(f"{who} was given values that do not fit the key column {field.name!r}: {why}")
     columns = [
-        cast_column(_widened(flat(column), field.type), field, "key column")
+        cast_column(_widen_integers(flat(column), field.type), field, "key column")
         for column, field in zip(table.columns, schema.keys, strict=True)
     ]
     plain = pa.schema([field.with_nullable(True).remove_metadata() for field in schema.keys])
     return pa.RecordBatch.from_arrays(schema.normalise_keys(columns), schema=plain)
 
 
-def _widened(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Whole numbers as decimals of all digits that a key of type `kind` may get; Arrow refuses to go by the values."""
+def _widen_integers(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Cast integers for a decimal key to 38 digits, because Arrow refuses a smaller type even if the values fit."""
     whole = pa.types.is_integer(column.type) and pa.types.is_decimal(kind) and kind.scale <= _SCALE_MAX
     return column.cast(pa.decimal128(38, kind.scale)) if whole else column
 
 
-def _python_values(given: Any, name: str, at: int) -> Iterable[Any]:
-    """A column's values, if they were given as Python's own; none if they have a type of their library's."""
-    if not is_table(given):
-        values = given
-    elif isinstance(given, Mapping):
-        values = given[name]
+def _python_values(keys: Any, name: str, index: int) -> Iterable[Any]:
+    """Return a column's values if they are Python objects; empty if they have a type of their library."""
+    if not is_table(keys):
+        values = keys
+    elif isinstance(keys, Mapping):
+        values = keys[name]
     else:
-        columns = list(getattr(given, "columns", ()))
-        place = columns.index(name) if columns.count(name) == 1 else at
-        values = given.iloc[:, place] if hasattr(given, "iloc") else ()
-    # In pandas and NumPy a column of Python's values has the type "object".
+        columns = list(getattr(keys, "columns", ()))
+        position = columns.index(name) if columns.count(name) == 1 else index
+        values = keys.iloc[:, position] if hasattr(keys, "iloc") else ()
+    # In pandas and NumPy, a column of Python objects has the type "object".
     return () if str(getattr(values, "dtype", getattr(values, "type", "object"))) != "object" else values
 
 
-def _column(given: Any, who: str) -> pa.Array:
-    if isinstance(given, (pa.Array, pa.ChunkedArray)):
-        return flat(given)
+def _make_column(values: Any, who: str) -> pa.Array:
+    if isinstance(values, (pa.Array, pa.ChunkedArray)):
+        return flat(values)
     try:
-        return flat(column_of(list(given)))
+        return flat(column_of(list(values)))
     except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
         why = conversion_reason(error)
-        raise StateValueError(f"{who} was given keys that are of no one type: {why}") from error
+        raise StateValueError(f"{who} was given keys of several types: {why}") from error

@@ -1,4 +1,4 @@
-"""What a bucket's files tell of some keys, checkpoint by checkpoint; and the same files without them."""
+"""Finds keys in a bucket's checkpoint files, and rewrites the files without them."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = ["BucketPast", "FilePast", "read_past", "rewrite"]
 
 @dataclass(frozen=True)
 class FilePast:
-    """A checkpoint file.
+    """A checkpoint file, and the searched keys in it.
 
     Parameters
     ----------
     files, entry
-        The bucket's folder in one of the backends, and the file as it was listed.
+        The bucket's folder in one of the backends, and the file's entry there.
     ref, kind
-        What it is.
+        Checkpoint and kind of the file.
     header
-        What it says of itself.
+        Header of the file.
     rows
-        Which of the keys it has, by their numbers: True where the key lives, False for a tombstone.
+        The searched keys in the file, by their numbers: True for a live row, False for a tombstone.
     """
 
     files: Folder
@@ -50,33 +50,35 @@ class FilePast:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the file."""
         return self.entry.name
 
 
 @dataclass
 class BucketPast:
-    """A bucket's files, in all backends."""
+    """The files of a bucket in all backends."""
 
     files: list[FilePast] = field(default_factory=list)
 
-    def with_keys(self) -> list[FilePast]:
-        """The files to write anew, in the order in which to: what removes a key comes after all that it removes.
+    def list_with_keys(self) -> list[FilePast]:
+        """Return the files to rewrite, in this order: a tombstone's file comes after the files whose rows it removes.
 
-        At every moment, and in every checkpoint, a key is then as it was or gone.
+        So at every moment, in every checkpoint, a key is either unchanged or gone.
         """
-        return sorted((it for it in self.files if it.rows), key=lambda it: (it.ref.version, it.kind == SNAPSHOT))
+        return sorted(
+            (file for file in self.files if file.rows), key=lambda file: (file.ref.version, file.kind == SNAPSHOT)
+        )
 
     @property
     def headers(self) -> dict[CheckpointRef, LineageHeader]:
-        """What the files say of their checkpoints: deltas, where there is one."""
-        return {it.ref: it.header for it in sorted(self.files, key=lambda it: it.kind == DELTA)}
+        """Header of each checkpoint: the delta's header if there is a delta file."""
+        return {file.ref: file.header for file in sorted(self.files, key=lambda file: file.kind == DELTA)}
 
 
 def read_past(
     files: Folder, entry: Entry, schema: RowSchema, keys: Sequence[pa.Array], scratch: Path
 ) -> FilePast | None:
-    """What a checkpoint file tells of some keys; None for a file that is none."""
+    """Search a checkpoint file for keys; return None if it is not a checkpoint file."""
     name = entry.name
     parsed = parse_file_name(name)
     if parsed is None or entry.folder:
@@ -85,42 +87,42 @@ def read_past(
     with open_body(files, name, scratch) as body:
         header = LineageHeader.decode(body.reader.schema.metadata, files.where(name))
         for batch in body.reader:
-            written = conform(batch.replace_schema_metadata(None), schema)
-            at = places_of(keys, schema.key_columns(written))
-            deleted = written.column(DELETED)
-            rows |= {int(key): not deleted[int(at[key])].as_py() for key in np.flatnonzero(at >= 0)}
+            stored = conform(batch.replace_schema_metadata(None), schema)
+            positions = places_of(keys, schema.key_columns(stored))
+            deleted = stored.column(DELETED)
+            rows |= {int(key): not deleted[int(positions[key])].as_py() for key in np.flatnonzero(positions >= 0)}
     return FilePast(files, entry, *parsed, header, rows)
 
 
 def rewrite(
-    past: FilePast, schema: RowSchema, keys: Sequence[pa.Array], scratch: Path, allowed: Callable[[], None]
+    past: FilePast, schema: RowSchema, keys: Sequence[pa.Array], scratch: Path, check_allowed: Callable[[], None]
 ) -> int:
-    """Put a file in its own place without the rows of some keys; gives how many there were."""
-    made, removed = scratch / "rewritten", 0
+    """Replace a file by itself without the rows of some keys; return the number of removed rows."""
+    rewritten, removed = scratch / "rewritten", 0
 
-    def others(body: SealedBody) -> Iterator[pa.RecordBatch]:
+    def keep_others(body: SealedBody) -> Iterator[pa.RecordBatch]:
         nonlocal removed
         for batch in body.reader:
             plain = batch.replace_schema_metadata(None)
-            gone: BoolArray = matching(schema.key_columns(conform(plain, schema)), keys)
-            removed += int(gone.sum())
-            yield plain.filter(pa.array(~gone)) if gone.any() else plain
+            erased: BoolArray = matching(schema.key_columns(conform(plain, schema)), keys)
+            removed += int(erased.sum())
+            yield plain.filter(pa.array(~erased)) if erased.any() else plain
 
     try:
-        with open_body(past.files, past.name, scratch) as body, local_errors(scratch), made.open("wb") as target:
-            # Of the stream's schema: it has the header as it was, and the placeholder of the body record.
-            batches: Iterable[pa.RecordBatch] = (it for it in others(body) if it.num_rows)
+        with open_body(past.files, past.name, scratch) as body, local_errors(scratch), rewritten.open("wb") as target:
+            # The stream's schema has the unchanged header, and the placeholder of the body record.
+            batches: Iterable[pa.RecordBatch] = (batch for batch in keep_others(body) if batch.num_rows)
             if body.record.algorithm == BLOCKCRC:
                 batches = cut(batches, CHUNK_ROWS)
-            write_sealed(target, body.reader.schema, batches, body.record.algorithm, _tombstones)
+            write_sealed(target, body.reader.schema, batches, body.record.algorithm, _count_tombstones)
             target.flush()
             os.fsync(target.fileno())
-        allowed()
-        past.files.put_file(past.name, made)
+        check_allowed()
+        past.files.put_file(past.name, rewritten)
     finally:
-        remove_file(made, missing_ok=True)
+        remove_file(rewritten, missing_ok=True)
     return removed
 
 
-def _tombstones(batch: pa.RecordBatch) -> int:
+def _count_tombstones(batch: pa.RecordBatch) -> int:
     return int(batch.column(DELETED).true_count)

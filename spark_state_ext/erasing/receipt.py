@@ -1,4 +1,4 @@
-"""The receipt of a scan: what was looked at, where keys were found, and what is out of reach. It names no key."""
+"""The receipt of a scan: scanned files, files with keys, and what could not be searched. It names no key."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _TABLE = pa.schema(
 
 @dataclass(frozen=True)
 class Scanned:
-    """What was looked at, of one kind below one folder.
+    """The scanned files of one kind below one folder.
 
     Parameters
     ----------
     kind
-        What it is: ``"checkpoint file"``, ``"erase request"``, ``"local store"`` and so on.
+        Kind of the files: ``"checkpoint file"``, ``"erase request"``, ``"local store"`` and so on.
     where
         The folder.
     files, size_bytes
-        How many files, and their bytes.
+        Number of files, and their bytes.
     rows
-        Rows that were compared with the keys; 0 where only bytes were searched.
+        Number of rows that were compared with the keys; 0 if only bytes were searched.
     """
 
     kind: str
@@ -53,14 +53,14 @@ class FoundIn:
     Parameters
     ----------
     kind, where
-        What it is, and its path.
+        Kind and path of the file.
     rows
-        Rows of the keys, tombstones included.
+        Number of rows of the keys, tombstones included.
     tombstones
-        How many of them only say that a key was removed.
+        Number of these rows that are tombstones.
     keys_by_bytes
-        Keys of which all text and binary values of four bytes and more are in it, anywhere: also as a part of a longer
-        value, or in another key's state.
+        Number of keys whose string and binary values of at least four bytes all occur in the file's bytes, possibly
+        as a part of a longer value or in another key's state.
     """
 
     kind: str
@@ -72,18 +72,18 @@ class FoundIn:
 
 @dataclass(frozen=True)
 class OutOfReach:
-    """What could not be looked at.
+    """Something that could not be searched.
 
     Parameters
     ----------
     kind, where
-        What it is, and where it lies as far as that is known.
+        Its kind, and its place if that is known.
     files, size_bytes
-        How much of it there is, as far as that is known.
+        Number of files and their bytes, if known.
     why
-        Why it could not be looked at, and what becomes of it.
+        Why it could not be searched, and what happens to it.
     unread
-        Whether it is something named to the scan that may hold keys: while there is such a thing, no key is absent.
+        True if the scan was asked to search it and it may have keys: then the keys do not count as absent.
     """
 
     kind: str
@@ -96,21 +96,21 @@ class OutOfReach:
 
 @dataclass(frozen=True)
 class EraseReceipt:
-    """What holds some keys, as far as a scan can tell.
+    """The result of a scan for keys.
 
     Parameters
     ----------
     operator
         The operator.
     keys
-        How many keys were looked for.
+        Number of keys that were searched for.
     keys_by_rows_only
-        How many of them have no text or binary value of four bytes and more: local stores and other files that have no
+        Number of keys without a string or binary value of at least four bytes: local stores and other files without
         rows cannot be searched for these.
     scanned_ms
         When the scan began, milliseconds since 1970.
     scanned, found, out_of_reach
-        What was looked at, what has keys, what could not be looked at.
+        What was searched, which files have keys, and what could not be searched.
     """
 
     operator: str
@@ -123,19 +123,19 @@ class EraseReceipt:
 
     @property
     def absent(self) -> bool:
-        """Whether nothing has any of the keys that lies where the scan was told to look, and all there was read.
+        """True if the scan read everything that it was asked to search, and found no key there.
 
-        Places that it was not told of, and Spark's own state, do not count: `out_of_reach` names them.
+        Other places and Spark's own state do not count; `out_of_reach` lists them.
         """
-        return not self.found and not any(it.unread for it in self.out_of_reach)
+        return not self.found and not any(part.unread for part in self.out_of_reach)
 
     def to_table(self) -> pa.Table:
-        """All of it, one row a part.
+        """Return the receipt as a table with one row for each part.
 
         Returns
         -------
         pyarrow.Table
-            With `verdict` one of ``"found"``, ``"scanned"`` and ``"out of reach"``.
+            Its column `verdict` is ``"found"``, ``"scanned"`` or ``"out of reach"``.
 
         Examples
         --------
@@ -143,16 +143,18 @@ class EraseReceipt:
         0
         """
         found = [
-            ("found", it.kind, it.where, 1, None, it.rows, it.tombstones, it.keys_by_bytes, None) for it in self.found
+            ("found", file.kind, file.where, 1, None, file.rows, file.tombstones, file.keys_by_bytes, None)
+            for file in self.found
         ]
         scanned = [
-            ("scanned", it.kind, it.where, it.files, it.size_bytes, it.rows, None, None, None) for it in self.scanned
+            ("scanned", part.kind, part.where, part.files, part.size_bytes, part.rows, None, None, None)
+            for part in self.scanned
         ]
-        beyond = [
-            ("out of reach", it.kind, it.where, it.files, it.size_bytes, None, None, None, it.why)
-            for it in self.out_of_reach
+        out_of_reach = [
+            ("out of reach", part.kind, part.where, part.files, part.size_bytes, None, None, None, part.why)
+            for part in self.out_of_reach
         ]
         names = _TABLE.names
         return pa.Table.from_pylist(
-            [dict(zip(names, row, strict=True)) for row in (*found, *scanned, *beyond)], schema=_TABLE
+            [dict(zip(names, row, strict=True)) for row in (*found, *scanned, *out_of_reach)], schema=_TABLE
         )

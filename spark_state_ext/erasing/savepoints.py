@@ -1,9 +1,9 @@
-"""Erasing keys from savepoints that the user names for it; nothing else changes one (`docs/design/006-savepoints.md`).
+"""Erases keys from savepoints that the user names; nothing else changes a savepoint (`docs/design/006-savepoints.md`).
 
-Each bucket that has a key gets one snapshot of its rows without the keys, beside its files and under a name of its own.
-Then the manifest is put in its place in one step, and then the files that it named before go. A record says which these
-are, so whoever is stopped anywhere finishes that first. At every moment the savepoint is whole, as it was or without
-the keys. While that goes on, it is claimed: no query starts from it.
+Each bucket that has a key gets a new snapshot file without the keys, next to its old files. Then the manifest is
+replaced in one step, and then the old files are removed. A record lists the replaced files, so that a stopped run is
+finished by the next one. At every moment the savepoint is complete, either with or without the keys. Meanwhile it is
+claimed, so that no query starts from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from arrow_schemas.row import RowSchema
 from arrow_schemas.savepoint import SavedBucket, SavepointManifest
 from spark_state_ext.engine.erasing import matching
 from spark_state_ext.engine.start_from import CLAIM
-from spark_state_ext.erasing.folders import keys_as_stored
+from spark_state_ext.erasing.folders import convert_keys
 from spark_state_ext.erasing.past import read_past
 from spark_state_ext.erasing.receipt import OutOfReach
 from spark_state_ext.errors import ClaimedError, LiveRunError, MissingCheckpointError, StateError, UsageError
@@ -45,23 +45,23 @@ from spark_state_ext.savepoints.replaced import REPLACED_NAME, ReplacedFiles, dr
 from spark_state_ext.savepoints.status import started_below
 from spark_state_ext.savepoints.writer import point_at_new, replace_manifest, write_snapshot
 
-__all__ = ["SavepointBegunWith", "SavepointErasure", "savepoint_erasure"]
+__all__ = ["SavepointBegunWith", "SavepointErasure", "plan_erasure"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _NAMED_MAX = 10
 
 
-def savepoint_erasure(
+def plan_erasure(
     path: str, keys: Any, operator: str, query_folder: Folder, root: Folder, storage_options: Mapping[str, Any] | None
 ) -> SavepointErasure:
-    """See that keys can be erased from a savepoint; nothing is changed."""
+    """Check that keys can be erased from a savepoint, and return the erasure to carry out."""
     refuse_relative(path, "a savepoint")
     folder = Folder(path.rstrip("/") or path, storage_options)
     manifest = read_manifest(folder)
     operators = manifest.header.operators
     record = start_of(query_folder)
     if record is not None and record.source_id == manifest.header.id:
-        # The query began with it: that is the operator's name there.
+        # The query began with this savepoint, in which the operator may have another name.
         operator = record.operator
     if operator not in operators:
         raise UsageError(
@@ -69,27 +69,27 @@ def savepoint_erasure(
         )
     if not (folder.replaces and folder.creates_exclusively):
         raise UsageError(
-            f"{path} lies in a store that does not put one file in another's place in one step, or does not let "
-            "exactly one of several make a file: delete the savepoint, and take a new one"
+            f"the file system of {path} cannot replace a file in one step, or cannot create a file exclusively: delete "
+            "the savepoint, and take a new one"
         )
-    wanted = keys_as_stored(keys, operators[operator].row_schema(), "erase_history()")
-    marked = hashlib.blake2b(query_folder.root.encode(), digest_size=16).hexdigest()
-    claim = SavepointClaim(manifest.header.id, f"{ERASES}{query_folder.root}", f"erase-{marked}")
-    made = SavepointErasure(folder, operator, wanted.columns, claim, root)
-    made.refuse_in_use()
-    return made
+    stored_keys = convert_keys(keys, operators[operator].row_schema(), "erase_history()")
+    query_digest = hashlib.blake2b(query_folder.root.encode(), digest_size=16).hexdigest()
+    claim = SavepointClaim(manifest.header.id, f"{ERASES}{query_folder.root}", f"erase-{query_digest}")
+    erasure = SavepointErasure(folder, operator, stored_keys.columns, claim, root)
+    erasure.refuse_in_use()
+    return erasure
 
 
 @dataclass(frozen=True)
 class SavepointBegunWith:
-    """The savepoint that a query began with, which nobody may have thought of.
+    """The savepoint that a query began with, if the user did not name it.
 
     Parameters
     ----------
     paths
-        Where it is: none, or one.
+        The path of the savepoint; empty if there is none or the user named it.
     out_of_reach
-        That it is not where it was, or cannot be read.
+        An entry for the receipt if the savepoint is missing or unreadable.
     """
 
     paths: tuple[str, ...] = ()
@@ -97,37 +97,37 @@ class SavepointBegunWith:
 
     @staticmethod
     def of(query_folder: Folder, named: Sequence[str], storage_options: Mapping[str, Any] | None) -> SavepointBegunWith:
-        """What a query folder tells of it, unless it is one of those that were named."""
+        """Find the savepoint from the query folder's start record, unless it is one of the `named`."""
         record = start_of(query_folder)
         if record is None or not record.source_id:
             return SavepointBegunWith()
         path = record.source.rstrip("/")
-        if path in {it.rstrip("/") for it in named}:
+        if path in {name.rstrip("/") for name in named}:
             return SavepointBegunWith()
-        why = "another savepoint lies there now"
+        why = "another savepoint is there now"
         try:
             if read_manifest(Folder(path, storage_options)).header.id == record.source_id:
                 return SavepointBegunWith((path,))
         except MissingCheckpointError:
             if record.mode == CLAIM and is_detached(query_folder):
-                # The query owned it, and needs it no more: it is what deletes it.
+                # The query owned the savepoint and no longer needs it, so the query deletes it.
                 return SavepointBegunWith()
-            why = "it is not there"
+            why = "it is missing"
         except StateError as error:
-            why = f"the query began with it, and it cannot be read: {error}"
+            why = f"the query began with it, but it cannot be read: {error}"
             return SavepointBegunWith((), (OutOfReach("savepoint", path, 0, 0, why, unread=True),))
-        if any(_is_at(it, record.source_id, storage_options) for it in named):
-            # It was moved, and is looked at there.
+        if any(_is_at(name, record.source_id, storage_options) for name in named):
+            # The savepoint was moved, and is scanned at its new path.
             return SavepointBegunWith()
         why = (
-            f"the query began with it, and {why}: if you moved it, name it with savepoints where it is now; if you "
-            "deleted it, nothing is left to do"
+            f"the query began with it, but {why}: if you moved it, name its new path in savepoints; if you deleted it, "
+            "there is nothing left to do"
         )
         return SavepointBegunWith((), (OutOfReach("savepoint", path, 0, 0, why),))
 
 
 def _is_at(path: str, savepoint_id: str, storage_options: Mapping[str, Any] | None) -> bool:
-    """Whether a savepoint lies at a path."""
+    """True if the savepoint with an id is at a path."""
     try:
         return read_manifest(Folder(path.rstrip("/") or path, storage_options)).header.id == savepoint_id
     except MissingCheckpointError:
@@ -136,18 +136,18 @@ def _is_at(path: str, savepoint_id: str, storage_options: Mapping[str, Any] | No
 
 @dataclass(frozen=True)
 class SavepointErasure:
-    """A savepoint that keys are erased from.
+    """The erasure of keys from one savepoint.
 
     Parameters
     ----------
     folder, operator
-        Where it lies, and the operator in it.
+        Folder of the savepoint, and the operator's name in it.
     keys
         Columns of the keys.
     claim
-        The claim under which they are erased.
+        The claim for this erasure.
     root
-        Where queries that started from it are looked for.
+        Root in which queries that started from the savepoint are searched.
     """
 
     folder: Folder
@@ -157,52 +157,52 @@ class SavepointErasure:
     root: Folder
 
     def refuse_in_use(self) -> None:
-        """Refuse a savepoint that somebody owns, or that a query below the root is being started from."""
-        there = claim_of(self.folder)
-        if there is not None and there != self.claim:
+        """Raise if the savepoint has another claim, or a query below the root is starting from it."""
+        claim = claim_of(self.folder)
+        if claim is not None and claim != self.claim:
             raise ClaimedError(
-                f"the savepoint at {self.folder.root} is claimed by {there.by}: wait until that one has let go of it "
-                "(or free it with spark-state-ext savepoint release, where that one is gone for good), or name it "
-                "without having it written anew"
+                f"the savepoint at {self.folder.root} is claimed by {claim.by}: wait until that claim is released (or "
+                "free the savepoint with spark-state-ext savepoint release, if the owner is gone for good), or name "
+                "it without having it rewritten"
             )
-        for it in started_below(self.root, self.folder.root, self.claim.savepoint_id):
-            if not it.detached:
+        for query in started_below(self.root, self.folder.root, self.claim.savepoint_id):
+            if not query.detached:
                 raise LiveRunError(
-                    f"the query at {it.query_folder} is being started from the savepoint at {self.folder.root}: run "
-                    "it for two batches with data, or remove that folder where the query is gone for good"
+                    f"the query at {query.query_folder} is starting from the savepoint at {self.folder.root}: run it "
+                    "for two batches with data, or remove its folder if the query is gone for good"
                 )
 
     def carry_out(self, lease: Lease, scratch: Path) -> bool:
-        """Erase the keys; whether there were any, or something was left of a run that was stopped."""
+        """Erase the keys; return True if there were any, or a stopped run had left files."""
         lease.hold()
-        if claim_of(self.folder) is None and not _Work(self, read_manifest(self.folder), scratch, lease).look().any:
-            # What has no key is not touched at all.
+        if claim_of(self.folder) is None and not _Rewrite(self, read_manifest(self.folder), scratch, lease).find().any:
+            # A savepoint without the keys is not changed at all.
             return False
-        there = claim_savepoint(self.folder, self.claim, ())
+        claim = claim_savepoint(self.folder, self.claim, ())
         try:
             manifest = read_manifest(self.folder)
-            if there.savepoint_id != manifest.header.id:
+            if claim.savepoint_id != manifest.header.id:
                 raise ClaimedError(
-                    f"another savepoint lies at {self.folder.root} than the one that {there.by} has claimed: run this "
-                    "again; where it says that again, free it with spark-state-ext savepoint release"
+                    f"the savepoint at {self.folder.root} is not the one that {claim.by} has claimed: run this again; "
+                    "if the error remains, free the savepoint with spark-state-ext savepoint release"
                 )
-            # Whoever began before the claim was there did not see it; who begins now does.
+            # Checked again: a query that started before the claim was made did not see it.
             self.refuse_in_use()
-            work = _Work(self, manifest, scratch, lease)
-            finished = work.finish()
+            work = _Rewrite(self, manifest, scratch, lease)
+            finished = work.finish_stopped()
             refuse_incomplete(self.folder, manifest)
-            found = work.look()
+            findings = work.find()
         except BaseException:
-            self._let_go()
+            self._release_after_failure()
             raise
-        if found.buckets:
-            work.write_anew(found.buckets)
-        work.remove(found.others)
+        if findings.buckets:
+            work.rewrite_buckets(findings.buckets)
+        work.remove(findings.others)
         self.release()
-        return finished or found.any
+        return finished or findings.any
 
-    def _let_go(self) -> None:
-        """Release the claim after a failure, unless something is half done."""
+    def _release_after_failure(self) -> None:
+        """Release the claim after a failure, unless files are half replaced."""
         try:
             if read_replaced(self.folder) is None:
                 self.release()
@@ -210,21 +210,21 @@ class SavepointErasure:
             _LOGGER.warning("the claim to %s is not released: %s. Run this again", self.folder.root, error)
 
     def release(self) -> None:
-        """Let queries start from the savepoint again."""
+        """Remove the claim, so that queries can start from the savepoint again."""
         if claim_of(self.folder) == self.claim:
             drop_claim(self.folder)
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What has a key.
+class _Findings:
+    """The buckets and files that have a key.
 
     Parameters
     ----------
     buckets
-        Buckets, by the files that the manifest names.
+        Buckets with a key in files of the manifest.
     others
-        Checkpoint files beside these, and files that nobody has finished, each with its folder.
+        Checkpoint files with a key that are not in the manifest, and unfinished files, each with its folder.
     """
 
     buckets: list[SavedBucket]
@@ -232,12 +232,12 @@ class _Found:
 
     @property
     def any(self) -> bool:
-        """Whether there is something."""
+        """True if anything was found."""
         return bool(self.buckets or self.others)
 
 
-class _Work:
-    """What is done while the savepoint is claimed."""
+class _Rewrite:
+    """The steps of an erasure while the savepoint is claimed."""
 
     def __init__(self, erasure: SavepointErasure, manifest: SavepointManifest, scratch: Path, lease: Lease) -> None:
         self._folder, self._operator, self._keys = erasure.folder, erasure.operator, erasure.keys
@@ -250,87 +250,90 @@ class _Work:
 
     @property
     def _buckets(self) -> Iterator[SavedBucket]:
-        return (it for it in self._manifest.buckets if it.operator == self._operator)
+        return (bucket for bucket in self._manifest.buckets if bucket.operator == self._operator)
 
-    def _files(self, bucket: int) -> Folder:
+    def _find_folder(self, bucket: int) -> Folder:
         return self._folder.child(self._operator, str(bucket))
 
-    def finish(self) -> bool:
-        """Remove what a run that was stopped has left; whether there was something."""
+    def finish_stopped(self) -> bool:
+        """Remove files that a stopped run left behind; return True if it left a record."""
         replaced = read_replaced(self._folder)
         if replaced is None:
             return False
         if replaced.savepoint_id == self._manifest.header.id:
-            drop_replaced(self._folder, replaced, self._manifest, self._allowed)
+            drop_replaced(self._folder, replaced, self._manifest, self._check_allowed)
         else:
-            self._allowed()
+            self._check_allowed()
             self._claims.remove(REPLACED_NAME)
         return True
 
-    def look(self) -> _Found:
-        """Read all checkpoint files of the operator, and tell which have a key."""
-        found = _Found([], [])
+    def find(self) -> _Findings:
+        """Read all checkpoint files of the operator; return the buckets and files with a key."""
+        findings = _Findings([], [])
         for folder in (self._folder, self._claims):
-            found.others.extend((folder, it.name) for it in folder.entries() if is_temporary(it.name))
+            findings.others.extend((folder, entry.name) for entry in folder.entries() if is_temporary(entry.name))
         for saved in self._buckets:
-            files, named = self._files(saved.bucket), {file.name for file in saved.files}
-            # A manifest as this package makes it has none.
+            files, manifest_names = self._find_folder(saved.bucket), {file.name for file in saved.files}
+            # Manifests of this package have no inline deltas.
             has_key = bool(saved.pointer.inline)
             for entry in files.entries():
                 self._lease.hold()
                 past = read_past(files, entry, self._schema, self._keys, self._scratch)
-                if entry.name in named:
+                if entry.name in manifest_names:
                     has_key |= past is not None and bool(past.rows)
                 elif (past is not None and past.rows) or is_temporary(entry.name):
-                    found.others.append((files, entry.name))
+                    findings.others.append((files, entry.name))
             if has_key:
-                found.buckets.append(saved)
-        return found
+                findings.buckets.append(saved)
+        return findings
 
-    def write_anew(self, buckets: Sequence[SavedBucket]) -> None:
-        """Have a snapshot without the keys in the place of each bucket's files."""
-        ids = {it.bucket: uuid.uuid4().hex for it in buckets}
+    def rewrite_buckets(self, buckets: Sequence[SavedBucket]) -> None:
+        """Replace each bucket's files by one snapshot without the keys."""
+        ids = {saved.bucket: uuid.uuid4().hex for saved in buckets}
         replaced = ReplacedFiles(
             self._claim.savepoint_id,
             {
-                it.bucket: (
-                    file_name(CheckpointRef(it.pointer.version, ids[it.bucket]), SNAPSHOT),
-                    *(file.name for file in it.files),
+                saved.bucket: (
+                    file_name(CheckpointRef(saved.pointer.version, ids[saved.bucket]), SNAPSHOT),
+                    *(file.name for file in saved.files),
                 )
-                for it in buckets
+                for saved in buckets
             },
         )
-        self._allowed()
+        self._check_allowed()
         self._claims.put(REPLACED_NAME, replaced.encode())
-        made = {}
-        for it in buckets:
-            self._allowed()
-            files = self._files(it.bucket)
-            pointer, rows = point_at_new(it.pointer, ids[it.bucket]), self._others(files, it)
-            made[it.bucket] = write_snapshot(pointer, self._schema, rows, files, self._scratch)
-        new = tuple(made.get(it.bucket, it) if it.operator == self._operator else it for it in self._manifest.buckets)
+        rewritten = {}
+        for saved in buckets:
+            self._check_allowed()
+            files = self._find_folder(saved.bucket)
+            pointer, rows = point_at_new(saved.pointer, ids[saved.bucket]), self._read_other_rows(files, saved)
+            rewritten[saved.bucket] = write_snapshot(pointer, self._schema, rows, files, self._scratch)
+        new = tuple(
+            rewritten.get(saved.bucket, saved) if saved.operator == self._operator else saved
+            for saved in self._manifest.buckets
+        )
         self._manifest = replace(self._manifest, buckets=new)
-        replace_manifest(self._folder, self._manifest, self._allowed)
-        drop_replaced(self._folder, replaced, self._manifest, self._allowed)
+        replace_manifest(self._folder, self._manifest, self._check_allowed)
+        drop_replaced(self._folder, replaced, self._manifest, self._check_allowed)
 
-    def _others(self, files: Folder, saved: SavedBucket) -> Iterator[pa.RecordBatch]:
-        """A bucket's rows without those of the keys."""
+    def _read_other_rows(self, files: Folder, saved: SavedBucket) -> Iterator[pa.RecordBatch]:
+        """Yield a bucket's rows except the rows of the keys."""
         for rows in read_saved_rows(files, saved.pointer, saved.files, self._schema, self._scratch):
             self._lease.hold()
-            gone = matching(self._schema.key_columns(rows), self._keys)
-            yield rows.filter(pa.array(~gone)) if gone.any() else rows
+            erased = matching(self._schema.key_columns(rows), self._keys)
+            yield rows.filter(pa.array(~erased)) if erased.any() else rows
 
     def remove(self, others: Sequence[tuple[Folder, str]]) -> None:
-        """Remove files that have a key and belong to no savepoint."""
+        """Remove files that have a key and are not in the manifest."""
         for files, name in others:
-            self._allowed()
+            self._check_allowed()
             files.remove(name)
 
-    def _allowed(self) -> None:
+    def _check_allowed(self) -> None:
         self._lease.hold()
         self._lease.check()
         if claim_of(self._folder) != self._claim:
             raise ClaimedError(
-                f"the claim to the savepoint at {self._folder.root} was released while it was written anew: run this "
-                "again"
+                f"the claim to the savepoint at {self._folder.root} was released while it was being rewritten: run "
+                "this again"
             )

@@ -1,6 +1,6 @@
-"""Looking for what holds keys: every file that this package writes, as far as it can be reached from here.
+"""Scans every file that this package writes, as far as it is reachable from here, for keys.
 
-Nothing is decided by names alone, and nothing is passed over in silence: what cannot be read is told
+Names of files alone decide nothing, and no file is skipped silently: what cannot be read is reported
 (`docs/design/007b-erasing.md`).
 """
 
@@ -20,10 +20,10 @@ from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
 from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.backends.registry import FSSPEC, Backend
-from spark_state_ext.erasing.folders import QueryFolder, keys_as_stored, query_folders_below
+from spark_state_ext.erasing.folders import QueryFolder, convert_keys, query_folders_below
 from spark_state_ext.erasing.leftovers import scratch_with_keys
 from spark_state_ext.erasing.receipt import EraseReceipt, FoundIn, OutOfReach, Scanned
-from spark_state_ext.erasing.searching import Search, Wanted
+from spark_state_ext.erasing.searching import Search, SearchedKeys
 from spark_state_ext.errors import CorruptError, CorruptFileError, MissingCheckpointError, UsageError
 from spark_state_ext.files.checkpoint import open_body
 from spark_state_ext.files.erase_requests import decode_request
@@ -38,9 +38,9 @@ from spark_state_ext.store.local_disk import DATA_FILE, LOCK_FILE
 __all__ = ["erase_scan"]
 
 KEYS_MAX = 1_000
-_CAPTURED = ".start.arrow"
-# Of a batch without data in which a query waits to be rescaled.
-_NOTED = ".pointer"
+_CAPTURED_SUFFIX = ".start.arrow"
+# A note of a batch without data, during which a query waits to be rescaled.
+_NOTED_SUFFIX = ".pointer"
 _SPARK_STATE = "state/"
 _STORES = "spark_state_ext-*"
 _NAMED_MAX = 10
@@ -57,15 +57,15 @@ def erase_scan(
     local_dirs: Sequence[str] = (),
     checkpoint_location: str | None = None,
 ) -> EraseReceipt:
-    """Look for what holds keys of an operator, and tell what was looked at and what could not be.
+    """Search all files of an operator for keys, and report what was searched and what could not be.
 
-    It reads every file, and changes nothing. While the query runs, files come and go meanwhile; for a receipt that
-    stands, stop it first.
+    It reads every file and changes none. A running query creates and removes files meanwhile; stop it first for a
+    receipt that stays valid.
 
     Parameters
     ----------
     root, operator, storage_options
-        As `ArrowState` has them.
+        As given to `ArrowState`.
     keys
         As for `erase_keys`; at most a thousand.
     backends
@@ -73,24 +73,24 @@ def erase_scan(
     savepoints
         Folders of savepoints.
     local_dirs
-        Folders of this machine in which there are local stores: `local_dir`, or Spark's local folders.
+        Folders of this machine with local stores: `local_dir`, or Spark's local folders.
     checkpoint_location
-        Spark's checkpoint of the query. What lies in its state is counted only: it is Spark's, and in formats of
-        Spark's.
+        Spark's checkpoint of the query. The files of Spark's own state are only counted, because they are in Spark's
+        formats.
 
     Returns
     -------
     EraseReceipt
-        What was looked at, what has keys, and what is out of reach.
+        What was searched, which files have keys, and what is out of reach.
 
     Raises
     ------
     StateValueError
-        When the keys are not the operator's.
+        If the keys do not fit the operator's key columns.
     UsageError
-        When there is no such operator or folder, or too many keys.
+        If there is no such operator or folder, or there are too many keys.
     StorageError
-        When a store fails.
+        If the storage fails.
 
     Examples
     --------
@@ -98,92 +98,101 @@ def erase_scan(
     >>> receipt.absent, receipt.to_table()  # doctest: +SKIP
     """
     folders = query_folders_below(root, operator, None, storage_options, in_force=False)
-    # A change of schema keeps the keys; state columns are read as the newest has them.
-    wanted = Wanted.of(keys_as_stored(keys, folders[0].schema, "erase_scan()"))
-    if wanted.keys.num_rows > KEYS_MAX:
+    # All schemas have the same keys; state columns are read with the newest schema.
+    searched_keys = SearchedKeys.of(convert_keys(keys, folders[0].schema, "erase_scan()"))
+    if searched_keys.keys.num_rows > KEYS_MAX:
         raise UsageError(f"erase_scan() was given more than {KEYS_MAX:,} keys: scan for them in several calls")
     began_ms = int(time.time() * 1000)
     with scratch_with_keys() as scratch:
-        scan = _Scan(wanted, scratch)
+        scan = _Scan(searched_keys, scratch)
         scan.note_begun(folders)
-        tops = [Folder(root.rstrip("/") or root, storage_options)]
+        roots = [Folder(root.rstrip("/") or root, storage_options)]
         for backend in backends:
             if backend.kind == FSSPEC:
-                tops.append(Folder(backend.root, backend.storage_options))
+                roots.append(Folder(backend.root, backend.storage_options))
             else:
-                scan.beyond(
+                scan.add_out_of_reach(
                     "backend",
                     backend.name,
                     0,
                     0,
-                    f"of the kind {backend.kind}, which is another package's",
+                    f"its kind {backend.kind} belongs to another package",
                     unread=True,
                 )
         schemas = {folder.name: folder.schema for folder in folders}
-        for top in tops:
-            scan.operator(top.child(operator), schemas, folders[0].schema)
+        for root_folder in roots:
+            scan.scan_operator(root_folder.child(operator), schemas, folders[0].schema)
         if not savepoints:
-            scan.beyond("savepoint", "", 0, 0, "none was named: those that you took keep the keys; give savepoints")
+            scan.add_out_of_reach(
+                "savepoint",
+                "",
+                0,
+                0,
+                "none was named, but savepoints that you took still have the keys: name them with savepoints",
+            )
         for path in savepoints:
             refuse_relative(path, "a savepoint")
-            scan.savepoint(Folder(path.rstrip("/") or path, storage_options), operator)
+            scan.scan_savepoint(Folder(path.rstrip("/") or path, storage_options), operator)
         for path in local_dirs:
-            scan.local_stores(Path(path), operator)
-        scan.beyond(
+            scan.scan_local_stores(Path(path), operator)
+        scan.add_out_of_reach(
             "local store",
             "other machines" if local_dirs else "every machine of the executors",
             0,
             0,
-            "a cache in local_dir there: name those of this machine with local_dirs, delete the others while the query "
-            "is stopped",
+            "a cache in local_dir there: name the ones on this machine with local_dirs, and delete the others while "
+            "the "
+            "query is stopped",
         )
         if checkpoint_location is None:
-            why = "not named: Spark's state may hold deltas inline; give checkpoint_location to have its files counted"
-            scan.beyond("Spark's checkpoint", "", 0, 0, why)
+            why = "not named: Spark's state may have deltas inline; name checkpoint_location to count its files"
+            scan.add_out_of_reach("Spark's checkpoint", "", 0, 0, why)
         else:
-            scan.spark_checkpoint(Folder(checkpoint_location.rstrip("/"), storage_options))
-        return scan.receipt(operator, began_ms)
+            scan.scan_spark_checkpoint(Folder(checkpoint_location.rstrip("/"), storage_options))
+        return scan.make_receipt(operator, began_ms)
 
 
 class _Scan:
-    """A scan that is under way."""
+    """A running scan."""
 
-    def __init__(self, wanted: Wanted, scratch: Path) -> None:
-        self._wanted = wanted
+    def __init__(self, searched_keys: SearchedKeys, scratch: Path) -> None:
+        self._searched_keys = searched_keys
         self._scratch = scratch
         self._scanned: dict[tuple[str, str], Scanned] = {}
         self._found: list[FoundIn] = []
-        self._beyond: list[OutOfReach] = []
-        # What queries below the root began with, where an operator may have had another name.
+        self._out_of_reach: list[OutOfReach] = []
+        # Ids of savepoints that queries below the root began with, and the operator's name there.
         self._begun: set[tuple[str, str]] = set()
 
     def note_begun(self, folders: Sequence[QueryFolder]) -> None:
-        """See what queries began with: in a savepoint the operator goes by the name that it had there."""
+        """Note the savepoints that queries began with, because the operator may have another name there."""
         for folder in folders:
             try:
                 record = start_of(folder.files)
             except CorruptError as error:
-                why = f"with which savepoint the query began, and its operator's name there, is not known: {error}"
-                self.beyond("start", folder.files.where(START_NAME), 1, 0, why, unread=True)
+                why = f"the savepoint that the query began with, and its operator's name there, are unknown: {error}"
+                self.add_out_of_reach("start", folder.files.where(START_NAME), 1, 0, why, unread=True)
                 continue
             if record is not None and record.source_id:
                 self._begun.add((record.source_id, record.operator))
 
-    def receipt(self, operator: str, began_ms: int) -> EraseReceipt:
+    def make_receipt(self, operator: str, began_ms: int) -> EraseReceipt:
         return EraseReceipt(
             operator,
-            self._wanted.keys.num_rows,
-            self._wanted.by_rows_only,
+            self._searched_keys.keys.num_rows,
+            self._searched_keys.by_rows_only,
             began_ms,
             tuple(self._scanned[key] for key in sorted(self._scanned)),
-            tuple(sorted(self._found, key=lambda it: (it.kind, it.where))),
-            tuple(self._beyond),
+            tuple(sorted(self._found, key=lambda file: (file.kind, file.where))),
+            tuple(self._out_of_reach),
         )
 
-    def beyond(self, kind: str, where: str, files: int, size_bytes: int, why: str, unread: bool = False) -> None:
-        self._beyond.append(OutOfReach(kind, where, files, size_bytes, why, unread))
+    def add_out_of_reach(
+        self, kind: str, where: str, files: int, size_bytes: int, why: str, unread: bool = False
+    ) -> None:
+        self._out_of_reach.append(OutOfReach(kind, where, files, size_bytes, why, unread))
 
-    def _note(self, kind: str, below: str, where: str, size_bytes: int, search: Search) -> None:
+    def _add_scanned(self, kind: str, below: str, where: str, size_bytes: int, search: Search) -> None:
         before = self._scanned.get((kind, below), Scanned(kind, below, 0, 0, 0))
         self._scanned[kind, below] = replace(
             before,
@@ -196,87 +205,98 @@ class _Scan:
 
     # -- places ------------------------------------------------------------------------------------
 
-    def operator(self, folder: Folder, schemas: Mapping[str, RowSchema], schema: RowSchema) -> None:
-        """All below ``<root>/<operator>``."""
+    def scan_operator(self, folder: Folder, schemas: Mapping[str, RowSchema], schema: RowSchema) -> None:
+        """Scan all files below ``<root>/<operator>``."""
         spills: list[Entry] = []
         for entry in folder.tree():
             parts = entry.name.split("/")
-            own = schemas.get(parts[0], schema)
+            own_schema = schemas.get(parts[0], schema)
             if SPILL_FOLDER in parts[:2]:
                 spills.append(entry)
             elif is_temporary(parts[-1]):
-                self._unfinished(folder, entry, "erase_history removes it, or clean-up after a day")
+                self._scan_unfinished(folder, entry, "erase_history removes it, or clean-up after a day")
             elif parse_file_name(parts[-1]) is not None:
-                self._checkpoint("checkpoint file", folder, entry, own)
+                self._scan_checkpoint("checkpoint file", folder, entry, own_schema)
             elif len(parts) == 3 and parts[1] == ERASE_FOLDER and parse_erase_name(parts[2]) is not None:
-                self._request(folder, entry)
-            elif parts[0] == STARTING_FOLDER and parts[-1].endswith(_CAPTURED):
-                self._pointers("start", folder, entry, schema, _captured)
-            elif parts[0] == STARTING_FOLDER and parts[-1].endswith(_NOTED):
-                self._pointers("start", folder, entry, schema, _noted)
+                self._scan_request(folder, entry)
+            elif parts[0] == STARTING_FOLDER and parts[-1].endswith(_CAPTURED_SUFFIX):
+                self._scan_pointers("start", folder, entry, schema, _decode_captured)
+            elif parts[0] == STARTING_FOLDER and parts[-1].endswith(_NOTED_SUFFIX):
+                self._scan_pointers("start", folder, entry, schema, _decode_noted)
             else:
-                self._bytes("other file", folder, entry)
+                self._scan_bytes("other file", folder, entry)
         if spills:
             size = sum(entry.size_bytes for entry in spills)
-            why = "rows in transit, compressed: the next batch of the query removes them"
-            self.beyond("spill file", folder.root, len(spills), size, why, unread=True)
+            why = "compressed rows in transit: the next batch of the query removes them"
+            self.add_out_of_reach("spill file", folder.root, len(spills), size, why, unread=True)
 
-    def savepoint(self, folder: Folder, operator: str) -> None:
-        """All of a savepoint."""
+    def scan_savepoint(self, folder: Folder, operator: str) -> None:
+        """Scan all files of a savepoint."""
         entries = folder.tree()
         if not entries:
-            raise UsageError(f"there is no savepoint at {folder.root}: look at the path")
-        there = MANIFEST_NAME in {entry.name for entry in entries}
-        manifest = decode_manifest(folder.get(MANIFEST_NAME), folder.where(MANIFEST_NAME)) if there else None
-        schemas = {} if manifest is None else {name: it.row_schema() for name, it in manifest.header.operators.items()}
-        mine = {operator, *(name for it, name in self._begun if manifest is not None and it == manifest.header.id)}
-        if manifest is not None and mine.isdisjoint(schemas):
-            # Which of its keys are these is not known, and bytes tell nothing of keys without text.
-            has = ", ".join(sorted(schemas)[:_NAMED_MAX])
+            raise UsageError(f"there is no savepoint at {folder.root}: check the path")
+        has_manifest = MANIFEST_NAME in {entry.name for entry in entries}
+        manifest = decode_manifest(folder.get(MANIFEST_NAME), folder.where(MANIFEST_NAME)) if has_manifest else None
+        schemas = (
+            {} if manifest is None else {name: file.row_schema() for name, file in manifest.header.operators.items()}
+        )
+        operator_names = {
+            operator,
+            *(
+                name
+                for savepoint_id, name in self._begun
+                if manifest is not None and savepoint_id == manifest.header.id
+            ),
+        }
+        if manifest is not None and operator_names.isdisjoint(schemas):
+            # The operator is unknown, so rows cannot be compared, and bytes cannot show keys without strings.
+            others = ", ".join(sorted(schemas)[:_NAMED_MAX])
             why = (
-                f"searched as bytes only: it has no operator {operator!r}, but {has}, and no query below the root "
+                f"searched as bytes only: it has no operator {operator!r} but {others}, and no query below the root "
                 "began with it. Scan for the keys of the operator that it has"
             )
-            self.beyond("savepoint", folder.root, len(entries), sum(it.size_bytes for it in entries), why, unread=True)
+            self.add_out_of_reach(
+                "savepoint", folder.root, len(entries), sum(entry.size_bytes for entry in entries), why, unread=True
+            )
         for entry in entries:
             parts = entry.name.split("/")
             schema = schemas.get(parts[0])
             if is_temporary(parts[-1]):
-                self._unfinished(folder, entry, "remove it where nobody writes the savepoint")
+                self._scan_unfinished(folder, entry, "remove it if the savepoint is not being written")
             elif entry.name == MANIFEST_NAME and schemas:
-                self._pointers("savepoint manifest", folder, entry, None, _saved)
-            elif parse_file_name(parts[-1]) is not None and schema is not None and parts[0] in mine:
-                self._checkpoint("savepoint file", folder, entry, schema)
+                self._scan_pointers("savepoint manifest", folder, entry, None, _decode_saved)
+            elif parse_file_name(parts[-1]) is not None and schema is not None and parts[0] in operator_names:
+                self._scan_checkpoint("savepoint file", folder, entry, schema)
             elif parse_file_name(parts[-1]) is not None and schema is None:
-                self._bytes("savepoint file", folder, entry)
-                self.beyond(
+                self._scan_bytes("savepoint file", folder, entry)
+                self.add_out_of_reach(
                     "savepoint file",
                     folder.where(entry.name),
                     1,
                     entry.size_bytes,
-                    "no manifest tells of it",
+                    "it is in no manifest",
                     unread=True,
                 )
             else:
-                # Other operators have other keys; their rows may mention these all the same.
-                self._bytes("other file", folder, entry)
+                # Other operators have other keys, but their rows may contain values of these keys.
+                self._scan_bytes("other file", folder, entry)
 
-    def local_stores(self, local_dir: Path, operator: str) -> None:
-        """All local stores of an operator on this machine, pages that are free included."""
+    def scan_local_stores(self, local_dir: Path, operator: str) -> None:
+        """Scan all local stores of an operator on this machine, including free pages."""
         if not local_dir.is_dir():
             raise UsageError(f"there is no folder {local_dir}: give the local_dir of the ArrowState")
         locks: list[int] = []
         for stores in sorted(local_dir.glob(_STORES)):
-            own = re.compile("[0-9a-f]{16}-" + re.escape(operator))
-            places = [*(place for place in stores.iterdir() if own.fullmatch(place.name)), stores / "scratch"]
-            for path in sorted(file for place in places for file in place.rglob("*") if file.is_file()):
+            own_name = re.compile("[0-9a-f]{16}-" + re.escape(operator))
+            folders = [*(folder for folder in stores.iterdir() if own_name.fullmatch(folder.name)), stores / "scratch"]
+            for path in sorted(file for folder in folders for file in folder.rglob("*") if file.is_file()):
                 if path.name == LOCK_FILE and path.with_name(DATA_FILE).exists():
-                    # Whoever closes it takes away the locks that LMDB has on it in this process (POSIX), and so its
-                    # readers from under a state that is open here.
+                    # Closing the file would release this process's LMDB locks on it (POSIX), also for a state that
+                    # is open here.
                     locks.append(path.stat().st_size)
                     continue
                 try:
-                    size, search = path.stat().st_size, Search(self._wanted)
+                    size, search = path.stat().st_size, Search(self._searched_keys)
                     with path.open("rb") as file:
 
                         def read(start: int, end: int, file: Any = file) -> bytes:
@@ -284,85 +304,91 @@ class _Scan:
                             data: bytes = file.read(end - start)
                             return data
 
-                        search.in_file(read, size)
-                except FileNotFoundError:  # a query that runs has removed it
+                        search.search_file(read, size)
+                except FileNotFoundError:  # a running query has removed it
                     continue
                 except OSError as error:
-                    self.beyond("local store", str(path), 1, 0, f"it cannot be read: {error}", unread=True)
+                    self.add_out_of_reach("local store", str(path), 1, 0, f"it cannot be read: {error}", unread=True)
                     continue
-                self._note("local store", str(stores), str(path), size, search)
+                self._add_scanned("local store", str(stores), str(path), size, search)
         if locks:
-            why = f"{LOCK_FILE} of LMDB is not opened: it has numbers of processes and transactions, and no rows"
-            self.beyond("local store", str(local_dir), len(locks), sum(locks), why)
-        if self._wanted.by_rows_only:
-            why = f"{self._wanted.by_rows_only} keys have no text of four bytes and more to search its pages for"
-            self.beyond("local store", str(local_dir), 0, 0, why)
+            why = f"LMDB's {LOCK_FILE} is not opened: it has process and transaction numbers, but no rows"
+            self.add_out_of_reach("local store", str(local_dir), len(locks), sum(locks), why)
+        if self._searched_keys.by_rows_only:
+            why = (
+                f"{self._searched_keys.by_rows_only} keys have no string of at least four bytes to search its pages for"
+            )
+            self.add_out_of_reach("local store", str(local_dir), 0, 0, why)
 
-    def spark_checkpoint(self, folder: Folder) -> None:
-        """What of Spark's checkpoint is no state; that is counted."""
+    def scan_spark_checkpoint(self, folder: Folder) -> None:
+        """Scan Spark's checkpoint, except its state files, which are only counted."""
         state: list[Entry] = []
         entries = folder.tree()
         if not entries:
-            raise UsageError(f"there is nothing at {folder.root}: give the query's checkpointLocation")
+            raise UsageError(f"{folder.root} does not exist or is empty: name the query's checkpointLocation")
         for entry in entries:
             if entry.name.startswith(_SPARK_STATE):
                 state.append(entry)
             else:
-                self._bytes("Spark's checkpoint", folder, entry)
+                self._scan_bytes("Spark's checkpoint", folder, entry)
         size = sum(entry.size_bytes for entry in state)
         why = (
-            "Spark's own state: it may hold deltas of up to inline_bytes_max that no backend had confirmed; Spark "
-            "removes them with the batches that it does not retain"
+            "Spark's own state: it may have inline deltas of up to inline_bytes_max that no backend had confirmed; "
+            "Spark removes them with the batches that it no longer retains"
         )
-        self.beyond("Spark's checkpoint", folder.where(_SPARK_STATE), len(state), size, why)
+        self.add_out_of_reach("Spark's checkpoint", folder.where(_SPARK_STATE), len(state), size, why)
 
     # -- files -------------------------------------------------------------------------------------
 
-    def _unfinished(self, folder: Folder, entry: Entry, what_then: str) -> None:
-        """A file that somebody writes, or whose writer died."""
-        self._bytes("unfinished file", folder, entry)
+    def _scan_unfinished(self, folder: Folder, entry: Entry, what_then: str) -> None:
+        """Scan a file that is being written, or whose writer died."""
+        self._scan_bytes("unfinished file", folder, entry)
         why = f"searched as bytes only: its rows may be compressed; {what_then}"
-        self.beyond("unfinished file", folder.where(entry.name), 1, entry.size_bytes, why, unread=True)
+        self.add_out_of_reach("unfinished file", folder.where(entry.name), 1, entry.size_bytes, why, unread=True)
 
-    def _checkpoint(self, kind: str, folder: Folder, entry: Entry, schema: RowSchema) -> None:
+    def _scan_checkpoint(self, kind: str, folder: Folder, entry: Entry, schema: RowSchema) -> None:
         name = posixpath.basename(entry.name)
         files = folder.child(*entry.name.split("/")[:-1])
-        search = Search(self._wanted)
+        search = Search(self._searched_keys)
         try:
-            self._rows_of(files, name, schema, search)
-            search.in_file(lambda start, end: files.get_range(name, start, end), entry.size_bytes)
-        except MissingCheckpointError:  # a query that runs has cleaned up
+            self._search_rows_of(files, name, schema, search)
+            search.search_file(lambda start, end: files.get_range(name, start, end), entry.size_bytes)
+        except MissingCheckpointError:  # a running query has removed it
             return
         except CorruptError as error:
-            search.in_file(lambda start, end: files.get_range(name, start, end), entry.size_bytes)
-            self.beyond(kind, files.where(name), 1, entry.size_bytes, f"searched as bytes only: {error}", unread=True)
-        self._note(kind, folder.root, files.where(name), entry.size_bytes, search)
+            search.search_file(lambda start, end: files.get_range(name, start, end), entry.size_bytes)
+            self.add_out_of_reach(
+                kind, files.where(name), 1, entry.size_bytes, f"searched as bytes only: {error}", unread=True
+            )
+        self._add_scanned(kind, folder.root, files.where(name), entry.size_bytes, search)
 
-    def _rows_of(self, files: Readable, name: str, schema: RowSchema, search: Search) -> None:
+    def _search_rows_of(self, files: Readable, name: str, schema: RowSchema, search: Search) -> None:
         rows = 0
         with open_body(files, name, self._scratch) as body:
             for batch in body.reader:
                 batch.validate()
                 rows += batch.num_rows
-                search.in_rows(batch.replace_schema_metadata(None), schema)
+                search.search_rows(batch.replace_schema_metadata(None), schema)
         if rows != body.record.rows:
-            raise CorruptFileError(f"{files.where(name)} holds {rows} rows and announces {body.record.rows}")
+            raise CorruptFileError(f"{files.where(name)} has {rows} rows, but its footer says {body.record.rows}")
 
-    def _request(self, folder: Folder, entry: Entry) -> None:
-        """An erase request, which holds its keys; or the record that one is done."""
-        search, where = Search(self._wanted), folder.where(entry.name)
+    def _scan_request(self, folder: Folder, entry: Entry) -> None:
+        """Scan an erase request, which has its keys, or the record of a finished request."""
+        search, where = Search(self._searched_keys), folder.where(entry.name)
         try:
             data = folder.get(entry.name)
-            search.in_bytes(data)
+            search.search_bytes(data)
             if not entry.name.endswith(".json"):
-                search.in_batch(decode_request(data, where).keys)
+                search.search_batch(decode_request(data, where).keys)
         except MissingCheckpointError:
             return
         except CorruptError as error:
-            self.beyond("erase request", where, 1, entry.size_bytes, f"searched as bytes only: {error}", unread=True)
-        self._note("erase request", folder.root, where, entry.size_bytes, search)
+            self.add_out_of_reach(
+                "erase request", where, 1, entry.size_bytes, f"searched as bytes only: {error}", unread=True
+            )
+        self._add_scanned("erase request", folder.root, where, entry.size_bytes, search)
 
-    def _pointers(
+    def _scan_pointers(
         self,
         kind: str,
         folder: Folder,
@@ -370,45 +396,45 @@ class _Scan:
         schema: RowSchema | None,
         decode: Callable[[bytes, str], Iterator[tuple[Pointer, RowSchema | None]]],
     ) -> None:
-        """A file of pointers, in which there may be deltas."""
-        search, where = Search(self._wanted), folder.where(entry.name)
+        """Scan a file of pointers, which may have inline deltas."""
+        search, where = Search(self._searched_keys), folder.where(entry.name)
         try:
             data = folder.get(entry.name)
-            search.in_bytes(data)
-            for pointer, told in decode(data, where):
-                search.in_bytes(pointer.encode())
-                self._inline(pointer, told or schema, where, search)
+            search.search_bytes(data)
+            for pointer, pointer_schema in decode(data, where):
+                search.search_bytes(pointer.encode())
+                self._scan_inline(pointer, pointer_schema or schema, where, search)
         except MissingCheckpointError:
             return
         except CorruptError as error:
-            self.beyond(kind, where, 1, entry.size_bytes, f"searched as bytes only: {error}", unread=True)
-        self._note(kind, folder.root, where, entry.size_bytes, search)
+            self.add_out_of_reach(kind, where, 1, entry.size_bytes, f"searched as bytes only: {error}", unread=True)
+        self._add_scanned(kind, folder.root, where, entry.size_bytes, search)
 
-    def _inline(self, pointer: Pointer, schema: RowSchema | None, where: str, search: Search) -> None:
+    def _scan_inline(self, pointer: Pointer, schema: RowSchema | None, where: str, search: Search) -> None:
         for delta in pointer.inline:
-            assert schema is not None, "whoever has pointers knows the operator"
+            assert schema is not None, "a file with pointers has a known operator"
             files = SealedFiles([SealedFile.of(delta.name, delta.data)], f"in {where}")
-            assert delta.name.endswith(f"{DELTA}.arrow"), "only deltas go inline"
-            self._rows_of(files, delta.name, schema, search)
+            assert delta.name.endswith(f"{DELTA}.arrow"), "only deltas are inline"
+            self._search_rows_of(files, delta.name, schema, search)
 
-    def _bytes(self, kind: str, folder: Folder, entry: Entry) -> None:
-        search = Search(self._wanted)
+    def _scan_bytes(self, kind: str, folder: Folder, entry: Entry) -> None:
+        search = Search(self._searched_keys)
         try:
-            search.in_file(lambda start, end: folder.get_range(entry.name, start, end), entry.size_bytes)
+            search.search_file(lambda start, end: folder.get_range(entry.name, start, end), entry.size_bytes)
         except MissingCheckpointError:
             return
-        self._note(kind, folder.root, folder.where(entry.name), entry.size_bytes, search)
+        self._add_scanned(kind, folder.root, folder.where(entry.name), entry.size_bytes, search)
 
 
-def _captured(data: bytes, where: str) -> Iterator[tuple[Pointer, RowSchema | None]]:
+def _decode_captured(data: bytes, where: str) -> Iterator[tuple[Pointer, RowSchema | None]]:
     yield from ((pointer, None) for pointer in Captured.decode(data, where).pointers.values())
 
 
-def _noted(data: bytes, where: str) -> Iterator[tuple[Pointer, RowSchema | None]]:
+def _decode_noted(data: bytes, where: str) -> Iterator[tuple[Pointer, RowSchema | None]]:
     yield Pointer.decode(data), None
 
 
-def _saved(data: bytes, where: str) -> Iterator[tuple[Pointer, RowSchema | None]]:
+def _decode_saved(data: bytes, where: str) -> Iterator[tuple[Pointer, RowSchema | None]]:
     manifest = decode_manifest(data, where)
     for saved in manifest.buckets:
         yield saved.pointer, manifest.header.operators[saved.operator].row_schema()

@@ -1,4 +1,4 @@
-"""Looking for keys in rows, and for their values in bytes."""
+"""Searches rows for keys, and bytes for the values of keys."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from arrow_schemas.evolution import conform
 from arrow_schemas.row import DELETED, RowSchema
 from spark_state_ext.engine.erasing import matching
 
-__all__ = ["Search", "Wanted"]
+__all__ = ["Search", "SearchedKeys"]
 
-# Shorter values are found everywhere.
+# Shorter values would match everywhere.
 VALUE_BYTES_MIN = 4
 _PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Keys to look for.
+class SearchedKeys:
+    """The keys of a search.
 
     Parameters
     ----------
     keys
-        The keys, in stored form.
+        The keys in stored form.
     values
-        Their values that can be searched for in bytes, each once.
+        The distinct values of the keys that can be searched for in bytes.
     needed
-        For each key that has some: which of the values it has. All have to be there.
+        For each key with such values: the indices of its values, all of which must be found.
     """
 
     keys: pa.RecordBatch
@@ -38,88 +38,90 @@ class Wanted:
     needed: tuple[frozenset[int], ...]
 
     @staticmethod
-    def of(keys: pa.RecordBatch) -> Wanted:
-        """Those of some keys."""
-        places: dict[bytes, int] = {}
+    def of(keys: pa.RecordBatch) -> SearchedKeys:
+        """Collect the values of some keys."""
+        indices: dict[bytes, int] = {}
         needed: list[set[int]] = [set() for _ in range(keys.num_rows)]
         for column in keys.columns:
-            for rows, texts in _texts(column, np.arange(keys.num_rows)):
+            for rows, texts in _iterate_values(column, np.arange(keys.num_rows)):
                 for row, text in zip(rows.tolist(), texts.to_pylist(), strict=True):
                     if text is not None and len(text) >= VALUE_BYTES_MIN:
-                        needed[row].add(places.setdefault(text, len(places)))
-        return Wanted(keys, tuple(places), tuple(frozenset(it) for it in needed if it))
+                        needed[row].add(indices.setdefault(text, len(indices)))
+        return SearchedKeys(
+            keys, tuple(indices), tuple(frozenset(value_indices) for value_indices in needed if value_indices)
+        )
 
     @property
     def by_rows_only(self) -> int:
-        """How many keys have no value that can be searched for in bytes."""
+        """Number of keys without a value that can be searched for in bytes."""
         return int(self.keys.num_rows) - len(self.needed)
 
 
-def _texts(column: pa.Array, rows: np.ndarray) -> Iterable[tuple[np.ndarray, pa.Array]]:
-    """Text and binary values of a column at any depth, as bytes, each with the row that has it."""
+def _iterate_values(column: pa.Array, rows: np.ndarray) -> Iterable[tuple[np.ndarray, pa.Array]]:
+    """Yield the string and binary values of a column at any depth, as bytes, with the numbers of their rows."""
     types = pa.types
     if types.is_string(column.type) or types.is_binary(column.type):
         yield rows, column.cast(pa.binary())
     elif types.is_struct(column.type):
         for child in column.flatten():
-            yield from _texts(child, rows)
+            yield from _iterate_values(child, rows)
     elif types.is_list(column.type):
         lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-        yield from _texts(column.flatten(), np.repeat(rows, lengths))
+        yield from _iterate_values(column.flatten(), np.repeat(rows, lengths))
 
 
 @dataclass
 class Search:
-    """What one file has of the keys.
+    """The search of one file for keys.
 
     Parameters
     ----------
-    wanted
+    searched
         The keys.
     rows, compared, tombstones
-        Rows of the keys; all rows; rows that only say that a key was removed.
+        Number of rows of the keys, of all compared rows, and of the keys' tombstones.
     """
 
-    wanted: Wanted
+    searched: SearchedKeys
     rows: int = 0
     compared: int = 0
     tombstones: int = 0
     _seen: set[int] = field(default_factory=set)
 
-    def in_rows(self, batch: pa.RecordBatch, schema: RowSchema) -> None:
-        """Compare rows with the keys, and search all that they hold for the keys' values."""
+    def search_rows(self, batch: pa.RecordBatch, schema: RowSchema) -> None:
+        """Compare rows with the keys, and search all columns of the rows for the keys' values."""
         self.compared += batch.num_rows
         if batch.num_rows:
             rows = conform(batch, schema)
-            found = matching(schema.key_columns(rows), self.wanted.keys.columns)
-            self.rows += int(found.sum())
-            self.tombstones += int((found & rows.column(DELETED).to_numpy(zero_copy_only=False)).sum())
-        # Not of the rows as the schema has them: it may have lost columns.
-        self.in_batch(batch)
+            is_key = matching(schema.key_columns(rows), self.searched.keys.columns)
+            self.rows += int(is_key.sum())
+            self.tombstones += int((is_key & rows.column(DELETED).to_numpy(zero_copy_only=False)).sum())
+        # The stored batch is searched, because the newest schema may no longer have all of its columns.
+        self.search_batch(batch)
 
-    def in_batch(self, batch: pa.RecordBatch) -> None:
-        """Search all that a batch holds for the keys' values."""
-        self.in_bytes(batch.serialize().to_pybytes())
+    def search_batch(self, batch: pa.RecordBatch) -> None:
+        """Search all columns of a batch for the keys' values."""
+        self.search_bytes(batch.serialize().to_pybytes())
 
-    def in_bytes(self, data: bytes) -> None:
+    def search_bytes(self, data: bytes) -> None:
         """Search bytes for the keys' values."""
-        for at, value in enumerate(self.wanted.values):
-            if at not in self._seen and value in data:
-                self._seen.add(at)
+        for index, value in enumerate(self.searched.values):
+            if index not in self._seen and value in data:
+                self._seen.add(index)
 
-    def in_file(self, read: Callable[[int, int], bytes], size: int) -> None:
-        """Search a file as it is."""
-        longest = max(map(len, self.wanted.values), default=0)
-        for at in range(0, size, _PIECE_BYTES):
-            # As far into the next piece as a value may reach.
-            self.in_bytes(read(at, min(size, at + _PIECE_BYTES + longest)))
+    def search_file(self, read: Callable[[int, int], bytes], size: int) -> None:
+        """Search the bytes of a file for the keys' values."""
+        longest = max(map(len, self.searched.values), default=0)
+        for start in range(0, size, _PIECE_BYTES):
+            # Pieces overlap by the length of the longest value.
+            self.search_bytes(read(start, min(size, start + _PIECE_BYTES + longest)))
 
     @property
     def keys_by_bytes(self) -> int:
-        """Keys of which all values were seen."""
-        return sum(needed <= self._seen for needed in self.wanted.needed)
+        """Number of keys whose values were all found."""
+        return sum(needed <= self._seen for needed in self.searched.needed)
 
     @property
     def found(self) -> bool:
-        """Whether the file has something of the keys."""
+        """True if the file has rows or values of the keys."""
         return bool(self.rows or self.keys_by_bytes)

@@ -142,7 +142,7 @@ def test_what_was_refused_or_killed_leaves_nothing_that_counts(tmp_path: Path, o
         assert (state.buckets, state.batch, state_of(state)) == (4, 0, old.models[0])
     assert asked(root) == ["query"]
     assert keys_asked(root) == {"query": ["waiting"]}
-    with pytest.raises(UsageError, match=r"the query does not go on there, .* or name query"):
+    with pytest.raises(UsageError, match=r"no longer uses that folder, .* or name query"):
         asked(root, query_folder=dead.name)
     old.batch({key: Row(8, "old") for key in KEYS})
     put_in_force([dead.operator], "query", plan_of(2), lambda: None)
@@ -202,7 +202,7 @@ def test_requests_go_to_the_folder_in_force_and_come_along(tmp_path: Path, old: 
     again = folder_beside(query, 2)
     put_in_force([query.operator], again, plan_of(2), lambda: None)
     assert keys_asked(root) == {again: ["waiting", "waiting"]}
-    with pytest.raises(UsageError, match="does not go on"):
+    with pytest.raises(UsageError, match="no longer uses that folder"):
         asked(root, query_folder=query.name)
     # It goes back to before it was rescaled at all: also what was done elsewhere is to be done there.
     put_in_force([query.operator], "query", plan_of(3), lambda: None)

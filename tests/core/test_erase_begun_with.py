@@ -97,14 +97,14 @@ def test_one_that_is_not_where_it_was_is_told_with_what_to_do(job: Job, sums: Fo
     sums.put("savepoint.arrow", manifest[:-20])
     done = erase(job)
     assert not done.receipt.absent
-    assert "began with it, and it cannot be read" in told(done, sums)[0]
+    assert "began with it, but it cannot be read" in told(done, sums)[0]
     shutil.rmtree(sums.root)
     done = erase(job)
     assert done.receipt.absent
     (why,) = told(done, sums)
     assert why == (
-        "the query began with it, and it is not there: if you moved it, name it with savepoints where it is now; if "
-        "you deleted it, nothing is left to do"
+        "the query began with it, but it is missing: if you moved it, name its new path in savepoints; if you deleted "
+        "it, there is nothing left to do"
     )
     done = erase(job, moved)
     assert told(done, sums) == []
@@ -113,4 +113,4 @@ def test_one_that_is_not_where_it_was_is_told_with_what_to_do(job: Job, sums: Fo
     begin(job, sums, "claim")
     assert told(erase(job), sums) == []
     job.folder.remove("detached.json")
-    assert "it is not there" in told(erase(job), sums)[0]
+    assert "it is missing" in told(erase(job), sums)[0]

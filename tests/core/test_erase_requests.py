@@ -126,13 +126,13 @@ def test_keys_are_stored_in_normal_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "error", "says"),
     [
-        ("Jane Doe", StateValueError, "given str for keys.*a list of values"),
+        ("Jane Doe", StateValueError, "given keys of type str.*a list of values"),
         ([{"a": 1}], StateValueError, "key column 'name'"),
-        ([1, "x"], StateValueError, "of no one type"),
+        ([1, "x"], StateValueError, "of several types"),
         ({"names": ["x"]}, StateValueError, "operator's key columns are name"),
-        ({"name": ["x"], "more": [1]}, StateValueError, "give all of these and no others"),
+        ({"name": ["x"], "more": [1]}, StateValueError, "pass exactly these"),
         ([], UsageError, "no key"),
-        (7, StateValueError, "given int"),
+        (7, StateValueError, "given keys of type int"),
     ],
 )
 def test_keys_that_are_none_of_the_operator(tmp_path: Path, keys: Any, error: type[Exception], says: str) -> None:

@@ -33,7 +33,7 @@ from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.erasing import savepoints as erasing
 from spark_state_ext.erasing.history import ErasedHistory
-from spark_state_ext.erasing.savepoints import _Work
+from spark_state_ext.erasing.savepoints import _Rewrite
 from spark_state_ext.errors import ClaimedError, CorruptFileError, LiveRunError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_of, claim_savepoint, consume, refuse_claimed
@@ -184,7 +184,7 @@ def test_without_the_option_a_savepoint_is_named_and_not_touched(
     for it in (savepoint, first):
         assert f"the savepoint at {it.root} has a key: rewrite it with --savepoint {it.root} --savepoints" in told
     assert (contents(tmp_path / "savepoint"), contents(tmp_path / "first")) == before
-    with pytest.raises(UsageError, match="only those are written anew that you name"):
+    with pytest.raises(UsageError, match="only savepoints that you name are rewritten"):
         erase(job, write_savepoints=True)
     assert main([*words, "--savepoints", "--yes"]) == 2
     assert main([*words, "--savepoint", savepoint.root, "--savepoints"]) == 2
@@ -231,7 +231,7 @@ def test_a_savepoint_that_somebody_uses_is_refused(job: Job, tmp_path: Path) -> 
     assert main(["savepoint", "release", savepoint.root]) == 0
     query = Folder(str(tmp_path / "root")).child("counts", "new")
     note_start(query, StartRecord("savepoint", savepoint.root, "5a" * 16, 3, "no_claim", "counts"))
-    with pytest.raises(LiveRunError, match=r"being started from the savepoint.*two batches"):
+    with pytest.raises(LiveRunError, match=r"is starting from the savepoint.*two batches"):
         erase(job, savepoint, query_folder="query")
     assert contents(tmp_path / "savepoint") == before
     assert past.items() <= contents(tmp_path / "root").items()
@@ -379,8 +379,8 @@ def test_a_savepoint_that_changes_before_it_is_claimed_is_refused_and_free(
         savepoint.put("savepoint.arrow", encode_manifest(replace(manifest, header=header)))
 
     for event, refused, says in (
-        (begun, LiveRunError, "is being started from the savepoint"),
-        (replaced, ClaimedError, "another savepoint lies at"),
+        (begun, LiveRunError, "is starting from the savepoint"),
+        (replaced, ClaimedError, "is not the one that"),
     ):
 
         def claimed(*given: Any, event: Callable[[], None] = event) -> SavepointClaim:
@@ -421,8 +421,8 @@ def test_stopped_at_every_step_and_run_again(
     for place in places:
         shutil.copytree(place, tmp_path / "as it was" / place.name)
     faults, marks = Faults(monkeypatch), []
-    for name in ("write_anew", "remove"):
-        watched(monkeypatch, _Work, name, lambda: marks.append((1 << 40) - faults.left))
+    for name in ("rewrite_buckets", "remove"):
+        watched(monkeypatch, _Rewrite, name, lambda: marks.append((1 << 40) - faults.left))
     faults.left = 1 << 40
     assert erase(job, savepoint).savepoints == 1
     assert len(marks) == 2

@@ -26,7 +26,7 @@ from arrow_schemas.savepoint import NATIVE, SavedBucket, SavepointHeader, Savepo
 from spark_state_ext import Backend, erase_keys, erase_scan
 from spark_state_ext.commit import cadence
 from spark_state_ext.erasing.receipt import EraseReceipt
-from spark_state_ext.erasing.searching import Search, Wanted
+from spark_state_ext.erasing.searching import Search, SearchedKeys
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.captured import Captured
@@ -104,7 +104,7 @@ def test_keys_without_text_are_found_by_rows_and_the_receipt_says_so(life: Life)
     receipt = scan(life, {"name": ["ab"], "x": [77.0]}, local_dirs=[str(life.local)])
     assert set(found(receipt).values()) == {(1, 0, 0)}
     assert receipt.keys_by_rows_only == 1
-    assert any("no text of four bytes" in it.why for it in receipt.out_of_reach)
+    assert any("no string of at least four bytes" in it.why for it in receipt.out_of_reach)
 
 
 def test_requests_that_hold_a_key_are_found(life: Life) -> None:
@@ -242,7 +242,9 @@ def test_deltas_in_pointers_of_a_savepoint_and_of_a_start(life: Life, tmp_path: 
 
 
 def test_values_across_pieces_and_keys_of_several_values() -> None:
-    wanted = Wanted.of(pa.record_batch({"a": ["Springfield", "Springfield", "x"], "b": [b"first", b"second", b"y"]}))
+    wanted = SearchedKeys.of(
+        pa.record_batch({"a": ["Springfield", "Springfield", "x"], "b": [b"first", b"second", b"y"]})
+    )
     assert (len(wanted.values), wanted.by_rows_only) == (3, 1)
     data = b"-" * ((8 << 20) - 3) + b"Springfield" + b"-" * 100 + b"second"
     search, stream = Search(wanted), io.BytesIO(data)
@@ -251,13 +253,13 @@ def test_values_across_pieces_and_keys_of_several_values() -> None:
         stream.seek(start)
         return stream.read(end - start)
 
-    search.in_file(read, len(data))
+    search.search_file(read, len(data))
     assert search.keys_by_bytes == 1
 
 
 def test_values_in_nested_keys_are_searched_for() -> None:
     column = pa.array([{"names": ["Jane Doe", None]}, None, {"names": []}])
-    wanted = Wanted.of(pa.RecordBatch.from_arrays([column], names=["k"]))
+    wanted = SearchedKeys.of(pa.RecordBatch.from_arrays([column], names=["k"]))
     assert (wanted.values, wanted.needed, wanted.by_rows_only) == ((b"Jane Doe",), (frozenset({0}),), 2)
 
 
@@ -276,7 +278,7 @@ def test_the_receipt_is_a_table_and_names_no_key(life: Life) -> None:
     [
         ({"local_dirs": ["/nowhere/at/all"]}, "no folder /nowhere"),
         ({"savepoints": ["/nowhere/at/all"]}, "no savepoint at /nowhere"),
-        ({"checkpoint_location": "/nowhere/at/all"}, "nothing at /nowhere"),
+        ({"checkpoint_location": "/nowhere/at/all"}, "/nowhere.* does not exist or is empty"),
         ({"savepoints": ["here"]}, "absolute path"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 from arrow_schemas.row import RowSchema
 from spark_state_ext.cli.values import parse_key
-from spark_state_ext.erasing.folders import keys_as_stored
+from spark_state_ext.erasing.folders import convert_keys
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.reading.lookup import LookupKey
 
@@ -77,8 +77,10 @@ def test_a_value_of_another_type_names_no_key(value: Any, kind: pa.DataType) -> 
     schema = schema_of(kind)
     forms = [[value], {"who": [value]}, pa.table({"who": pa.array([value])})]
     for given in forms:
-        with pytest.raises(StateValueError, match=r"erase_keys.. was given other values than the key column 'who' has"):
-            keys_as_stored(given, schema, "erase_keys()")
+        with pytest.raises(
+            StateValueError, match=r"erase_keys.. was given values that do not fit the key column 'who'"
+        ):
+            convert_keys(given, schema, "erase_keys()")
     with pytest.raises(UsageError, match="is not a value of the key column 'who'"):
         LookupKey.of((value,), ["who"], schema)
 
@@ -87,7 +89,7 @@ def test_a_value_of_another_type_names_no_key(value: Any, kind: pa.DataType) -> 
 def test_a_value_of_the_columns_type_does(value: Any, kind: pa.DataType, stored: Any) -> None:
     schema = schema_of(kind)
     for given in ([value], {"who": [value]}, pd.DataFrame({"who": pd.Series([value], dtype=object)})):
-        assert keys_as_stored(given, schema, "erase_keys()").column(0).to_pylist() == [stored]
+        assert convert_keys(given, schema, "erase_keys()").column(0).to_pylist() == [stored]
     assert LookupKey.of((value,), ["who"], schema).columns[0].to_pylist() == [stored]
 
 
@@ -99,15 +101,15 @@ def test_times_of_several_kinds_are_not_made_one(values: list[Any], kind: pa.Dat
     frame = pd.DataFrame({"who": pd.Series(values, dtype=object)})
     for given in (values, {"who": values}, {"who": np.array(values, dtype=object)}, frame):
         with pytest.raises(StateValueError, match=r"key column 'who' has: (dates|times).* are mixed"):
-            keys_as_stored(given, schema_of(kind), "erase_keys()")
+            convert_keys(given, schema_of(kind), "erase_keys()")
 
 
 def test_the_error_says_what_to_give() -> None:
     with pytest.raises(StateValueError, match="give times with a time zone, such as UTC"):
-        keys_as_stored(pd.DataFrame({"who": [pd.Timestamp(NAIVE)]}), schema_of(INSTANT), "erase_keys()")
+        convert_keys(pd.DataFrame({"who": [pd.Timestamp(NAIVE)]}), schema_of(INSTANT), "erase_keys()")
     two = RowSchema((pa.field("a", pa.int64()), pa.field("b", PRICE)), (pa.field("n", pa.int64()),))
     with pytest.raises(StateValueError, match="key column 'b' has: values of type double are not converted"):
-        keys_as_stored({"b": [0.5], "a": [1]}, two, "erase_keys()")
+        convert_keys({"b": [0.5], "a": [1]}, two, "erase_keys()")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from savepoint_folders import savepoint_at
 
-from spark_state_ext.erasing.history import _drop_stores
+from spark_state_ext.erasing.history import _remove_stores
 from spark_state_ext.errors import UnsafeFolderError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.live import open_live
@@ -170,7 +170,7 @@ def test_erasing_drops_no_stores_behind_a_link(tmp_path: Path, precious: Path) -
     operators.mkdir(parents=True)
     (operators / "query").symlink_to(precious.parent.parent)
     with pytest.raises(UnsafeFolderError, match="query is a symbolic link, and files behind a link are not removed"):
-        _drop_stores(tmp_path / "local", "root", "counts", "query")
+        _remove_stores(tmp_path / "local", "root", "counts", "query")
     assert precious.exists()
     assert (operators / "query").is_symlink(), "nor is it renamed"
 

@@ -66,7 +66,7 @@ def test_keys_are_asked_for_and_told_of_until_they_are_done(
 def test_a_request_is_withdrawn(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["erase", "keys", str(small.root), "ann", "0"]) == 0
     assert main(["erase", "withdraw", str(small.root), "2"]) == 2
-    assert "has no erase request 2 that could be withdrawn" in capsys.readouterr().err
+    assert "has no erase request 2 to withdraw" in capsys.readouterr().err
     (request,) = (small.query_folder / "erase").iterdir()
     request.write_bytes(b"damaged")
     (status,) = said(capsys, "erase", "status", small.root)

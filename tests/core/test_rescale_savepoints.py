@@ -417,7 +417,7 @@ def test_other_rows_under_the_name_of_a_new_file_are_found(savepoint: Folder, tm
     into = _files(tmp_path / "to", bucket)
     lost = write_snapshot(bucket.pointer, SCHEMA, rows, into, tmp_path)
     assert lost.files[0].name == bucket.files[0].name
-    with pytest.raises(StorageError, match=r"and \d+ rows with \w+ in .*/to: remove that folder"):
+    with pytest.raises(StorageError, match=r"but \d+ rows with \w+ in .*/to: remove the latter folder"):
         rescale_savepoint(savepoint.root, str(tmp_path / "to"), BucketMap(2))
     assert not (tmp_path / "to" / "savepoint.arrow").exists()
 
