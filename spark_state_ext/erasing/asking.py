@@ -259,16 +259,24 @@ def _read_status(
 ) -> EraseStatus | None:
     """Return a request's status; None if it disappeared meanwhile: its record was withdrawn and will be rewritten."""
     try:
-        done = requests.done(number)
+        record = requests.done(number)
         request = requests.request(number) if listed else None
     except MissingCheckpointError:
         return None
     except (CorruptFileError, VersionSkewError):
         return EraseStatus(operator, query_folder, number, 0, 0, UNREADABLE, None, None, listed)
     # A done record with another id belongs to an earlier request of that number.
-    if done is not None and (request is None or request.id == done.id):
+    if record is not None and (request is None or request.id == record.id):
         return EraseStatus(
-            operator, query_folder, number, done.keys, done.asked_ms, DONE, done.done_ms, done.batch, listed
+            operator,
+            query_folder,
+            number,
+            record.keys,
+            record.asked_ms,
+            DONE,
+            record.done_ms,
+            record.batch,
+            listed,
         )
     if request is None:
         return None

@@ -130,8 +130,8 @@ def convert_keys(keys: Any, schema: RowSchema, who: str) -> pa.RecordBatch:
 
 def _widen_integers(column: pa.Array, kind: pa.DataType) -> pa.Array:
     """Cast integers for a decimal key to 38 digits, because Arrow refuses a smaller type even if the values fit."""
-    whole = pa.types.is_integer(column.type) and pa.types.is_decimal(kind) and kind.scale <= _SCALE_MAX
-    return column.cast(pa.decimal128(38, kind.scale)) if whole else column
+    needs_cast = pa.types.is_integer(column.type) and pa.types.is_decimal(kind) and kind.scale <= _SCALE_MAX
+    return column.cast(pa.decimal128(38, kind.scale)) if needs_cast else column
 
 
 def _python_values(keys: Any, name: str, index: int) -> Iterable[Any]:

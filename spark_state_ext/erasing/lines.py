@@ -121,14 +121,14 @@ class QueryLines:
         """The last heartbeat that the committed lineage has reached or begun; all buckets of a batch have the same."""
         return max((bucket.heartbeat for bucket in self.buckets), default=0)
 
-    def find_last_committed(self, done: int) -> int:
-        """Return the heartbeat up to which batches are certainly committed; `done` is one from erase requests."""
+    def find_last_committed(self, done_heartbeat: int) -> int:
+        """Return the heartbeat up to which batches are certainly committed; requests give `done_heartbeat`."""
         # The batch of the newest heartbeat has begun, so the batches before it are committed.
         before_newest = self.heartbeat - 1
         return (
             before_newest
             if any(bucket.went_on_elsewhere(before_newest) for bucket in self.buckets)
-            else max(before_newest, done)
+            else max(before_newest, done_heartbeat)
         )
 
 

@@ -96,13 +96,15 @@ class SavepointBegunWith:
     out_of_reach: tuple[OutOfReach, ...] = ()
 
     @staticmethod
-    def of(query_folder: Folder, named: Sequence[str], storage_options: Mapping[str, Any] | None) -> SavepointBegunWith:
-        """Find the savepoint from the query folder's start record, unless it is one of the `named`."""
+    def of(
+        query_folder: Folder, named_paths: Sequence[str], storage_options: Mapping[str, Any] | None
+    ) -> SavepointBegunWith:
+        """Find the savepoint from the query folder's start record, unless it is one of `named_paths`."""
         record = start_of(query_folder)
         if record is None or not record.source_id:
             return SavepointBegunWith()
         path = record.source.rstrip("/")
-        if path in {name.rstrip("/") for name in named}:
+        if path in {named_path.rstrip("/") for named_path in named_paths}:
             return SavepointBegunWith()
         why = "another savepoint is there now"
         try:
@@ -116,7 +118,7 @@ class SavepointBegunWith:
         except StateError as error:
             why = f"the query began with it, but it cannot be read: {error}"
             return SavepointBegunWith((), (OutOfReach("savepoint", path, 0, 0, why, unread=True),))
-        if any(_is_at(name, record.source_id, storage_options) for name in named):
+        if any(_is_at(named_path, record.source_id, storage_options) for named_path in named_paths):
             # The savepoint was moved, and is scanned at its new path.
             return SavepointBegunWith()
         why = (
@@ -188,16 +190,16 @@ class SavepointErasure:
                 )
             # Checked again: a query that started before the claim was made did not see it.
             self.refuse_in_use()
-            work = _Rewrite(self, manifest, scratch, lease)
-            finished = work.finish_stopped()
+            rewrite = _Rewrite(self, manifest, scratch, lease)
+            finished = rewrite.finish_stopped()
             refuse_incomplete(self.folder, manifest)
-            findings = work.find()
+            findings = rewrite.find()
         except BaseException:
             self._release_after_failure()
             raise
         if findings.buckets:
-            work.rewrite_buckets(findings.buckets)
-        work.remove(findings.others)
+            rewrite.rewrite_buckets(findings.buckets)
+        rewrite.remove(findings.others)
         self.release()
         return finished or findings.any
 

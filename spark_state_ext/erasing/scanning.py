@@ -193,12 +193,12 @@ class _Scan:
         self._out_of_reach.append(OutOfReach(kind, where, files, size_bytes, why, unread))
 
     def _add_scanned(self, kind: str, below: str, where: str, size_bytes: int, search: Search) -> None:
-        before = self._scanned.get((kind, below), Scanned(kind, below, 0, 0, 0))
+        scanned = self._scanned.get((kind, below), Scanned(kind, below, 0, 0, 0))
         self._scanned[kind, below] = replace(
-            before,
-            files=before.files + 1,
-            size_bytes=before.size_bytes + size_bytes,
-            rows=before.rows + search.compared,
+            scanned,
+            files=scanned.files + 1,
+            size_bytes=scanned.size_bytes + size_bytes,
+            rows=scanned.rows + search.compared,
         )
         if search.found:
             self._found.append(FoundIn(kind, where, search.rows, search.tombstones, search.keys_by_bytes))

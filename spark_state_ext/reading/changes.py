@@ -44,8 +44,8 @@ def changes_of_bucket(before: OpenState, after: OpenState, bucket: int) -> Itera
     ends = np.append(starts[1:], len(order))
     first, last = order[starts], order[ends - 1]
     kinds = np.where(is_new[first], _INSERTED, np.where(is_new[last], _UPDATED, _DELETED))
-    both = np.flatnonzero(kinds == _UPDATED)
-    kinds[both[_compare_rows(rows, first[both], last[both], schema)]] = _SAME
+    in_both = np.flatnonzero(kinds == _UPDATED)
+    kinds[in_both[_compare_rows(rows, first[in_both], last[in_both], schema)]] = _SAME
     changed = np.flatnonzero(kinds != _SAME)
     columns = after.columns.of(rows.take(pa.array(last[changed])), after.schema, bucket)
     change_names = _KINDS.take(pa.array(kinds[changed]))

@@ -189,10 +189,10 @@ class Line:
             head = self.files.header(refs[0])
 
     def _refuse_gap(self, head: LineageHeader, ancestor: CheckpointRef, batch: int) -> None:
-        """Raise if the next checkpoint, whose file is missing, may also have been made by that batch."""
-        after = head.lineage[head.lineage.index(ancestor) + 1 :]
-        if after and after[0] not in self.files and self.clock.at(self.files.header(ancestor)) != batch:
-            raise self._gap_error(after[0], ancestor, batch)
+        """Raise if the next checkpoint has no file, so that it may be from the batch too, or from before it."""
+        later = head.lineage[head.lineage.index(ancestor) + 1 :]
+        if later and later[0] not in self.files and self.clock.at(self.files.header(ancestor)) != batch:
+            raise self._gap_error(later[0], ancestor, batch)
 
     def _refuse_unknown_batch(self, header: LineageHeader, batch: int) -> None:
         """Raise if a checkpoint's batch is unknown.

@@ -58,10 +58,10 @@ def find_state(path_folder: Folder, operator: str | None, query_folder: str | No
         raise UsageError(f"{path_folder.root} has the operators {_join_names(folders)}: name one, with operator=…")
     name = operator if operator is not None else next(iter(folders), None)
     if name is None or name not in folders:
-        what = "no state of an operator" if name is None else f"no operator {name!r} with state"
+        content = "no state of an operator" if name is None else f"no operator {name!r} with state"
         raise UsageError(
-            f"{path_folder.root} has {what}{f'; it has {_join_names(folders)}' if folders else ''}: give the root that "
-            "ArrowState was given, a query folder below it, or a savepoint"
+            f"{path_folder.root} has {content}{f'; it has {_join_names(folders)}' if folders else ''}: give the root "
+            "that ArrowState was given, a query folder below it, or a savepoint"
         )
     operator_folder = path_folder.child(name)
     return _choose_query_folder(

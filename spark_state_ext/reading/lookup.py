@@ -72,7 +72,7 @@ class LookupKey:
     def is_in(self, row: pa.RecordBatch, schema: RowSchema) -> bool:
         """True if a row has this key."""
         key_columns = schema.key_columns(row)
-        return all(_is_same(mine, other) for mine, other in zip(self.columns, key_columns, strict=True))
+        return all(_is_same(own, other) for own, other in zip(self.columns, key_columns, strict=True))
 
 
 def _split_values(key: Any, names: Sequence[str], schema: RowSchema) -> Sequence[Any]:
@@ -151,12 +151,12 @@ def _make_viewed_column(number: pa.DataType, value: int, data_type: pa.DataType)
     return _make_fixed_column(value, number).view(data_type)
 
 
-def _is_same(mine: pa.Array, other: pa.Array) -> bool:
-    if pa.types.is_nested(mine.type):
-        return bool(rows_equal([mine], [other])[0])
-    left, right = mine[0], other[0]
+def _is_same(own: pa.Array, other: pa.Array) -> bool:
+    if pa.types.is_nested(own.type):
+        return bool(rows_equal([own], [other])[0])
+    left, right = own[0], other[0]
     if not (left.is_valid and right.is_valid):
         return bool(left.is_valid == right.is_valid)
-    if pa.types.is_floating(mine.type) and math.isnan(left.as_py()):
+    if pa.types.is_floating(own.type) and math.isnan(left.as_py()):
         return bool(math.isnan(right.as_py()))
     return bool(left.equals(right))

@@ -185,7 +185,7 @@ def _unreadable_error(folder: Folder, history: Timeline, batch: int, newest: int
     try:
         oldest: object = history.oldest()
     except StateError as error:
-        oldest = f"an unknown one ({error})"
+        oldest = f"(unknown: {error})"
     return MissingCheckpointError(
         f"{history.clock.unit} {batch} of {folder.root} cannot be read: the files prove {history.clock.unit} {oldest} "
         f"to {newest}. Choose one of these. Later ones may be committed too, but only Spark knows: read them with "

@@ -54,8 +54,9 @@ class ShownColumns:
         unknown = [name for name in columns if name not in self._positions and name != BUCKET]
         if unknown:
             raise UsageError(
-                f"there is no column {unknown[0]!r}: there are {', '.join(self.default.names)}, and, only if they are "
-                f"named, {', '.join(name for name in (*self._positions, BUCKET) if name not in self.default.names)}"
+                f"there is no column {unknown[0]!r}: the default columns are {', '.join(self.default.names)}; others "
+                "that you can name are "
+                f"{', '.join(name for name in (*self._positions, BUCKET) if name not in self.default.names)}"
             )
         return pa.schema([self._field(name) for name in columns])
 

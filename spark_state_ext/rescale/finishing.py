@@ -51,11 +51,11 @@ def _list_other_folders(places: Sequence[Folder], name: str) -> Iterator[tuple[F
 
 def _find_failed(root: Folder, name: str, plan_id: str, others: Collection[str]) -> set[str]:
     """Return the folders of failed rescalings by other plans: they are not in force and not ancestors of `name`."""
-    ancestor, kept = parent_folder(root.child(name)), {name, first_folder(name), rescaled_folder(name, plan_id)}
-    while ancestor is not None and ancestor not in kept:
-        kept.add(ancestor)
+    ancestor, kept_names = parent_folder(root.child(name)), {name, first_folder(name), rescaled_folder(name, plan_id)}
+    while ancestor is not None and ancestor not in kept_names:
+        kept_names.add(ancestor)
         ancestor = parent_folder(root.child(ancestor))
-    return {other for other in others if other not in kept and not is_detached(root.child(other))}
+    return {other for other in others if other not in kept_names and not is_detached(root.child(other))}
 
 
 def _log_remaining(others: Sequence[tuple[Folder, str]], name: str) -> None:
@@ -160,8 +160,8 @@ class Finishing:
             return False
         remains = False
         for place, other in _list_other_folders(places, name):
-            old = place.child(other)
-            if self._is_written(old) or is_held(other):
+            old_folder = place.child(other)
+            if self._is_written(old_folder) or is_held(other):
                 remains = True
                 continue
             check_ours()
@@ -169,7 +169,7 @@ class Finishing:
                 remains = True
                 continue
             place.remove_tree(other)
-            _LOGGER.info("%s is removed: the query was rescaled and goes on in %s", old.root, name)
+            _LOGGER.info("%s is removed: the query was rescaled and goes on in %s", old_folder.root, name)
         if remains:
             return False
         check_ours()
@@ -219,6 +219,6 @@ class Finishing:
         record = LeaseLog(query_folder).newest(first=True)
         number = 0 if record is None else record.number
         with self._lock:
-            before = self._leases.get(query_folder.identity)
+            last_number = self._leases.get(query_folder.identity)
             self._leases[query_folder.identity] = number
-        return before != number
+        return last_number != number

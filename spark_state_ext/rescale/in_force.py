@@ -59,8 +59,8 @@ def take_requests(source: Folder, target: Folder, *, waiting_only: bool) -> bool
     """Copy erase requests with their ids to another query folder; return False if a request is unreadable."""
     requests, target_requests = EraseFolder(source), EraseFolder(target)
     numbers = requests.numbers()
-    asked = sorted(numbers.requests - numbers.done if waiting_only else numbers.requests)
-    if not asked:
+    request_numbers = sorted(numbers.requests - numbers.done if waiting_only else numbers.requests)
+    if not request_numbers:
         return True
     target_numbers, target_ids = target_requests.numbers(), set()
     for number in target_numbers.requests | target_numbers.done:
@@ -69,7 +69,7 @@ def take_requests(source: Folder, target: Folder, *, waiting_only: bool) -> bool
         except (CorruptFileError, VersionSkewError) as error:
             _LOGGER.warning("erase request %d of %s cannot be read: %s", number, target.root, error)
     all_readable = True
-    for number in asked:
+    for number in request_numbers:
         try:
             request = requests.request(number)
         except (CorruptFileError, VersionSkewError) as error:

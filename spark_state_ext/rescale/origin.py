@@ -225,13 +225,15 @@ def _read_around(
     files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
     """Yield the live rows of a parent in a range of hashes, ascending; rows around the range may be included."""
-    pointer, saved = parent.pointer, parent.saved.files
-    if pointer.ref is not None and [file.name for file in saved] == [file_name(pointer.ref, SNAPSHOT)]:
-        refuse_other_files(files, saved)
-        ends = read_ends(files, pointer.ref, saved[0].size_bytes)
+    pointer, saved_files = parent.pointer, parent.saved.files
+    if pointer.ref is not None and [file.name for file in saved_files] == [file_name(pointer.ref, SNAPSHOT)]:
+        refuse_other_files(files, saved_files)
+        ends = read_ends(files, pointer.ref, saved_files[0].size_bytes)
         # A file of an old format has no index.
         if ends is not None:
-            check_owner(ends.header, (pointer.operator, *pointer.origins), pointer.bucket, files.where(saved[0].name))
+            check_owner(
+                ends.header, (pointer.operator, *pointer.origins), pointer.bucket, files.where(saved_files[0].name)
+            )
             yield from read_part(files, ends, schema, low << 32, high << 32)
             return
-    yield from read_saved_rows(files, pointer, saved, schema, scratch)
+    yield from read_saved_rows(files, pointer, saved_files, schema, scratch)

@@ -209,8 +209,8 @@ def rescaling_of(source: Folder, bucket_map: BucketMap, operator: str | None = N
         if not operators[name].bucket_map.by_hash:
             raise UsageError(
                 f"operator {name!r} of the savepoint at {source.root} has {operators[name].bucket_map}: its buckets "
-                "do not depend on key hashes, so it cannot be rescaled. Its job accepts more source partitions without "
-                "that" + ("; name another operator" if len(operators) > 1 else "")
+                "do not depend on key hashes, so it cannot be rescaled. Its job accepts new source partitions anyway"
+                + ("; name another operator" if len(operators) > 1 else "")
             )
     # A query that starts from the new savepoint numbers its operator files from 0 again.
     rescaled = {

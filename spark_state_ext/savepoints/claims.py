@@ -83,8 +83,8 @@ class SavepointClaim:
         raise AssertionError("unreachable: readable raises what it catches")
 
 
-def claim_savepoint(savepoint: Folder, claim: SavepointClaim, mine: Collection[str]) -> SavepointClaim:
-    """Claim a savepoint; return the existing claim if this query or an id in `mine` made it."""
+def claim_savepoint(savepoint: Folder, claim: SavepointClaim, own_ids: Collection[str]) -> SavepointClaim:
+    """Claim a savepoint; return the existing claim if this query or an id in `own_ids` made it."""
     if not savepoint.creates_exclusively:
         raise NotClaimableError(
             f"the savepoint at {savepoint.root} cannot be claimed: its file system cannot create a file exclusively, "
@@ -92,7 +92,7 @@ def claim_savepoint(savepoint: Folder, claim: SavepointClaim, mine: Collection[s
         )
     files = savepoint.child(CLAIM_FOLDER)
     existing = claim if files.create(_CLAIM_NAME, claim.encode()) else claim_of(savepoint)
-    if existing is None or not (existing.id == claim.id or existing.id in mine):
+    if existing is None or not (existing.id == claim.id or existing.id in own_ids):
         raise _claimed_error(savepoint, existing)
     if is_consumed(savepoint) and existing.by == claim.by:
         # Checked after the claim was made, because a deletion first writes its mark and then checks the claim.
@@ -154,12 +154,12 @@ def consume(savepoint: Folder, claim_id: str, check_ours: Callable[[], None], op
     files = savepoint.child(CLAIM_FOLDER)
     checked_s = time.monotonic()
 
-    def check_claim(now: bool = False) -> None:
+    def check_claim(at_once: bool = False) -> None:
         # Several processes may delete the same savepoint. A late one must stop when another one has finished, because
         # a new savepoint may have been put there since.
         nonlocal checked_s
         check_ours()
-        if now or time.monotonic() >= checked_s + _CHECK_S:
+        if at_once or time.monotonic() >= checked_s + _CHECK_S:
             checked_s = time.monotonic()
             if claim_of(savepoint) != claim:
                 raise _FinishedError
@@ -249,15 +249,16 @@ def release_claim(savepoint: Folder) -> SavepointClaim:
 
 def _find_refusal(savepoint: Folder, claim: SavepointClaim) -> tuple[NotClaimableError, Callable[[], bool]]:
     """Return the error that refuses to release a claim, and a function that is true if the claim is in use."""
-    what = f"the claim of {claim.by} to the savepoint at {savepoint.root} cannot be released"
+    refused = f"the claim of {claim.by} to the savepoint at {savepoint.root} cannot be released"
     if not claim.erases:
-        return NotClaimableError(f"{what}: its owner has begun to delete it"), lambda: is_consumed(savepoint)
+        return NotClaimableError(f"{refused}: its owner has begun to delete it"), lambda: is_consumed(savepoint)
 
     def is_erasing() -> bool:
         replaced, manifest = read_replaced(savepoint), _read_manifest_if_any(savepoint)
         return replaced is not None and manifest is not None and replaced.savepoint_id == manifest.header.id
 
     return NotClaimableError(
-        f"{what}: files with the erased keys that are not in the manifest may be there. Run erase history again with "
-        "this savepoint and the same keys, which removes the files and the claim; or delete the savepoint with --force"
+        f"{refused}: files with the erased keys that are not in the manifest may be there. Run erase history again "
+        "with this savepoint and the same keys, which removes the files and the claim; or delete the savepoint with "
+        "--force"
     ), is_erasing

@@ -55,16 +55,18 @@ def scan_rows(
 
 
 def read_saved_rows(
-    files: Folder, pointer: Pointer, named: Sequence[SavedFile], schema: RowSchema, scratch: Path
+    files: Folder, pointer: Pointer, saved_files: Sequence[SavedFile], schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
-    """Yield all live rows of a savepoint's bucket by ascending hash; `named` are its files in the manifest."""
+    """Yield all live rows of a savepoint's bucket by ascending hash; `saved_files` are its files in the manifest."""
     if pointer.ref is None:
         return
-    refuse_other_files(files, named)
-    if [file.name for file in named] == [file_name(pointer.ref, SNAPSHOT)]:
+    refuse_other_files(files, saved_files)
+    if [file.name for file in saved_files] == [file_name(pointer.ref, SNAPSHOT)]:
         # A single snapshot file needs no local store.
         checkpoint = read_checkpoint(files, pointer.ref, SNAPSHOT, schema, scratch)
-        check_owner(checkpoint.header, (pointer.operator, *pointer.origins), pointer.bucket, files.where(named[0].name))
+        check_owner(
+            checkpoint.header, (pointer.operator, *pointer.origins), pointer.bucket, files.where(saved_files[0].name)
+        )
         yield from checkpoint.batches
         return
     local_pointer = replace(pointer, replication={files.root: ReplicationStatus(pointer.ref)})
@@ -73,14 +75,14 @@ def read_saved_rows(
 
 
 def shown_rows(
-    savepoint: Folder, saved: SavedBucket, schema: RowSchema, scratch: Path, with_defined: bool = False
+    savepoint: Folder, saved_bucket: SavedBucket, schema: RowSchema, scratch: Path, with_defined: bool = False
 ) -> Iterator[pa.RecordBatch]:
     """Yield the visible columns of a bucket's rows: keys, state, ``timeout_ms``, and ``defined`` on request."""
     visible, fields = schema.without_expiry(), _make_schema(schema)
     if with_defined:
         fields = fields.append(pa.field(DEFINED, pa.bool_()))
-    files = savepoint.child(saved.operator, str(saved.bucket))
-    for rows in read_saved_rows(files, saved.pointer, saved.files, schema, scratch):
+    files = savepoint.child(saved_bucket.operator, str(saved_bucket.bucket))
+    for rows in read_saved_rows(files, saved_bucket.pointer, saved_bucket.files, schema, scratch):
         columns = [*visible.key_columns(rows), *visible.state_columns(rows), rows.column("timeout_ms")]
         columns += [rows.column(DEFINED)] if with_defined else []
         yield pa.RecordBatch.from_arrays(columns, schema=fields)

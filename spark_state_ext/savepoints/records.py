@@ -71,8 +71,8 @@ class StartRecord:
         return self.source_id == source_id if source_id else self.source == source
 
     def __str__(self) -> str:
-        what = f"savepoint {self.source_id} at {self.source}" if self.source_id else self.source
-        return f"batch {self.batch} of operator {self.operator!r} of {what} (mode {self.mode})"
+        source = f"savepoint {self.source_id} at {self.source}" if self.source_id else self.source
+        return f"batch {self.batch} of operator {self.operator!r} of {source} (mode {self.mode})"
 
     def encode(self) -> bytes:
         """Return the file's bytes."""

@@ -65,13 +65,15 @@ def drop_replaced(
     savepoint: Folder, replaced: ReplacedFiles, manifest: SavepointManifest, check_allowed: Callable[[], None]
 ) -> None:
     """Remove the files of a record that are not in the manifest, then the record; `check_allowed` raises to stop."""
-    kept = {(bucket.operator, bucket.bucket, file.name) for bucket in manifest.buckets for file in bucket.files}
+    manifest_files = {
+        (bucket.operator, bucket.bucket, file.name) for bucket in manifest.buckets for file in bucket.files
+    }
     # The record does not name the operator. File names have random ids, so they match one operator only.
     for operator in manifest.header.operators:
         for bucket, names in replaced.files.items():
             files = savepoint.child(operator, str(bucket))
             for name in names:
-                if (operator, bucket, name) not in kept:
+                if (operator, bucket, name) not in manifest_files:
                     check_allowed()
                     files.remove(name)
     check_allowed()

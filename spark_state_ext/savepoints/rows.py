@@ -47,6 +47,6 @@ def copies_of(rows: Iterable[tuple[str, bytes]]) -> list[Copy]:
     for text, pointer in rows:
         fields = json.loads(text)
         files = tuple(SavedFile(**file) for file in fields.pop("files"))
-        saved = SavedBucket(fields.pop("operator"), fields.pop("bucket"), Pointer.decode(bytes(pointer)), files)
-        copies.append(Copy(saved, **fields))
+        saved_bucket = SavedBucket(fields.pop("operator"), fields.pop("bucket"), Pointer.decode(bytes(pointer)), files)
+        copies.append(Copy(saved_bucket, **fields))
     return copies

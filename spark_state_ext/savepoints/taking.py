@@ -86,6 +86,6 @@ def save_bucket(
         copies.append((copied(source.files, file, target, scratch), file.size_bytes))
         files.append(file)
     target.sync()
-    saved = SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, needed.lineage), tuple(files))
+    saved_bucket = SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, needed.lineage), tuple(files))
     streamed = [size for how, size in copies if how is How.STREAMED]
-    return Copy(saved, sum(how is How.DUPLICATED for how, _ in copies), len(streamed), sum(streamed))
+    return Copy(saved_bucket, sum(how is How.DUPLICATED for how, _ in copies), len(streamed), sum(streamed))

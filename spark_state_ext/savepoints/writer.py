@@ -57,8 +57,10 @@ _PARALLEL_MAX = 8
 class SavepointWriter:
     """Writes a new savepoint from another one: copies its files unchanged, or writes rows."""
 
-    def __init__(self, source: Folder, manifest: SavepointManifest, target: Folder, mine: Iterable[str] = ()) -> None:
-        refuse_existing(target, mine)
+    def __init__(
+        self, source: Folder, manifest: SavepointManifest, target: Folder, own_files: Iterable[str] = ()
+    ) -> None:
+        refuse_existing(target, own_files)
         refuse_claimed(source)
         self.source, self._manifest, self.target = source, manifest, target
         self._scratch = scratch_folder(None)
@@ -82,21 +84,25 @@ class SavepointWriter:
         self._written += buckets
         return sum(how is How.DUPLICATED for how in methods)
 
-    def read(self, saved: SavedBucket) -> Iterator[pa.RecordBatch]:
+    def read(self, saved_bucket: SavedBucket) -> Iterator[pa.RecordBatch]:
         """Read the rows of a bucket of the source savepoint."""
-        schema = self._manifest.header.operators[saved.operator].row_schema()
-        return read_saved_rows(_find_folder(self.source, saved), saved.pointer, saved.files, schema, self._scratch)
+        schema = self._manifest.header.operators[saved_bucket.operator].row_schema()
+        return read_saved_rows(
+            _find_folder(self.source, saved_bucket), saved_bucket.pointer, saved_bucket.files, schema, self._scratch
+        )
 
-    def read_back(self, saved: SavedBucket, schema: RowSchema) -> Iterator[pa.RecordBatch]:
+    def read_back(self, saved_bucket: SavedBucket, schema: RowSchema) -> Iterator[pa.RecordBatch]:
         """Read the rows of a bucket from the new savepoint."""
-        return read_saved_rows(_find_folder(self.target, saved), saved.pointer, saved.files, schema, self._scratch)
+        return read_saved_rows(
+            _find_folder(self.target, saved_bucket), saved_bucket.pointer, saved_bucket.files, schema, self._scratch
+        )
 
     def write(self, pointer: Pointer, schema: RowSchema, rows: Iterable[pa.RecordBatch]) -> SavedBucket:
         """Write the rows of a bucket with `write_snapshot`."""
         target = self.target.child(pointer.operator, str(pointer.bucket))
-        saved = write_snapshot(pointer, schema, rows, target, self._scratch)
-        self._written.append(saved)
-        return saved
+        saved_bucket = write_snapshot(pointer, schema, rows, target, self._scratch)
+        self._written.append(saved_bucket)
+        return saved_bucket
 
     def changed_header(self, form: str, operators: Mapping[str, OperatorFile]) -> SavepointHeader:
         """Return the source's header with the new id, form, time and operators."""
@@ -134,8 +140,8 @@ class SavepointWriter:
 # -- one bucket -----------------------------------------------------------------------------------
 
 
-def _find_folder(savepoint: Folder, saved: SavedBucket) -> Folder:
-    return savepoint.child(saved.operator, str(saved.bucket))
+def _find_folder(savepoint: Folder, saved_bucket: SavedBucket) -> Folder:
+    return savepoint.child(saved_bucket.operator, str(saved_bucket.bucket))
 
 
 def write_snapshot(
@@ -175,8 +181,8 @@ def write_snapshot(
     finally:
         sealed.let_go()
     target.sync()
-    saved = replace(relocatable(pointer, (newest,)), origins=(), rows=count)
-    return SavedBucket(pointer.operator, pointer.bucket, saved, (file,))
+    saved_pointer = replace(relocatable(pointer, (newest,)), origins=(), rows=count)
+    return SavedBucket(pointer.operator, pointer.bucket, saved_pointer, (file,))
 
 
 def point_at_new(pointer: Pointer, checkpoint_id: str) -> Pointer:
@@ -190,23 +196,23 @@ def point_at_new(pointer: Pointer, checkpoint_id: str) -> Pointer:
 # -- the whole ------------------------------------------------------------------------------------
 
 
-def refuse_existing(savepoint: Folder, mine: Iterable[str] = ()) -> None:
-    """Refuse a folder that is in a query's root, or has a savepoint or any file except `mine`."""
+def refuse_existing(savepoint: Folder, own_files: Iterable[str] = ()) -> None:
+    """Refuse a folder that is in a query's root, or has a savepoint or any file except `own_files`."""
     refuse_in_state(savepoint)
     names = savepoint.names()
     if MANIFEST_NAME in names:
         raise _exists_error(savepoint)
-    if names and not _has_only(savepoint, set(mine)):
+    if names and not _has_only(savepoint, set(own_files)):
         raise UsageError(
             f"{savepoint.root} is not empty ({', '.join(names[:3])}): a savepoint needs its own folder. Use one that "
             "does not exist yet, or remove the files of a failed savepoint there."
         )
 
 
-def _has_only(savepoint: Folder, mine: set[str]) -> bool:
-    """True if a folder has only the files `mine` and temporary files, and `mine` is not empty."""
-    names = (entry.name for entry in savepoint.tree()) if mine else ()
-    return bool(mine) and all(name in mine or is_temporary(name.rpartition("/")[2]) for name in names)
+def _has_only(savepoint: Folder, own_files: set[str]) -> bool:
+    """True if a folder has only `own_files` and temporary files, and `own_files` is not empty."""
+    names = (entry.name for entry in savepoint.tree()) if own_files else ()
+    return bool(own_files) and all(name in own_files or is_temporary(name.rpartition("/")[2]) for name in names)
 
 
 def _exists_error(savepoint: Folder) -> UsageError:
@@ -241,15 +247,15 @@ def write_manifest(savepoint: Folder, manifest: SavepointManifest) -> None:
 def _remove_lost_files(savepoint: Folder, lost: SavepointManifest) -> None:
     """Remove the files of a writer that lost the folder, except files that the existing savepoint also has."""
     try:
-        kept = _list_files(read_manifest(savepoint))
+        existing_files = _list_files(read_manifest(savepoint))
     except StateError as error:
         # The files of the existing savepoint are unknown, so no file is removed.
         _LOGGER.warning("files of a savepoint that was not finished remain at %s: %s", savepoint.root, error)
         return
-    for operator, bucket, name in sorted(_list_files(lost) - kept):
+    for operator, bucket, name in sorted(_list_files(lost) - existing_files):
         savepoint.child(operator, bucket).remove(name)
-    for saved in lost.buckets:
-        savepoint.remove_if_empty(saved.operator, str(saved.bucket))
+    for saved_bucket in lost.buckets:
+        savepoint.remove_if_empty(saved_bucket.operator, str(saved_bucket.bucket))
     for operator in lost.header.operators:
         savepoint.remove_if_empty(operator)
 
