@@ -97,7 +97,7 @@ def read_past(
 def rewrite(
     past: FilePast, schema: RowSchema, keys: Sequence[pa.Array], scratch: Path, check_allowed: Callable[[], None]
 ) -> int:
-    """Replace a file by itself without the rows of some keys; return the number of removed rows."""
+    """Rewrite a file without the rows of some keys, in one step; return the number of removed rows."""
     rewritten, removed = scratch / "rewritten", 0
 
     def keep_others(body: SealedBody) -> Iterator[pa.RecordBatch]:

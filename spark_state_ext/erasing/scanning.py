@@ -128,7 +128,7 @@ def erase_scan(
                 "",
                 0,
                 0,
-                "none was named, but savepoints that you took still have the keys: name them with savepoints",
+                "none was named, but savepoints that you took may still have the keys: name them with savepoints",
             )
         for path in savepoints:
             refuse_relative(path, "a savepoint")

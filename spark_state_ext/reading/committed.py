@@ -189,7 +189,7 @@ class Line:
             head = self.files.header(refs[0])
 
     def _refuse_gap(self, head: LineageHeader, ancestor: CheckpointRef, batch: int) -> None:
-        """Raise if the next checkpoint has no file, so that it may be from the batch too, or from before it."""
+        """Raise if the next checkpoint has no file, so that it may also have been made before the batch ended."""
         later = head.lineage[head.lineage.index(ancestor) + 1 :]
         if later and later[0] not in self.files and self.clock.at(self.files.header(ancestor)) != batch:
             raise self._gap_error(later[0], ancestor, batch)

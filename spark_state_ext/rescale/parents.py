@@ -1,4 +1,4 @@
-"""Parents: old buckets, of which a rescaled bucket begins with parts, as copies in the query folder.
+"""Parents: copies, in the query folder, of the old buckets that a rescaled bucket begins with parts of.
 
 `parents/` of the query folder has them like the buckets of a savepoint: files with their own names, and next to them a
 record for each parent. The first call that needs a parent copies it; every call would copy the same bytes. The copies
