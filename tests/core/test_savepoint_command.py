@@ -213,7 +213,7 @@ def test_who_is_late_to_delete_a_claimed_savepoint_leaves_what_came_after_it(
 ) -> None:
     """Each of a query's processes may delete it. One sleeps; when it goes on, another savepoint is there."""
     # It sleeps for longer than it goes without looking.
-    monkeypatch.setattr(claims, "_LOOK_S", 0.0)
+    monkeypatch.setattr(claims, "_CHECK_S", 0.0)
     claim_savepoint(savepoint, SavepointClaim(ID, "/root/counts/mine", "mine"), ())
     backup, slept = tmp_path / "backup", []
     shutil.copytree(savepoint.root, backup, ignore=shutil.ignore_patterns("claim"))

@@ -379,7 +379,7 @@ def beside(patches: Sequence[tuple[Any, str, Any]]) -> AbstractContextManager[No
     """What is put in the place of Spark, and of what is broken."""
     values = [*spark_parts(), *traps(), (resolving, "side_by_side", in_turn)]
     # Who is late looks only where that cannot be avoided.
-    return replaced([*values, (claims, "_LOOK_S", math.inf), *patches])
+    return replaced([*values, (claims, "_CHECK_S", math.inf), *patches])
 
 
 def simulate_savepoints(history: History, built: Built = DEFAULT) -> SavepointWorld:
