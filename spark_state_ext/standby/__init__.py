@@ -1,5 +1,5 @@
-"""Hot standby: copies of buckets' state that other hosts keep up to date, and who keeps which.
+"""Hot standby: copies of buckets' state that other hosts keep up to date, and the assignment of copies to hosts.
 
-There is no coordinator. Hosts write records of what they have, each judges by its own clock who lives, and computes the
-same assignment (`docs/design/009-standby.md`).
+There is no coordinator. Each host writes a record of what it has, judges by its own clock which hosts are alive, and
+computes the same assignment (`docs/design/009-standby.md`).
 """

@@ -1,9 +1,9 @@
-"""The assignment: which hosts are to have a standby replica of which bucket. No I/O, no clock.
+"""The assignment: which hosts should have a standby replica of which bucket. No I/O, no clock.
 
-Every host computes it from the same records, and does its own part. It keeps what is held, as Kafka Streams does: a
-replica moves only where its host is gone, runs the bucket's active task, or has far more than others. Which host gets a
-missing one is decided by rendezvous weights with a bound on the load, so that hosts which see different records for a
-while mostly decide the same. See `docs/design/009-standby.md`.
+Every host computes it from the same records, and carries out its own part. Like Kafka Streams it keeps what is held: a
+replica moves only if its host is gone, runs the bucket's active task, or has far more than other hosts. Rendezvous
+weights with a bound on the load decide which host gets a missing replica, so that hosts which see different records for
+a while mostly decide the same. See `docs/design/009-standby.md`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ __all__ = ["active_hosts", "active_on", "assign", "shortfall", "to_hold", "unfol
 
 
 def active_hosts(buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> dict[BucketKey, str | None]:
-    """The host of each bucket's active task, as far as records tell: that of the newest file that anybody has seen."""
+    """Return the host of each bucket's active task: the writer of the newest file in any record, None if unknown."""
     newest = _newest(members)
     return {key: newest[key][1] if key in newest else None for key in sorted(buckets)}
 
 
 def active_on(host: str, buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> dict[BucketKey, int]:
-    """Buckets of which a host wrote the newest file: what it has to tell in its record as `MemberRecord.active`.
+    """Return the buckets whose newest file a host wrote, for `MemberRecord.active` of its own record.
 
-    Nobody may follow such a bucket, as where there is no other host. Then only this record tells that its replica is
-    not to be on this host.
+    Such a bucket may have no follower, for example if there is no other host. Then only this record shows that its
+    replica must not be on this host.
     """
     newest = _newest(members)
     return {key: newest[key][0] for key in sorted(buckets) if key in newest and newest[key][1] == host}
 
 
 def unfollowed(host: str, buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> frozenset[BucketKey]:
-    """Buckets that a host is active for by what records tell, and that nobody follows.
+    """Return the buckets that a host is active for, by the records, and that no host follows.
 
-    Nobody sees when another host becomes active for them. So the host has to look at their newest file itself, without
-    loading anything, and to leave those that another host wrote out of what it tells (`active_on`).
+    No record shows when another host becomes active for them. So the host must look at their newest file itself,
+    without loading it, and leave the buckets that another host wrote out of its record (`active_on`).
     """
     records = list(members)
     followed = {replica.key for member in records for replica in member.replicas}
@@ -44,7 +44,7 @@ def unfollowed(host: str, buckets: Iterable[BucketKey], members: Iterable[Member
 
 
 def _newest(members: Iterable[MemberRecord]) -> dict[BucketKey, tuple[int, str]]:
-    """By bucket the version and the writer of the newest file."""
+    """Return the version and the writer of each bucket's newest file."""
     newest: dict[BucketKey, tuple[int, str]] = {}
     for member in members:
         seen = [(it.key, (it.seen_version, it.active)) for it in member.replicas if it.active is not None]
@@ -56,7 +56,7 @@ def _newest(members: Iterable[MemberRecord]) -> dict[BucketKey, tuple[int, str]]
 def assign(
     buckets: Mapping[BucketKey, str | None], members: Iterable[MemberRecord], settings: StandbySettings
 ) -> dict[BucketKey, tuple[str, ...]]:
-    """Who is to have a replica of which bucket."""
+    """Return which hosts should have a replica of each bucket."""
     placing = Placing(buckets, members, settings.replicas)
     if placing.hosts and placing.total:
         placing.keep()
@@ -67,24 +67,24 @@ def assign(
 
 
 def shortfall(assignment: Mapping[BucketKey, tuple[str, ...]], settings: StandbySettings) -> str | None:
-    """What to tell where buckets have fewer replicas than wanted; None where none has."""
+    """Return the problem text if buckets have fewer replicas than the settings ask for; None if all have enough."""
     wanted = settings.replicas
     short = [wanted - len(hosts) for hosts in assignment.values() if len(hosts) < wanted]
     if not short:
         return None
     return (
-        f"too few hosts have a standby service: of {len(assignment)} buckets {len(short)} have fewer replicas than "
-        f"{wanted}, and {sum(short)} are missing in all. Start the service on more hosts"
+        f"too few hosts have a standby service: {len(short)} of {len(assignment)} buckets have fewer than {wanted} "
+        f"replicas, and {sum(short)} replicas are missing in all. Start the service on more hosts"
     )
 
 
 def to_hold(
     host: str, assignment: Mapping[BucketKey, tuple[str, ...]], members: Iterable[MemberRecord]
 ) -> frozenset[BucketKey]:
-    """What a host must hold: what is assigned to it, and what it may not give up yet.
+    """Return what a host must hold: the buckets assigned to it, and those that it may not give up yet.
 
-    A replica that moves stays with the host that has it until the one that gets it is in sync. Of several that have it
-    without being assigned, as many stay as are not in sync yet: those that are furthest.
+    A replica that moves stays on its old host until the new host is in sync. If several unassigned hosts have it, as
+    many of them keep it as assigned hosts are not in sync yet: those that are furthest ahead.
     """
     known = {member.host: member for member in members}
     assigned = {key for key, hosts in assignment.items() if host in hosts}
@@ -102,7 +102,7 @@ def to_hold(
 
 
 def _stays(host: str, assigned: tuple[str, ...], having: Mapping[str, StandbyReplica], active: str | None) -> bool:
-    """Whether a host keeps what is not assigned to it. The host of the active task has the state without our help."""
+    """True if a host keeps an unassigned replica. The host of the active task has the state anyway."""
     if host == active:
         return False
     waited_for = sum(it not in having or not having[it].in_sync for it in assigned)

@@ -1,8 +1,8 @@
-"""Failovers that a standby service counts in its own process, from 0 on; a query adds up those of all hosts.
+"""Failovers that a standby service counts in its own process, from 0 on; a query must add up the counts of all hosts.
 
-Each round compares which host is active for each bucket, as records tell, with the round before. The service of the
-new host counts a failover, as it knows what the task found there. If no service lives on that host, the living host
-whose name comes first counts it.
+Each round compares the active host of each bucket in the records with the round before. The service of the new host
+counts a failover, because it knows what the task found there. If no service is alive on that host, the first live host
+by name counts it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from spark_state_ext.standby.values import Followed
 __all__ = ["BEHIND", "NO_REPLICA", "NO_SERVICE", "OUTCOMES", "REPLICA", "Failovers"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# What a task found on its new host: a replica with all of the state; one that lacked checkpoints; none; no service.
+# What a task found on its new host: a complete replica; one with missing checkpoints; no replica; no service.
 REPLICA, BEHIND, NO_REPLICA, NO_SERVICE = "replica", "behind", "no_replica", "no_service"
 OUTCOMES = (REPLICA, BEHIND, NO_REPLICA, NO_SERVICE)
 
 
 @dataclass(frozen=True)
 class _Failover:
-    """A bucket that moved between hosts; `heartbeats` are the numbers of the hosts' records when that was seen."""
+    """A bucket that moved between hosts; `heartbeats` are the numbers of the hosts' records when the move was seen."""
 
     key: BucketKey
     before: str
@@ -47,7 +47,7 @@ class Failovers:
     def __init__(self, host: str) -> None:
         # By outcome, and by whether the host before had failed.
         self.takeovers: Counter[tuple[str, bool]] = Counter()
-        # Services of other hosts that have died, by what their hosts had.
+        # Dead services of other hosts, by what their hosts had.
         self.members_lost: Counter[str] = Counter()
         self._host = host
         self._active: dict[BucketKey, str] = {}
@@ -61,9 +61,9 @@ class Failovers:
     def unseen(
         self, active: Mapping[BucketKey, str | None], followed: Mapping[BucketKey, Followed]
     ) -> frozenset[BucketKey]:
-        """Buckets that moved to this host by other hosts' records, while the follower here has not seen that yet.
+        """Return the buckets that other hosts' records show on this host, while the follower has not seen the move yet.
 
-        The service keeps following them: only its follower tells how new the replica was that the task found.
+        The service keeps following them: only its follower can measure how new the replica was that the task found.
         """
         return frozenset(
             key for key, it in followed.items() if active.get(key) == self._host and it.host not in ("", self._host)
@@ -72,9 +72,9 @@ class Failovers:
     def see(
         self, active: Mapping[BucketKey, str | None], followed: Mapping[BucketKey, Followed], members: Members
     ) -> None:
-        """Compare a round with the one before: `active` is the host of each bucket's active task as records tell."""
+        """Compare a round with the one before: `active` is the host of each bucket's active task by the records."""
         alive = dict(members.heartbeats)
-        # What a host tells is missing until its record is read.
+        # What a host knows is missing until its record is read.
         if not members.unread:
             self._see_moves(active, followed, alive)
         self._count(alive)
@@ -92,7 +92,7 @@ class Failovers:
         known, self._active = self._active, {}
         for key, now in active.items():
             before = known.get(key)
-            # What is not known yet is compared again in the next round.
+            # An unknown host is compared again in the next round.
             now = before if now is None or key in unseen else now
             if now is not None:
                 self._active[key] = now
@@ -134,7 +134,7 @@ class Failovers:
 
 
 def _outcome(followed: Followed | None) -> str:
-    """What a task found on this host; the follower saw the move if it followed the bucket then."""
+    """Return what a task found on this host, which saw the move if it was following the bucket."""
     if followed is None or followed.lacked is None:
         return NO_REPLICA
     return BEHIND if followed.lacked else REPLICA

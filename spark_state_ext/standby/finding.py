@@ -1,4 +1,4 @@
-"""Which buckets there are under a root, for followers: operators, the query folders that are written, their buckets."""
+"""Lists the buckets under a root for followers: operators, the query folders in use, and their buckets."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from spark_state_ext.rescale.folders import first_folder, folders_in_force
 __all__ = ["Finder", "FoundBuckets", "written"]
 
 _NOT_QUERIES = frozenset({STARTING_FOLDER, SPILL_FOLDER})
-# A query folder that was written last so long before its operator's newest one is of a query that was given up.
+# A query folder last written so long before its operator's newest one belongs to a query that was given up.
 _GIVEN_UP_S = 86_400.0
 
 
 @dataclass(frozen=True)
 class FoundBuckets:
-    """What is to be followed under a root.
+    """The buckets to follow under a root.
 
     Parameters
     ----------
     operators
-        For each bucket, the operator file in force.
+        The operator file in force for each bucket.
     errors
-        For each operator that could not be looked at, why. What is told of it is what was known before.
+        Why an operator could not be read. Its buckets are then those of the previous look.
     is_bare
-        There is nothing in the root, or no root.
+        True if the root is empty or does not exist.
     """
 
     operators: Mapping[BucketKey, OperatorFile]
@@ -41,7 +41,7 @@ class FoundBuckets:
 
 
 class Finder:
-    """Looks at a root now and then."""
+    """Looks for buckets under a root, again and again."""
 
     def __init__(self, root: Folder) -> None:
         self._root = root
@@ -50,10 +50,10 @@ class Finder:
         self._read: dict[str, OperatorFile] = {}
 
     def find(self) -> FoundBuckets:
-        """The buckets that have files, of each query that is not given up, in the folder that it writes now."""
+        """Return the buckets that have files, in the folder that each query writes now; ignore queries given up."""
         errors: dict[str, StateError] = {}
         entries = self._root.entries()
-        # What begins with `_` or `.` is not an operator's.
+        # Names that begin with `_` or `.` are not names of operators.
         names = [entry.name for entry in entries if entry.folder and entry.name[0] not in "_."]
         found: dict[str, dict[BucketKey, OperatorFile]] = {}
         for name in names:
@@ -92,10 +92,10 @@ class Finder:
 
 
 def written(times_ms: Mapping[str, int | None]) -> list[str]:
-    """Of the query folders of an operator, those to follow.
+    """Return which query folders of an operator to follow.
 
-    Of the folders that a query had one after the other, as it was rescaled, the one that was written last. Of several
-    queries, those that were written at most a day before the newest one, by the clocks of their drivers.
+    Of the folders that a rescaled query had one after the other, this is the one written last. Of several queries,
+    these are those written at most a day before the newest one, by the clocks of their drivers.
     """
     last = {name: -1 if at_ms is None else at_ms for name, at_ms in times_ms.items()}
     by_query: dict[str, str] = {}

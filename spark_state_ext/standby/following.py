@@ -1,10 +1,11 @@
-"""A bucket's copy: the local store that a task on this host would open, kept as new as the bucket's files.
+"""A bucket's copy: the local store that a task on this host would open, kept up to date with the bucket's files.
 
-What is loaded is what a task that goes on from the newest file would load, by the same loader. Nobody has to trust the
-copy: every run in a local store is named by its checkpoint, and a task reads those of its pointer's lineage only.
+A follower uses a task's loader, and loads what a task would load that continues from the newest file. A task need not
+trust the copy: each run in a local store is named by its checkpoint, and a task reads only runs of its pointer's
+lineage.
 
-Nothing is written in a query folder. Runs are merged and pruned only up to a checkpoint that another file names as its
-parent, as only that is known to be committed.
+A follower never writes to a query folder. It merges and prunes runs only up to a checkpoint that another file names as
+its parent, because only that one is known to be committed.
 """
 
 from __future__ import annotations
@@ -60,19 +61,19 @@ __all__ = ["BucketFollower", "FollowedStores"]
 T = TypeVar("T")
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Clean-up may delete files while they are read. Each listing begins with a newer snapshot, so a few are plenty.
+# Clean-up may delete files while they are read. Each listing has a newer snapshot, so a few listings are enough.
 _LISTINGS_MAX = 3
-# Times of files may be this coarse.
+# File times may be this coarse.
 _SAME_TIME_S = 2.0
-# Tasks of this host may prune while we load.
+# Tasks of this host may prune while a follower loads.
 _ROUNDS_MAX = 5
-# In the place of a run's plan, in what is written down for readers.
+# Prefix of the plan id in a committed record that a follower writes.
 _STANDBY = "standby "
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """What a step that is under way reads: since when, of which listing, and how far the copy was behind then."""
+    """A running step: when it began, the listing it reads, and the copy's lag at that time."""
 
     begun_s: float
     listing: Listing
@@ -80,25 +81,25 @@ class _Reading:
 
 
 class FollowedStores:
-    """The local stores that a service has open, a bounded number of them; several threads may ask."""
+    """The open local stores of a service, a bounded number of them. Thread-safe."""
 
     def __init__(self) -> None:
         self._stores = Stores()
         self._lock = threading.Lock()
 
     def at(self, folder: Path, schema: RowSchema) -> LocalStore:
-        """The store of a folder, as `Stores.at`."""
+        """Return the store of a folder, like `Stores.at`."""
         with self._lock:
             return self._stores.at(str(folder), schema)
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all stores."""
         with self._lock:
             self._stores.close()
 
 
 class BucketFollower:
-    """Follows one bucket. One thread at a time may step."""
+    """Follows one bucket. Only one thread at a time may call `step`."""
 
     def __init__(
         self,
@@ -122,23 +123,23 @@ class BucketFollower:
         self._line: Line | None = None
         self._epochs = Epochs()
         self._loaded: CheckpointRef | None = None
-        # Listed before, and loaded or known not to count.
+        # Listed before, and either loaded or known not to be on the line.
         self._settled: frozenset[CheckpointRef] = frozenset()
-        # Of the copy: bytes and rows.
+        # Bytes and rows of the copy.
         self._size = (0, 0)
         # The local store's file when the last step ended.
         self._seen: tuple[int, int, int] | None = None
-        # The line has changed since runs were merged and pruned.
+        # True if the line has changed since runs were last merged and pruned.
         self._untidied = False
-        # A snapshot that is of no use.
+        # A snapshot that could not replace runs.
         self._refused: CheckpointRef | None = None
-        # As of which change of the folder all is loaded, and since when that is so by our clock.
+        # The folder's change time at which everything is loaded, and since when that is so by our clock.
         self._unchanged: tuple[int, float] | None = None
         self._clock = clock
-        # What a step that is under way reads; another thread looks at it.
+        # What a running step reads; another thread looks at it.
         self._reading: _Reading | None = None
         self._rows_read = 0
-        # By host how many checkpoints the copy lacked when the bucket last moved there.
+        # By host, how many checkpoints the copy was missing when the bucket last moved there.
         self._lacked: dict[str, int] = {}
 
     @property
@@ -148,11 +149,11 @@ class BucketFollower:
 
     @property
     def store_folder(self) -> Path:
-        """Where the copy lies."""
+        """The folder of the copy."""
         return self._store_folder
 
     def under_way(self) -> tuple[Reading, Lag] | None:
-        """What the step that is under way has read by now, and what it still lacks; None: none has begun to read."""
+        """Return what the running step has read by now and what is still missing; None if no step is reading."""
         reading = self._reading
         if reading is None:
             return None
@@ -161,9 +162,9 @@ class BucketFollower:
         return Reading(reading.begun_s, self._clock(), size_bytes, 0), left
 
     def use(self, operator: OperatorFile) -> None:
-        """Go on under a newer operator file; an older one changes nothing.
+        """Continue under a newer operator file; an older one changes nothing.
 
-        Tasks have another local store for it, so the copy begins anew in that.
+        Tasks use another local store for a newer file, so the copy starts again in that store.
         """
         if operator.schema_id > self._operator.schema_id:
             self._operator = operator
@@ -171,12 +172,12 @@ class BucketFollower:
             self._forget()
 
     def step(self) -> Followed:
-        """Load what is new."""
+        """Load what is new, and return the result."""
         found, begun_s = Followed(self._key), self._clock()
         try:
             for _ in range(_LISTINGS_MAX):
                 found = self._stepped(found)
-                # Deleted while it was read, or written under a newer operator file: the next listing tells more.
+                # Deleted while it was read, or written under a newer operator file: list the folder again.
                 if not isinstance(found.error, MissingCheckpointError):
                     break
         except StateError as error:
@@ -202,7 +203,7 @@ class BucketFollower:
         schema_id = self._operator.schema_id
         errors = self._follow(listing, candidates)
         if schema_id == self._operator.schema_id:
-            # What nobody looked at is superseded. What failed is looked at again.
+            # A file that was not looked at is superseded. A file that failed is tried again.
             self._settled = listing.refs - errors.keys()
         error = next(iter(errors.values()), None)
         if self._untidied and self._line is not None and self._loaded == self._line.head.ref:
@@ -216,7 +217,7 @@ class BucketFollower:
             if self._line is not None and self._loaded == self._line.head.ref:
                 self._write_committed(self._line)
         self._seen = self._written()
-        # Tidying may have found the copy damaged, and begun anew: then there are files, and nothing of them.
+        # If tidying found the copy damaged and emptied it, there are files but the copy has none of them.
         lacks_all = self._loaded is None and bool(listing.refs)
         self._note_change(None if error is not None or lacks_all else changed_ns)
         taken = listing.meter.taken
@@ -233,11 +234,11 @@ class BucketFollower:
         )
 
     def _is_unchanged(self, changed_ns: int | None) -> bool:
-        """Whether no file has come or gone since a step that has loaded all; on disks, which tell that for less than a
-        listing."""
+        """True if no file was added or removed since a step that loaded everything. On local disks only, where reading
+        the change time is cheaper than a listing."""
         if self._unchanged is None or self._unchanged[0] != changed_ns:
             return False
-        # Two changes may have one time, so a time counts once it is old.
+        # Two changes may have the same time, so only an old time is trusted.
         return self._clock() - self._unchanged[1] > _SAME_TIME_S
 
     def _note_change(self, changed_ns: int | None) -> None:
@@ -247,7 +248,7 @@ class BucketFollower:
             self._unchanged = (changed_ns, self._clock())
 
     def _standing(self, found: Followed) -> Followed:
-        """With what is known of the bucket."""
+        """Return the result with what is known of the bucket filled in."""
         found = replace(found, newest=self._loaded, size_bytes=self._size[0], rows=self._size[1])
         if self._line is None:
             return found
@@ -261,34 +262,34 @@ class BucketFollower:
         )
 
     def _measure(self) -> None:
-        """Note how large the copy is. While a task prunes it, the size stays as it was."""
+        """Measure the size of the copy. The size does not change while a task prunes the copy."""
         if self._loaded is not None:
             store = self.store()
             try:
                 view = store.view(self._loaded)
                 self._size = (view.size_bytes, view.rows_max)
             except MissingRunError:
-                pass  # a task prunes it just now
+                pass  # a task is pruning it
             except CorruptStoreError as error:
                 self._rebuild(store, error)
                 self._forget()
 
     def _follow(self, listing: Listing, candidates: Sequence[CheckpointRef]) -> dict[CheckpointRef, StateError]:
-        """Load the newest files, in the order in which they were written; returns what went wrong with which."""
+        """Load the newest files in the order in which they were written; return the error of each file that failed."""
         errors: dict[CheckpointRef, StateError] = {}
         read = (self._tried(ref, errors, partial(listing.files.header, ref)) for ref in candidates)
         headers = [header for header in read if header is not None]
         self._note_moves(headers)
-        # What another one is built upon comes with that.
+        # Loading a file also loads the checkpoints that it was built upon.
         covered = {ref for header in headers for ref in header.lineage}
         tops = [header for header in headers if header.ref not in covered]
         done = [self._tried(it.ref, errors, partial(self._follow_one, listing, it)) for it in tops]
-        # A file that is damaged tells nothing any more once a newer one is loaded.
+        # The error of a damaged file no longer matters once a newer file is loaded.
         newest = max((ref.version for ref in done if ref is not None), default=0)
         return {ref: error for ref, error in errors.items() if ref.version >= newest}
 
     def _note_moves(self, headers: Sequence[LineageHeader]) -> None:
-        """Note how much the copy lacks if another host than before wrote a file, unless this is the first step."""
+        """Note how much the copy is missing if the bucket's writer is now another host; not in the first step."""
         if self._line is None:
             return
         host, loaded = self._line.head.writer.host, 0 if self._loaded is None else self._loaded.version
@@ -299,7 +300,7 @@ class BucketFollower:
             host = header.writer.host
 
     def _tried(self, ref: CheckpointRef, errors: dict[CheckpointRef, StateError], work: Callable[[], T]) -> T | None:
-        """What `work` gives; None where it went wrong, which is noted. After an error of a store none is tried."""
+        """Return the result of `work`; None if it failed, which is noted. After a storage error it does not try."""
         try:
             for error in errors.values():
                 if isinstance(error, (StorageError, InterruptedRestoreError)):
@@ -314,12 +315,12 @@ class BucketFollower:
         self._follow_schema(header)
         before = 0 if self._line is None else self._line.head.writer.epoch
         if header.writer.epoch not in (0, before) or header.writer.epoch > self._epochs.numbers_to:
-            # An epoch that is known may have been withdrawn since.
+            # A known epoch may have been withdrawn since.
             self._epochs = epochs_of(self._query_folder)
         line, counts = judged(self._line, header, self._epochs)
         if counts:
             self._load(listing, header)
-        # Not before: what failed is judged anew, whatever comes in between.
+        # Only after loading: a file that failed is judged again, whatever happens in between.
         self._untidied |= line != self._line
         self._line = line
         if line.head.ref == header.ref:
@@ -327,7 +328,7 @@ class BucketFollower:
         return header.ref
 
     def _load(self, listing: Listing, header: LineageHeader) -> None:
-        """Fetch what the local store lacks of a checkpoint."""
+        """Fetch what the local store is missing of a checkpoint."""
         store = self.store()
         try:
             self._load_into(store, listing, header)
@@ -342,11 +343,11 @@ class BucketFollower:
                 try:
                     loader.load(chain)
                     if header.writer.host != host_name():
-                        # A task of this host completes it itself, and may have it from a backend that is not followed.
+                        # A task of this host completes it itself, perhaps from a backend that is not followed.
                         loader.complete(store.view(header.ref))
                     store.view(header.ref)
                 except MissingRunError:
-                    # Pruned by a task meanwhile, or nobody has the rest of it: the next round loads another one.
+                    # A task pruned it, or its file was deleted before it was complete: the next round loads another.
                     if not left:
                         raise
                 else:
@@ -370,7 +371,7 @@ class BucketFollower:
         first = chain.refs[chain.start]
         others = {header.operator}
         if first in listing.files and any(it.ref != header.ref for it in plan_load(chain, store.runs(), ()) or ()):
-            # A query that began with another operator's state has files that name that one.
+            # A query that began with another operator's state has files that name that operator.
             others.add(listing.files.header(first).operator)
         names = [operator.operator, *sorted(others - {operator.operator})]
         with closing(Origin(self._query_folder, pointer, operator.bucket_map, store.schema, scratch)) as origin:
@@ -387,7 +388,7 @@ class BucketFollower:
             )
 
     def _tidy(self, listing: Listing, line: Line) -> None:
-        """Merge and prune up to the committed checkpoint, as a task does with its input."""
+        """Merge and prune up to the committed checkpoint, like a task does with its input."""
         store = self.store()
         try:
             try:
@@ -397,17 +398,17 @@ class BucketFollower:
                     give_back(compacted.size_bytes)
                 self._take_snapshot(store, listing, line)
             finally:
-                # Also where there is no room to merge: this makes some.
+                # Prune even if there was no room to merge: this frees some.
                 store.prune(line.committed)
         except MissingRunError:
-            return  # a task has pruned meanwhile, or the copy began with a later snapshot
+            return  # a task has pruned it, or the copy began with a later snapshot
         except CorruptStoreError as error:
             self._rebuild(store, error)
             self._forget()
 
     def _take_snapshot(self, store: LocalStore, listing: Listing, line: Line) -> None:
-        """Its task's snapshot replaces the runs that it was made of, where these are too large to be merged, or where
-        peers may ask for it."""
+        """Replace runs by the task's snapshot of the same rows, if they are too large to be merged or if peers may ask
+        for the snapshot."""
         view = store.view(line.committed)
         snapshot = listing.newest_snapshot(line.head.lineage)
         if snapshot is None or snapshot == self._refused:
@@ -415,7 +416,7 @@ class BucketFollower:
         gives, size_bytes = self._root.gives_bytes_min, listing.sizes[file_name(snapshot, SNAPSHOT)]
         if not store.outgrown(view) and (gives is None or size_bytes < gives):
             return
-        # Where no run ends with it, it would lie beside the way down, and be dropped and read again and again.
+        # If no run ends with its checkpoint, the view would not use it: it would be dropped and read again and again.
         if view.runs[-1].newest.version < snapshot.version and any(run.newest == snapshot for run in view.runs):
             chain = Chain(line.head.lineage)
             with self._loader(store, listing, line.head, chain) as loader:
@@ -426,30 +427,30 @@ class BucketFollower:
     # -- the local store ---------------------------------------------------------------------------
 
     def store(self) -> LocalStore:
-        """The local store that the copy is in. Several threads may ask."""
+        """Return the local store of the copy. Thread-safe."""
         return self._stores.at(self.store_folder, self._operator.row_schema())
 
     def _write_committed(self, line: Line) -> None:
-        """Write down beside the local store which checkpoint in it is committed, so that `open_live` answers from it.
+        """Write next to the local store which checkpoint in it is committed, so that `open_live` can answer from it.
 
-        Of an operator with a time to live only its calls know by which clock rows have expired, so nothing is written.
+        Nothing is written for an operator with a time to live: only its calls know by which clock rows have expired.
         """
         if self._operator.row_schema().expires:
             return
         noticed_ms = int(time.time() * 1000)
-        with suppress(CorruptStoreError):  # just being written, or never whole: it is written again
+        with suppress(CorruptStoreError):  # the record is being written or was never complete: write it again
             before = read_committed(self._store_folder)
-            # A later call on this host is the active task's, which knows more.
+            # A later call on this host was made by the active task, which knows more.
             if before is not None and not before.plan_id.startswith(_STANDBY) and before.called_ms >= noticed_ms:
                 return
         writer = line.head.writer
-        # What the newest file was built upon was the state before its batch.
+        # The newest file's parent was the state before its batch.
         plan_id = f"{_STANDBY}{writer.run_id}"
         record = CommittedRecord(line.committed, writer.batch - 1, noticed_ms, plan_id, namespace())
         write_committed(self._store_folder, record, self._operator)
 
     def _written(self) -> tuple[int, int, int] | None:
-        """Which file the copy is in, and when somebody wrote it last; None: there is none."""
+        """Return the identity and the last write time of the copy's file; None if there is no file."""
         try:
             found = (self.store_folder / boot_id() / DATA_FILE).stat()
         except FileNotFoundError:
@@ -459,18 +460,18 @@ class BucketFollower:
         return found.st_dev, found.st_ino, found.st_mtime_ns
 
     def _note_use(self) -> bool:
-        """As `note_use`; what the disk says is an error of the step, and does not end the service."""
+        """Call `note_use`; a disk error becomes an error of the step, so that it does not end the service."""
         try:
             return note_use(self.store_folder)
         except OSError as error:
             raise storage_error(self.store_folder, error) from error
 
     def _notice_new_store(self) -> None:
-        """Begin anew where the copy was taken for unused and removed, or for damaged and set aside by a task."""
+        """Start again if the copy was removed as unused, or set aside by a task as damaged."""
         if self._loaded is None:
             return
         if self._note_use():
-            # Mostly nobody else has written it. A new file may have the number of the old one.
+            # Usually only this follower has written it. A new file may have the inode number of the old one.
             written = self._written()
             if written is not None and (written == self._seen or self.store().has(self._loaded)):
                 self._seen = written
@@ -479,7 +480,7 @@ class BucketFollower:
         self._forget()
 
     def _rebuild(self, store: LocalStore, error: CorruptStoreError) -> None:
-        _LOGGER.warning("%s; it is built anew from the checkpoint files", error)
+        _LOGGER.warning("%s; rebuilding it from the checkpoint files", error)
         store.rebuild()
 
     def _forget(self) -> None:
@@ -498,9 +499,9 @@ class BucketFollower:
             )
         self.use(newest)
         raise MissingCheckpointError(
-            f"checkpoint {header.ref} was written under operator_{header.schema_id}.json, which is followed from now on"
+            f"checkpoint {header.ref} was written under operator_{header.schema_id}.json, which is used from now on"
         )
 
     def _raise_if_stopped(self) -> None:
         if self._stop.is_set():
-            raise InterruptedRestoreError(f"following {self._key} was told to stop")
+            raise InterruptedRestoreError(f"the service has stopped following {self._key}")

@@ -1,8 +1,8 @@
-"""Which files of a bucket the query builds upon, told by their headers alone: decisions over values.
+"""Decides by file headers alone which files of a bucket the query builds upon. No I/O.
 
-A file's parent was the input of the call that wrote it, so Spark had committed that. The newest run, by its epoch
-(`timeline.epochs`), knows where the query stands: what an earlier run wrote and it did not build upon was given up, or
-is of a task that was late (a zombie). Within a run, versions tell which file is the newer one.
+A file's parent was the input of the call that wrote it, so Spark had committed the parent. The newest run of the query
+(highest epoch, `timeline.epochs`) decides where the query stands: a file of an earlier run that it did not build upon
+was given up, or was written by a late task (a zombie). Within one run, the higher version is newer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Line", "judged"]
 
 @dataclass(frozen=True)
 class Line:
-    """The lineage that a bucket is on, as far as its files tell.
+    """The lineage that a bucket is on, as far as its files show.
 
     Parameters
     ----------
@@ -29,13 +29,13 @@ class Line:
 
     @property
     def committed(self) -> CheckpointRef | None:
-        """The newest checkpoint that is known to be committed; None: no state."""
+        """The newest checkpoint that is known to be committed; None if there is no state."""
         return self.head.parent
 
 
 def judged(line: Line | None, header: LineageHeader, epochs: Epochs) -> tuple[Line, bool]:
-    """The line once a file was seen, and whether the file may count; files may be seen in any order."""
-    # What a release without epochs built on the newest file is newer, whatever its epoch.
+    """Return the line after seeing a file, and whether the file is on it. Files may be seen in any order."""
+    # A release without epochs may have built on the newest file: its file is newer whatever its epoch.
     goes_on = line is not None and line.head.ref in header.lineage and _place(header, epochs)[0]
     if line is None or goes_on or _place(header, epochs) >= _place(line.head, epochs):
         return Line(header), True
@@ -43,6 +43,6 @@ def judged(line: Line | None, header: LineageHeader, epochs: Epochs) -> tuple[Li
 
 
 def _place(header: LineageHeader, epochs: Epochs) -> tuple[bool, int, int]:
-    """How new a file is."""
+    """Return a sort key for how new a file is."""
     made = Made.of(header)
     return epochs.judge(made) is not Verdict.GIVEN_UP, epochs.rank(made), header.ref.version

@@ -1,4 +1,4 @@
-"""What one listing of a bucket's folder tells a follower: which files are worth a look, and from where to load."""
+"""What one listing of a bucket's folder shows a follower: which files to look at, and where to load from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spark_state_ext.timeline.bucket_files import BucketFiles
 
 __all__ = ["Listing"]
 
-# A follower that is not far behind sees fewer new files at once.
+# A follower that is not far behind sees fewer new files than this at once.
 _CANDIDATES_MAX = 16
 
 
@@ -37,11 +37,10 @@ class Listing:
         return frozenset(self.files.kinds)
 
     def candidates(self, fresh: Collection[CheckpointRef]) -> list[CheckpointRef]:
-        """Of files that were not seen before, those whose headers are worth a look, in the order of their writing.
+        """Return the new files whose headers are worth reading, in the order in which they were written.
 
-        All, where they are few. Of many, those of the highest version and those that were written last, as a query
-        that went back writes lower ones, and a zombie of it still lower ones after that: the others are reached by the
-        lineages of these.
+        All of them if they are few. Of many, the files of the highest version and the last files: a query that went
+        back writes lower versions, and its zombie still lower ones after that. Their lineages lead to the others.
         """
         written = sorted(fresh, key=self._written)
         highest = max((ref.version for ref in written), default=0)
@@ -52,7 +51,7 @@ class Listing:
         return self.files.modified_s(ref), ref.version
 
     def lag(self, loaded: CheckpointRef | None, lacking: Collection[CheckpointRef]) -> Lag:
-        """How far a copy is behind."""
+        """Return how far a copy is behind."""
         if not lacking:
             return Lag()
         newest = max(lacking, key=lambda ref: (ref.version, self.files.modified_s(ref)))
@@ -61,7 +60,7 @@ class Listing:
         size_bytes = self._deltas_bytes(between)
         snapshots = [ref for ref in between if SNAPSHOT in self.files.kinds[ref]]
         if loaded is None and snapshots:
-            # What a load begins with.
+            # A load begins with this snapshot.
             base = max(snapshots, key=lambda ref: ref.version)
             above = self._deltas_bytes(ref for ref in between if ref.version > base.version)
             size_bytes = self.sizes[file_name(base, SNAPSHOT)] + above
@@ -73,11 +72,11 @@ class Listing:
         return sum(self.sizes.get(file_name(ref, DELTA), 0) for ref in refs)
 
     def newest_snapshot(self, lineage: Sequence[CheckpointRef]) -> CheckpointRef | None:
-        """The newest checkpoint of a lineage that has a snapshot; None: none has."""
+        """Return the newest checkpoint of a lineage that has a snapshot; None if it has no snapshot."""
         return next((ref for ref in reversed(lineage) if SNAPSHOT in self.files.kinds.get(ref, ())), None)
 
     def chain(self, header: LineageHeader, here: Collection[CheckpointRef]) -> Chain:
-        """What a load of a checkpoint begins with."""
+        """Return the chain of files with which to load a checkpoint."""
         refs = (*header.lineage, header.ref)
         snapshot = self.newest_snapshot(refs)
         start = 0 if snapshot is None else refs.index(snapshot)
@@ -85,9 +84,9 @@ class Listing:
         if snapshot is not None and base < start:
             deltas = [self.sizes.get(file_name(ref, DELTA)) for ref in refs[base + 1 : start + 1]]
             known = [size for size in deltas if size is not None]
-            # The checkpoint's own delta was read with its header, mostly.
+            # The checkpoint's own delta was usually read together with its header.
             more = sum(known[: len(known) - (snapshot == header.ref)])
             if base < 0 or len(known) < len(deltas) or more > self.sizes[file_name(snapshot, SNAPSHOT)]:
                 refs, start = refs[start:], 0
-        # A bucket's first checkpoint has version 1, and its delta is all there is.
+        # A bucket's first checkpoint has version 1, and its delta is the whole state.
         return Chain(refs, rooted=start == 0 and refs[0].version == 1, start=start)

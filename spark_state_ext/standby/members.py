@@ -1,9 +1,9 @@
-"""Members: which hosts keep standby replicas, and what each of them has.
+"""Members: the hosts that keep standby replicas, and what each of them has.
 
-A host writes a record again and again, each time under the next name. Others see by the names alone that it lives, and
-read a record only when its generation has changed: so a heartbeat costs a host one listing, one write and one delete,
-however many hosts there are. Whether a host lives is judged by whether its name changes, on the clock of whoever looks:
-no two clocks are compared.
+A host writes its record with every heartbeat, each time under the next name. The names alone show other hosts that it
+is alive; they read the record only when its generation has changed. So a heartbeat costs a host one listing, one write
+and one delete, however many hosts there are. An observer judges by its own clock whether a host's name changes: clocks
+of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ __all__ = [
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _SETTINGS_NAME = "settings.json"
-# How many heartbeats a host is taken to live without a new record, and after how many such a record is removed.
+# A host counts as alive for this many heartbeats without a new record; after so many its record is removed.
 _ALIVE_HEARTBEATS = 3
 _REMOVED_HEARTBEATS = 100
-# Two services under one name: this many of the last looks must show two new records of it.
+# Two services have the same name if this many of the last looks show two new records of it.
 _LOOKS, _DOUBLED_LOOKS = 4, 2
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the names of records tell.
+    """What the names of records show.
 
     Parameters
     ----------
     alive
-        The newest name of each host that lives.
+        The newest name of each live host.
     doubled
-        Hosts under whose name two services write.
+        Host names under which two services write.
     old
-        Names of records that nobody has renewed for long: to be removed.
+        Names of records that were not renewed for a long time and should be removed.
     strange
-        Names that are none of a record.
+        Names that are not names of records.
     """
 
     alive: dict[str, RecordName]
@@ -68,25 +68,25 @@ class Seen:
 
 
 class MemberWatch:
-    """Who lives, by the names that one observer has seen. No I/O.
+    """Decides which hosts are alive, by the names that one observer has seen. No I/O.
 
-    Time counts while this observer looks: of a longer time between two looks, as when its process stood still or the
-    store did not answer, one heartbeat counts. Otherwise everybody would be dead at the first look thereafter.
+    Only time in which this observer looks is counted: a pause between two looks counts as one heartbeat at most, for
+    example if its process stood still or the store did not answer. Otherwise all hosts would seem dead after a pause.
     """
 
     def __init__(self, heartbeat_s: float) -> None:
         self.heartbeat_s = heartbeat_s
-        # A longer one that was in force until lately, and until when by `_watched_s` hosts may still go by it.
+        # A longer heartbeat that was in force recently, and until when (by `_watched_s`) hosts may still use it.
         self._longer_s, self._longer_until_s = 0.0, 0.0
         self._watched_s = 0.0
         self._looked_s: float | None = None
-        # Since when by `_watched_s`: names that are there, and by host the last that came.
+        # When (by `_watched_s`) each present name was first seen, and the last new name of each host.
         self._since_s: dict[str, float] = {}
         self._changed: dict[str, tuple[float, RecordName]] = {}
         self._doubled: dict[str, deque[bool]] = {}
 
     def use(self, heartbeat_s: float) -> None:
-        """Go by another heartbeat. Until all hosts have read a shorter one, they are judged by the longer one."""
+        """Use another heartbeat. Hosts are judged by the longer one until all of them have read a shorter one."""
         if heartbeat_s < self.heartbeat_s:
             self._longer_s = self._alive_s / _ALIVE_HEARTBEATS
             self._longer_until_s = self._watched_s + _ALIVE_HEARTBEATS * self._longer_s
@@ -94,12 +94,12 @@ class MemberWatch:
 
     @property
     def _alive_s(self) -> float:
-        """How long a host is taken to live without a new record."""
+        """How long a host counts as alive without a new record, seconds."""
         longer_s = self._longer_s if self._watched_s < self._longer_until_s else 0.0
         return _ALIVE_HEARTBEATS * max(self.heartbeat_s, longer_s)
 
     def observe(self, names: Iterable[str], now_s: float) -> Seen:
-        """Take in a listing."""
+        """Take in a listing and return what it shows."""
         if self._looked_s is not None:
             self._watched_s += min(max(0.0, now_s - self._looked_s), self.heartbeat_s)
         self._looked_s = now_s
@@ -130,11 +130,11 @@ class MemberWatch:
         )
 
     def came_lately(self, name: str) -> bool:
-        """Whether a name of the last listing was first seen less than three heartbeats ago."""
+        """True if a name of the last listing was first seen less than three heartbeats ago."""
         return self._watched_s - self._since_s[name] < self._alive_s
 
     def _note_doubled(self, fresh: dict[str, list[RecordName]]) -> None:
-        """A service that ends and its successor are seen together in one look, and not again soon."""
+        """Note which hosts wrote two records as of two services; a restarted service does so in one look only."""
         for host in self._changed:
             looks = self._doubled.setdefault(host, deque(maxlen=_LOOKS))
             looks.append(_of_two(fresh.get(host, ())))
@@ -142,10 +142,10 @@ class MemberWatch:
 
 
 def _of_two(names: Iterable[RecordName]) -> bool:
-    """Whether records of one host are of two services.
+    """True if records of one host are from two services.
 
-    That there are several tells nothing: a service writes one before it deletes the other. But from one record to the
-    next its generation grows by one at most, and another service's is a random number away.
+    Several records alone prove nothing: a service writes the next record before it deletes the last one. But from one
+    record to the next a service's generation grows by at most 1, and another service's is a random number away.
     """
     ordered = sorted(names, key=lambda it: (it.heartbeat, it.generation))
     return any(
@@ -156,20 +156,20 @@ def _of_two(names: Iterable[RecordName]) -> bool:
 
 @dataclass(frozen=True)
 class Members:
-    """Who lives, and what they have.
+    """The live hosts, and what they have.
 
     Parameters
     ----------
     records
-        The record of each host that lives, ascending by host. Of one that cannot be read there is one without replicas.
+        The record of each live host, ascending by host. An unreadable record is replaced by one without replicas.
     problems
-        What is wrong, a sentence each.
+        Problems, one sentence each.
     unread
-        Hosts that live and of which nothing has been read yet, as they wrote a new record just then.
+        Live hosts whose record could not be read yet, because they were just writing a new one.
     heartbeats
-        By host that lives the number of its newest record.
+        The number of the newest record of each live host.
     doubled
-        Hosts under whose name two services write records.
+        Host names under which two services write records.
     """
 
     records: tuple[MemberRecord, ...]
@@ -180,12 +180,12 @@ class Members:
 
 
 class Membership:
-    """A host among the others."""
+    """A host's membership: it writes its own record and reads the others'."""
 
     def __init__(
         self, root: Folder, host: str, heartbeat_s: float, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
-        assert RecordName(host, 0, 0).text  # raises for a name that cannot be
+        assert RecordName(host, 0, 0).text  # raises for an invalid host name
         self._files = root.child(STANDBY_FOLDER, MEMBERS_FOLDER)
         self._host = host
         self._clock_s = clock_s
@@ -193,16 +193,16 @@ class Membership:
         self._told: MemberRecord | None = None
         self._number: int | None = None
         self._name = ""
-        # A service that is started again must not be taken for the one before, whose record somebody may have read.
+        # A restarted service must not be taken for the previous one, whose record other hosts may have read.
         self._generation = secrets.randbelow(10**12)
-        # Names of this host's records that may be there: those of services before this one too.
+        # Names of this host's records that may exist, including those of earlier services.
         self._mine: set[str] = set()
         self._read: dict[str, MemberRecord] = {}
 
     def heartbeat(self, record: MemberRecord) -> MemberRecord:
-        """Write the record under the next name, and delete the one before."""
+        """Write the record under the next name, and delete the previous one."""
         if record.host != self._host:
-            raise UsageError(f"the record of {record.host} cannot be written by {self._host}")
+            raise UsageError(f"{self._host} cannot write the record of {record.host}")
         if self._number is None:
             before = [it for it in map(RecordName.parse, self._files.names()) if it and it.host == self._host]
             self._number = max((it.heartbeat for it in before), default=0)
@@ -210,7 +210,7 @@ class Membership:
         if self._told is None or self._told.decided_by != record.decided_by:
             self._generation += 1
         written = replace(record, generation=self._generation)
-        # A number is never used twice, as a write that failed may arrive later.
+        # A number is never used twice, because a failed write may still arrive later.
         self._number += 1
         self._name = RecordName(self._host, self._number, self._generation).text
         self._mine.add(self._name)
@@ -222,7 +222,7 @@ class Membership:
         return written
 
     def look(self) -> Members:
-        """See who lives: one listing, and a read for each host whose generation has changed."""
+        """Return the live hosts: one listing, and one read for each host whose generation has changed."""
         names = self._files.names()
         seen = self.watch.observe(names, self._clock_s())
         doubled = {host for host in seen.doubled if host != self._host}
@@ -230,7 +230,7 @@ class Membership:
         if self._told is not None and any(self.watch.came_lately(text) for text in mine - self._mine):
             doubled.add(self._host)
         problems = [doubled_text(host) for host in sorted(doubled)]
-        problems += [f"{self._files.where(name)} is no record of a member: remove it" for name in seen.strange]
+        problems += [f"{self._files.where(name)} is not a member record: remove it" for name in seen.strange]
         records = {} if self._told is None else {self._host: self._told}
         unread = []
         for host, name in seen.alive.items():
@@ -242,7 +242,7 @@ class Membership:
         self._read = {host: record for host, record in self._read.items() if host in seen.alive}
         for text in seen.old:
             if text not in self._mine:
-                _LOGGER.warning("%s was not renewed for long: it is removed", self._files.where(text))
+                _LOGGER.warning("removing %s, which was not renewed for a long time", self._files.where(text))
                 self._files.as_named().remove(text)
         heartbeats = {host: name.heartbeat for host, name in seen.alive.items()}
         return Members(
@@ -254,25 +254,25 @@ class Membership:
         )
 
     def recall(self) -> MemberRecord | None:
-        """What a service before this one told under this host's name; None: nothing that can be read."""
+        """Return the record that an earlier service of this host wrote; None if there is no readable one."""
         names = [it for it in map(RecordName.parse, self._files.names()) if it and it.host == self._host]
         for name in sorted(names, key=lambda it: -it.heartbeat):
             where = self._files.where(name.text)
             try:
                 return MemberRecord.decode(self._files.get(name.text), where)
             except (MissingCheckpointError, CorruptError, VersionSkewError) as error:
-                _LOGGER.warning("what this host had is not known: %s", error)
+                _LOGGER.warning("cannot read which replicas this host had: %s", error)
         return None
 
     def leave(self) -> None:
-        """Delete this host's record. Others take the host for alive for up to three heartbeats more."""
+        """Delete this host's record. Other hosts count the host as alive for up to three more heartbeats."""
         for name in sorted(self._mine):
             self._files.as_named().remove(name)
             self._mine.discard(name)
         self._told = None
 
     def _content(self, name: RecordName, problems: list[str]) -> MemberRecord | None:
-        """A host's record; None while it cannot be caught, as its host writes the next one."""
+        """Return a host's record; None if it was replaced during each attempt to read it."""
         known = self._read.get(name.host)
         if known is not None and known.generation == name.generation:
             return known
@@ -283,7 +283,7 @@ class Membership:
             except MissingCheckpointError:
                 continue
             except (CorruptError, VersionSkewError) as error:
-                problems.append(f"{error}. Until then {name.host} counts as alive, without replicas")
+                problems.append(f"{error}. Until then {name.host} counts as alive and without replicas")
                 return MemberRecord(name.host, generation=name.generation)
             if (found.host, found.generation) != (name.host, name.generation):
                 problems.append(f"{where} is the record of {found.host}, generation {found.generation}: remove it")
@@ -294,15 +294,15 @@ class Membership:
 
 
 def doubled_text(host: str) -> str:
-    """What to say of two services under one host name."""
+    """Return the problem text for two services under one host name."""
     return (
         f"two standby services run under the host name {host!r}, and each takes the other's replicas for its own: stop "
-        "one, or give each host a SPARK_STATE_EXT_HOST of its own"
+        "one of them, or set a different SPARK_STATE_EXT_HOST on each host"
     )
 
 
 def record_numbers(root: Folder) -> dict[str, int]:
-    """By host, the number of its newest record."""
+    """Return the number of each host's newest record."""
     numbers: dict[str, int] = {}
     for name in map(RecordName.parse, root.child(STANDBY_FOLDER, MEMBERS_FOLDER).names()):
         if name is not None:
@@ -311,10 +311,10 @@ def record_numbers(root: Folder) -> dict[str, int]:
 
 
 def read_settings(root: Folder) -> StandbySettings:
-    """Settings of standby below a root; the defaults where nobody has written any."""
+    """Return the standby settings of a root; the defaults if it has none."""
     return document_in(root.child(STANDBY_FOLDER), _SETTINGS_NAME, StandbySettings.decode) or StandbySettings()
 
 
 def write_settings(root: Folder, settings: StandbySettings) -> None:
-    """Write them for all hosts."""
+    """Write the standby settings of a root, for all hosts."""
     root.child(STANDBY_FOLDER).put(_SETTINGS_NAME, settings.encode())

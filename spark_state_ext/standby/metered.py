@@ -1,4 +1,4 @@
-"""What a follower reads: counted, no faster than it may, and each small file once."""
+"""Reads files for a follower: counts bytes, limits the bandwidth, and reads each small file once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from spark_state_ext.files.folder import Folder
 
 __all__ = ["Bandwidth", "MeteredFiles", "Taken"]
 
-# Its header is asked for first. A file up to this size is read whole then, and kept until its rows are asked for.
+# A file's header is read first. A file up to this size is then read whole, and kept until its rows are read.
 _WHOLE_BYTES_MAX = 256 << 10
 _PIECE_BYTES = 8 << 20
 
 
 class Bandwidth:
-    """How many bytes a second may be read: a bucket of tokens that has those of one second at most.
+    """A limit of bytes read per second: a token bucket that holds one second's bytes at most.
 
-    Who takes more than there are waits until they have come, and goes on then; so over any time no more is read than
-    it allows, and one file, whatever its size, is never refused.
+    A caller that takes more than there are waits until they have been refilled. So over time the limit holds, and one
+    file, whatever its size, is never refused.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Taken:
     Parameters
     ----------
     files
-        Files of which anything was read.
+        Files of which at least a part was read.
     size_bytes
-        Bytes.
+        Bytes read.
     """
 
     files: int
@@ -93,15 +93,15 @@ class MeteredFiles:
             return Taken(len(self._read), self._bytes)
 
     def where(self, name: str) -> str:
-        """How to call a file in messages."""
+        """Return a file's name for messages."""
         return self._folder.where(name)
 
     def size(self, name: str) -> int:
-        """Size of a file, as listed."""
+        """Return the size of a file, as listed."""
         return self._sizes[name] if name in self._sizes else self._folder.size(name)
 
     def get(self, name: str) -> bytes:
-        """A whole file. What was kept of it is let go, as nobody reads a file twice."""
+        """Return a whole file, and drop it if it was kept: a follower reads no file twice."""
         kept = self._whole.pop(name, None)
         if kept is not None:
             return kept
@@ -109,7 +109,7 @@ class MeteredFiles:
         return self._counted(name, self._folder.get(name))
 
     def get_range(self, name: str, start: int, end: int) -> bytes:
-        """A part of a file."""
+        """Return a part of a file."""
         kept = self._whole.get(name)
         if kept is None and self.size(name) <= _WHOLE_BYTES_MAX:
             kept = self._whole[name] = self.get(name)
@@ -119,14 +119,14 @@ class MeteredFiles:
         return self._counted(name, self._folder.get_range(name, start, end))
 
     def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
-        """Copy a file to a local path, piece by piece; what fails there is an `OSError`."""
+        """Copy a file to a local path, piece by piece; a failure to write there is an `OSError`."""
         size = self.size(name)
         with open(local_path, "wb") as copy:
             for at in range(0, size, _PIECE_BYTES):
                 copy.write(self.get_range(name, at, min(at + _PIECE_BYTES, size)))
 
     def open_local(self, name: str) -> pa.NativeFile | None:
-        """A file opened where it lies, which counts as read; None where it does not lie on a local disk."""
+        """Open a file in place and count it as read; None if it is not on a local disk."""
         found = self._folder.open_local(name)
         if found is not None:
             self._bandwidth.take(self.size(name))

@@ -1,4 +1,4 @@
-"""Metrics of a standby service, for Prometheus: made when they are asked for, from what the last rounds found."""
+"""Metrics of a standby service for Prometheus: computed for each scrape, from the results of the last rounds."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ __all__ = ["GAUGES", "StandbyCollector"]
 
 _PREFIX = "spark_state_ext_standby"
 _EACH = ("root", "operator")
-# By operator. Name, help, and how it is made of what is followed.
+# Help texts of gauges by operator, by name.
 GAUGES: dict[str, str] = {
     "replicas": "Buckets that this host follows.",
-    "replicas_in_sync": "Of these, buckets of which it has all that it has seen.",
-    "replica_bytes": "Size of their local stores, bytes.",
-    "replica_rows": "The most rows that are live in these.",
-    "lag_versions_max": "Most checkpoints that one of them lacks.",
-    "lag_bytes": "Bytes of deltas that they lack.",
-    "lag_seconds_max": "Longest that one of them lags, by the store's clock, seconds.",
-    "replicas_failing": "Buckets that could not be followed at the last try.",
+    "replicas_in_sync": "Followed buckets of which this host has everything that it has seen.",
+    "replica_bytes": "Size of the local stores of followed buckets, bytes.",
+    "replica_rows": "Maximum number of live rows in these local stores.",
+    "lag_versions_max": "Most checkpoints that one replica is missing.",
+    "lag_bytes": "Bytes of missing deltas of all replicas.",
+    "lag_seconds_max": "Longest lag of one replica by the store's clock, seconds.",
+    "replicas_failing": "Buckets whose last attempt to follow them failed.",
 }
 _COUNTERS: dict[str, tuple[str, str]] = {
     "read_bytes": ("read_bytes", "Bytes read of checkpoint files."),
     "read_files": ("read_files", "Checkpoint files read."),
-    "load_seconds": ("step_s", "Time in which they were read and loaded, all threads together, seconds."),
+    "load_seconds": ("step_s", "Time spent reading and loading checkpoint files, all threads together, seconds."),
 }
 
 
 class StandbyCollector:
-    """Collects them, for a registry of ``prometheus_client``."""
+    """Collects the metrics, for a registry of ``prometheus_client``."""
 
     def __init__(self, service: StandbyService, peers: PeerWork | None = None) -> None:
         self._service = service
         self._peers = peers
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: names are not looked at before the service has found something."""
+        """Return no metrics: labels are unknown before the service has found something."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as of now."""
+        """Return all metrics with their current values."""
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 
         roots = self._service.roots
         up = GaugeMetricFamily(f"{_PREFIX}_root_up", "Whether the last round of a root succeeded.", labels=["root"])
-        members = GaugeMetricFamily(f"{_PREFIX}_members", "Hosts whose standby services live.", labels=["root"])
+        members = GaugeMetricFamily(f"{_PREFIX}_members", "Hosts whose standby services are alive.", labels=["root"])
         short = GaugeMetricFamily(
-            f"{_PREFIX}_replicas_missing", "Replicas that no host is to have, as too few live.", labels=["root"]
+            f"{_PREFIX}_replicas_missing", "Replicas assigned to no host, as too few hosts are alive.", labels=["root"]
         )
         for root in roots:
             up.add_metric([root.name], float(root.name not in self._service.errors))
@@ -84,7 +84,7 @@ class StandbyCollector:
         yield from _takeovers(roots, CounterMetricFamily)
         if self._peers is not None:
             questions = CounterMetricFamily(
-                f"{_PREFIX}_peer_questions", "Questions of peers, by what became of them.", labels=["outcome"]
+                f"{_PREFIX}_peer_questions", "Questions of peers, by outcome.", labels=["outcome"]
             )
             for outcome, count in self._peers.questions.items():
                 questions.add_metric([outcome], count)
@@ -114,10 +114,10 @@ def _gauges(followed: list[Followed], lags: list[Lag]) -> dict[str, float]:
 
 
 def _recovery(roots: Iterable[RootService], family: Any) -> Iterator[Metric]:
-    """What is not known yet has no sample."""
+    """Yield metrics of restoring; a value that is unknown yet has no sample."""
     says = {
-        "restore_bytes_per_s": "Bytes of checkpoint files that this host restores in a second, while it does.",
-        "restore_rows_per_s": "Rows of these that it loads in a second, while it does.",
+        "restore_bytes_per_s": "Bytes of checkpoint files that this host restores per second while it restores.",
+        "restore_rows_per_s": "Rows of checkpoint files that this host loads per second while it restores.",
         "recover_s": "Estimated seconds until all that this host follows has caught up, at that rate.",
     }
     families = {name: family(f"{_PREFIX}_{name}", it, labels=["root"]) for name, it in says.items()}
@@ -133,15 +133,15 @@ def _recovery(roots: Iterable[RootService], family: Any) -> Iterator[Metric]:
 def _takeovers(roots: Iterable[RootService], family: Any) -> Iterator[Metric]:
     takeovers = family(
         f"{_PREFIX}_takeovers",
-        "Buckets whose tasks began to run on another host, by what these found there: a replica with all of the state, "
-        "one that lacked checkpoints, no replica, or no standby service at all; failed tells whether the host before "
-        "has died. Mostly the service of the new host counts one: add up those of all hosts.",
+        "Buckets whose tasks moved to another host, by what they found there: a complete replica, a replica with "
+        "missing checkpoints, no replica, or no standby service at all; failed=true if the previous host has died. Usually "
+        "the service of the new host counts one: add up the counts of all hosts.",
         labels=["root", "outcome", "failed"],
     )
     lost = family(
         f"{_PREFIX}_members_lost",
-        "Standby services of other hosts that this one has seen to die, by what their hosts had: each host counts all, "
-        "so take the largest increase.",
+        "Standby services of other hosts that this host has seen die, by what their hosts had: every host counts all "
+        "of them, so take the largest increase.",
         labels=["root", "role"],
     )
     for root in roots:

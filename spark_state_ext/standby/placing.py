@@ -1,4 +1,4 @@
-"""The steps of an assignment, over matrices: a row for each bucket, a column for each host."""
+"""The steps of an assignment, computed on matrices: a row for each bucket, a column for each host."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["Placing"]
 _Bools = npt.NDArray[np.bool_]
 _Ints = npt.NDArray[np.int64]
 _Weights = npt.NDArray[np.uint64]
-# A host has at most 5/4 of the mean, and takes from others where it has less than 4/5.
+# A host has at most 5/4 of the mean, and takes from others if it has less than 4/5.
 _MORE, _LESS = 5, 4
 
 
 @dataclass
 class _Placed:
-    """Replicas one by one, and how many of a bucket's are in each rack."""
+    """All replicas as a list, and how many of each bucket's are in each rack."""
 
     rows: _Ints
     hosts: _Ints
@@ -31,7 +31,7 @@ class _Placed:
 
 
 class Placing:
-    """An assignment in the making. Equal records make equal ones, in whatever order they come."""
+    """An assignment in the making. Equal records give equal assignments, in whatever order they come."""
 
     def __init__(self, buckets: Mapping[BucketKey, str | None], members: Iterable[MemberRecord], wanted: int) -> None:
         records = {member.host: member for member in members}
@@ -52,13 +52,13 @@ class Placing:
             self._in_sync[rows, at] = [in_sync for _, in_sync in mine]
         racks = [records[host].rack for host in self.hosts]
         number = {rack: at for at, rack in enumerate(sorted({rack for rack in racks if rack is not None}))}
-        # The number of each host's rack, and of the one of each bucket's active task; -1 for none.
+        # The number of each host's rack and of the rack of each bucket's active task; -1 if there is none.
         self._rack = np.array([-1 if rack is None else number[rack] for rack in racks], dtype=np.int64)
         self._active_rack = np.where(active >= 0, np.append(self._rack, -1)[active], -1)
         self._weight = _weights(self.keys, self.hosts)
         self._placed = np.zeros(shape, dtype=bool)
         self._load = np.zeros(len(self.hosts), dtype=np.int64)
-        # No bucket can have more than there are hosts which may.
+        # A bucket cannot have more replicas than there are hosts that may have one.
         self._want = np.minimum(wanted, self._may.sum(axis=1, dtype=np.int64))
         self.total = int(self._want.sum())
         self._moved = 0
@@ -66,7 +66,7 @@ class Placing:
     # -- steps ------------------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """What is held stays, but of what is there too often: that goes from the hosts that have most."""
+        """Keep what is held. Superfluous replicas of a bucket are taken from the hosts with the highest load."""
         np.logical_and(self._held, self._may, out=self._placed)
         self._load = self._placed.sum(axis=0, dtype=np.int64)
         spare = self._placed.sum(axis=1) - self._want
@@ -78,7 +78,7 @@ class Placing:
                 self._take_away(row, at)
 
     def fill(self) -> None:
-        """Missing replicas go to the hosts with the highest weights that have room, or if there are none, least."""
+        """Give missing replicas to the hosts with the highest weights among those with room, else the least load."""
         self._fill_where_room_is()
         for row in np.flatnonzero(self._missing() > 0).tolist():
             for _ in range(int(self._want[row] - self._placed[row].sum())):
@@ -90,7 +90,7 @@ class Placing:
                 self._put(row, int(among[np.argmax(self._weight[row, among])]))
 
     def level(self) -> None:
-        """A host that has far less than its share takes from those that have most, until it has it."""
+        """Let a host with far less than its share take from those with most, until it has its share."""
         share, hosts = self.total // len(self.hosts), len(self.hosts)
         poor = np.flatnonzero(_MORE * self._load * hosts < _LESS * self.total).tolist()
         if poor:
@@ -100,7 +100,7 @@ class Placing:
                 self._take_share(taker, share, placed)
 
     def trim(self) -> None:
-        """A host that has more than the bound gives away what others have room for: not too much of it at a time."""
+        """Let a host above the bound give away what others have room for, a limited number at a time."""
         budget = max(0, -(-self.total // len(self.hosts)) - self._moved)
         over = np.flatnonzero(self._load > self.bound)
         for giver in sorted(over.tolist(), key=lambda it: (-self._load[it], it)):
@@ -113,24 +113,24 @@ class Placing:
                     break
                 for row in given.tolist():
                     self._take_away(row, giver)
-                # None comes back here, as this host is not below the bound.
+                # These replicas cannot return to this host, as it is not below the bound.
                 self._fill_where_room_is()
                 for row in given[self._missing()[given] > 0].tolist():
                     self._put(row, giver)
                 budget -= int((~self._placed[given, giver]).sum())
 
     def result(self) -> dict[BucketKey, tuple[str, ...]]:
-        """By bucket the hosts."""
+        """Return the hosts of each bucket."""
         found: list[list[str]] = [[] for _ in self.keys]
         for row, at in np.argwhere(self._placed).tolist():
             found[row].append(self.hosts[at])
         return {key: tuple(hosts) for key, hosts in zip(self.keys, found, strict=True)}
 
-    # -- parts of them ----------------------------------------------------------------------------
+    # -- parts of the steps ------------------------------------------------------------------------
 
     @cached_property
     def bound(self) -> int:
-        """How many replicas a host has at most, where others have room."""
+        """How many replicas a host has at most while others have room."""
         hosts = len(self.hosts)
         return max(-(-self.total // hosts), self.total * _MORE // (_LESS * hosts))
 
@@ -147,12 +147,12 @@ class Placing:
         self._load[at] -= 1
 
     def _with_room(self, rows: _Ints) -> _Bools:
-        """Where a host could get a bucket, and is below the bound."""
+        """Return for each row the hosts that may get the bucket and are below the bound."""
         free: _Bools = np.logical_and(self._may[rows] & ~self._placed[rows], self._load < self.bound)
         return free
 
     def _fill_where_room_is(self) -> None:
-        """Rounds, in each of which every bucket asks for one host, and hosts take those that weigh most."""
+        """Fill in rounds: every bucket asks for one host, and hosts accept the buckets with the highest weights."""
         rows = np.flatnonzero(self._missing() > 0)
         while rows.size:
             free = self._with_room(rows)
@@ -165,7 +165,7 @@ class Placing:
             asked = weights.argmax(axis=1)
             order = np.lexsort((rows, ~weights[np.arange(len(rows)), asked], asked))
             asked = asked[order]
-            # How many have asked the same host before.
+            # How many buckets with a higher weight asked for the same host.
             before = np.arange(len(asked)) - np.searchsorted(asked, asked)
             taken = before < (self.bound - self._load)[asked]
             self._placed[rows[order][taken], asked[taken]] = True
@@ -192,10 +192,10 @@ class Placing:
                 placed.rack_counts[row, -1] = 0
 
     def _offers(self, taker: int, placed: _Placed) -> list[list[int]]:
-        """By host the replicas that another one could take from it, as their places in `placed`, the best ones last.
+        """Return by host the replicas that `taker` could take from it, as indices into `placed`, the best ones last.
 
-        Best are those that it has copied least of, then those that weigh most at the taker. None moves from a rack in
-        which nothing else of its bucket is into one in which something is.
+        Best are those of which the host has copied least, then those with the highest weight at the taker. A replica
+        never moves from a rack where it is the only one of its bucket to a rack that already has one.
         """
         may = self._may[:, taker] & ~self._placed[:, taker]
         which = np.flatnonzero(may[placed.rows])
@@ -210,17 +210,17 @@ class Placing:
         return [part.tolist() for part in np.split(which[order], ends)]
 
     def _copied(self, rows: _Ints, at: int | _Ints) -> _Ints:
-        """How much is lost when a host gives replicas up: 0 where it has not begun, 2 where it is in sync."""
+        """Return how much is lost if a host gives up a replica: 0 if it has not begun, 1 if it has, 2 if in sync."""
         copied: _Ints = self._held[rows, at].astype(np.int64) + self._in_sync[rows, at]
         return copied
 
     def _conflicts(self, rows: _Ints) -> _Bools:
-        """Where a host stands in the rack of the bucket's active task, or of a replica of it."""
+        """Return for each row the hosts in the same rack as the bucket's active task or one of its replicas."""
         conflicts: _Bools = self._rack_counts(rows)[:, self._rack] > 0
         return conflicts
 
     def _rack_counts(self, rows: _Ints) -> npt.NDArray[np.float32]:
-        """How many of a bucket's active task and replicas stand in each rack; in the last column, for none, 0."""
+        """Return how many of a bucket's active task and replicas are in each rack; the last column (no rack) is 0."""
         racks = int(self._rack.max(initial=-1)) + 1
         of_host = np.zeros((len(self.hosts), racks + 1), dtype=np.float32)
         of_host[np.arange(len(self.hosts)), self._rack] = 1
@@ -231,7 +231,7 @@ class Placing:
 
 
 def _weights(keys: list[BucketKey], hosts: list[str]) -> _Weights:
-    """A random number from 1 on for each bucket and host, the same everywhere: splitmix64 of their digests."""
+    """Return a random number from 1 on for each bucket and host, the same on all hosts: splitmix64 of their digests."""
     of_keys = _digests(f"{it.operator}\0{it.query_folder}\0{it.bucket}" for it in keys)
     mixed = of_keys[:, None] ^ _digests(hosts)[None, :]
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""How fast a host restores, and how long what it lacks will take: pure functions over what its steps have read."""
+"""How fast a host restores, and how long it will take to catch up: pure functions over what its steps have read."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from arrow_schemas.standby import MemberRecord, StandbyReplica
 
 __all__ = ["Reading", "Readings", "RestoreRate", "recover_all_s", "recover_host_s", "recover_s", "restore_rate"]
 
-# The figure moves with the last minute of reading, however long ago that was.
+# The rate is that of the last minute of reading, however long ago that was.
 _BUSY_S_MAX = 60.0
 _READINGS_MAX = 1_000
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A time in which a host has read checkpoint files of a bucket, and loaded them.
+    """A period in which a host has read and loaded checkpoint files of a bucket.
 
     Parameters
     ----------
     begun_s, ended_s
-        When, by a clock that only goes forward.
+        Start and end, by a monotonic clock.
     size_bytes, rows
-        What was read.
+        Bytes and rows that were read.
     """
 
     begun_s: float
@@ -35,12 +35,12 @@ class Reading:
 
 @dataclass(frozen=True)
 class RestoreRate:
-    """What a host restores in a second, while it does.
+    """How much a host restores per second while it restores.
 
     Parameters
     ----------
     bytes_per_s, rows_per_s
-        Of checkpoint files, all threads together; None where that was not measured.
+        Of checkpoint files, all threads together; None if not measured.
     """
 
     bytes_per_s: float | None = None
@@ -48,7 +48,7 @@ class RestoreRate:
 
 
 def restore_rate(ended: Collection[Reading], under_way: Collection[Reading] = ()) -> RestoreRate:
-    """The rate over some readings. Time in which nothing was read does not count, and time of several counts once."""
+    """Return the rate over some readings. Idle time is left out, and time in which several overlap is counted once."""
     brought = [it for it in (*ended, *under_way) if it.size_bytes]
     return RestoreRate(
         _over(sum(it.size_bytes for it in brought), brought),
@@ -62,7 +62,7 @@ def _over(amount: int, readings: Iterable[Reading]) -> float | None:
 
 
 def _busy_s(readings: Iterable[Reading]) -> float:
-    """For how long at least one of them went on."""
+    """Return for how many seconds at least one of the readings was going on."""
     busy_s, until_s = 0.0, float("-inf")
     for it in sorted(readings, key=lambda it: (it.begun_s, it.ended_s)):
         busy_s += max(0.0, it.ended_s - max(it.begun_s, until_s))
@@ -71,14 +71,14 @@ def _busy_s(readings: Iterable[Reading]) -> float:
 
 
 class Readings:
-    """The last readings of a host: those of the last minute in which it has read."""
+    """The last readings of a host, about one minute of reading."""
 
     def __init__(self) -> None:
         self._ended: deque[Reading] = deque(maxlen=_READINGS_MAX)
         self._sum_s = 0.0
 
     def add(self, reading: Reading) -> None:
-        """Note one that has ended; the oldest ones are let go where the others make up a minute."""
+        """Add a reading that has ended, and drop the oldest ones that are not needed for a minute of reading."""
         if len(self._ended) == self._ended.maxlen:
             self._let_go()
         self._ended.append(reading)
@@ -87,7 +87,7 @@ class Readings:
             self._let_go()
 
     def rate(self, under_way: Collection[Reading] = ()) -> RestoreRate:
-        """The rate over these and those under way."""
+        """Return the rate over the kept readings and running ones."""
         return restore_rate(self._ended, under_way)
 
     def _let_go(self) -> None:
@@ -96,14 +96,14 @@ class Readings:
 
 
 def recover_s(replica: StandbyReplica, bytes_per_s: float | None) -> float | None:
-    """How long a host needs until a replica has caught up, if it restores nothing else."""
+    """Return estimated seconds until a replica has caught up, if the host restores nothing else; None if unknown."""
     if not replica.lag_versions:
         return 0.0 if replica.in_sync else None
     return replica.lag_bytes / bytes_per_s if bytes_per_s else None
 
 
 def recover_host_s(replicas: Iterable[StandbyReplica], bytes_per_s: float | None) -> float | None:
-    """How long a host needs until all of some replicas have caught up: they share its rate."""
+    """Return estimated seconds until all of a host's replicas have caught up, one after the other; None if unknown."""
     total_s = 0.0
     for replica in replicas:
         each_s = recover_s(replica, bytes_per_s)
@@ -114,7 +114,7 @@ def recover_host_s(replicas: Iterable[StandbyReplica], bytes_per_s: float | None
 
 
 def recover_all_s(held: Iterable[tuple[MemberRecord, Iterable[StandbyReplica]]]) -> float | None:
-    """How long until the last replica has caught up, as hosts restore side by side."""
+    """Return estimated seconds until the last host has caught up, as hosts restore in parallel; None if unknown."""
     longest_s = 0.0
     for record, replicas in held:
         host_s = recover_host_s(replicas, record.restore_bytes_per_s)

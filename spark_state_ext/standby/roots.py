@@ -1,4 +1,4 @@
-"""Followers of many buckets of a root: a few threads, and each bucket as often as it is worth it."""
+"""Followers of many buckets of a root: a few threads share them, and look most often at buckets written most often."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from spark_state_ext.worker.threads import DaemonPool
 __all__ = ["Pace", "ReplicaShelf", "RootFollower", "Work", "next_wait_s"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# A bucket is asked for so much of the time for which nobody has written it.
+# A bucket is looked at again after this share of the time since it was last written.
 _OF_IDLE = 1 / 8
 _FAILED_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How often buckets are looked at.
+    """How often buckets are looked at, seconds.
 
     Parameters
     ----------
     poll_s
-        One that is written.
+        Interval for a bucket that is being written.
     idle_s_max
-        One that nobody writes, at least so often.
+        Longest interval for a bucket that is not being written.
     failed_s_max
-        One that fails, at least so often.
+        Longest interval for a bucket that fails.
     """
 
     poll_s: float = 1.0
@@ -53,14 +53,14 @@ class Pace:
 
 @dataclass
 class Work:
-    """What followers of a root have done since they began.
+    """What the followers of a root have done since they began.
 
     Parameters
     ----------
     read_files, read_bytes
-        What they read of checkpoint files.
+        Checkpoint files and bytes that they read.
     step_s
-        How long steps took that read something, all threads together, seconds.
+        Duration of steps that read something, summed over all threads, seconds.
     """
 
     read_files: int = 0
@@ -69,28 +69,28 @@ class Work:
 
     @property
     def bytes_s(self) -> float | None:
-        """Bytes that one thread has brought per second; None before it has brought any."""
+        """Bytes that one thread loads per second; None before it has loaded any."""
         return self.read_bytes / self.step_s if self.step_s > 0 else None
 
 
 def next_wait_s(pace: Pace, last_wait_s: float, failed: bool, idle_s: float) -> float:
-    """How long a bucket is left alone after a step."""
+    """Return how long to wait before a bucket's next step, seconds."""
     if failed:
         return min(pace.failed_s_max, max(pace.poll_s, last_wait_s * _FAILED_FACTOR))
     return min(pace.idle_s_max, max(pace.poll_s, idle_s * _OF_IDLE))
 
 
 class _Held:
-    """A bucket that is followed."""
+    """A followed bucket."""
 
     def __init__(self, follower: BucketFollower, now_s: float) -> None:
         self.follower = follower
         self.due_s = now_s
         self.wait_s = 0.0
         self.written_s = now_s
-        # When it had rows of the bucket last, or was begun with.
+        # When the copy last had rows of the bucket, or when following began.
         self.had_s = now_s
-        # Rows that were loaded, and for how long, since it was behind.
+        # Rows loaded since the copy fell behind, and for how long.
         self.restored_rows, self.restored_s = 0, 0.0
         self.step: Future[Followed] | None = None
         self.last: Followed | None = None
@@ -98,12 +98,12 @@ class _Held:
 
     @property
     def lacks_all(self) -> bool:
-        """Whether nothing is loaded although there is something, as far as is known."""
+        """True if the bucket has state, as far as is known, and the copy has none of it."""
         return self.last is None or (self.last.newest is None and not self.last.is_caught_up)
 
 
 class RootFollower:
-    """Follows buckets of a root on this host. `tick` is to be called again and again, by one thread."""
+    """Follows buckets of a root on this host. One thread must call `tick` again and again."""
 
     def __init__(
         self,
@@ -131,30 +131,30 @@ class RootFollower:
         self._finder = Finder(root.folder)
         self._operators: Mapping[BucketKey, OperatorFile] = {}
         self._held: dict[BucketKey, _Held] = {}
-        # Steps of buckets that are not held any more.
+        # Steps of buckets that are no longer held.
         self._left: list[Future[Followed]] = []
 
     def find(self) -> FoundBuckets:
-        """Look for buckets to follow, and for newer operator files of those that are."""
+        """Look for buckets to follow, and for newer operator files of known buckets."""
         found = self._finder.find()
         self._operators = found.operators
         return found
 
     def known(self) -> frozenset[BucketKey]:
-        """The buckets that `find` told last."""
+        """Return the buckets that `find` returned last."""
         return frozenset(self._operators)
 
     def held(self) -> list[BucketKey]:
-        """The buckets that are followed, ascending."""
+        """Return the followed buckets, ascending."""
         return sorted(self._held)
 
     def store(self, key: BucketKey) -> LocalStore | None:
-        """The local store of a bucket that is followed; None: it is not. Several threads may ask."""
+        """Return the local store of a followed bucket; None if it is not followed. Thread-safe."""
         held = self._held.get(key)
         return None if held is None or self._stop.is_set() else held.follower.store()
 
     def hold(self, keys: Collection[BucketKey]) -> None:
-        """Follow these buckets, and no others. The copies of others stay until they are reclaimed."""
+        """Follow exactly these buckets. The copies of others stay until they are reclaimed."""
         wanted = set(keys)
         for key in self._held.keys() - wanted:
             gone = self._held.pop(key)
@@ -162,7 +162,7 @@ class RootFollower:
                 self._left.append(gone.step)
         for key in sorted(wanted - self._held.keys()):
             if key not in self._operators:
-                raise UsageError(f"{key} is not known under {self._root.root}: look for buckets first")
+                raise UsageError(f"bucket {key} was not found under {self._root.root}: call find() first")
             follower = BucketFollower(
                 self._root,
                 key,
@@ -175,7 +175,7 @@ class RootFollower:
             self._held[key] = _Held(follower, self._clock())
 
     def tick(self) -> float:
-        """Begin the steps that are due, and take in those that are done; waits for nothing."""
+        """Begin the steps that are due and take in finished ones; return seconds until the next. Does not block."""
         for step in self._left:
             if step.done():
                 step.result()
@@ -183,7 +183,7 @@ class RootFollower:
         now_s = self._clock()
         for key, held in self._held.items():
             if held.step is not None and held.step.done():
-                # What is no error of a file or a store is one of ours, and is not to be lost.
+                # `result` raises an unexpected error again: it is a bug, and must not be lost.
                 self._take_in(held, held.step.result(), now_s)
                 held.step = None
             if held.step is None and held.due_s <= now_s:
@@ -194,19 +194,19 @@ class RootFollower:
         return max(0.0, min([*waiting, self._pace.poll_s]))
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no step is under way; False when one still is."""
+        """Wait until no step is running; return False if one still is after the timeout."""
         steps = [held.step for held in self._held.values() if held.step is not None]
         return not wait([*steps, *self._left], timeout_s).not_done
 
     def followed(self) -> dict[BucketKey, Followed]:
-        """What became of the last step of each bucket that is held; one that has had none yet is missing."""
-        held = dict(self._held)  # a copy, as metrics are collected in a thread of their own
+        """Return the last step's result of each held bucket that has had a step."""
+        held = dict(self._held)  # a copy, because another thread collects metrics
         return {key: it.last for key, it in held.items() if it.last is not None}
 
     def lags(self) -> dict[BucketKey, Lag]:
-        """What each bucket that is held lacks by now, as of its last listing.
+        """Return what each held bucket is missing by now, as of its last listing.
 
-        The seconds of one that has nothing yet are those since it is held.
+        Before anything of a bucket is loaded, the seconds are the time since it is held.
         """
         found = {key: it.lag for key, it in self.followed().items()}
         found.update((key, lag) for key, (_, lag) in self._under_way().items() if lag != Lag())
@@ -215,7 +215,7 @@ class RootFollower:
         return found | {key: replace(found.get(key, Lag()), seconds=now_s - at_s) for key, at_s in lacking.items()}
 
     def restore_rate(self) -> RestoreRate:
-        """What was restored in a second lately, while anything was; with the steps that are under way."""
+        """Return the recent restore rate of the time in which steps read, including running steps."""
         return self._readings.rate([reading for reading, _ in self._under_way().values()])
 
     def _under_way(self) -> dict[BucketKey, tuple[Reading, Lag]]:
@@ -223,7 +223,7 @@ class RootFollower:
         return {key: it for key, it in found.items() if it is not None}
 
     def overdue(self, longer_than_s: float) -> frozenset[BucketKey]:
-        """Buckets whose step was due so long ago and has not ended: what `followed` tells of them may be old."""
+        """Return buckets whose step was due so long ago and has not ended: their `followed` may be out of date."""
         since_s = self._clock() - longer_than_s
         return frozenset(
             key
@@ -232,18 +232,18 @@ class RootFollower:
         )
 
     def reclaim(self, keep_s: float) -> list[Path]:
-        """Remove local stores that no task and no follower of this host has used for so long, as tasks do."""
+        """Remove local stores that no task and no follower of this host has used for so long, like tasks do."""
         return reclaim(self._root.stores, self._root.scratch, keep_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Have steps end, and close the local stores."""
+        """Stop all steps, and close the local stores."""
         self._stop.set()
         self.drain(timeout_s)
         self._pool.close()
         self._stores.close()
 
     def _note_restored(self, held: _Held, found: Followed) -> None:
-        """Log when a copy that had nothing, or has failed, is in sync again."""
+        """Log when a copy that was empty or had failed is in sync again."""
         if held.last is not None and held.last.is_caught_up and held.last.newest is not None:
             return
         held.restored_rows += found.rows_read
@@ -273,18 +273,18 @@ class RootFollower:
         if told and told != held.told:
             _LOGGER.warning("the copy of %s is not as new as its files: %s", found.key, found.error)
         elif held.told and not told:
-            _LOGGER.info("the copy of %s is followed again", found.key)
+            _LOGGER.info("the copy of %s can be followed again", found.key)
         held.told = told
 
 
 class ReplicaShelf:
-    """The snapshots in local stores of this host's replicas that a `PeerServer` gives."""
+    """The snapshots in local stores of this host's replicas that a `PeerServer` serves."""
 
     def __init__(self, followers: Sequence[RootFollower]) -> None:
         self._followers = tuple(followers)
 
     def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
-        """As `Shelf.find`."""
+        """Return a snapshot file, as `Shelf.find` requires."""
         for follower in self._followers:
             store = follower.store(key)
             found = None if store is None else store.lazy.whole_file(ref, body_digest)

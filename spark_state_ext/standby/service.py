@@ -1,8 +1,8 @@
-"""The standby service of a host: it finds buckets, agrees with others on who follows which, and follows its own.
+"""The standby service of a host: it finds buckets, agrees with other hosts on who follows which, and follows its own.
 
-A round is: list the buckets, see who lives, compute the assignment, follow what is to be held, and tell the others. It
-is made once in a heartbeat. What fails in one is told, and tried again in the next: nothing but `stop` ends the
-service.
+Once per heartbeat it makes a round: list the buckets, see which hosts are alive, compute the assignment, follow what
+the host must hold, and write the host's record. A failure in a round is logged, and the next round tries again: only
+`stop` ends the service.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from spark_state_ext.timeline.bucket_files import BucketFiles
 __all__ = ["RootService", "Round", "StandbyService"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# A replica is in sync for so long after it had all that there was: each batch makes it lag for a moment.
+# A replica stays in sync for so long after it was last complete, because each batch makes it lag for a moment.
 _IN_SYNC_HEARTBEATS = 2
 # A service that has not made a round for so long is stuck.
 _STUCK_HEARTBEATS = 10
-# Of so many buckets a record says why they fail, in so many characters each.
+# A record gives the reasons of at most so many failing buckets, and at most so many characters of each.
 _REASONS_MAX, _REASON_CHARACTERS_MAX = 20, 400
-# How often it is looked for local stores that nobody uses.
+# How often unused local stores are removed.
 _RECLAIM_EVERY_S = 3_600.0
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a round found.
+    """The result of a round.
 
     Parameters
     ----------
     settings
-        Of the root.
+        Standby settings of the root.
     members
-        Who lives, and what they have.
+        The live hosts, and what they have.
     buckets
-        All buckets of the root, with the hosts of their active tasks as far as is known.
+        All buckets of the root, with the hosts of their active tasks as far as known.
     assignment
-        Who is to have which.
+        The hosts that should have each bucket.
     replicas
-        What this host has told of its own.
+        This host's replicas, as in its record.
     problems
-        What is wrong, a sentence each.
+        Problems, one sentence each.
     """
 
     settings: StandbySettings = field(default_factory=StandbySettings)
@@ -82,10 +82,10 @@ class RootService:
         self._root, self._host, self._rack, self._clock_s = root, host, rack, clock_s
         self._membership: Membership | None = None
         self._looks = 0
-        # Whether another service has this one's name.
+        # True if another service has this one's name.
         self._is_doubled = False
         self._active: Mapping[BucketKey, int] = {}
-        # By bucket, when this host had all of it last.
+        # When this host last had all of a bucket.
         self._synced_s: dict[BucketKey, float] = {}
 
     @property
@@ -99,14 +99,14 @@ class RootService:
         return self._host
 
     def round(self) -> Round:
-        """Make a round."""
+        """Make a round and return its result."""
         settings = read_settings(self._root.folder)
         found = self.follower.find()
         if found.is_bare:
-            # A record would make a folder where a name was mistyped, or a disk is not mounted for the moment.
+            # Writing a record would create the folder of a mistyped root, or below an unmounted disk's mount point.
             raise StorageError(
                 f"there is nothing in {self.name}: no job has written there yet, or its file system is not mounted. "
-                "Give the root as ArrowState has it, to the letter"
+                "Use exactly the `root` that ArrowState was given"
             )
         membership = self._as_member(settings)
         members = membership.look()
@@ -118,7 +118,7 @@ class RootService:
         buckets = active_hosts(found.operators, records)
         self.failovers.see(buckets, followed, members)
         assignment = assign(buckets, records, settings)
-        # Who has just come has not been seen yet, and of a host of which nothing was read nobody knows what it has.
+        # A host that has just started was not seen by the others yet; what a host with an unread record has is unknown.
         if not settings.enabled:
             self.follower.hold(())
         elif self._looks > 1 and not members.unread:
@@ -130,17 +130,17 @@ class RootService:
         errors = [f"{name}: {error}" for name, error in found.errors.items()]
         errors += [f"{key}: {it.error}" for key, it in followed.items() if it.error is not None]
         if not found.operators:
-            errors.append("there is nothing to follow yet: give the root as ArrowState has it, to the letter")
+            errors.append("there is nothing to follow yet: use exactly the `root` that ArrowState was given")
         problems = (*members.problems, *([] if short is None else [short]), *unread, *errors)
         self.last = Round(settings, members, buckets, assignment, written.replicas, problems)
         return self.last
 
     def close(self) -> None:
-        """Stop following. The record stays, so that the service knows what it had when it is started again."""
+        """Stop following. The record stays, so that a restarted service knows what it had."""
         self.follower.close()
 
     def _as_member(self, settings: StandbySettings) -> Membership:
-        """This host among the others; a service that was started again goes on with what it had."""
+        """Return this host's membership; on the first call, hold again what the record of an earlier service lists."""
         if self._membership is None:
             membership = Membership(self._root.folder, self._host, settings.heartbeat_s, self._clock_s)
             before = membership.recall()
@@ -152,11 +152,11 @@ class RootService:
         return self._membership
 
     def _record(self, followed: Mapping[BucketKey, Followed], settings: StandbySettings) -> MemberRecord:
-        """What there is to tell of this host."""
+        """Return this host's record."""
         now_s = self._clock_s()
         self._synced_s = {key: at_s for key, at_s in self._synced_s.items() if key in followed}
         in_sync_s = _IN_SYNC_HEARTBEATS * settings.heartbeat_s
-        # A store that does not answer, or too much to fetch: nobody knows what there is by now.
+        # If a step is overdue, the store does not answer or there is too much to fetch: the newest version is unknown.
         overdue = self.follower.overdue(in_sync_s)
         for key, it in followed.items():
             if it.is_caught_up and it.newest is not None and key not in overdue:
@@ -181,10 +181,10 @@ class RootService:
         )
 
     def _active_of(self, records: Sequence[MemberRecord]) -> tuple[dict[BucketKey, int], list[str]]:
-        """Buckets whose newest file this host wrote. Where nobody follows one, this host looks itself.
+        """Return the buckets whose newest file this host wrote, and problems; read the file of unfollowed ones.
 
-        A file that cannot be read leaves what is known of its bucket as it was, and is told: without its record the
-        host would be taken for dead, with all that it has.
+        If a file cannot be read, its bucket stays as the records show it and the problem is returned. An error instead
+        would keep the host from writing its record, and the other hosts would take it for dead with all its replicas.
         """
         keys = self.follower.known()
         active = active_on(self._host, keys, records)
@@ -201,7 +201,7 @@ class RootService:
 
 
 class StandbyService:
-    """The service: all roots, round after round, until it is told to stop."""
+    """The standby service: makes rounds for all roots until it is stopped."""
 
     def __init__(
         self, roots: Sequence[RootService], keep_s: float, clock_s: Callable[[], float] = time.monotonic
@@ -209,14 +209,14 @@ class StandbyService:
         self.roots = tuple(roots)
         self._keep_s = keep_s
         self._reclaimed_s = clock_s()
-        # By name of the root, why its last round failed.
+        # Why the last round of a root failed, by name of the root.
         self.errors: dict[str, str] = {}
         self._clock_s = clock_s
         self._due_s = [clock_s()] * len(self.roots)
         self._alive_s = clock_s()
 
     def run(self, stop: threading.Event) -> None:
-        """Make rounds, and have followers step in between, until `stop` is set."""
+        """Make rounds, and let followers step in between, until `stop` is set."""
         try:
             while not stop.is_set():
                 stop.wait(self.turn(stop))
@@ -225,13 +225,13 @@ class StandbyService:
                 root.close()
 
     def turn(self, stop: threading.Event) -> float:
-        """Make the rounds that are due, and begin the steps that are; seconds until something is due again."""
+        """Make the rounds and begin the steps that are due; return seconds until something is due again."""
         waits = []
         for at, root in enumerate(self.roots):
             if self._clock_s() >= self._due_s[at] and not stop.is_set():
                 self._due_s[at] = self._clock_s() + root.last.settings.heartbeat_s
                 self._round(root)
-                # Another heartbeat may have been set.
+                # The round may have read another heartbeat interval.
                 self._due_s[at] = min(self._due_s[at], self._clock_s() + root.last.settings.heartbeat_s)
             waits += [root.follower.tick(), self._due_s[at] - self._clock_s()]
         if self._clock_s() - self._reclaimed_s >= _RECLAIM_EVERY_S:
@@ -240,18 +240,18 @@ class StandbyService:
                 try:
                     root.follower.reclaim(self._keep_s)
                 except OSError as error:
-                    _LOGGER.warning("standby of %s: local stores that nobody uses stay: %s", root.name, error)
+                    _LOGGER.warning("standby of %s: unused local stores cannot be removed: %s", root.name, error)
         self._alive_s = self._clock_s()
         return max(0.0, min(waits, default=1.0))
 
     def ails(self) -> str:
-        """Why it should be started anew; empty: it works. A store that does not answer is no such reason."""
+        """Return the reason to restart the service; empty if healthy. A store that does not answer is not a reason."""
         heartbeat_s = max((root.last.settings.heartbeat_s for root in self.roots), default=1.0)
         stuck_s = self._clock_s() - self._alive_s
         return f"it has stood still for {stuck_s:.0f} s" if stuck_s > _STUCK_HEARTBEATS * heartbeat_s else ""
 
     def warnings(self) -> list[str]:
-        """What is wrong with this host's name, and is no reason to start the service again."""
+        """Return problems with this host's name, which a restart would not solve."""
         doubled = any(root.last.members.doubled.count(root.host) for root in self.roots)
         return [doubled_text(self.roots[0].host)] if doubled else []
 
@@ -261,7 +261,7 @@ class StandbyService:
             found = root.round()
         except StateError as error:
             if self.errors.get(root.name) != str(error):
-                _LOGGER.warning("standby of %s: %s; it is tried again", root.name, error)
+                _LOGGER.warning("standby of %s: %s; trying again", root.name, error)
             self.errors[root.name] = str(error)
             return
         if self.errors.pop(root.name, None) is not None:
@@ -272,7 +272,7 @@ class StandbyService:
 
 
 def _reason(followed: Followed) -> str:
-    """Why a bucket could not be followed."""
+    """Return why a bucket could not be followed."""
     return f"{type(followed.error).__name__}: {followed.error}"[:_REASON_CHARACTERS_MAX]
 
 

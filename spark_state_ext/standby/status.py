@@ -1,6 +1,6 @@
-"""How the standby of a root is: who lives, which replicas there are, how far they are, and who may be taken away.
+"""The status of a root's standby: live hosts, their replicas and lags, and which hosts can be removed safely.
 
-`StandbyStatus` is made of what hosts tell in their records; `survey` reads these, and waits until it is seen who lives.
+`StandbyStatus` is built from the hosts' records; `survey` reads them, and waits to see which hosts are alive.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spark_state_ext.standby.recovery import recover_all_s
 
 __all__ = ["Removal", "StandbyStatus", "survey"]
 
-# How long a host is waited for: longer than any two heartbeats are apart, unless its store is slow.
+# How long to wait for a host: longer than the time between two heartbeats, unless its store is slow.
 _PATIENCE_HEARTBEATS = 1.5
 _LOOK_S = 0.25
 _OBSERVER = "observer"
@@ -26,18 +26,18 @@ _OBSERVER = "observer"
 
 @dataclass(frozen=True)
 class Removal:
-    """What comes of taking a host away.
+    """The consequences of removing a host.
 
     Parameters
     ----------
     host
         The host.
     safe
-        Every bucket that is active there has a replica in sync on another host that lives.
+        True if every bucket that is active there has a replica in sync on another live host.
     exposed
-        Buckets of which that is not so, or not known: their tasks would restore from the store.
+        Buckets without such a replica, or with an unknown active host: their tasks would restore from the store.
     replicas
-        Replicas that would be made anew elsewhere.
+        How many replicas other hosts would have to build again.
     """
 
     host: str
@@ -53,15 +53,15 @@ class StandbyStatus:
     Parameters
     ----------
     settings
-        Of the root.
+        Standby settings of the root.
     records
-        Of hosts whose services live, by host.
+        Records of live hosts, by host.
     silent
-        Hosts that have a record, and whose services do not.
+        Hosts that have a record but whose services are not alive.
     buckets
-        All buckets of the root, with the hosts of their active tasks as far as records tell.
+        All buckets of the root, with the hosts of their active tasks as far as records show.
     problems
-        What is wrong, a sentence each.
+        Problems, one sentence each.
     """
 
     settings: StandbySettings
@@ -78,12 +78,12 @@ class StandbyStatus:
         buckets: Collection[BucketKey],
         problems: Collection[str] = (),
     ) -> StandbyStatus:
-        """What records tell of buckets."""
+        """Build the status of some buckets from records."""
         active = active_hosts(buckets, records)
         return StandbyStatus(settings, {it.host: it for it in records}, tuple(sorted(silent)), active, tuple(problems))
 
     def replicas(self, key: BucketKey) -> dict[str, StandbyReplica]:
-        """The replicas of a bucket by host; what its active host follows is none."""
+        """Return the replicas of a bucket by host, without the active host's copy, which is not a replica."""
         active = self.buckets[key]
         return {
             host: it
@@ -94,7 +94,7 @@ class StandbyStatus:
         }
 
     def lacking(self) -> dict[BucketKey, int]:
-        """Buckets that have fewer replicas in sync than the settings want, and how many are missing."""
+        """Return how many replicas in sync each bucket is missing; buckets with enough are left out."""
         in_sync: dict[BucketKey, int] = dict.fromkeys(self.buckets, 0)
         for host, record in self.records.items():
             for it in record.replicas:
@@ -104,39 +104,39 @@ class StandbyStatus:
         return {key: wanted - has for key, has in in_sync.items() if has < wanted}
 
     def held(self, host: str) -> list[StandbyReplica]:
-        """The replicas that a host has; what it follows of its own active buckets is none, nor what is no bucket."""
+        """Return the replicas of a host, without copies of its own active buckets and of buckets that do not exist."""
         record = self.records.get(host)
         replicas = () if record is None else record.replicas
         return [it for it in replicas if it.key in self.buckets and self.buckets[it.key] != host]
 
     def failing(self, host: str) -> dict[BucketKey, str]:
-        """The replicas that a host could not follow when it last tried, and why."""
+        """Return the replicas that a host could not follow when it last tried, and why."""
         record = self.records.get(host)
         reasons = {} if record is None else record.failing
         return {it.key: reasons[it.key] for it in self.held(host) if it.key in reasons}
 
     def is_well(self) -> bool:
-        """Whether all replicas are there and in sync, none fails, and no two services have one name."""
+        """True if all replicas exist and are in sync, none fails, and no two services have the same name."""
         failing = any(self.failing(host) for host in self.records)
         return not (self.lacking() or failing or any(it.doubled for it in self.records.values()))
 
     def hosts(self) -> list[str]:
-        """Hosts that have a record, or that are active for a bucket."""
+        """Return the hosts that have a record or are active for a bucket."""
         return sorted({*self.records, *self.silent, *(it for it in self.buckets.values() if it is not None)})
 
     def recover_s(self) -> float | None:
-        """Estimated seconds until every replica has caught up; None where it is unknown, as of one that nobody has."""
+        """Return estimated seconds until every replica has caught up; None if unknown, such as when one is missing."""
         having = Counter(it.key for host in self.records for it in self.held(host))
         if any(having[key] < self.settings.replicas for key in self.buckets):
             return None
         return recover_all_s((record, self.held(host)) for host, record in self.records.items())
 
     def removal(self, host: str) -> Removal:
-        """What comes of taking a host away."""
+        """Return the consequences of removing a host."""
         covered = {
             it.key for other, record in self.records.items() if other != host for it in record.replicas if it.in_sync
         }
-        # Where nobody knows who is active, it may be that host.
+        # If a bucket's active host is unknown, it may be this host.
         exposed = tuple(key for key, active in self.buckets.items() if active in (host, None) and key not in covered)
         record = self.records.get(host)
         return Removal(host, not exposed, exposed, 0 if record is None else len(record.replicas))
@@ -148,7 +148,7 @@ def survey(
     clock_s: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> StandbyStatus:
-    """Read the records below a root, and wait until every host has written another one, or should have."""
+    """Read the records of a root, and wait until every host has written another one or should have."""
     settings = read_settings(root)
     observer = Membership(root, _OBSERVER, settings.heartbeat_s, clock_s)
     deadline_s = clock_s() + _PATIENCE_HEARTBEATS * settings.heartbeat_s

@@ -1,4 +1,4 @@
-"""What followers are told and what they tell: plain values."""
+"""Plain values that followers receive and return."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ __all__ = ["Followed", "FollowedRoot", "Lag"]
 
 @dataclass(frozen=True)
 class FollowedRoot:
-    """A root, and where this host's local stores of it lie.
+    """A root, and the place of this host's local stores for it.
 
     Parameters
     ----------
     root
-        As `ArrowState` has it, to the letter: local stores are named by it.
+        Exactly the `root` that `ArrowState` was given: the names of local stores depend on it.
     storage_options
         Options for its fsspec file system.
     local_dir
-        As for `ArrowState`.
+        The same `local_dir` as for `ArrowState`.
     gives_bytes_min
-        Peers may ask for snapshots of so many bytes and more, so replicas of that size keep them as they are. None:
-        nobody asks.
+        Replicas keep snapshots of at least this size whole, because peers may ask for them. None: peers never ask.
     """
 
     root: str
@@ -40,36 +39,36 @@ class FollowedRoot:
 
     @property
     def folder(self) -> Folder:
-        """The root."""
+        """The root as a folder."""
         return Folder(self.root, self.storage_options)
 
     @property
     def stores(self) -> Path:
-        """Where the local stores lie."""
+        """The folder of the local stores."""
         return stores_folder(self.local_dir)
 
     @property
     def scratch(self) -> Path:
-        """Local folder for temporary files."""
+        """The local folder for temporary files."""
         return scratch_folder(self.local_dir)
 
     def store_folder(self, key: BucketKey, schema_id: int) -> Path:
-        """The local store that a task on this host opens for a bucket."""
+        """Return the folder of the local store that a task on this host opens for a bucket."""
         return store_folder(self.stores, self.root, key.operator, key.query_folder, schema_id, key.bucket)
 
 
 @dataclass(frozen=True)
 class Lag:
-    """How far a copy is behind the newest file, as a listing tells.
+    """How far a copy is behind the newest file of a listing.
 
     Parameters
     ----------
     versions
-        Checkpoints.
+        Missing checkpoints.
     size_bytes
-        Bytes of their deltas.
+        Bytes of their delta files.
     seconds
-        Between the newest file that is loaded and the newest one, by the store's clock. 0 where it does not tell.
+        Between the newest loaded file and the newest file, by the store's clock. 0 if the store reports no times.
     """
 
     versions: int = 0
@@ -79,38 +78,38 @@ class Lag:
 
 @dataclass(frozen=True)
 class Followed:
-    """What became of following a bucket for one step.
+    """The result of following a bucket for one step.
 
     Parameters
     ----------
     key
         The bucket.
     newest
-        The newest checkpoint that is loaded on the bucket's line; None: there is none.
+        The newest loaded checkpoint of the bucket's line; None if there is none.
     committed
-        The newest one that is known to be committed; None: there is none.
+        The newest checkpoint that is known to be committed; None if there is none.
     host
-        Which host wrote the newest file that was seen: where the bucket's task ran last. Empty: none was seen.
+        The host that wrote the newest file seen, so where the bucket's task ran last. Empty before a file was seen.
     batch
-        Of which batch that file is; -1 where none was seen.
+        The batch of that file; -1 before a file was seen.
     behind
-        How far the copy was behind when the step began.
+        The lag when the step began.
     lag
-        How far it is when it ended, as of the same listing.
+        The lag when the step ended, by the same listing.
     files_read, bytes_read
-        What the step read.
+        Files and bytes that the step read.
     rows_read
-        Rows of what it has loaded.
+        Rows in what the step loaded.
     begun_s, spent_s
         When the step began, by its follower's clock, and how long it took, seconds.
     size_bytes, rows
-        Of the copy: bytes of its runs, and the most rows that are live in them.
+        Bytes of the copy's runs, and the maximum number of live rows in them.
     is_new
-        There were files that the step before had not seen.
+        True if there were files that the previous step had not seen.
     error
-        Why the copy is not as it should be; None: it is.
+        Why the copy is not up to date; None if it is.
     lacked
-        How many checkpoints the copy lacked when the bucket moved to `host`; None: this follower did not see it move.
+        How many checkpoints the copy was missing when the bucket moved to `host`; None if no move was seen.
     """
 
     key: BucketKey
@@ -133,5 +132,5 @@ class Followed:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether the local store has all that was listed, as far as it may count."""
+        """True if the local store has every listed file that belongs to the bucket's line."""
         return self.error is None and self.lag == Lag()

@@ -1,4 +1,4 @@
-"""What a standby service answers over HTTP: ``/healthz`` for who restarts it, and ``/metrics`` for Prometheus."""
+"""The HTTP endpoints of a standby service: ``/healthz`` for its supervisor, and ``/metrics`` for Prometheus."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["Web"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Each connection takes a thread and a file of the service. A probe needs one for a moment.
+# Each connection takes a thread and a file descriptor of the service. A probe needs one for a moment.
 _CONNECTIONS_MAX, _CONNECTION_S_MAX = 32, 10.0
 _Start = Callable[[str, list[tuple[str, str]]], object]
 
 
 class _Silent(WSGIRequestHandler):
     def log_message(self, *args: Any) -> None:
-        """Nobody reads a line for each look."""
+        """Log no line for each request."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -76,7 +76,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class Web:
-    """The server, in a thread of its own from the beginning to `close`."""
+    """The HTTP server, running in a thread of its own until `close`."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Web:
             ails = self._ails()
             status = "503 Service Unavailable" if ails else "200 OK"
             return _text(start, status, "\n".join([ails or "ok", *self._warnings()]))
-        return _text(start, "404 Not Found", "there are /healthz and /metrics")
+        return _text(start, "404 Not Found", "the paths are /healthz and /metrics")
 
 
 def _text(start: _Start, status: str, text: str) -> Iterable[bytes]:

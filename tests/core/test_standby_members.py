@@ -315,7 +315,7 @@ def test_a_damaged_record_is_told_and_its_host_counts_without_replicas(root: Cou
     look = me.look()
     assert [(it.host, len(it.replicas)) for it in look.records] == [("a", 1), ("b", 0), ("c", 0)]
     strange, b, c = sorted(look.problems, key=lambda it: ("notes" not in it, it))
-    assert "notes.txt is no record of a member" in strange
+    assert "notes.txt is not a member record" in strange
     assert damaged in b
     assert "fails its checksum" in b
     assert "format 3" in c

@@ -210,7 +210,7 @@ def test_a_query_that_moved_on_is_followed_there(tmp_path: Path, job: Job) -> No
     host.follower.hold(found)
     host.pass_time(1.0)
     assert {key.query_folder for key in host.follower.followed()} == {moved.name}
-    with pytest.raises(UsageError, match="look for buckets first"):
+    with pytest.raises(UsageError, match="call find"):
         host.follower.hold([BucketKey("counts", "query", 0)])
     host.follower.close()
 
@@ -285,7 +285,7 @@ def test_a_store_that_fails_is_asked_less_often_and_told_once(
     Faults.heal()
     host.pass_time(60.0)
     assert all(it.is_caught_up for it in host.follower.followed().values())
-    assert len([it for it in caplog.records if "is followed again" in it.message]) == 4
+    assert len([it for it in caplog.records if "can be followed again" in it.message]) == 4
     assert adopted(host, job) == (job.models[-1], 0)
     host.follower.close()
 
