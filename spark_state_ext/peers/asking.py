@@ -1,7 +1,7 @@
-"""Having peers give the pieces of a snapshot that a lookup needs, before the store is asked for what is left.
+"""Asks peers for the pieces of a snapshot that a lookup needs; the store is then asked for the rest.
 
-Nothing depends on a peer: every piece is compared with its checksum in the index of the store's own file, a question
-takes a bounded time, and a peer that fails is left alone for a while.
+No result depends on a peer: every piece is compared with its checksum in the index of the store's own file, a question
+takes a bounded time, and a peer that failed is not asked for a while.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
 __all__ = ["Peers", "PeersByRoot"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# No slower may bytes come.
+# A peer must send at least this many bytes per second.
 _BYTES_PER_S_MIN = 20_000_000
-# How long a peer is left alone that failed; that gave other bytes; and that does not have a snapshot (yet).
+# How long a peer is not asked after it failed; sent wrong bytes; did not have a snapshot (yet).
 _FAILED_S, _DAMAGED_S, _GONE_S = 60.0, 600.0, 10.0
-# What hosts tell is looked at again after this time.
-_KNOWN_S = 30.0
-# Peers that one fetch asks, one after the other.
+# Records of hosts are read again after this time.
+_LOOKED_UP_S = 30.0
+# How many peers one fetch asks, one after the other.
 _ASKED_MAX = 2
-_LEFT_ALONE_MAX = 1_000
+_PAUSED_MAX = 1_000
 
 
 class Peers:
-    """The peers of a root, as a worker process knows them; several threads may ask."""
+    """The peers of a root, as a worker process knows them. Thread-safe."""
 
     def __init__(
         self, root: Folder, settings: PeerSettings, host: str, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._root, self._settings, self._host, self._clock_s = root, settings, host, clock_s
         self._choice = Choice(clock_s)
-        self._lock, self._looking = threading.Lock(), threading.Lock()
-        self._known: Mapping[BucketKey, tuple[str, ...]] = {}
-        self._known_s: float | None = None
+        self._lock, self._look_up_lock = threading.Lock(), threading.Lock()
+        self._addresses: Mapping[BucketKey, tuple[str, ...]] = {}
+        self._looked_up_s: float | None = None
         self._clients: dict[str, PeerClient] = {}
-        # Until when an address is not asked at all, or not for a snapshot.
-        self._left_alone_s: dict[tuple[str, str], float] = {}
-        # Bytes that they have given.
+        # Until when an address is not asked at all (""), or not asked for a snapshot (its digest).
+        self._paused_until_s: dict[tuple[str, str], float] = {}
+        # Bytes received from peers.
         self.given_bytes = 0
 
     def give(
@@ -63,92 +63,92 @@ class Peers:
         key: BucketKey,
         lazy: LazyFile,
         ranges: Sequence[tuple[int, int]],
-        beside: bool,
+        in_background: bool,
         raise_if_closed: Callable[[], None],
     ) -> None:
-        """Have peers give pieces of a file, and put them there; what they do not give lacks then as before."""
-        if not self._choice.asks_peers(beside):
+        """Get pieces of a file from peers, and write them to the file; the pieces they do not send stay missing."""
+        if not self._choice.asks_peers(in_background):
             return
         digest = digest_of(lazy.run.blocks)
-        for address in self._having(key, digest, beside)[:_ASKED_MAX]:
-            lacking = [it for it in ranges if len(lazy.absent(it[0], it[1] - it[0]))]
-            if not lacking or self._given(address, key, lazy, lacking, beside, raise_if_closed):
+        for address in self._choose_addresses(key, digest, in_background)[:_ASKED_MAX]:
+            missing = [each for each in ranges if len(lazy.absent(each[0], each[1] - each[0]))]
+            if not missing or self._fetch(address, key, lazy, missing, in_background, raise_if_closed):
                 return
 
     def note_store(self, requests: int, size_bytes: int, took_s: float) -> None:
-        """The store has given bytes, and nobody waited for them."""
+        """Note that the store has sent bytes in the background."""
         self._choice.note_store(requests, size_bytes, took_s)
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         with self._lock:
             clients, self._clients = self._clients, {}
         for client in clients.values():
             client.close()
 
-    # -- one of them --------------------------------------------------------------------------------
+    # -- one peer -----------------------------------------------------------------------------------
 
-    def _given(
+    def _fetch(
         self,
         address: str,
         key: BucketKey,
         lazy: LazyFile,
         ranges: Sequence[tuple[int, int]],
-        beside: bool,
+        in_background: bool,
         raise_if_closed: Callable[[], None],
     ) -> bool:
-        """Whether a peer has given all."""
+        """Return True if a peer has sent all pieces."""
         started_s, given_bytes, digest = self._clock_s(), 0, digest_of(lazy.run.blocks)
         try:
-            client = self._client(address)
-            for some in in_questions(ranges):
+            client = self._connect(address)
+            for some_ranges in in_questions(ranges):
                 raise_if_closed()
-                given_bytes += self._ask(client, PeerQuestion(key, lazy.run.newest, digest, some), lazy)
+                given_bytes += self._ask(client, PeerQuestion(key, lazy.run.newest, digest, some_ranges), lazy)
         except PeerGoneError as error:
             _LOGGER.debug("%s", error)
-            self._leave_alone(address, digest, _GONE_S)
+            self._pause(address, digest, _GONE_S)
             return False
         except PeerError as error:
-            self._tell(address, _FAILED_S, error)
+            self._note_failure(address, _FAILED_S, error)
             return False
         except CorruptFileError as error:
-            self._tell(address, _DAMAGED_S, error)
+            self._note_failure(address, _DAMAGED_S, error)
             return False
-        if beside:
+        if in_background:
             self._choice.note_peer(len(ranges), given_bytes, self._clock_s() - started_s)
         return True
 
     def _ask(self, client: PeerClient, question: PeerQuestion, lazy: LazyFile) -> int:
-        """Put all answers to a question there; their bytes."""
-        secret, where = self._settings.secret, f"what the peer {client.address} gives"
+        """Write all answers to a question to the file; return how many bytes they were."""
+        secret, where = self._settings.secret, f"the answer of the peer {client.address}"
         size_bytes = sum(end - first for first, end in question.ranges) * PIECE_BYTES
         number = given_bytes = 0
         with closing(client.ask(question.encode(secret), self._timeout_s(size_bytes))) as answers:
             for number, data in enumerate(answers, 1):
                 if number > len(question.ranges):
-                    raise CorruptFileError(f"{where} is more than it was asked for")
+                    raise CorruptFileError(f"{where} has more ranges than the question")
                 answer = PeerAnswer.decode(data, secret, question.nonce, number - 1)
                 if answer.status in (GONE, BUSY):
-                    why = "does not have" if answer.status == GONE else "is too busy to give"
+                    why = "does not have" if answer.status == GONE else "is too busy to send"
                     raise PeerGoneError(f"the peer {client.address} {why} {question.ref} of {question.key}")
                 first, end = question.ranges[number - 1]
                 if len(answer.data) != min(end * PIECE_BYTES, lazy.index.body_bytes) - first * PIECE_BYTES:
-                    raise CorruptFileError(f"{where} is not what it was asked for")
+                    raise CorruptFileError(f"{where} does not have the length of the range in the question")
                 lazy.put(first, answer.data, where)
                 given_bytes += len(answer.data)
                 with self._lock:
                     self.given_bytes += len(answer.data)
         if number != len(question.ranges):
-            raise PeerError(f"the peer {client.address} gave {number} of {len(question.ranges)} ranges")
+            raise PeerError(f"the peer {client.address} sent {number} of {len(question.ranges)} ranges")
         return given_bytes
 
-    def _client(self, address: str) -> PeerClient:
+    def _connect(self, address: str) -> PeerClient:
         try:
             from spark_state_ext.peers.client import PeerClient
         except ImportError as error:
-            raise PeerError(f"peers cannot be asked, as this PyArrow has no Flight: {error}") from error
+            raise PeerError(f"cannot ask peers, as this PyArrow has no Flight: {error}") from error
         if self._settings.ca is not None and not address.startswith("grpc+tls://"):
-            raise PeerError(f"the peer {address} is not asked, as SPARK_STATE_EXT_PEER_CA is set and it has no TLS")
+            raise PeerError(f"cannot ask the peer {address}: SPARK_STATE_EXT_PEER_CA is set, but it has no TLS")
         with self._lock:
             if address not in self._clients:
                 self._clients[address] = PeerClient(address, self._settings.ca)
@@ -157,49 +157,53 @@ class Peers:
     def _timeout_s(self, size_bytes: int) -> float:
         return self._settings.answer_s_max + size_bytes / _BYTES_PER_S_MIN
 
-    # -- who is asked -------------------------------------------------------------------------------
+    # -- which peers to ask -------------------------------------------------------------------------
 
-    def _having(self, key: BucketKey, digest: str, beside: bool) -> list[str]:
-        """Addresses to ask. Whoever asks first looks; after that only who has time does."""
+    def _choose_addresses(self, key: BucketKey, digest: str, in_background: bool) -> list[str]:
+        """Return the addresses to ask. The first call reads the records; later only calls in the background do."""
         now_s = self._clock_s()
-        if self._known_s is None or (beside and now_s - self._known_s > _KNOWN_S):
-            with self._looking:
-                # Another one may have looked meanwhile.
-                if self._known_s is None or self._known_s < now_s - _KNOWN_S:
-                    self._known, self._known_s = self._looked(), now_s
+        if self._looked_up_s is None or (in_background and now_s - self._looked_up_s > _LOOKED_UP_S):
+            with self._look_up_lock:
+                # Another thread may have read the records meanwhile.
+                if self._looked_up_s is None or self._looked_up_s < now_s - _LOOKED_UP_S:
+                    self._addresses, self._looked_up_s = self._look_up_peers(), now_s
         with self._lock:
-            left_alone = {it for it, until_s in self._left_alone_s.items() if until_s > now_s}
-        its = (it for it in self._known.get(key, ()) if not left_alone & {(it, ""), (it, digest)})
-        return list(its)
+            paused = {entry for entry, until_s in self._paused_until_s.items() if until_s > now_s}
+        addresses = (
+            address for address in self._addresses.get(key, ()) if not paused & {(address, ""), (address, digest)}
+        )
+        return list(addresses)
 
-    def _looked(self) -> Mapping[BucketKey, tuple[str, ...]]:
+    def _look_up_peers(self) -> Mapping[BucketKey, tuple[str, ...]]:
         try:
             return peers_below(self._root, self._host)
         except StateError as error:
-            _LOGGER.warning("peers are not asked, as nobody knows who has what: %s", error)
+            _LOGGER.warning("cannot ask peers, as the records of their replicas cannot be read: %s", error)
             return {}
 
-    def _tell(self, address: str, for_s: float, error: StateError) -> None:
-        self._leave_alone(address, "", for_s)
-        _LOGGER.warning("%s. It is not asked for %.0f s; the store is", error, for_s)
+    def _note_failure(self, address: str, for_s: float, error: StateError) -> None:
+        self._pause(address, "", for_s)
+        _LOGGER.warning("%s. The store is asked instead of this peer for %.0f s", error, for_s)
 
-    def _leave_alone(self, address: str, digest: str, for_s: float) -> None:
+    def _pause(self, address: str, digest: str, for_s: float) -> None:
         with self._lock:
             now_s = self._clock_s()
-            if len(self._left_alone_s) >= _LEFT_ALONE_MAX:
-                self._left_alone_s = {about: until for about, until in self._left_alone_s.items() if until > now_s}
-            self._left_alone_s[address, digest] = now_s + for_s
+            if len(self._paused_until_s) >= _PAUSED_MAX:
+                self._paused_until_s = {
+                    entry: until_s for entry, until_s in self._paused_until_s.items() if until_s > now_s
+                }
+            self._paused_until_s[address, digest] = now_s + for_s
 
 
 class PeersByRoot:
-    """Those of a worker process."""
+    """The peers of a worker process, by root."""
 
     def __init__(self) -> None:
-        # None: there is no secret.
+        # None if there is no secret.
         self._peers: dict[str, Peers | None] = {}
 
     def of(self, root: str, storage_options: Mapping[str, Any]) -> Peers | None:
-        """The peers of a root; None where the environment has no secret. Nobody is asked for anything yet."""
+        """Return the peers of a root, without contacting any; None if the environment has no secret."""
         name = f"{root} {dict(storage_options)!r}"
         if name not in self._peers:
             settings = peer_settings()
@@ -209,7 +213,7 @@ class PeersByRoot:
         return self._peers[name]
 
     def close(self) -> None:
-        """Let go of all connections."""
+        """Close all connections."""
         while self._peers:
             peers = self._peers.popitem()[1]
             if peers is not None:

@@ -1,4 +1,4 @@
-"""Asking a peer over Arrow Flight. Imports `pyarrow.flight`: only who asks one imports this module."""
+"""The client that asks a peer over Arrow Flight. It imports `pyarrow.flight`, so import it only to ask a peer."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ __all__ = ["PeerClient"]
 
 _ADDRESS = re.compile(r"grpc(\+tls)?://[^\s/@]{1,255}:[0-9]{1,5}")
 _OPTIONS = [
-    # A proxy is for what is outside of a cluster.
+    # A proxy is for addresses outside a cluster.
     ("grpc.enable_http_proxy", 0),
-    # No more is taken in than one answer may have.
+    # A peer cannot send a longer message than one answer may be.
     ("grpc.max_receive_message_length", BLOCK_BYTES + (64 << 10)),
 ]
 
 
 class PeerClient:
-    """A connection to one peer, which is made when it is first asked."""
+    """A connection to one peer, opened by the first question."""
 
     def __init__(self, address: str, ca: bytes | None) -> None:
         self.address = address
         match = _ADDRESS.fullmatch(address)
         if match is None:
-            raise PeerError(f"{address!r} is no address of a peer: grpc://HOST:PORT or grpc+tls://HOST:PORT")
-        given = {"tls_root_certs": ca} if match[1] and ca is not None else {}
+            raise PeerError(f"{address!r} is not a peer's address: grpc://HOST:PORT or grpc+tls://HOST:PORT")
+        options = {"tls_root_certs": ca} if match[1] and ca is not None else {}
         try:
-            self._client = flight.FlightClient(address, generic_options=_OPTIONS, **given)
+            self._client = flight.FlightClient(address, generic_options=_OPTIONS, **options)
         except (pa.ArrowException, OSError) as error:
-            raise self._failed(error) from error
-        os.register_at_fork(after_in_child=partial(_never_free, weakref.ref(self._client)))
+            raise self._make_error(error) from error
+        os.register_at_fork(after_in_child=partial(_keep_forever, weakref.ref(self._client)))
 
     def ask(self, question: bytes, timeout_s: float) -> Generator[memoryview, None, None]:
-        """The answers to a question, one after the other."""
+        """Yield the answers to a question."""
         options = flight.FlightCallOptions(timeout=timeout_s)
         try:
             for result in self._client.do_action(flight.Action(PIECES_ACTION, question), options):
                 yield memoryview(result.body)
         except (pa.ArrowException, OSError, KeyError) as error:
-            raise self._failed(error) from error
+            raise self._make_error(error) from error
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._client.close()
 
-    def _failed(self, error: Exception) -> PeerError:
-        # Of a server's Python only the first line is of use.
+    def _make_error(self, error: Exception) -> PeerError:
+        # Only the first line of a Python server's error is useful.
         why = (str(error).splitlines() or [repr(error)])[0]
-        return PeerError(f"the peer {self.address} does not give: {why}")
+        return PeerError(f"the peer {self.address} sends no pieces: {why}")
 
 
-def _never_free(client: weakref.ref[Any]) -> None:
-    """Leave a connection to the parent of this process, which was forked.
+def _keep_forever(client: weakref.ref[Any]) -> None:
+    """Keep a forked child process from freeing its parent's connection.
 
-    gRPC's threads did not come along, and it waits for them where a connection is freed: the child would never end.
+    gRPC waits for its threads when a connection is freed. A forked child has no such threads, so it would never end.
     """
-    found = client()
-    if found is not None:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+    connection = client()
+    if connection is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))

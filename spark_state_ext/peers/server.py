@@ -1,7 +1,7 @@
-"""The server that gives pieces of snapshots to peers over Arrow Flight. Only a process that serves imports this module.
+"""The server that sends pieces of snapshots to peers over Arrow Flight. Import it only in a process that serves.
 
-The server is gRPC's own and has the one method of Flight that peers use. PyArrow's Flight server reads a request of any
-size into memory before it can be refused; gRPC compares the length that a request begins with.
+The server is gRPC's own, with the one Flight method that peers use. PyArrow's Flight server reads a request of any
+size into memory before it can refuse it; gRPC checks the length at the beginning of a request.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from spark_state_ext.peers.serving import PeerWork, Shelf, Tls
 __all__ = ["PeerServer"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# Questions that are answered at once. Each has a thread, and an answer in memory.
+# Questions that are answered at the same time. Each has a thread, and an answer in memory.
 _SLOTS = 8
-# Calls at once, including those that still send their request and those that are answered with "busy".
+# Calls at the same time, including those that still send their request and those that are answered with "busy".
 _CALLS_MAX = 4 * _SLOTS
-# Each process of an executor has a connection. Most of the files that this process may open are left to the service.
+# Each process of an executor has a connection. Most of the files that this process may open stay for the service.
 _CONNECTIONS_MAX = 1_000
 _CONNECTIONS_OF_FILES = 1 / 4
-# Larger requests are refused unread, as it is not known yet who asks.
+# Larger requests are refused unread, because the sender is not authenticated yet.
 _REQUEST_BYTES_MAX = 2 * QUESTION_BYTES_MAX
 _SERVICE, _METHOD = "arrow.flight.protocol.FlightService", "DoAction"
-# How long answers that are under way may take when the service ends.
+# How long running answers may take when the service ends.
 _END_S_MAX = 5.0
 
 
-def _options() -> list[tuple[str, int]]:
+def _make_options() -> list[tuple[str, int]]:
     """Options of gRPC that bound what a client without the secret can take from the service."""
     files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files_max = _CONNECTIONS_MAX * 4 if files_max == resource.RLIM_INFINITY else files_max
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", _REQUEST_BYTES_MAX),
-        # A small compressed request could become a large one. Peers compress nothing.
+        # A small compressed request could expand to a large one. Peers never compress.
         ("grpc.per_message_decompression", 0),
         ("grpc.max_concurrent_streams", _SLOTS),
         ("grpc.max_allowed_incoming_connections", int(min(_CONNECTIONS_MAX, files_max * _CONNECTIONS_OF_FILES))),
@@ -69,7 +69,7 @@ def _options() -> list[tuple[str, int]]:
 
 
 class PeerServer:
-    """The server, in threads of gRPC from the beginning to `close`."""
+    """The server, running in threads of gRPC until `close`."""
 
     def __init__(
         self,
@@ -82,12 +82,12 @@ class PeerServer:
         self.work = PeerWork()
         self.scheme = "grpc" if tls is None else "grpc+tls"
         self._actions = _Actions(secret, shelf, self.work)
-        # gRPC answers "unimplemented" to all other methods, and reads nothing of their requests.
+        # gRPC answers "unimplemented" to all other methods, without reading their requests.
         methods = {_METHOD: grpc.unary_stream_rpc_method_handler(self._actions.answer)}
         self._server = grpc.server(
             ThreadPoolExecutor(_CALLS_MAX, "spark_state_ext peers"),
             handlers=[grpc.method_handlers_generic_handler(_SERVICE, methods)],
-            options=_options(),
+            options=_make_options(),
             maximum_concurrent_rpcs=_CALLS_MAX,
         )
         try:
@@ -95,27 +95,27 @@ class PeerServer:
             if tls is None:
                 self.port = self._server.add_insecure_port(f"{host}:{port}")
             else:
-                shown = grpc.ssl_server_credentials([(tls.key, tls.certificate)])
-                self.port = self._server.add_secure_port(f"{host}:{port}", shown)
+                credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)])
+                self.port = self._server.add_secure_port(f"{host}:{port}", credentials)
         except (RuntimeError, ValueError, OSError) as error:
             raise StorageError(
                 f"peers cannot be answered on {host}:{port}: {str(error).splitlines()[0]}. Give another --peer-listen, "
-                "or look at the certificate and its key."
+                "or check the certificate and its key."
             ) from error
         self._server.start()
 
     def close(self) -> None:
-        """Stop listening, and wait for the answers that are under way."""
+        """Stop listening, and wait for running answers."""
         self._server.stop(_END_S_MAX).wait()
 
 
 def _raise_if_taken(host: str, port: int) -> None:
-    """Raise an OSError where nothing can listen: gRPC would write lines of its own on stderr first."""
-    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        tried.bind(address)
+    """Raise an OSError if the port is taken. Otherwise gRPC would first write its own lines to stderr."""
+    addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = addresses[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
 
 
 class _Actions:
@@ -126,17 +126,17 @@ class _Actions:
         self.slots = threading.BoundedSemaphore(_SLOTS)
 
     def answer(self, request: bytes, context: Any) -> Iterator[bytes]:
-        """Give the answers to a question."""
+        """Yield the answers to a question."""
         try:
             kind, body = decode_action(request)
             if kind != PIECES_ACTION or len(body) > QUESTION_BYTES_MAX:
-                raise UsageError(f"{len(body)} bytes of {kind[:40]!r} are not what peers are asked")
+                raise UsageError(f"{len(body)} bytes of {kind[:40]!r} are not a question of a peer")
             answers = self._answers(PeerQuestion.decode(body, self._secret))
         except StateError as error:
             self._work.count("refused")
-            _LOGGER.debug("a question from %s is refused: %s", context.peer(), error)
-            # Why is nobody's business who does not have the secret.
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "refused: this needs the secret of its peers")
+            _LOGGER.debug("refused a question from %s: %s", context.peer(), error)
+            # A client without the secret must not learn the reason.
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "refused: the secret of these peers is required")
         return map(encode_result, answers)
 
     def _answers(self, question: PeerQuestion) -> Iterator[bytes]:
@@ -158,24 +158,24 @@ class _Actions:
             if isinstance(error, FileNotFoundError):
                 outcome = "gone"
             else:
-                _LOGGER.warning("a peer is not given %s of %s: %s", question.ref, question.key, error)
+                _LOGGER.warning("cannot send %s of %s to a peer: %s", question.ref, question.key, error)
             yield PeerAnswer(GONE).encode(self._secret, question.nonce, number)
         finally:
             self._work.count(outcome)
             self.slots.release()
 
     def _pieces(self, question: PeerQuestion) -> Iterator[bytes]:
-        """The bytes of each range. Once the file is open, nobody takes it away: it may be dropped meanwhile."""
-        found = self._shelf.find(question.key, question.ref, question.body_digest)
-        if found is None:
-            raise FileNotFoundError("it is not here")
-        with found.path.open("rb") as file:
+        """Yield the bytes of each range. Once the file is open it can be read to its end, even if it is deleted."""
+        snapshot = self._shelf.find(question.key, question.ref, question.body_digest)
+        if snapshot is None:
+            raise FileNotFoundError("the snapshot is not here")
+        with snapshot.path.open("rb") as file:
             for first, end in question.ranges:
-                start, stop = first * PIECE_BYTES, min(end * PIECE_BYTES, found.body_bytes)
+                start, stop = first * PIECE_BYTES, min(end * PIECE_BYTES, snapshot.body_bytes)
                 data = b""
                 if start < stop:
                     file.seek(start)
                     data = file.read(stop - start)
                 if len(data) != stop - start:
-                    raise FileNotFoundError("that many pieces are not here")
+                    raise FileNotFoundError("the file does not have that many pieces")
                 yield data

@@ -1,4 +1,4 @@
-"""What a peer gives, what it shows, and what it counts: plain values, for whoever needs no server."""
+"""Plain values of serving peers, for modules that need no server: snapshots, certificates and counts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from arrow_schemas.standby import BucketKey
 
 __all__ = ["OUTCOMES", "Found", "PeerWork", "Shelf", "Tls"]
 
-# What becomes of a question: all was given; it is not here; too many are answered at once; the secret is another one,
-# or it is no question; a file or a store fails; the one who asked did not wait.
+# Outcomes of a question: all was sent; the snapshot is not here; too many questions at the same time; a wrong secret or
+# not a question; a file or a store failed; the peer did not wait.
 OUTCOMES = ("given", "gone", "busy", "refused", "failed", "left")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A snapshot that is here whole.
+    """A complete snapshot on this host.
 
     Parameters
     ----------
     path
-        Its file, whose first bytes are the snapshot's body.
+        The file that begins with the snapshot's body.
     body_bytes
-        How many.
+        Length of the body.
     """
 
     path: Path
@@ -34,21 +34,21 @@ class Found:
 
 
 class Shelf(Protocol):
-    """What there is to give."""
+    """The snapshots that a server can send."""
 
     def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
-        """A snapshot that is here whole; None: it is not. Several threads may ask."""
+        """Return a complete snapshot on this host; None if there is none. Thread-safe."""
         ...
 
 
 @dataclass(frozen=True)
 class Tls:
-    """What a server shows, each as PEM.
+    """What a server presents to its clients, each as PEM.
 
     Parameters
     ----------
     certificate, key
-        Its certificate chain, and the private key of that.
+        The certificate chain, and the private key of the certificate.
     """
 
     certificate: bytes
@@ -56,7 +56,7 @@ class Tls:
 
 
 class PeerWork:
-    """What a server has done since it began; several threads may count."""
+    """What a server has done since it began. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,11 +64,11 @@ class PeerWork:
         self.given_bytes = 0
 
     def count(self, outcome: str) -> None:
-        """A question came to its end."""
+        """Count a question that has ended."""
         with self._lock:
             self.questions[outcome] += 1
 
     def give(self, size_bytes: int) -> None:
-        """Bytes were given."""
+        """Count bytes that were sent."""
         with self._lock:
             self.given_bytes += size_bytes

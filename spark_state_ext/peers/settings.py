@@ -1,4 +1,4 @@
-"""What the environment of a process says of peers."""
+"""Settings of peers from the environment of a process."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ CA_VARIABLE = "SPARK_STATE_EXT_PEER_CA"
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """How peers are asked.
+    """How to ask peers.
 
     Parameters
     ----------
     secret
-        Which they have too.
+        The secret shared with the peers.
     ca
-        Certificates, as PEM, one of which must have signed a peer's; peers without TLS are not asked then. None: peers
-        with TLS must have a certificate that the system trusts.
+        PEM certificates, one of which must have signed a peer's certificate; peers without TLS are not asked then.
+        None: the system must trust the certificates of peers with TLS.
     answer_s_max
-        How long all answers to a question may take, beside what their bytes take, seconds.
+        How long all answers to a question may take, in addition to the time for their bytes, seconds.
     """
 
     secret: PeerSecret
@@ -37,7 +37,7 @@ class PeerSettings:
 
 
 def peer_settings(environ: Mapping[str, str] = os.environ) -> PeerSettings | None:
-    """What the environment says; None: peers are not asked, as there is no secret."""
+    """Return the settings from the environment; None if there is no secret, so peers are not asked."""
     text, ca = environ.get(SECRET_VARIABLE), environ.get(CA_VARIABLE)
     if not text:
         return None
@@ -45,11 +45,11 @@ def peer_settings(environ: Mapping[str, str] = os.environ) -> PeerSettings | Non
 
 
 def pem_file(path: str | os.PathLike[str], given_by: str) -> bytes:
-    """The bytes of a certificate's or a key's file."""
+    """Return the bytes of a certificate's or a key's file."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise UsageError(f"{given_by} names {path}, which cannot be read: {error.strerror}") from error
     if b"-----BEGIN " not in data:
-        raise UsageError(f"{given_by} names {path}, which is no PEM file: give one that begins with -----BEGIN")
+        raise UsageError(f"{given_by} names {path}, which is not a PEM file: give a file that begins with -----BEGIN")
     return data

@@ -152,7 +152,7 @@ def test_what_the_environment_says(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"SPARK_STATE_EXT_PEER_CA names .* cannot be read"):
         peer_settings(given_both)
     (tmp_path / "ca.pem").write_bytes(b"no certificate")
-    with pytest.raises(UsageError, match="no PEM file"):
+    with pytest.raises(UsageError, match="not a PEM file"):
         peer_settings(given_both)
     (tmp_path / "ca.pem").write_bytes(certified().certificate)
     found = peer_settings(given_both)
@@ -188,15 +188,15 @@ def test_a_process_has_the_peers_of_each_root_once(monkeypatch: pytest.MonkeyPat
 )
 def test_who_is_asked(peer_s: float | None, store_s: float | None, batch: bool, beside: bool) -> None:
     peer, store = (None if it is None else Measure(it, 0.0) for it in (peer_s, store_s))
-    assert asks_peers(peer, store, 1.0, beside=False) is batch
-    assert asks_peers(peer, store, 1.0, beside=True) is beside
+    assert asks_peers(peer, store, 1.0, in_background=False) is batch
+    assert asks_peers(peer, store, 1.0, in_background=True) is beside
 
 
 def test_what_is_old_is_measured_anew_where_nobody_waits() -> None:
     peer, store = Measure(2.0, 0.0), Measure(1.0, 50.0)
-    assert asks_peers(peer, store, 61.0, beside=True)
-    assert not asks_peers(peer, store, 61.0, beside=False)
-    assert not asks_peers(Measure(1.0, 61.0), Measure(2.0, 0.0), 61.0, beside=True)
+    assert asks_peers(peer, store, 61.0, in_background=True)
+    assert not asks_peers(peer, store, 61.0, in_background=False)
+    assert not asks_peers(Measure(1.0, 61.0), Measure(2.0, 0.0), 61.0, in_background=True)
 
 
 def test_measures_follow_what_changes() -> None:
@@ -204,19 +204,19 @@ def test_measures_follow_what_changes() -> None:
     choice = Choice(clock)
     choice.note_peer(1, 1 << 20, 0.1)
     choice.note_store(1, 1 << 20, 0.2)
-    assert choice.asks_peers(beside=False)
+    assert choice.asks_peers(in_background=False)
     for _ in range(3):
         choice.note_peer(1, 1 << 20, 0.4)
-    assert not choice.asks_peers(beside=False)
+    assert not choice.asks_peers(in_background=False)
     clock.sleep(61.0)
     # What was long ago says nothing.
     choice.note_peer(1, 1 << 20, 0.1)
-    assert choice.asks_peers(beside=False)
+    assert choice.asks_peers(in_background=False)
     # Requests count as 64 KiB: many small ones are not slow because they bring few bytes.
     other = Choice(clock)
     other.note_peer(16, 16 * PIECE_BYTES, 0.1)
     other.note_store(1, 1 << 20, 0.11)
-    assert other.asks_peers(beside=False)
+    assert other.asks_peers(in_background=False)
 
 
 # -- the service's options ------------------------------------------------------------------------------
