@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.standby.placing import Placing
 
-__all__ = ["active_hosts", "active_on", "assign", "shortfall", "to_hold", "unfollowed"]
+__all__ = ["active_hosts", "active_on", "assign", "describe_shortfall", "find_unfollowed", "to_hold"]
 
 
 def active_hosts(buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> dict[BucketKey, str | None]:
     """Return the host of each bucket's active task: the writer of the newest file in any record, None if unknown."""
-    newest = _newest(members)
+    newest = _find_newest(members)
     return {key: newest[key][1] if key in newest else None for key in sorted(buckets)}
 
 
@@ -28,11 +28,11 @@ def active_on(host: str, buckets: Iterable[BucketKey], members: Iterable[MemberR
     Such a bucket may have no follower, for example if there is no other host. Then only this record shows that its
     replica must not be on this host.
     """
-    newest = _newest(members)
+    newest = _find_newest(members)
     return {key: newest[key][0] for key in sorted(buckets) if key in newest and newest[key][1] == host}
 
 
-def unfollowed(host: str, buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> frozenset[BucketKey]:
+def find_unfollowed(host: str, buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> frozenset[BucketKey]:
     """Return the buckets that a host is active for, by the records, and that no host follows.
 
     No record shows when another host becomes active for them. So the host must look at their newest file itself,
@@ -43,13 +43,17 @@ def unfollowed(host: str, buckets: Iterable[BucketKey], members: Iterable[Member
     return frozenset(active_on(host, buckets, records).keys() - followed)
 
 
-def _newest(members: Iterable[MemberRecord]) -> dict[BucketKey, tuple[int, str]]:
+def _find_newest(members: Iterable[MemberRecord]) -> dict[BucketKey, tuple[int, str]]:
     """Return the version and the writer of each bucket's newest file."""
     newest: dict[BucketKey, tuple[int, str]] = {}
     for member in members:
-        seen = [(it.key, (it.seen_version, it.active)) for it in member.replicas if it.active is not None]
-        for key, told in [*seen, *((key, (version, member.host)) for key, version in member.active.items())]:
-            newest[key] = max(newest.get(key, told), told)
+        seen = [
+            (replica.key, (replica.seen_version, replica.active))
+            for replica in member.replicas
+            if replica.active is not None
+        ]
+        for key, file in [*seen, *((key, (version, member.host)) for key, version in member.active.items())]:
+            newest[key] = max(newest.get(key, file), file)
     return newest
 
 
@@ -66,7 +70,7 @@ def assign(
     return placing.result()
 
 
-def shortfall(assignment: Mapping[BucketKey, tuple[str, ...]], settings: StandbySettings) -> str | None:
+def describe_shortfall(assignment: Mapping[BucketKey, tuple[str, ...]], settings: StandbySettings) -> str | None:
     """Return the problem text if buckets have fewer replicas than the settings ask for; None if all have enough."""
     wanted = settings.replicas
     short = [wanted - len(hosts) for hosts in assignment.values() if len(hosts) < wanted]
@@ -86,26 +90,26 @@ def to_hold(
     A replica that moves stays on its old host until the new host is in sync. If several unassigned hosts have it, as
     many of them keep it as assigned hosts are not in sync yet: those that are furthest ahead.
     """
-    known = {member.host: member for member in members}
+    records = {member.host: member for member in members}
     assigned = {key for key, hosts in assignment.items() if host in hosts}
-    mine = known[host].replicas if host in known else ()
-    leaving = {it.key for it in mine if it.key in assignment and it.key not in assigned}
+    mine = records[host].replicas if host in records else ()
+    leaving = {replica.key for replica in mine if replica.key in assignment and replica.key not in assigned}
     if not leaving:
         return frozenset(assigned)
-    having: dict[BucketKey, dict[str, StandbyReplica]] = {key: {} for key in leaving}
-    for member in known.values():
+    holders: dict[BucketKey, dict[str, StandbyReplica]] = {key: {} for key in leaving}
+    for member in records.values():
         for replica in member.replicas:
             if replica.key in leaving:
-                having[replica.key][member.host] = replica
-    active = active_hosts(leaving, known.values())
-    return frozenset(assigned | {key for key in leaving if _stays(host, assignment[key], having[key], active[key])})
+                holders[replica.key][member.host] = replica
+    active = active_hosts(leaving, records.values())
+    return frozenset(assigned | {key for key in leaving if _keeps(host, assignment[key], holders[key], active[key])})
 
 
-def _stays(host: str, assigned: tuple[str, ...], having: Mapping[str, StandbyReplica], active: str | None) -> bool:
+def _keeps(host: str, assigned: tuple[str, ...], holders: Mapping[str, StandbyReplica], active: str | None) -> bool:
     """True if a host keeps an unassigned replica. The host of the active task has the state anyway."""
     if host == active:
         return False
-    waited_for = sum(it not in having or not having[it].in_sync for it in assigned)
-    others = (it for it in having if it not in assigned and it != active)
-    ranked = sorted(others, key=lambda it: (not having[it].in_sync, -having[it].version, it))
+    waited_for = sum(other not in holders or not holders[other].in_sync for other in assigned)
+    others = (other for other in holders if other not in assigned and other != active)
+    ranked = sorted(others, key=lambda other: (not holders[other].in_sync, -holders[other].version, other))
     return host in ranked[:waited_for]

@@ -66,7 +66,9 @@ class Failovers:
         The service keeps following them: only its follower can measure how new the replica was that the task found.
         """
         return frozenset(
-            key for key, it in followed.items() if active.get(key) == self._host and it.host not in ("", self._host)
+            key
+            for key, result in followed.items()
+            if active.get(key) == self._host and result.host not in ("", self._host)
         )
 
     def see(
@@ -89,9 +91,9 @@ class Failovers:
         """Note failovers that this host may have to count."""
         unseen = self.unseen(active, followed)
         is_first = self._host == min((self._host, *alive))
-        known, self._active = self._active, {}
+        previous, self._active = self._active, {}
         for key, now in active.items():
-            before = known.get(key)
+            before = previous.get(key)
             # An unknown host is compared again in the next round.
             now = before if now is None or key in unseen else now
             if now is not None:
@@ -105,15 +107,17 @@ class Failovers:
     def _count(self, alive: Mapping[str, int]) -> None:
         """Count failovers once each host involved has written another record or is taken for dead."""
         waiting, self._waiting = self._waiting, []
-        for it in waiting:
-            others = {it.before, it.now} - {self._host}
-            if any(host in alive and it.heartbeats.get(host) == alive[host] for host in others):
-                self._waiting.append(it)
-            elif it.now == self._host or it.now not in alive:
-                died = it.before != self._host and it.before not in alive
-                self.takeovers[it.outcome, died] += 1
-                why = f", and the service of {it.before} has died" if died else ""
-                _LOGGER.info("%s moved from %s to %s: %s%s", it.key, it.before, it.now, it.outcome, why)
+        for failover in waiting:
+            others = {failover.before, failover.now} - {self._host}
+            if any(host in alive and failover.heartbeats.get(host) == alive[host] for host in others):
+                self._waiting.append(failover)
+            elif failover.now == self._host or failover.now not in alive:
+                died = failover.before != self._host and failover.before not in alive
+                self.takeovers[failover.outcome, died] += 1
+                why = f", and the service of {failover.before} has died" if died else ""
+                _LOGGER.info(
+                    "%s moved from %s to %s: %s%s", failover.key, failover.before, failover.now, failover.outcome, why
+                )
 
     def _count_lost(self, active: Mapping[BucketKey, str | None], members: Members, alive: Mapping[str, int]) -> None:
         """Count members of the round before that are not alive; by then their tasks may have run elsewhere for long."""
@@ -125,16 +129,16 @@ class Failovers:
                     if had:
                         self.members_lost[role] += 1
                 _LOGGER.warning("the standby service of %s is no longer alive", host)
-        noted: dict[str, tuple[int, bool]] = {}
+        counted: dict[str, tuple[int, bool]] = {}
         for host, number in alive.items():
             before, had_active = self._had_active.get(host, (number, False))
-            noted[host] = number, host in has_active or (had_active and before == number)
-        self._had_active = noted
+            counted[host] = number, host in has_active or (had_active and before == number)
+        self._had_active = counted
         self._members = {record.host: record for record in members.records}
 
 
 def _outcome(followed: Followed | None) -> str:
     """Return what a task found on this host, which saw the move if it was following the bucket."""
-    if followed is None or followed.lacked is None:
+    if followed is None or followed.missing_at_move is None:
         return NO_REPLICA
-    return BEHIND if followed.lacked else REPLICA
+    return BEHIND if followed.missing_at_move else REPLICA

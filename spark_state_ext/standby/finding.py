@@ -14,7 +14,7 @@ from spark_state_ext.files.operator_catalog import is_query_folder
 from spark_state_ext.ownership.lease_log import last_renewed_ms
 from spark_state_ext.rescale.folders import first_folder, folders_in_force
 
-__all__ = ["Finder", "FoundBuckets", "written"]
+__all__ = ["Finder", "FoundBuckets", "select_query_folders"]
 
 _NOT_QUERIES = frozenset({STARTING_FOLDER, SPILL_FOLDER})
 # A query folder last written so long before its operator's newest one belongs to a query that was given up.
@@ -45,9 +45,9 @@ class Finder:
 
     def __init__(self, root: Folder) -> None:
         self._root = root
-        self._found: dict[str, dict[BucketKey, OperatorFile]] = {}
+        self._last: dict[str, dict[BucketKey, OperatorFile]] = {}
         # Operator files never change.
-        self._read: dict[str, OperatorFile] = {}
+        self._operator_files: dict[str, OperatorFile] = {}
 
     def find(self) -> FoundBuckets:
         """Return the buckets that have files, in the folder that each query writes now; ignore queries given up."""
@@ -55,56 +55,60 @@ class Finder:
         entries = self._root.entries()
         # Names that begin with `_` or `.` are not names of operators.
         names = [entry.name for entry in entries if entry.folder and entry.name[0] not in "_."]
-        found: dict[str, dict[BucketKey, OperatorFile]] = {}
+        by_operator: dict[str, dict[BucketKey, OperatorFile]] = {}
         for name in names:
             try:
-                found[name] = self._of_operator(name)
+                by_operator[name] = self._list_buckets(name)
             except StateError as error:
                 errors[name] = error
-                found[name] = self._found.get(name, {})
-        self._found = found
-        operators = {key: it for buckets in found.values() for key, it in buckets.items()}
+                by_operator[name] = self._last.get(name, {})
+        self._last = by_operator
+        operators = {key: operator for buckets in by_operator.values() for key, operator in buckets.items()}
         return FoundBuckets(operators, errors, not entries)
 
-    def _of_operator(self, operator: str) -> dict[BucketKey, OperatorFile]:
+    def _list_buckets(self, operator: str) -> dict[BucketKey, OperatorFile]:
         folder = self._root.child(operator)
-        names = [it.name for it in folder.entries() if it.folder and it.name not in _NOT_QUERIES]
+        names = [entry.name for entry in folder.entries() if entry.folder and entry.name not in _NOT_QUERIES]
         listed = {name: folder.child(name).entries() for name in names if is_query_folder(name)}
         queries = {name: entries for name, entries in listed.items() if _operator_numbers(entries)}
-        in_force = folders_in_force({name: [it.name for it in entries] for name, entries in queries.items()})
+        in_force = folders_in_force({name: [entry.name for entry in entries] for name, entries in queries.items()})
         queries = {name: entries for name, entries in queries.items() if name in in_force}
-        found: dict[BucketKey, OperatorFile] = {}
+        operator_files: dict[BucketKey, OperatorFile] = {}
         times_ms = {}
         if len(queries) > 1:
             times_ms = {name: last_renewed_ms(folder.child(name)) for name in queries}
-        for name in written(times_ms) if times_ms else queries:
-            it = self._operator_file(folder.child(name), max(_operator_numbers(queries[name])))
+        for name in select_query_folders(times_ms) if times_ms else queries:
+            operator_file = self._read_operator(folder.child(name), max(_operator_numbers(queries[name])))
             buckets = (int(entry.name) for entry in queries[name] if entry.folder and _is_number(entry.name))
-            found |= {BucketKey(operator, name, bucket): it for bucket in buckets if bucket < it.buckets}
-        return found
+            operator_files |= {
+                BucketKey(operator, name, bucket): operator_file for bucket in buckets if bucket < operator_file.buckets
+            }
+        return operator_files
 
-    def _operator_file(self, query_folder: Folder, number: int) -> OperatorFile:
+    def _read_operator(self, query_folder: Folder, number: int) -> OperatorFile:
         name = operator_file_name(number)
         where = query_folder.where(name)
-        if where not in self._read:
-            self._read[where] = OperatorFile.decode(query_folder.get(name), where)
-        return self._read[where]
+        if where not in self._operator_files:
+            self._operator_files[where] = OperatorFile.decode(query_folder.get(name), where)
+        return self._operator_files[where]
 
 
-def written(times_ms: Mapping[str, int | None]) -> list[str]:
+def select_query_folders(times_ms: Mapping[str, int | None]) -> list[str]:
     """Return which query folders of an operator to follow.
 
     Of the folders that a rescaled query had one after the other, this is the one written last. Of several queries,
     these are those written at most a day before the newest one, by the clocks of their drivers.
     """
-    last = {name: -1 if at_ms is None else at_ms for name, at_ms in times_ms.items()}
+    last_ms = {name: -1 if at_ms is None else at_ms for name, at_ms in times_ms.items()}
     by_query: dict[str, str] = {}
-    for name in sorted(last):
-        before = by_query.setdefault(first_folder(name), name)
-        if last[name] >= last[before]:
+    for name in sorted(last_ms):
+        other = by_query.setdefault(first_folder(name), name)
+        if last_ms[name] >= last_ms[other]:
             by_query[first_folder(name)] = name
-    newest_ms = max(last.values(), default=0)
-    return sorted(name for name in by_query.values() if last[name] < 0 or last[name] >= newest_ms - _GIVEN_UP_S * 1000)
+    newest_ms = max(last_ms.values(), default=0)
+    return sorted(
+        name for name in by_query.values() if last_ms[name] < 0 or last_ms[name] >= newest_ms - _GIVEN_UP_S * 1000
+    )
 
 
 def _operator_numbers(entries: Iterable[Entry]) -> list[int]:

@@ -40,7 +40,7 @@ from spark_state_ext.rescale.origin import Origin
 from spark_state_ext.restore.lazy import LazyRestore
 from spark_state_ext.restore.load_plan import Chain, plan_load
 from spark_state_ext.restore.loader import Loader
-from spark_state_ext.standby.line import Line, judged
+from spark_state_ext.standby.line import Line, judge
 from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.recovery import Reading
@@ -128,11 +128,11 @@ class BucketFollower:
         # Bytes and rows of the copy.
         self._size = (0, 0)
         # The local store's file when the last step ended.
-        self._seen: tuple[int, int, int] | None = None
+        self._last_state: tuple[int, int, int] | None = None
         # True if the line has changed since runs were last merged and pruned.
-        self._untidied = False
+        self._needs_tidying = False
         # A snapshot that could not replace runs.
-        self._refused: CheckpointRef | None = None
+        self._useless_snapshot: CheckpointRef | None = None
         # The folder's change time at which everything is loaded, and since when that is so by our clock.
         self._unchanged: tuple[int, float] | None = None
         self._clock = clock
@@ -140,7 +140,7 @@ class BucketFollower:
         self._reading: _Reading | None = None
         self._rows_read = 0
         # By host, how many checkpoints the copy was missing when the bucket last moved there.
-        self._lacked: dict[str, int] = {}
+        self._missing_at_move: dict[str, int] = {}
 
     @property
     def key(self) -> BucketKey:
@@ -173,55 +173,55 @@ class BucketFollower:
 
     def step(self) -> Followed:
         """Load what is new, and return the result."""
-        found, begun_s = Followed(self._key), self._clock()
+        result, begun_s = Followed(self._key), self._clock()
         try:
             for _ in range(_LISTINGS_MAX):
-                found = self._stepped(found)
+                result = self._step_once(result)
                 # Deleted while it was read, or written under a newer operator file: list the folder again.
-                if not isinstance(found.error, MissingCheckpointError):
+                if not isinstance(result.error, MissingCheckpointError):
                     break
         except StateError as error:
-            found = replace(self._standing(found), error=error)
+            result = replace(self._fill_in(result), error=error)
         finally:
             self._reading = None
         rows, self._rows_read = self._rows_read, 0
-        return replace(found, rows_read=rows, begun_s=begun_s, spent_s=self._clock() - begun_s)
+        return replace(result, rows_read=rows, begun_s=begun_s, spent_s=self._clock() - begun_s)
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def _stepped(self, before: Followed) -> Followed:
+    def _step_once(self, before: Followed) -> Followed:
         self._notice_new_store()
         changed_ns = self._folder.changed_ns()
         if self._is_unchanged(changed_ns):
-            return self._standing(before)
+            return self._fill_in(before)
         listing = Listing(self._folder, self._key.bucket, self._folder.entries(), self._bandwidth)
         fresh = listing.refs - self._settled
         candidates = listing.candidates(fresh)
         lag = listing.lag(self._loaded, candidates)
         self._reading = _Reading(self._clock(), listing, lag)
-        behind = max(before.behind, lag, key=lambda it: it.versions)
+        behind = max(before.behind, lag, key=lambda each: each.versions)
         schema_id = self._operator.schema_id
         errors = self._follow(listing, candidates)
         if schema_id == self._operator.schema_id:
             # A file that was not looked at is superseded. A file that failed is tried again.
             self._settled = listing.refs - errors.keys()
         error = next(iter(errors.values()), None)
-        if self._untidied and self._line is not None and self._loaded == self._line.head.ref:
+        if self._needs_tidying and self._line is not None and self._loaded == self._line.head.ref:
             try:
                 self._tidy(listing, self._line)
-                self._untidied = False
-            except StateError as it:
-                error = error or it
+                self._needs_tidying = False
+            except StateError as failure:
+                error = error or failure
         if fresh:
             self._measure()
             if self._line is not None and self._loaded == self._line.head.ref:
                 self._write_committed(self._line)
-        self._seen = self._written()
+        self._last_state = self._stat_store()
         # If tidying found the copy damaged and emptied it, there are files but the copy has none of them.
         lacks_all = self._loaded is None and bool(listing.refs)
         self._note_change(None if error is not None or lacks_all else changed_ns)
         taken = listing.meter.taken
-        return self._standing(
+        return self._fill_in(
             replace(
                 before,
                 files_read=before.files_read + taken.files,
@@ -247,18 +247,18 @@ class BucketFollower:
         elif self._unchanged is None or self._unchanged[0] != changed_ns:
             self._unchanged = (changed_ns, self._clock())
 
-    def _standing(self, found: Followed) -> Followed:
+    def _fill_in(self, result: Followed) -> Followed:
         """Return the result with what is known of the bucket filled in."""
-        found = replace(found, newest=self._loaded, size_bytes=self._size[0], rows=self._size[1])
+        result = replace(result, newest=self._loaded, size_bytes=self._size[0], rows=self._size[1])
         if self._line is None:
-            return found
+            return result
         writer = self._line.head.writer
         return replace(
-            found,
+            result,
             committed=self._line.committed,
             host=writer.host,
             batch=writer.batch,
-            lacked=self._lacked.get(writer.host),
+            missing_at_move=self._missing_at_move.get(writer.host),
         )
 
     def _measure(self) -> None:
@@ -277,15 +277,15 @@ class BucketFollower:
     def _follow(self, listing: Listing, candidates: Sequence[CheckpointRef]) -> dict[CheckpointRef, StateError]:
         """Load the newest files in the order in which they were written; return the error of each file that failed."""
         errors: dict[CheckpointRef, StateError] = {}
-        read = (self._tried(ref, errors, partial(listing.files.header, ref)) for ref in candidates)
-        headers = [header for header in read if header is not None]
+        results = (self._try(ref, errors, partial(listing.files.header, ref)) for ref in candidates)
+        headers = [header for header in results if header is not None]
         self._note_moves(headers)
         # Loading a file also loads the checkpoints that it was built upon.
         covered = {ref for header in headers for ref in header.lineage}
         tops = [header for header in headers if header.ref not in covered]
-        done = [self._tried(it.ref, errors, partial(self._follow_one, listing, it)) for it in tops]
+        loaded = [self._try(top.ref, errors, partial(self._follow_one, listing, top)) for top in tops]
         # The error of a damaged file no longer matters once a newer file is loaded.
-        newest = max((ref.version for ref in done if ref is not None), default=0)
+        newest = max((ref.version for ref in loaded if ref is not None), default=0)
         return {ref: error for ref, error in errors.items() if ref.version >= newest}
 
     def _note_moves(self, headers: Sequence[LineageHeader]) -> None:
@@ -296,10 +296,10 @@ class BucketFollower:
         for header in headers:
             if header.writer.host != host:
                 parent = 0 if header.parent is None else header.parent.version
-                self._lacked[header.writer.host] = max(0, parent - loaded)
+                self._missing_at_move[header.writer.host] = max(0, parent - loaded)
             host = header.writer.host
 
-    def _tried(self, ref: CheckpointRef, errors: dict[CheckpointRef, StateError], work: Callable[[], T]) -> T | None:
+    def _try(self, ref: CheckpointRef, errors: dict[CheckpointRef, StateError], work: Callable[[], T]) -> T | None:
         """Return the result of `work`; None if it failed, which is noted. After a storage error it does not try."""
         try:
             for error in errors.values():
@@ -317,11 +317,11 @@ class BucketFollower:
         if header.writer.epoch not in (0, before) or header.writer.epoch > self._epochs.numbers_to:
             # A known epoch may have been withdrawn since.
             self._epochs = epochs_of(self._query_folder)
-        line, counts = judged(self._line, header, self._epochs)
-        if counts:
+        line, is_on_line = judge(self._line, header, self._epochs)
+        if is_on_line:
             self._load(listing, header)
         # Only after loading: a file that failed is judged again, whatever happens in between.
-        self._untidied |= line != self._line
+        self._needs_tidying |= line != self._line
         self._line = line
         if line.head.ref == header.ref:
             self._loaded = header.ref
@@ -337,7 +337,7 @@ class BucketFollower:
             self._load_into(store, listing, header)
 
     def _load_into(self, store: LocalStore, listing: Listing, header: LineageHeader) -> None:
-        for left in reversed(range(_ROUNDS_MAX)):
+        for rounds_left in reversed(range(_ROUNDS_MAX)):
             chain = listing.chain(header, {run.newest for run in store.runs()})
             with self._loader(store, listing, header, chain) as loader:
                 try:
@@ -348,7 +348,7 @@ class BucketFollower:
                     store.view(header.ref)
                 except MissingRunError:
                     # A task pruned it, or its file was deleted before it was complete: the next round loads another.
-                    if not left:
+                    if not rounds_left:
                         raise
                 else:
                     return
@@ -370,13 +370,15 @@ class BucketFollower:
         )
         first = chain.refs[chain.start]
         others = {header.operator}
-        if first in listing.files and any(it.ref != header.ref for it in plan_load(chain, store.runs(), ()) or ()):
+        if first in listing.files and any(
+            fetch.ref != header.ref for fetch in plan_load(chain, store.runs(), ()) or ()
+        ):
             # A query that began with another operator's state has files that name that operator.
             others.add(listing.files.header(first).operator)
         names = [operator.operator, *sorted(others - {operator.operator})]
         with closing(Origin(self._query_folder, pointer, operator.bucket_map, store.schema, scratch)) as origin:
-            beside = [origin] if first not in listing.files and origin.is_there() else []
-            sources = sources_in(self._folder, pointer, *beside, files=listing.meter, in_thread=True)
+            origins = [origin] if first not in listing.files and origin.is_there() else []
+            sources = sources_in(self._folder, pointer, *origins, files=listing.meter, in_thread=True)
             yield Loader(
                 store,
                 sources,
@@ -411,17 +413,17 @@ class BucketFollower:
         for the snapshot."""
         view = store.view(line.committed)
         snapshot = listing.newest_snapshot(line.head.lineage)
-        if snapshot is None or snapshot == self._refused:
+        if snapshot is None or snapshot == self._useless_snapshot:
             return
-        gives, size_bytes = self._root.gives_bytes_min, listing.sizes[file_name(snapshot, SNAPSHOT)]
-        if not store.outgrown(view) and (gives is None or size_bytes < gives):
+        gives_bytes_min, size_bytes = self._root.gives_bytes_min, listing.sizes[file_name(snapshot, SNAPSHOT)]
+        if not store.outgrown(view) and (gives_bytes_min is None or size_bytes < gives_bytes_min):
             return
         # If no run ends with its checkpoint, the view would not use it: it would be dropped and read again and again.
         if view.runs[-1].newest.version < snapshot.version and any(run.newest == snapshot for run in view.runs):
             chain = Chain(line.head.lineage)
             with self._loader(store, listing, line.head, chain) as loader:
                 if not loader.replace_runs(chain, snapshot):
-                    self._refused = snapshot
+                    self._useless_snapshot = snapshot
                 self._rows_read += loader.fetched_rows
 
     # -- the local store ---------------------------------------------------------------------------
@@ -449,15 +451,15 @@ class BucketFollower:
         record = CommittedRecord(line.committed, writer.batch - 1, noticed_ms, plan_id, namespace())
         write_committed(self._store_folder, record, self._operator)
 
-    def _written(self) -> tuple[int, int, int] | None:
+    def _stat_store(self) -> tuple[int, int, int] | None:
         """Return the identity and the last write time of the copy's file; None if there is no file."""
         try:
-            found = (self.store_folder / boot_id() / DATA_FILE).stat()
+            status = (self.store_folder / boot_id() / DATA_FILE).stat()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise storage_error(self.store_folder, error) from error
-        return found.st_dev, found.st_ino, found.st_mtime_ns
+        return status.st_dev, status.st_ino, status.st_mtime_ns
 
     def _note_use(self) -> bool:
         """Call `note_use`; a disk error becomes an error of the step, so that it does not end the service."""
@@ -472,9 +474,9 @@ class BucketFollower:
             return
         if self._note_use():
             # Usually only this follower has written it. A new file may have the inode number of the old one.
-            written = self._written()
-            if written is not None and (written == self._seen or self.store().has(self._loaded)):
-                self._seen = written
+            state = self._stat_store()
+            if state is not None and (state == self._last_state or self.store().has(self._loaded)):
+                self._last_state = state
                 return
         _LOGGER.info("the local store %s was replaced or removed; it is filled again", self.store_folder)
         self._forget()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from arrow_schemas.lineage import CheckpointRef, LineageHeader
 from spark_state_ext.timeline.epochs import Epochs, Made, Verdict
 
-__all__ = ["Line", "judged"]
+__all__ = ["Line", "judge"]
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,16 @@ class Line:
         return self.head.parent
 
 
-def judged(line: Line | None, header: LineageHeader, epochs: Epochs) -> tuple[Line, bool]:
+def judge(line: Line | None, header: LineageHeader, epochs: Epochs) -> tuple[Line, bool]:
     """Return the line after seeing a file, and whether the file is on it. Files may be seen in any order."""
     # A release without epochs may have built on the newest file: its file is newer whatever its epoch.
-    goes_on = line is not None and line.head.ref in header.lineage and _place(header, epochs)[0]
-    if line is None or goes_on or _place(header, epochs) >= _place(line.head, epochs):
+    continues = line is not None and line.head.ref in header.lineage and _rank(header, epochs)[0]
+    if line is None or continues or _rank(header, epochs) >= _rank(line.head, epochs):
         return Line(header), True
     return line, header.ref in line.head.lineage
 
 
-def _place(header: LineageHeader, epochs: Epochs) -> tuple[bool, int, int]:
+def _rank(header: LineageHeader, epochs: Epochs) -> tuple[bool, int, int]:
     """Return a sort key for how new a file is."""
-    made = Made.of(header)
-    return epochs.judge(made) is not Verdict.GIVEN_UP, epochs.rank(made), header.ref.version
+    writer = Made.of(header)
+    return epochs.judge(writer) is not Verdict.GIVEN_UP, epochs.rank(writer), header.ref.version

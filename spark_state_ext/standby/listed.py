@@ -42,51 +42,51 @@ class Listing:
         All of them if they are few. Of many, the files of the highest version and the last files: a query that went
         back writes lower versions, and its zombie still lower ones after that. Their lineages lead to the others.
         """
-        written = sorted(fresh, key=self._written)
-        highest = max((ref.version for ref in written), default=0)
-        last = set(written[-_CANDIDATES_MAX:])
-        return [ref for ref in written if ref in last or ref.version == highest]
+        by_time = sorted(fresh, key=self._write_order)
+        highest = max((ref.version for ref in by_time), default=0)
+        last = set(by_time[-_CANDIDATES_MAX:])
+        return [ref for ref in by_time if ref in last or ref.version == highest]
 
-    def _written(self, ref: CheckpointRef) -> tuple[float, int]:
+    def _write_order(self, ref: CheckpointRef) -> tuple[float, int]:
         return self.files.modified_s(ref), ref.version
 
-    def lag(self, loaded: CheckpointRef | None, lacking: Collection[CheckpointRef]) -> Lag:
+    def lag(self, loaded: CheckpointRef | None, missing: Collection[CheckpointRef]) -> Lag:
         """Return how far a copy is behind."""
-        if not lacking:
+        if not missing:
             return Lag()
-        newest = max(lacking, key=lambda ref: (ref.version, self.files.modified_s(ref)))
+        newest = max(missing, key=lambda ref: (ref.version, self.files.modified_s(ref)))
         version = 0 if loaded is None else loaded.version
-        between = {ref for ref in self.files.kinds if version < ref.version <= newest.version} | set(lacking)
-        size_bytes = self._deltas_bytes(between)
+        between = {ref for ref in self.files.kinds if version < ref.version <= newest.version} | set(missing)
+        size_bytes = self._sum_deltas(between)
         snapshots = [ref for ref in between if SNAPSHOT in self.files.kinds[ref]]
         if loaded is None and snapshots:
             # A load begins with this snapshot.
             base = max(snapshots, key=lambda ref: ref.version)
-            above = self._deltas_bytes(ref for ref in between if ref.version > base.version)
+            above = self._sum_deltas(ref for ref in between if ref.version > base.version)
             size_bytes = self.sizes[file_name(base, SNAPSHOT)] + above
         since_s = 0.0 if loaded is None else self.files.modified_s(loaded)
         seconds = max(0.0, self.files.modified_s(newest) - since_s) if since_s else 0.0
         return Lag(max(1, newest.version - version), size_bytes, seconds)
 
-    def _deltas_bytes(self, refs: Iterable[CheckpointRef]) -> int:
+    def _sum_deltas(self, refs: Iterable[CheckpointRef]) -> int:
         return sum(self.sizes.get(file_name(ref, DELTA), 0) for ref in refs)
 
     def newest_snapshot(self, lineage: Sequence[CheckpointRef]) -> CheckpointRef | None:
         """Return the newest checkpoint of a lineage that has a snapshot; None if it has no snapshot."""
         return next((ref for ref in reversed(lineage) if SNAPSHOT in self.files.kinds.get(ref, ())), None)
 
-    def chain(self, header: LineageHeader, here: Collection[CheckpointRef]) -> Chain:
+    def chain(self, header: LineageHeader, local: Collection[CheckpointRef]) -> Chain:
         """Return the chain of files with which to load a checkpoint."""
         refs = (*header.lineage, header.ref)
         snapshot = self.newest_snapshot(refs)
         start = 0 if snapshot is None else refs.index(snapshot)
-        base = max((at for at, ref in enumerate(refs) if ref in here), default=-1)
+        base = max((index for index, ref in enumerate(refs) if ref in local), default=-1)
         if snapshot is not None and base < start:
             deltas = [self.sizes.get(file_name(ref, DELTA)) for ref in refs[base + 1 : start + 1]]
-            known = [size for size in deltas if size is not None]
+            sizes = [size for size in deltas if size is not None]
             # The checkpoint's own delta was usually read together with its header.
-            more = sum(known[: len(known) - (snapshot == header.ref)])
-            if base < 0 or len(known) < len(deltas) or more > self.sizes[file_name(snapshot, SNAPSHOT)]:
+            more_bytes = sum(sizes[: len(sizes) - (snapshot == header.ref)])
+            if base < 0 or len(sizes) < len(deltas) or more_bytes > self.sizes[file_name(snapshot, SNAPSHOT)]:
                 refs, start = refs[start:], 0
         # A bucket's first checkpoint has version 1, and its delta is the whole state.
         return Chain(refs, rooted=start == 0 and refs[0].version == 1, start=start)

@@ -30,7 +30,7 @@ __all__ = [
     "Membership",
     "RecordName",
     "Seen",
-    "doubled_text",
+    "describe_duplicate",
     "read_settings",
     "record_numbers",
     "write_settings",
@@ -81,7 +81,7 @@ class MemberWatch:
         self._watched_s = 0.0
         self._looked_s: float | None = None
         # When (by `_watched_s`) each present name was first seen, and the last new name of each host.
-        self._since_s: dict[str, float] = {}
+        self._first_seen_s: dict[str, float] = {}
         self._changed: dict[str, tuple[float, RecordName]] = {}
         self._doubled: dict[str, deque[bool]] = {}
 
@@ -106,48 +106,50 @@ class MemberWatch:
         parsed = {name: RecordName.parse(name) for name in sorted(set(names))}
         fresh: dict[str, list[RecordName]] = {}
         for text, name in parsed.items():
-            if name is not None and text not in self._since_s:
+            if name is not None and text not in self._first_seen_s:
                 fresh.setdefault(name.host, []).append(name)
-        self._since_s = {text: self._since_s.get(text, self._watched_s) for text, name in parsed.items() if name}
-        self._note_doubled(fresh)
+        self._first_seen_s = {
+            text: self._first_seen_s.get(text, self._watched_s) for text, name in parsed.items() if name
+        }
+        self._note_duplicates(fresh)
         newest: dict[str, RecordName] = {}
         for name in parsed.values():
             if name is not None:
-                newest[name.host] = max(newest.get(name.host, name), name, key=lambda it: it.heartbeat)
+                newest[name.host] = max(newest.get(name.host, name), name, key=lambda record: record.heartbeat)
         for host in fresh:
             self._changed[host] = (self._watched_s, newest[host])
         alive = {}
         for host, (since_s, last) in sorted(self._changed.items()):
             if self._watched_s - since_s < self._alive_s:
                 alive[host] = newest.get(host, last)
-        self._changed = {host: it for host, it in self._changed.items() if host in newest or host in alive}
+        self._changed = {host: change for host, change in self._changed.items() if host in newest or host in alive}
         old_s = self._watched_s - _REMOVED_HEARTBEATS * self.heartbeat_s
         return Seen(
             alive,
             tuple(sorted(host for host, looks in self._doubled.items() if sum(looks) >= _DOUBLED_LOOKS)),
-            tuple(text for text, since_s in self._since_s.items() if since_s <= old_s),
+            tuple(text for text, since_s in self._first_seen_s.items() if since_s <= old_s),
             tuple(text for text, name in parsed.items() if name is None),
         )
 
-    def came_lately(self, name: str) -> bool:
+    def is_recent(self, name: str) -> bool:
         """True if a name of the last listing was first seen less than three heartbeats ago."""
-        return self._watched_s - self._since_s[name] < self._alive_s
+        return self._watched_s - self._first_seen_s[name] < self._alive_s
 
-    def _note_doubled(self, fresh: dict[str, list[RecordName]]) -> None:
+    def _note_duplicates(self, fresh: dict[str, list[RecordName]]) -> None:
         """Note which hosts wrote two records as of two services; a restarted service does so in one look only."""
         for host in self._changed:
             looks = self._doubled.setdefault(host, deque(maxlen=_LOOKS))
-            looks.append(_of_two(fresh.get(host, ())))
+            looks.append(_are_of_two_services(fresh.get(host, ())))
         self._doubled = {host: looks for host, looks in self._doubled.items() if host in self._changed}
 
 
-def _of_two(names: Iterable[RecordName]) -> bool:
+def _are_of_two_services(names: Iterable[RecordName]) -> bool:
     """True if records of one host are from two services.
 
     Several records alone prove nothing: a service writes the next record before it deletes the last one. But from one
     record to the next a service's generation grows by at most 1, and another service's is a random number away.
     """
-    ordered = sorted(names, key=lambda it: (it.heartbeat, it.generation))
+    ordered = sorted(names, key=lambda name: (name.heartbeat, name.generation))
     return any(
         not 0 <= later.generation - name.generation <= later.heartbeat - name.heartbeat
         for name, later in pairwise(ordered)
@@ -190,13 +192,13 @@ class Membership:
         self._host = host
         self._clock_s = clock_s
         self.watch = MemberWatch(heartbeat_s)
-        self._told: MemberRecord | None = None
+        self._last_record: MemberRecord | None = None
         self._number: int | None = None
         self._name = ""
         # A restarted service must not be taken for the previous one, whose record other hosts may have read.
         self._generation = secrets.randbelow(10**12)
         # Names of this host's records that may exist, including those of earlier services.
-        self._mine: set[str] = set()
+        self._own_names: set[str] = set()
         self._read: dict[str, MemberRecord] = {}
 
     def heartbeat(self, record: MemberRecord) -> MemberRecord:
@@ -204,21 +206,21 @@ class Membership:
         if record.host != self._host:
             raise UsageError(f"{self._host} cannot write the record of {record.host}")
         if self._number is None:
-            before = [it for it in map(RecordName.parse, self._files.names()) if it and it.host == self._host]
-            self._number = max((it.heartbeat for it in before), default=0)
-            self._mine.update(it.text for it in before)
-        if self._told is None or self._told.decided_by != record.decided_by:
+            before = [name for name in map(RecordName.parse, self._files.names()) if name and name.host == self._host]
+            self._number = max((name.heartbeat for name in before), default=0)
+            self._own_names.update(name.text for name in before)
+        if self._last_record is None or self._last_record.decided_by != record.decided_by:
             self._generation += 1
         written = replace(record, generation=self._generation)
         # A number is never used twice, because a failed write may still arrive later.
         self._number += 1
         self._name = RecordName(self._host, self._number, self._generation).text
-        self._mine.add(self._name)
+        self._own_names.add(self._name)
         self._files.put(self._name, written.encode())
-        self._told = written
-        for other in sorted(self._mine - {self._name}):
+        self._last_record = written
+        for other in sorted(self._own_names - {self._name}):
             self._files.as_named().remove(other)
-            self._mine.discard(other)
+            self._own_names.discard(other)
         return written
 
     def look(self) -> Members:
@@ -226,22 +228,26 @@ class Membership:
         names = self._files.names()
         seen = self.watch.observe(names, self._clock_s())
         doubled = {host for host in seen.doubled if host != self._host}
-        mine = {text for text, it in ((text, RecordName.parse(text)) for text in names) if it and it.host == self._host}
-        if self._told is not None and any(self.watch.came_lately(text) for text in mine - self._mine):
+        own_names = {
+            text
+            for text, name in ((text, RecordName.parse(text)) for text in names)
+            if name and name.host == self._host
+        }
+        if self._last_record is not None and any(self.watch.is_recent(text) for text in own_names - self._own_names):
             doubled.add(self._host)
-        problems = [doubled_text(host) for host in sorted(doubled)]
+        problems = [describe_duplicate(host) for host in sorted(doubled)]
         problems += [f"{self._files.where(name)} is not a member record: remove it" for name in seen.strange]
-        records = {} if self._told is None else {self._host: self._told}
+        records = {} if self._last_record is None else {self._host: self._last_record}
         unread = []
         for host, name in seen.alive.items():
             if host != self._host:
-                found = self._content(name, problems)
-                if found is None:
+                record = self._read_record(name, problems)
+                if record is None:
                     unread.append(host)
-                records[host] = found or MemberRecord(host, generation=name.generation)
+                records[host] = record or MemberRecord(host, generation=name.generation)
         self._read = {host: record for host, record in self._read.items() if host in seen.alive}
         for text in seen.old:
-            if text not in self._mine:
+            if text not in self._own_names:
                 _LOGGER.warning("removing %s, which was not renewed for a long time", self._files.where(text))
                 self._files.as_named().remove(text)
         heartbeats = {host: name.heartbeat for host, name in seen.alive.items()}
@@ -253,10 +259,10 @@ class Membership:
             tuple(sorted(doubled)),
         )
 
-    def recall(self) -> MemberRecord | None:
+    def read_previous(self) -> MemberRecord | None:
         """Return the record that an earlier service of this host wrote; None if there is no readable one."""
-        names = [it for it in map(RecordName.parse, self._files.names()) if it and it.host == self._host]
-        for name in sorted(names, key=lambda it: -it.heartbeat):
+        names = [name for name in map(RecordName.parse, self._files.names()) if name and name.host == self._host]
+        for name in sorted(names, key=lambda name: -name.heartbeat):
             where = self._files.where(name.text)
             try:
                 return MemberRecord.decode(self._files.get(name.text), where)
@@ -266,34 +272,34 @@ class Membership:
 
     def leave(self) -> None:
         """Delete this host's record. Other hosts count the host as alive for up to three more heartbeats."""
-        for name in sorted(self._mine):
+        for name in sorted(self._own_names):
             self._files.as_named().remove(name)
-            self._mine.discard(name)
-        self._told = None
+            self._own_names.discard(name)
+        self._last_record = None
 
-    def _content(self, name: RecordName, problems: list[str]) -> MemberRecord | None:
+    def _read_record(self, name: RecordName, problems: list[str]) -> MemberRecord | None:
         """Return a host's record; None if it was replaced during each attempt to read it."""
-        known = self._read.get(name.host)
-        if known is not None and known.generation == name.generation:
-            return known
-        for following in (name, name._replace(heartbeat=name.heartbeat + 1)):
-            where = self._files.where(following.text)
+        cached = self._read.get(name.host)
+        if cached is not None and cached.generation == name.generation:
+            return cached
+        for candidate in (name, name._replace(heartbeat=name.heartbeat + 1)):
+            where = self._files.where(candidate.text)
             try:
-                found = MemberRecord.decode(self._files.get(following.text), where)
+                record = MemberRecord.decode(self._files.get(candidate.text), where)
             except MissingCheckpointError:
                 continue
             except (CorruptError, VersionSkewError) as error:
                 problems.append(f"{error}. Until then {name.host} counts as alive and without replicas")
                 return MemberRecord(name.host, generation=name.generation)
-            if (found.host, found.generation) != (name.host, name.generation):
-                problems.append(f"{where} is the record of {found.host}, generation {found.generation}: remove it")
+            if (record.host, record.generation) != (name.host, name.generation):
+                problems.append(f"{where} is the record of {record.host}, generation {record.generation}: remove it")
                 return MemberRecord(name.host, generation=name.generation)
-            self._read[name.host] = found
-            return found
-        return known
+            self._read[name.host] = record
+            return record
+        return cached
 
 
-def doubled_text(host: str) -> str:
+def describe_duplicate(host: str) -> str:
     """Return the problem text for two services under one host name."""
     return (
         f"two standby services run under the host name {host!r}, and each takes the other's replicas for its own: stop "

@@ -102,40 +102,40 @@ class MeteredFiles:
 
     def get(self, name: str) -> bytes:
         """Return a whole file, and drop it if it was kept: a follower reads no file twice."""
-        kept = self._whole.pop(name, None)
-        if kept is not None:
-            return kept
+        data = self._whole.pop(name, None)
+        if data is not None:
+            return data
         self._bandwidth.take(self.size(name))
-        return self._counted(name, self._folder.get(name))
+        return self._count(name, self._folder.get(name))
 
     def get_range(self, name: str, start: int, end: int) -> bytes:
         """Return a part of a file."""
-        kept = self._whole.get(name)
-        if kept is None and self.size(name) <= _WHOLE_BYTES_MAX:
-            kept = self._whole[name] = self.get(name)
-        if kept is not None:
-            return kept[start:end]
+        data = self._whole.get(name)
+        if data is None and self.size(name) <= _WHOLE_BYTES_MAX:
+            data = self._whole[name] = self.get(name)
+        if data is not None:
+            return data[start:end]
         self._bandwidth.take(end - start)
-        return self._counted(name, self._folder.get_range(name, start, end))
+        return self._count(name, self._folder.get_range(name, start, end))
 
     def get_file(self, name: str, local_path: str | os.PathLike[str]) -> None:
         """Copy a file to a local path, piece by piece; a failure to write there is an `OSError`."""
         size = self.size(name)
         with open(local_path, "wb") as copy:
-            for at in range(0, size, _PIECE_BYTES):
-                copy.write(self.get_range(name, at, min(at + _PIECE_BYTES, size)))
+            for offset in range(0, size, _PIECE_BYTES):
+                copy.write(self.get_range(name, offset, min(offset + _PIECE_BYTES, size)))
 
     def open_local(self, name: str) -> pa.NativeFile | None:
         """Open a file in place and count it as read; None if it is not on a local disk."""
-        found = self._folder.open_local(name)
-        if found is not None:
+        file = self._folder.open_local(name)
+        if file is not None:
             self._bandwidth.take(self.size(name))
             with self._lock:
                 self._read.add(name)
                 self._bytes += self.size(name)
-        return found
+        return file
 
-    def _counted(self, name: str, data: bytes) -> bytes:
+    def _count(self, name: str, data: bytes) -> bytes:
         with self._lock:
             self._read.add(name)
             self._bytes += len(data)

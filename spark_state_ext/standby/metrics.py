@@ -65,20 +65,20 @@ class StandbyCollector:
             short.add_metric([root.name], missing)
         yield from (up, members, short)
         gauges = {
-            name: GaugeMetricFamily(f"{_PREFIX}_{name}", says, labels=list(_EACH)) for name, says in GAUGES.items()
+            name: GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=list(_EACH)) for name, text in GAUGES.items()
         }
         for root in roots:
-            lags = root.follower.lags()
+            lags = root.follower.collect_lags()
             for operator, followed in _by_operator(root):
                 for name, value in _gauges(
                     followed, [lag for key, lag in lags.items() if key.operator == operator]
                 ).items():
                     gauges[name].add_metric([root.name, operator], value)
         yield from gauges.values()
-        for name, (of, says) in _COUNTERS.items():
-            family = CounterMetricFamily(f"{_PREFIX}_{name}", says, labels=["root"])
+        for name, (attribute, text) in _COUNTERS.items():
+            family = CounterMetricFamily(f"{_PREFIX}_{name}", text, labels=["root"])
             for root in roots:
-                family.add_metric([root.name], getattr(root.follower.work, of))
+                family.add_metric([root.name], getattr(root.follower.work, attribute))
             yield family
         yield from _recovery(roots, GaugeMetricFamily)
         yield from _takeovers(roots, CounterMetricFamily)
@@ -94,37 +94,37 @@ class StandbyCollector:
 
 
 def _by_operator(root: RootService) -> Iterator[tuple[str, list[Followed]]]:
-    found: dict[str, list[Followed]] = {}
-    for key, followed in root.follower.followed().items():
-        found.setdefault(key.operator, []).append(followed)
-    yield from sorted(found.items())
+    by_operator: dict[str, list[Followed]] = {}
+    for key, followed in root.follower.collect_results().items():
+        by_operator.setdefault(key.operator, []).append(followed)
+    yield from sorted(by_operator.items())
 
 
 def _gauges(followed: list[Followed], lags: list[Lag]) -> dict[str, float]:
     return {
         "replicas": len(followed),
-        "replicas_in_sync": sum(it.is_caught_up for it in followed),
-        "replica_bytes": sum(it.size_bytes for it in followed),
-        "replica_rows": sum(it.rows for it in followed),
-        "lag_versions_max": max((it.versions for it in lags), default=0),
-        "lag_bytes": sum(it.size_bytes for it in lags),
-        "lag_seconds_max": max((it.seconds for it in lags), default=0.0),
-        "replicas_failing": sum(it.error is not None for it in followed),
+        "replicas_in_sync": sum(replica.is_caught_up for replica in followed),
+        "replica_bytes": sum(replica.size_bytes for replica in followed),
+        "replica_rows": sum(replica.rows for replica in followed),
+        "lag_versions_max": max((lag.versions for lag in lags), default=0),
+        "lag_bytes": sum(lag.size_bytes for lag in lags),
+        "lag_seconds_max": max((lag.seconds for lag in lags), default=0.0),
+        "replicas_failing": sum(replica.error is not None for replica in followed),
     }
 
 
 def _recovery(roots: Iterable[RootService], family: Any) -> Iterator[Metric]:
     """Yield metrics of restoring; a value that is unknown yet has no sample."""
-    says = {
+    texts = {
         "restore_bytes_per_s": "Bytes of checkpoint files that this host restores per second while it restores.",
         "restore_rows_per_s": "Rows of checkpoint files that this host loads per second while it restores.",
         "recover_s": "Estimated seconds until all that this host follows has caught up, at that rate.",
     }
-    families = {name: family(f"{_PREFIX}_{name}", it, labels=["root"]) for name, it in says.items()}
+    families = {name: family(f"{_PREFIX}_{name}", text, labels=["root"]) for name, text in texts.items()}
     for root in roots:
         rate = root.follower.restore_rate()
-        found = (rate.bytes_per_s, rate.rows_per_s, recover_host_s(root.last.replicas, rate.bytes_per_s))
-        for name, value in zip(families, found, strict=True):
+        values = (rate.bytes_per_s, rate.rows_per_s, recover_host_s(root.last.replicas, rate.bytes_per_s))
+        for name, value in zip(families, values, strict=True):
             if value is not None:
                 families[name].add_metric([root.name], value)
     yield from families.values()
@@ -134,8 +134,8 @@ def _takeovers(roots: Iterable[RootService], family: Any) -> Iterator[Metric]:
     takeovers = family(
         f"{_PREFIX}_takeovers",
         "Buckets whose tasks moved to another host, by what they found there: a complete replica, a replica with "
-        "missing checkpoints, no replica, or no standby service at all; failed=true if the previous host has died. Usually "
-        "the service of the new host counts one: add up the counts of all hosts.",
+        "missing checkpoints, no replica, or no standby service at all; failed=true if the previous host has died. "
+        "Usually the service of the new host counts one: add up the counts of all hosts.",
         labels=["root", "outcome", "failed"],
     )
     lost = family(

@@ -49,14 +49,16 @@ class RestoreRate:
 
 def restore_rate(ended: Collection[Reading], under_way: Collection[Reading] = ()) -> RestoreRate:
     """Return the rate over some readings. Idle time is left out, and time in which several overlap is counted once."""
-    brought = [it for it in (*ended, *under_way) if it.size_bytes]
+    with_bytes = [reading for reading in (*ended, *under_way) if reading.size_bytes]
     return RestoreRate(
-        _over(sum(it.size_bytes for it in brought), brought),
-        _over(sum(it.rows for it in ended), [it for it in ended if it.size_bytes]),
+        _divide_by_busy_time(sum(reading.size_bytes for reading in with_bytes), with_bytes),
+        _divide_by_busy_time(
+            sum(reading.rows for reading in ended), [reading for reading in ended if reading.size_bytes]
+        ),
     )
 
 
-def _over(amount: int, readings: Iterable[Reading]) -> float | None:
+def _divide_by_busy_time(amount: int, readings: Iterable[Reading]) -> float | None:
     busy_s = _busy_s(readings)
     return amount / busy_s if busy_s > 0 else None
 
@@ -64,9 +66,9 @@ def _over(amount: int, readings: Iterable[Reading]) -> float | None:
 def _busy_s(readings: Iterable[Reading]) -> float:
     """Return for how many seconds at least one of the readings was going on."""
     busy_s, until_s = 0.0, float("-inf")
-    for it in sorted(readings, key=lambda it: (it.begun_s, it.ended_s)):
-        busy_s += max(0.0, it.ended_s - max(it.begun_s, until_s))
-        until_s = max(until_s, it.ended_s)
+    for reading in sorted(readings, key=lambda reading: (reading.begun_s, reading.ended_s)):
+        busy_s += max(0.0, reading.ended_s - max(reading.begun_s, until_s))
+        until_s = max(until_s, reading.ended_s)
     return busy_s
 
 
@@ -80,19 +82,19 @@ class Readings:
     def add(self, reading: Reading) -> None:
         """Add a reading that has ended, and drop the oldest ones that are not needed for a minute of reading."""
         if len(self._ended) == self._ended.maxlen:
-            self._let_go()
+            self._drop_oldest()
         self._ended.append(reading)
         self._sum_s += reading.ended_s - reading.begun_s
         while len(self._ended) > 1 and self._sum_s - (self._ended[0].ended_s - self._ended[0].begun_s) >= _BUSY_S_MAX:
-            self._let_go()
+            self._drop_oldest()
 
     def rate(self, under_way: Collection[Reading] = ()) -> RestoreRate:
         """Return the rate over the kept readings and running ones."""
         return restore_rate(self._ended, under_way)
 
-    def _let_go(self) -> None:
-        gone = self._ended.popleft()
-        self._sum_s -= gone.ended_s - gone.begun_s
+    def _drop_oldest(self) -> None:
+        oldest = self._ended.popleft()
+        self._sum_s -= oldest.ended_s - oldest.begun_s
 
 
 def recover_s(replica: StandbyReplica, bytes_per_s: float | None) -> float | None:

@@ -28,7 +28,7 @@ __all__ = ["Pace", "ReplicaShelf", "RootFollower", "Work", "next_wait_s"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 # A bucket is looked at again after this share of the time since it was last written.
-_OF_IDLE = 1 / 8
+_IDLE_SHARE = 1 / 8
 _FAILED_FACTOR = 2.0
 
 
@@ -77,10 +77,10 @@ def next_wait_s(pace: Pace, last_wait_s: float, failed: bool, idle_s: float) -> 
     """Return how long to wait before a bucket's next step, seconds."""
     if failed:
         return min(pace.failed_s_max, max(pace.poll_s, last_wait_s * _FAILED_FACTOR))
-    return min(pace.idle_s_max, max(pace.poll_s, idle_s * _OF_IDLE))
+    return min(pace.idle_s_max, max(pace.poll_s, idle_s * _IDLE_SHARE))
 
 
-class _Held:
+class _FollowedBucket:
     """A followed bucket."""
 
     def __init__(self, follower: BucketFollower, now_s: float) -> None:
@@ -89,15 +89,15 @@ class _Held:
         self.wait_s = 0.0
         self.written_s = now_s
         # When the copy last had rows of the bucket, or when following began.
-        self.had_s = now_s
+        self.last_loaded_s = now_s
         # Rows loaded since the copy fell behind, and for how long.
         self.restored_rows, self.restored_s = 0, 0.0
         self.step: Future[Followed] | None = None
         self.last: Followed | None = None
-        self.told = ""
+        self.error_text = ""
 
     @property
-    def lacks_all(self) -> bool:
+    def is_empty(self) -> bool:
         """True if the bucket has state, as far as is known, and the copy has none of it."""
         return self.last is None or (self.last.newest is None and not self.last.is_caught_up)
 
@@ -130,37 +130,37 @@ class RootFollower:
         self._pool.threads_max = threads_max
         self._finder = Finder(root.folder)
         self._operators: Mapping[BucketKey, OperatorFile] = {}
-        self._held: dict[BucketKey, _Held] = {}
+        self._held: dict[BucketKey, _FollowedBucket] = {}
         # Steps of buckets that are no longer held.
-        self._left: list[Future[Followed]] = []
+        self._leaving_steps: list[Future[Followed]] = []
 
     def find(self) -> FoundBuckets:
         """Look for buckets to follow, and for newer operator files of known buckets."""
-        found = self._finder.find()
-        self._operators = found.operators
-        return found
+        buckets = self._finder.find()
+        self._operators = buckets.operators
+        return buckets
 
-    def known(self) -> frozenset[BucketKey]:
+    def list_known(self) -> frozenset[BucketKey]:
         """Return the buckets that `find` returned last."""
         return frozenset(self._operators)
 
-    def held(self) -> list[BucketKey]:
+    def bucket(self) -> list[BucketKey]:
         """Return the followed buckets, ascending."""
         return sorted(self._held)
 
     def store(self, key: BucketKey) -> LocalStore | None:
         """Return the local store of a followed bucket; None if it is not followed. Thread-safe."""
-        held = self._held.get(key)
-        return None if held is None or self._stop.is_set() else held.follower.store()
+        bucket = self._held.get(key)
+        return None if bucket is None or self._stop.is_set() else bucket.follower.store()
 
     def hold(self, keys: Collection[BucketKey]) -> None:
         """Follow exactly these buckets. The copies of others stay until they are reclaimed."""
-        wanted = set(keys)
-        for key in self._held.keys() - wanted:
-            gone = self._held.pop(key)
-            if gone.step is not None:
-                self._left.append(gone.step)
-        for key in sorted(wanted - self._held.keys()):
+        new_keys = set(keys)
+        for key in self._held.keys() - new_keys:
+            bucket = self._held.pop(key)
+            if bucket.step is not None:
+                self._leaving_steps.append(bucket.step)
+        for key in sorted(new_keys - self._held.keys()):
             if key not in self._operators:
                 raise UsageError(f"bucket {key} was not found under {self._root.root}: call find() first")
             follower = BucketFollower(
@@ -172,63 +172,63 @@ class RootFollower:
                 self._stop,
                 self._clock,
             )
-            self._held[key] = _Held(follower, self._clock())
+            self._held[key] = _FollowedBucket(follower, self._clock())
 
     def tick(self) -> float:
         """Begin the steps that are due and take in finished ones; return seconds until the next. Does not block."""
-        for step in self._left:
+        for step in self._leaving_steps:
             if step.done():
                 step.result()
-        self._left = [step for step in self._left if not step.done()]
+        self._leaving_steps = [step for step in self._leaving_steps if not step.done()]
         now_s = self._clock()
-        for key, held in self._held.items():
-            if held.step is not None and held.step.done():
+        for key, bucket in self._held.items():
+            if bucket.step is not None and bucket.step.done():
                 # `result` raises an unexpected error again: it is a bug, and must not be lost.
-                self._take_in(held, held.step.result(), now_s)
-                held.step = None
-            if held.step is None and held.due_s <= now_s:
+                self._take_result(bucket, bucket.step.result(), now_s)
+                bucket.step = None
+            if bucket.step is None and bucket.due_s <= now_s:
                 if key in self._operators:
-                    held.follower.use(self._operators[key])
-                held.step = self._pool.submit(held.follower.step)
-        waiting = [held.due_s - now_s for held in self._held.values() if held.step is None]
+                    bucket.follower.use(self._operators[key])
+                bucket.step = self._pool.submit(bucket.follower.step)
+        waiting = [bucket.due_s - now_s for bucket in self._held.values() if bucket.step is None]
         return max(0.0, min([*waiting, self._pace.poll_s]))
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no step is running; return False if one still is after the timeout."""
-        steps = [held.step for held in self._held.values() if held.step is not None]
-        return not wait([*steps, *self._left], timeout_s).not_done
+        steps = [bucket.step for bucket in self._held.values() if bucket.step is not None]
+        return not wait([*steps, *self._leaving_steps], timeout_s).not_done
 
-    def followed(self) -> dict[BucketKey, Followed]:
+    def collect_results(self) -> dict[BucketKey, Followed]:
         """Return the last step's result of each held bucket that has had a step."""
-        held = dict(self._held)  # a copy, because another thread collects metrics
-        return {key: it.last for key, it in held.items() if it.last is not None}
+        buckets = dict(self._held)  # a copy, because another thread collects metrics
+        return {key: bucket.last for key, bucket in buckets.items() if bucket.last is not None}
 
-    def lags(self) -> dict[BucketKey, Lag]:
+    def collect_lags(self) -> dict[BucketKey, Lag]:
         """Return what each held bucket is missing by now, as of its last listing.
 
         Before anything of a bucket is loaded, the seconds are the time since it is held.
         """
-        found = {key: it.lag for key, it in self.followed().items()}
-        found.update((key, lag) for key, (_, lag) in self._under_way().items() if lag != Lag())
+        lags = {key: result.lag for key, result in self.collect_results().items()}
+        lags.update((key, lag) for key, (_, lag) in self._collect_running().items() if lag != Lag())
         now_s = self._clock()
-        lacking = {key: held.had_s for key, held in dict(self._held).items() if held.lacks_all}
-        return found | {key: replace(found.get(key, Lag()), seconds=now_s - at_s) for key, at_s in lacking.items()}
+        empty = {key: bucket.last_loaded_s for key, bucket in dict(self._held).items() if bucket.is_empty}
+        return lags | {key: replace(lags.get(key, Lag()), seconds=now_s - at_s) for key, at_s in empty.items()}
 
     def restore_rate(self) -> RestoreRate:
         """Return the recent restore rate of the time in which steps read, including running steps."""
-        return self._readings.rate([reading for reading, _ in self._under_way().values()])
+        return self._readings.rate([reading for reading, _ in self._collect_running().values()])
 
-    def _under_way(self) -> dict[BucketKey, tuple[Reading, Lag]]:
-        found = {key: held.follower.under_way() for key, held in dict(self._held).items()}
-        return {key: it for key, it in found.items() if it is not None}
+    def _collect_running(self) -> dict[BucketKey, tuple[Reading, Lag]]:
+        readings = {key: bucket.follower.under_way() for key, bucket in dict(self._held).items()}
+        return {key: reading for key, reading in readings.items() if reading is not None}
 
     def overdue(self, longer_than_s: float) -> frozenset[BucketKey]:
-        """Return buckets whose step was due so long ago and has not ended: their `followed` may be out of date."""
+        """Return buckets whose step was due so long ago and has not ended, so their last result may be old."""
         since_s = self._clock() - longer_than_s
         return frozenset(
             key
-            for key, held in self._held.items()
-            if held.step is not None and not held.step.done() and held.due_s < since_s
+            for key, bucket in self._held.items()
+            if bucket.step is not None and not bucket.step.done() and bucket.due_s < since_s
         )
 
     def reclaim(self, keep_s: float) -> list[Path]:
@@ -242,39 +242,39 @@ class RootFollower:
         self._pool.close()
         self._stores.close()
 
-    def _note_restored(self, held: _Held, found: Followed) -> None:
+    def _note_restored(self, bucket: _FollowedBucket, result: Followed) -> None:
         """Log when a copy that was empty or had failed is in sync again."""
-        if held.last is not None and held.last.is_caught_up and held.last.newest is not None:
+        if bucket.last is not None and bucket.last.is_caught_up and bucket.last.newest is not None:
             return
-        held.restored_rows += found.rows_read
-        held.restored_s += found.spent_s
-        if found.is_caught_up and found.newest is not None:
-            if held.restored_rows:
-                said = "the copy of %s is restored up to version %d: %d rows in %.1f s"
-                _LOGGER.info(said, found.key, found.newest.version, held.restored_rows, held.restored_s)
-            held.restored_rows, held.restored_s = 0, 0.0
+        bucket.restored_rows += result.rows_read
+        bucket.restored_s += result.spent_s
+        if result.is_caught_up and result.newest is not None:
+            if bucket.restored_rows:
+                message = "the copy of %s is restored up to version %d: %d rows in %.1f s"
+                _LOGGER.info(message, result.key, result.newest.version, bucket.restored_rows, bucket.restored_s)
+            bucket.restored_rows, bucket.restored_s = 0, 0.0
 
-    def _take_in(self, held: _Held, found: Followed, now_s: float) -> None:
-        if found.is_new:
-            held.written_s = now_s
-        self._note_restored(held, found)
-        held.last = found
-        if found.newest is not None:
-            held.had_s = now_s
-        if found.files_read:
-            self.work.read_files += found.files_read
-            self.work.read_bytes += found.bytes_read
-            self.work.step_s += found.spent_s
-            ended_s = found.begun_s + found.spent_s
-            self._readings.add(Reading(found.begun_s, ended_s, found.bytes_read, found.rows_read))
-        held.wait_s = next_wait_s(self._pace, held.wait_s, found.error is not None, now_s - held.written_s)
-        held.due_s = now_s + held.wait_s
-        told = "" if found.error is None else f"{type(found.error).__name__}: {found.error}"
-        if told and told != held.told:
-            _LOGGER.warning("the copy of %s is not as new as its files: %s", found.key, found.error)
-        elif held.told and not told:
-            _LOGGER.info("the copy of %s can be followed again", found.key)
-        held.told = told
+    def _take_result(self, bucket: _FollowedBucket, result: Followed, now_s: float) -> None:
+        if result.is_new:
+            bucket.written_s = now_s
+        self._note_restored(bucket, result)
+        bucket.last = result
+        if result.newest is not None:
+            bucket.last_loaded_s = now_s
+        if result.files_read:
+            self.work.read_files += result.files_read
+            self.work.read_bytes += result.bytes_read
+            self.work.step_s += result.spent_s
+            ended_s = result.begun_s + result.spent_s
+            self._readings.add(Reading(result.begun_s, ended_s, result.bytes_read, result.rows_read))
+        bucket.wait_s = next_wait_s(self._pace, bucket.wait_s, result.error is not None, now_s - bucket.written_s)
+        bucket.due_s = now_s + bucket.wait_s
+        error_text = "" if result.error is None else f"{type(result.error).__name__}: {result.error}"
+        if error_text and error_text != bucket.error_text:
+            _LOGGER.warning("the copy of %s is not as new as its files: %s", result.key, result.error)
+        elif bucket.error_text and not error_text:
+            _LOGGER.info("the copy of %s can be followed again", result.key)
+        bucket.error_text = error_text
 
 
 class ReplicaShelf:
@@ -287,7 +287,7 @@ class ReplicaShelf:
         """Return a snapshot file, as `Shelf.find` requires."""
         for follower in self._followers:
             store = follower.store(key)
-            found = None if store is None else store.lazy.whole_file(ref, body_digest)
-            if found is not None:
-                return Found(*found)
+            file = None if store is None else store.lazy.whole_file(ref, body_digest)
+            if file is not None:
+                return Found(*file)
         return None

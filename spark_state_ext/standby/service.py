@@ -15,9 +15,16 @@ from dataclasses import dataclass, field
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, StorageError, VersionSkewError
-from spark_state_ext.standby.assignment import active_hosts, active_on, assign, shortfall, to_hold, unfollowed
+from spark_state_ext.standby.assignment import (
+    active_hosts,
+    active_on,
+    assign,
+    describe_shortfall,
+    find_unfollowed,
+    to_hold,
+)
 from spark_state_ext.standby.failovers import Failovers
-from spark_state_ext.standby.members import Members, Membership, doubled_text, read_settings
+from spark_state_ext.standby.members import Members, Membership, describe_duplicate, read_settings
 from spark_state_ext.standby.roots import RootFollower
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 from spark_state_ext.timeline.bucket_files import BucketFiles
@@ -83,7 +90,7 @@ class RootService:
         self._membership: Membership | None = None
         self._looks = 0
         # True if another service has this one's name.
-        self._is_doubled = False
+        self._has_duplicate = False
         self._active: Mapping[BucketKey, int] = {}
         # When this host last had all of a bucket.
         self._synced_s: dict[BucketKey, float] = {}
@@ -101,21 +108,21 @@ class RootService:
     def round(self) -> Round:
         """Make a round and return its result."""
         settings = read_settings(self._root.folder)
-        found = self.follower.find()
-        if found.is_bare:
+        buckets_found = self.follower.find()
+        if buckets_found.is_bare:
             # Writing a record would create the folder of a mistyped root, or below an unmounted disk's mount point.
             raise StorageError(
                 f"there is nothing in {self.name}: no job has written there yet, or its file system is not mounted. "
                 "Use exactly the `root` that ArrowState was given"
             )
-        membership = self._as_member(settings)
+        membership = self._join(settings)
         members = membership.look()
-        self._is_doubled = self._host in members.doubled
+        self._has_duplicate = self._host in members.doubled
         self._looks += 1
-        followed = self.follower.followed()
-        mine = self._record(followed, settings)
-        records = [*(it for it in members.records if it.host != self._host), mine]
-        buckets = active_hosts(found.operators, records)
+        followed = self.follower.collect_results()
+        own_record = self._make_record(followed, settings)
+        records = [*(record for record in members.records if record.host != self._host), own_record]
+        buckets = active_hosts(buckets_found.operators, records)
         self.failovers.see(buckets, followed, members)
         assignment = assign(buckets, records, settings)
         # A host that has just started was not seen by the others yet; what a host with an unread record has is unknown.
@@ -124,12 +131,12 @@ class RootService:
         elif self._looks > 1 and not members.unread:
             kept = self.failovers.unseen(buckets, followed)
             self.follower.hold(to_hold(self._host, assignment, records) | kept)
-        self._active, unread = self._active_of(records)
-        written = membership.heartbeat(self._record(followed, settings))
-        short = shortfall(assignment, settings)
-        errors = [f"{name}: {error}" for name, error in found.errors.items()]
-        errors += [f"{key}: {it.error}" for key, it in followed.items() if it.error is not None]
-        if not found.operators:
+        self._active, unread = self._find_active(records)
+        written = membership.heartbeat(self._make_record(followed, settings))
+        short = describe_shortfall(assignment, settings)
+        errors = [f"{name}: {error}" for name, error in buckets_found.errors.items()]
+        errors += [f"{key}: {result.error}" for key, result in followed.items() if result.error is not None]
+        if not buckets_found.operators:
             errors.append("there is nothing to follow yet: use exactly the `root` that ArrowState was given")
         problems = (*members.problems, *([] if short is None else [short]), *unread, *errors)
         self.last = Round(settings, members, buckets, assignment, written.replicas, problems)
@@ -139,57 +146,61 @@ class RootService:
         """Stop following. The record stays, so that a restarted service knows what it had."""
         self.follower.close()
 
-    def _as_member(self, settings: StandbySettings) -> Membership:
+    def _join(self, settings: StandbySettings) -> Membership:
         """Return this host's membership; on the first call, hold again what the record of an earlier service lists."""
         if self._membership is None:
             membership = Membership(self._root.folder, self._host, settings.heartbeat_s, self._clock_s)
-            before = membership.recall()
+            before = membership.read_previous()
             if settings.enabled and before is not None:
-                self.follower.hold({it.key for it in before.replicas} & self.follower.known())
-            membership.heartbeat(self._record({}, settings))
+                self.follower.hold({replica.key for replica in before.replicas} & self.follower.list_known())
+            membership.heartbeat(self._make_record({}, settings))
             self._membership = membership
         self._membership.watch.use(settings.heartbeat_s)
         return self._membership
 
-    def _record(self, followed: Mapping[BucketKey, Followed], settings: StandbySettings) -> MemberRecord:
+    def _make_record(self, followed: Mapping[BucketKey, Followed], settings: StandbySettings) -> MemberRecord:
         """Return this host's record."""
         now_s = self._clock_s()
         self._synced_s = {key: at_s for key, at_s in self._synced_s.items() if key in followed}
         in_sync_s = _IN_SYNC_HEARTBEATS * settings.heartbeat_s
         # If a step is overdue, the store does not answer or there is too much to fetch: the newest version is unknown.
         overdue = self.follower.overdue(in_sync_s)
-        for key, it in followed.items():
-            if it.is_caught_up and it.newest is not None and key not in overdue:
+        for key, result in followed.items():
+            if result.is_caught_up and result.newest is not None and key not in overdue:
                 self._synced_s[key] = now_s
         since_s = now_s - in_sync_s
-        lags, rate = self.follower.lags(), self.follower.restore_rate()
+        lags, rate = self.follower.collect_lags(), self.follower.restore_rate()
         replicas = [
-            _replica(followed.get(key, Followed(key)), lags.get(key, Lag()), self._synced_s.get(key, since_s) > since_s)
-            for key in self.follower.held()
+            _make_replica(
+                followed.get(key, Followed(key)), lags.get(key, Lag()), self._synced_s.get(key, since_s) > since_s
+            )
+            for key in self.follower.list_held()
         ]
-        failing = [key for key, it in sorted(followed.items()) if it.error is not None]
+        failing = [key for key, result in sorted(followed.items()) if result.error is not None]
         return MemberRecord(
             self._host,
             self._rack,
             replicas=tuple(replicas),
             addresses=self._addresses,
             active=self._active,
-            restore_bytes_per_s=_rounded(rate.bytes_per_s),
-            restore_rows_per_s=_rounded(rate.rows_per_s),
-            failing={key: _reason(followed[key]) if at < _REASONS_MAX else "" for at, key in enumerate(failing)},
-            doubled=self._is_doubled,
+            restore_bytes_per_s=_round_rate(rate.bytes_per_s),
+            restore_rows_per_s=_round_rate(rate.rows_per_s),
+            failing={
+                key: _describe_error(followed[key]) if at < _REASONS_MAX else "" for at, key in enumerate(failing)
+            },
+            doubled=self._has_duplicate,
         )
 
-    def _active_of(self, records: Sequence[MemberRecord]) -> tuple[dict[BucketKey, int], list[str]]:
+    def _find_active(self, records: Sequence[MemberRecord]) -> tuple[dict[BucketKey, int], list[str]]:
         """Return the buckets whose newest file this host wrote, and problems; read the file of unfollowed ones.
 
         If a file cannot be read, its bucket stays as the records show it and the problem is returned. An error instead
         would keep the host from writing its record, and the other hosts would take it for dead with all its replicas.
         """
-        keys = self.follower.known()
+        keys = self.follower.list_known()
         active = active_on(self._host, keys, records)
         unread = []
-        for key in sorted(unfollowed(self._host, keys, records)):
+        for key in sorted(find_unfollowed(self._host, keys, records)):
             files = BucketFiles.listed(self._root.folder.child(key.operator, key.query_folder), key.bucket)
             last = files.written_last()
             try:
@@ -253,12 +264,12 @@ class StandbyService:
     def warnings(self) -> list[str]:
         """Return problems with this host's name, which a restart would not solve."""
         doubled = any(root.last.members.doubled.count(root.host) for root in self.roots)
-        return [doubled_text(self.roots[0].host)] if doubled else []
+        return [describe_duplicate(self.roots[0].host)] if doubled else []
 
     def _round(self, root: RootService) -> None:
         before = set(root.last.problems)
         try:
-            found = root.round()
+            result = root.round()
         except StateError as error:
             if self.errors.get(root.name) != str(error):
                 _LOGGER.warning("standby of %s: %s; trying again", root.name, error)
@@ -266,21 +277,21 @@ class StandbyService:
             return
         if self.errors.pop(root.name, None) is not None:
             _LOGGER.info("standby of %s works again", root.name)
-        for problem in found.problems:
+        for problem in result.problems:
             if problem not in before:
                 _LOGGER.warning("standby of %s: %s", root.name, problem)
 
 
-def _reason(followed: Followed) -> str:
+def _describe_error(followed: Followed) -> str:
     """Return why a bucket could not be followed."""
     return f"{type(followed.error).__name__}: {followed.error}"[:_REASON_CHARACTERS_MAX]
 
 
-def _rounded(rate: float | None) -> float | None:
+def _round_rate(rate: float | None) -> float | None:
     return None if rate is None else round(rate, 1)
 
 
-def _replica(followed: Followed, lag: Lag, in_sync: bool) -> StandbyReplica:
+def _make_replica(followed: Followed, lag: Lag, in_sync: bool) -> StandbyReplica:
     return StandbyReplica(
         followed.key,
         version=0 if followed.newest is None else followed.newest.version,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.assignment import active_hosts
-from spark_state_ext.standby.members import Membership, doubled_text, read_settings, record_numbers
+from spark_state_ext.standby.members import Membership, describe_duplicate, read_settings, record_numbers
 from spark_state_ext.standby.recovery import recover_all_s
 
 __all__ = ["Removal", "StandbyStatus", "survey"]
@@ -80,53 +80,55 @@ class StandbyStatus:
     ) -> StandbyStatus:
         """Build the status of some buckets from records."""
         active = active_hosts(buckets, records)
-        return StandbyStatus(settings, {it.host: it for it in records}, tuple(sorted(silent)), active, tuple(problems))
+        return StandbyStatus(
+            settings, {record.host: record for record in records}, tuple(sorted(silent)), active, tuple(problems)
+        )
 
     def replicas(self, key: BucketKey) -> dict[str, StandbyReplica]:
         """Return the replicas of a bucket by host, without the active host's copy, which is not a replica."""
         active = self.buckets[key]
         return {
-            host: it
+            host: replica
             for host, record in self.records.items()
             if host != active
-            for it in record.replicas
-            if it.key == key
+            for replica in record.replicas
+            if replica.key == key
         }
 
     def lacking(self) -> dict[BucketKey, int]:
         """Return how many replicas in sync each bucket is missing; buckets with enough are left out."""
         in_sync: dict[BucketKey, int] = dict.fromkeys(self.buckets, 0)
         for host, record in self.records.items():
-            for it in record.replicas:
-                if it.in_sync and it.key in in_sync and self.buckets[it.key] != host:
-                    in_sync[it.key] += 1
+            for replica in record.replicas:
+                if replica.in_sync and replica.key in in_sync and self.buckets[replica.key] != host:
+                    in_sync[replica.key] += 1
         wanted = self.settings.replicas
-        return {key: wanted - has for key, has in in_sync.items() if has < wanted}
+        return {key: wanted - count for key, count in in_sync.items() if count < wanted}
 
     def held(self, host: str) -> list[StandbyReplica]:
         """Return the replicas of a host, without copies of its own active buckets and of buckets that do not exist."""
         record = self.records.get(host)
         replicas = () if record is None else record.replicas
-        return [it for it in replicas if it.key in self.buckets and self.buckets[it.key] != host]
+        return [replica for replica in replicas if replica.key in self.buckets and self.buckets[replica.key] != host]
 
     def failing(self, host: str) -> dict[BucketKey, str]:
         """Return the replicas that a host could not follow when it last tried, and why."""
         record = self.records.get(host)
         reasons = {} if record is None else record.failing
-        return {it.key: reasons[it.key] for it in self.held(host) if it.key in reasons}
+        return {replica.key: reasons[replica.key] for replica in self.held(host) if replica.key in reasons}
 
     def is_well(self) -> bool:
         """True if all replicas exist and are in sync, none fails, and no two services have the same name."""
         failing = any(self.failing(host) for host in self.records)
-        return not (self.lacking() or failing or any(it.doubled for it in self.records.values()))
+        return not (self.lacking() or failing or any(record.doubled for record in self.records.values()))
 
     def hosts(self) -> list[str]:
         """Return the hosts that have a record or are active for a bucket."""
-        return sorted({*self.records, *self.silent, *(it for it in self.buckets.values() if it is not None)})
+        return sorted({*self.records, *self.silent, *(host for host in self.buckets.values() if host is not None)})
 
     def recover_s(self) -> float | None:
         """Return estimated seconds until every replica has caught up; None if unknown, such as when one is missing."""
-        having = Counter(it.key for host in self.records for it in self.held(host))
+        having = Counter(replica.key for host in self.records for replica in self.held(host))
         if any(having[key] < self.settings.replicas for key in self.buckets):
             return None
         return recover_all_s((record, self.held(host)) for host, record in self.records.items())
@@ -134,7 +136,11 @@ class StandbyStatus:
     def removal(self, host: str) -> Removal:
         """Return the consequences of removing a host."""
         covered = {
-            it.key for other, record in self.records.items() if other != host for it in record.replicas if it.in_sync
+            replica.key
+            for other, record in self.records.items()
+            if other != host
+            for replica in record.replicas
+            if replica.in_sync
         }
         # If a bucket's active host is unknown, it may be this host.
         exposed = tuple(key for key, active in self.buckets.items() if active in (host, None) and key not in covered)
@@ -159,9 +165,9 @@ def survey(
         if changed >= numbers.keys() or clock_s() >= deadline_s:
             break
         sleep(min(_LOOK_S, settings.heartbeat_s / 4))
-    found = observer.look()
-    alive = [it for it in found.records if it.host in changed]
+    last = observer.look()
+    alive = [record for record in last.records if record.host in changed]
     silent = numbers.keys() - changed
-    doubled = (doubled_text(it.host) for it in alive if it.doubled)
-    problems = dict.fromkeys((*first.problems, *found.problems, *doubled))
+    doubled = (describe_duplicate(record.host) for record in alive if record.doubled)
+    problems = dict.fromkeys((*first.problems, *last.problems, *doubled))
     return StandbyStatus.of(settings, alive, silent, buckets, problems)

@@ -128,7 +128,7 @@ class Followed:
     rows: int = 0
     is_new: bool = False
     error: StateError | None = None
-    lacked: int | None = None
+    missing_at_move: int | None = None
 
     @property
     def is_caught_up(self) -> bool:

@@ -82,7 +82,7 @@ class Web:
         self,
         address: str,
         port: int,
-        ails: Callable[[], str],
+        find_trouble: Callable[[], str],
         collector: Collector,
         warnings: Callable[[], Sequence[str]] = tuple,
     ) -> None:
@@ -96,7 +96,7 @@ class Web:
         registry = CollectorRegistry()
         registry.register(collector)
         self._metrics = make_wsgi_app(registry)
-        self._ails, self._warnings = ails, warnings
+        self._find_trouble, self._warnings = find_trouble, warnings
         try:
             self._server = make_server(address, port, self._answer, _Server, _Silent)
         except OSError as error:
@@ -119,9 +119,9 @@ class Web:
             answer: Iterable[bytes] = self._metrics(environ, start)
             return answer
         if path == "/healthz":
-            ails = self._ails()
-            status = "503 Service Unavailable" if ails else "200 OK"
-            return _text(start, status, "\n".join([ails or "ok", *self._warnings()]))
+            trouble = self._find_trouble()
+            status = "503 Service Unavailable" if trouble else "200 OK"
+            return _text(start, status, "\n".join([trouble or "ok", *self._warnings()]))
         return _text(start, "404 Not Found", "the paths are /healthz and /metrics")
 
 

@@ -94,7 +94,7 @@ class PeerWorld:
         follower.tick()
         assert follower.drain(WAIT_S)
         follower.tick()
-        assert follower.followed()[KEY].is_caught_up
+        assert follower.collect_results()[KEY].is_caught_up
         return follower
 
     def replica(self) -> Path:

@@ -53,7 +53,7 @@ class Host:
         self.part.follower.tick()
 
     def held(self) -> set[int]:
-        return {key.bucket for key in self.part.follower.held()}
+        return {key.bucket for key in self.part.follower.list_held()}
 
     def close(self) -> None:
         self.part.close()

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
-from spark_state_ext.standby.assignment import active_hosts, active_on, assign, shortfall, to_hold, unfollowed
+from spark_state_ext.standby.assignment import (
+    active_hosts,
+    active_on,
+    assign,
+    describe_shortfall,
+    find_unfollowed,
+    to_hold,
+)
 from tests.helpers.soak import examples
 
 _UNHURRIED = settings(max_examples=examples(150), deadline=None)
@@ -116,7 +123,7 @@ def test_every_bucket_has_as_many_replicas_as_can_be_and_none_beside_its_active(
         assert set(hosts) <= possible
         assert len(hosts) == min(scene.settings.replicas, len(possible))
         short += len(hosts) < scene.settings.replicas
-    said = shortfall(assignment, scene.settings)
+    said = describe_shortfall(assignment, scene.settings)
     assert (said is None) == (short == 0)
     if said is not None:
         assert f"of {len(assignment)} buckets {short} have fewer replicas than {scene.settings.replicas}" in said
@@ -327,8 +334,8 @@ def test_a_host_tells_what_it_is_active_for_though_nobody_follows_it() -> None:
     assert active_on("a", [], [told]) == {}
     assert active_on("c", [_KEY], [told, other]) == {_KEY: 6}
     # While nobody follows it, nobody else sees that.
-    assert unfollowed("a", [_KEY], [told, MemberRecord("b")]) == {_KEY}
-    assert unfollowed("a", [_KEY], [told, _has("b", 5, active="a")]) == frozenset()
+    assert find_unfollowed("a", [_KEY], [told, MemberRecord("b")]) == {_KEY}
+    assert find_unfollowed("a", [_KEY], [told, _has("b", 5, active="a")]) == frozenset()
 
 
 def test_standby_that_is_off_has_no_replicas() -> None:
@@ -336,6 +343,6 @@ def test_standby_that_is_off_has_no_replicas() -> None:
     off = StandbySettings(enabled=False)
     assert assign(buckets, members, off) == {_KEY: ()}
     assert to_hold("a", assign(buckets, members, off), members) == frozenset()
-    assert shortfall({_KEY: ()}, off) is None
+    assert describe_shortfall({_KEY: ()}, off) is None
     assert assign(buckets, [], StandbySettings()) == {_KEY: ()}
     assert assign({}, members, StandbySettings()) == {}

@@ -142,8 +142,8 @@ def takeovers(me: str, now: str, found: Followed | None, *looks: Members) -> Cou
 @pytest.mark.parametrize(
     ("found", "outcome"),
     [
-        (Followed(KEY, host="b", lacked=0), REPLICA),
-        (Followed(KEY, host="b", lacked=2), BEHIND),
+        (Followed(KEY, host="b", missing_at_move=0), REPLICA),
+        (Followed(KEY, host="b", missing_at_move=2), BEHIND),
         (Followed(KEY, host="b"), NO_REPLICA),
         (None, NO_REPLICA),
     ],
@@ -153,7 +153,7 @@ def test_the_outcome_is_what_the_follower_of_the_new_host_has_seen(found: Follow
 
 
 def test_nothing_is_counted_before_it_is_clear_who_lives() -> None:
-    found = Followed(KEY, host="b", lacked=0)
+    found = Followed(KEY, host="b", missing_at_move=0)
     silent = members(a=2, b=3, c=3)
     assert takeovers("b", "b", found, members(a=2, b=2, c=2), silent, silent) == {}
     assert takeovers("b", "b", found, silent, members(b=4, c=4)) == {(REPLICA, True): 1}

@@ -39,7 +39,7 @@ def test_a_replica_begins_again_from_files_without_the_keys(
 
     def follow() -> None:
         follower.find()
-        follower.hold(follower.known())
+        follower.hold(follower.list_known())
         clock.sleep(100.0)
         follower.tick()
         assert follower.drain(WAIT_S)
@@ -70,9 +70,9 @@ def test_a_replica_begins_again_from_files_without_the_keys(
     else:
         assert erase(life).files > 2
     follow()
-    (key,) = follower.held()
+    (key,) = follower.list_held()
     assert key == BucketKey("counts", PLACE.rpartition("/")[2], 3)
-    assert follower.followed()[key].is_caught_up
+    assert follower.collect_results()[key].is_caught_up
     numbers = [int(path.stem.partition("_")[2]) for path in (tmp_path / PLACE).glob("operator_*.json")]
     store_folder = root.store_folder(key, max(numbers))
     follower.close()

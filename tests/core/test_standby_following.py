@@ -21,7 +21,7 @@ from spark_state_ext.errors import (
     StorageError,
 )
 from spark_state_ext.files.retention import clean_up
-from spark_state_ext.standby.line import judged
+from spark_state_ext.standby.line import judge
 from spark_state_ext.timeline.epochs import Epoch, Epochs, Position
 from spark_state_ext.timeline.records import EpochLog
 from spark_state_ext.worker.boot import boot_id
@@ -243,32 +243,32 @@ def header_of(version: int, parent: int | None, epoch: int, which: str = "a") ->
 def test_the_newest_epoch_tells_which_files_count() -> None:
     runs = [Epoch(it, (it - 1,), f"plan {it}", "", Position("q", after, 0)) for it, after in ((1, 0), (2, 4), (3, 89))]
     one, two, three = (Epochs(tuple(runs[:it])) for it in (1, 2, 3))
-    line, _ = judged(None, header_of(9, 8, 1), one)
+    line, _ = judge(None, header_of(9, 8, 1), one)
     # A task of the same run that was late, and what the head was built upon.
-    assert judged(line, header_of(5, 4, 1, "b"), one) == (line, False)
-    assert judged(line, header_of(8, 7, 1), one) == (line, True)
+    assert judge(line, header_of(5, 4, 1, "b"), one) == (line, False)
+    assert judge(line, header_of(8, 7, 1), one) == (line, True)
     # The run after it went back: whatever the one before writes counts no more.
-    line, counts = judged(line, header_of(5, 4, 2, "b"), two)
+    line, counts = judge(line, header_of(5, 4, 2, "b"), two)
     assert (counts, line.head.ref.version) == (True, 5)
-    assert judged(line, header_of(10, 9, 1), two) == (line, False)
-    assert judged(line, header_of(4, 3, 1), two) == (line, True)
+    assert judge(line, header_of(10, 9, 1), two) == (line, False)
+    assert judge(line, header_of(4, 3, 1), two) == (line, True)
     # Whichever is seen first, and whosever numbers a copy has with which the query began.
-    older, _ = judged(None, header_of(10, 9, 1), two)
-    assert judged(older, header_of(5, 4, 2, "b"), two) == (line, True)
+    older, _ = judge(None, header_of(10, 9, 1), two)
+    assert judge(older, header_of(5, 4, 2, "b"), two) == (line, True)
     copy = header_of(2, 1, 7)
     copy = replace(copy, writer=replace(copy.writer, query_id="another", heartbeat=0))
-    assert judged(judged(None, copy, two)[0], header_of(5, 4, 2, "b"), two) == (line, True)
+    assert judge(judge(None, copy, two)[0], header_of(5, 4, 2, "b"), two) == (line, True)
     # Far behind, lineages do not reach down to what was committed then.
-    line, counts = judged(line, header_of(90, 89, 3), three)
+    line, counts = judge(line, header_of(90, 89, 3), three)
     assert (counts, line.head.ref.version) == (True, 90)
 
 
 def test_what_a_release_without_epochs_builds_on_the_newest_file_is_followed() -> None:
     one = Epochs((Epoch(1, (0,), "plan", "", Position("q", 0, 0)),))
-    line, _ = judged(None, header_of(9, 8, 1), one)
-    line, counts = judged(line, header_of(10, 9, 0), one)
+    line, _ = judge(None, header_of(9, 8, 1), one)
+    line, counts = judge(line, header_of(10, 9, 0), one)
     assert (counts, line.head.ref.version) == (True, 10)
-    assert judged(line, header_of(7, 6, 0, "b"), one) == (line, False)
+    assert judge(line, header_of(7, 6, 0, "b"), one) == (line, False)
 
 
 def test_a_withdrawn_epoch_is_followed_no_more(world: World) -> None:

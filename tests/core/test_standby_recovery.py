@@ -206,17 +206,17 @@ def test_a_follower_measures_what_it_reads_and_tells_what_is_left(tmp_path: Path
     left: dict[BucketKey, set[int]] = {}
     while time.monotonic() < begun_s + WAIT_S:
         follower.tick()
-        for key, lag in follower.lags().items():
+        for key, lag in follower.collect_lags().items():
             left.setdefault(key, set()).add(lag.size_bytes)
-        followed = follower.followed()
-        if len(followed) == len(follower.held()) and all(it.is_caught_up for it in followed.values()):
+        followed = follower.collect_results()
+        if len(followed) == len(follower.list_held()) and all(it.is_caught_up for it in followed.values()):
             break
         time.sleep(0.005)
     took_s = time.monotonic() - begun_s
     # It was seen that a bucket lacked something while it was read, and nothing is lacking at the end.
     assert any(len(sizes) > 1 for sizes in left.values())
-    assert set(follower.lags()) == set(follower.held())
-    assert all(lag.size_bytes == 0 for lag in follower.lags().values())
+    assert set(follower.collect_lags()) == set(follower.list_held())
+    assert all(lag.size_bytes == 0 for lag in follower.collect_lags().values())
     rate = follower.restore_rate()
     assert rate.bytes_per_s is not None
     assert rate.rows_per_s is not None

@@ -28,7 +28,7 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.records import note_detached
-from spark_state_ext.standby.finding import Finder, written
+from spark_state_ext.standby.finding import Finder, select_query_folders
 from spark_state_ext.standby.following import BucketFollower
 from spark_state_ext.standby.roots import Pace, RootFollower, next_wait_s
 from spark_state_ext.standby.values import FollowedRoot
@@ -93,7 +93,7 @@ def test_all_buckets_of_a_job(tmp_path: Path, job: Job) -> None:
         host.hold_all()
         host.pass_time(1.0)
         assert adopted(host, job) == (job.models[-1], 0)
-        followed = host.follower.followed()
+        followed = host.follower.collect_results()
         assert {key.bucket for key in followed} == {0, 1, 2, 3}
         assert all(it.is_caught_up and it.batch == number and it.host == "host" for it in followed.values())
     host.follower.close()
@@ -182,14 +182,14 @@ def test_one_operator_that_cannot_be_read_does_not_keep_the_others(tmp_path: Pat
 def test_which_query_folders_are_followed() -> None:
     day_ms = 86_400_000
     moved = {"q": 1_000, "q.r0123456789ab": 2_000, "q.rba9876543210": 1_500}
-    assert written(moved) == ["q.r0123456789ab"]
+    assert select_query_folders(moved) == ["q.r0123456789ab"]
     # Gone back to the old number.
-    assert written({**moved, "q": 3_000}) == ["q"]
+    assert select_query_folders({**moved, "q": 3_000}) == ["q"]
     # Two live queries; and one that was given up.
-    assert written({"p": 1_000, "q": 2_000}) == ["p", "q"]
-    assert written({"p": 1_000, "q": 1_001 + day_ms}) == ["q"]
+    assert select_query_folders({"p": 1_000, "q": 2_000}) == ["p", "q"]
+    assert select_query_folders({"p": 1_000, "q": 1_001 + day_ms}) == ["q"]
     # Of stores that do not tell, all.
-    assert written({"p": None, "q": None}) == ["p", "q"]
+    assert select_query_folders({"p": None, "q": None}) == ["p", "q"]
 
 
 def test_a_query_that_moved_on_is_followed_there(tmp_path: Path, job: Job) -> None:
@@ -209,7 +209,7 @@ def test_a_query_that_moved_on_is_followed_there(tmp_path: Path, job: Job) -> No
     assert {key.query_folder for key in found} == {moved.name}
     host.follower.hold(found)
     host.pass_time(1.0)
-    assert {key.query_folder for key in host.follower.followed()} == {moved.name}
+    assert {key.query_folder for key in host.follower.collect_results()} == {moved.name}
     with pytest.raises(UsageError, match="call find"):
         host.follower.hold([BucketKey("counts", "query", 0)])
     host.follower.close()
@@ -276,7 +276,7 @@ def test_a_store_that_fails_is_asked_less_often_and_told_once(
     for _ in range(600):
         host.pass_time(1.0)
     assert len(steps) <= 4 * (600 / 60 + 7)
-    followed = host.follower.followed()
+    followed = host.follower.collect_results()
     assert all(isinstance(it.error, StorageError) and not it.is_caught_up for it in followed.values())
     told = [it for it in caplog.records if "is not as new as its files" in it.message]
     assert len(told) == 4
@@ -284,7 +284,7 @@ def test_a_store_that_fails_is_asked_less_often_and_told_once(
         host.follower.find()
     Faults.heal()
     host.pass_time(60.0)
-    assert all(it.is_caught_up for it in host.follower.followed().values())
+    assert all(it.is_caught_up for it in host.follower.collect_results().values())
     assert len([it for it in caplog.records if "can be followed again" in it.message]) == 4
     assert adopted(host, job) == (job.models[-1], 0)
     host.follower.close()
@@ -298,7 +298,7 @@ def test_a_damaged_file_of_one_bucket_is_that_buckets(tmp_path: Path, job: Job) 
     host = Host(tmp_path)
     host.hold_all()
     host.pass_time()
-    followed = host.follower.followed()
+    followed = host.follower.collect_results()
     assert {key.bucket: it.is_caught_up for key, it in followed.items()} == {0: True, 1: True, 2: False, 3: True}
     host.follower.close()
 
@@ -322,7 +322,7 @@ def test_copies_that_are_not_held_any_more_are_reclaimed_and_others_not(tmp_path
     host = Host(tmp_path)
     host.hold_all()
     host.pass_time()
-    keys = sorted(host.follower.followed())
+    keys = sorted(host.follower.collect_results())
     folders = {key: host.root.store_folder(key, 0) for key in keys}
     host.follower.hold(keys[:2])
     for folder in folders.values():
@@ -377,7 +377,7 @@ def test_buckets_of_a_rescaled_query_begin_with_their_parents(tmp_path: Path) ->
     follower.tick()
     assert follower.drain(WAIT_S)
     follower.tick()
-    followed = follower.followed()
+    followed = follower.collect_results()
     # One that was not changed yet has no file of its own, and is not found before it has.
     assert {str(key.bucket) for key in followed} == set(query.folder.names()) & {str(it) for it in range(8)}
     assert len(followed) > 3

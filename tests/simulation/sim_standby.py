@@ -245,7 +245,9 @@ class StandbyWorld:
         service.disk = {key: service.disk.get(key, 2) for key in sorted(holding)}
         if not service.slow:
             service.disk = {key: max(0, left - 1) for key, left in service.disk.items()}
-        gone = {key for key in decisions.unfollowed(service.host, KEYS, records) if self.active[key] != service.host}
+        gone = {
+            key for key in decisions.find_unfollowed(service.host, KEYS, records) if self.active[key] != service.host
+        }
         active = decisions.active_on(service.host, KEYS, records)
         service.active = {key: version for key, version in active.items() if key not in gone}
         told = service.membership.heartbeat(self._record(service))

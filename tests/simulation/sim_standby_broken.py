@@ -49,7 +49,7 @@ def _after_one_missed(_: StandbyWorld) -> Any:
 
     def observed(self: MemberWatch, names: Iterable[str], now_s: float) -> Seen:
         names = list(names)
-        before = set(self._since_s)
+        before = set(self._first_seen_s)
         _observe(self, names, now_s)
         return Seen({host: name for host, name in _newest(names).items() if not before or name.text not in before})
 

@@ -54,7 +54,7 @@ def test_a_task_goes_on_from_the_copy(session: Any, tmp_path: Path) -> None:
         follower.tick()
         assert follower.drain(WAIT_S)
         follower.tick()
-        found = follower.followed().values()
+        found = follower.collect_results().values()
         return len(found) == _BUCKETS and all(
             it.is_caught_up and it.newest is not None and it.newest.version == version for it in found
         )
