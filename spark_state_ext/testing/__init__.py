@@ -1,5 +1,5 @@
-"""What users, and packages that extend this one, test with: `run` runs a function without Spark, and `run_operator` a
-built-in operator; the contract of backends is a suite for pytest (`testing.backends`).
+"""Testing for users and for packages that extend this one: `run` runs a function without Spark, `run_operator` runs a
+built-in operator, and `testing.backends` has a pytest suite with the contract of state backends.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["WAIT_S", "BatchResult", "RunResult", "Window", "run", "run_operator"]
 
-# How long anything is waited for. That never decides whether a contract is kept: it ends what would hang.
+# How long tests wait for anything, seconds. It ends tests that would hang, and never decides if a contract is kept.
 WAIT_S = 600
-# The contracts need no PySpark, and `run` needs no pytest.
+# Import lazily: the contracts must not need PySpark, and `run` must not need pytest.
 _LAZY = {
     "BatchResult": "batches",
     "RunResult": "batches",

@@ -1,6 +1,7 @@
 """The contract of a state backend, as tests.
 
-A package with a backend subclasses `BackendContract`, says how to make its factory and its options, and runs pytest::
+A package with a backend subclasses `BackendContract`, defines the fixtures for its factory and options, and runs
+pytest::
 
     class TestMine(BackendContract):
         @pytest.fixture
@@ -11,7 +12,7 @@ A package with a backend subclasses `BackendContract`, says how to make its fact
         def options(self):
             return {"url": "…"}
 
-Each test begins with a query folder of its own, so what another one left is not seen.
+Each test uses a query folder of its own, so it does not see the files of other tests.
 """
 
 from __future__ import annotations
@@ -61,23 +62,23 @@ class BackendContract:
     @pytest.fixture
     def factory(self) -> BackendFactory:
         """The factory under test."""
-        raise NotImplementedError("a subclass says which factory it tests")
+        raise NotImplementedError("the subclass must define the fixture factory")
 
     @pytest.fixture
     def options(self) -> Mapping[str, Any]:
-        """Its options."""
-        raise NotImplementedError("a subclass says which options its factory takes")
+        """The options of the factory."""
+        raise NotImplementedError("the subclass must define the fixture options")
 
     @pytest.fixture
     def context(self, options: Mapping[str, Any], tmp_path: Path) -> BackendContext:
-        """A context of a bucket that nobody has used."""
+        """The context of an unused bucket."""
         executor = DaemonPool("contract")
         executor.threads_max = 4
         return BackendContext("mine", options, "counts", uuid.uuid4().hex, 3, executor, tmp_path, WAIT_S)
 
     @pytest.fixture
     def elsewhere(self, tmp_path: Path) -> Folder:
-        """A folder of any file system, which files are duplicated to. A backend that can duplicate says which one."""
+        """A folder to duplicate files to. A backend that can duplicate overrides it if it needs another file system."""
         return Folder(str(tmp_path / "elsewhere"))
 
     # -- files ---------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ class BackendContract:
         markers = _uploaded(factory, context, ref, content)
         assert set(markers) == {STATE}
         assert all(isinstance(marker, str) for marker in markers.values())
-        # By a manager that knows nothing but the markers, as on another machine.
+        # Read with a new manager that knows only the markers, as on another machine.
         files, name = _files(factory, context, ref, markers), file_name(ref, DELTA)
         assert files.size(name) == len(content)
         assert files.get(name) == content
@@ -99,7 +100,7 @@ class BackendContract:
         assert name in files.where(name)
 
     def test_a_large_file(self, factory: BackendFactory, context: BackendContext) -> None:
-        """Larger than what is sent in one request."""
+        """Upload a file larger than one request."""
         ref = _ref(1)
         path = context.scratch / "large"
         content = bytes(range(256)) * (_LARGE_BYTES // 256)
@@ -126,7 +127,7 @@ class BackendContract:
     def test_whether_a_file_is_there_can_be_told_while_nothing_is_restored(
         self, factory: BackendFactory, context: BackendContext
     ) -> None:
-        """A snapshot that is awaited, and read back then, or what was confirmed and somebody may have deleted."""
+        """A file's size and content can be read without a restore, to check an awaited snapshot or a confirmed file."""
         ref = _ref(1)
         _uploaded(factory, context, ref, b"four")
         files = factory.restore_manager(context).restore()
@@ -136,7 +137,7 @@ class BackendContract:
             files.size(file_name(ref, SNAPSHOT))
 
     def test_the_same_file_twice(self, factory: BackendFactory, context: BackendContext) -> None:
-        """A process dies after an upload, before it could say so; the next one uploads again."""
+        """A process dies after an upload and before it records the upload; the next process uploads again."""
         ref = _ref(1)
         first, second = (_uploaded(factory, context, ref, b"same") for _ in range(2))
         for markers in (first, second):
@@ -145,7 +146,7 @@ class BackendContract:
     def test_a_confirmed_file_is_intact_while_it_is_sent_again(
         self, factory: BackendFactory, context: BackendContext
     ) -> None:
-        """Another attempt does not know that it was confirmed. Whoever reads meanwhile finds it whole, every time."""
+        """Another attempt does not know that the file was confirmed. A concurrent reader must always find it whole."""
         ref, content = _ref(1), bytes(range(256)) * 4_096
         markers = _uploaded(factory, context, ref, content)
         files, name = _files(factory, context, ref, markers), file_name(ref, DELTA)
@@ -173,12 +174,12 @@ class BackendContract:
         ref = _ref(1)
         contexts = [context, replace(context, bucket=4), replace(context, query_folder=uuid.uuid4().hex)]
         contexts += [replace(context, operator="others")]
-        markers = [_uploaded(factory, it, ref, b"%d" % at) for at, it in enumerate(contexts)]
-        for at, (it, said) in enumerate(zip(contexts, markers, strict=True)):
-            assert _files(factory, it, ref, said).get(file_name(ref, DELTA)) == b"%d" % at
+        markers = [_uploaded(factory, one_context, ref, b"%d" % at) for at, one_context in enumerate(contexts)]
+        for at, (one_context, marker) in enumerate(zip(contexts, markers, strict=True)):
+            assert _files(factory, one_context, ref, marker).get(file_name(ref, DELTA)) == b"%d" % at
 
     def test_checkpoints_side_by_side(self, factory: BackendFactory, context: BackendContext) -> None:
-        """Uploads of several buckets at once, and reads from several threads."""
+        """Upload several buckets at the same time, and read from several threads."""
         refs = [_ref(version) for version in range(1, 9)]
         managers = [factory.backup_manager(replace(context, bucket=bucket)) for bucket in range(8)]
         futures = []
@@ -214,23 +215,23 @@ class BackendContract:
     def test_a_file_is_duplicated_whole_or_not_at_all(
         self, factory: BackendFactory, context: BackendContext, elsewhere: Folder
     ) -> None:
-        """`Duplicable` is a capability that a backend may lack: then files go through the executor."""
+        """`Duplicable` is an optional capability: without it the executor copies files itself."""
         ref, content = _ref(1), b"Arrow \x00\xff" * 1_000
         files, name = _files(factory, context, ref, _uploaded(factory, context, ref, content)), file_name(ref, DELTA)
         target = elsewhere.child(uuid.uuid4().hex)
         if not isinstance(files, Duplicable):
-            assert not hasattr(files, "duplicate_to"), "it has another signature"
+            assert not hasattr(files, "duplicate_to"), "duplicate_to has another signature"
             return
         done = files.duplicate_to(target, name)
         assert target.names() == [name] * done
         if not done:
             return
         assert target.get(name) == content
-        assert files.duplicate_to(target, name), "a task that is repeated"
+        assert files.duplicate_to(target, name), "a repeated task"
         with pytest.raises(MissingCheckpointError):
             files.duplicate_to(target, file_name(_ref(2), DELTA))
         target.remove(name)
-        assert files.get(name) == content, "each has a file of its own"
+        assert files.get(name) == content, "each copy is a file of its own"
 
     # -- resources -----------------------------------------------------------------------------------
 
@@ -251,19 +252,19 @@ class BackendContract:
             life.check(range(len(life.pointers)))
 
     def test_clean_up_leaves_what_is_needed(self, factory: BackendFactory, context: BackendContext) -> None:
-        """It may delete or not; what a pointer may still lead to stays, also when it is done again."""
+        """Clean-up may delete files or not, but files that a retained pointer needs must stay, also when repeated."""
         with _Life(factory, context) as life:
             for batch in range(60):
                 life.batch({batch % 5: batch})
             deleted = [life.clean_up() for _ in range(2)]
-            assert deleted[1] == 0, "a second time there is nothing to do"
+            assert deleted[1] == 0, "the second clean-up finds nothing to delete"
             life.check(range(len(life.pointers) - 1 - _RETAINED, len(life.pointers)))
             for batch in range(20):
                 life.batch({batch % 5: batch})
             life.check(range(len(life.pointers) - 1 - _RETAINED, len(life.pointers)))
 
     def test_nothing_is_deleted_while_somebody_copies(self, factory: BackendFactory, context: BackendContext) -> None:
-        """Whoever holds the query folder may be about to copy what any of the pointers needs."""
+        """The holder of the query folder may be about to copy files that any of the pointers needs."""
         with _Life(factory, context) as life:
             for batch in range(60):
                 life.batch({batch % 5: batch})
@@ -307,7 +308,7 @@ def _files(
 
 
 class _Life:
-    """A bucket that lives in a backend, with the changelog as its journal."""
+    """The life of a bucket in a backend, with the changelog backend for inline deltas."""
 
     def __init__(self, factory: BackendFactory, context: BackendContext) -> None:
         self._factory = factory
@@ -337,14 +338,14 @@ class _Life:
     def batch(self, changes: Mapping[int, int | None]) -> None:
         rows = SpillBuffer(self._context.scratch, 1 << 20)
         keys, values = list(changes), list(changes.values())
-        gone = [value is None for value in values]
+        removed = [value is None for value in values]
         columns = [
             pa.array([key * 0x9E3779B97F4A7C15 % 2**64 for key in keys], pa.uint64()),
             pa.array(keys, pa.int64()),
             pa.array(values, pa.int64()),
             pa.nulls(len(keys), pa.int64()),
-            pa.array([not it for it in gone]),
-            pa.array(gone),
+            pa.array([not is_removed for is_removed in removed]),
+            pa.array(removed),
         ]
         rows.append(sorted_run(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
         self.pointers.append(self._bucket(self._store, self.pointers[-1]).commit(rows).pointer)
@@ -352,7 +353,7 @@ class _Life:
         self.models.append({key: value for key, value in after.items() if changes.get(key, value) is not None})
 
     def clean_up(self, held: Callable[[], bool] = lambda: False) -> int:
-        """As of the last but one pointer, which is committed."""
+        """Clean up as of the last pointer but one, which is committed."""
         pointer = self.pointers[-2]
         head = pointer.replication[self._context.name].through
         assert head is not None, "a backend has confirmed something by now"
@@ -360,13 +361,13 @@ class _Life:
         return replica.backup.clean_up(CleanUp(pointer, head, _RETAINED, lambda: None, held=held)).result(WAIT_S)
 
     def check(self, which: range) -> None:
-        """Pointers give the state of their time, each on an empty disk."""
+        """Check that pointers give the state of their time, each on an empty disk."""
         for at in which:
             if self.pointers[at].ref is not None:
                 assert self._restored(self.pointers[at], self._replicas()) == self.models[at]
 
     def restorable(self) -> list[int]:
-        """Which pointers can still be restored: not all, where a snapshot took the place of what came before."""
+        """Return which pointers can still be restored: not all, if a snapshot has replaced earlier deltas."""
         found = []
         for at, pointer in enumerate(self.pointers):
             try:
@@ -377,7 +378,7 @@ class _Life:
         return found
 
     def saved(self, target: Folder, form: str) -> dict[int, int]:
-        """The state that a savepoint of the last pointer gives, by itself."""
+        """Return the state that a savepoint of the last pointer contains, read from the savepoint alone."""
         scratch = self._context.scratch
         saved = save_bucket(
             self.pointers[-1], self._replicas(), target, form, SCHEMA, scratch, reading=Reading(verify=True)
@@ -386,7 +387,7 @@ class _Life:
         return self._restored(pointer, sole_replica(target, scratch, "savepoint"))
 
     def _restored(self, pointer: Pointer, replicas: list[Replica]) -> dict[int, int]:
-        """The state at a pointer, on an empty disk."""
+        """Return the state at a pointer, restored to an empty disk."""
         self._stores += 1
         store = LocalStore.at(self._context.scratch / f"fresh-{self._stores}", SCHEMA)
         try:

@@ -1,4 +1,4 @@
-"""The batches of a run: the times that they run at, and what came of them."""
+"""The batches of a run: their times and their results."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from spark_state_ext.testing.outputs import table_of_frames, table_of_payloads
 
 __all__ = ["BatchResult", "Clock", "RunResult", "event_time_position", "run_result"]
 
-# 2024-01-01 UTC: what a batch does must not depend on when a test runs.
+# 2024-01-01 UTC: a fixed start, because a batch's result must not depend on when a test runs.
 _FIRST_MS, _EVERY_MS = 1_704_067_200_000, 1_000
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What came of one batch.
+    """The result of one batch.
 
     Parameters
     ----------
     output
-        What the function gave, with the columns of the output schema.
+        The function's output, with the columns of the output schema.
     state
         All state after the batch, in the order of the keys' hashes: the keys, the state columns and ``timeout_ms``
-        (milliseconds since 1970; NULL for none). A key that has a timeout and no state is there, with NULLs.
+        (milliseconds since 1970; NULL for none). A key with a timeout but without state is included, with NULLs.
     watermark_ms
-        The watermark that the batch ran with; None where there is none.
+        The watermark that the batch ran with; None if there is none.
     processing_time_ms
-        The time that the batch ran at.
+        The time at which the batch ran.
     """
 
     output: pa.Table
@@ -51,12 +51,12 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What came of all batches.
+    """The results of all batches.
 
     Parameters
     ----------
     batches
-        One for each.
+        One result for each batch.
     """
 
     batches: tuple[BatchResult, ...]
@@ -83,15 +83,15 @@ class RunResult:
 
 
 def event_time_position(event_time: str | None, input_type: StructType) -> int:
-    """Place of the column that has the watermark; -1 for none."""
+    """Return the position of the column with the watermark; -1 if there is none."""
     if event_time is None:
         return -1
     if event_time not in input_type.names:
         raise UsageError(
-            f"event_time={event_time!r} is no column of the input, which has {', '.join(input_type.names)}"
+            f"event_time={event_time!r} is not a column of the input, which has {', '.join(input_type.names)}"
         )
     kind = input_type[event_time].dataType
-    # Or of a window, which counts by its end.
+    # A window's time is its end.
     time = kind["end"].dataType if isinstance(kind, StructType) and "end" in kind.names else kind
     if not isinstance(time, (TimestampType, TimestampNTZType)):
         raise UnsupportedPlanError(
@@ -107,10 +107,10 @@ def run_result(
     restart: bool | Collection[int],
     selected: Callable[[pa.Table], pa.Table] | None = None,
 ) -> RunResult:
-    """Run all batches."""
+    """Run all batches and return their results."""
     found = tuple(_results(buckets, tables, clock, restart, selected))
     if not found:
-        raise UsageError("batches has none: give at least one")
+        raise UsageError("batches is empty: give at least one batch")
     return RunResult(found)
 
 
@@ -141,7 +141,7 @@ def _results(
 
 
 class Clock:
-    """The times that batches run at."""
+    """The processing times and watermarks of the batches."""
 
     def __init__(
         self,
@@ -159,20 +159,20 @@ class Clock:
         self._watermark_ms = 0
 
     def of_batch(self, number: int) -> Times:
-        """The clock of a batch."""
+        """Return the times of a batch."""
         now_ms = _time(next(self._times, None), number, "processing_times_ms")
         if self._given is not None:
             watermark_ms = _time(next(self._given, None), number, "watermarks_ms")
             if watermark_ms < self._watermark_ms:
                 raise UsageError(
-                    f"watermarks_ms has {watermark_ms} for batch {number} behind {self._watermark_ms}: a watermark "
+                    f"watermarks_ms has {watermark_ms} for batch {number} after {self._watermark_ms}: a watermark "
                     "never goes back"
                 )
             self._watermark_ms = watermark_ms
         return Times(now_ms, self._watermark_ms if self.has_watermark else GroupState.NO_TIMESTAMP, self.has_watermark)
 
     def note(self, table: pa.Table | None) -> None:
-        """A batch has run: its rows move the watermark of the next one."""
+        """Move the watermark of the next batch by the rows of a batch that has run."""
         if table is None or self._at < 0 or self._given is not None:
             return
         latest_us = pc.max(event_times_us(table.column(self._at))).as_py()
@@ -182,7 +182,7 @@ class Clock:
 
 def _time(given: Any, number: int, name: str) -> int:
     if given is None:
-        raise UsageError(f"{name} has no time for batch {number}: give one for each batch")
+        raise UsageError(f"{name} has no time for batch {number}: give a time for each batch")
     if isinstance(given, bool) or not isinstance(given, int) or given < 0:
         raise UsageError(f"{name} has {given!r} for batch {number}: give whole milliseconds since 1970")
     return given

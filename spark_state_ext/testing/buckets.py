@@ -1,7 +1,7 @@
-"""What Spark does around an operator's buckets, without Spark: packs rows, calls each bucket with its pointer, and
-keeps the pointer that comes back.
+"""Does without Spark what Spark does for an operator's buckets: packs rows, calls each bucket with its pointer, and
+keeps the returned pointer.
 
-The calls are those of executors (`spark.executor.call`): on local stores, with leases and checkpoint files.
+It calls buckets like executors do (`spark.executor.call`): with local stores, leases and checkpoint files.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _READER = Writer("", "", -1, "")
 
 @dataclass
 class _Held:
-    """What Spark's own state holds of a bucket.
+    """A bucket's part of Spark's own state.
 
     Parameters
     ----------
     pointer
-        None: nothing yet.
+        None before the first call.
     timeout_ms
-        When it is to be called though it has no rows; `_NEVER`.
+        When the bucket must be called even if it has no rows; `_NEVER` if it need not.
     """
 
     pointer: bytes | None = None
@@ -66,7 +66,7 @@ class _Held:
 
 
 class Buckets:
-    """The buckets of one operator, over the batches of a query."""
+    """The buckets of one operator over the batches of a query."""
 
     def __init__(self, job: Job, function: Callable[..., Any], combiner: Combiner | None = None) -> None:
         self.job = job
@@ -78,7 +78,7 @@ class Buckets:
         self._worker = Worker()
 
     def batch(self, number: int, table: pa.Table | None, times: Times) -> list[pd.DataFrame]:
-        """Run a batch."""
+        """Run a batch and return its output frames."""
         if table is None:
             due = [bucket for bucket, held in enumerate(self._held) if self._is_due(held, times)]
             return [frame for bucket in due for frame in self._call(number, bucket, None, times)]
@@ -86,7 +86,7 @@ class Buckets:
         return [frame for bucket, mine in enumerate(payloads) for frame in self._call(number, bucket, mine, times)]
 
     def state(self, times: Times) -> pa.Table:
-        """The state after the last batch, in the order of the keys' hashes."""
+        """Return the state after the last batch, in the order of the keys' hashes."""
         schema = self._schema
         shown = schema.without_expiry()
         fields = [field.with_nullable(True) for field in (*shown.keys, *shown.state)]
@@ -106,26 +106,25 @@ class Buckets:
         return pa.Table.from_batches(batches, out).combine_chunks()
 
     def held(self) -> list[bytes]:
-        """The pointers of all buckets, which Spark's state would hold after a batch with rows."""
+        """Return the pointers of all buckets, as Spark's state would hold them after a batch with rows."""
         return [held.pointer or b"" for held in self._held]
 
     def hold(self, pointers: Sequence[bytes]) -> None:
-        """Go on from pointers of another process."""
+        """Continue from the pointers of another process."""
         self._held = [_Held(pointer) for pointer in pointers]
 
     def restart(self) -> None:
-        """Go on as another process does, on another machine: without local stores, and knowing of nothing but what
-        Spark's state holds."""
+        """Continue like a new process on another machine: without local stores, and knowing only Spark's state."""
         self.close()
         local = Path(self.job.options.local_dir or "")
-        # Not there before a bucket was called.
+        # The folder does not exist before a bucket was called.
         if local.exists():
             remove_tree(local)
         local.mkdir()
         self._worker = Worker()
 
     def close(self) -> None:
-        """Let go of the local stores, once nothing is under way any more."""
+        """Close the local stores once all background work has ended."""
         Shared.of(self._worker).close(WAIT_S)
 
     # -- a call ------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ class Buckets:
         return _NEVER < held.timeout_ms < (times.watermark_ms if by_event_time else times.processing_ms)
 
     def _call(self, number: int, bucket: int, payloads: list[bytes] | None, times: Times) -> Iterator[pd.DataFrame]:
-        """Call a bucket with payloads, or as its time is up."""
+        """Call a bucket with its payloads, or because of its timeout."""
         held = self._held[bucket]
         state = self._group_state(held, times, payloads is None)
         frame = pd.DataFrame({"payload": pd.Series(payloads or [], dtype=object)})
@@ -146,9 +145,9 @@ class Buckets:
         held.timeout_ms = int(json.loads(state.json())["timeoutTimestamp"])
 
     def _group_state(self, held: _Held, times: Times, timed_out: bool) -> GroupState:
-        """As Spark hands it out."""
+        """Return the group state that Spark would pass to the call."""
         return GroupState(
-            # Declared as a Row, which is a tuple; a plain one is what the worker of Spark hands in.
+            # The type is declared as Row, which is a tuple; Spark's worker also passes a plain tuple.
             optionalValue=None if held.pointer is None else (held.pointer,),  # type: ignore[arg-type]
             batchProcessingTimeMs=times.processing_ms,
             eventTimeWatermarkMs=times.watermark_ms,
@@ -164,7 +163,7 @@ class Buckets:
         )
 
     def _payloads(self, number: int, table: pa.Table) -> list[list[bytes]]:
-        """The payloads of each bucket; the first is a heartbeat, as in every batch with rows."""
+        """Return the payloads of each bucket; the first is a heartbeat, as in every batch with rows."""
         positions = self.job.key_positions if self._combiner is None else self._combiner.key_positions
         keys = self._schema.normalise_keys([table.column(at) for at in positions])
         hashes = pa.array(key_hashes(keys).view(np.int64))

@@ -1,4 +1,4 @@
-"""Spark's DDL for schemas, read without Spark: what ``"user string, n bigint"`` says, as `StructType.json` has it."""
+"""Parses Spark's DDL for schemas without Spark: ``"user string, n bigint"`` becomes what `StructType.json` has."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _END = ("end", "")
 
 
 def ddl_struct(text: str, what: str) -> dict[str, Any]:
-    """The struct that a text describes."""
+    """Return the struct that a DDL text describes."""
     reader = _Reader(text, what)
     if re.match(r"\s*struct\s*<", text, re.IGNORECASE):
         found: dict[str, Any] = reader.type()
@@ -71,7 +71,7 @@ class _Reader:
 
     def _error(self, why: str) -> UsageError:
         return UsageError(
-            f"{self._what} is no DDL that can be read without Spark, {self._text!r}: {why}. Write it as in "
+            f"{self._what} is not DDL that can be read without Spark, {self._text!r}: {why}. Write it like "
             "'user string, n bigint', or give a StructType"
         )
 
@@ -81,7 +81,7 @@ class _Reader:
         return token
 
     def _is(self, *words: str) -> bool:
-        """Take some words or marks where they come next."""
+        """If the next tokens are these words or marks, consume them and return True."""
         ahead = self._tokens[self._at : self._at + len(words)]
         if [value.lower() for kind, value in ahead if kind in ("word", "mark")] != list(words):
             return False
@@ -89,19 +89,19 @@ class _Reader:
         return True
 
     def expect(self, mark: str) -> None:
-        """Take a mark, or the end."""
+        """Consume a mark or the end; raise an error for anything else."""
         kind, value = self._next()
         if (kind if mark == "end" else value) != mark or kind in ("text", "quoted"):
-            raise self._error(f"{value!r} stands where {mark!r} is expected" if value else f"{mark!r} is missing")
+            raise self._error(f"expected {mark!r}, not {value!r}" if value else f"{mark!r} is missing")
 
     def _name(self) -> str:
         kind, value = self._next()
         if kind not in ("word", "quoted"):
-            raise self._error(f"{value!r} stands where a name is expected" if value else "a name is missing")
+            raise self._error(f"expected a name, not {value!r}" if value else "a name is missing")
         return value.replace("``", "`") if kind == "quoted" else value
 
     def fields(self, end: str) -> list[dict[str, Any]]:
-        """Columns, up to a mark that stays."""
+        """Parse columns up to the mark `end`, which is not consumed."""
         found: list[dict[str, Any]] = []
         while True:
             name = self._name()
@@ -112,14 +112,14 @@ class _Reader:
             if self._is("comment"):
                 kind, value = self._next()
                 if kind != "text":
-                    raise self._error("a comment is no text")
+                    raise self._error("a comment must be a quoted text")
                 field["metadata"] = {"comment": value}
             found.append(field)
             if not self._is(","):
                 return found
 
     def type(self) -> Any:
-        """A type, as JSON has it."""
+        """Parse a type into its JSON form."""
         name = self._name().lower()
         if name in _FLAT:
             return _FLAT[name]
@@ -144,7 +144,7 @@ class _Reader:
                 self.expect(">")
             return {"type": "struct", "fields": fields}
         if name in ("char", "varchar", "character"):
-            raise UnsupportedTypeError(f"{self._what} has a {name}: use string, as Spark's Python types do")
+            raise UnsupportedTypeError(f"{self._what} has a {name}: use string, like Spark's Python types")
         raise self._error(f"{name!r} is not the name of a type that functions can have")
 
     def _decimal(self) -> str:
@@ -155,5 +155,5 @@ class _Reader:
             scale = self._name()
         self.expect(")")
         if not (precision.isdigit() and scale.isdigit()):
-            raise self._error("the digits of a decimal are no numbers")
+            raise self._error("decimal precision and scale must be integers")
         return f"decimal({int(precision)},{int(scale)})"

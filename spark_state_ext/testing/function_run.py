@@ -1,4 +1,4 @@
-"""`run`: a stateful function over batches, in this process and without Spark, by the code that executors run."""
+"""`run`: runs a stateful function over batches in this process and without Spark, with the code that executors run."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def run(
 ) -> RunResult:
     """Run a stateful function over batches, in this process: no Spark session, no JVM, no cluster.
 
-    What runs is what executors run in a task: rows are packed into buckets, each bucket is called with its pointer, its
-    state lies in a local store and in checkpoint files, below a temporary folder.
+    This runs what executors run in a task: rows are packed into buckets, each bucket is called with its pointer, and
+    its state is in a local store and in checkpoint files, below a temporary folder.
 
     Parameters
     ----------
     func
-        The function, as it is given to Spark or to `ArrowState`.
+        The function that you would give to Spark or to `ArrowState`.
     batches
         The rows of each micro-batch: a table in any form (PyArrow, pandas, polars, a dict of columns), a list of dicts,
-        or None for a batch without rows. Such a batch calls keys whose time is up, as Spark's batches without data do.
+        or None for a batch without rows. Such a batch calls keys that have timed out, like Spark's no-data batches.
     keys
         Names of the grouping columns.
     output_schema, state_schema
@@ -64,7 +64,7 @@ def run(
         How `func` is called: ``"pandas"`` (`applyInPandasWithState`), ``"arrow"`` (`apply_in_arrow_with_state`) or
         ``"rows"`` (`apply_rows_with_state`).
     input_schema
-        The input's columns; None: those of the first batch that has some.
+        The input's columns; None: the columns of the first batch that has columns.
     timeout_conf
         ``"NoTimeout"``, ``"ProcessingTimeTimeout"`` or ``"EventTimeTimeout"``.
     event_time
@@ -72,19 +72,19 @@ def run(
     delay_ms
         How far the watermark stays behind the latest event time, milliseconds.
     watermarks_ms
-        The watermark of each batch, milliseconds since 1970; None: it is computed from `event_time`, as Spark does: a
-        batch runs with the watermark of the batches before it, and the first one with 0.
+        The watermark of each batch, milliseconds since 1970; None: computed from `event_time`, like Spark does: a batch
+        runs with the watermark of the batches before it, and the first one with 0.
     processing_times_ms
-        The time of each batch, milliseconds since 1970; None: 2024-01-01 UTC and a second more for each.
+        The time of each batch, milliseconds since 1970; None: 2024-01-01 UTC for the first, one second more for each.
     restart
-        Numbers of the batches before which the job starts again elsewhere: its local store is gone, and state is
-        loaded from checkpoint files. True: before each.
+        Numbers of the batches before which the job restarts on another machine: its local store is gone, and state
+        is loaded from checkpoint files. True: before each batch.
     buckets
         Number of buckets.
     ttl, strict_output
-        As for `ArrowState`.
+        The same as for `ArrowState`.
     timezone
-        The session's time zone: pandas frames have times in it.
+        The session's time zone, in which pandas frames have their times.
 
     Returns
     -------
@@ -94,11 +94,11 @@ def run(
     Raises
     ------
     UsageError, UnsupportedPlanError, UnsupportedTypeError
-        When an argument cannot work, as on Spark.
+        If an argument cannot work, as on Spark.
     UserFunctionError
-        When the function raises; the cause is attached.
+        If the function raises; the cause is attached.
     StateValueError, ResultTypeError
-        When the function gives what its schemas cannot hold, or a batch is no table of the input.
+        If the function returns what its schemas cannot hold, or a batch is not a table of the input.
 
     Examples
     --------
@@ -144,7 +144,7 @@ def _check(func: Any, api: str, timeout_conf: str, event_time: str | None, delay
     if not callable(func):
         raise UsageError(f"func must be a function, not {func!r}")
     if func in OPERATORS:
-        raise UsageError(f"{func.__name__} is a built-in operator: run_operator() runs it")
+        raise UsageError(f"{func.__name__} is a built-in operator: run it with run_operator()")
     if api not in (PANDAS, ARROW, ROWS):
         raise UsageError(f"api must be {PANDAS!r}, {ARROW!r} or {ROWS!r}, not {api!r}")
     if timeout_conf not in TIMEOUT_CONFS:
@@ -164,7 +164,7 @@ def _key_positions(keys: Sequence[str], input_type: StructType) -> tuple[int, ..
     for key in keys:
         if key not in input_type.names:
             raise UsageError(
-                f"the key {key!r} is no column of the input, which has {', '.join(input_type.names)}: run() takes "
-                "names of columns; give an expression that the job groups by as a column"
+                f"the key {key!r} is not a column of the input, which has {', '.join(input_type.names)}: run() takes "
+                "names of columns; if the job groups by an expression, give it as a column"
             )
     return tuple(input_type.names.index(key) for key in keys)

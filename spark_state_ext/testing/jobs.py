@@ -1,4 +1,4 @@
-"""What a plan would send to executors, made without Spark."""
+"""Builds without Spark what a plan would send to executors."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from spark_state_ext.spark.shuffle.payload import NO_ROW_LIMIT
 
 __all__ = ["check_delay", "check_restart", "job_of", "options_in"]
 
-# Rows of a frame of pandas, as on Spark by default. Where no frames are made, payloads may be as large as they ever
-# are: each costs some calls, whatever is in it.
+# Rows of a pandas frame, as on Spark by default. Without frames, payloads may be as large as ever: each payload costs
+# some calls, whatever its size.
 _ROWS_MAX = 10_000
 
 
 def check_restart(restart: Any) -> None:
-    """Raise a UsageError for what does not say when to start again."""
+    """Raise a UsageError if `restart` does not say when to restart."""
     if not isinstance(restart, (bool, Collection)) or isinstance(restart, str):
         raise UsageError(f"restart must be True, False, or numbers of batches, not {restart!r}")
 
 
 def check_delay(delay_ms: Any) -> None:
-    """Raise a UsageError for what is no delay."""
+    """Raise a UsageError if `delay_ms` is not a delay."""
     if isinstance(delay_ms, bool) or not isinstance(delay_ms, int) or delay_ms < 0:
         raise UsageError(f"delay_ms must be a whole number from 0 on, not {delay_ms!r}")
 
 
 def options_in(folder: str, buckets: int, ttl: Ttl | None, *, restart: Any, strict_output: bool = True) -> StateOptions:
-    """Where and how a run keeps state."""
+    """Return the state options of a run below a folder."""
     return ArrowState(
         Path(folder) / "root",
         "run",
         buckets=buckets,
         local_dir=Path(folder) / "local",
-        # Restarts load from checkpoint files alone, so that nothing may be left in pointers.
+        # A restart must load from checkpoint files alone, so pointers must not have inline deltas.
         backends=("changelog", "fsspec") if restart is False else ("fsspec",),
         ttl=ttl,
         strict_output=strict_output,
@@ -60,7 +60,7 @@ def job_of(
     output: StructType,
     **others: Any,
 ) -> Job:
-    """What a plan would send to executors; refuses what a plan refuses."""
+    """Return the job that a plan would send to executors; raise the errors that planning would raise."""
     fields = [given.fields[at] for at in key_positions]
     key_type = StructType([StructField(field.name, field.dataType, field.nullable) for field in fields])
     key_fields(key_type.json())

@@ -1,4 +1,4 @@
-"""What the contract of a local store works with: a small schema, and a model of its states in plain Python."""
+"""A small schema and a model of a local store's states in plain Python, for the contract of a local store."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ HashFunction = Callable[[Key], int]
 
 
 def canonical(value: Any) -> Any:
-    """A value under which Spark's notion of equal keys is Python's."""
+    """Return a value that Python compares like Spark compares keys."""
     if isinstance(value, float):
         return "NaN" if math.isnan(value) else value + 0.0
     if isinstance(value, dict):
@@ -78,17 +78,17 @@ def canonical(value: Any) -> Any:
 
 
 def good_hash(key: Key) -> int:
-    """A hash without collisions in practice."""
+    """Return a hash without collisions in practice."""
     return int.from_bytes(hashlib.blake2b(repr(canonical(key)).encode(), digest_size=8).digest(), "big")
 
 
 def three_hashes(key: Key) -> int:
-    """A bad hash, whose values lie at both ends and in the middle."""
+    """Return a bad hash with three values: the lowest, the highest and one in the middle."""
     return (0, 2**63, 2**64 - 1)[good_hash(key) % 3]
 
 
 def one_hash(key: Key) -> int:
-    """The worst hash."""
+    """Return the worst hash, the same for all keys."""
     return 7
 
 
@@ -96,18 +96,18 @@ HASHES: tuple[HashFunction, ...] = (good_hash, three_hashes, one_hash)
 
 
 def key_hashes(keys: Sequence[Key], hashed: HashFunction) -> HashArray:
-    """Hashes of keys."""
+    """Return the hashes of keys."""
     return np.array([hashed(key) for key in keys], dtype=np.uint64)
 
 
 def key_columns(keys: Sequence[Key]) -> list[pa.Array]:
-    """Keys as columns, in the form in which equal ones have equal bytes."""
+    """Return keys as columns, normalised so that equal keys have equal bytes."""
     columns = [pa.array([key[i] for key in keys], field.type) for i, field in enumerate(SCHEMA.keys)]
     return SCHEMA.normalise_keys(columns)
 
 
 def run_of(changes: Changes, hashed: HashFunction = good_hash) -> pa.RecordBatch:
-    """Changed keys as the rows of a run; None deletes."""
+    """Return changed keys as the rows of a run; None deletes a key."""
     keys, rows = list(changes), list(changes.values())
     columns = [
         pa.array(key_hashes(keys, hashed), pa.uint64()),
@@ -122,7 +122,7 @@ def run_of(changes: Changes, hashed: HashFunction = good_hash) -> pa.RecordBatch
 
 
 def changed(model: Model, changes: Changes) -> Model:
-    """The model after some changes."""
+    """Return the model after some changes."""
     after = {canonical(key): row for key, row in model.items()}
     for key, row in changes.items():
         if row is None:
@@ -133,7 +133,7 @@ def changed(model: Model, changes: Changes) -> Model:
 
 
 def model_of(batches: Iterable[pa.RecordBatch]) -> Model:
-    """Rows as the model has them. Fails when a key occurs twice."""
+    """Return rows as a model; fail if a key occurs twice."""
     found: Model = {}
     for batch in batches:
         assert batch.schema.equals(SCHEMA.arrow)
@@ -146,7 +146,7 @@ def model_of(batches: Iterable[pa.RecordBatch]) -> Model:
 
 
 def scanned(view: View) -> Model:
-    """All rows of a view; also checks that they ascend by hash."""
+    """Return all rows of a view as a model; also check that they ascend by hash."""
     batches = list(view.scan())
     hashes = np.concatenate([hashes_of(batch) for batch in batches]) if batches else np.empty(0, dtype=np.uint64)
     assert (hashes[1:] >= hashes[:-1]).all(), "a scan ascends by hash"
@@ -155,7 +155,7 @@ def scanned(view: View) -> Model:
 
 
 def looked_up(view: View, keys: Sequence[Key], hashed: HashFunction = good_hash) -> Model:
-    """What a view says of some keys."""
+    """Return a view's rows of some keys as a model."""
     found = view.lookup(key_hashes(keys, hashed), key_columns(keys))
     rows = found.rows.to_pylist()
     index = found.index.tolist()
@@ -171,13 +171,13 @@ def looked_up(view: View, keys: Sequence[Key], hashed: HashFunction = good_hash)
 
 
 class Refs:
-    """Checkpoint ids in order, so that a failing example reads well."""
+    """Ascending checkpoint ids, so that a failing example is easy to read."""
 
     def __init__(self) -> None:
         self._count = 0
 
     def next(self, version: int) -> CheckpointRef:
-        """The next one, of a version."""
+        """Return the next checkpoint, with a given version."""
         self._count += 1
         return CheckpointRef(version, f"{self._count:032x}")
 
@@ -185,11 +185,11 @@ class Refs:
 KEYS: list[Key] = [
     (name, x) for name in ("a", "b", "ü", "", None) for x in (0.0, 1.5, float("inf"), float("nan"), None)
 ]
-# Equal to one of KEYS, and different bytes.
+# Equal to some of KEYS, but with different bytes.
 OTHER_SPELLINGS: list[Key] = [("a", -0.0), ("b", -float("nan")), (None, -0.0)]
 ALL_KEYS = [*KEYS, *OTHER_SPELLINGS]
 
 
 def expired_in(model: Model, now_ms: int) -> Model:
-    """What has timed out before a moment."""
+    """Return the rows that have timed out before a moment."""
     return {key: row for key, row in model.items() if row.timeout_ms is not None and row.timeout_ms < now_ms}

@@ -1,4 +1,4 @@
-"""Built-in operators over tables: what Spark's plan selects of the input's columns, selected without Spark."""
+"""Selects the columns of built-in operators from tables without Spark, like Spark's plan does."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ OPERATORS = (aggregate, deduplicate, sessionize, top_k)
 
 @dataclass(frozen=True)
 class Window:
-    """A key of `aggregate`: the window of fixed length that a row's time lies in, as ``F.window(time, …)`` gives it.
+    """A key of `aggregate`: the fixed-length window that a row's time is in, like ``F.window(time, …)``.
 
     Parameters
     ----------
     time
-        Name of a column of timestamps. Rows without a time are in no window, and left out.
+        Name of a timestamp column. Rows without a time are in no window, and are left out.
     duration_ms
-        How long a window is, milliseconds; they begin at multiples of it since 1970.
+        Length of a window, milliseconds; windows begin at multiples of it since 1970.
     name
-        Name of the output's column.
+        Name of the output column.
 
     Raises
     ------
     UsageError
-        When the length is no whole number from 1 on.
+        If the length is not a whole number of at least 1.
 
     Examples
     --------
@@ -81,16 +81,16 @@ class Window:
 
 @dataclass(frozen=True)
 class _Selected:
-    """A column that an operator works on.
+    """A column that an operator uses.
 
     Parameters
     ----------
     field
-        Its name and type; an event time has the watermark's delay with it.
+        Its name and type; an event time has the watermark's delay in its metadata.
     source
-        The input's column.
+        The input column that it comes from.
     made
-        What makes it of that; None: it is that.
+        Computes it from the input column; None: it is the input column.
     """
 
     field: StructField
@@ -105,11 +105,11 @@ class OperatorRun:
     Parameters
     ----------
     plan
-        What it comes to.
+        The operator's plan.
     columns
-        The columns that it works on.
+        The columns that it uses.
     keys
-        Names of those that are keys.
+        Names of the key columns.
     """
 
     plan: OperatorPlan
@@ -118,13 +118,13 @@ class OperatorRun:
 
     @property
     def row_type(self) -> StructType:
-        """The type of the rows that it works on."""
+        """The type of the rows that it uses."""
         return _struct(self.columns)
 
     def rows(self, table: pa.Table) -> pa.Table:
-        """The rows that it works on, of a table of the input."""
+        """Return the rows that the operator uses, from a table of the input."""
         for column in self.columns:
-            # What has no time is in no window and in no session.
+            # A row without a time is in no window and in no session.
             if column.made is not None and table.column(column.source).null_count:
                 table = table.filter(table.column(column.source).is_valid())
         found = [
@@ -154,14 +154,14 @@ def planned_run(
 
 
 class _Columns:
-    """The input's columns, by the names that an operator's arguments give."""
+    """The input's columns, by the names in an operator's arguments."""
 
     def __init__(self, input_type: StructType, operator: str) -> None:
         self.type = input_type
         self._operator = operator
 
     def named(self, given: Any, name: str | None = None) -> _Selected:
-        """A column by its name, under another one where that is given; raises a UsageError for anything else."""
+        """Return a column by its name, renamed to `name` if given; raise a UsageError for anything but a name."""
         if not isinstance(given, str):
             raise UsageError(
                 f"{self._operator} has {given!r} where run_operator() takes names of columns only: give an expression "
@@ -174,12 +174,12 @@ class _Columns:
                 f"{', '.join(self.type.names)}"
             )
         field = self.type[source]
-        # What an aggregate or an order takes has no watermark.
+        # A column that an aggregate or an order uses has no watermark.
         own = field if name is None else StructField(name, field.dataType, field.nullable)
         return _Selected(own, source)
 
     def keys(self, given: Any) -> list[_Selected]:
-        """Keys: columns, or windows of them."""
+        """Return the columns and windows of keys."""
         return [self._window(key) if isinstance(key, Window) else self.named(key) for key in listed(given)]
 
     def _window(self, window: Window) -> _Selected:
@@ -198,7 +198,7 @@ class _Columns:
         return _Selected(field, time.source, made)
 
     def values(self, specs: Mapping[str, Aggregate]) -> list[_Selected]:
-        """The columns that are aggregated."""
+        """Return the columns to aggregate."""
         return [self.named(column, name) for name, column in values_of(specs).values()]
 
     def all(self) -> list[_Selected]:
@@ -206,10 +206,10 @@ class _Columns:
 
 
 def _refuse_no_time(field: StructField) -> None:
-    """Raise an UnsupportedPlanError for a column that is no timestamp."""
+    """Raise an UnsupportedPlanError if a column is not a timestamp."""
     if not field.dataType.typeName().startswith("timestamp"):
         raise UnsupportedPlanError(
-            f"a Window goes by a timestamp, and {field.name!r} is of type {field.dataType.simpleString()}"
+            f"a Window needs a timestamp, but {field.name!r} is of type {field.dataType.simpleString()}"
         )
 
 
@@ -233,7 +233,7 @@ def _aggregated(
         lives_by = event_time_of(columns.type)
     more = []
     if lives_by is not None:
-        # Comes along for the time to live, whose clock it may be: each row's time counts.
+        # The time column is needed for the time to live, which may use it as its clock for each row.
         timed = columns.type[lives_by[0]]
         more = [_Selected(StructField("__at", timed.dataType, timed.nullable, timed.metadata), timed.name)]
     narrow = [*chosen, *more, *columns.values(specs)]
@@ -292,7 +292,7 @@ def _top(
 
 def _without_windows(keys: list[_Selected], operator: str) -> list[_Selected]:
     if any(key.made is not None for key in keys):
-        raise UsageError(f"a Window is a key of aggregate only, and {operator} has one")
+        raise UsageError(f"a Window is a key of aggregate only, but {operator} has one")
     return keys
 
 

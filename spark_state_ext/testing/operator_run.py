@@ -1,4 +1,4 @@
-"""`run_operator`: a built-in operator over batches, in this process and without Spark."""
+"""`run_operator`: runs a built-in operator over batches, in this process and without Spark."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_operator(
 ) -> RunResult:
     """Run a built-in operator over batches, in this process: no Spark session, no JVM, no cluster.
 
-    It is planned by the code that plans it on Spark, and then run as `run` runs a function.
+    The code that plans operators on Spark plans this one; it then runs like a function in `run`.
 
     Parameters
     ----------
@@ -50,32 +50,31 @@ def run_operator(
     batches
         The rows of each micro-batch, as for `run`.
     *arguments, **named
-        The operator's own arguments, behind the state and the DataFrame. Columns are given by name; a key of
-        `aggregate` may be a `Window`.
+        The operator's own arguments, after the state and the DataFrame. Give columns by name; a key of `aggregate` may
+        be a `Window`.
     input_schema
-        The input's columns; None: those of the first batch that has some.
+        The input's columns; None: the columns of the first batch that has columns.
     event_time
         The column that has the watermark, as in `withWatermark`.
     delay_ms
-        How far the watermark stays behind the latest event time, milliseconds; it is also what `deduplicate` with
-        ``within_watermark=True`` goes by.
+        How far the watermark stays behind the latest event time, milliseconds; also the period in which `deduplicate`
+        with ``within_watermark=True`` drops duplicates.
     watermarks_ms, processing_times_ms, restart
-        As for `run`.
+        The same as for `run`.
     buckets, ttl
-        As for `ArrowState`.
+        The same as for `ArrowState`.
 
     Returns
     -------
     RunResult
-        Output and state of each batch. ``watermark_ms`` is None where no watermark reaches the operator, as none of
-        its columns has one.
+        Output and state of each batch. ``watermark_ms`` is None if no column that the operator uses has a watermark.
 
     Raises
     ------
     UsageError, UnsupportedPlanError, UnsupportedTypeError
-        When an argument cannot work, as on Spark; for expressions, which take Spark.
+        If an argument cannot work, as on Spark; also for expressions, which need Spark.
     StateValueError
-        When an aggregate is beyond its type, or a batch is no table of the input.
+        If an aggregate overflows its type, or a batch is not a table of the input.
 
     Examples
     --------
@@ -89,12 +88,12 @@ def run_operator(
     check_delay(delay_ms)
     check_restart(restart)
     if event_time is None and (delay_ms or watermarks_ms is not None):
-        raise UsageError("delay_ms and watermarks_ms are of the watermark on event_time: give event_time")
+        raise UsageError("delay_ms and watermarks_ms need event_time, the column with the watermark")
     rows = Rows(None if input_schema is None else struct_json(input_schema, "the input schema"))
     tables = rows.tables(batches)
     input_type = _with_watermark(StructType.fromJson(json.loads(rows.known())), event_time, delay_ms)
     run = planned_run(operator, bound, input_type, has_ttl=ttl is not None)
-    # Whether the watermark reaches the operator, as on Spark.
+    # None if the watermark does not reach the operator, as on Spark.
     timed = event_time_of(run.row_type)
     if ttl is not None and ttl.clock == "event" and timed is None:
         raise UnsupportedPlanError("a Ttl with clock='event' needs an input with a watermark: give event_time")
@@ -110,10 +109,10 @@ def run_operator(
 
 
 def _arguments(operator: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-    """An operator's arguments by name, but the state and the frame."""
+    """Return an operator's arguments by name, without the state and the frame."""
     if operator not in OPERATORS:
         names = ", ".join(known.__name__ for known in OPERATORS)
-        raise UsageError(f"operator must be one of {names}, not {operator!r}: run() runs functions")
+        raise UsageError(f"operator must be one of {names}, not {operator!r}: run functions with run()")
     try:
         bound = inspect.signature(operator).bind(None, None, *arguments, **named)
     except TypeError as error:
@@ -123,7 +122,7 @@ def _arguments(operator: Any, arguments: Sequence[Any], named: Mapping[str, Any]
 
 
 def _with_watermark(input_type: StructType, event_time: str | None, delay_ms: int) -> StructType:
-    """The input's columns, the event time's as `withWatermark` leaves it."""
+    """Return the input's columns, with the watermark on the event time like `withWatermark` sets it."""
     at = event_time_position(event_time, input_type)
     return StructType(
         [

@@ -1,4 +1,4 @@
-"""What a function gave, as a table: what Spark makes of the frames that leave its stateful operator."""
+"""Converts a function's output to a table, like Spark does with the frames that leave its stateful operator."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["table_of_frames", "table_of_payloads"]
 
 
 def table_of_payloads(frames: Iterable[pd.DataFrame], fields: Sequence[pa.Field]) -> pa.Table:
-    """The rows in the payloads that functions over Arrow tables and over rows give."""
+    """Return the rows in the payloads of functions over Arrow tables or over rows."""
     payloads = [pa.record_batch([pa.array(frame.iloc[:, 0], pa.binary())], ["payload"]) for frame in frames]
     schema = pa.schema(fields)
     return pa.Table.from_batches([batch.cast(schema) for batch in unpack(payloads)], schema)
 
 
 def table_of_frames(frames: Iterable[pd.DataFrame], fields: Sequence[pa.Field], timezone: str) -> pa.Table:
-    """The rows of frames, each column as its type."""
+    """Return the rows of frames, each column with its type."""
     schema = pa.schema([field.with_nullable(True) for field in fields])
     tables = [_table(frame, schema, timezone) for frame in frames if len(frame) or len(frame.columns)]
     return pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()
@@ -35,10 +35,10 @@ def table_of_frames(frames: Iterable[pd.DataFrame], fields: Sequence[pa.Field], 
 def _table(frame: pd.DataFrame, schema: pa.Schema, timezone: str) -> pa.Table:
     if len(frame.columns) != len(schema):
         raise ResultTypeError(
-            f"the function gave a frame with {len(frame.columns)} columns, {', '.join(map(str, frame.columns))}; the "
-            f"output schema has {', '.join(schema.names)}"
+            f"the function returned a frame with {len(frame.columns)} columns, {', '.join(map(str, frame.columns))}; "
+            f"the output schema has {', '.join(schema.names)}"
         )
-    # By name, and a column that is not there is NULL: Spark joins a frame with the output's columns to it.
+    # Columns are matched by name, and a missing column is NULL: Spark joins the output's columns to a frame.
     columns = [
         _column(frame[field.name], field, timezone) if field.name in frame.columns else pa.nulls(len(frame), field.type)
         for field in schema
@@ -55,19 +55,19 @@ def _column(values: Any, field: pa.Field, timezone: str) -> pa.Array:
         return _as_type(values, field.type)
     except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
         raise StateValueError(
-            f"the function gave a frame whose column {field.name!r} of type {field.type} cannot hold "
+            f"the function returned a frame whose column {field.name!r} of type {field.type} cannot hold "
             f"{values.dtype}: {conversion_reason(error)}"
         ) from error
 
 
 def _as_type(values: Any, kind: pa.DataType) -> pa.Array:
-    """As Spark converts by default: by Arrow, which may cut off digits, and with a cast where that takes one."""
+    """Convert like Spark by default: with Arrow, which may cut off digits, or with a cast if Arrow refuses."""
     mask = None if hasattr(values.array, "__arrow_array__") else values.isna()
     try:
         return pa.Array.from_pandas(values, type=kind, safe=False, mask=mask)
     except (pa.ArrowException, TypeError):
-        found = pa.Array.from_pandas(values, mask=mask)
-        misread = misread_types(found.type, kind)
+        array = pa.Array.from_pandas(values, mask=mask)
+        misread = misread_types(array.type, kind)
         if misread is not None and pa.types.is_string(misread[1]):
-            raise ValueError(f"{misread[0]} is not made text by itself") from None
-        return found.cast(kind, safe=False)
+            raise ValueError(f"{misread[0]} is not converted to text automatically") from None
+        return array.cast(kind, safe=False)

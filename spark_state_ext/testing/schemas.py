@@ -1,4 +1,4 @@
-"""Schemas as tests write them, and tables that have them."""
+"""Schemas in the forms that tests use, and tables with these schemas."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Rows", "struct_json"]
 
 
 def struct_json(given: Any, what: str) -> str:
-    """A schema in whatever form, as `StructType.json` writes it."""
+    """Return a schema in any form as `StructType.json` writes it."""
     if isinstance(given, str):
         return json.dumps(ddl_struct(given, what))
     if isinstance(given, pa.Schema):
@@ -46,7 +46,7 @@ def _spark_type(kind: pa.DataType, path: str, what: str) -> Any:
     name = flat_name(kind)
     if name is not None:
         return name
-    # Not in every release of PyArrow.
+    # Some releases of PyArrow do not have these types.
     if str(kind) in ("string_view", "binary_view"):
         return str(kind).removesuffix("_view")
     if types.is_decimal128(kind):
@@ -66,13 +66,13 @@ def _spark_type(kind: pa.DataType, path: str, what: str) -> Any:
 
 
 class Rows:
-    """Batches of input as tables of one schema."""
+    """Batches of input, as tables of one schema."""
 
     def __init__(self, schema: str | None) -> None:
         self.json = schema
 
     def table(self, given: Any) -> pa.Table | None:
-        """A batch's rows; None where it has none."""
+        """Return a batch's rows; None if it has no rows."""
         if given is None:
             return None
         table = as_table(given, "batches has") if is_table(given) else self._of_rows(given)
@@ -83,7 +83,7 @@ class Rows:
         return self._conformed(table) if table.num_rows else None
 
     def tables(self, batches: Iterable[Any]) -> Iterator[pa.Table | None]:
-        """The rows of all batches. So many are asked for at once as it takes until one has columns; then one by one."""
+        """Yield the rows of all batches. Batches up to the first with columns are read at once, then one by one."""
         source = iter(batches)
         first: list[pa.Table | None] = []
         while self.json is None and (given := next(source, self)) is not self:
@@ -91,9 +91,9 @@ class Rows:
         return itertools.chain(first, map(self.table, source))
 
     def known(self) -> str:
-        """The schema."""
+        """Return the schema; raise a UsageError if no batch has shown it."""
         if self.json is None:
-            raise UsageError("no batch has columns that would tell the input's schema: give input_schema")
+            raise UsageError("no batch has columns, so the input's schema is unknown: give input_schema")
         return self.json
 
     def _fields(self) -> tuple[pa.Field, ...]:
@@ -112,7 +112,7 @@ class Rows:
         columns = [cast_column(column, field, role) for column, field in zip(found.columns, fields, strict=True)]
         for column, field in zip(columns, fields, strict=True):
             refuse_nulls(column, field, role)
-        # As Spark's rows arrive: what is known of NULLs is not told with them.
+        # As Spark's rows arrive: without the knowledge of which columns have no NULLs.
         return pa.table(columns, schema=pa.schema([field.with_nullable(True) for field in fields]))
 
     def _of_rows(self, given: Any) -> pa.Table | None:
@@ -134,11 +134,11 @@ class Rows:
         try:
             return pa.Table.from_pylist([_without_missing(row) for row in rows], schema)
         except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
-            raise StateValueError(f"batches has rows that make no table: {conversion_reason(error)}") from error
+            raise StateValueError(f"batches has rows that cannot become a table: {conversion_reason(error)}") from error
 
     @staticmethod
     def _refuse_others(rows: Sequence[Mapping[str, Any]], schema: pa.Schema | None) -> None:
-        # Arrow takes a missing value for NULL, and passes over a column that the schema does not have.
+        # Arrow would take a missing value for NULL, and ignore a column that the schema does not have.
         names = set(rows[0]) if schema is None else set(schema.names)
         for row in rows:
             if set(row) != names:
@@ -149,5 +149,5 @@ class Rows:
 
 
 def _without_missing(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row with None for `pandas.NaT`, which PyArrow takes for a date, and for other missing values but NaN."""
+    """Return a row with None for `pandas.NaT`, which PyArrow takes for a date, and for missing values except NaN."""
     return {name: None if is_missing(value, or_nan=False) else value for name, value in row.items()}

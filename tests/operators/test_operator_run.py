@@ -288,7 +288,7 @@ N: dict[str, Any] = {"n": Agg.count()}
         (aggregate, [Window("value", 1), N], {}, UnsupportedPlanError, "'value' is of type bigint"),
         (aggregate, ["key", N], {"delay_ms": 5}, UsageError, "give event_time"),
         (aggregate, ["key", N], {"watermarks_ms": [5]}, UsageError, "give event_time"),
-        (aggregate, ["key", N], {"event_time": "when"}, UsageError, "event_time='when' is no column"),
+        (aggregate, ["key", N], {"event_time": "when"}, UsageError, "event_time='when' is not a column"),
         (aggregate, ["key", N], {"restart": "always"}, UsageError, "restart must be"),
         (
             aggregate,
@@ -319,5 +319,5 @@ def test_more_mistakes() -> None:
             Window("at", duration)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"aggregate is a built-in operator: run_operator\(\) runs it"):
         run(aggregate, [rows_of("a")], "key", "n long", "n long")
-    with pytest.raises(UsageError, match="batches has none"):
+    with pytest.raises(UsageError, match="batches is empty"):
         run_operator(deduplicate, [], input_schema=SCHEMA)
