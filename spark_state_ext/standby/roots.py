@@ -144,7 +144,7 @@ class RootFollower:
         """Return the buckets that `find` returned last."""
         return frozenset(self._operators)
 
-    def bucket(self) -> list[BucketKey]:
+    def list_held(self) -> list[BucketKey]:
         """Return the followed buckets, ascending."""
         return sorted(self._held)
 

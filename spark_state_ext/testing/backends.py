@@ -53,7 +53,7 @@ __all__ = ["BackendContract"]
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 _LARGE_BYTES = 20 << 20
 _RETAINED = 2
-_SENT_AGAIN = 10
+_REPEATED_UPLOADS = 10
 
 
 class BackendContract:
@@ -83,13 +83,13 @@ class BackendContract:
 
     # -- files ---------------------------------------------------------------------------------------
 
-    def test_what_was_uploaded_is_given_back(self, factory: BackendFactory, context: BackendContext) -> None:
-        ref, content = _ref(1), b"Arrow \x00\xff" * 1_000
-        markers = _uploaded(factory, context, ref, content)
+    def test_an_uploaded_file_is_read_back(self, factory: BackendFactory, context: BackendContext) -> None:
+        ref, content = _new_ref(1), b"Arrow \x00\xff" * 1_000
+        markers = _upload(factory, context, ref, content)
         assert set(markers) == {STATE}
         assert all(isinstance(marker, str) for marker in markers.values())
         # Read with a new manager that knows only the markers, as on another machine.
-        files, name = _files(factory, context, ref, markers), file_name(ref, DELTA)
+        files, name = _open_files(factory, context, ref, markers), file_name(ref, DELTA)
         assert files.size(name) == len(content)
         assert files.get(name) == content
         assert files.get_range(name, 5, 500) == content[5:500]
@@ -101,7 +101,7 @@ class BackendContract:
 
     def test_a_large_file(self, factory: BackendFactory, context: BackendContext) -> None:
         """Upload a file larger than one request."""
-        ref = _ref(1)
+        ref = _new_ref(1)
         path = context.scratch / "large"
         content = bytes(range(256)) * (_LARGE_BYTES // 256)
         path.write_bytes(content)
@@ -110,26 +110,24 @@ class BackendContract:
         sealed = SealedFile(file_name(ref, DELTA), len(content), None, path)
         markers = backup.upload(ref, backup.snapshot(ref, {STATE: sealed})).result(WAIT_S)
         target = context.scratch / "copy"
-        _files(factory, context, ref, markers).get_file(file_name(ref, DELTA), target)
+        _open_files(factory, context, ref, markers).get_file(file_name(ref, DELTA), target)
         assert target.read_bytes() == content
         backup.close()
 
-    def test_what_is_not_there_is_missing(self, factory: BackendFactory, context: BackendContext) -> None:
-        ref = _ref(1)
-        files = _files(factory, context, ref, _uploaded(factory, context, ref, b"x"))
-        other = file_name(_ref(2), DELTA)
+    def test_a_missing_file_raises(self, factory: BackendFactory, context: BackendContext) -> None:
+        ref = _new_ref(1)
+        files = _open_files(factory, context, ref, _upload(factory, context, ref, b"x"))
+        other = file_name(_new_ref(2), DELTA)
         for read in (files.size, files.get, lambda name: files.get_range(name, 0, 5)):
             with pytest.raises(MissingCheckpointError):
                 read(other)
         with pytest.raises(MissingCheckpointError):
             files.get_file(other, context.scratch / "copy")
 
-    def test_whether_a_file_is_there_can_be_told_while_nothing_is_restored(
-        self, factory: BackendFactory, context: BackendContext
-    ) -> None:
+    def test_a_file_can_be_probed_without_a_restore(self, factory: BackendFactory, context: BackendContext) -> None:
         """A file's size and content can be read without a restore, to check an awaited snapshot or a confirmed file."""
-        ref = _ref(1)
-        _uploaded(factory, context, ref, b"four")
+        ref = _new_ref(1)
+        _upload(factory, context, ref, b"four")
         files = factory.restore_manager(context).restore()
         assert files.size(file_name(ref, DELTA)) == 4
         assert files.get(file_name(ref, DELTA)) == b"four"
@@ -138,49 +136,49 @@ class BackendContract:
 
     def test_the_same_file_twice(self, factory: BackendFactory, context: BackendContext) -> None:
         """A process dies after an upload and before it records the upload; the next process uploads again."""
-        ref = _ref(1)
-        first, second = (_uploaded(factory, context, ref, b"same") for _ in range(2))
+        ref = _new_ref(1)
+        first, second = (_upload(factory, context, ref, b"same") for _ in range(2))
         for markers in (first, second):
-            assert _files(factory, context, ref, markers).get(file_name(ref, DELTA)) == b"same"
+            assert _open_files(factory, context, ref, markers).get(file_name(ref, DELTA)) == b"same"
 
     def test_a_confirmed_file_is_intact_while_it_is_sent_again(
         self, factory: BackendFactory, context: BackendContext
     ) -> None:
         """Another attempt does not know that the file was confirmed. A concurrent reader must always find it whole."""
-        ref, content = _ref(1), bytes(range(256)) * 4_096
-        markers = _uploaded(factory, context, ref, content)
-        files, name = _files(factory, context, ref, markers), file_name(ref, DELTA)
-        over = threading.Event()
-        found: list[bool] = []
+        ref, content = _new_ref(1), bytes(range(256)) * 4_096
+        markers = _upload(factory, context, ref, content)
+        files, name = _open_files(factory, context, ref, markers), file_name(ref, DELTA)
+        stopped = threading.Event()
+        reads_intact: list[bool] = []
 
         def read() -> None:
-            while not over.is_set():
+            while not stopped.is_set():
                 try:
-                    found.append(files.size(name) == len(content) and files.get(name) == content)
+                    reads_intact.append(files.size(name) == len(content) and files.get(name) == content)
                 except StateError:
-                    found.append(False)
+                    reads_intact.append(False)
 
         thread = threading.Thread(target=read)
         thread.start()
-        for _ in range(_SENT_AGAIN):
-            assert _uploaded(factory, context, ref, content) == markers
-        over.set()
+        for _ in range(_REPEATED_UPLOADS):
+            assert _upload(factory, context, ref, content) == markers
+        stopped.set()
         thread.join(WAIT_S)
-        assert found
-        assert all(found)
+        assert reads_intact
+        assert all(reads_intact)
         assert files.get(name) == content
 
-    def test_buckets_and_homes_do_not_see_each_other(self, factory: BackendFactory, context: BackendContext) -> None:
-        ref = _ref(1)
+    def test_buckets_and_query_folders_are_separate(self, factory: BackendFactory, context: BackendContext) -> None:
+        ref = _new_ref(1)
         contexts = [context, replace(context, bucket=4), replace(context, query_folder=uuid.uuid4().hex)]
         contexts += [replace(context, operator="others")]
-        markers = [_uploaded(factory, one_context, ref, b"%d" % at) for at, one_context in enumerate(contexts)]
-        for at, (one_context, marker) in enumerate(zip(contexts, markers, strict=True)):
-            assert _files(factory, one_context, ref, marker).get(file_name(ref, DELTA)) == b"%d" % at
+        markers = [_upload(factory, one_context, ref, b"%d" % index) for index, one_context in enumerate(contexts)]
+        for index, (one_context, marker) in enumerate(zip(contexts, markers, strict=True)):
+            assert _open_files(factory, one_context, ref, marker).get(file_name(ref, DELTA)) == b"%d" % index
 
     def test_checkpoints_side_by_side(self, factory: BackendFactory, context: BackendContext) -> None:
         """Upload several buckets at the same time, and read from several threads."""
-        refs = [_ref(version) for version in range(1, 9)]
+        refs = [_new_ref(version) for version in range(1, 9)]
         managers = [factory.backup_manager(replace(context, bucket=bucket)) for bucket in range(8)]
         futures = []
         for ref, manager in zip(refs, managers, strict=True):
@@ -188,22 +186,22 @@ class BackendContract:
             sealed = SealedFile.of(file_name(ref, DELTA), ref.id.encode() * 5_000)
             futures.append(manager.upload(ref, manager.snapshot(ref, {STATE: sealed})))
         markers = [future.result(WAIT_S) for future in futures]
-        found: dict[int, bytes] = {}
+        contents: dict[int, bytes] = {}
 
         def read(bucket: int) -> None:
-            files = _files(factory, replace(context, bucket=bucket), refs[bucket], markers[bucket])
-            found[bucket] = files.get(file_name(refs[bucket], DELTA))
+            files = _open_files(factory, replace(context, bucket=bucket), refs[bucket], markers[bucket])
+            contents[bucket] = files.get(file_name(refs[bucket], DELTA))
 
         threads = [threading.Thread(target=read, args=(bucket,)) for bucket in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(WAIT_S)
-        assert found == {bucket: ref.id.encode() * 5_000 for bucket, ref in enumerate(refs)}
+        assert contents == {bucket: ref.id.encode() * 5_000 for bucket, ref in enumerate(refs)}
 
-    def test_a_restore_that_is_told_to_end(self, factory: BackendFactory, context: BackendContext) -> None:
-        ref = _ref(1)
-        markers = _uploaded(factory, context, ref, b"x")
+    def test_a_closed_restore_stops(self, factory: BackendFactory, context: BackendContext) -> None:
+        ref = _new_ref(1)
+        markers = _upload(factory, context, ref, b"x")
         restore = factory.restore_manager(context)
         restore.init(Checkpoint(ref, {context.name: markers}))
         files = restore.restore()
@@ -216,20 +214,20 @@ class BackendContract:
         self, factory: BackendFactory, context: BackendContext, elsewhere: Folder
     ) -> None:
         """`Duplicable` is an optional capability: without it the executor copies files itself."""
-        ref, content = _ref(1), b"Arrow \x00\xff" * 1_000
-        files, name = _files(factory, context, ref, _uploaded(factory, context, ref, content)), file_name(ref, DELTA)
+        ref, content = _new_ref(1), b"Arrow \x00\xff" * 1_000
+        files, name = _open_files(factory, context, ref, _upload(factory, context, ref, content)), file_name(ref, DELTA)
         target = elsewhere.child(uuid.uuid4().hex)
         if not isinstance(files, Duplicable):
             assert not hasattr(files, "duplicate_to"), "duplicate_to has another signature"
             return
-        done = files.duplicate_to(target, name)
-        assert target.names() == [name] * done
-        if not done:
+        is_duplicated = files.duplicate_to(target, name)
+        assert target.names() == [name] * is_duplicated
+        if not is_duplicated:
             return
         assert target.get(name) == content
         assert files.duplicate_to(target, name), "a repeated task"
         with pytest.raises(MissingCheckpointError):
-            files.duplicate_to(target, file_name(_ref(2), DELTA))
+            files.duplicate_to(target, file_name(_new_ref(2), DELTA))
         target.remove(name)
         assert files.get(name) == content, "each copy is a file of its own"
 
@@ -248,29 +246,31 @@ class BackendContract:
     def test_a_history_is_restored_at_every_checkpoint(self, factory: BackendFactory, context: BackendContext) -> None:
         with _Life(factory, context) as life:
             for batch in range(12):
-                life.batch({batch % 5: batch, (batch + 2) % 5: None if batch % 4 == 3 else -batch})
+                life.run_batch({batch % 5: batch, (batch + 2) % 5: None if batch % 4 == 3 else -batch})
             life.check(range(len(life.pointers)))
 
     def test_clean_up_leaves_what_is_needed(self, factory: BackendFactory, context: BackendContext) -> None:
         """Clean-up may delete files or not, but files that a retained pointer needs must stay, also when repeated."""
         with _Life(factory, context) as life:
             for batch in range(60):
-                life.batch({batch % 5: batch})
+                life.run_batch({batch % 5: batch})
             deleted = [life.clean_up() for _ in range(2)]
             assert deleted[1] == 0, "the second clean-up finds nothing to delete"
             life.check(range(len(life.pointers) - 1 - _RETAINED, len(life.pointers)))
             for batch in range(20):
-                life.batch({batch % 5: batch})
+                life.run_batch({batch % 5: batch})
             life.check(range(len(life.pointers) - 1 - _RETAINED, len(life.pointers)))
 
-    def test_nothing_is_deleted_while_somebody_copies(self, factory: BackendFactory, context: BackendContext) -> None:
+    def test_clean_up_deletes_nothing_while_the_folder_is_held(
+        self, factory: BackendFactory, context: BackendContext
+    ) -> None:
         """The holder of the query folder may be about to copy files that any of the pointers needs."""
         with _Life(factory, context) as life:
             for batch in range(60):
-                life.batch({batch % 5: batch})
-            before = life.restorable()
+                life.run_batch({batch % 5: batch})
+            before = life.list_restorable()
             assert life.clean_up(held=lambda: True) == 0
-            assert life.restorable() == before
+            assert life.list_restorable() == before
             life.clean_up()
             life.check(range(len(life.pointers) - 1 - _RETAINED, len(life.pointers)))
 
@@ -280,17 +280,17 @@ class BackendContract:
     ) -> None:
         with _Life(factory, context) as life:
             for batch in range(8):
-                life.batch({batch % 5: batch, (batch + 2) % 5: None if batch % 4 == 3 else -batch})
+                life.run_batch({batch % 5: batch, (batch + 2) % 5: None if batch % 4 == 3 else -batch})
             target = elsewhere.child(uuid.uuid4().hex)
-            assert life.saved(target, form) == life.models[-1]
+            assert life.save(target, form) == life.models[-1]
             life.check(range(len(life.pointers)))
 
 
-def _ref(version: int) -> CheckpointRef:
+def _new_ref(version: int) -> CheckpointRef:
     return CheckpointRef(version, new_checkpoint_id())
 
 
-def _uploaded(factory: BackendFactory, context: BackendContext, ref: CheckpointRef, content: bytes) -> dict[str, str]:
+def _upload(factory: BackendFactory, context: BackendContext, ref: CheckpointRef, content: bytes) -> dict[str, str]:
     manager = factory.backup_manager(context)
     manager.init(None)
     prepared = manager.snapshot(ref, {STATE: SealedFile.of(file_name(ref, DELTA), content)})
@@ -299,7 +299,7 @@ def _uploaded(factory: BackendFactory, context: BackendContext, ref: CheckpointR
     return dict(markers)
 
 
-def _files(
+def _open_files(
     factory: BackendFactory, context: BackendContext, ref: CheckpointRef, markers: Mapping[str, str]
 ) -> Readable:
     restore = factory.restore_manager(context)
@@ -325,17 +325,17 @@ class _Life:
     def __exit__(self, *exc: object) -> None:
         self._store.close()
 
-    def _replicas(self) -> list[Replica]:
+    def _make_replicas(self) -> list[Replica]:
         backup, restore = self._factory.backup_manager(self._context), self._factory.restore_manager(self._context)
         return [Replica(self._context.name, backup, restore)]
 
-    def _bucket(self, store: LocalStore, pointer: Pointer, replicas: list[Replica] | None = None) -> Bucket:
+    def _open_bucket(self, store: LocalStore, pointer: Pointer, replicas: list[Replica] | None = None) -> Bucket:
         writer = Writer("query", "run", len(self.pointers), "host")
         options = CommitOptions(inline_bytes_max=6_000)
         context = CommitContext(self._context.scratch, options, batches_retained=_RETAINED, uploads=self._uploads)
-        return Bucket(store, replicas or self._replicas(), pointer, writer, context)
+        return Bucket(store, replicas or self._make_replicas(), pointer, writer, context)
 
-    def batch(self, changes: Mapping[int, int | None]) -> None:
+    def run_batch(self, changes: Mapping[int, int | None]) -> None:
         rows = SpillBuffer(self._context.scratch, 1 << 20)
         keys, values = list(changes), list(changes.values())
         removed = [value is None for value in values]
@@ -348,7 +348,7 @@ class _Life:
             pa.array(removed),
         ]
         rows.append(sorted_run(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
-        self.pointers.append(self._bucket(self._store, self.pointers[-1]).commit(rows).pointer)
+        self.pointers.append(self._open_bucket(self._store, self.pointers[-1]).commit(rows).pointer)
         after = {**self.models[-1], **{key: value for key, value in changes.items() if value is not None}}
         self.models.append({key: value for key, value in after.items() if changes.get(key, value) is not None})
 
@@ -357,46 +357,46 @@ class _Life:
         pointer = self.pointers[-2]
         head = pointer.replication[self._context.name].through
         assert head is not None, "a backend has confirmed something by now"
-        (replica,) = self._replicas()
+        (replica,) = self._make_replicas()
         return replica.backup.clean_up(CleanUp(pointer, head, _RETAINED, lambda: None, held=held)).result(WAIT_S)
 
-    def check(self, which: range) -> None:
+    def check(self, indices: range) -> None:
         """Check that pointers give the state of their time, each on an empty disk."""
-        for at in which:
-            if self.pointers[at].ref is not None:
-                assert self._restored(self.pointers[at], self._replicas()) == self.models[at]
+        for index in indices:
+            if self.pointers[index].ref is not None:
+                assert self._restore(self.pointers[index], self._make_replicas()) == self.models[index]
 
-    def restorable(self) -> list[int]:
+    def list_restorable(self) -> list[int]:
         """Return which pointers can still be restored: not all, if a snapshot has replaced earlier deltas."""
-        found = []
-        for at, pointer in enumerate(self.pointers):
+        restorable = []
+        for index, pointer in enumerate(self.pointers):
             try:
-                if pointer.ref is not None and self._restored(pointer, self._replicas()) == self.models[at]:
-                    found.append(at)
+                if pointer.ref is not None and self._restore(pointer, self._make_replicas()) == self.models[index]:
+                    restorable.append(index)
             except MissingCheckpointError:
                 continue
-        return found
+        return restorable
 
-    def saved(self, target: Folder, form: str) -> dict[int, int]:
+    def save(self, target: Folder, form: str) -> dict[int, int]:
         """Return the state that a savepoint of the last pointer contains, read from the savepoint alone."""
         scratch = self._context.scratch
-        saved = save_bucket(
-            self.pointers[-1], self._replicas(), target, form, SCHEMA, scratch, reading=Reading(verify=True)
+        saved_bucket = save_bucket(
+            self.pointers[-1], self._make_replicas(), target, form, SCHEMA, scratch, reading=Reading(verify=True)
         ).saved
-        pointer = replace(saved.pointer, replication={"savepoint": ReplicationStatus(saved.pointer.ref)})
-        return self._restored(pointer, sole_replica(target, scratch, "savepoint"))
+        pointer = replace(saved_bucket.pointer, replication={"savepoint": ReplicationStatus(saved_bucket.pointer.ref)})
+        return self._restore(pointer, sole_replica(target, scratch, "savepoint"))
 
-    def _restored(self, pointer: Pointer, replicas: list[Replica]) -> dict[int, int]:
+    def _restore(self, pointer: Pointer, replicas: list[Replica]) -> dict[int, int]:
         """Return the state at a pointer, restored to an empty disk."""
         self._stores += 1
         store = LocalStore.at(self._context.scratch / f"fresh-{self._stores}", SCHEMA)
         try:
-            return self._bucket(store, pointer, replicas).read(_scanned)
+            return self._open_bucket(store, pointer, replicas).read(_scan)
         finally:
             store.close()
 
 
-def _scanned(view: View) -> dict[int, int]:
+def _scan(view: View) -> dict[int, int]:
     return {
         key: value
         for batch in view.scan()

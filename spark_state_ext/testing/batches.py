@@ -18,9 +18,9 @@ from spark_state_ext.engine.job import PANDAS
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.spark.executor.key_work import Times
 from spark_state_ext.testing.buckets import Buckets
-from spark_state_ext.testing.outputs import table_of_frames, table_of_payloads
+from spark_state_ext.testing.outputs import convert_frames, convert_payloads
 
-__all__ = ["BatchResult", "Clock", "RunResult", "event_time_position", "run_result"]
+__all__ = ["BatchResult", "Clock", "RunResult", "event_time_position", "run_batches"]
 
 # 2024-01-01 UTC: a fixed start, because a batch's result must not depend on when a test runs.
 _FIRST_MS, _EVERY_MS = 1_704_067_200_000, 1_000
@@ -100,26 +100,26 @@ def event_time_position(event_time: str | None, input_type: StructType) -> int:
     return input_type.names.index(event_time)
 
 
-def run_result(
+def run_batches(
     buckets: Buckets,
     tables: Iterable[pa.Table | None],
     clock: Clock,
     restart: bool | Collection[int],
-    selected: Callable[[pa.Table], pa.Table] | None = None,
+    select_rows: Callable[[pa.Table], pa.Table] | None = None,
 ) -> RunResult:
     """Run all batches and return their results."""
-    found = tuple(_results(buckets, tables, clock, restart, selected))
-    if not found:
+    results = tuple(_run_each(buckets, tables, clock, restart, select_rows))
+    if not results:
         raise UsageError("batches is empty: give at least one batch")
-    return RunResult(found)
+    return RunResult(results)
 
 
-def _results(
+def _run_each(
     buckets: Buckets,
     tables: Iterable[pa.Table | None],
     clock: Clock,
     restart: bool | Collection[int],
-    selected: Callable[[pa.Table], pa.Table] | None,
+    select_rows: Callable[[pa.Table], pa.Table] | None,
 ) -> Iterator[BatchResult]:
     job = buckets.job
     fields = state_fields(job.output_schema, "output")
@@ -128,11 +128,11 @@ def _results(
             if number and (restart if isinstance(restart, bool) else number in restart):
                 buckets.restart()
             times = clock.of_batch(number)
-            frames = buckets.batch(number, table if table is None or selected is None else selected(table), times)
+            frames = buckets.batch(number, table if table is None or select_rows is None else select_rows(table), times)
             if job.api == PANDAS:
-                output = table_of_frames(frames, fields, job.timezone)
+                output = convert_frames(frames, fields, job.timezone)
             else:
-                output = table_of_payloads(frames, fields)
+                output = convert_payloads(frames, fields)
             clock.note(table)
             watermark_ms = times.watermark_ms if times.watermark_present else None
             yield BatchResult(output, buckets.state(times), watermark_ms, times.processing_ms)
@@ -150,19 +150,19 @@ class Clock:
         watermarks_ms: Iterable[int] | None,
         processing_times_ms: Iterable[int] | None,
     ) -> None:
-        self._at = event_time_position
+        self._event_time_position = event_time_position
         self._delay_ms = delay_ms
-        self._given = None if watermarks_ms is None else iter(watermarks_ms)
+        self._watermarks = None if watermarks_ms is None else iter(watermarks_ms)
         times: Iterable[int] = itertools.count(_FIRST_MS, _EVERY_MS)
         self._times = iter(times if processing_times_ms is None else processing_times_ms)
-        self.has_watermark = self._given is not None or event_time_position >= 0
+        self.has_watermark = self._watermarks is not None or event_time_position >= 0
         self._watermark_ms = 0
 
     def of_batch(self, number: int) -> Times:
         """Return the times of a batch."""
-        now_ms = _time(next(self._times, None), number, "processing_times_ms")
-        if self._given is not None:
-            watermark_ms = _time(next(self._given, None), number, "watermarks_ms")
+        now_ms = _check_time(next(self._times, None), number, "processing_times_ms")
+        if self._watermarks is not None:
+            watermark_ms = _check_time(next(self._watermarks, None), number, "watermarks_ms")
             if watermark_ms < self._watermark_ms:
                 raise UsageError(
                     f"watermarks_ms has {watermark_ms} for batch {number} after {self._watermark_ms}: a watermark "
@@ -173,16 +173,16 @@ class Clock:
 
     def note(self, table: pa.Table | None) -> None:
         """Move the watermark of the next batch by the rows of a batch that has run."""
-        if table is None or self._at < 0 or self._given is not None:
+        if table is None or self._event_time_position < 0 or self._watermarks is not None:
             return
-        latest_us = pc.max(event_times_us(table.column(self._at))).as_py()
+        latest_us = pc.max(event_times_us(table.column(self._event_time_position))).as_py()
         if latest_us is not None:
             self._watermark_ms = max(self._watermark_ms, latest_us // 1000 - self._delay_ms)
 
 
-def _time(given: Any, number: int, name: str) -> int:
-    if given is None:
+def _check_time(time_ms: Any, number: int, name: str) -> int:
+    if time_ms is None:
         raise UsageError(f"{name} has no time for batch {number}: give a time for each batch")
-    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
-        raise UsageError(f"{name} has {given!r} for batch {number}: give whole milliseconds since 1970")
-    return given
+    if isinstance(time_ms, bool) or not isinstance(time_ms, int) or time_ms < 0:
+        raise UsageError(f"{name} has {time_ms!r} for batch {number}: give whole milliseconds since 1970")
+    return time_ms

@@ -50,7 +50,7 @@ _READER = Writer("", "", -1, "")
 
 
 @dataclass
-class _Held:
+class _BucketState:
     """A bucket's part of Spark's own state.
 
     Parameters
@@ -74,44 +74,48 @@ class Buckets:
         self._function = function
         self._combiner = combiner
         self._schema = job.operator_file("").row_schema()
-        self._held = [_Held() for _ in range(job.options.buckets)]
+        self._held = [_BucketState() for _ in range(job.options.buckets)]
         self._worker = Worker()
 
     def batch(self, number: int, table: pa.Table | None, times: Times) -> list[pd.DataFrame]:
         """Run a batch and return its output frames."""
         if table is None:
-            due = [bucket for bucket, held in enumerate(self._held) if self._is_due(held, times)]
+            due = [bucket for bucket, bucket_state in enumerate(self._held) if self._is_due(bucket_state, times)]
             return [frame for bucket in due for frame in self._call(number, bucket, None, times)]
-        payloads = self._payloads(number, table)
-        return [frame for bucket, mine in enumerate(payloads) for frame in self._call(number, bucket, mine, times)]
+        payloads = self._pack_payloads(number, table)
+        return [
+            frame
+            for bucket, bucket_payloads in enumerate(payloads)
+            for frame in self._call(number, bucket, bucket_payloads, times)
+        ]
 
     def state(self, times: Times) -> pa.Table:
         """Return the state after the last batch, in the order of the keys' hashes."""
         schema = self._schema
-        shown = schema.without_expiry()
-        fields = [field.with_nullable(True) for field in (*shown.keys, *shown.state)]
-        out = pa.schema([*fields, pa.field("timeout_ms", pa.int64())])
+        visible = schema.without_expiry()
+        fields = [field.with_nullable(True) for field in (*visible.keys, *visible.state)]
+        output_schema = pa.schema([*fields, pa.field("timeout_ms", pa.int64())])
         ttl = self.job.options.ttl
         by_event_time = ttl is not None and ttl.clock == "event"
         expiry = Expiry(schema, ttl, max(times.watermark_ms, 0) if by_event_time else times.processing_ms)
         batches = []
-        for held in self._held:
-            for rows in self._rows(held):
+        for bucket_state in self._held:
+            for rows in self._scan_rows(bucket_state):
                 live = expiry.due(rows)
                 deleted = live.column(DELETED)
                 if deleted.true_count:
                     live = live.filter(pc.invert(deleted))
-                columns = [*shown.key_columns(live), *shown.state_columns(live), live.column("timeout_ms")]
-                batches.append(pa.RecordBatch.from_arrays(columns, schema=out))
-        return pa.Table.from_batches(batches, out).combine_chunks()
+                columns = [*visible.key_columns(live), *visible.state_columns(live), live.column("timeout_ms")]
+                batches.append(pa.RecordBatch.from_arrays(columns, schema=output_schema))
+        return pa.Table.from_batches(batches, output_schema).combine_chunks()
 
-    def held(self) -> list[bytes]:
+    def list_pointers(self) -> list[bytes]:
         """Return the pointers of all buckets, as Spark's state would hold them after a batch with rows."""
-        return [held.pointer or b"" for held in self._held]
+        return [bucket_state.pointer or b"" for bucket_state in self._held]
 
     def hold(self, pointers: Sequence[bytes]) -> None:
         """Continue from the pointers of another process."""
-        self._held = [_Held(pointer) for pointer in pointers]
+        self._held = [_BucketState(pointer) for pointer in pointers]
 
     def restart(self) -> None:
         """Continue like a new process on another machine: without local stores, and knowing only Spark's state."""
@@ -129,32 +133,32 @@ class Buckets:
 
     # -- a call ------------------------------------------------------------------------------------
 
-    def _is_due(self, held: _Held, times: Times) -> bool:
+    def _is_due(self, bucket_state: _BucketState, times: Times) -> bool:
         by_event_time = self.job.timeout_conf == GroupStateTimeout.EventTimeTimeout
-        return _NEVER < held.timeout_ms < (times.watermark_ms if by_event_time else times.processing_ms)
+        return _NEVER < bucket_state.timeout_ms < (times.watermark_ms if by_event_time else times.processing_ms)
 
     def _call(self, number: int, bucket: int, payloads: list[bytes] | None, times: Times) -> Iterator[pd.DataFrame]:
         """Call a bucket with its payloads, or because of its timeout."""
-        held = self._held[bucket]
-        state = self._group_state(held, times, payloads is None)
+        bucket_state = self._held[bucket]
+        state = self._make_group_state(bucket_state, times, payloads is None)
         frame = pd.DataFrame({"payload": pd.Series(payloads or [], dtype=object)})
         task = TaskInfo(_QUERY, _RUN, number, self.job.batches_retained, state_has_ids=True, stage=number)
         key = (bucket_label(bucket),)
         yield from run_bucket(self._plain, self._function, key, [frame], state, self._worker, task)
-        held.pointer = bytes(state.get[0])
-        held.timeout_ms = int(json.loads(state.json())["timeoutTimestamp"])
+        bucket_state.pointer = bytes(state.get[0])
+        bucket_state.timeout_ms = int(json.loads(state.json())["timeoutTimestamp"])
 
-    def _group_state(self, held: _Held, times: Times, timed_out: bool) -> GroupState:
+    def _make_group_state(self, bucket_state: _BucketState, times: Times, timed_out: bool) -> GroupState:
         """Return the group state that Spark would pass to the call."""
         return GroupState(
             # The type is declared as Row, which is a tuple; Spark's worker also passes a plain tuple.
-            optionalValue=None if held.pointer is None else (held.pointer,),  # type: ignore[arg-type]
+            optionalValue=None if bucket_state.pointer is None else (bucket_state.pointer,),  # type: ignore[arg-type]
             batchProcessingTimeMs=times.processing_ms,
             eventTimeWatermarkMs=times.watermark_ms,
             timeoutConf=self.job.timeout_conf,
             hasTimedOut=timed_out,
             watermarkPresent=times.watermark_present,
-            defined=held.pointer is not None,
+            defined=bucket_state.pointer is not None,
             updated=False,
             removed=False,
             timeoutTimestamp=_NEVER,
@@ -162,26 +166,26 @@ class Buckets:
             valueSchema=_POINTER,
         )
 
-    def _payloads(self, number: int, table: pa.Table) -> list[list[bytes]]:
+    def _pack_payloads(self, number: int, table: pa.Table) -> list[list[bytes]]:
         """Return the payloads of each bucket; the first is a heartbeat, as in every batch with rows."""
         positions = self.job.key_positions if self._combiner is None else self._combiner.key_positions
-        keys = self._schema.normalise_keys([table.column(at) for at in positions])
+        keys = self._schema.normalise_keys([table.column(position) for position in positions])
         hashes = pa.array(key_hashes(keys).view(np.int64))
-        names = [f"c{at}" for at in range(table.num_columns)]
+        names = [f"c{position}" for position in range(table.num_columns)]
         packed = pa.table([*table.columns, hashes], names=[*names, HASH_COLUMN])
-        found = {bucket_label(bucket): [heartbeat(f"{number}")] for bucket in range(len(self._held))}
+        payloads_of = {bucket_label(bucket): [heartbeat(f"{number}")] for bucket in range(len(self._held))}
         for batch in pack(self._plain, packed.combine_chunks().to_batches(), self._combiner):
             for label, payload in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True):
-                found[label].append(payload)
-        return list(found.values())
+                payloads_of[label].append(payload)
+        return list(payloads_of.values())
 
     # -- reading -----------------------------------------------------------------------------------
 
-    def _rows(self, held: _Held) -> Iterator[pa.RecordBatch]:
-        if held.pointer is None:
+    def _scan_rows(self, bucket_state: _BucketState) -> Iterator[pa.RecordBatch]:
+        if bucket_state.pointer is None:
             return
         job, shared = self.job, Shared.of(self._worker)
-        pointer = Pointer.decode(held.pointer)
+        pointer = Pointer.decode(bucket_state.pointer)
         scratch = scratch_folder(job.options.local_dir)
         folder = local_folder(job, pointer.query_folder, pointer.schema_id, pointer.bucket)
         replicas = shared.replicas.of(job, pointer.query_folder, pointer.bucket, scratch)

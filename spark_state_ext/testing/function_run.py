@@ -15,9 +15,9 @@ from spark_state_ext.engine.job import ARROW, PANDAS, ROWS
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.functions.ttl import Ttl
 from spark_state_ext.spark.client.planner import TIMEOUT_CONFS
-from spark_state_ext.testing.batches import Clock, RunResult, event_time_position, run_result
+from spark_state_ext.testing.batches import Clock, RunResult, event_time_position, run_batches
 from spark_state_ext.testing.buckets import Buckets
-from spark_state_ext.testing.jobs import check_delay, check_restart, job_of, options_in
+from spark_state_ext.testing.jobs import check_delay, check_restart, make_job, make_options
 from spark_state_ext.testing.operator_columns import OPERATORS
 from spark_state_ext.testing.schemas import Rows, struct_json
 
@@ -116,28 +116,28 @@ def run(
     rows = Rows(None if input_schema is None else struct_json(input_schema, "the input schema"))
     tables = rows.tables(batches)
     columns = [keys] if isinstance(keys, str) else list(keys)
-    input_type = StructType.fromJson(json.loads(rows.known()))
-    event_at = event_time_position(event_time, input_type)
-    clock = Clock(event_at, delay_ms, watermarks_ms, processing_times_ms)
+    input_type = StructType.fromJson(json.loads(rows.get_schema()))
+    event_position = event_time_position(event_time, input_type)
+    clock = Clock(event_position, delay_ms, watermarks_ms, processing_times_ms)
     if ttl is not None and ttl.clock == "event" and not clock.has_watermark:
         raise UnsupportedPlanError("a Ttl with clock='event' needs a watermark: give event_time, or watermarks_ms")
     with tempfile.TemporaryDirectory(prefix="spark_state_ext-run-") as folder:
-        job = job_of(
-            options_in(folder, buckets, ttl, restart=restart, strict_output=strict_output),
+        job = make_job(
+            make_options(folder, buckets, ttl, restart=restart, strict_output=strict_output),
             api,
             input_type,
             _key_positions(columns, input_type),
-            _struct(state_schema, "the state schema"),
-            _struct(output_schema, "the output schema"),
+            _parse_struct(state_schema, "the state schema"),
+            _parse_struct(output_schema, "the output schema"),
             timeout_conf=timeout_conf,
-            event_time_position=event_at,
+            event_time_position=event_position,
             timezone=timezone,
         )
-        return run_result(Buckets(job, func), tables, clock, restart)
+        return run_batches(Buckets(job, func), tables, clock, restart)
 
 
-def _struct(given: StructType | pa.Schema | str, what: str) -> StructType:
-    return StructType.fromJson(json.loads(struct_json(given, what)))
+def _parse_struct(schema: StructType | pa.Schema | str, what: str) -> StructType:
+    return StructType.fromJson(json.loads(struct_json(schema, what)))
 
 
 def _check(func: Any, api: str, timeout_conf: str, event_time: str | None, delay_ms: Any, watermarks: Any) -> None:

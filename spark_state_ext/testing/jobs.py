@@ -18,7 +18,7 @@ from spark_state_ext.spark.client.planner import check_types
 from spark_state_ext.spark.client.state import ArrowState
 from spark_state_ext.spark.shuffle.payload import NO_ROW_LIMIT
 
-__all__ = ["check_delay", "check_restart", "job_of", "options_in"]
+__all__ = ["check_delay", "check_restart", "make_job", "make_options"]
 
 # Rows of a pandas frame, as on Spark by default. Without frames, payloads may be as large as ever: each payload costs
 # some calls, whatever its size.
@@ -37,7 +37,9 @@ def check_delay(delay_ms: Any) -> None:
         raise UsageError(f"delay_ms must be a whole number from 0 on, not {delay_ms!r}")
 
 
-def options_in(folder: str, buckets: int, ttl: Ttl | None, *, restart: Any, strict_output: bool = True) -> StateOptions:
+def make_options(
+    folder: str, buckets: int, ttl: Ttl | None, *, restart: Any, strict_output: bool = True
+) -> StateOptions:
     """Return the state options of a run below a folder."""
     return ArrowState(
         Path(folder) / "root",
@@ -51,25 +53,25 @@ def options_in(folder: str, buckets: int, ttl: Ttl | None, *, restart: Any, stri
     ).options
 
 
-def job_of(
+def make_job(
     options: StateOptions,
     api: str,
-    given: StructType,
+    input_type: StructType,
     key_positions: Sequence[int],
     state: StructType,
     output: StructType,
     **others: Any,
 ) -> Job:
     """Return the job that a plan would send to executors; raise the errors that planning would raise."""
-    fields = [given.fields[at] for at in key_positions]
+    fields = [input_type.fields[at] for at in key_positions]
     key_type = StructType([StructField(field.name, field.dataType, field.nullable) for field in fields])
     key_fields(key_type.json())
-    check_types(api, state, output, given, case_sensitive=False)
+    check_types(api, state, output, input_type, case_sensitive=False)
     return Job(
         options=options,
         key_schema=key_type.json(),
         state_schema=state.json(),
-        columns=tuple(given.names),
+        columns=tuple(input_type.names),
         key_positions=tuple(key_positions),
         frame_rows_max=_ROWS_MAX if api == PANDAS else NO_ROW_LIMIT,
         late_by_previous_watermark=True,
@@ -78,7 +80,7 @@ def job_of(
         plan_id=uuid.uuid4().hex,
         batches_retained=100,
         api=api,
-        input_schema=given.json(),
+        input_schema=input_type.json(),
         output_schema=output.json(),
         **others,
     )

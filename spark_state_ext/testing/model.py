@@ -134,15 +134,15 @@ def changed(model: Model, changes: Changes) -> Model:
 
 def model_of(batches: Iterable[pa.RecordBatch]) -> Model:
     """Return rows as a model; fail if a key occurs twice."""
-    found: Model = {}
+    model: Model = {}
     for batch in batches:
         assert batch.schema.equals(SCHEMA.arrow)
         for row in batch.to_pylist():
             key = canonical((row["key.name"], row["key.x"]))
-            assert key not in found, f"{key} twice"
+            assert key not in model, f"{key} twice"
             assert not row[DELETED]
-            found[key] = Row(row["state.count"], row["state.note"], row[TIMEOUT_MS], row["defined"])
-    return found
+            model[key] = Row(row["state.count"], row["state.note"], row[TIMEOUT_MS], row["defined"])
+    return model
 
 
 def scanned(view: View) -> Model:
@@ -156,14 +156,14 @@ def scanned(view: View) -> Model:
 
 def looked_up(view: View, keys: Sequence[Key], hashed: HashFunction = good_hash) -> Model:
     """Return a view's rows of some keys as a model."""
-    found = view.lookup(key_hashes(keys, hashed), key_columns(keys))
-    rows = found.rows.to_pylist()
-    index = found.index.tolist()
+    result = view.lookup(key_hashes(keys, hashed), key_columns(keys))
+    rows = result.rows.to_pylist()
+    index = result.index.tolist()
     model: Model = {}
-    for key, at in zip(keys, index, strict=True):
-        if at < 0:
+    for key, position in zip(keys, index, strict=True):
+        if position < 0:
             continue
-        row = rows[at]
+        row = rows[position]
         assert canonical((row["key.name"], row["key.x"])) == canonical(key), "the row of another key"
         assert not row[DELETED]
         model[canonical(key)] = Row(row["state.count"], row["state.note"], row[TIMEOUT_MS], row["defined"])

@@ -40,7 +40,7 @@ from spark_state_ext.spark.client.operator_plans import (
 )
 from spark_state_ext.spark.client.operators import aggregate, deduplicate, sessionize, top_k
 
-__all__ = ["OPERATORS", "OperatorRun", "Window", "planned_run"]
+__all__ = ["OPERATORS", "OperatorRun", "Window", "plan_run"]
 
 OPERATORS = (aggregate, deduplicate, sessionize, top_k)
 
@@ -80,7 +80,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class _Selected:
+class _InputColumn:
     """A column that an operator uses.
 
     Parameters
@@ -95,7 +95,7 @@ class _Selected:
 
     field: StructField
     source: str
-    made: Callable[[pa.ChunkedArray], pa.Array] | None = None
+    compute: Callable[[pa.ChunkedArray], pa.Array] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class OperatorRun:
     """
 
     plan: OperatorPlan
-    columns: tuple[_Selected, ...]
+    columns: tuple[_InputColumn, ...]
     keys: tuple[str, ...]
 
     @property
@@ -125,29 +125,29 @@ class OperatorRun:
         """Return the rows that the operator uses, from a table of the input."""
         for column in self.columns:
             # A row without a time is in no window and in no session.
-            if column.made is not None and table.column(column.source).null_count:
+            if column.compute is not None and table.column(column.source).null_count:
                 table = table.filter(table.column(column.source).is_valid())
-        found = [
-            table.column(column.source) if column.made is None else column.made(table.column(column.source))
+        columns = [
+            table.column(column.source) if column.compute is None else column.compute(table.column(column.source))
             for column in self.columns
         ]
-        return pa.table(found, names=[column.field.name for column in self.columns])
+        return pa.table(columns, names=[column.field.name for column in self.columns])
 
 
-def planned_run(
+def plan_run(
     operator: Callable[..., Any], arguments: Mapping[str, Any], input_type: StructType, has_ttl: bool
 ) -> OperatorRun:
     """Plan an operator for the columns of an input."""
-    given = dict(arguments)
+    by_name = dict(arguments)
     columns = _Columns(input_type, operator.__name__)
     if operator is aggregate:
-        return _aggregated(columns, has_ttl=has_ttl, **given)
+        return _plan_aggregate(columns, has_ttl=has_ttl, **by_name)
     if operator is deduplicate:
-        return _deduplicated(columns, **given)
+        return _plan_deduplicate(columns, **by_name)
     if operator is sessionize:
-        return _sessions(columns, **given)
+        return _plan_sessions(columns, **by_name)
     assert operator is top_k, operator
-    return _top(columns, has_ttl=has_ttl, **given)
+    return _plan_top(columns, has_ttl=has_ttl, **by_name)
 
 
 # -- inside --------------------------------------------------------------------------------------------------
@@ -160,49 +160,49 @@ class _Columns:
         self.type = input_type
         self._operator = operator
 
-    def named(self, given: Any, name: str | None = None) -> _Selected:
+    def column(self, column_name: Any, new_name: str | None = None) -> _InputColumn:
         """Return a column by its name, renamed to `name` if given; raise a UsageError for anything but a name."""
-        if not isinstance(given, str):
+        if not isinstance(column_name, str):
             raise UsageError(
-                f"{self._operator} has {given!r} where run_operator() takes names of columns only: give an expression "
-                "as a column of the batches, or test the query with Spark"
+                f"{self._operator} has {column_name!r}, but run_operator() takes names of columns only: give an "
+                "expression as a column of the batches, or test the query with Spark"
             )
-        source = unquoted(given)
+        source = unquoted(column_name)
         if source not in self.type.names:
             raise UsageError(
-                f"{self._operator} names the column {given!r}, which the input does not have; it has "
+                f"{self._operator} names the column {column_name!r}, which the input does not have; it has "
                 f"{', '.join(self.type.names)}"
             )
         field = self.type[source]
         # A column that an aggregate or an order uses has no watermark.
-        own = field if name is None else StructField(name, field.dataType, field.nullable)
-        return _Selected(own, source)
+        renamed = field if new_name is None else StructField(new_name, field.dataType, field.nullable)
+        return _InputColumn(renamed, source)
 
-    def keys(self, given: Any) -> list[_Selected]:
+    def keys(self, arguments: Any) -> list[_InputColumn]:
         """Return the columns and windows of keys."""
-        return [self._window(key) if isinstance(key, Window) else self.named(key) for key in listed(given)]
+        return [self._window(key) if isinstance(key, Window) else self.column(key) for key in listed(arguments)]
 
-    def _window(self, window: Window) -> _Selected:
-        time = self.named(window.time)
+    def _window(self, window: Window) -> _InputColumn:
+        time = self.column(window.time)
         _refuse_no_time(time.field)
         bounds = StructType([StructField(name, time.field.dataType) for name in ("start", "end")])
         field = StructField(window.name, bounds, False, time.field.metadata)
         duration_us = 1000 * window.duration_ms
 
-        def made(column: pa.ChunkedArray) -> pa.Array:
-            times = _us(column)
+        def compute(column: pa.ChunkedArray) -> pa.Array:
+            times = _times_us(column)
             starts = times - np.mod(times, duration_us)
             ends = [pa.array(bound).cast(column.type) for bound in (starts, starts + duration_us)]
             return pa.StructArray.from_arrays(ends, names=["start", "end"])
 
-        return _Selected(field, time.source, made)
+        return _InputColumn(field, time.source, compute)
 
-    def values(self, specs: Mapping[str, Aggregate]) -> list[_Selected]:
+    def values(self, specs: Mapping[str, Aggregate]) -> list[_InputColumn]:
         """Return the columns to aggregate."""
-        return [self.named(column, name) for name, column in values_of(specs).values()]
+        return [self.column(column, name) for name, column in values_of(specs).values()]
 
-    def all(self) -> list[_Selected]:
-        return [_Selected(field, field.name) for field in self.type.fields]
+    def all(self) -> list[_InputColumn]:
+        return [_InputColumn(field, field.name) for field in self.type.fields]
 
 
 def _refuse_no_time(field: StructField) -> None:
@@ -213,88 +213,94 @@ def _refuse_no_time(field: StructField) -> None:
         )
 
 
-def _struct(columns: Iterable[_Selected]) -> StructType:
+def _struct(columns: Iterable[_InputColumn]) -> StructType:
     return StructType([column.field for column in columns])
 
 
-def _us(column: pa.ChunkedArray) -> IndexArray:
-    found: IndexArray = flat(event_times_us(column)).to_numpy()
-    return found
+def _times_us(column: pa.ChunkedArray) -> IndexArray:
+    times: IndexArray = flat(event_times_us(column)).to_numpy()
+    return times
 
 
-def _aggregated(
+def _plan_aggregate(
     columns: _Columns, *, has_ttl: bool, keys: Any, aggregates: Mapping[str, Aggregate], output_mode: str
 ) -> OperatorRun:
     check_output_mode(output_mode)
     specs = checked_aggregates(aggregates, "aggregate")
-    chosen = columns.keys(keys)
-    lives_by = None
-    if has_ttl and event_time_of(_struct(chosen)) is None:
-        lives_by = event_time_of(columns.type)
-    more = []
-    if lives_by is not None:
+    key_columns = columns.keys(keys)
+    ttl_time = None
+    if has_ttl and event_time_of(_struct(key_columns)) is None:
+        ttl_time = event_time_of(columns.type)
+    ttl_columns = []
+    if ttl_time is not None:
         # The time column is needed for the time to live, which may use it as its clock for each row.
-        timed = columns.type[lives_by[0]]
-        more = [_Selected(StructField("__at", timed.dataType, timed.nullable, timed.metadata), timed.name)]
-    narrow = [*chosen, *more, *columns.values(specs)]
-    row_type = _struct(narrow)
+        time_field = columns.type[ttl_time[0]]
+        ttl_columns = [
+            _InputColumn(
+                StructField("__at", time_field.dataType, time_field.nullable, time_field.metadata), time_field.name
+            )
+        ]
+    selected = [*key_columns, *ttl_columns, *columns.values(specs)]
+    row_type = _struct(selected)
     bound = bound_to(specs, row_type)
-    plan = aggregation(row_type, len(chosen), specs, bound, output_mode, combine=lives_by is None)
-    return OperatorRun(plan, tuple(narrow), _names(chosen))
+    plan = aggregation(row_type, len(key_columns), specs, bound, output_mode, combine=ttl_time is None)
+    return OperatorRun(plan, tuple(selected), _names(key_columns))
 
 
-def _deduplicated(columns: _Columns, *, keys: Any, within_watermark: bool) -> OperatorRun:
+def _plan_deduplicate(columns: _Columns, *, keys: Any, within_watermark: bool) -> OperatorRun:
     refuse_doubles(columns.type.names, "columns of the input of deduplicate")
-    chosen = columns.all() if keys is None else _without_windows(columns.keys(keys), "deduplicate")
-    timed = [one.field.name for one in chosen if WATERMARK_KEY in (one.field.metadata or {})]
-    plan = deduplication(columns.type, timed[0] if timed else None, within_watermark)
-    return OperatorRun(plan, tuple(columns.all()), _names(chosen))
+    key_columns = columns.all() if keys is None else _refuse_windows(columns.keys(keys), "deduplicate")
+    event_times = [column.field.name for column in key_columns if WATERMARK_KEY in (column.field.metadata or {})]
+    plan = deduplication(columns.type, event_times[0] if event_times else None, within_watermark)
+    return OperatorRun(plan, tuple(columns.all()), _names(key_columns))
 
 
-def _sessions(
+def _plan_sessions(
     columns: _Columns, *, keys: Any, time: Any, gap_ms: int, aggregates: Mapping[str, Aggregate]
 ) -> OperatorRun:
     check_gap(gap_ms)
     specs = checked_aggregates(aggregates, "sessionize")
-    chosen = _without_windows(columns.keys(keys), "sessionize")
-    timed = columns.named(time)
-    field = timed_field(timed.field)
+    key_columns = _refuse_windows(columns.keys(keys), "sessionize")
+    time_column = columns.column(time)
+    field = timed_field(time_column.field)
 
-    def ended(column: pa.ChunkedArray) -> pa.Array:
-        return pa.array(_us(column) + 1000 * gap_ms).cast(column.type)
+    def compute_end(column: pa.ChunkedArray) -> pa.Array:
+        return pa.array(_times_us(column) + 1000 * gap_ms).cast(column.type)
 
-    end = _Selected(StructField(SESSION_END, field.dataType, True, field.metadata), timed.source, ended)
-    narrow = [*chosen, end, *columns.values(specs)]
-    row_type = _struct(narrow)
-    plan = sessions(row_type, len(chosen), specs, bound_to(specs, row_type), gap_ms)
-    return OperatorRun(plan, tuple(narrow), _names(chosen))
+    end = _InputColumn(StructField(SESSION_END, field.dataType, True, field.metadata), time_column.source, compute_end)
+    selected = [*key_columns, end, *columns.values(specs)]
+    row_type = _struct(selected)
+    plan = sessions(row_type, len(key_columns), specs, bound_to(specs, row_type), gap_ms)
+    return OperatorRun(plan, tuple(selected), _names(key_columns))
 
 
-def _top(
+def _plan_top(
     columns: _Columns, *, has_ttl: bool, keys: Any, order_by: Any, k: int, descending: Any, emit: str, rank: str
 ) -> OperatorRun:
     check_top(k, emit, rank)
     inputs = columns.type.names
     orders, downwards = orders_of(order_by, descending, inputs)
-    key_names = _names(_without_windows(columns.keys(keys), "top_k"))
+    key_names = _names(_refuse_windows(columns.keys(keys), "top_k"))
     refuse_doubles(key_names, "keys of top_k")
     refuse_doubles([*inputs, rank], "output columns of top_k")
-    own = [columns.named(order).source for order in orders]
-    ordered = ordering(own, key_names)
+    sources = [columns.column(order).source for order in orders]
+    ordered = ordering(sources, key_names)
     hidden = [
-        columns.named(given, name) for given, name, source in zip(orders, ordered, own, strict=True) if name != source
+        columns.column(argument, name)
+        for argument, name, source in zip(orders, ordered, sources, strict=True)
+        if name != source
     ]
-    wide = [*columns.all(), *hidden]
-    order = Order(ordered, tuple(downwards), order_text(orders, own, downwards))
-    plan = top(_struct(wide), key_names, inputs, order, k, emit, rank, combine=not has_ttl)
-    return OperatorRun(plan, tuple(wide), key_names)
+    selected = [*columns.all(), *hidden]
+    order = Order(ordered, tuple(downwards), order_text(orders, sources, downwards))
+    plan = top(_struct(selected), key_names, inputs, order, k, emit, rank, combine=not has_ttl)
+    return OperatorRun(plan, tuple(selected), key_names)
 
 
-def _without_windows(keys: list[_Selected], operator: str) -> list[_Selected]:
-    if any(key.made is not None for key in keys):
+def _refuse_windows(keys: list[_InputColumn], operator: str) -> list[_InputColumn]:
+    if any(key.compute is not None for key in keys):
         raise UsageError(f"a Window is a key of aggregate only, but {operator} has one")
     return keys
 
 
-def _names(keys: Sequence[_Selected]) -> tuple[str, ...]:
+def _names(keys: Sequence[_InputColumn]) -> tuple[str, ...]:
     return tuple(key.field.name for key in keys)

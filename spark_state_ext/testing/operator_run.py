@@ -16,10 +16,10 @@ from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.functions.ttl import Ttl
 from spark_state_ext.spark.client.columns import WATERMARK_KEY, event_time_of
 from spark_state_ext.spark.shuffle.combine import Combiner
-from spark_state_ext.testing.batches import Clock, RunResult, event_time_position, run_result
+from spark_state_ext.testing.batches import Clock, RunResult, event_time_position, run_batches
 from spark_state_ext.testing.buckets import Buckets
-from spark_state_ext.testing.jobs import check_delay, check_restart, job_of, options_in
-from spark_state_ext.testing.operator_columns import OPERATORS, OperatorRun, planned_run
+from spark_state_ext.testing.jobs import check_delay, check_restart, make_job, make_options
+from spark_state_ext.testing.operator_columns import OPERATORS, OperatorRun, plan_run
 from spark_state_ext.testing.schemas import Rows, struct_json
 
 __all__ = ["run_operator"]
@@ -84,34 +84,38 @@ def run_operator(
     >>> result.output.to_pylist()
     [{'user': 'a', 'n': 2}, {'user': 'a', 'n': 3}]
     """
-    bound = _arguments(operator, arguments, named)
+    bound = _bind_arguments(operator, arguments, named)
     check_delay(delay_ms)
     check_restart(restart)
     if event_time is None and (delay_ms or watermarks_ms is not None):
         raise UsageError("delay_ms and watermarks_ms need event_time, the column with the watermark")
     rows = Rows(None if input_schema is None else struct_json(input_schema, "the input schema"))
     tables = rows.tables(batches)
-    input_type = _with_watermark(StructType.fromJson(json.loads(rows.known())), event_time, delay_ms)
-    run = planned_run(operator, bound, input_type, has_ttl=ttl is not None)
+    input_type = _add_watermark(StructType.fromJson(json.loads(rows.get_schema())), event_time, delay_ms)
+    run = plan_run(operator, bound, input_type, has_ttl=ttl is not None)
     # None if the watermark does not reach the operator, as on Spark.
-    timed = event_time_of(run.row_type)
-    if ttl is not None and ttl.clock == "event" and timed is None:
+    event_time_field = event_time_of(run.row_type)
+    if ttl is not None and ttl.clock == "event" and event_time_field is None:
         raise UnsupportedPlanError("a Ttl with clock='event' needs an input with a watermark: give event_time")
     clock = Clock(
-        -1 if timed is None else event_time_position(event_time, input_type),
+        -1 if event_time_field is None else event_time_position(event_time, input_type),
         delay_ms,
-        None if timed is None else watermarks_ms,
+        None if event_time_field is None else watermarks_ms,
         processing_times_ms,
     )
     with tempfile.TemporaryDirectory(prefix="spark_state_ext-run-") as folder:
-        running = _buckets(options_in(folder, buckets, ttl, restart=restart), run, -1 if timed is None else timed[0])
-        return run_result(running, tables, clock, restart, run.rows)
+        operator_buckets = _make_buckets(
+            make_options(folder, buckets, ttl, restart=restart),
+            run,
+            -1 if event_time_field is None else event_time_field[0],
+        )
+        return run_batches(operator_buckets, tables, clock, restart, run.rows)
 
 
-def _arguments(operator: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+def _bind_arguments(operator: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Return an operator's arguments by name, without the state and the frame."""
     if operator not in OPERATORS:
-        names = ", ".join(known.__name__ for known in OPERATORS)
+        names = ", ".join(each.__name__ for each in OPERATORS)
         raise UsageError(f"operator must be one of {names}, not {operator!r}: run functions with run()")
     try:
         bound = inspect.signature(operator).bind(None, None, *arguments, **named)
@@ -121,35 +125,40 @@ def _arguments(operator: Any, arguments: Sequence[Any], named: Mapping[str, Any]
     return {name: value for name, value in bound.arguments.items() if name not in ("state", "df")}
 
 
-def _with_watermark(input_type: StructType, event_time: str | None, delay_ms: int) -> StructType:
+def _add_watermark(input_type: StructType, event_time: str | None, delay_ms: int) -> StructType:
     """Return the input's columns, with the watermark on the event time like `withWatermark` sets it."""
-    at = event_time_position(event_time, input_type)
+    event_position = event_time_position(event_time, input_type)
     return StructType(
         [
-            StructField(field.name, field.dataType, field.nullable, {WATERMARK_KEY: delay_ms} if place == at else None)
-            for place, field in enumerate(input_type.fields)
+            StructField(
+                field.name,
+                field.dataType,
+                field.nullable,
+                {WATERMARK_KEY: delay_ms} if position == event_position else None,
+            )
+            for position, field in enumerate(input_type.fields)
         ]
     )
 
 
-def _buckets(options: Any, run: OperatorRun, event_at: int) -> Buckets:
+def _make_buckets(options: Any, run: OperatorRun, event_position: int) -> Buckets:
     plan, row_type = run.plan, run.row_type
     positions = tuple(row_type.names.index(key) for key in run.keys)
-    combiner, given = None, row_type
+    combiner, input_type = None, row_type
     if plan.combining is not None:
         combiner = Combiner(plan.combining.function, tuple(row_type.names), positions)
-        given = plan.combining.row_type
+        input_type = plan.combining.row_type
         positions = plan.combining.places(row_type, positions)
-        event_at = plan.combining.places(row_type, [event_at])[0] if event_at >= 0 else -1
-    job = job_of(
+        event_position = plan.combining.places(row_type, [event_position])[0] if event_position >= 0 else -1
+    job = make_job(
         options,
         ARROW,
-        given,
+        input_type,
         positions,
         plan.state,
         plan.output,
         timeout_conf=plan.timeout_conf,
-        event_time_position=event_at,
+        event_time_position=event_position,
         timezone="UTC",
         function=plan.identity,
     )

@@ -15,24 +15,24 @@ from spark_state_ext.spark.shuffle.output import unpack
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["table_of_frames", "table_of_payloads"]
+__all__ = ["convert_frames", "convert_payloads"]
 
 
-def table_of_payloads(frames: Iterable[pd.DataFrame], fields: Sequence[pa.Field]) -> pa.Table:
+def convert_payloads(frames: Iterable[pd.DataFrame], fields: Sequence[pa.Field]) -> pa.Table:
     """Return the rows in the payloads of functions over Arrow tables or over rows."""
     payloads = [pa.record_batch([pa.array(frame.iloc[:, 0], pa.binary())], ["payload"]) for frame in frames]
     schema = pa.schema(fields)
     return pa.Table.from_batches([batch.cast(schema) for batch in unpack(payloads)], schema)
 
 
-def table_of_frames(frames: Iterable[pd.DataFrame], fields: Sequence[pa.Field], timezone: str) -> pa.Table:
+def convert_frames(frames: Iterable[pd.DataFrame], fields: Sequence[pa.Field], timezone: str) -> pa.Table:
     """Return the rows of frames, each column with its type."""
     schema = pa.schema([field.with_nullable(True) for field in fields])
-    tables = [_table(frame, schema, timezone) for frame in frames if len(frame) or len(frame.columns)]
+    tables = [_convert_frame(frame, schema, timezone) for frame in frames if len(frame) or len(frame.columns)]
     return pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()
 
 
-def _table(frame: pd.DataFrame, schema: pa.Schema, timezone: str) -> pa.Table:
+def _convert_frame(frame: pd.DataFrame, schema: pa.Schema, timezone: str) -> pa.Table:
     if len(frame.columns) != len(schema):
         raise ResultTypeError(
             f"the function returned a frame with {len(frame.columns)} columns, {', '.join(map(str, frame.columns))}; "
@@ -40,19 +40,21 @@ def _table(frame: pd.DataFrame, schema: pa.Schema, timezone: str) -> pa.Table:
         )
     # Columns are matched by name, and a missing column is NULL: Spark joins the output's columns to a frame.
     columns = [
-        _column(frame[field.name], field, timezone) if field.name in frame.columns else pa.nulls(len(frame), field.type)
+        _convert_column(frame[field.name], field, timezone)
+        if field.name in frame.columns
+        else pa.nulls(len(frame), field.type)
         for field in schema
     ]
     return pa.table(columns, schema=schema)
 
 
-def _column(values: Any, field: pa.Field, timezone: str) -> pa.Array:
+def _convert_column(values: Any, field: pa.Field, timezone: str) -> pa.Array:
     if pa.types.is_timestamp(field.type) and field.type.tz and getattr(values.dtype, "kind", "") == "M":
         if getattr(values.dtype, "tz", None) is None:
             values = values.dt.tz_localize(timezone, ambiguous=False)
         values = values.dt.tz_convert("UTC")
     try:
-        return _as_type(values, field.type)
+        return _convert_values(values, field.type)
     except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
         raise StateValueError(
             f"the function returned a frame whose column {field.name!r} of type {field.type} cannot hold "
@@ -60,7 +62,7 @@ def _column(values: Any, field: pa.Field, timezone: str) -> pa.Array:
         ) from error
 
 
-def _as_type(values: Any, kind: pa.DataType) -> pa.Array:
+def _convert_values(values: Any, kind: pa.DataType) -> pa.Array:
     """Convert like Spark by default: with Arrow, which may cut off digits, or with a cast if Arrow refuses."""
     mask = None if hasattr(values.array, "__arrow_array__") else values.isna()
     try:

@@ -19,27 +19,29 @@ from spark_state_ext.testing.ddl import ddl_struct
 __all__ = ["Rows", "struct_json"]
 
 
-def struct_json(given: Any, what: str) -> str:
+def struct_json(schema: Any, what: str) -> str:
     """Return a schema in any form as `StructType.json` writes it."""
-    if isinstance(given, str):
-        return json.dumps(ddl_struct(given, what))
-    if isinstance(given, pa.Schema):
-        return json.dumps({"type": "struct", "fields": [_field(field, what) for field in given]})
-    if callable(getattr(given, "json", None)) and hasattr(given, "fields"):
-        return str(given.json())
-    raise UsageError(f"{what} must be a StructType, Spark's DDL such as 'n bigint', or a pyarrow.Schema, not {given!r}")
+    if isinstance(schema, str):
+        return json.dumps(ddl_struct(schema, what))
+    if isinstance(schema, pa.Schema):
+        return json.dumps({"type": "struct", "fields": [_field_json(field, what) for field in schema]})
+    if callable(getattr(schema, "json", None)) and hasattr(schema, "fields"):
+        return str(schema.json())
+    raise UsageError(
+        f"{what} must be a StructType, Spark's DDL such as 'n bigint', or a pyarrow.Schema, not {schema!r}"
+    )
 
 
-def _field(field: pa.Field, what: str) -> dict[str, Any]:
+def _field_json(field: pa.Field, what: str) -> dict[str, Any]:
     return {
         "name": field.name,
-        "type": _spark_type(field.type, field.name, what),
+        "type": _type_json(field.type, field.name, what),
         "nullable": field.nullable,
         "metadata": {},
     }
 
 
-def _spark_type(kind: pa.DataType, path: str, what: str) -> Any:
+def _type_json(kind: pa.DataType, path: str, what: str) -> Any:
     types = pa.types
     if types.is_dictionary(kind):
         kind = kind.value_type
@@ -52,13 +54,13 @@ def _spark_type(kind: pa.DataType, path: str, what: str) -> Any:
     if types.is_decimal128(kind):
         return f"decimal({kind.precision},{kind.scale})"
     if types.is_list(kind) or types.is_large_list(kind):
-        element = _spark_type(kind.value_type, f"{path}.element", what)
+        element = _type_json(kind.value_type, f"{path}.element", what)
         return {"type": "array", "elementType": element, "containsNull": kind.value_field.nullable}
     if types.is_struct(kind):
-        return {"type": "struct", "fields": [_field(child, what) for child in kind]}
+        return {"type": "struct", "fields": [_field_json(child, what) for child in kind]}
     if types.is_map(kind):
-        key = _spark_type(kind.key_type, f"{path}.key", what)
-        value = _spark_type(kind.item_type, f"{path}.value", what)
+        key = _type_json(kind.key_type, f"{path}.key", what)
+        value = _type_json(kind.item_type, f"{path}.value", what)
         return {"type": "map", "keyType": key, "valueType": value, "valueContainsNull": kind.item_field.nullable}
     raise UnsupportedTypeError(
         f"{what}: column {path!r} is {kind}, which Spark does not have; give the schema, or cast the column"
@@ -71,35 +73,35 @@ class Rows:
     def __init__(self, schema: str | None) -> None:
         self.json = schema
 
-    def table(self, given: Any) -> pa.Table | None:
+    def table(self, batch: Any) -> pa.Table | None:
         """Return a batch's rows; None if it has no rows."""
-        if given is None:
+        if batch is None:
             return None
-        table = as_table(given, "batches has") if is_table(given) else self._of_rows(given)
+        table = as_table(batch, "batches has") if is_table(batch) else self._read_rows(batch)
         if table is None or not table.num_columns:
             return None
         if self.json is None:
             self.json = struct_json(table.schema, "the schema of the first batch")
-        return self._conformed(table) if table.num_rows else None
+        return self._conform(table) if table.num_rows else None
 
     def tables(self, batches: Iterable[Any]) -> Iterator[pa.Table | None]:
         """Yield the rows of all batches. Batches up to the first with columns are read at once, then one by one."""
         source = iter(batches)
         first: list[pa.Table | None] = []
-        while self.json is None and (given := next(source, self)) is not self:
-            first.append(self.table(given))
+        while self.json is None and (batch := next(source, self)) is not self:
+            first.append(self.table(batch))
         return itertools.chain(first, map(self.table, source))
 
-    def known(self) -> str:
+    def get_schema(self) -> str:
         """Return the schema; raise a UsageError if no batch has shown it."""
         if self.json is None:
             raise UsageError("no batch has columns, so the input's schema is unknown: give input_schema")
         return self.json
 
     def _fields(self) -> tuple[pa.Field, ...]:
-        return state_fields(self.known(), "input")
+        return state_fields(self.get_schema(), "input")
 
-    def _conformed(self, table: pa.Table) -> pa.Table:
+    def _conform(self, table: pa.Table) -> pa.Table:
         fields = self._fields()
         names = [field.name for field in fields]
         if sorted(table.column_names) != sorted(names):
@@ -107,37 +109,37 @@ class Rows:
                 f"batches has a table with the columns {', '.join(table.column_names)}; the input has "
                 f"{', '.join(names)}"
             )
-        found = table if table.column_names == names else table.select(names)
+        ordered = table if table.column_names == names else table.select(names)
         role = "the input's column"
-        columns = [cast_column(column, field, role) for column, field in zip(found.columns, fields, strict=True)]
+        columns = [cast_column(column, field, role) for column, field in zip(ordered.columns, fields, strict=True)]
         for column, field in zip(columns, fields, strict=True):
             refuse_nulls(column, field, role)
         # As Spark's rows arrive: without the knowledge of which columns have no NULLs.
         return pa.table(columns, schema=pa.schema([field.with_nullable(True) for field in fields]))
 
-    def _of_rows(self, given: Any) -> pa.Table | None:
-        if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+    def _read_rows(self, batch: Any) -> pa.Table | None:
+        if isinstance(batch, (str, bytes)) or not isinstance(batch, Iterable):
             raise StateValueError(
-                f"batches has {given!r} ({type(given).__name__}): a batch is a table, a list of dicts, or None"
+                f"batches has {batch!r} ({type(batch).__name__}): a batch is a table, a list of dicts, or None"
             )
-        rows: Sequence[Any] = list(given)
-        wrong = next((row for row in rows if not isinstance(row, Mapping)), None)
-        if wrong is not None:
+        rows: Sequence[Any] = list(batch)
+        wrong_row = next((row for row in rows if not isinstance(row, Mapping)), None)
+        if wrong_row is not None:
             raise StateValueError(
-                f"batches has a list with {wrong!r} ({type(wrong).__name__}): a batch is a table, a list of dicts, or "
-                "None"
+                f"batches has a list with {wrong_row!r} ({type(wrong_row).__name__}): a batch is a table, a list of "
+                "dicts, or None"
             )
         if not rows:
             return None
         schema = None if self.json is None else pa.schema(self._fields())
-        self._refuse_others(rows, schema)
+        self._refuse_other_columns(rows, schema)
         try:
-            return pa.Table.from_pylist([_without_missing(row) for row in rows], schema)
+            return pa.Table.from_pylist([_replace_missing(row) for row in rows], schema)
         except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
             raise StateValueError(f"batches has rows that cannot become a table: {conversion_reason(error)}") from error
 
     @staticmethod
-    def _refuse_others(rows: Sequence[Mapping[str, Any]], schema: pa.Schema | None) -> None:
+    def _refuse_other_columns(rows: Sequence[Mapping[str, Any]], schema: pa.Schema | None) -> None:
         # Arrow would take a missing value for NULL, and ignore a column that the schema does not have.
         names = set(rows[0]) if schema is None else set(schema.names)
         for row in rows:
@@ -148,6 +150,6 @@ class Rows:
                 )
 
 
-def _without_missing(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def _replace_missing(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a row with None for `pandas.NaT`, which PyArrow takes for a date, and for missing values except NaN."""
     return {name: None if is_missing(value, or_nan=False) else value for name, value in row.items()}

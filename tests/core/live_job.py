@@ -99,7 +99,7 @@ def work(folder: Path, batches: float) -> None:
         if batch % 40 == 39:
             buckets.restart()
         buckets.batch(batch, rows_of(batch), Times(1_000 * batch, -1, False))
-        pointers = [base64.b64encode(pointer).decode() for pointer in buckets.held()]
+        pointers = [base64.b64encode(pointer).decode() for pointer in buckets.list_pointers()]
         written = kept.with_suffix(".new")
         written.write_text(json.dumps({"batch": batch, "pointers": pointers}))
         written.replace(kept)

@@ -173,7 +173,7 @@ class Asked:
         self.batches = 0
 
     def batch(self, now_ms: int = 0) -> None:
-        pointers = self.buckets.held()
+        pointers = self.buckets.list_pointers()
         if self.batches:
             self.buckets = Buckets(self.job, live_job.counted)
             self.buckets.hold(pointers)
