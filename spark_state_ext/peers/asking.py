@@ -32,7 +32,7 @@ __all__ = ["Peers", "PeersByRoot"]
 _LOGGER = logging.getLogger("spark_state_ext")
 # A peer must send at least this many bytes per second.
 _BYTES_PER_S_MIN = 20_000_000
-# How long a peer is not asked after it failed; sent wrong bytes; did not have a snapshot (yet).
+# How long a peer is not asked after it failed, after it sent wrong bytes, and after it did not have a snapshot (yet).
 _FAILED_S, _DAMAGED_S, _GONE_S = 60.0, 600.0, 10.0
 # Records of hosts are read again after this time.
 _LOOKED_UP_S = 30.0

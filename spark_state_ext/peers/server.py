@@ -110,7 +110,7 @@ class PeerServer:
 
 
 def _raise_if_taken(host: str, port: int) -> None:
-    """Raise an OSError if the port is taken. Otherwise gRPC would first write its own lines to stderr."""
+    """Raise an OSError if the server cannot listen there. Otherwise gRPC would write its own lines to stderr first."""
     addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as probe:

@@ -12,8 +12,8 @@ from arrow_schemas.standby import BucketKey
 
 __all__ = ["OUTCOMES", "Found", "PeerWork", "Shelf", "Tls"]
 
-# Outcomes of a question: all was sent; the snapshot is not here; too many questions at the same time; a wrong secret or
-# not a question; a file or a store failed; the peer did not wait.
+# Outcomes of a question: all was sent; the snapshot is not here; too many questions at the same time; the secret is
+# wrong or it is not a question; a file or a store failed; the peer did not wait.
 OUTCOMES = ("given", "gone", "busy", "refused", "failed", "left")
 
 

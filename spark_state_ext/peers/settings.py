@@ -26,7 +26,7 @@ class PeerSettings:
         The secret shared with the peers.
     ca
         PEM certificates, one of which must have signed a peer's certificate; peers without TLS are not asked then.
-        None: the system must trust the certificates of peers with TLS.
+        None: peers with TLS need a certificate that the system trusts.
     answer_s_max
         How long all answers to a question may take, in addition to the time for their bytes, seconds.
     """

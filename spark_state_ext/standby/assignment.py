@@ -87,8 +87,8 @@ def to_hold(
 ) -> frozenset[BucketKey]:
     """Return what a host must hold: the buckets assigned to it, and those that it may not give up yet.
 
-    A replica that moves stays on its old host until the new host is in sync. If several unassigned hosts have it, as
-    many of them keep it as assigned hosts are not in sync yet: those that are furthest ahead.
+    A replica that moves stays on its old host until the new host is in sync. If several unassigned hosts have it, it
+    stays on as many of them as there are assigned hosts not yet in sync, first on the hosts that are furthest ahead.
     """
     records = {member.host: member for member in members}
     assigned = {key for key, hosts in assignment.items() if host in hosts}

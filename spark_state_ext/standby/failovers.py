@@ -45,17 +45,17 @@ class Failovers:
     """
 
     def __init__(self, host: str) -> None:
-        # By outcome, and by whether the host before had failed.
+        # By outcome, and by whether the previous host had failed.
         self.takeovers: Counter[tuple[str, bool]] = Counter()
         # Dead services of other hosts, by what their hosts had.
         self.members_lost: Counter[str] = Counter()
         self._host = host
         self._active: dict[BucketKey, str] = {}
-        # Not counted until it is known whether the services of both hosts live.
+        # Not counted until it is known whether the services of both hosts are alive.
         self._waiting: list[_Failover] = []
         # Members of the round before.
         self._members: dict[str, MemberRecord] = {}
-        # By host the number of its newest record, and whether it has had active tasks since it wrote that record.
+        # By host, the number of its newest record, and whether it has had active tasks since it wrote that record.
         self._had_active: dict[str, tuple[int, bool]] = {}
 
     def unseen(
@@ -94,7 +94,7 @@ class Failovers:
         previous, self._active = self._active, {}
         for key, now in active.items():
             before = previous.get(key)
-            # An unknown host is compared again in the next round.
+            # If a host is not known yet, the next round compares it.
             now = before if now is None or key in unseen else now
             if now is not None:
                 self._active[key] = now
@@ -138,7 +138,7 @@ class Failovers:
 
 
 def _outcome(followed: Followed | None) -> str:
-    """Return what a task found on this host, which saw the move if it was following the bucket."""
+    """Return what a task found on this host; the follower has seen the move if it followed the bucket then."""
     if followed is None or followed.missing_at_move is None:
         return NO_REPLICA
     return BEHIND if followed.missing_at_move else REPLICA

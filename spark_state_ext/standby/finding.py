@@ -17,7 +17,7 @@ from spark_state_ext.rescale.folders import first_folder, folders_in_force
 __all__ = ["Finder", "FoundBuckets", "select_query_folders"]
 
 _NOT_QUERIES = frozenset({STARTING_FOLDER, SPILL_FOLDER})
-# A query folder last written so long before its operator's newest one belongs to a query that was given up.
+# A query folder last written this long before its operator's newest one belongs to a query that was given up.
 _GIVEN_UP_S = 86_400.0
 
 
@@ -96,8 +96,8 @@ class Finder:
 def select_query_folders(times_ms: Mapping[str, int | None]) -> list[str]:
     """Return which query folders of an operator to follow.
 
-    Of the folders that a rescaled query had one after the other, this is the one written last. Of several queries,
-    these are those written at most a day before the newest one, by the clocks of their drivers.
+    Of the folders that a rescaled query had one after the other, it is the one written last. Of several queries, it is
+    each one written at most a day before the newest, by the clocks of their drivers.
     """
     last_ms = {name: -1 if at_ms is None else at_ms for name, at_ms in times_ms.items()}
     by_query: dict[str, str] = {}

@@ -127,13 +127,13 @@ class BucketFollower:
         self._settled: frozenset[CheckpointRef] = frozenset()
         # Bytes and rows of the copy.
         self._size = (0, 0)
-        # The local store's file when the last step ended.
+        # Identity and last write time of the copy's file when the last step ended.
         self._last_state: tuple[int, int, int] | None = None
         # True if the line has changed since runs were last merged and pruned.
         self._needs_tidying = False
         # A snapshot that could not replace runs.
         self._useless_snapshot: CheckpointRef | None = None
-        # The folder's change time at which everything is loaded, and since when that is so by our clock.
+        # The folder's change time when everything was loaded, and when our clock first saw this change time.
         self._unchanged: tuple[int, float] | None = None
         self._clock = clock
         # What a running step reads; another thread looks at it.
@@ -262,7 +262,7 @@ class BucketFollower:
         )
 
     def _measure(self) -> None:
-        """Measure the size of the copy. The size does not change while a task prunes the copy."""
+        """Measure the size of the copy; keep the last size if a task is pruning it."""
         if self._loaded is not None:
             store = self.store()
             try:
@@ -300,7 +300,7 @@ class BucketFollower:
             host = header.writer.host
 
     def _try(self, ref: CheckpointRef, errors: dict[CheckpointRef, StateError], work: Callable[[], T]) -> T | None:
-        """Return the result of `work`; None if it failed, which is noted. After a storage error it does not try."""
+        """Return the result of `work`, or None and note its error. After a storage error it fails without trying."""
         try:
             for error in errors.values():
                 if isinstance(error, (StorageError, InterruptedRestoreError)):
@@ -328,7 +328,7 @@ class BucketFollower:
         return header.ref
 
     def _load(self, listing: Listing, header: LineageHeader) -> None:
-        """Fetch what the local store is missing of a checkpoint."""
+        """Fetch the parts of a checkpoint that the local store does not have."""
         store = self.store()
         try:
             self._load_into(store, listing, header)
@@ -469,7 +469,7 @@ class BucketFollower:
             raise storage_error(self.store_folder, error) from error
 
     def _notice_new_store(self) -> None:
-        """Start again if the copy was removed as unused, or set aside by a task as damaged."""
+        """Start again with an empty copy if it was removed as unused, or set aside by a task as damaged."""
         if self._loaded is None:
             return
         if self._note_use():

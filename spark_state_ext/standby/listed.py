@@ -39,8 +39,8 @@ class Listing:
     def candidates(self, fresh: Collection[CheckpointRef]) -> list[CheckpointRef]:
         """Return the new files whose headers are worth reading, in the order in which they were written.
 
-        All of them if they are few. Of many, the files of the highest version and the last files: a query that went
-        back writes lower versions, and its zombie still lower ones after that. Their lineages lead to the others.
+        All of them if they are few. Of many, the files of the highest version and the files written last: a query that
+        went back writes lower versions, and its zombie still lower ones after that. Their lineages lead to the others.
         """
         by_time = sorted(fresh, key=self._write_order)
         highest = max((ref.version for ref in by_time), default=0)

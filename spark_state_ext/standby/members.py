@@ -86,7 +86,7 @@ class MemberWatch:
         self._doubled: dict[str, deque[bool]] = {}
 
     def use(self, heartbeat_s: float) -> None:
-        """Use another heartbeat. Hosts are judged by the longer one until all of them have read a shorter one."""
+        """Use another heartbeat. If it is shorter, judge hosts by the longer one until all have had time to read it."""
         if heartbeat_s < self.heartbeat_s:
             self._longer_s = self._alive_s / _ALIVE_HEARTBEATS
             self._longer_until_s = self._watched_s + _ALIVE_HEARTBEATS * self._longer_s

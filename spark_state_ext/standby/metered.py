@@ -40,7 +40,7 @@ class Bandwidth:
         self._at_s = clock()
 
     def take(self, size_bytes: int) -> None:
-        """Wait until so many bytes may be read."""
+        """Wait until `size_bytes` bytes may be read."""
         if self._rate is None:
             return
         with self._lock:

@@ -114,7 +114,7 @@ def _gauges(followed: list[Followed], lags: list[Lag]) -> dict[str, float]:
 
 
 def _recovery(roots: Iterable[RootService], family: Any) -> Iterator[Metric]:
-    """Yield metrics of restoring; a value that is unknown yet has no sample."""
+    """Yield metrics of restoring; a value that is still unknown has no sample."""
     texts = {
         "restore_bytes_per_s": "Bytes of checkpoint files that this host restores per second while it restores.",
         "restore_rows_per_s": "Rows of checkpoint files that this host loads per second while it restores.",

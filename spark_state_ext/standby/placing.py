@@ -17,7 +17,7 @@ __all__ = ["Placing"]
 _Bools = npt.NDArray[np.bool_]
 _Ints = npt.NDArray[np.int64]
 _Weights = npt.NDArray[np.uint64]
-# A host has at most 5/4 of the mean, and takes from others if it has less than 4/5.
+# A host has at most 5/4 of the mean load, and takes from others if it has less than 4/5.
 _MORE, _LESS = 5, 4
 
 
@@ -80,7 +80,7 @@ class Placing:
                 self._remove(row, at)
 
     def fill(self) -> None:
-        """Give missing replicas to the hosts with the highest weights among those with room, else the least load."""
+        """Give missing replicas to the hosts with room and the highest weight, or else to those with the least load."""
         self._fill_below_bound()
         for row in np.flatnonzero(self._count_missing() > 0).tolist():
             for _ in range(int(self._want[row] - self._placed[row].sum())):

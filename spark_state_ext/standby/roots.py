@@ -98,7 +98,7 @@ class _FollowedBucket:
 
     @property
     def is_empty(self) -> bool:
-        """True if the bucket has state, as far as is known, and the copy has none of it."""
+        """True if nothing is loaded although the bucket may have state."""
         return self.last is None or (self.last.newest is None and not self.last.is_caught_up)
 
 
@@ -223,7 +223,7 @@ class RootFollower:
         return {key: reading for key, reading in readings.items() if reading is not None}
 
     def overdue(self, longer_than_s: float) -> frozenset[BucketKey]:
-        """Return buckets whose step was due so long ago and has not ended, so their last result may be old."""
+        """Return buckets whose running step was due more than `longer_than_s` ago: their last result may be old."""
         since_s = self._clock() - longer_than_s
         return frozenset(
             key
@@ -232,7 +232,7 @@ class RootFollower:
         )
 
     def reclaim(self, keep_s: float) -> list[Path]:
-        """Remove local stores that no task and no follower of this host has used for so long, like tasks do."""
+        """Remove local stores that no task and no follower of this host has used for `keep_s` seconds."""
         return reclaim(self._root.stores, self._root.scratch, keep_s)
 
     def close(self, timeout_s: float = 10.0) -> None:

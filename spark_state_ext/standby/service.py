@@ -32,11 +32,11 @@ from spark_state_ext.timeline.bucket_files import BucketFiles
 __all__ = ["RootService", "Round", "StandbyService"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-# A replica stays in sync for so long after it was last complete, because each batch makes it lag for a moment.
+# A replica counts as in sync for this many heartbeats after it was complete: each batch makes it lag for a moment.
 _IN_SYNC_HEARTBEATS = 2
-# A service that has not made a round for so long is stuck.
+# A service is stuck if it has made no round for this many heartbeats.
 _STUCK_HEARTBEATS = 10
-# A record gives the reasons of at most so many failing buckets, and at most so many characters of each.
+# How many failing buckets a record gives reasons for, and the maximum length of a reason.
 _REASONS_MAX, _REASON_CHARACTERS_MAX = 20, 400
 # How often unused local stores are removed.
 _RECLAIM_EVERY_S = 3_600.0
@@ -110,7 +110,7 @@ class RootService:
         settings = read_settings(self._root.folder)
         buckets_found = self.follower.find()
         if buckets_found.is_bare:
-            # Writing a record would create the folder of a mistyped root, or below an unmounted disk's mount point.
+            # Writing a record would create a folder for a mistyped root, or in the place of a disk that is not mounted.
             raise StorageError(
                 f"there is nothing in {self.name}: no job has written there yet, or its file system is not mounted. "
                 "Use exactly the `root` that ArrowState was given"
@@ -125,7 +125,7 @@ class RootService:
         buckets = active_hosts(buckets_found.operators, records)
         self.failovers.see(buckets, followed, members)
         assignment = assign(buckets, records, settings)
-        # A host that has just started was not seen by the others yet; what a host with an unread record has is unknown.
+        # Wait until the other hosts have seen this one. What a host has is unknown until its record is read.
         if not settings.enabled:
             self.follower.hold(())
         elif self._looks > 1 and not members.unread:
@@ -163,7 +163,7 @@ class RootService:
         now_s = self._clock_s()
         self._synced_s = {key: at_s for key, at_s in self._synced_s.items() if key in followed}
         in_sync_s = _IN_SYNC_HEARTBEATS * settings.heartbeat_s
-        # If a step is overdue, the store does not answer or there is too much to fetch: the newest version is unknown.
+        # A step is overdue if the store does not answer or there is too much to fetch: the newest file is unknown then.
         overdue = self.follower.overdue(in_sync_s)
         for key, result in followed.items():
             if result.is_caught_up and result.newest is not None and key not in overdue:
@@ -192,7 +192,7 @@ class RootService:
         )
 
     def _find_active(self, records: Sequence[MemberRecord]) -> tuple[dict[BucketKey, int], list[str]]:
-        """Return the buckets whose newest file this host wrote, and problems; read the file of unfollowed ones.
+        """Return the buckets whose newest file this host wrote, and problems; files of unfollowed buckets are read.
 
         If a file cannot be read, its bucket stays as the records show it and the problem is returned. An error instead
         would keep the host from writing its record, and the other hosts would take it for dead with all its replicas.

@@ -108,7 +108,7 @@ class Followed:
         True if there were files that the previous step had not seen.
     error
         Why the copy is not up to date; None if it is.
-    lacked
+    missing_at_move
         How many checkpoints the copy was missing when the bucket moved to `host`; None if no move was seen.
     """
 

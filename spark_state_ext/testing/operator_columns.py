@@ -89,7 +89,7 @@ class _InputColumn:
         Its name and type; an event time has the watermark's delay in its metadata.
     source
         The input column that it comes from.
-    made
+    compute
         Computes it from the input column; None: it is the input column.
     """
 
@@ -161,7 +161,7 @@ class _Columns:
         self._operator = operator
 
     def column(self, column_name: Any, new_name: str | None = None) -> _InputColumn:
-        """Return a column by its name, renamed to `name` if given; raise a UsageError for anything but a name."""
+        """Return a column by its name, renamed to `new_name` if given; raise a UsageError for anything but a name."""
         if not isinstance(column_name, str):
             raise UsageError(
                 f"{self._operator} has {column_name!r}, but run_operator() takes names of columns only: give an "

@@ -85,7 +85,7 @@ class Rows:
         return self._conform(table) if table.num_rows else None
 
     def tables(self, batches: Iterable[Any]) -> Iterator[pa.Table | None]:
-        """Yield the rows of all batches. Batches up to the first with columns are read at once, then one by one."""
+        """Return the rows of all batches. Batches up to the first with columns are read now, the others one by one."""
         source = iter(batches)
         first: list[pa.Table | None] = []
         while self.json is None and (batch := next(source, self)) is not self:
