@@ -136,7 +136,7 @@ class _Actions:
             self._work.count("refused")
             _LOGGER.debug("refused a question from %s: %s", context.peer(), error)
             # A client without the secret must not learn the reason.
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "refused: the secret of these peers is required")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "refused: the server needs the secret of its peers")
         return map(encode_result, answers)
 
     def _answers(self, question: PeerQuestion) -> Iterator[bytes]:

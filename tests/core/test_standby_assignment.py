@@ -126,7 +126,7 @@ def test_every_bucket_has_as_many_replicas_as_can_be_and_none_beside_its_active(
     said = describe_shortfall(assignment, scene.settings)
     assert (said is None) == (short == 0)
     if said is not None:
-        assert f"of {len(assignment)} buckets {short} have fewer replicas than {scene.settings.replicas}" in said
+        assert f"{short} of {len(assignment)} buckets have fewer than {scene.settings.replicas} replicas" in said
 
 
 @_UNHURRIED
