@@ -202,7 +202,7 @@ def test_a_removal_that_was_stopped_is_taken_up_again(tmp_path: Path, monkeypatc
         remove_folder(root, found)
     assert removed == [operator_file_name(0)]
     (left,) = list_folders(root)
-    assert left.ours, "what tells whose folder it is goes last"
+    assert left.is_ours, "what tells whose folder it is goes last"
     remove_folder(root, left)
     assert not folder.exists()
 

@@ -189,7 +189,7 @@ class TimelineWorld:
         has_begun = has_begun and {it.epoch for it in self.line[-1]} == {newest.number if newest is not None else 0}
         if has_begun and numbers.below(8) == 0:
             # A thread that user code keeps passes on what it was told of an earlier run.
-            earlier = [it.run_id for it in self.record.known if it.run_id in self.runs]
+            earlier = [it.run_id for it in self.record.entries if it.run_id in self.runs]
             told = earlier[numbers.below(len(earlier))]
         untold = self.told and has_begun and numbers.below(12) == 0
         self.counted["untold"] += untold
