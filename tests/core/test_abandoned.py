@@ -224,7 +224,7 @@ def test_a_location_that_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pyt
         ("empty", [], r"there is no folder \S+/empty, or it is empty"),
         ("root", ["--operator", "cuont"], r"\S+/root has no operator 'cuont'; it has: count, sum\b"),
         ("root", ["--operator", "count", "--operator", "../x"], r"has no operator '../x'; it has: count, sum\b"),
-        ("files", [], r"\S+/files has no operators"),
+        ("files", [], r"\S+/files has no folders, so it has no operators"),
         # The folder of an operator, and of a query.
         ("root/count", [], r"give the root, not a folder below it: \S+/root/count/a has an operator file"),
         ("root/count", ["--operator", "count"], r"give the root, not a folder below it: "),

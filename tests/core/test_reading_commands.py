@@ -76,7 +76,7 @@ def test_a_key_is_got_as_of_a_batch(small: SmallRoot, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["ann"], 2, "UsageError: a key has the columns name (string), x (double), and 1 words were given"),
+        (["ann"], 2, "UsageError: a key has the columns name (string), x (double), one word each, but 1 words"),
         ([], 2, "UsageError: give the key either as words or with --json"),
         (["ann", "many"], 2, "UsageError: 'many' is not a value of the column 'x' (double)"),
         (["--json", '{"name": "ann"}'], 2, "UsageError: the key must be a JSON object with the columns"),

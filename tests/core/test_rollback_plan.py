@@ -236,7 +236,7 @@ def test_each_refusal_has_an_exit_code_and_a_typed_line(tmp_path: Path, capsys: 
         "spark-state-ext rollback: UsageError: batch 9 is not a committed batch of"
     )
     assert main(["rollback", str(tmp_path / "nothing"), "--to-batch", "1"]) == 2
-    assert "no Spark checkpoint location" in capsys.readouterr().err
+    assert "not a Spark checkpoint location" in capsys.readouterr().err
     assert main(["rollback", str(tmp_path), "--to-batch", "1", "--delete"]) == 2
     assert "--delete needs --apply" in capsys.readouterr().err
 
@@ -263,7 +263,7 @@ def test_any_other_folder_is_no_checkpoint_either(tmp_path: Path, capsys: pytest
     assert main(["rollback", str(tmp_path), "--to-batch", "1"]) == 2
     said = capsys.readouterr().err
     assert "UsageError" in said
-    assert "it has neither 'metadata' nor commits/. Give checkpointLocation" in said
+    assert "it has neither 'metadata' nor commits/. Give the location as in the option checkpointLocation" in said
     assert "ArrowState" not in said
 
 

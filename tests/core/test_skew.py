@@ -167,7 +167,7 @@ def test_of_many_findings_some_are_told(tmp_path: Path) -> None:
     assert len(load.findings) == 8
     lines = format_findings(load.findings)
     assert len(lines) == 6
-    assert lines[-1] == "heavy range: 3 buckets more."
+    assert lines[-1] == "heavy range: 3 more buckets."
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
