@@ -192,5 +192,5 @@ def test_a_folder_without_state_is_no_other_query(tmp_path: Path) -> None:
     _again(files, _wanted(), strict=True)
     # State that has lost its operator file is still state, also below the id of the query that begins.
     files.child("spilled", "0").put(f"1_{'0' * 32}.delta.arrow", b"rows")
-    with pytest.raises(ExistingStateError, match="have theirs: query, spilled"):
+    with pytest.raises(ExistingStateError, match="have state: query, spilled"):
         _again(files, _wanted(query="new"), strict=True)

@@ -476,7 +476,7 @@ def _told(*counts: int, function: BeforeExpansion | None = None) -> PartitionAss
 def test_numbered_files(tmp_path: Path) -> None:
     files = Folder(str(tmp_path))
     assert newest_assignment(files) is None
-    with pytest.raises(PartitionsChangedError, match=r"and no partitions_0\.json"):
+    with pytest.raises(PartitionsChangedError, match=r"but partitions_0\.json"):
         record_assignment(files, _told(2), has_state=True)
     assert list(tmp_path.iterdir()) == []
     assert record_assignment(files, _told(2), has_state=False) == _told(2)
