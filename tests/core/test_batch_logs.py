@@ -74,7 +74,7 @@ def test_a_damaged_log_is_refused(offsets: str, commit: str) -> None:
 
 
 def test_another_number_of_sources_is_refused() -> None:
-    with pytest.raises(CorruptFileError, match=r"files of \[1, 2\] sources"):
+    with pytest.raises(CorruptFileError, match=r"files with different numbers of sources: \[1, 2\]"):
         parsed_batch(5, False, {4: OFFSETS + "\n-", 5: OFFSETS}, COMMIT, "/c")
 
 

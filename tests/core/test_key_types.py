@@ -100,7 +100,7 @@ def test_times_of_several_kinds_are_not_made_one(values: list[Any], kind: pa.Dat
     """PyArrow takes the first one's kind for all."""
     frame = pd.DataFrame({"who": pd.Series(values, dtype=object)})
     for given in (values, {"who": values}, {"who": np.array(values, dtype=object)}, frame):
-        with pytest.raises(StateValueError, match=r"key column 'who' has: (dates|times).* are mixed"):
+        with pytest.raises(StateValueError, match=r"key column 'who': (dates|times).* are mixed"):
             convert_keys(given, schema_of(kind), "erase_keys()")
 
 
@@ -108,7 +108,7 @@ def test_the_error_says_what_to_give() -> None:
     with pytest.raises(StateValueError, match="give times with a time zone, such as UTC"):
         convert_keys(pd.DataFrame({"who": [pd.Timestamp(NAIVE)]}), schema_of(INSTANT), "erase_keys()")
     two = RowSchema((pa.field("a", pa.int64()), pa.field("b", PRICE)), (pa.field("n", pa.int64()),))
-    with pytest.raises(StateValueError, match="key column 'b' has: values of type double are not converted"):
+    with pytest.raises(StateValueError, match="key column 'b': values of type double are not converted"):
         convert_keys({"b": [0.5], "a": [1]}, two, "erase_keys()")
 
 
