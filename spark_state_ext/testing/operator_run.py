@@ -88,7 +88,7 @@ def run_operator(
     check_delay(delay_ms)
     check_restart(restart)
     if event_time is None and (delay_ms or watermarks_ms is not None):
-        raise UsageError("delay_ms and watermarks_ms need event_time, the column with the watermark")
+        raise UsageError("delay_ms and watermarks_ms set the watermark on event_time: give event_time")
     rows = Rows(None if input_schema is None else struct_json(input_schema, "the input schema"))
     tables = rows.tables(batches)
     input_type = _add_watermark(StructType.fromJson(json.loads(rows.get_schema())), event_time, delay_ms)

@@ -382,7 +382,7 @@ def test_mistakes_of_functions_are_told_as_on_spark(function: Any, error: Any, s
             UnsupportedTypeError,
             "uint64, which Spark does not have",
         ),
-        ({"output_schema": "user strnig"}, UsageError, "the output schema is no DDL .*'strnig'"),
+        ({"output_schema": "user strnig"}, UsageError, "the output schema is not DDL .*'strnig'"),
         ({"output_schema": 3}, UsageError, "the output schema must be"),
         ({"state_schema": StructType()}, UsageError, "the state schema has no columns"),
         ({"state_schema": "n bigint, N int"}, UsageError, "two state columns have the same name"),

@@ -317,7 +317,7 @@ def test_more_mistakes() -> None:
         with pytest.raises(UsageError, match="duration_ms of a Window"):
             # Of a wrong type on purpose.
             Window("at", duration)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"aggregate is a built-in operator: run_operator\(\) runs it"):
+    with pytest.raises(UsageError, match=r"aggregate is a built-in operator: run it with run_operator\(\)"):
         run(aggregate, [rows_of("a")], "key", "n long", "n long")
     with pytest.raises(UsageError, match="batches is empty"):
         run_operator(deduplicate, [], input_schema=SCHEMA)
