@@ -143,9 +143,7 @@ def test_keys_that_are_none_of_the_operator(tmp_path: Path, keys: Any, error: ty
 
 
 def test_text_is_not_taken_for_a_number(tmp_path: Path) -> None:
-    with pytest.raises(
-        StateValueError, match="key column 'name': values of type string are not converted to int64"
-    ):
+    with pytest.raises(StateValueError, match="key column 'name': values of type string are not converted to int64"):
         erase_keys(root_with(tmp_path, "a", key="long"), ["7"], operator="count")
 
 
