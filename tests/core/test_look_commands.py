@@ -437,7 +437,7 @@ def test_a_savepoint_becomes_a_file_of_another_format(
     for table in tables:
         assert as_model(table) == small.job.models[-1]
     assert main(["export", savepoint, str(parquet)]) == 2
-    assert "there is a file" in capsys.readouterr().err
+    assert "exists already: --overwrite replaces it" in capsys.readouterr().err
     assert main(["export", savepoint, str(parquet), "--overwrite"]) == 0
     assert main(["export", savepoint, str(tmp_path / "rows.csv")]) == 2
     assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "other.parquet")]) == 2

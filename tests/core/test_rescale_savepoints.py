@@ -597,7 +597,7 @@ def test_the_command_tells_the_new_buckets(
     ("arguments", "text"),
     [
         ([], "give --buckets, --split or both"),
-        (["--buckets", "3"], "has 3 buckets already"),
+        (["--buckets", "3"], "already has 3 buckets"),
         (["--buckets", "0"], "a bucket map cannot be of kind 'hash' with 0 buckets"),
         (["--buckets", "x"], "Usage: spark-state-ext rescale"),
         (["--split", "1"], "such as 3=4, not '1'"),

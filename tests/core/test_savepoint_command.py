@@ -342,7 +342,7 @@ def test_a_claim_whose_owner_deletes_all_while_it_is_released_was_not_released(s
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Folder, "remove", meanwhile)
-        with pytest.raises(MissingCheckpointError, match=r"there is no savepoint at .* any more: /root/counts/mine"):
+        with pytest.raises(MissingCheckpointError, match=r"no longer a savepoint at .* deleted by /root/counts/mine"):
             release_claim(savepoint)
     assert not Path(savepoint.root).exists()
 

@@ -108,7 +108,7 @@ def test_a_backend_catches_up_though_the_end_of_its_first_snapshot_could_not_be_
     life.batch()
     life.settle()
     assert failed
-    assert "is failed could not be noted: the disk is full" in caplog.text
+    assert "is failed: the disk is full" in caplog.text
     life.manager("b").fails_with = None
     monkeypatch.setattr(life.store, "record", record)
     # It stands as under way, in a process that lives. That is believed for a while only.
