@@ -369,7 +369,7 @@ def test_trying_a_function_without_spark() -> None:
             [
                 *blocks(section("Ten idioms")),
                 *blocks(section("Count")),
-                *blocks(section("Trying a function without Spark")),
+                *blocks(section("Testing a function without Spark")),
             ]
         ),
         names,
@@ -380,7 +380,7 @@ def test_trying_a_function_without_spark() -> None:
 @pytest.mark.parametrize("restart", [False, True])
 def test_rows(restart: bool) -> None:
     names: dict[str, Any] = {}
-    exec(blocks(section("Rows"))[0], names)
+    exec(blocks(section("Functions over rows"))[0], names)
     outcomes = "0110001000000110"
     logins = [
         {"user": "u", "at": START + at * dt.timedelta(minutes=1), "succeeded": it == "1"}
@@ -453,7 +453,7 @@ def test_the_page_names_what_there_is() -> None:
     """Every attribute and method of a batch is in the table, and nothing else."""
     from spark_state_ext import StateBatch
 
-    table = section("What a batch is")
+    table = section("The `StateBatch`")
     named = {name for cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)", cell)}
     batch = StateBatch(
         rows=pa.table({"k": [1]}),
