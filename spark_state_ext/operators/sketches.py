@@ -110,7 +110,7 @@ def kind_of(data_type: pa.DataType) -> str:
         "dates": types.is_date32,
         "timestamps": types.is_timestamp,
     }
-    return next((name for name, has in kinds.items() if has(data_type)), "to_integers")
+    return next((name for name, has in kinds.items() if has(data_type)), "integers")
 
 
 def _to_hashable(values: pa.Array) -> pa.Array:

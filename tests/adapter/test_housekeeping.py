@@ -113,7 +113,7 @@ def test_lost_files_are_noticed_again_where_the_operator_file_cannot_be_brought_
     )
     due = DUE - life.pointers[-1].bucket
     CleanUps(*args, away).in_turn(life.pointers[-1], replace(life.pointers[-1], calls=due))
-    assert "nothing is cleaned up in a: 503" in caplog.text
+    assert "no files are cleaned up in a: 503" in caplog.text
     life.batch({})
     assert "gets a new full backup" not in caplog.text
     brought: list[str] = []

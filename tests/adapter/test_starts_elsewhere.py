@@ -136,6 +136,6 @@ def test_a_claim_by_a_job_that_does_not_name_where_the_state_is_is_not_made(tmp_
     start = RetainedCheckpoint(str(old), "/checkpoint", mode="claim")
     query = Query(tmp_path / "new-query", operator, start, old, [_sqlite(tmp_path)])
     captured(query, pointer, old, pointer.operator)
-    with pytest.raises(StateElsewhereError, match="has its state in files, west, and the job names other"):
+    with pytest.raises(StateElsewhereError, match="has its state in files, west, but the job names other"):
         query.call(pointer.bucket, None, unchanged)
     assert not (old / "golden" / pointer.query_folder / "lease").exists()

@@ -76,7 +76,7 @@ def test_a_savepoint_of_which_no_operator_is_known_is_not_read(job: Job, sums: F
     assert not receipt.absent
     (unread,) = (it for it in receipt.out_of_reach if it.unread)
     assert (unread.where, receipt.found) == (sums.root, ())
-    assert "it has no operator 'counts', but sums, and no query below the root began with it" in unread.why
+    assert "it has no operator 'counts' but sums, and no query below the root began with it" in unread.why
     with pytest.raises(UsageError, match="no operator 'counts'; it has sums"):
         erase(job, sums, write_savepoints=True)
     # Nothing tells with what the query began, or whether.

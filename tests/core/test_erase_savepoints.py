@@ -188,7 +188,7 @@ def test_without_the_option_a_savepoint_is_named_and_not_touched(
         erase(job, write_savepoints=True)
     assert main([*words, "--savepoints", "--yes"]) == 2
     assert main([*words, "--savepoint", savepoint.root, "--savepoints"]) == 2
-    assert "and 1 savepoints anew" in capsys.readouterr().err
+    assert "and 1 savepoints without 1 keys" in capsys.readouterr().err
     both = ["--savepoint", savepoint.root, "--savepoint", first.root, "--savepoints", "--yes"]
     assert main([*words, *both]) == 0
     assert "savepoints=2" in capsys.readouterr().err

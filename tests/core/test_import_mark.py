@@ -42,7 +42,7 @@ def test_every_damaged_byte_is_found() -> None:
 
 
 def test_a_savepoint_of_no_id_is_refused() -> None:
-    with pytest.raises(CorruptPointerError, match="no id"):
+    with pytest.raises(CorruptPointerError, match="invalid savepoint id"):
         ImportMark.decode(ImportMark("/s", "../x").encode())
 
 

@@ -451,7 +451,7 @@ def test_a_release_gives_the_folder_back_to_the_query_it_was_claimed_from(
     chain: Path, clock: Virtual, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["savepoint", "release", str(chain)]) == 0
-    said = "released: the claim of /state/counts/third; the claim new-query counts again\n"
+    said = "released: the claim of /state/counts/third; the claim new-query is valid again\n"
     assert capsys.readouterr().err == said
     assert newest_in(chain).claim == BUILT
     with pytest.raises(ClaimedError, match="belongs to /state/counts/new-query"):

@@ -263,7 +263,7 @@ def test_executors_that_differ_are_found(other: dict[str, Any], what: str, probl
     [
         ("\n [X] it failed\n\tat org.apache\n", "[X] it failed"),
         ("An error occurred\nCaused by: one\n\tat x\nCaused by: java.io.IOException: error=2\n\t... 3", None),
-        ("", "it has no message"),
+        ("", "it does not say why"),
     ],
 )
 def test_the_reason_is_at_the_bottom(text: str, reason: str | None) -> None:

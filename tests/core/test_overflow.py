@@ -65,7 +65,7 @@ def test_integers_are_as_in_python_or_refused(groups: list[list[int | None]], fu
     if all(value is None or -(2**63) <= value <= MOST for value in right):
         assert aggregated(groups, pa.int64(), function) == right
     else:
-        with pytest.raises(StateValueError, match="beyond int64"):
+        with pytest.raises(StateValueError, match="does not fit int64"):
             aggregated(groups, pa.int64(), function)
 
 

@@ -216,7 +216,7 @@ def test_growing_is_the_same_in_one_step_and_in_many(counts: list[int], data: st
 def test_a_partition_never_goes_to_another_bucket() -> None:
     by_rest = SourcePartition("p", [2, 4]).assignment
     by_function = SourcePartition("p", [2, 4], before_expansion=f"{HERE}:by_halves").assignment
-    with pytest.raises(PartitionsChangedError, match=r"partition 2 has its keys in bucket 0, and .* in bucket 1"):
+    with pytest.raises(PartitionsChangedError, match=r"partition 2 has its keys in bucket 0, but .* in bucket 1"):
         by_rest.grown_to(by_function)
     with pytest.raises(PartitionsChangedError, match="streams and first counts"):
         by_rest.grown_to(SourcePartition("p", 4).assignment)
@@ -240,7 +240,7 @@ def test_a_partition_never_goes_to_another_bucket() -> None:
         ([4, 2], None, "ascend"),
         ([2, 2], None, "ascend"),
         ([], None, "a number of partitions"),
-        (0, None, "from 1 on"),
+        (0, None, "1 or more"),
         ([2, 1 << 18], None, "from 1 to 131072"),
         (True, None, "a number of partitions"),
         ("2", None, "a number of partitions"),
@@ -290,7 +290,7 @@ def test_there_is_no_such_source(counts: object, function: str | None, text: str
         ),
         (
             {"stream": "s", "counts": {"a": [2, 4]}, "reached": {"b": 4}},
-            "reached names the stream 'b', which counts does not have: it has a",
+            "reached names the stream 'b', which counts does not name: it names a",
         ),
         ({"checkpoint_location": ""}, "the query's checkpointLocation"),
         ({"checkpoint_location": "checkpoint"}, "checkpoint_location must be a URL or an absolute path"),

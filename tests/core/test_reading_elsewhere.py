@@ -68,7 +68,7 @@ def test_a_savepoint_is_read_exactly(job: Job, tmp_path: Path, form: str) -> Non
             .read_all()
             .filter((pa.compute.field("name") == "a") & (pa.compute.field("x") == 1.5))
         )
-    with pytest.raises(MissingCheckpointError, match="batch 13 only"):
+    with pytest.raises(MissingCheckpointError, match="only the state after batch 13"):
         open_state(folder.root, batch=12)
 
 

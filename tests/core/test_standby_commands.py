@@ -84,7 +84,7 @@ def test_the_service_as_a_process(tmp_path: Path, job: Job) -> None:
         assert run("status", root, "--safe-to-remove", "a").returncode == 0
         done = run("status", root, "--safe-to-remove", "a.example.org")
         assert done.returncode == 2
-        assert "no host a.example.org is known" in done.stderr
+        assert "there is no host a.example.org" in done.stderr
         assert done.stderr.rstrip().endswith("Known are: a, c")
         port = told.split("port ")[1].split()[0]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:

@@ -230,8 +230,8 @@ def test_what_a_task_has_restored_lazily_in_part_is_completed(partly: _Partly, g
 def test_completing_goes_on_whatever_others_do(partly: _Partly, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     world, fetched, fetches = partly.world, LazyRestore._fetch, []
 
-    def fetch(restore: LazyRestore, lazy: LazyFile, pieces: IndexArray, beside: bool) -> None:
-        fetched(restore, lazy, pieces, beside)
+    def fetch(restore: LazyRestore, lazy: LazyFile, pieces: IndexArray, in_background: bool) -> None:
+        fetched(restore, lazy, pieces, in_background)
         fetches.append(len(pieces))
         if len(fetches) == 3:
             if what == "lost":

@@ -107,7 +107,7 @@ def test_a_frame_may_have_any_column_names() -> None:
             {"k": ["a"], "n": pa.array([1, 2])},
             "the function gave a dict whose columns have different lengths: 'k' has 1, 'n' has 2; give a value",
         ),
-        ({"k": [object()], "n": [1]}, "the function gave something that is no table: "),
+        ({"k": [object()], "n": [1]}, "the function gave something that is not a table: "),
     ],
 )
 def test_tables_that_do_not_conform(given: Any, text: str) -> None:

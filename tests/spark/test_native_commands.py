@@ -49,7 +49,7 @@ def test_a_job_is_imported_and_exported_by_command(
     assert (told["operator"], told["key"], told["rows"]) == ("tested", ["key"], len(rows))
     assert sorted(spark.read.parquet(str(files)).collect(), key=repr) == rows
     assert main(words) == 2
-    assert f"UsageError: there is {files} already" in capsys.readouterr().err
+    assert f"UsageError: {files} exists already" in capsys.readouterr().err
 
     # Spark's file systems are not fsspec's, and what its JVM raises then is no error of PySpark's.
     assert main([*words[:2], "nosuch://there/files"]) == 3

@@ -365,7 +365,7 @@ def test_a_producer_by_range(session: Any, tmp_path: Path) -> None:
 
 def test_columns_that_are_none(spark: Any, tmp_path: Path) -> None:
     for source, text in (
-        (SourcePartition("part", 2), "names the column 'part', and the input has none of that name"),
+        (SourcePartition("part", 2), "names the column 'part', but the input has no column of that name"),
         (SourcePartition("key", 2), "'key', which is string: it must be bigint, or another integer type"),
         (SourcePartition("partition", {"a": 2}, stream="partition"), "'partition', which is int: it must be string"),
     ):
