@@ -85,7 +85,7 @@ def test_the_service_as_a_process(tmp_path: Path, job: Job) -> None:
         done = run("status", root, "--safe-to-remove", "a.example.org")
         assert done.returncode == 2
         assert "there is no host a.example.org" in done.stderr
-        assert done.stderr.rstrip().endswith("Known are: a, c")
+        assert done.stderr.rstrip().endswith("Known hosts: a, c")
         port = told.split("port ")[1].split()[0]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
             assert answer.status == 200
