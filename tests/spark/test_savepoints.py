@@ -419,7 +419,7 @@ def test_an_operator_that_is_not_in_a_savepoint_is_refused_when_the_query_is_pla
     for wrong in (start, left):
         query = Query(spark, tmp_path / f"new-{type(wrong).__name__}", start_from=wrong)
         query.job.feed(keyed("a"))
-        with pytest.raises(OperatorChangedError, match="has no operator 'other'.* tested"):
+        with pytest.raises(OperatorChangedError, match=r"has no operator 'other'.* tested"):
             query.job.planned()
         # Nothing was written, and nothing is held.
         assert not (query.job.folder / "root").exists()
