@@ -26,19 +26,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = "SPARK_STATE_EXT_COSTS"
 _PR_SET_CHILD_SUBREAPER = 36
-# What was asked to end has this long to do so.
+# Processes that were asked to end are killed after this time.
 _GRACE_S = 10.0
 _OVER_BUDGET = 3
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with `arguments`; its exit code, or 3 if the run passed and cost more than the budget."""
+    """Run pytest with `arguments`; return its exit code, or 3 if the run passed but cost more than the budget."""
     budget: dict[str, float] = {}
     if arguments[:1] == ["--budget"]:
         budget, arguments = read_budget(Path(arguments[1])), arguments[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    for number in _SIGNALS:
         signal.signal(number, _stop)
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -49,11 +50,14 @@ def main(arguments: list[str]) -> int:
             status = pytest.wait()
             left = await_descendants()
         except _StoppedError as stopped:
+            # Once is enough: a second signal would leave behind what is not ended yet.
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
             print(f"\nended by {stopped}: ending what the tests started", file=sys.stderr, flush=True)
             # pytest's own way of ending: fixtures are torn down, as far as the time goes.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pytest.pid, signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired, _StoppedError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 pytest.wait(_GRACE_S)
             status, left = 130, []
         end_all()
@@ -71,8 +75,8 @@ def _stop(number: int, _: object) -> None:
     raise _StoppedError(signal.Signals(number).name)
 
 
-def descendants() -> Iterator[int]:
-    """Ids of the processes that descend from this one, children before their children; zombies are left out."""
+def find_descendants() -> Iterator[int]:
+    """Iterate over ids of the processes that descend from this one, parents first; zombies are left out."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):
@@ -87,9 +91,9 @@ def descendants() -> Iterator[int]:
 
 
 def await_descendants() -> list[int]:
-    """Wait a while until no descendant is left, as a JVM ends some time after its Python process; those that stay."""
+    """Wait a while until no descendant is left, as a JVM ends after its Python process; return those that stay."""
     until_s = time.monotonic() + _GRACE_S
-    while (left := list(descendants())) and time.monotonic() < until_s:
+    while (left := list(find_descendants())) and time.monotonic() < until_s:
         time.sleep(0.1)
     return left
 
@@ -97,7 +101,7 @@ def await_descendants() -> list[int]:
 def end_all() -> None:
     """End every descendant: by SIGTERM, and by SIGKILL those that are still there after a while."""
     number, until_s = signal.SIGTERM, time.monotonic() + _GRACE_S
-    while pids := list(descendants()):
+    while pids := list(find_descendants()):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -114,7 +118,7 @@ def end_all() -> None:
 
 
 def _read_costs(folder: Path) -> dict[str, list[float]]:
-    """Seconds and processor seconds of each folder of tests, added up over pytest's workers."""
+    """Add up the seconds and processor seconds of each folder of tests over pytest's workers."""
     costs: dict[str, list[float]] = {}
     for path in folder.glob("*.json"):
         for name, cost in json.loads(path.read_text()).items():
@@ -123,7 +127,7 @@ def _read_costs(folder: Path) -> dict[str, list[float]]:
 
 
 def _report(costs: dict[str, list[float]], seconds: float, budget: dict[str, float]) -> int:
-    """Print what the run cost; 3 if that is more than the budget."""
+    """Print what the run cost; return 3 if that is more than the budget, else 0."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor_s = used.ru_utime + used.ru_stime
     print(f"\n{'folder':24}{'seconds':>10}{'processor seconds':>20}")
@@ -144,7 +148,7 @@ def _report(costs: dict[str, list[float]], seconds: float, budget: dict[str, flo
 
 
 def read_budget(path: Path) -> dict[str, float]:
-    """What a run may cost, from the section of a TOML file; Python 3.10 has no parser of it."""
+    """Read what a run may cost from the section of a TOML file, by hand: Python 3.10 has no parser for it."""
     _, _, section = path.read_text().partition("[tool.spark_state_ext.suite]\n")
     lines = [line.split("#")[0].partition("=") for line in section.partition("\n[")[0].splitlines()]
     return {name.strip(): float(value) for name, _, value in lines if value.strip()}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.waiting import eventually
+from tests.helpers.waiting import eventually, is_running
 
 RUNNER = Path(__file__).parent.parent / "scripts" / "run_tests.py"
 # It starts a process in a session of its own, of which pytest knows nothing.
@@ -29,21 +28,13 @@ def _start(folder: Path, test: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_what_a_test_leaves_running_is_ended_and_reported(tmp_path: Path) -> None:
     run = _start(tmp_path, _LEAVES.format(pid=str(tmp_path / "pid"), seconds=0))
     output, _ = run.communicate(timeout=120)
     pid = int((tmp_path / "pid").read_text())
     assert run.returncode == 0, output
     assert f"left running by a test, and ended now: process {pid}" in output
-    assert not _is_running(pid)
+    assert not is_running(pid)
 
 
 def test_a_run_that_is_ended_in_the_middle_leaves_no_process(tmp_path: Path) -> None:
@@ -54,7 +45,7 @@ def test_a_run_that_is_ended_in_the_middle_leaves_no_process(tmp_path: Path) -> 
         run.send_signal(number)
         output, _ = run.communicate(timeout=120)
         assert run.returncode == 130, output
-        assert not _is_running(int((tmp_path / "pid").read_text()))
+        assert not is_running(int((tmp_path / "pid").read_text()))
 
 
 def test_a_run_that_costs_more_than_its_budget_fails(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Costs:
         self._results = results
         self._by_folder: dict[str, list[float]] = {}
         self._folder = ""
-        self._before = (time.monotonic(), processor_seconds())
+        self._before = (time.monotonic(), count_processor_seconds())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self, location: tuple[str, int | None, str]) -> None:
@@ -51,7 +51,7 @@ class Costs:
             (self._results / f"{os.getpid()}.json").write_text(json.dumps(self._by_folder))
 
     def _count(self) -> None:
-        now = (time.monotonic(), processor_seconds())
+        now = (time.monotonic(), count_processor_seconds())
         spent = self._by_folder.setdefault(self._folder, [0.0, 0.0])
         for at in (0, 1):
             # Less than before: a process ended whose parent does not ask for what it used.
@@ -59,8 +59,8 @@ class Costs:
         self._before = now
 
 
-def processor_seconds() -> float:
-    """Processor seconds of this process and its descendants, so far; 0 where there is no ``/proc``."""
+def count_processor_seconds() -> float:
+    """Return the processor seconds of this process and its descendants so far; 0 on systems without ``/proc``."""
     stats: dict[int, tuple[int, float]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

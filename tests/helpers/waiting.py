@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from spark_state_ext.testing import WAIT_S
 
-__all__ = ["WAIT_S", "eventually", "removed"]
+__all__ = ["WAIT_S", "eventually", "is_running", "removed"]
 
 
 def eventually(holds: Callable[[], object], every_s: float = 0.01) -> None:
@@ -18,6 +19,15 @@ def eventually(holds: Callable[[], object], every_s: float = 0.01) -> None:
     while not holds():
         assert time.monotonic() < deadline_s, f"still not so after {WAIT_S:.0f} s"
         time.sleep(every_s)
+
+
+def is_running(pid: int) -> bool:
+    """True if there is a process with this id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def removed(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from jobs import COUNTS, Job, count, emitted, keyed
 from watched_store import STORE
 
-from tests.helpers.waiting import eventually
+from tests.helpers.waiting import eventually, is_running
 
 pytestmark = pytest.mark.spark
 
@@ -30,14 +29,6 @@ def _job(session: Any, folder: Path, start: int, **store: Any) -> Job:
     return Job(session, "arrow", folder, count, COUNTS, options=options, conf={"spark.sql.shuffle.partitions": "1"})
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_a_query_that_is_stopped_in_a_long_restore(spark: Any, tmp_path: Path) -> None:
     """Spark kills the worker two seconds after `spark.python.task.killTimeout`; nothing of ours may hold that up."""
     readers = tmp_path / "readers"
@@ -51,7 +42,7 @@ def test_a_query_that_is_stopped_in_a_long_restore(spark: Any, tmp_path: Path) -
         query.stop()
     assert time.monotonic() - begun_s < GET_S / 2
     pids = {int(pid) for pid in readers.read_text().split()}
-    eventually(lambda: not any(map(_is_alive, pids)))
+    eventually(lambda: not any(map(is_running, pids)))
 
 
 def test_a_restore_that_failed_goes_well_in_the_next_start(
