@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from arrow_schemas.bucket_map import BucketMap
 from arrow_schemas.equality import group_by_key, rows_equal
-from arrow_schemas.evolution import conform, state_change
+from arrow_schemas.evolution import check_state_change, conform
 from arrow_schemas.labels import bucket_label, label_bucket
 from arrow_schemas.lineage import BodyRecord, CheckpointRef, LineageHeader, Writer, new_checkpoint_id
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.partitions import PartitionAssignment
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.row import RowSchema
-from arrow_schemas.spark_types import key_fields, normal_type, state_fields
+from arrow_schemas.spark_types import key_fields, normalise_type, state_fields
 
 __all__ = [
     "BodyRecord",
@@ -33,8 +33,8 @@ __all__ = [
     "key_fields",
     "label_bucket",
     "new_checkpoint_id",
-    "normal_type",
+    "normalise_type",
     "rows_equal",
-    "state_change",
+    "check_state_change",
     "state_fields",
 ]

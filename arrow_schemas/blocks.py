@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BLOCK_BYTES", "PIECE_BYTES", "BlockDigest", "CrcArray", "PieceDigest", "combine_pieces", "digest_of"]
+__all__ = ["BLOCK_BYTES", "PIECE_BYTES", "BlockDigest", "CrcArray", "PieceDigest", "combine_pieces", "digest_crcs"]
 
 BLOCK_BYTES = 4 << 20
 PIECE_BYTES = 16 << 10
@@ -25,7 +25,7 @@ _PIECES_A_BLOCK = BLOCK_BYTES // PIECE_BYTES
 CrcArray: TypeAlias = npt.NDArray[np.uint32]
 
 
-def digest_of(crcs: Sequence[int]) -> str:
+def digest_crcs(crcs: Sequence[int]) -> str:
     """Return the 16-byte BLAKE2b of the blocks' CRC-32s, each packed as u32, in hexadecimal digits."""
     return hashlib.blake2b(struct.pack(f"<{len(crcs)}I", *crcs), digest_size=16).hexdigest()
 
@@ -70,7 +70,7 @@ class BlockDigest(_Crcs):
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes added so far."""
-        return digest_of(self._list_crcs())
+        return digest_crcs(self._list_crcs())
 
 
 class PieceDigest(_Crcs):
@@ -84,7 +84,7 @@ class PieceDigest(_Crcs):
 
     def hexdigest(self) -> str:
         """Return the digest of all bytes added so far."""
-        return digest_of(combine_pieces(self.pieces(), self._length))
+        return digest_crcs(combine_pieces(self.pieces(), self._length))
 
 
 def combine_pieces(pieces: CrcArray, length: int) -> list[int]:

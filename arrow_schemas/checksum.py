@@ -8,17 +8,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from arrow_schemas.damage import damage_in
+from arrow_schemas.damage import describe_damage
 from arrow_schemas.errors import CorruptFileError, StateError, VersionSkewError
 
 __all__ = [
     "INT64_MAX",
     "compute_checksum",
-    "opened_document",
-    "readable",
+    "open_document",
+    "report_damage",
     "refuse_newer",
-    "sealed_document",
-    "whole_number",
+    "seal_document",
+    "read_whole_number",
 ]
 
 INT64_MAX = (1 << 63) - 1
@@ -30,12 +30,12 @@ def compute_checksum(fields: dict[str, Any]) -> str:
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
-def sealed_document(fields: dict[str, Any]) -> bytes:
+def seal_document(fields: dict[str, Any]) -> bytes:
     """Return a document's bytes: its fields, which include `format`, and their checksum."""
     return json.dumps({**fields, "checksum": compute_checksum(fields)}).encode()
 
 
-def opened_document(data: bytes, where: str, known_format: int, mend: str = "") -> dict[str, Any]:
+def open_document(data: bytes, where: str, known_format: int, mend: str = "") -> dict[str, Any]:
     """Return the fields of a sealed document; call this, and read the fields, inside `with readable(…)`."""
     fields: dict[str, Any] = json.loads(data)
     refuse_newer(fields["format"], known_format, where)
@@ -52,7 +52,7 @@ def refuse_newer(file_format: int, known_format: int, where: str) -> None:
         )
 
 
-def whole_number(fields: Mapping[str, Any], name: str, least: int, most: int = INT64_MAX) -> int:
+def read_whole_number(fields: Mapping[str, Any], name: str, least: int, most: int = INT64_MAX) -> int:
     """Return a field of a decoded document; raise `ValueError` unless it is a whole number within the bounds."""
     value = fields[name]
     if type(value) is not int or not least <= value <= most:
@@ -61,7 +61,7 @@ def whole_number(fields: Mapping[str, Any], name: str, least: int, most: int = I
 
 
 @contextmanager
-def readable(where: str, what: str, mend: str = "") -> Iterator[None]:
+def report_damage(where: str, what: str, mend: str = "") -> Iterator[None]:
     """Report every error of decoding a document as damage of that document."""
     try:
         yield
@@ -69,5 +69,5 @@ def readable(where: str, what: str, mend: str = "") -> Iterator[None]:
         raise
     except (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise CorruptFileError(
-            f"{where} is not a valid {what}: {damage_in(error)}{'. ' if mend else ''}{mend}"
+            f"{where} is not a valid {what}: {describe_damage(error)}{'. ' if mend else ''}{mend}"
         ) from error

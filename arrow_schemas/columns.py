@@ -11,10 +11,10 @@ import pyarrow.compute as pc
 
 from arrow_schemas.errors import StateValueError, UnsupportedTypeError
 
-__all__ = ["aggregated", "child_of", "event_times_us", "flat", "shown", "shown_row"]
+__all__ = ["aggregate_groups", "get_field", "event_times_us", "combine_chunks", "format_value", "format_row"]
 
 
-def flat(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+def combine_chunks(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     """Return a column as one array; it is copied only if it has several chunks."""
     if isinstance(column, pa.Array):
         return column
@@ -48,7 +48,7 @@ def event_times_us(column: pa.Array | pa.ChunkedArray) -> Any:
     return column.cast(pa.int64())
 
 
-def aggregated(table: pa.Table, group: str, aggregations: Sequence[Any]) -> pa.Table:
+def aggregate_groups(table: pa.Table, group: str, aggregations: Sequence[Any]) -> pa.Table:
     """Aggregate a table by group with Arrow; return one row a group, ascending by group."""
     # PyArrow reads a name that starts with a dot as a path, and offers no other way to name a column here.
     for columns, *_ in aggregations:
@@ -59,16 +59,16 @@ def aggregated(table: pa.Table, group: str, aggregations: Sequence[Any]) -> pa.T
                 )
     groups = pa.TableGroupBy(table, group, use_threads=False).aggregate(list(aggregations))
     # Arrow mostly returns groups in the order of their first rows, but not if hashes of groups collide.
-    ids = flat(groups.column(group)).to_numpy()
+    ids = combine_chunks(groups.column(group)).to_numpy()
     return groups if (ids[1:] > ids[:-1]).all() else groups.take(pa.array(np.argsort(ids)))
 
 
-def child_of(column: Any, name: str) -> Any:
+def get_field(column: Any, name: str) -> Any:
     """Return a field of a struct column, by position: PyArrow reads a name that starts with a dot as a path."""
     return pc.struct_field(column, [column.type.get_field_index(name)])
 
 
-def shown(column: pa.Array | pa.ChunkedArray, at: int) -> object:
+def format_value(column: pa.Array | pa.ChunkedArray, at: int) -> object:
     """Return a value for a message, even one that Python cannot hold, such as non-UTF-8 text or the year 10000."""
     value = column[at]
     try:
@@ -84,6 +84,6 @@ def shown(column: pa.Array | pa.ChunkedArray, at: int) -> object:
     return f"{value.cast(pa.binary() if is_text else pa.int64()).as_py()!r} ({kind})"
 
 
-def shown_row(names: Sequence[str], columns: Sequence[Any], at: int) -> dict[str, object]:
+def format_row(names: Sequence[str], columns: Sequence[Any], at: int) -> dict[str, object]:
     """Return a row for a message."""
-    return {name: shown(column, at) for name, column in zip(names, columns, strict=True)}
+    return {name: format_value(column, at) for name, column in zip(names, columns, strict=True)}

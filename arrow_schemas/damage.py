@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["damage_in"]
+__all__ = ["describe_damage"]
 
 
-def damage_in(error: BaseException) -> str:
+def describe_damage(error: BaseException) -> str:
     """Return a sentence about the damage that made reading a file's fields raise `error`."""
     if isinstance(error, KeyError) and error.args:
         return f"its field {error.args[0]!r} is missing"

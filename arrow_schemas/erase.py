@@ -15,10 +15,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from arrow_schemas.checksum import opened_document, readable, refuse_newer, sealed_document
-from arrow_schemas.damage import damage_in
+from arrow_schemas.checksum import open_document, refuse_newer, report_damage, seal_document
+from arrow_schemas.damage import describe_damage
 from arrow_schemas.errors import CorruptFileError, CorruptPointerError, StateError
-from arrow_schemas.headers import header_metadata, header_text
+from arrow_schemas.headers import encode_header, read_header
 from arrow_schemas.lineage import BODY_KEY, BODY_PLACEHOLDER
 
 __all__ = [
@@ -28,9 +28,9 @@ __all__ = [
     "EraseDone",
     "EraseMark",
     "EraseRequest",
-    "done_name",
+    "format_done_name",
     "parse_erase_name",
-    "request_name",
+    "format_request_name",
 ]
 
 ERASE_FORMAT, DONE_FORMAT = 1, 1
@@ -41,12 +41,12 @@ _NAME = re.compile(r"(\d{8})\.(keys\.arrow|done\.json)")
 _MEND = "Withdraw it (withdraw_erasure), then request the erasure of its keys again; do not remove the file"
 
 
-def request_name(number: int) -> str:
+def format_request_name(number: int) -> str:
     """Return the name of a request's file."""
     return f"{number:08d}.keys.arrow"
 
 
-def done_name(number: int) -> str:
+def format_done_name(number: int) -> str:
     """Return the name of the record that a request is done."""
     return f"{number:08d}.done.json"
 
@@ -143,12 +143,12 @@ class EraseRequest:
             "asked_ms": self.asked_ms,
             "package_version": self.package_version,
         }
-        return self.keys.schema.with_metadata({**header_metadata(_KEY, fields), BODY_KEY: BODY_PLACEHOLDER})
+        return self.keys.schema.with_metadata({**encode_header(_KEY, fields), BODY_KEY: BODY_PLACEHOLDER})
 
     @staticmethod
     def of(schema: pa.Schema, batches: Iterable[pa.RecordBatch], where: str) -> EraseRequest:
         """Decode a request from the schema and batches of its file."""
-        text = header_text(schema.metadata, _KEY, where, "header of an erase request", _MEND)
+        text = read_header(schema.metadata, _KEY, where, "header of an erase request", _MEND)
         try:
             fields: Mapping[str, Any] = json.loads(text)
             refuse_newer(fields["format"], ERASE_FORMAT, where)
@@ -167,7 +167,7 @@ class EraseRequest:
         except StateError:
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"{where} cannot be read: {damage_in(error)}. {_MEND}.") from error
+            raise CorruptFileError(f"{where} cannot be read: {describe_damage(error)}. {_MEND}.") from error
 
     def emptied(self, request_id: str | None = None) -> EraseRequest:
         """Return this request without keys, and with `request_id` if it is given."""
@@ -208,13 +208,13 @@ class EraseDone:
 
     def encode(self) -> bytes:
         """Return the file's bytes."""
-        return sealed_document({"format": DONE_FORMAT, **asdict(self)})
+        return seal_document({"format": DONE_FORMAT, **asdict(self)})
 
     @staticmethod
     def decode(data: bytes, where: str) -> EraseDone:
         """Decode the bytes of a record."""
-        with readable(where, "record of an erase request"):
-            fields = opened_document(data, where, DONE_FORMAT)
+        with report_damage(where, "record of an erase request"):
+            fields = open_document(data, where, DONE_FORMAT)
             return EraseDone(
                 str(fields["id"]),
                 int(fields["keys"]),

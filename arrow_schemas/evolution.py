@@ -11,7 +11,7 @@ import pyarrow as pa
 from arrow_schemas.errors import SchemaChangedError
 from arrow_schemas.row import RowSchema
 
-__all__ = ["conform", "state_change"]
+__all__ = ["conform", "check_state_change"]
 
 _INTEGER_BITS = {pa.int8(): 8, pa.int16(): 16, pa.int32(): 32, pa.int64(): 64}
 _INTEGER_DIGITS = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
@@ -19,7 +19,7 @@ _INTEGER_DIGITS = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19}
 _EXACT_BITS = {pa.float32(): 24, pa.float64(): 53}
 
 
-def state_change(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Field, ...]) -> bool:
+def check_state_change(operator: str, stored: tuple[pa.Field, ...], asked: tuple[pa.Field, ...]) -> bool:
     """Return True if the state schema changed in a way that stored rows can follow, False if it did not change.
 
     Raises

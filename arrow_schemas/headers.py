@@ -9,16 +9,16 @@ from typing import Any
 
 from arrow_schemas.errors import CorruptFileError
 
-__all__ = ["header_metadata", "header_text"]
+__all__ = ["encode_header", "read_header"]
 
 
-def header_metadata(key: bytes, fields: dict[str, Any]) -> dict[bytes, bytes]:
+def encode_header(key: bytes, fields: dict[str, Any]) -> dict[bytes, bytes]:
     """Return schema metadata with a header: its JSON under the key, and its checksum under ``<key>_checksum``."""
     text = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
     return {key: text, _checksum_key(key): _digest(text)}
 
 
-def header_text(metadata: Mapping[bytes, bytes] | None, key: bytes, where: str, header: str, if_missing: str) -> bytes:
+def read_header(metadata: Mapping[bytes, bytes] | None, key: bytes, where: str, header: str, if_missing: str) -> bytes:
     """Return the JSON of a header; raise `CorruptFileError` if it is missing or fails its checksum."""
     text = (metadata or {}).get(key)
     if text is None:

@@ -15,7 +15,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from arrow_schemas.damage import damage_in
+from arrow_schemas.damage import describe_damage
 from arrow_schemas.errors import CorruptPointerError, VersionSkewError
 
 __all__ = ["IMPORT_MARK_FORMAT", "MAGIC", "ImportMark"]
@@ -74,7 +74,9 @@ class ImportMark:
             fields = json.loads(data[_HEAD.size : _HEAD.size + length])
             mark = ImportMark(str(fields["savepoint"]), str(fields["savepoint_id"]))
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptPointerError(f"the import mark in Spark's state cannot be read: {damage_in(error)}") from error
+            raise CorruptPointerError(
+                f"the import mark in Spark's state cannot be read: {describe_damage(error)}"
+            ) from error
         if not _ID.fullmatch(mark.savepoint_id):
             raise CorruptPointerError(f"the import mark has an invalid savepoint id: {mark.savepoint_id[:40]!r}")
         return mark

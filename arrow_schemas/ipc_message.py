@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from arrow_schemas.errors import CorruptFileError
 
-__all__ = ["LZ4_FRAME", "MessageHead", "decode_message_head", "message_at"]
+__all__ = ["LZ4_FRAME", "MessageHead", "decode_message_head", "read_message_head"]
 
 LZ4_FRAME = 0
 _SCHEMA, _RECORD_BATCH = 1, 3
@@ -46,7 +46,7 @@ class MessageHead:
     metadata_bytes: int = 0
 
 
-def message_at(read: Callable[[int, int], bytes], at: int, where: str) -> MessageHead:
+def read_message_head(read: Callable[[int, int], bytes], at: int, where: str) -> MessageHead:
     """Read the head of the message that begins at byte `at` of a file."""
     prefix = read(at, _PREFIX.size)
     continuation, metadata_bytes = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (0, 0)

@@ -12,7 +12,7 @@ import numpy as np
 
 from arrow_schemas.equality import HashArray, IndexArray
 
-__all__ = ["bucket_label", "buckets_of", "label_bucket"]
+__all__ = ["bucket_label", "find_buckets", "label_bucket"]
 
 _MASK = 0xFFFFFFFF
 _SEED = 42
@@ -50,7 +50,7 @@ def _rotate(value: int, bits: int) -> int:
     return (value << bits | value >> (32 - bits)) & _MASK
 
 
-def buckets_of(hashes: HashArray, buckets: int) -> IndexArray:
+def find_buckets(hashes: HashArray, buckets: int) -> IndexArray:
     """Return each hash's bucket: its high 32 bits scaled to the number of buckets, so a bucket is a range of hashes."""
     bucket_numbers: IndexArray = (((hashes >> np.uint64(32)) * np.uint64(buckets)) >> np.uint64(32)).astype(np.int64)
     return bucket_numbers

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from arrow_schemas.damage import damage_in
+from arrow_schemas.damage import describe_damage
 from arrow_schemas.errors import CorruptFileError, LineageError, VersionSkewError
-from arrow_schemas.headers import header_metadata, header_text
+from arrow_schemas.headers import encode_header, read_header
 from arrow_schemas.snapshot_index import INDEX_KEY, INDEX_PLACEHOLDER
 
 __all__ = [
@@ -197,7 +197,7 @@ class LineageHeader:
             "package_version": self.package_version,
         }
         fields.update({name: value for name, value in optional.items() if value})
-        metadata = {**header_metadata(HEADER_KEY, fields), BODY_KEY: BODY_PLACEHOLDER}
+        metadata = {**encode_header(HEADER_KEY, fields), BODY_KEY: BODY_PLACEHOLDER}
         if self.has_index:
             metadata[INDEX_KEY] = INDEX_PLACEHOLDER
         return metadata
@@ -223,7 +223,7 @@ class LineageHeader:
         VersionSkewError
             If a newer release wrote it.
         """
-        text = header_text(
+        text = read_header(
             metadata, HEADER_KEY, where, "lineage header", "it is not a checkpoint file of spark_state_ext"
         )
         try:
@@ -251,7 +251,7 @@ class LineageHeader:
         except (CorruptFileError, LineageError) as error:
             raise type(error)(f"{where}: {error}") from error
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"the lineage header of {where} cannot be read: {damage_in(error)}") from error
+            raise CorruptFileError(f"the lineage header of {where} cannot be read: {describe_damage(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow as pa
 
 from arrow_schemas.bucket_map import BUCKETS_MAX, HASH, PARTITION, BucketMap
-from arrow_schemas.checksum import compute_checksum, whole_number
-from arrow_schemas.damage import damage_in
+from arrow_schemas.checksum import compute_checksum, read_whole_number
+from arrow_schemas.damage import describe_damage
 from arrow_schemas.errors import (
     BucketCountChangedError,
     BucketMapChangedError,
@@ -26,7 +26,7 @@ from arrow_schemas.errors import (
     StateError,
     VersionSkewError,
 )
-from arrow_schemas.evolution import state_change
+from arrow_schemas.evolution import check_state_change
 from arrow_schemas.row import EXPIRES_MS, RowSchema
 from arrow_schemas.spark_types import key_fields, state_fields
 
@@ -167,7 +167,7 @@ class OperatorFile:
         try:
             fields = json.loads(data)
             checksum = fields.pop("checksum")
-            written = whole_number(fields, "format", 1, 10**99)
+            written = read_whole_number(fields, "format", 1, 10**99)
             name = MAPPED_NAME if written == OPERATOR_FORMAT else HASH_NAME
             if written > OPERATOR_FORMAT or fields["hash"] != name:
                 raise VersionSkewError(
@@ -184,17 +184,17 @@ class OperatorFile:
             return OperatorFile(
                 operator=fields["operator"],
                 query_id=fields["query_id"],
-                buckets=whole_number(fields, "buckets", 1, BUCKETS_MAX),
+                buckets=read_whole_number(fields, "buckets", 1, BUCKETS_MAX),
                 key_schema=json.dumps(fields["key_schema"]),
                 state_schema=json.dumps(fields["state_schema"]),
-                schema_id=whole_number(fields, "schema_id", 0, _SCHEMA_ID_MAX),
+                schema_id=read_whole_number(fields, "schema_id", 0, _SCHEMA_ID_MAX),
                 function=_encode_function(fields.get("function")),
                 mapped=BucketMap.from_plain(fields["bucket_map"]) if written == OPERATOR_FORMAT else None,
             )
         except StateError:
             raise
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"{where} is not an operator file: {damage_in(error)}") from error
+            raise CorruptFileError(f"{where} is not an operator file: {describe_damage(error)}") from error
 
     def succeeded_by(
         self, requested: OperatorFile, *, case_sensitive: bool = False, leave_behind: bool = False
@@ -230,7 +230,7 @@ class OperatorFile:
         _check_keys(self.operator, stored.keys, asked.keys, case_sensitive)
         # Before the state: another function mostly has another state too, and this check's message says more.
         _check_function(self.operator, self.function, requested.function)
-        changed = state_change(self.operator, stored.state, asked.state)
+        changed = check_state_change(self.operator, stored.state, asked.state)
         # Functions see the keys under the names that the job asks for.
         changed |= [field.name for field in stored.keys] != [field.name for field in asked.keys]
         changed |= kept.state_schema != self.state_schema

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from arrow_schemas.bucket_map import PARTITION, BucketMap
-from arrow_schemas.checksum import opened_document, readable, sealed_document
+from arrow_schemas.checksum import open_document, report_damage, seal_document
 from arrow_schemas.errors import CorruptFileError, PartitionsChangedError, UsageError
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "parse_partitions_name",
     "partition_before_expansion",
     "partitions_name",
-    "shown_counts",
+    "format_counts",
 ]
 
 PARTITIONS_FORMAT = 1
@@ -74,7 +74,7 @@ def parse_partitions_name(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def shown_counts(counts: Sequence[int]) -> str:
+def format_counts(counts: Sequence[int]) -> str:
     """Return counts as the user writes them: ``[2, 4]``."""
     return f"[{', '.join(map(str, counts))}]"
 
@@ -107,7 +107,7 @@ class StreamPartitions:
             object.__setattr__(self, "reached", self.counts[0])
         if type(self.reached) is not int or self.reached not in self.counts:
             raise UsageError(
-                f"reached{_format_stream(self.stream)} must be one of counts={shown_counts(self.counts)}, "
+                f"reached{_format_stream(self.stream)} must be one of counts={format_counts(self.counts)}, "
                 f"not {self.reached!r}"
             )
         if len(self.buckets) != self.counts[-1] or not all(
@@ -123,7 +123,7 @@ class StreamPartitions:
         if declared.counts[-1] < self.counts[-1]:
             raise PartitionsChangedError(
                 f"the source has had up to {self.counts[-1]} partitions{which}, but the plan declares at most "
-                f"{declared.counts[-1]}: give counts={shown_counts(self.counts)}{which}, because partitions are never "
+                f"{declared.counts[-1]}: give counts={format_counts(self.counts)}{which}, because partitions are never "
                 "removed"
             )
         moved = next((at for at, bucket in enumerate(self.buckets) if declared.buckets[at] != bucket), None)
@@ -294,7 +294,7 @@ class PartitionAssignment:
             streams[partitions.stream] = {"counts": list(partitions.counts), "buckets": list(partitions.buckets)}
             if partitions.reached != partitions.counts[0]:
                 streams[partitions.stream]["reached"] = partitions.reached
-        return sealed_document({"format": PARTITIONS_FORMAT, "streams": streams})
+        return seal_document({"format": PARTITIONS_FORMAT, "streams": streams})
 
     @staticmethod
     def decode(data: bytes, where: str) -> PartitionAssignment:
@@ -315,8 +315,8 @@ class PartitionAssignment:
             If a newer release wrote them.
         """
         mend = "Bring it back from a copy of the query folder"
-        with readable(where, "assignment of partitions", mend):
-            fields = opened_document(data, where, PARTITIONS_FORMAT, mend)
+        with report_damage(where, "assignment of partitions", mend):
+            fields = open_document(data, where, PARTITIONS_FORMAT, mend)
             try:
                 return PartitionAssignment(
                     tuple(
@@ -357,10 +357,10 @@ def _format_stream(stream: str) -> str:
 def _check_counts(counts: tuple[int, ...], which: str) -> None:
     if not counts or not all(type(count) is int and 0 < count <= _PARTITIONS_MAX for count in counts):
         raise UsageError(
-            f"counts{which} must be numbers of partitions from 1 to {_PARTITIONS_MAX}, not {shown_counts(counts)}"
+            f"counts{which} must be numbers of partitions from 1 to {_PARTITIONS_MAX}, not {format_counts(counts)}"
         )
     if not all(before < after for before, after in pairwise(counts)):
-        raise UsageError(f"counts{which} must ascend, because a source only grows, but {shown_counts(counts)} do not")
+        raise UsageError(f"counts{which} must ascend, because a source only grows, but {format_counts(counts)} do not")
 
 
 def _map_by_remainder(counts: tuple[int, ...], which: str) -> list[int]:

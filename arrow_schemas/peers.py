@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES
-from arrow_schemas.checksum import readable, refuse_newer
+from arrow_schemas.checksum import refuse_newer, report_damage
 from arrow_schemas.errors import CorruptFileError, UsageError
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.standby import BucketKey
@@ -36,7 +36,7 @@ __all__ = [
     "PeerAnswer",
     "PeerQuestion",
     "PeerSecret",
-    "in_questions",
+    "split_into_questions",
 ]
 
 PEER_FORMAT = 1
@@ -164,7 +164,7 @@ class PeerQuestion:
         text = data[_PROOF_BYTES:]
         secret.check(data[:_PROOF_BYTES], _QUESTION, text)
         try:
-            with readable(where, "question"):
+            with report_damage(where, "question"):
                 return _decode_question(json.loads(text), where)
         except UsageError as error:
             raise CorruptFileError(f"{where} is not valid: {error}") from error
@@ -210,7 +210,7 @@ class PeerAnswer:
         return answer
 
 
-def in_questions(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], ...]]:
+def split_into_questions(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], ...]]:
     """Yield the ranges of one question after the other; each of `ranges` must fit into a question."""
     batch: list[tuple[int, int]] = []
     pieces = 0

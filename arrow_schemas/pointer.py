@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from arrow_schemas.ages import Ages
-from arrow_schemas.checksum import whole_number
-from arrow_schemas.damage import damage_in
+from arrow_schemas.checksum import read_whole_number
+from arrow_schemas.damage import describe_damage
 from arrow_schemas.erase import EraseMark
 from arrow_schemas.errors import CorruptPointerError, LineageError, VersionSkewError
 from arrow_schemas.lineage import DELTA, CheckpointRef, check_ascending, file_name
@@ -343,7 +343,7 @@ class Pointer:
         except (CorruptPointerError, LineageError):
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptPointerError(f"a pointer in Spark's state cannot be read: {damage_in(error)}") from error
+            raise CorruptPointerError(f"a pointer in Spark's state cannot be read: {describe_damage(error)}") from error
 
 
 def _seal(pointer_format: int, fields: dict[str, Any], blobs: list[bytes]) -> bytes:
@@ -447,5 +447,5 @@ def _parse(fields: dict[str, Any], blobs: bytes) -> Pointer:
         origins=tuple(str(name) for name in fields["origins"]),
         erased=_decode_erase_mark(fields["erased"]),
         parents=_to_ref(fields["parents"]),
-        epoch=whole_number({"epoch": 0, **fields}, "epoch", 0),
+        epoch=read_whole_number({"epoch": 0, **fields}, "epoch", 0),
     )

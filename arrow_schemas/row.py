@@ -22,7 +22,7 @@ from functools import cached_property
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.spark_types import normal_type
+from arrow_schemas.spark_types import normalise_type
 
 __all__ = ["BUCKET", "DEFINED", "DELETED", "EXPIRES_MS", "KEY_HASH", "TIMEOUT_MS", "RowSchema"]
 
@@ -110,18 +110,18 @@ class RowSchema:
 
     def normalise_keys(self, columns: Sequence[pa.Array]) -> list[pa.Array]:
         """Return key columns in their stored form: normal types, ``-0.0`` as ``0.0``, all NaNs as one NaN."""
-        return [normal_array(column, field.type) for column, field in zip(columns, self.keys, strict=True)]
+        return [normalise_array(column, field.type) for column, field in zip(columns, self.keys, strict=True)]
 
     def empty(self) -> pa.RecordBatch:
         """Return a batch without rows."""
         return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in self.arrow], schema=self.arrow)
 
 
-def normal_array(column: pa.Array, data_type: pa.DataType) -> pa.Array:
+def normalise_array(column: pa.Array, data_type: pa.DataType) -> pa.Array:
     """Return `column` as `data_type`, with floats in one canonical form, so that equal keys have equal bytes."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
-    if column.type != data_type and normal_type(column.type) == normal_type(data_type):
+    if column.type != data_type and normalise_type(column.type) == normalise_type(data_type):
         column = column.cast(data_type)
     elif column.type != data_type:
         # Field names and nullability of nested types may differ; values may not.
@@ -131,12 +131,12 @@ def normal_array(column: pa.Array, data_type: pa.DataType) -> pa.Array:
         return pc.add(column, pa.scalar(0.0, data_type))
     if pa.types.is_struct(data_type) and _holds_floats(data_type):
         mask = column.is_null()
-        children = [normal_array(child, data_type.field(i).type) for i, child in enumerate(column.flatten())]
+        children = [normalise_array(child, data_type.field(i).type) for i, child in enumerate(column.flatten())]
         return pa.StructArray.from_arrays(
             children, fields=[data_type.field(i) for i in range(data_type.num_fields)], mask=mask
         )
     if pa.types.is_list(data_type) and _holds_floats(data_type):
-        values = normal_array(column.values, data_type.value_type)
+        values = normalise_array(column.values, data_type.value_type)
         return pa.Array.from_buffers(
             data_type, len(column), column.buffers()[:2], column.null_count, column.offset, [values]
         )

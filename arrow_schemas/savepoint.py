@@ -15,10 +15,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from arrow_schemas.checksum import INT64_MAX, whole_number
-from arrow_schemas.damage import damage_in
+from arrow_schemas.checksum import INT64_MAX, read_whole_number
+from arrow_schemas.damage import describe_damage
 from arrow_schemas.errors import CorruptFileError, LineageError, StateError, VersionSkewError
-from arrow_schemas.headers import header_metadata, header_text
+from arrow_schemas.headers import encode_header, read_header
 from arrow_schemas.lineage import BODY_KEY, BODY_PLACEHOLDER, CheckpointRef, parse_file_name
 from arrow_schemas.operator import OperatorFile, is_operator_name
 from arrow_schemas.pointer import LineageEntry, Pointer
@@ -32,7 +32,7 @@ __all__ = [
     "SavedFile",
     "SavepointHeader",
     "SavepointManifest",
-    "relocatable",
+    "make_relocatable",
 ]
 
 SAVEPOINT_FORMAT = 1
@@ -81,7 +81,7 @@ class SavedBucket:
     operator, bucket
         The operator's name and the bucket's number.
     pointer
-        The bucket's pointer, without what names a place (`relocatable`).
+        The bucket's pointer, without what names a place (`make_relocatable`).
     files
         The files that loading the bucket needs, oldest first.
     """
@@ -152,12 +152,12 @@ class SavepointHeader:
             "offsets": self.offsets,
             "package_version": self.package_version,
         }
-        return {**header_metadata(_HEADER_KEY, fields), BODY_KEY: BODY_PLACEHOLDER}
+        return {**encode_header(_HEADER_KEY, fields), BODY_KEY: BODY_PLACEHOLDER}
 
     @staticmethod
     def decode(metadata: Mapping[bytes, bytes] | None, where: str) -> SavepointHeader:
         """Decode a header from schema metadata."""
-        text = header_text(
+        text = read_header(
             metadata, _HEADER_KEY, where, "header of a savepoint", "it is not a savepoint of spark_state_ext"
         )
         try:
@@ -174,21 +174,21 @@ class SavepointHeader:
             return SavepointHeader(
                 id=fields["id"],
                 form=fields["form"],
-                made_ms=whole_number(fields, "made_ms", 0),
+                made_ms=read_whole_number(fields, "made_ms", 0),
                 operators={
                     name: OperatorFile.decode(json.dumps(operator).encode(), f"operator {name!r} of {where}")
                     for name, operator in fields["operators"].items()
                 },
                 package_version=str(fields["package_version"]),
                 query_id=str(fields["query_id"]),
-                batch=whole_number(fields, "batch", -1),
-                watermark_ms=None if watermark_ms is None else whole_number(fields, "watermark_ms", -INT64_MAX),
+                batch=read_whole_number(fields, "batch", -1),
+                watermark_ms=None if watermark_ms is None else read_whole_number(fields, "watermark_ms", -INT64_MAX),
                 offsets=None if offsets is None else str(offsets),
             )
         except StateError:
             raise
         except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptFileError(f"the header of {where} cannot be read: {damage_in(error)}") from error
+            raise CorruptFileError(f"the header of {where} cannot be read: {describe_damage(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _decode_bucket(row: Mapping[str, Any], where: str) -> SavedBucket:
     return SavedBucket(row["operator"], row["bucket"], pointer, files)
 
 
-def relocatable(pointer: Pointer, lineage: Sequence[LineageEntry]) -> Pointer:
+def make_relocatable(pointer: Pointer, lineage: Sequence[LineageEntry]) -> Pointer:
     """Return a pointer without everything that names a place, so that it can be moved and any query can use it."""
     last: CheckpointRef | None = lineage[-1].ref if lineage else None
     if last != pointer.ref:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from arrow_schemas.blocks import PIECE_BYTES, CrcArray, combine_pieces, digest_of
+from arrow_schemas.blocks import PIECE_BYTES, CrcArray, combine_pieces, digest_crcs
 from arrow_schemas.errors import CorruptFileError
 
 __all__ = ["INDEX_KEY", "INDEX_PLACEHOLDER", "IndexRecord", "IndexedChunk", "SnapshotIndex"]
@@ -155,7 +155,7 @@ class SnapshotIndex:
             index = _parse(data)
         except (struct.error, ValueError) as error:
             raise CorruptFileError(f"the index of {where} cannot be read: {error}") from error
-        if digest_of(index.blocks()) != body_digest:
+        if digest_crcs(index.blocks()) != body_digest:
             raise CorruptFileError(f"the index of {where} belongs to another body than the file announces")
         return index
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from arrow_schemas.errors import UnsupportedTypeError
 
-__all__ = ["key_hash", "xxhash64"]
+__all__ = ["hash_key", "xxhash64"]
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _SEED = 42
@@ -27,7 +27,7 @@ _P4, _P5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 _DIGITS_OF_A_LONG = 18
 
 
-def key_hash(columns: Sequence[pa.Array]) -> int:
+def hash_key(columns: Sequence[pa.Array]) -> int:
     """Return the unsigned hash of a key, as in the column ``key_hash`` of checkpoint files."""
     seed = _SEED
     for column in columns:

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.columns import flat
+from arrow_schemas.columns import combine_chunks
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray
 from arrow_schemas.errors import UnsupportedTypeError
 
-__all__ = ["key_hashes"]
+__all__ = ["hash_keys"]
 
 _SEED = np.uint64(42)
 _P1 = np.uint64(0x9E3779B185EBCA87)
@@ -33,12 +33,12 @@ _INTS = frozenset({pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.date32()})
 _LONG_DIGITS = 18
 
 
-def key_hashes(columns: Sequence[pa.Array | pa.ChunkedArray]) -> HashArray:
+def hash_keys(columns: Sequence[pa.Array | pa.ChunkedArray]) -> HashArray:
     """Return the hash of each row of some key columns."""
     hashes: HashArray = np.full(len(columns[0]), _SEED, dtype=np.uint64)
     with np.errstate(over="ignore"):
         for column in columns:
-            hashes = _hash_column(flat(column), hashes)
+            hashes = _hash_column(combine_chunks(column), hashes)
     return hashes
 
 

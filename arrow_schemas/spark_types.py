@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from arrow_schemas.errors import UnsupportedTypeError, UsageError
 
-__all__ = ["flat_name", "key_fields", "normal_type", "state_fields"]
+__all__ = ["flat_name", "key_fields", "normalise_type", "state_fields"]
 
 _FLAT: dict[str, pa.DataType] = {
     "byte": pa.int8(),
@@ -77,7 +77,7 @@ def state_fields(schema_json: str, role: str = "state") -> tuple[pa.Field, ...]:
     return _convert_struct(json.loads(schema_json), role=role, maps=True)
 
 
-def normal_type(data_type: pa.DataType) -> pa.DataType:
+def normalise_type(data_type: pa.DataType) -> pa.DataType:
     """Return the stored, normal form of an Arrow type that Spark sent (see the module's docstring)."""
     types = pa.types
     if types.is_timestamp(data_type):
@@ -91,17 +91,17 @@ def normal_type(data_type: pa.DataType) -> pa.DataType:
     if types.is_struct(data_type):
         return pa.struct([_normalise_field(data_type.field(i)) for i in range(data_type.num_fields)])
     if types.is_map(data_type):
-        return pa.map_(normal_type(data_type.key_type), _normalise_field(data_type.item_field))
+        return pa.map_(normalise_type(data_type.key_type), _normalise_field(data_type.item_field))
     return data_type
 
 
 def flat_name(data_type: pa.DataType) -> str | None:
     """Return Spark's name of a simple type; None for nested types and decimals."""
-    return _NAMES.get(normal_type(data_type))
+    return _NAMES.get(normalise_type(data_type))
 
 
 def _normalise_field(field: pa.Field) -> pa.Field:
-    return field.with_type(normal_type(field.type)).remove_metadata()
+    return field.with_type(normalise_type(field.type)).remove_metadata()
 
 
 def _convert_struct(parsed: Any, role: str, maps: bool) -> tuple[pa.Field, ...]:

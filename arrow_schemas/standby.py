@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from arrow_schemas.checksum import opened_document, readable, sealed_document
+from arrow_schemas.checksum import open_document, report_damage, seal_document
 from arrow_schemas.errors import CorruptFileError, UsageError
 
 __all__ = [
@@ -75,7 +75,7 @@ class StandbySettings:
 
     def encode(self) -> bytes:
         """Return the file's bytes."""
-        return sealed_document(
+        return seal_document(
             {
                 "format": STANDBY_SETTINGS_FORMAT,
                 "enabled": self.enabled,
@@ -87,8 +87,8 @@ class StandbySettings:
     @staticmethod
     def decode(data: bytes, where: str) -> StandbySettings:
         """Decode a settings file."""
-        with readable(where, "standby settings file", _SETTINGS_MEND), _refuse_as_damage(where, _SETTINGS_MEND):
-            fields = opened_document(data, where, STANDBY_SETTINGS_FORMAT, _SETTINGS_MEND)
+        with report_damage(where, "standby settings file", _SETTINGS_MEND), _refuse_as_damage(where, _SETTINGS_MEND):
+            fields = open_document(data, where, STANDBY_SETTINGS_FORMAT, _SETTINGS_MEND)
             return StandbySettings(fields["enabled"], fields["standby_replicas"], fields["heartbeat_s"])
         raise AssertionError("unreachable: readable raises what it catches")
 
@@ -225,7 +225,7 @@ class MemberRecord:
         grouped = groupby(self.replicas, key=lambda replica: (replica.key.operator, replica.key.query_folder))
         # Empty fields are left out.
         wrong: dict[str, Any] = {"failing": _encode_by_bucket(self.failing, "reasons"), "doubled": self.doubled}
-        return sealed_document(
+        return seal_document(
             {
                 "format": MEMBER_FORMAT,
                 "host": self.host,
@@ -244,8 +244,8 @@ class MemberRecord:
     @staticmethod
     def decode(data: bytes, where: str) -> MemberRecord:
         """Decode a host's record."""
-        with readable(where, "record of a member", _MEMBER_MEND), _refuse_as_damage(where, _MEMBER_MEND):
-            fields = opened_document(data, where, MEMBER_FORMAT, _MEMBER_MEND)
+        with report_damage(where, "record of a member", _MEMBER_MEND), _refuse_as_damage(where, _MEMBER_MEND):
+            fields = open_document(data, where, MEMBER_FORMAT, _MEMBER_MEND)
             hosts = [*fields["active_hosts"], None]
             replicas = tuple(replica for columns in fields["replicas"] for replica in _decode_replicas(columns, hosts))
             # Format 1 does not have the rates.

@@ -34,11 +34,11 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed_body import announced_index
+from spark_state_ext.files.sealed_body import read_announced_index
 from spark_state_ext.peers.asking import Peers
 from spark_state_ext.peers.finding import ADDRESS_KIND
 from spark_state_ext.peers.server import PeerServer
-from spark_state_ext.peers.serving import Found
+from spark_state_ext.peers.serving import SnapshotFile
 from spark_state_ext.peers.settings import PeerSettings
 from spark_state_ext.standby.members import Membership
 from spark_state_ext.store import LocalStore
@@ -121,8 +121,8 @@ class _Shelf:
     path: Path
     body_bytes: int
 
-    def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
-        return Found(self.path, self.body_bytes)
+    def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> SnapshotFile | None:
+        return SnapshotFile(self.path, self.body_bytes)
 
 
 class _Measured:
@@ -183,7 +183,7 @@ class _Measured:
         """A host with the snapshot; what makes a process that asks it."""
         secret = PeerSecret.of("the secret of a benchmark")
         data = self._snapshot.read_bytes()
-        _, index = announced_index(lambda start, end: data[start:end], len(data), str(self._snapshot))
+        _, index = read_announced_index(lambda start, end: data[start:end], len(data), str(self._snapshot))
         assert index is not None, "a snapshot of this release has one"
         server = PeerServer("127.0.0.1", 0, secret, _Shelf(self._snapshot, index.body_bytes))
         key = BucketKey("restored", "query", 0)

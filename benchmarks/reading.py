@@ -27,16 +27,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from arrow_schemas import OperatorFile
-from arrow_schemas.labels import buckets_of
+from arrow_schemas.labels import find_buckets
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, Writer, file_name, new_checkpoint_id
 from arrow_schemas.operator import operator_file_name
-from arrow_schemas.spark_hash import key_hash
+from arrow_schemas.spark_hash import hash_key
 from benchmarks.options import add_seed
 from benchmarks.report import BenchmarkError, Report
 from spark_state_ext import OpenState, open_state
 from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.version import __version__
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 __all__ = ["add_arguments", "run"]
 
@@ -194,7 +194,7 @@ def _scans(report: Report, root: Path, options: argparse.Namespace) -> None:
                 timed("scan that checks files", functools.partial(_scanned, state))
                 timed("scan again", functools.partial(_scanned, state))
             started_s = time.perf_counter()
-            side_by_side("floor", len(os.sched_getaffinity(0)), _checksum, files)
+            map_in_parallel("floor", len(os.sched_getaffinity(0)), _checksum, files)
             took.setdefault("floor: CRC-32 of the same bytes, on all cores", []).append(time.perf_counter() - started_s)
             timed("PyArrow, mapped", functools.partial(_read_by_arrow, files, as_a_map=True))
             timed("PyArrow, into memory", functools.partial(_read_by_arrow, files, as_a_map=False))
@@ -240,11 +240,11 @@ def _written(root: Path, rows: int, buckets: int) -> int:
     keys = np.arange(rows, dtype=np.int64)
     hashes = _hashes(keys)
     sample = keys[:: max(1, rows // 100)]
-    if [int(hashes[key]) for key in sample] != [key_hash([pa.array([int(key)], pa.int64())]) for key in sample]:
+    if [int(hashes[key]) for key in sample] != [hash_key([pa.array([int(key)], pa.int64())]) for key in sample]:
         raise BenchmarkError("keys are hashed otherwise than Spark hashes them")
     order = np.argsort(hashes)
     keys, hashes = keys[order], hashes[order]
-    borders = np.searchsorted(buckets_of(hashes, buckets), np.arange(buckets + 1))
+    borders = np.searchsorted(find_buckets(hashes, buckets), np.arange(buckets + 1))
     size = 0
     for bucket in range(buckets):
         low, high = int(borders[bucket]), int(borders[bucket + 1])

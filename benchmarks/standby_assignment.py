@@ -25,7 +25,7 @@ from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, Stand
 from benchmarks.options import add_quick, add_seed
 from benchmarks.report import Report
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.standby.assignment import active_hosts, active_on, assign, to_hold
+from spark_state_ext.standby.assignment import assign, buckets_to_hold, find_active_buckets, find_active_hosts
 from spark_state_ext.standby.members import Members, Membership
 
 __all__ = ["add_arguments", "run"]
@@ -195,8 +195,8 @@ class _Cluster:
         with _as_if_alone():
             began_s = time.perf_counter()
             mine = at not in decided
-            assignment = assign(active_hosts(self.keys, records), records, self.settings) if mine else decided[at]
-            holding = to_hold(host.name, assignment, records)
+            assignment = assign(find_active_hosts(self.keys, records), records, self.settings) if mine else decided[at]
+            holding = buckets_to_hold(host.name, assignment, records)
             if mine:
                 self.decision_s.append(time.perf_counter() - began_s)
         decided.setdefault(at, assignment)
@@ -204,7 +204,7 @@ class _Cluster:
             self.changes[-1]["moved"] += len(holding - host.held)
         host.in_sync = host.held & holding
         host.held = set(holding)
-        host.active = active_on(host.name, self.keys, records)
+        host.active = find_active_buckets(host.name, self.keys, records)
         replicas = (StandbyReplica(key, 7, 10**8, key in host.in_sync, self.writer[key]) for key in sorted(host.held))
         record = MemberRecord(host.name, host.rack, replicas=tuple(replicas), active=host.active)
         self.record_bytes_max = max(self.record_bytes_max, len(host.membership.heartbeat(record).encode()))

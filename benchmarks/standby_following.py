@@ -30,7 +30,7 @@ from benchmarks.report import BenchmarkError, Report
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.standby.following import BucketFollower, FollowedStores
+from spark_state_ext.standby.following import BucketFollower, SharedStores
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.spill import SpillBuffer
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     noticed = statistics.median(followed / alone for followed, alone in pairs)
     report.bar("follower / active, processor", told["cpu_s"] / active_s, "at most", CPU_AT_MOST, "times")
     report.bar("active, followed / left alone", noticed, "at most", NOTICED_AT_MOST, "times")
-    # A snapshot is read too where the store is too large to be merged (`compaction.outgrown`), one a cadence.
+    # A snapshot is read too where the store is too large to be merged (`compaction.is_outgrown`), one a cadence.
     report.ratio("bytes read / bytes of deltas", told["bytes"] / delta_bytes)
     return report
 
@@ -197,7 +197,7 @@ def following(work: Path) -> dict[str, Any]:
     """
     (work / "other").mkdir()
     root = FollowedRoot(str(work / "root"), local_dir=str(work / "other"))
-    stores = FollowedStores()
+    stores = SharedStores()
     follower = BucketFollower(root, BucketKey(_OPERATOR, _QUERY, 0), _operator_file(), stores)
     cpu_s, steps, size_bytes = 0.0, 0, 0
     (work / "ready").touch()

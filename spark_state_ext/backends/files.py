@@ -32,11 +32,11 @@ from spark_state_ext.errors import (
     UsageError,
 )
 from spark_state_ext.files.checkpoint import verify_checkpoint
-from spark_state_ext.files.folder import Folder, Readable, taken
+from spark_state_ext.files.folder import Folder, Readable, make_taken_error
 from spark_state_ext.files.known_files import KnownFiles
 from spark_state_ext.files.retention import clean_up, is_crowded
 from spark_state_ext.files.sealed import SealedFile, publish
-from spark_state_ext.worker.retry import retried
+from spark_state_ext.worker.retry import call_with_retries
 from spark_state_ext.worker.threads import CallerExecutor
 from spark_state_ext.worker.worker import Worker
 
@@ -103,7 +103,7 @@ class FilesBackup:
                 if self._closed.is_set():
                     raise StorageError(f"{name} was not sent to {self.folder.root} because the backend was closed")
                 if file is not None:
-                    retried(partial(self._put, file), self._context.timeout_s, self._closed)
+                    call_with_retries(partial(self._put, file), self._context.timeout_s, self._closed)
                     self._pending.pop(name, None)
             return markers
 
@@ -130,7 +130,7 @@ class FilesBackup:
             return
         where = self.folder.where(file.name)
         if same is False and not self.folder.replaces:
-            raise taken(where) from FileExistsError(errno.EEXIST, "another file has this name", where)
+            raise make_taken_error(where) from FileExistsError(errno.EEXIST, "another file has this name", where)
         # If another attempt sent the file meanwhile, that file is compared.
         publish(self.folder, file)
         same = self._compare(file)
@@ -227,7 +227,7 @@ class _Interruptible:
     def _retry(self, work: Callable[[], T]) -> T:
         if self._stop.is_set():
             raise InterruptedRestoreError(f"the restore from {self._folder.root} was stopped")
-        return retried(work, self._timeout_s, self._stop)
+        return call_with_retries(work, self._timeout_s, self._stop)
 
 
 def sole_replica(folder: Folder, scratch: Path, name: str = "files") -> list[Replica]:

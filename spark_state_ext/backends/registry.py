@@ -16,7 +16,7 @@ from spark_state_ext.backends.storage_options import refuse_misspelt
 from spark_state_ext.errors import ExecutorPackageError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
 
-__all__ = ["CHANGELOG", "ENTRY_POINTS", "FSSPEC", "Backend", "configured", "factory_of", "refuse_unusable"]
+__all__ = ["CHANGELOG", "ENTRY_POINTS", "FSSPEC", "Backend", "resolve_backends", "load_factory", "refuse_unusable"]
 
 ENTRY_POINTS = "spark_state_ext.backends"
 FSSPEC = "fsspec"
@@ -93,7 +93,7 @@ class Backend:
         return dict(self.options)
 
 
-def configured(
+def resolve_backends(
     backends: Sequence[str | Backend], root: str, storage_options: Mapping[str, Any], restore_from: str | None
 ) -> tuple[bool, list[Backend]]:
     """Check a user's list of backends, and split off the changelog.
@@ -187,7 +187,7 @@ def _refuse_unknown_kind(backend: Backend) -> None:
 
 
 @functools.cache
-def factory_of(kind: str) -> BackendFactory:
+def load_factory(kind: str) -> BackendFactory:
     """Return the factory of a kind of backend.
 
     Raises

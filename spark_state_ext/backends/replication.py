@@ -17,10 +17,10 @@ __all__ = [
     "Restorable",
     "close_all",
     "is_complete",
-    "is_held",
+    "is_restorable",
     "needs_parents",
-    "taken_over",
-    "version_of",
+    "adapt_to_backends",
+    "get_version",
 ]
 
 
@@ -123,7 +123,7 @@ def is_complete(status: ReplicationStatus | None) -> bool:
     return status is not None and status.since is None
 
 
-def is_held(pointer: Pointer) -> bool:
+def is_restorable(pointer: Pointer) -> bool:
     """Return True if one of a pointer's backends holds its state, alone or with a rescaled bucket's parents."""
     return any(
         is_complete(status) or (pointer.parents is not None and status.since == pointer.parents)
@@ -136,7 +136,7 @@ def needs_parents(pointer: Pointer) -> bool:
     return pointer.parents is not None and not any(is_complete(status) for status in pointer.replication.values())
 
 
-def taken_over(pointer: Pointer, replicas: Sequence[Restorable]) -> Pointer:
+def adapt_to_backends(pointer: Pointer, replicas: Sequence[Restorable]) -> Pointer:
     """Return an input pointer with only the configured backends; new ones have no replication status yet."""
     names = [replica.name for replica in replicas]
     if pointer.ref is None:
@@ -153,6 +153,6 @@ def taken_over(pointer: Pointer, replicas: Sequence[Restorable]) -> Pointer:
     )
 
 
-def version_of(ref: CheckpointRef | None) -> int:
+def get_version(ref: CheckpointRef | None) -> int:
     """Return a checkpoint's version; 0 for None."""
     return 0 if ref is None else ref.version

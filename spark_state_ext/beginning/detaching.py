@@ -15,9 +15,16 @@ from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.rescale.in_force import put_in_force
 from spark_state_ext.savepoints.captured import Captured
-from spark_state_ext.savepoints.claims import consume
+from spark_state_ext.savepoints.claims import delete_claimed_savepoint
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.records import StartRecord, held_for, is_detached, note_detached, note_let_go, start_of
+from spark_state_ext.savepoints.records import (
+    StartRecord,
+    is_detached,
+    list_held,
+    note_detached,
+    read_start,
+    remove_held,
+)
 from spark_state_ext.worker.background import Background
 
 __all__ = ["Detaching", "detach"]
@@ -58,7 +65,7 @@ class Detaching:
 
 def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> None:
     """Record that a query no longer needs the snapshot that it was started from, and release that snapshot."""
-    record, start = start_of(query_folder), job.options.start_from
+    record, start = read_start(query_folder), job.options.start_from
     if record is not None and not is_detached(query_folder):
         still_ours()
         note_detached(query_folder)
@@ -68,14 +75,14 @@ def detach(job: Job, query_folder: Folder, still_ours: Callable[[], None]) -> No
         if job.captured is not None:
             _release_hold(job, start, job.captured)
         # Also release the holds of plans whose run ended, or was killed, before it was handed a pointer.
-        for file in held_for(query_folder):
+        for file in list_held(query_folder):
             _release_hold(job, start, file)
-            note_let_go(query_folder, file)
+            remove_held(query_folder, file)
     if record is None or record.mode != CLAIM or not isinstance(start, Savepoint) or not job.options.clean_up:
         return
     # This does nothing if the query has claimed another savepoint.
     claim_id = record.claim or query_folder.name
-    consume(Folder(start.path, start.storage_options), claim_id, still_ours, record.operator)
+    delete_claimed_savepoint(Folder(start.path, start.storage_options), claim_id, still_ours, record.operator)
 
 
 def _warn_if_unused(query_folder: Folder, record: StartRecord | None, start: StartFrom | None) -> None:

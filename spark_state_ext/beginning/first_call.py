@@ -37,19 +37,19 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.existence import has_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.left_behind import note_left_behind
-from spark_state_ext.files.operator_catalog import others_beside, query_folders_of_batch
+from spark_state_ext.files.operator_catalog import list_other_queries, query_folders_of_batch
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim, refuse_written_since
 from spark_state_ext.rescale.notes import note_free
-from spark_state_ext.rescale.origin import origin_beside
-from spark_state_ext.rescale.parents import Parent, note_parent, parent_files, parent_of
+from spark_state_ext.rescale.origin import list_origin
+from spark_state_ext.rescale.parents import Parent, note_parent, parent_files, read_parent
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint, refuse_claimed
-from spark_state_ext.savepoints.copying import copied
-from spark_state_ext.savepoints.records import StartRecord, note_held, note_start, start_of
+from spark_state_ext.savepoints.copying import copy_file
+from spark_state_ext.savepoints.records import StartRecord, note_held, note_start, read_start
 from spark_state_ext.savepoints.taking import save_bucket
 
-__all__ = ["begin_bucket", "bring_files", "bring_parent", "claim_source", "make_gone_on_error", "sources_in"]
+__all__ = ["begin_bucket", "bring_files", "bring_parent", "claim_source", "make_gone_on_error", "make_source_opener"]
 
 SourcesOf = Callable[[Parent], Sequence[Restorable]]
 
@@ -89,8 +89,8 @@ def claim_source(
 
 def _refuse_second_start(record: StartRecord, job: Job, root: Folder, query_folder: str, batch_ms: int) -> None:
     """Raise an error if another query already began from the same snapshot, so that a lost checkpoint is noticed."""
-    for name in others_beside(root, query_folder, batch_ms):
-        start_record = start_of(root.child(name))
+    for name in list_other_queries(root, query_folder, batch_ms):
+        start_record = read_start(root.child(name))
         if start_record is not None and start_record.is_of(record.source, record.source_id):
             raise ExistingStateError(
                 f"operator {job.operator!r} would begin again under {root.root} from {record}, but the query {name} "
@@ -158,10 +158,10 @@ def begin_bucket(
         for parent in state.parents:
             _refuse_elsewhere(start, parent.pointer, read)
     note_start(files, state.record)
-    return bring_files(state, job, query_folder, sources_in(job, places, replicas, scratch), scratch)
+    return bring_files(state, job, query_folder, make_source_opener(job, places, replicas, scratch), scratch)
 
 
-def sources_in(job: Job, places: Sequence[Backend], replicas: Replicas, scratch: Path) -> SourcesOf:
+def make_source_opener(job: Job, places: Sequence[Backend], replicas: Replicas, scratch: Path) -> SourcesOf:
     """Return a function that opens a parent's backends for reading, and the origin of a rescaled parent."""
     timeout_s = job.options.commit.commit_timeout_ms / 1000
 
@@ -169,7 +169,7 @@ def sources_in(job: Job, places: Sequence[Backend], replicas: Replicas, scratch:
         pointer, operator = parent.pointer, parent.operator_file
         return [
             *replicas.reading(places, pointer, scratch, timeout_s),
-            *origin_beside(places, pointer, operator.bucket_map, operator.row_schema(), scratch),
+            *list_origin(places, pointer, operator.bucket_map, operator.row_schema(), scratch),
         ]
 
     return sources_of
@@ -216,7 +216,7 @@ def bring_parent(job: Job, query_folder: str, parent: Parent, sources_of: Source
     backend = _find_file_system(job)
     assert backend is not None, "a job without a file system is not rescaled"
     folder = Folder(backend.root, backend.storage_options).child(job.operator, query_folder)
-    known_parent = parent_of(folder, parent.bucket)
+    known_parent = read_parent(folder, parent.bucket)
     if known_parent is not None:
         return known_parent
     copied_parent = _find_and_copy(parent, parent_files(folder, parent.bucket), sources_of, scratch)
@@ -247,7 +247,7 @@ def _copy_parent(state: InitialState, parent: Parent, target: Folder, sources_of
         return _find_and_copy(parent, target, sources_of, scratch)
     source = state.source.child(str(parent.bucket))
     for file in parent.saved.files:
-        copied(source, file, target, scratch)
+        copy_file(source, file, target, scratch)
     target.sync()
     return parent
 

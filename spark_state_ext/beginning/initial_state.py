@@ -16,7 +16,7 @@ from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.start_from import CLAIM
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_record import Claim
-from spark_state_ext.rescale.parents import Parent, combined_pointer, origin_of
+from spark_state_ext.rescale.parents import Parent, combine_pointers, compute_origin
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.records import RESCALE, SAVEPOINT, StartRecord
 
@@ -101,8 +101,8 @@ class InitialState:
 def make_divided_pointer(job: Job, query_folder: str, bucket: int, parents: Sequence[Parent]) -> Pointer:
     """Return the pointer of a bucket that begins with parts of its parents, as if it had been committed."""
     bucket_map = job.options.bucket_map
-    origin = origin_of(parents, bucket_map, bucket)
-    pointer = combined_pointer(job.operator, bucket_map, bucket, parents)
+    origin = compute_origin(parents, bucket_map, bucket)
+    pointer = combine_pointers(job.operator, bucket_map, bucket, parents)
     return replace(
         pointer,
         query_folder=query_folder,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.beginning.first_call import bring_parent, make_gone_on_error, sources_in
+from spark_state_ext.beginning.first_call import bring_parent, make_gone_on_error, make_source_opener
 from spark_state_ext.beginning.initial_state import InitialState, make_divided_pointer
 from spark_state_ext.engine.folders import operator_folder
 from spark_state_ext.engine.job import Job
@@ -27,12 +27,12 @@ from spark_state_ext.errors import ChangedJobError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import STARTING_FOLDER
-from spark_state_ext.rescale.folders import rescaled_folder
+from spark_state_ext.rescale.folders import make_rescaled_name
 from spark_state_ext.rescale.parents import Parent
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.records import RESCALE, StartRecord
 
-__all__ = ["Rescaling", "is_no_more", "refuse_requests", "refuse_rescaling"]
+__all__ = ["Rescaling", "is_dropped_bucket", "refuse_requests", "refuse_rescaling"]
 
 
 def refuse_rescaling(
@@ -59,7 +59,7 @@ def refuse_requests(query_folder: Folder, stored: OperatorFile) -> None:
         )
 
 
-def is_no_more(job: Job, bucket: int, stored: Pointer | None) -> bool:
+def is_dropped_bucket(job: Job, bucket: int, stored: Pointer | None) -> bool:
     """True if the query had this bucket before it was rescaled, but no longer has it.
 
     Spark goes on calling it under that plan, even after the plan's recorded pointers were removed.
@@ -111,7 +111,7 @@ class Rescaling:
             # A request may have been made since the query was planned.
             refuse_requests(self.old_folder, self.operator_file)
         old_bucket = Parent.unsaved(self.operator_file, self.stored)
-        sources_of = sources_in(self.job, self.job.options.backends, replicas, scratch)
+        sources_of = make_source_opener(self.job, self.job.options.backends, replicas, scratch)
         parent = bring_parent(self.job, self._folder, old_bucket, sources_of, scratch)
         if parent.pointer.ref != self.stored.ref:
             problem = f"bucket {self.bucket} is at checkpoint {self.stored.ref}, not {parent.pointer.ref}"
@@ -129,7 +129,7 @@ class Rescaling:
     @property
     def _folder(self) -> str:
         """Name of the new query folder; the same for all calls of the plan."""
-        return rescaled_folder(self.old_folder.name, self.job.plan_id)
+        return make_rescaled_name(self.old_folder.name, self.job.plan_id)
 
     @property
     def _starting_folder(self) -> Folder:

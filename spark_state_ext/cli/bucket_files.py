@@ -38,8 +38,8 @@ from spark_state_ext.cli.output import (
 )
 from spark_state_ext.cli.paths import find_query_folder, list_bucket_folders, open_folder, read_operator_in_force
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, MissingError, UsageError
-from spark_state_ext.files.checkpoint import Announced, announced
-from spark_state_ext.files.explained import Explanation, explained
+from spark_state_ext.files.checkpoint import Announced, read_announced
+from spark_state_ext.files.explained import Explanation, explain
 from spark_state_ext.files.folder import Entry, Folder, is_temporary
 from spark_state_ext.files.known_files import FileHeaders, KnownFiles
 from spark_state_ext.files.layout import (
@@ -51,9 +51,9 @@ from spark_state_ext.files.layout import (
     kind_of,
 )
 from spark_state_ext.files.retention import Decision
-from spark_state_ext.savepoints.claims import claim_of
+from spark_state_ext.savepoints.claims import read_claim
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 __all__ = ["CheckpointEntry", "QueryChoice", "gc", "list_checkpoint_files", "log", "report_damage", "why"]
 
@@ -288,11 +288,11 @@ def _read_checkpoint_entries(buckets: Sequence[tuple[int, Folder]]) -> list[Chec
     def read(candidate: tuple[int, Folder, Entry, tuple[CheckpointRef, str]]) -> CheckpointEntry:
         bucket, folder, entry, (ref, kind) = candidate
         try:
-            return CheckpointEntry(bucket, entry, ref, kind, announced(folder, ref, kind))
+            return CheckpointEntry(bucket, entry, ref, kind, read_announced(folder, ref, kind))
         except (CorruptError, MissingError) as error:
             return CheckpointEntry(bucket, entry, ref, kind, None, str(error))
 
-    entries = side_by_side("headers", _PARALLEL_MAX, read, candidates) if candidates else []
+    entries = map_in_parallel("headers", _PARALLEL_MAX, read, candidates) if candidates else []
     return sorted(entries, key=lambda entry: (entry.bucket, entry.ref, entry.kind))
 
 
@@ -346,7 +346,7 @@ def _plan_clean_up(
     )
     headers = FileHeaders(folder, {entry.name for entry in entries}, KnownFiles())
     try:
-        explanation = explained(entries, pointer, batches_retained, time.time(), headers)
+        explanation = explain(entries, pointer, batches_retained, time.time(), headers)
     except (CorruptError, MissingError) as error:
         reason = f"clean-up deletes no file of this bucket, because {error}"
         explanation = Explanation(Decision(doubt=str(error)), {entry.name: reason for entry in entries})
@@ -444,7 +444,7 @@ def _find_savepoint_file_owner(savepoint: Folder, operator: str, bucket: str, na
         if (saved_bucket.operator, str(saved_bucket.bucket)) == (operator, bucket)
         for file in saved_bucket.files
     )
-    claim = claim_of(savepoint)
+    claim = read_claim(savepoint)
     owner = _YOU if claim is None else f"the query at {claim.by}"
     if not is_named:
         return _Ownership(
@@ -454,7 +454,7 @@ def _find_savepoint_file_owner(savepoint: Folder, operator: str, bucket: str, na
 
 
 def _find_claim_owner(savepoint: Folder) -> _Ownership:
-    claim = claim_of(savepoint)
+    claim = read_claim(savepoint)
     by = "a query" if claim is None else f"the query at {claim.by}"
     return _Ownership("claim", by, _STAYS, f"{by} owns the savepoint and will delete it; savepoint release frees it")
 

@@ -98,7 +98,7 @@ def _check_package(name: str) -> Finding:
 
 
 def _check_open_files() -> Finding:
-    limit = descriptors.limit()
+    limit = descriptors.open_files_max()
     seen = f"{limit} for each process, room for {descriptors.stores_max()} buckets"
     if limit < _FILES_FEW:
         return Finding("open files", seen, f"raise the limit (ulimit -n) to {_FILES_FEW} or more")

@@ -138,7 +138,7 @@ def diagnose_machine(local_dir: Path, buckets: int) -> list[Finding]:
 
 
 def _check_open_files(buckets: int) -> Finding:
-    limit, needed = descriptors.limit(), _FILES_PER_STORE * buckets + _FILES_OTHER
+    limit, needed = descriptors.open_files_max(), _FILES_PER_STORE * buckets + _FILES_OTHER
     seen = f"{limit} for each process; {buckets} buckets need {needed} if one worker has them all"
     if limit >= needed:
         return Finding("open files of buckets", seen)

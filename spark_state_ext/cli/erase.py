@@ -28,13 +28,13 @@ from spark_state_ext.cli.output import Output, parse_columns, say, write_records
 from spark_state_ext.cli.paths import list_operators, make_absolute
 from spark_state_ext.cli.values import parse_key
 from spark_state_ext.erasing.asking import WAITING, erase_keys, erase_status, withdraw_erasure
-from spark_state_ext.erasing.folders import query_folders_below
+from spark_state_ext.erasing.folders import find_query_folders
 from spark_state_ext.erasing.history import erase_history
 from spark_state_ext.erasing.receipt import EraseReceipt
 from spark_state_ext.erasing.scanning import erase_scan
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.functions.reasons import conversion_reason
+from spark_state_ext.functions.reasons import explain_conversion_error
 
 __all__ = ["history", "keys", "scan", "status", "withdraw"]
 
@@ -63,7 +63,7 @@ class _Operator:
 
     def keys(self, query_folder: str | None, words: Sequence[str] | None, as_json: Sequence[str] | None) -> pa.Table:
         """Return the keys of a command line as a table with the operator's key columns."""
-        fields = query_folders_below(self.root, self.name, query_folder, self.storage_options)[0].schema.keys
+        fields = find_query_folders(self.root, self.name, query_folder, self.storage_options)[0].schema.keys
         schema = pa.schema([field.with_nullable(True).remove_metadata() for field in fields])
         described = ", ".join(f"{field.name} ({field.type})" for field in schema)
         if len(set(schema.names)) < len(schema.names):
@@ -82,7 +82,9 @@ class _Operator:
         try:
             return pa.Table.from_pylist(keys, schema=schema)
         except (pa.ArrowException, ArithmeticError, AttributeError, TypeError, ValueError) as error:
-            raise UsageError(f"the keys do not fit the columns {described}: {conversion_reason(error)}") from error
+            raise UsageError(
+                f"the keys do not fit the columns {described}: {explain_conversion_error(error)}"
+            ) from error
 
 
 # -- keys, status, withdraw -----------------------------------------------------------------------

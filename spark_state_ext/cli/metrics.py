@@ -18,7 +18,7 @@ from spark_state_ext.cli.output import Output, parse_columns, say, write_cells, 
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.printable import printable
 from spark_state_ext.reports.skew import BATCHES, OperatorLoad, format_findings, measure_loads
-from spark_state_ext.worker.metrics import FILES, by_batch, read
+from spark_state_ext.worker.metrics import FILE_PATTERN, by_batch, read
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,8 +43,10 @@ _EVERY_S = 2.0
 def _refuse_no_metrics(folder: Path) -> None:
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}{', it is a file' if folder.exists() else ''}")
-    if next(folder.rglob(FILES), None) is None:
-        raise UsageError(f"no {FILES} files below {folder}: give the job's local_dir, where executors write them")
+    if next(folder.rglob(FILE_PATTERN), None) is None:
+        raise UsageError(
+            f"no {FILE_PATTERN} files below {folder}: give the job's local_dir, where executors write them"
+        )
 
 
 # -- metrics --------------------------------------------------------------------------------------

@@ -96,14 +96,14 @@ def export_native(
     from spark_state_ext.cli.sessions import find_local_path, get_session, unwrap_task_errors
     from spark_state_ext.engine.start_from import Savepoint
     from spark_state_ext.savepoints.manifest_file import read_manifest
-    from spark_state_ext.savepoints.reading import operator_named
+    from spark_state_ext.savepoints.reading import choose_operator
     from spark_state_ext.spark.client.tables import read_savepoint
     from spark_state_ext.spark.native.exporting import export_native as check_export
     from spark_state_ext.spark.native.exporting import refuse_operator
 
     folder = open_folder(make_absolute(savepoint), storage_options)
     manifest = read_manifest(folder)
-    name = operator_named(manifest, operator, folder.root)
+    name = choose_operator(manifest, operator, folder.root)
     source = Savepoint(folder.root, operator=name, storage_options=storage_options)
     # Check the arguments before Spark starts.
     refuse_operator(target_operator)

@@ -15,9 +15,9 @@ from spark_state_ext.cli.paths import open_folder
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reports import choosing
-from spark_state_ext.rescale.savepoints import rescaling_of, write_rescaled
+from spark_state_ext.rescale.savepoints import plan_rescaling, write_rescaled
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import operator_named
+from spark_state_ext.savepoints.reading import choose_operator
 
 __all__ = ["recommend", "rescale"]
 
@@ -53,7 +53,7 @@ def rescale(
     if buckets is None:
         buckets = _count_buckets(source, operator, parts_of)
     bucket_map = BucketMap.split(buckets, parts_of)
-    rescaling = rescaling_of(source, bucket_map, operator)
+    rescaling = plan_rescaling(source, bucket_map, operator)
     written: list[SavedBucket] = []
     with show_progress("rescaling", rescaling.buckets) as advance:
 
@@ -97,7 +97,7 @@ def _count_buckets(source: Folder, operator: str | None, parts_of: dict[int, int
         raise UsageError("give --buckets, --split or both, to say how many buckets the new savepoint has")
     manifest = read_manifest(source)
     operators = manifest.header.operators
-    names = list(operators) if operator is None else [operator_named(manifest, operator, source.root)]
+    names = list(operators) if operator is None else [choose_operator(manifest, operator, source.root)]
     maps = {operators[name].bucket_map for name in names}
     (first, *others) = maps
     if others or first.kind != HASH:

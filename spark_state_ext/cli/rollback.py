@@ -42,7 +42,7 @@ from spark_state_ext.errors import (
     UsageError,
 )
 from spark_state_ext.files.folder import Entry, Folder
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 __all__ = [
     "Rollback",
@@ -261,7 +261,7 @@ def apply_rollback(checkpoint: Folder, plan: Rollback, aside: str | None) -> int
     for step in plan.steps:
         remove_file = checkpoint.remove if aside is None else partial(_move_aside, checkpoint, aside)
         # Finish each step before the next one.
-        count += len(side_by_side("rollback", _PARALLEL_MAX, remove_file, [file.path for file in step]))
+        count += len(map_in_parallel("rollback", _PARALLEL_MAX, remove_file, [file.path for file in step]))
     return count
 
 

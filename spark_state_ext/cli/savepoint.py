@@ -26,14 +26,14 @@ from spark_state_ext.files.layout import CLAIM_FOLDER, LEASE_FOLDER
 from spark_state_ext.ownership.release import release_query_folder
 from spark_state_ext.savepoints.claims import (
     SavepointClaim,
-    claim_of,
     claim_savepoint,
     drop_claim,
+    read_claim,
     release_claim,
 )
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.removing import delete_files
-from spark_state_ext.savepoints.status import Started, Verdict, claimed, judged, started_below
+from spark_state_ext.savepoints.status import StartedQuery, Verdict, find_started_queries, judge, read_claim_status
 from spark_state_ext.savepoints.writer import SavepointWriter
 
 __all__ = ["claim", "copy", "copy_savepoint", "create", "delete", "release", "status", "verify"]
@@ -97,14 +97,14 @@ def status(
 
 def _inspect(
     savepoint: Folder, roots: Sequence[str], storage_options: dict[str, Any]
-) -> tuple[list[Started], Verdict, SavepointManifest]:
+) -> tuple[list[StartedQuery], Verdict, SavepointManifest]:
     """Return the queries below roots that started from a savepoint, whether it may be deleted, and its manifest."""
     folders = [_open_root(root, storage_options) for root in roots]
     manifest = read_manifest(savepoint)
-    started = [query for root in folders for query in started_below(root, savepoint.root, manifest.header.id)]
-    claim, consumed = claimed(savepoint)
+    started = [query for root in folders for query in find_started_queries(root, savepoint.root, manifest.header.id)]
+    claim, consumed = read_claim_status(savepoint)
     root_paths = [root.root for root in folders]
-    return started, judged(started, claim, consumed, root_paths, manifest.header.operators), manifest
+    return started, judge(started, claim, consumed, root_paths, manifest.header.operators), manifest
 
 
 def _open_root(path: str, storage_options: dict[str, Any]) -> Folder:
@@ -278,7 +278,7 @@ def delete(
     if not verdict.deletable and not force:
         raise NotClaimableError(f"{savepoint.root} is not deleted: {verdict.because} (--force deletes it anyway)")
     deleted = delete_files(savepoint, manifest)
-    claim_record = claim_of(savepoint)
+    claim_record = read_claim(savepoint)
     if claim_record is not None and claim_record.erases:
         # This claim belongs to an erasure, which has nothing left to erase. A query removes its own claim itself.
         drop_claim(savepoint)

@@ -23,7 +23,7 @@ from spark_state_ext.cli.spark_checkpoint import METADATA
 from spark_state_ext.errors import EnvironmentSetupError, StateError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.spark.client.state_reader import StateReader
-from spark_state_ext.spark.compat import SPARK_VERSION, is_of_spark, said_by_spark
+from spark_state_ext.spark.compat import SPARK_VERSION, extract_spark_message, is_spark_error
 
 __all__ = [
     "find_local_path",
@@ -59,12 +59,13 @@ def get_session_with(settings: Mapping[str, str]) -> SparkSession:
         try:
             session: SparkSession = builder.getOrCreate()
         except Exception as error:
-            if not is_of_spark(error):
+            if not is_spark_error(error):
                 raise
             reasons = _REASON.findall(read_output())
             why = f" ({reasons[-1]})" if reasons else ""
             raise StorageError(
-                f"Spark does not start: {said_by_spark(str(error))}{why}. Set {_LOG_VARIABLE}=FILE to see its output"
+                f"Spark does not start: {extract_spark_message(str(error))}{why}. "
+                f"Set {_LOG_VARIABLE}=FILE to see its output"
             ) from error
     return session
 
@@ -154,7 +155,7 @@ def unwrap_task_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_of_spark(error):
+        if not is_spark_error(error):
             raise
         raise _to_state_error(str(error)) from error
 
@@ -162,7 +163,7 @@ def unwrap_task_errors() -> Iterator[None]:
 def _to_state_error(text: str) -> StateError:
     match = _ERROR_OF_TASK.search(text)
     if match is None:
-        return StorageError(f"Spark failed: {said_by_spark(text)}")
+        return StorageError(f"Spark failed: {extract_spark_message(text)}")
     error_class = getattr(errors, match[1], None)
     # A class with its own __init__ needs more than the text, so a StorageError with its name stands in for it.
     if not (isinstance(error_class, type) and issubclass(error_class, StateError)) or "__init__" in vars(error_class):

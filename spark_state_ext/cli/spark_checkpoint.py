@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from arrow_schemas.damage import damage_in
+from arrow_schemas.damage import describe_damage
 from spark_state_ext.errors import CorruptFileError
 
 __all__ = [
@@ -103,7 +103,7 @@ def read_query_id(metadata: bytes, where: str) -> str:
         return str(json.loads(metadata)["id"])
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptFileError(
-            f"{where} does not contain a query's id: {damage_in(error)}. Give a Spark checkpoint location."
+            f"{where} does not contain a query's id: {describe_damage(error)}. Give a Spark checkpoint location."
         ) from error
 
 
@@ -118,7 +118,9 @@ def read_state_ids(commit: bytes, where: str) -> dict[str, frozenset[str]]:
             for partition, ids in enumerate(partitions)
         }
     except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{where} is not a commit log that this release can read: {damage_in(error)}") from error
+        raise CorruptFileError(
+            f"{where} is not a commit log that this release can read: {describe_damage(error)}"
+        ) from error
 
 
 def read_shuffle_partitions(offsets: bytes, where: str) -> int | None:
@@ -128,7 +130,9 @@ def read_shuffle_partitions(offsets: bytes, where: str) -> int | None:
         partitions = json.loads(text.splitlines()[0]).get("conf", {}).get(_PARTITIONS)
         return None if partitions is None else int(partitions)
     except (AttributeError, IndexError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{where} has no offsets that this release can read: {damage_in(error)}") from error
+        raise CorruptFileError(
+            f"{where} has no offsets that this release can read: {describe_damage(error)}"
+        ) from error
 
 
 def find_missing_version(

@@ -22,8 +22,8 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.printable import printable
 from spark_state_ext.standby.finding import Finder
 from spark_state_ext.standby.members import read_settings, write_settings
-from spark_state_ext.standby.recovery import recover_host_s, recover_s
-from spark_state_ext.standby.status import StandbyStatus, survey
+from spark_state_ext.standby.recovery import estimate_host_recovery_s, estimate_recovery_s
+from spark_state_ext.standby.status import StandbyStatus, read_status
 
 __all__ = [
     "HOSTS",
@@ -182,7 +182,7 @@ def _survey(folder: Folder) -> StandbyStatus:
     for error in discovery.errors.values():
         # If an operator cannot be read, it is unknown whether its replicas are in sync.
         raise error
-    return survey(folder, discovery.operators)
+    return read_status(folder, discovery.operators)
 
 
 def _wait_until_in_sync(folder: Folder, timeout_s: float | None) -> StandbyStatus:
@@ -237,7 +237,7 @@ def build_host_rows(status: StandbyStatus) -> list[dict[str, Any]]:
                 "lag_s": max((replica.lag_s for replica in replicas), default=0.0),
                 "restore_bytes_per_s": rate,
                 "restore_rows_per_s": None if record is None else record.restore_rows_per_s,
-                "recover_s": None if record is None else _round_seconds(recover_host_s(replicas, rate)),
+                "recover_s": None if record is None else _round_seconds(estimate_host_recovery_s(replicas, rate)),
                 "safe_to_remove": status.removal(host).safe,
             }
         )
@@ -252,7 +252,7 @@ def build_replica_rows(status: StandbyStatus) -> list[dict[str, Any]]:
         failing = status.failing(host)
         for replica in status.held(host):
             values = {name: getattr(replica, name) for name in REPLICAS.names[5:-2]}
-            recovery_s = _round_seconds(recover_s(replica, record.restore_bytes_per_s))
+            recovery_s = _round_seconds(estimate_recovery_s(replica, record.restore_bytes_per_s))
             by_bucket[replica.key].append(
                 {"host": host, **values, "recover_s": recovery_s, "failing": failing.get(replica.key)}
             )

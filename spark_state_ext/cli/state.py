@@ -38,7 +38,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.opening import open_state
 from spark_state_ext.reading.state import OpenState
 from spark_state_ext.worker.local_folders import scratch_folder
-from spark_state_ext.worker.spill import local_errors
+from spark_state_ext.worker.spill import translate_local_errors
 
 __all__ = ["Reading", "diff", "export", "get", "scan", "show"]
 
@@ -240,7 +240,7 @@ def _write_file(
     if not overwrite and target.exists(name):
         raise UsageError(f"the file {target.where(name)} exists already: --overwrite replaces it")
     scratch = scratch_folder(None)
-    with local_errors(scratch), tempfile.TemporaryDirectory(prefix="export-", dir=scratch) as folder:
+    with translate_local_errors(scratch), tempfile.TemporaryDirectory(prefix="export-", dir=scratch) as folder:
         path = Path(folder) / name
         rows = 0
         with _open_writer(path, schema, ending) as writer:

@@ -32,7 +32,7 @@ from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.shown import BUCKET, ShownColumns
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import operator_named
+from spark_state_ext.savepoints.reading import choose_operator
 from spark_state_ext.savepoints.writer import SavepointWriter, point_at_new
 
 __all__ = ["Transformation", "cast_column", "change_operator", "transform", "write_transformed"]
@@ -62,7 +62,7 @@ def transform(
     source, target = open_folder(path, storage_options), open_folder(to, to_options)
     manifest = read_manifest(source)
     transformation = Transformation(
-        operator_named(manifest, operator, source.root),
+        choose_operator(manifest, operator, source.root),
         _parse_pairs(rename, "--rename"),
         tuple(drop or ()),
         _parse_pairs(retype, "--retype"),

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_state_ext.errors import UsageError
-from spark_state_ext.functions.reasons import conversion_reason
+from spark_state_ext.functions.reasons import explain_conversion_error
 
 __all__ = ["parse_filter", "parse_key", "parse_value"]
 
@@ -72,7 +72,7 @@ def parse_value(word: str, field: pa.Field) -> Any:
             return float(word)
         return _parse_text(word, kind)
     except (ArithmeticError, KeyError, ValueError) as error:
-        why = "write true or false" if pa.types.is_boolean(kind) else conversion_reason(error)
+        why = "write true or false" if pa.types.is_boolean(kind) else explain_conversion_error(error)
         raise _value_error(word, field, why) from error
 
 
@@ -120,7 +120,7 @@ def _parse_json(value: Any, field: pa.Field) -> Any:
     try:
         return value if pa.types.is_string(kind) else _parse_text(value, kind)
     except (ValueError, InvalidOperation) as error:
-        raise _value_error(value, field, conversion_reason(error)) from error
+        raise _value_error(value, field, explain_conversion_error(error)) from error
 
 
 def _value_error(value: Any, field: pa.Field, why: object) -> UsageError:

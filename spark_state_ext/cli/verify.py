@@ -14,7 +14,7 @@ import pyarrow as pa
 import typer
 
 from arrow_schemas.bucket_map import BY_PARTITION, BucketMap
-from arrow_schemas.checksum import opened_document, readable
+from arrow_schemas.checksum import open_document, report_damage
 from arrow_schemas.equality import IndexArray, group_by_key
 from arrow_schemas.erase import EraseDone
 from arrow_schemas.lineage import CheckpointRef, parse_file_name
@@ -36,7 +36,7 @@ from spark_state_ext.errors import (
     PartitionsChangedError,
     UsageError,
 )
-from spark_state_ext.files.checkpoint import announced, verify_checkpoint
+from spark_state_ext.files.checkpoint import read_announced, verify_checkpoint
 from spark_state_ext.files.erase_requests import decode_request
 from spark_state_ext.files.folder import Entry, Folder, is_temporary
 from spark_state_ext.files.layout import (
@@ -59,11 +59,11 @@ from spark_state_ext.files.layout import (
 from spark_state_ext.files.operator_catalog import newest_operator
 from spark_state_ext.ownership.holds import HoldRecord
 from spark_state_ext.ownership.lease_record import LeaseRecord, refusal
-from spark_state_ext.reading.bodies import hashes_in
+from spark_state_ext.reading.bodies import read_hashes
 from spark_state_ext.reading.opening import open_state
 from spark_state_ext.reading.shown import BUCKET
 from spark_state_ext.reading.state import OpenState
-from spark_state_ext.rescale.notes import notes_among
+from spark_state_ext.rescale.notes import parse_notes
 from spark_state_ext.rescale.parents import Parent, parse_parent_name
 from spark_state_ext.savepoints.claims import SavepointClaim
 from spark_state_ext.savepoints.copying import digest_text
@@ -71,7 +71,7 @@ from spark_state_ext.savepoints.manifest_file import decode_manifest, read_manif
 from spark_state_ext.savepoints.records import StartRecord
 from spark_state_ext.timeline.records import decode_epochs
 from spark_state_ext.worker.local_folders import scratch_folder
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 __all__ = ["DECODERS", "Check", "list_checks", "verify"]
 
@@ -121,7 +121,7 @@ def _run_checks(checks: list[Check]) -> list[CheckResult]:
             advance(check.size_bytes)
             return result
 
-        return side_by_side("verify", _PARALLEL_MAX, work, checks) if checks else []
+        return map_in_parallel("verify", _PARALLEL_MAX, work, checks) if checks else []
 
 
 WHOLE, DAMAGED, MISSING, GONE, UNKNOWN = "whole", "damaged", "missing", "gone", "unknown"
@@ -211,7 +211,7 @@ def _check_parents(parents: Folder, scratch: Path) -> Iterator[Check]:
             with suppress(CorruptError, ChangedJobError):
                 parents_by_bucket[str(bucket)] = Parent.decode(data, where)
         elif not is_temporary(entry.name):
-            yield Check(where, "note", entry.size_bytes, (lambda: None) if notes_among([entry.name]) else None)
+            yield Check(where, "note", entry.size_bytes, (lambda: None) if parse_notes([entry.name]) else None)
     for bucket_name, parent in parents_by_bucket.items():
         for file in parent.saved.files:
             files = parents.child(bucket_name)
@@ -249,8 +249,8 @@ def _check_document(folder: Folder, entry: Entry, within: str = "") -> Check:
 
 
 def _decode_document(data: bytes, where: str) -> object:
-    with readable(where, "record"):
-        return opened_document(data, where, _DOCUMENT_FORMAT_MAX)
+    with report_damage(where, "record"):
+        return open_document(data, where, _DOCUMENT_FORMAT_MAX)
     raise AssertionError("unreachable: readable raises what it catches")
 
 
@@ -328,7 +328,7 @@ def _verify_named_file(files: Folder, file: SavedFile, scratch: Path) -> None:
     parsed = parse_file_name(file.name)
     assert parsed is not None, "a manifest names checkpoint files only"
     verify_checkpoint(files, *parsed, scratch)
-    contents = announced(files, *parsed)
+    contents = read_announced(files, *parsed)
     if (contents.size_bytes, digest_text(contents.body)) != (file.size_bytes, file.digest):
         raise CorruptFileError(
             f"{files.where(file.name)} is undamaged, but not the file that was saved ({file.size_bytes} bytes, "
@@ -398,7 +398,7 @@ def _count_keys_in_two_buckets(state: OpenState) -> tuple[int, str]:
     for buckets in _group_comparable_buckets(state.bucket_map):
         for rows in _merge_rows_by_hash(state, buckets):
             keys = [rows.column(first) for first in range(len(state.key_schema))]
-            order, starts = group_by_key(hashes_in(rows), keys)
+            order, starts = group_by_key(read_hashes(rows), keys)
             if not len(starts):
                 continue
             places = rows.column(BUCKET).to_numpy()[order]
@@ -445,16 +445,16 @@ def _merge_rows_by_hash(state: OpenState, buckets: Sequence[int]) -> Iterator[pa
         if not pending:
             return
         # All buckets' rows up to this hash have been read. (A batch has all rows of its hashes.)
-        last = min(hashes_in(rows)[-1] for rows in pending.values())
+        last = min(read_hashes(rows)[-1] for rows in pending.values())
         parts = []
         for bucket, rows in list(pending.items()):
-            end = int(np.searchsorted(hashes_in(rows), last, side="right"))
+            end = int(np.searchsorted(read_hashes(rows), last, side="right"))
             parts.append(rows.slice(0, end))
             if end == rows.num_rows:
                 del pending[bucket]
             else:
                 pending[bucket] = rows.slice(end)
-        hashes = np.concatenate([hashes_in(rows) for rows in parts])
+        hashes = np.concatenate([read_hashes(rows) for rows in parts])
         _, positions, counts = np.unique(hashes, return_inverse=True, return_counts=True)
         shared: IndexArray = np.flatnonzero(counts[positions.ravel()] > 1)
         if len(shared):

@@ -10,7 +10,7 @@ from functools import cached_property
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
 from arrow_schemas.pointer import InlineDelta, Pointer
 from spark_state_ext.backends import STATE, Checkpoint, Markers
-from spark_state_ext.backends.replication import Replica, taken_over, version_of
+from spark_state_ext.backends.replication import Replica, adapt_to_backends, get_version
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import (
     CommitOptions,
@@ -97,7 +97,7 @@ class Committer:
         """Return the pointer with uploads of earlier commits that have ended; wait for those that take too long."""
         for replica in self._replicas.values():
             replica.backup.init(None if pointer.ref is None else Checkpoint(pointer.ref, pointer.markers))
-        pointer = self._settle(taken_over(pointer, list(self._replicas.values())))
+        pointer = self._settle(adapt_to_backends(pointer, list(self._replicas.values())))
         self._raise_refused()
         self._resume(pointer)
         if not list_pending(pointer):
@@ -120,12 +120,12 @@ class Committer:
             # When the next snapshot is due, the record of the one before is needed.
             unconfirmed = file_name(pointer.lineage[0].ref, SNAPSHOT)
             names |= {record_name(name, unconfirmed) for name in self._replicas}
-        self._stale = [name for name in records if _parse_version(name) < version_of(oldest) and name not in names]
+        self._stale = [name for name in records if _parse_version(name) < get_version(oldest) and name not in names]
         return settle(pointer, _select_confirmed(awaited, records))
 
     def with_confirmed(self, pointer: Pointer) -> Pointer:
         """Return an input pointer with everything confirmed since, by this machine's records; change no state."""
-        pointer = taken_over(pointer, list(self._replicas.values()))
+        pointer = adapt_to_backends(pointer, list(self._replicas.values()))
         return settle(pointer, _select_confirmed(_list_awaited(pointer), read_upload_records(self._store)))
 
     def _raise_failed(self, pointer: Pointer, records: Mapping[str, UploadRecord]) -> None:

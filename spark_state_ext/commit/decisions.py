@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.pointer import V2, InlineDelta, Pointer, ReplicationStatus
 from spark_state_ext.backends import Markers
-from spark_state_ext.backends.replication import version_of
+from spark_state_ext.backends.replication import get_version
 
 __all__ = [
     "CommitOptions",
@@ -97,20 +97,20 @@ def settle(pointer: Pointer, confirmed: Mapping[tuple[str, str], Markers]) -> Po
     for name, status in pointer.replication.items():
         through, since = status.through, status.since
         for delta in pointer.inline:
-            if delta.ref.version <= version_of(through):
+            if delta.ref.version <= get_version(through):
                 continue
             delta_markers = confirmed.get((name, delta.name))
             if delta_markers is None:
                 break
             through, markers[name] = delta.ref, dict(delta_markers)
         if since is not None and any(
-            (name, file_name(ref, SNAPSHOT)) in confirmed and ref.version <= version_of(through)
+            (name, file_name(ref, SNAPSHOT)) in confirmed and ref.version <= get_version(through)
             for ref in list_sufficient_snapshots(pointer, since)
         ):
             since = None
         replication[name] = ReplicationStatus(through, since)
     # As long as a backend has confirmed no delta, all inline deltas are needed.
-    floor = min((version_of(status.through) for status in replication.values()), default=0)
+    floor = min((get_version(status.through) for status in replication.values()), default=0)
     inline = tuple(delta for delta in pointer.inline if delta.ref.version > floor)
     return replace(pointer, replication=replication, markers=markers, inline=inline)
 
@@ -143,5 +143,5 @@ def list_pending(pointer: Pointer) -> list[tuple[str, InlineDelta]]:
         (name, delta)
         for name, status in pointer.replication.items()
         for delta in pointer.inline
-        if delta.ref.version > version_of(status.through)
+        if delta.ref.version > get_version(status.through)
     ]

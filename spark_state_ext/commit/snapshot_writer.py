@@ -16,15 +16,15 @@ import pyarrow as pa
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.backends.replication import is_held
+from spark_state_ext.backends.replication import is_restorable
 from spark_state_ext.commit.cadence import snapshot_overdue, with_unconfirmed_snapshot
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.snapshots import Snapshots
 from spark_state_ext.errors import CorruptStoreError, StateError
-from spark_state_ext.files.erasure import snapshot_asked, with_snapshot
+from spark_state_ext.files.erasure import is_snapshot_due, with_snapshot
 from spark_state_ext.files.sealed import SealedFile, seal
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.worker.memory import give_back
+from spark_state_ext.worker.memory import release_memory
 
 __all__ = ["SnapshotSource", "SnapshotWriter"]
 
@@ -93,7 +93,7 @@ class SnapshotWriter:
             return self._with_snapshots(pointer, is_due, backends_behind, now)
         arrived = False
         # The first checkpoint needs none: its delta is the whole state.
-        if len(pointer.lineage) > 1 and snapshot_asked(ages, self._context.batch_ms):
+        if len(pointer.lineage) > 1 and is_snapshot_due(ages, self._context.batch_ms):
             arrived = self._has_arrived(pointer)
             if arrived and ages.snapshots_wanted == 1:
                 ages = replace(ages, snapshots_wanted=0)
@@ -118,7 +118,7 @@ class SnapshotWriter:
         retries = self._snapshots.find_retries(pointer)
         if not (is_due or backends_behind or retries):
             return pointer
-        if not is_held(pointer):
+        if not is_restorable(pointer):
             # No configured backend has this state, so one must get it before the pointer is returned.
             self._write_now(pointer, backends_behind)
             return self._snapshots.with_full_snapshot(
@@ -219,7 +219,7 @@ class SnapshotWriter:
         finally:
             self._bucket.unpin(pin)
             # Before sending, which may take far longer.
-            give_back(view.size_bytes)
+            release_memory(view.size_bytes)
         try:
             if self._store.outgrown(view):
                 self._bucket.ingest(sealed, header.ref)

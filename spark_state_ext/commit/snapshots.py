@@ -16,7 +16,7 @@ from functools import partial
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import STATE, Markers
-from spark_state_ext.backends.replication import Replica, is_complete, is_held
+from spark_state_ext.backends.replication import Replica, is_complete, is_restorable
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import settle
 from spark_state_ext.commit.failures import Refusals, Run
@@ -107,7 +107,7 @@ class Snapshots:
         """
         if pointer.ref is None:
             return []
-        if not is_held(pointer):
+        if not is_restorable(pointer):
             return list(self._replicas)
         if not any(is_complete(status) for status in pointer.replication.values()):
             self._check_first_snapshot(pointer)

@@ -121,7 +121,7 @@ class WorkerUploads:
     """The uploads of a worker process."""
 
     def __init__(self) -> None:
-        self.owner = process.token()
+        self.owner = process.get_process_token()
         self._lock = threading.RLock()
         # Queues by bucket and backend; the first upload of each queue is running.
         self._waiting: dict[tuple[str, str], deque[Upload]] = {}

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from arrow_schemas.pointer import Pointer
 
-__all__ = ["next_call_ms", "has_nothing_due"]
+__all__ = ["compute_next_call_ms", "has_nothing_due"]
 
 
-def next_call_ms(earliest_timeout_ms: int | None, now_ms: int, *, alone: bool) -> int | None:
+def compute_next_call_ms(earliest_timeout_ms: int | None, now_ms: int, *, alone: bool) -> int | None:
     """Return after how many milliseconds Spark should call a bucket again (processing time); None for never."""
     if not alone:
         return 1

@@ -18,15 +18,15 @@ import pyarrow as pa
 from arrow_schemas.lineage import DELTA, CheckpointRef, LineageHeader, Writer, new_checkpoint_id
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.standby import BucketKey
-from spark_state_ext.backends.replication import Replica, Restorable, taken_over
+from spark_state_ext.backends.replication import Replica, Restorable, adapt_to_backends
 from spark_state_ext.commit.cadence import begins_with_parents, snapshot_due
 from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.snapshot_writer import SnapshotWriter
 from spark_state_ext.commit.uploads import Upload
 from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
-from spark_state_ext.files.erasure import is_old, marked, with_change
-from spark_state_ext.files.horizon import counted
+from spark_state_ext.files.erasure import is_old, note_time, with_change
+from spark_state_ext.files.horizon import count_call
 from spark_state_ext.files.sealed import SealedFile, seal
 from spark_state_ext.restore.lazy import LazyRestore
 from spark_state_ext.restore.load_plan import Chain
@@ -34,7 +34,7 @@ from spark_state_ext.restore.loader import Loader
 from spark_state_ext.restore.sources import Sources, restore_order
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.version import __version__
-from spark_state_ext.worker.memory import Calls, give_back
+from spark_state_ext.worker.memory import CallSizes, release_memory
 from spark_state_ext.worker.spill import SpillBuffer
 
 __all__ = ["Bucket", "CommitResult", "Sizes"]
@@ -102,7 +102,7 @@ class Bucket:
         context: CommitContext,
         *,
         restore_from: str | None = None,
-        memory: Calls | None = None,
+        memory: CallSizes | None = None,
         sources: Sequence[Restorable] = (),
     ) -> None:
         self._store = store
@@ -110,11 +110,11 @@ class Bucket:
         self.pointer = pointer
         self._writer = writer
         self._context = context
-        self._memory = memory or Calls()
+        self._memory = memory or CallSizes()
         self.committer = Committer(store, replicas, context)
         self._snapshots = SnapshotWriter(store, context, self.committer.snapshots, self)
         all_sources = [*sources, *replicas]
-        replication_pointer = taken_over(pointer, all_sources)
+        replication_pointer = adapt_to_backends(pointer, all_sources)
         # Longer than the retries of a failing backend, so that its own error is reported.
         silent_s = context.options.commit_timeout_ms / 1000 * 1.1
         self._sources = Sources(
@@ -181,9 +181,9 @@ class Bucket:
         self._memory.note(str(self._store.folder), rows.size_bytes)
         # Count the heartbeat before anything is written, because each file contains it.
         begin_phase = self.committer.begin(self.pointer)
-        pointer = counted(begin_phase.pointer, heartbeat, self._context.batches_retained)
+        pointer = count_call(begin_phase.pointer, heartbeat, self._context.batches_retained)
         pointer = replace(pointer, epoch=self._writer.epoch)
-        pointer = marked(pointer, self._context.batch_ms, self._context.options.erase_window_ms)
+        pointer = note_time(pointer, self._context.batch_ms, self._context.options.erase_window_ms)
         backends_behind = self.committer.snapshots.find_behind(pointer)
         if rows.rows == 0 and not backends_behind and not self._renewal_due(pointer):
             # If format 1 needs a snapshot that is missing, an empty delta makes a checkpoint to take the snapshot of.
@@ -248,7 +248,7 @@ class Bucket:
                 unconfirmed = self.pointer.lineage[0].ref if self.pointer.lineage else None
                 compacted_run = self._store.compact(committed, unconfirmed)
                 if compacted_run is not None:
-                    give_back(compacted_run.size_bytes)
+                    release_memory(compacted_run.size_bytes)
             finally:
                 # Even if there was no space to compact: pruning makes some.
                 self._store.prune(committed)

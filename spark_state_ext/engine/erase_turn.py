@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from arrow_schemas.erase import EraseDone, EraseMark, EraseRequest, request_name
+from arrow_schemas.erase import EraseDone, EraseMark, EraseRequest, format_request_name
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import (
@@ -31,7 +31,7 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.erase_requests import EraseFolder, EraseNumbers
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
-from spark_state_ext.worker.retry import retried
+from spark_state_ext.worker.retry import call_with_retries
 
 __all__ = ["HandledRequests", "EraseTurn", "EraseWatch", "NewRequests", "mark_pointer", "find_new_requests"]
 
@@ -365,7 +365,7 @@ class EraseTurn:
             try:
                 request = self._request(number) if number in listed.requests else None
                 if request is not None:
-                    where = EraseFolder(self.files).files.where(request_name(number))
+                    where = EraseFolder(self.files).files.where(format_request_name(number))
                     keys_and_id: tuple[list[pa.Array], str | None] = (
                         request.columns(self.schema.keys, where),
                         request.id,
@@ -403,7 +403,7 @@ class EraseTurn:
             )
 
     def _retry(self, work: Callable[[], Any]) -> Any:
-        return retried(work, self.timeout_s)
+        return call_with_retries(work, self.timeout_s)
 
 
 def _merge_small_requests(

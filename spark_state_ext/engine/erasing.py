@@ -10,21 +10,21 @@ import pyarrow.compute as pc
 
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray
 from arrow_schemas.row import DELETED, RowSchema
-from spark_state_ext.functions.key_match import key_positions
-from spark_state_ext.store.runs import find, hashes_of, joined, sorted_run
+from spark_state_ext.functions.key_match import find_keys
+from spark_state_ext.store.runs import find_rows, get_hashes, join_batches, sort_by_hash
 
-__all__ = ["ErasedRows", "matching", "places_of"]
+__all__ = ["ErasedRows", "find_matching", "find_positions"]
 
 
-def matching(own_keys: Sequence[pa.Array], wanted_keys: Sequence[pa.Array]) -> BoolArray:
+def find_matching(own_keys: Sequence[pa.Array], wanted_keys: Sequence[pa.Array]) -> BoolArray:
     """Return a mask of the own keys that are among the wanted keys, compared by value."""
     mask: BoolArray = np.zeros(len(own_keys[0]), dtype=np.bool_)
-    positions = places_of(wanted_keys, own_keys)
+    positions = find_positions(wanted_keys, own_keys)
     mask[positions[positions >= 0]] = True
     return mask
 
 
-def places_of(wanted_keys: Sequence[pa.Array], own_keys: Sequence[pa.Array]) -> IndexArray:
+def find_positions(wanted_keys: Sequence[pa.Array], own_keys: Sequence[pa.Array]) -> IndexArray:
     """Return the position of each wanted key among the own keys, or -1; int64 (number of wanted keys,)."""
     # Most keys differ in the first column already. Arrow finds these without an index of all keys.
     may_match = np.ones(len(own_keys[0]), dtype=np.bool_)
@@ -35,7 +35,7 @@ def places_of(wanted_keys: Sequence[pa.Array], own_keys: Sequence[pa.Array]) -> 
     if not len(candidates):
         return np.full(len(wanted_keys[0]), -1, dtype=np.int64)
     candidate_array = pa.array(candidates)
-    positions = key_positions([column.take(candidate_array) for column in own_keys], wanted_keys)
+    positions = find_keys([column.take(candidate_array) for column in own_keys], wanted_keys)
     return np.where(positions < 0, -1, candidates[positions])
 
 
@@ -60,23 +60,23 @@ class ErasedRows:
         """Return the tombstones for those rows of `live` that belong to `keys`."""
         pieces = []
         for batch in live:
-            mask = matching(schema.key_columns(batch), keys)
+            mask = find_matching(schema.key_columns(batch), keys)
             if mask.any():
                 pieces.append(_tombstones(batch.filter(pa.array(mask)), schema))
-        return ErasedRows(schema, joined(pieces) if pieces else None)
+        return ErasedRows(schema, join_batches(pieces) if pieces else None)
 
     def with_those(self, others: ErasedRows) -> ErasedRows:
         """Return these and other tombstones, each key once."""
         new_rows = self.without(others.rows)
         if not len(self) or not new_rows.num_rows:
             return self if len(self) else others
-        return ErasedRows(self._schema, sorted_run(joined([self.rows, new_rows])))
+        return ErasedRows(self._schema, sort_by_hash(join_batches([self.rows, new_rows])))
 
     def among(self, hashes: HashArray, keys: Sequence[pa.Array]) -> BoolArray:
         """Return a mask of the keys that are erased; their hashes must ascend."""
         erased: BoolArray = np.zeros(len(hashes), dtype=np.bool_)
         if len(self) and len(hashes):
-            positions, _ = find(self.rows, self._schema, hashes, keys)
+            positions, _ = find_rows(self.rows, self._schema, hashes, keys)
             erased[positions] = True
         return erased
 
@@ -84,14 +84,14 @@ class ErasedRows:
         """Return a batch of rows in run order without the erased rows."""
         if not len(self) or not batch.num_rows:
             return batch
-        erased = self.among(hashes_of(batch), self._schema.key_columns(batch))
+        erased = self.among(get_hashes(batch), self._schema.key_columns(batch))
         return batch.filter(pa.array(~erased)) if erased.any() else batch
 
     def between(self, after: int, upto: int) -> pa.RecordBatch:
         """Return the tombstones with a hash in (after, upto]."""
         if not len(self):
             return self.rows
-        hashes = hashes_of(self.rows)
+        hashes = get_hashes(self.rows)
         low = 0 if after < 0 else int(np.searchsorted(hashes, np.uint64(after), side="right"))
         return self.rows.slice(low, int(np.searchsorted(hashes, np.uint64(upto), side="right")) - low)
 

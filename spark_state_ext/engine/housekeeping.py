@@ -14,7 +14,7 @@ from pathlib import Path
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends import CleanUp
 from spark_state_ext.backends.files import FilesBackup
-from spark_state_ext.backends.replication import Replica, is_complete, taken_over
+from spark_state_ext.backends.replication import Replica, adapt_to_backends, is_complete
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.first_query_folder import starting_is_stale
 from spark_state_ext.engine.in_transit import spill_is_stale
@@ -34,7 +34,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.files.retention import clean_up_due
 from spark_state_ext.ownership.holds import HoldWatch
-from spark_state_ext.store.reclaim import reclaim
+from spark_state_ext.store.reclaim import remove_unused
 from spark_state_ext.worker.background import Background
 from spark_state_ext.worker.retry import is_retriable
 
@@ -96,7 +96,7 @@ class Housekeeping:
         now_s = time.monotonic()
         if now_s >= self._reclaim_at_s:
             self._reclaim_at_s = now_s + _RECLAIM_EVERY_S
-            self.background.submit("reclaiming local stores", lambda: reclaim(stores, scratch, keep_s))
+            self.background.submit("reclaiming local stores", lambda: remove_unused(stores, scratch, keep_s))
 
 
 class CleanUps:
@@ -152,7 +152,7 @@ class CleanUps:
         if not is_due and not is_marked(committed, new_pointer):
             return
         background = self._shared.background
-        replication_pointer = taken_over(committed, self._replicas)
+        replication_pointer = adapt_to_backends(committed, self._replicas)
         for replica in self._replicas:
             status = replication_pointer.replication.get(replica.name)
             if status is None or not is_complete(status) or status.through is None:

@@ -10,7 +10,7 @@ from typing import Any
 from arrow_schemas.bucket_map import BucketMap
 from arrow_schemas.operator import is_operator_name
 from arrow_schemas.pointer import BOTH, V1, V2
-from spark_state_ext.backends.registry import FSSPEC, Backend, configured, refuse_unusable
+from spark_state_ext.backends.registry import FSSPEC, Backend, refuse_unusable, resolve_backends
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.limits import check_flags, check_sizes, check_times, erase_window_ms
 from spark_state_ext.engine.source_partition import SourcePartition, bucket_by_from_plain, bucket_by_to_plain
@@ -183,7 +183,7 @@ class StateOptions:
         StateOptions(root=root, commit=CommitOptions(**commit), **options)
         write, storage = commit["pointer_write"], dict(storage_options or {})
         window_ms = erase_window_ms(erase_within_s, write, V2, others["clean_up"])
-        journal, state_backends = configured(backends, root, storage, restore_from)
+        journal, state_backends = resolve_backends(backends, root, storage, restore_from)
         if write != V2 and [backend.name for backend in state_backends] != [Backend(root).name]:
             raise UsageError(
                 "pointer format v1 supports one backend only, the root: with pointer_write='v1' or 'both', backends "

@@ -13,7 +13,7 @@ from arrow_schemas.operator import OperatorFile, operator_file_name, parse_opera
 from arrow_schemas.partitions import PartitionAssignment, parse_partitions_name, partitions_name
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends import BackendContext, BackupManager
-from spark_state_ext.backends.registry import FSSPEC, Backend, factory_of
+from spark_state_ext.backends.registry import FSSPEC, Backend, load_factory
 from spark_state_ext.backends.replication import Replica, is_complete
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.job import Job
@@ -26,7 +26,7 @@ from spark_state_ext.ownership.lease import Lease, LeaseRegistry
 from spark_state_ext.ownership.lease_record import Claim, RunIdentity
 from spark_state_ext.worker.background import Background
 
-__all__ = ["Leases", "Replicas", "names_a_holder"]
+__all__ = ["Leases", "Replicas", "names_backend_with_state"]
 
 _BUCKETS_MAX = 1_024
 
@@ -52,7 +52,10 @@ class Replicas:
         if replicas is None:
             replicas = []
             for backend in job.options.backends:
-                factory, context = factory_of(backend.kind), self._context(job, backend, query_folder, bucket, scratch)
+                factory, context = (
+                    load_factory(backend.kind),
+                    self._context(job, backend, query_folder, bucket, scratch),
+                )
                 backup, restore = factory.backup_manager(context), factory.restore_manager(context)
                 replicas.append(Replica(backend.name, backup, restore, _is_root(job, backend)))
         self._replicas[key] = replicas
@@ -76,7 +79,7 @@ class Replicas:
                 scratch=scratch,
                 timeout_s=timeout_s,
             )
-            factory = factory_of(backend.kind)
+            factory = load_factory(backend.kind)
             backup, restore = factory.backup_manager(context), factory.restore_manager(context)
             # Pointers of format 1 mean the first backend, which is their root.
             replicas.append(Replica(backend.name, backup, restore, position == 0))
@@ -137,7 +140,7 @@ class Replicas:
             resources = {name: files.get(name) for name in names}
             for backend in missing:
                 context = self._context(job, backend, query_folder, None, scratch)
-                admin = factory_of(backend.kind).admin(BackendContext(**{**context.__dict__, "resources": resources}))
+                admin = load_factory(backend.kind).admin(BackendContext(**{**context.__dict__, "resources": resources}))
                 admin.create_resources()
                 admin.validate_resources()
                 self._prepared.add((backend.name, query_folder, schema))
@@ -147,7 +150,7 @@ class Replicas:
 
         If all files were copied to the job's backends, the newest file that the pointer needs is there: allow that.
         """
-        if names_a_holder(job, pointer):
+        if names_backend_with_state(job, pointer):
             return
         confirmed = {status.through for status in pointer.replication.values() if is_complete(status)}
         files = root.child(pointer.query_folder)
@@ -262,6 +265,6 @@ class Leases:
         self.leases[0].look()
 
 
-def names_a_holder(job: Job, pointer: Pointer) -> bool:
+def names_backend_with_state(job: Job, pointer: Pointer) -> bool:
     """True if the job names a backend with a pointer's state, or the pointer is too old to name its backends."""
     return not pointer.replication or any(backend.name in pointer.replication for backend in job.options.backends)

@@ -14,7 +14,7 @@ from spark_state_ext.ownership.lease import LeaseRegistry
 from spark_state_ext.peers.asking import PeersByRoot
 from spark_state_ext.timeline.records import EpochRegistry
 from spark_state_ext.worker.background import Background, Foreground
-from spark_state_ext.worker.memory import Calls
+from spark_state_ext.worker.memory import CallSizes
 from spark_state_ext.worker.metrics import MetricsLogs
 from spark_state_ext.worker.worker import Worker
 
@@ -31,7 +31,7 @@ class Shared:
         self.uploads = WorkerUploads()
         self.peers = PeersByRoot()
         self.stores = Stores()
-        self.memory = Calls()
+        self.memory = CallSizes()
         self.leases = LeaseRegistry()
         self.epochs = EpochRegistry()
         self.catalog = OperatorCatalog()

@@ -20,7 +20,7 @@ from arrow_schemas.partitions import (
     BeforeExpansion,
     PartitionAssignment,
     StreamPartitions,
-    shown_counts,
+    format_counts,
 )
 from spark_state_ext.errors import PartitionsChangedError, UsageError
 from spark_state_ext.files.folder import refuse_relative
@@ -214,9 +214,9 @@ class SourcePartition:
 
     def _count_error(self, topic: str, count: int, stream: StreamPartitions, where: str) -> PartitionsChangedError:
         of_stream = f" of stream {stream.stream!r}" if stream.stream else ""
-        new_counts = shown_counts((*stream.counts, count))
+        new_counts = format_counts((*stream.counts, count))
         if count < stream.counts[-1]:
-            new_counts = shown_counts(sorted({*stream.counts, count}))
+            new_counts = format_counts(sorted({*stream.counts, count}))
         if self.before_expansion is not None:
             advice = (
                 f"If before_expansion is right for {count}, start the query again with counts={new_counts}{of_stream}. "
@@ -228,8 +228,8 @@ class SourcePartition:
             advice = f"Start the query again with counts={new_counts}{of_stream}"
         return PartitionsChangedError(
             f"topic {topic!r} has {count} partitions now, but the plan declares "
-            f"counts={shown_counts(stream.counts)}{of_stream}. Nothing of this batch was written. {advice} (the number "
-            f"is from {where})"
+            f"counts={format_counts(stream.counts)}{of_stream}. Nothing of this batch was written. {advice} "
+            f"(the number is from {where})"
         )
 
     def _undeclared_error(self, index: int, stream: StreamPartitions) -> UsageError | PartitionsChangedError:
@@ -244,7 +244,7 @@ class SourcePartition:
             f"a row comes from partition {index}{of_stream}, but the plan declares {count} partitions: the source has "
             "grown. Nothing of this batch was written. Look up how many partitions the source has now. If the number "
             f"is {right}, start the query again with it at the end, such as "
-            f"counts={shown_counts((*stream.counts, grown))}{of_stream} for {grown}. Any other number cannot be "
+            f"counts={format_counts((*stream.counts, grown))}{of_stream} for {grown}. Any other number cannot be "
             f"followed: {_WAY_OUT}"
         )
 
@@ -340,8 +340,8 @@ def _check_reached(reached: Any, stream: str | None, by_stream: Mapping[str, tup
         if not is_whole or count not in by_stream[name]:
             of_stream = f" of stream {name!r}" if name else ""
             raise UsageError(
-                f"reached{of_stream} must be one of counts={shown_counts(by_stream.get(name, ()))} that the source has "
-                f"certainly reached, not {count!r}"
+                f"reached{of_stream} must be one of counts={format_counts(by_stream.get(name, ()))} that the source "
+                f"has certainly reached, not {count!r}"
             )
     return {name: int(count) for name, count in mapping.items()}
 

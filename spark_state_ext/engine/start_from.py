@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from spark_state_ext.backends.registry import FSSPEC, Backend, configured, refuse_unusable
+from spark_state_ext.backends.registry import FSSPEC, Backend, refuse_unusable, resolve_backends
 from spark_state_ext.engine.limits import check_flags
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import refuse_relative
@@ -116,7 +116,7 @@ class RetainedCheckpoint:
         ):
             raise UsageError(f"batch must be a batch number, not {self.batch!r}")
         object.__setattr__(self, "storage_options", dict(self.storage_options))
-        _, backends = configured(self.backends, self.root, self.storage_options, None)
+        _, backends = resolve_backends(self.backends, self.root, self.storage_options, None)
         refuse_unusable(self.root, self.storage_options, backends)
         object.__setattr__(self, "backends", tuple(backends))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from arrow_schemas.row import RowSchema
 from spark_state_ext.store import LocalStore
-from spark_state_ext.store.reclaim import note_use
+from spark_state_ext.store.reclaim import record_use
 from spark_state_ext.worker import descriptors
 
 __all__ = ["Stores"]
@@ -25,13 +25,13 @@ class Stores:
         """Return the open store of a folder; open it if necessary."""
         # Removed and inserted again, to keep the order of last use.
         store = self._stores.pop(folder, None)
-        if store is not None and (not note_use(store.folder) or store.is_replaced()):
+        if store is not None and (not record_use(store.folder) or store.is_replaced()):
             # Another worker removed it as unused, or replaced it as damaged.
             store.close()
             store = None
         if store is None:
             store = LocalStore.at(folder, schema)
-            note_use(store.folder)
+            record_use(store.folder)
         self._stores[folder] = store
         while len(self._stores) > descriptors.stores_max():
             # Most likely of a query that stopped; a worker outlives its queries.

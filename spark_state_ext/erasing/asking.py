@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from arrow_schemas.erase import EraseRequest
-from spark_state_ext.erasing.folders import convert_keys, query_folders_below
+from spark_state_ext.erasing.folders import convert_keys, find_query_folders
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, UsageError, VersionSkewError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.rescale.folders import first_folder
@@ -128,9 +128,9 @@ def erase_keys(
     >>> erase_keys("/state", ["Jane Doe"], operator="count")  # doctest: +SKIP
     [AskedErasure(operator='count', query_folder='6f1d…', number=1, keys=1)]
     """
-    folders = query_folders_below(root, operator, query_folder, storage_options)
+    folders = find_query_folders(root, operator, query_folder, storage_options)
     if query_folder is not None:
-        in_force = [folder.name for folder in query_folders_below(root, operator, None, storage_options)]
+        in_force = [folder.name for folder in find_query_folders(root, operator, None, storage_options)]
         if query_folder not in in_force:
             raise UsageError(
                 f"{folders[0].files.root} belongs to a query that was rescaled and no longer uses that folder, so the "
@@ -151,7 +151,7 @@ def erase_keys(
             {erasure.query_folder for erasure in requested},
             {first_folder(erasure.query_folder) for erasure in requested},
         )
-        in_force_now = query_folders_below(root, operator, None, storage_options)
+        in_force_now = find_query_folders(root, operator, None, storage_options)
         folders = [
             folder for folder in in_force_now if folder.name not in names and first_folder(folder.name) in queries
         ]
@@ -192,7 +192,7 @@ def erase_status(
     True
     """
     statuses = []
-    for folder in query_folders_below(root, operator, query_folder, storage_options):
+    for folder in find_query_folders(root, operator, query_folder, storage_options):
         requests = EraseFolder(folder.files)
         numbers = requests.numbers()
         for number in sorted(numbers.requests | numbers.done):
@@ -237,7 +237,7 @@ def withdraw_erasure(
     --------
     >>> withdraw_erasure("/state", 3, operator="count")  # doctest: +SKIP
     """
-    folders = query_folders_below(root, operator, query_folder, storage_options)
+    folders = find_query_folders(root, operator, query_folder, storage_options)
     if len(folders) > 1:
         raise UsageError(
             f"operator {operator!r} has {len(folders)} query folders below {root}: name one with query_folder "

@@ -8,20 +8,20 @@ from typing import Any
 
 import pyarrow as pa
 
-from arrow_schemas.columns import flat
+from arrow_schemas.columns import combine_chunks
 from arrow_schemas.operator import OperatorFile, parse_operator_file_name
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.files.operator_catalog import newest_operator
-from spark_state_ext.functions.key_types import mixed_times, refused_type
-from spark_state_ext.functions.missing import column_of
-from spark_state_ext.functions.reasons import conversion_reason
+from spark_state_ext.functions.key_types import explain_mixed_times, explain_refused_type
+from spark_state_ext.functions.missing import to_column
+from spark_state_ext.functions.reasons import explain_conversion_error
 from spark_state_ext.functions.tables import as_table, cast_column, is_table
 from spark_state_ext.rescale.folders import folders_in_force
 
-__all__ = ["QueryFolder", "convert_keys", "query_folders_below"]
+__all__ = ["QueryFolder", "convert_keys", "find_query_folders"]
 
 # The largest whole number has twenty digits, which leaves this many of a decimal's 38.
 _SCALE_MAX = 18
@@ -53,7 +53,7 @@ class QueryFolder:
         return self.operator.row_schema()
 
 
-def query_folders_below(
+def find_query_folders(
     root: str,
     operator: str,
     query_folder: str | None,
@@ -115,13 +115,13 @@ def convert_keys(keys: Any, schema: RowSchema, who: str) -> pa.RecordBatch:
     if not table.num_rows:
         raise UsageError(f"{who} was given no keys")
     for index, (column, field) in enumerate(zip(table.columns, schema.keys, strict=True)):
-        why = refused_type(column.type, field.type)
+        why = explain_refused_type(column.type, field.type)
         if not why and pa.types.is_temporal(column.type):
-            why = mixed_times(_python_values(keys, field.name, index))
+            why = explain_mixed_times(_python_values(keys, field.name, index))
         if why:
             raise StateValueError(f"{who} was given values that do not fit the key column {field.name!r}: {why}")
     columns = [
-        cast_column(_widen_integers(flat(column), field.type), field, "key column")
+        cast_column(_widen_integers(combine_chunks(column), field.type), field, "key column")
         for column, field in zip(table.columns, schema.keys, strict=True)
     ]
     plain = pa.schema([field.with_nullable(True).remove_metadata() for field in schema.keys])
@@ -150,9 +150,9 @@ def _python_values(keys: Any, name: str, index: int) -> Iterable[Any]:
 
 def _make_column(values: Any, who: str) -> pa.Array:
     if isinstance(values, (pa.Array, pa.ChunkedArray)):
-        return flat(values)
+        return combine_chunks(values)
     try:
-        return flat(column_of(list(values)))
+        return combine_chunks(to_column(list(values)))
     except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
-        why = conversion_reason(error)
+        why = explain_conversion_error(error)
         raise StateValueError(f"{who} was given keys of several types: {why}") from error

@@ -23,8 +23,8 @@ import pyarrow as pa
 
 from arrow_schemas.operator import operator_file_name
 from spark_state_ext.backends.registry import FSSPEC, Backend
-from spark_state_ext.engine.erasing import matching, places_of
-from spark_state_ext.erasing.folders import QueryFolder, convert_keys, query_folders_below
+from spark_state_ext.engine.erasing import find_matching, find_positions
+from spark_state_ext.erasing.folders import QueryFolder, convert_keys, find_query_folders
 from spark_state_ext.erasing.leftovers import list_unfinished, scratch_with_keys
 from spark_state_ext.erasing.lines import QueryLines, find_lines
 from spark_state_ext.erasing.past import BucketPast, read_past, rewrite
@@ -36,11 +36,11 @@ from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.files.layout import PARENTS_FOLDER
-from spark_state_ext.ownership.free import until_free
+from spark_state_ext.ownership.free import wait_until_free
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import ERASER, Found, RunIdentity
+from spark_state_ext.ownership.lease_record import ERASER, NumberedRecord, RunIdentity
 from spark_state_ext.rescale.parents import has_parents
 from spark_state_ext.worker.local_folders import root_id
 from spark_state_ext.worker.removal import refuse_links, remove_tree
@@ -155,7 +155,7 @@ def erase_history(
     >>> erased.receipt.absent  # doctest: +SKIP
     True
     """
-    folders = query_folders_below(root, operator, query_folder, storage_options)
+    folders = find_query_folders(root, operator, query_folder, storage_options)
     if len(folders) > 1:
         raise UsageError(
             f"operator {operator!r} has {len(folders)} query folders below {root}: name one with query_folder "
@@ -252,14 +252,14 @@ def _hold_lease(files: Folder) -> Iterator[Lease]:
             "query first"
         )
 
-    def make_live_error(newest_record: Found) -> LiveRunError:
+    def make_live_error(newest_record: NumberedRecord) -> LiveRunError:
         return LiveRunError(
             f"the state at {files.root} is in use by {newest_record.record.owner}, which renews its lease: stop the "
             "query first"
         )
 
     # The lease's own error is meant for another run of the query, so it would not say what to do here.
-    until_free(log, None if claim is None else claim.id, make_live_error)
+    wait_until_free(log, None if claim is None else claim.id, make_live_error)
     format_1_too = newest is not None and newest.record.format_1_too
     lease = Lease(files, me, LEASE_MS, format_1_too=format_1_too, claim=claim)
     lease.hold()
@@ -302,7 +302,7 @@ class _Erasure:
         """Raise if a request with one of the keys is not done in all buckets; note the requests that are done."""
         requests = EraseFolder(self._folder.files)
         for number, keys in self._read_requests():
-            requested = np.flatnonzero(places_of(self._keys, keys) >= 0)
+            requested = np.flatnonzero(find_positions(self._keys, keys) >= 0)
             record = requests.done(number)
             if record is not None:
                 self._done_heartbeat = max(self._done_heartbeat, record.heartbeat)
@@ -386,7 +386,7 @@ class _Erasure:
         """Remove the keys from erase requests; return the number of changed requests."""
         changed, requests = 0, EraseFolder(self._folder.files)
         for number, keys in self._read_requests():
-            erased = matching(keys, self._keys)
+            erased = find_matching(keys, self._keys)
             if erased.any():
                 self._check_allowed()
                 request = requests.request(number)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from spark_state_ext.files.folder import Folder, is_temporary
 from spark_state_ext.files.layout import HOLDS_FOLDER, SPILL_FOLDER
-from spark_state_ext.worker.process import is_running, namespace, start_of
+from spark_state_ext.worker.process import get_pid_namespace, get_start_ticks, is_running
 from spark_state_ext.worker.removal import remove_tree
 
 __all__ = ["scratch_with_keys", "list_unfinished"]
@@ -45,14 +45,14 @@ def list_unfinished(places: Iterable[Folder]) -> list[tuple[Folder, str]]:
 def scratch_with_keys() -> Iterator[Path]:
     """Make a temporary local folder for copies of files; first remove the folders of killed processes."""
     _remove_dead_folders()
-    own = f"{_PREFIX}{os.getpid()}-{start_of(os.getpid())}-{_namespace()}-"
+    own = f"{_PREFIX}{os.getpid()}-{get_start_ticks(os.getpid())}-{_namespace()}-"
     with tempfile.TemporaryDirectory(prefix=own) as folder:
         yield Path(folder)
 
 
 def _namespace() -> str:
     """Return the digits of this process's PID namespace."""
-    return "".join(re.findall(r"\d+", namespace()))
+    return "".join(re.findall(r"\d+", get_pid_namespace()))
 
 
 def _remove_dead_folders() -> None:

@@ -15,7 +15,7 @@ from spark_state_ext.erasing.past import BucketPast, FilePast
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.committed import Line, may_be_renamed, read_timeline
 from spark_state_ext.timeline.bucket_files import BucketFiles
-from spark_state_ext.timeline.records import epochs_of
+from spark_state_ext.timeline.records import read_epochs
 
 __all__ = ["BucketLines", "QueryLines", "find_lines"]
 
@@ -141,7 +141,7 @@ def find_lines(query_folder: Folder, buckets: Sequence[BucketPast]) -> QueryLine
         )
         for bucket, past in enumerate(buckets)
     ]
-    timeline = read_timeline(files, query_folder.name, epochs_of(query_folder), renamed=may_be_renamed(query_folder))
+    timeline = read_timeline(files, query_folder.name, read_epochs(query_folder), renamed=may_be_renamed(query_folder))
     lines = tuple(
         BucketLines(
             past,

@@ -14,13 +14,13 @@ from arrow_schemas.equality import BoolArray
 from arrow_schemas.evolution import conform
 from arrow_schemas.lineage import BLOCKCRC, DELTA, SNAPSHOT, CheckpointRef, LineageHeader, parse_file_name
 from arrow_schemas.row import DELETED, RowSchema
-from spark_state_ext.engine.erasing import matching, places_of
+from spark_state_ext.engine.erasing import find_matching, find_positions
 from spark_state_ext.files.checkpoint import open_body
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.sealed_body import SealedBody, write_sealed
-from spark_state_ext.store.runs import CHUNK_ROWS, cut
+from spark_state_ext.store.runs import CHUNK_ROWS, split_batches
 from spark_state_ext.worker.removal import remove_file
-from spark_state_ext.worker.spill import local_errors
+from spark_state_ext.worker.spill import translate_local_errors
 
 __all__ = ["BucketPast", "FilePast", "read_past", "rewrite"]
 
@@ -88,7 +88,7 @@ def read_past(
         header = LineageHeader.decode(body.reader.schema.metadata, files.where(name))
         for batch in body.reader:
             stored = conform(batch.replace_schema_metadata(None), schema)
-            positions = places_of(keys, schema.key_columns(stored))
+            positions = find_positions(keys, schema.key_columns(stored))
             deleted = stored.column(DELETED)
             rows |= {int(key): not deleted[int(positions[key])].as_py() for key in np.flatnonzero(positions >= 0)}
     return FilePast(files, entry, *parsed, header, rows)
@@ -104,16 +104,20 @@ def rewrite(
         nonlocal removed
         for batch in body.reader:
             plain = batch.replace_schema_metadata(None)
-            erased: BoolArray = matching(schema.key_columns(conform(plain, schema)), keys)
+            erased: BoolArray = find_matching(schema.key_columns(conform(plain, schema)), keys)
             removed += int(erased.sum())
             yield plain.filter(pa.array(~erased)) if erased.any() else plain
 
     try:
-        with open_body(past.files, past.name, scratch) as body, local_errors(scratch), rewritten.open("wb") as target:
+        with (
+            open_body(past.files, past.name, scratch) as body,
+            translate_local_errors(scratch),
+            rewritten.open("wb") as target,
+        ):
             # The stream's schema has the unchanged header, and the placeholder of the body record.
             batches: Iterable[pa.RecordBatch] = (batch for batch in keep_others(body) if batch.num_rows)
             if body.record.algorithm == BLOCKCRC:
-                batches = cut(batches, CHUNK_ROWS)
+                batches = split_batches(batches, CHUNK_ROWS)
             write_sealed(target, body.reader.schema, batches, body.record.algorithm, _count_tombstones)
             target.flush()
             os.fsync(target.fileno())

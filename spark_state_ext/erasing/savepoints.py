@@ -21,7 +21,7 @@ import pyarrow as pa
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.row import RowSchema
 from arrow_schemas.savepoint import SavedBucket, SavepointManifest
-from spark_state_ext.engine.erasing import matching
+from spark_state_ext.engine.erasing import find_matching
 from spark_state_ext.engine.start_from import CLAIM
 from spark_state_ext.erasing.folders import convert_keys
 from spark_state_ext.erasing.past import read_past
@@ -33,16 +33,16 @@ from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.savepoints.claims import (
     ERASES,
     SavepointClaim,
-    claim_of,
     claim_savepoint,
     drop_claim,
+    read_claim,
 )
 from spark_state_ext.savepoints.copying import refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.reading import read_saved_rows
-from spark_state_ext.savepoints.records import is_detached, start_of
+from spark_state_ext.savepoints.records import is_detached, read_start
 from spark_state_ext.savepoints.replaced import REPLACED_NAME, ReplacedFiles, drop_replaced, read_replaced
-from spark_state_ext.savepoints.status import started_below
+from spark_state_ext.savepoints.status import find_started_queries
 from spark_state_ext.savepoints.writer import point_at_new, replace_manifest, write_snapshot
 
 __all__ = ["SavepointBegunWith", "SavepointErasure", "plan_erasure"]
@@ -59,7 +59,7 @@ def plan_erasure(
     folder = Folder(path.rstrip("/") or path, storage_options)
     manifest = read_manifest(folder)
     operators = manifest.header.operators
-    record = start_of(query_folder)
+    record = read_start(query_folder)
     if record is not None and record.source_id == manifest.header.id:
         # The query began with this savepoint, in which the operator may have another name.
         operator = record.operator
@@ -100,7 +100,7 @@ class SavepointBegunWith:
         query_folder: Folder, named_paths: Sequence[str], storage_options: Mapping[str, Any] | None
     ) -> SavepointBegunWith:
         """Find the savepoint from the query folder's start record, unless it is one of `named_paths`."""
-        record = start_of(query_folder)
+        record = read_start(query_folder)
         if record is None or not record.source_id:
             return SavepointBegunWith()
         path = record.source.rstrip("/")
@@ -160,14 +160,14 @@ class SavepointErasure:
 
     def refuse_in_use(self) -> None:
         """Raise if the savepoint has another claim, or a query below the root is starting from it."""
-        claim = claim_of(self.folder)
+        claim = read_claim(self.folder)
         if claim is not None and claim != self.claim:
             raise ClaimedError(
                 f"the savepoint at {self.folder.root} is claimed by {claim.by}: wait until that claim is released (or "
                 "free the savepoint with spark-state-ext savepoint release, if the owner is gone for good), or name "
                 "it without having it rewritten"
             )
-        for query in started_below(self.root, self.folder.root, self.claim.savepoint_id):
+        for query in find_started_queries(self.root, self.folder.root, self.claim.savepoint_id):
             if not query.detached:
                 raise LiveRunError(
                     f"the query at {query.query_folder} is starting from the savepoint at {self.folder.root}: run it "
@@ -177,7 +177,10 @@ class SavepointErasure:
     def carry_out(self, lease: Lease, scratch: Path) -> bool:
         """Erase the keys; return True if there were any, or a stopped run had left files."""
         lease.hold()
-        if claim_of(self.folder) is None and not _Rewrite(self, read_manifest(self.folder), scratch, lease).find().any:
+        if (
+            read_claim(self.folder) is None
+            and not _Rewrite(self, read_manifest(self.folder), scratch, lease).find().any
+        ):
             # A savepoint without the keys is not changed at all.
             return False
         claim = claim_savepoint(self.folder, self.claim, ())
@@ -213,7 +216,7 @@ class SavepointErasure:
 
     def release(self) -> None:
         """Remove the claim, so that queries can start from the savepoint again."""
-        if claim_of(self.folder) == self.claim:
+        if read_claim(self.folder) == self.claim:
             drop_claim(self.folder)
 
 
@@ -322,7 +325,7 @@ class _Rewrite:
         """Yield a bucket's rows except the rows of the keys."""
         for rows in read_saved_rows(files, saved.pointer, saved.files, self._schema, self._scratch):
             self._lease.hold()
-            erased = matching(self._schema.key_columns(rows), self._keys)
+            erased = find_matching(self._schema.key_columns(rows), self._keys)
             yield rows.filter(pa.array(~erased)) if erased.any() else rows
 
     def remove(self, others: Sequence[tuple[Folder, str]]) -> None:
@@ -334,7 +337,7 @@ class _Rewrite:
     def _check_allowed(self) -> None:
         self._lease.hold()
         self._lease.check()
-        if claim_of(self._folder) != self._claim:
+        if read_claim(self._folder) != self._claim:
             raise ClaimedError(
                 f"the claim to the savepoint at {self._folder.root} was released while it was being rewritten: run "
                 "this again"

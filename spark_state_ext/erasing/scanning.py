@@ -20,7 +20,7 @@ from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
 from arrow_schemas.savepoint import MANIFEST_NAME
 from spark_state_ext.backends.registry import FSSPEC, Backend
-from spark_state_ext.erasing.folders import QueryFolder, convert_keys, query_folders_below
+from spark_state_ext.erasing.folders import QueryFolder, convert_keys, find_query_folders
 from spark_state_ext.erasing.leftovers import scratch_with_keys
 from spark_state_ext.erasing.receipt import EraseReceipt, FoundIn, OutOfReach, Scanned
 from spark_state_ext.erasing.searching import Search, SearchedKeys
@@ -32,7 +32,7 @@ from spark_state_ext.files.layout import SPILL_FOLDER, START_NAME, STARTING_FOLD
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import decode_manifest
-from spark_state_ext.savepoints.records import start_of
+from spark_state_ext.savepoints.records import read_start
 from spark_state_ext.store.local_disk import DATA_FILE, LOCK_FILE
 
 __all__ = ["erase_scan"]
@@ -97,7 +97,7 @@ def erase_scan(
     >>> receipt = erase_scan("/state", ["Jane Doe"], operator="count")  # doctest: +SKIP
     >>> receipt.absent, receipt.to_table()  # doctest: +SKIP
     """
-    folders = query_folders_below(root, operator, None, storage_options, in_force=False)
+    folders = find_query_folders(root, operator, None, storage_options, in_force=False)
     # All schemas have the same keys; state columns are read with the newest schema.
     searched_keys = SearchedKeys.of(convert_keys(keys, folders[0].schema, "erase_scan()"))
     if searched_keys.keys.num_rows > KEYS_MAX:
@@ -168,7 +168,7 @@ class _Scan:
         """Note the savepoints that queries began with, because the operator may have another name there."""
         for folder in folders:
             try:
-                record = start_of(folder.files)
+                record = read_start(folder.files)
             except CorruptError as error:
                 why = f"the savepoint that the query began with, and its operator's name there, are unknown: {error}"
                 self.add_out_of_reach("start", folder.files.where(START_NAME), 1, 0, why, unread=True)

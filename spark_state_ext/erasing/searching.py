@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from arrow_schemas.evolution import conform
 from arrow_schemas.row import DELETED, RowSchema
-from spark_state_ext.engine.erasing import matching
+from spark_state_ext.engine.erasing import find_matching
 
 __all__ = ["Search", "SearchedKeys"]
 
@@ -93,7 +93,7 @@ class Search:
         self.compared += batch.num_rows
         if batch.num_rows:
             rows = conform(batch, schema)
-            is_key = matching(schema.key_columns(rows), self.searched.keys.columns)
+            is_key = find_matching(schema.key_columns(rows), self.searched.keys.columns)
             self.rows += int(is_key.sum())
             self.tombstones += int((is_key & rows.column(DELETED).to_numpy(zero_copy_only=False)).sum())
         # The stored batch is searched, because the newest schema may no longer have all of its columns.

@@ -6,7 +6,7 @@ import errno
 import re
 from typing import Any
 
-from spark_state_ext.worker.retry import causes_of, is_retriable, status_of
+from spark_state_ext.worker.retry import find_http_status, is_retriable, iterate_causes
 
 __all__ = ["advice_on", "extra_for"]
 
@@ -60,14 +60,14 @@ def advice_on(error: BaseException, local: bool) -> str:
     if local:
         return _MUST_BE if error_number in _REFUSED or isinstance(error, FileNotFoundError) else _ELSE
     # Clients of object stores have their own error classes, which this package must not import.
-    status, names = status_of(error), " ".join(type(cause).__name__ for cause in causes_of(error))
+    status, names = find_http_status(error), " ".join(type(cause).__name__ for cause in iterate_causes(error))
     denied = isinstance(error, PermissionError) or status in (401, 403)
     denied = denied or any(word in names for word in _ABOUT_CREDENTIALS)
-    if (denied or status == 400) and any(_EXPIRED_PATTERN.search(_text_of(cause)) for cause in causes_of(error)):
+    if (denied or status == 400) and any(_EXPIRED_PATTERN.search(_text_of(cause)) for cause in iterate_causes(error)):
         return _EXPIRED
     if denied:
         return _RIGHTS
-    if status == 400 and any(getattr(cause, "operation_name", "") == "HeadObject" for cause in causes_of(error)):
+    if status == 400 and any(getattr(cause, "operation_name", "") == "HeadObject" for cause in iterate_causes(error)):
         return _MAYBE_EXPIRED
     if isinstance(error, FileNotFoundError):
         return _BUCKET

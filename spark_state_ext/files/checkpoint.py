@@ -33,20 +33,20 @@ from spark_state_ext.files.sealed_body import (
     NOT_ARROW,
     PADDED_MAGIC,
     SealedBody,
-    announced_body,
     check_form,
     open_sealed,
-    verified,
+    read_announced_body,
+    verify_body,
     write_sealed,
 )
-from spark_state_ext.store.runs import CHUNK_ROWS, cut
-from spark_state_ext.worker.spill import local_errors
+from spark_state_ext.store.runs import CHUNK_ROWS, split_batches
+from spark_state_ext.worker.spill import translate_local_errors
 
 __all__ = [
     "Announced",
     "CheckpointFile",
     "LocalCopy",
-    "announced",
+    "read_announced",
     "make_checkpoint",
     "open_body",
     "read_checkpoint",
@@ -72,7 +72,7 @@ def write_checkpoint(
     A delta is compressed. A snapshot has the layout of the local store, so that a restore only copies it.
     """
     if header.digest == BLOCKCRC:
-        batches = cut(batches, CHUNK_ROWS)
+        batches = split_batches(batches, CHUNK_ROWS)
     arrow_schema = schema.arrow.with_metadata(header.encode())
     return write_sealed(target, arrow_schema, batches, header.digest, lambda batch: batch.column(DELETED).true_count)
 
@@ -161,7 +161,7 @@ def make_checkpoint(
             break
     else:
         return CheckpointFile(header, iter(rows), size_bytes)
-    with local_errors(keep.parent):
+    with translate_local_errors(keep.parent):
         with keep.open("wb") as file:
             index = write_checkpoint(file, header, schema, itertools.chain(rows, batches))
             size_bytes = file.tell()
@@ -189,7 +189,7 @@ def verify_checkpoint(files: Readable, ref: CheckpointRef, kind: str, scratch: P
     """Check every byte of a file without decoding its rows; return its header."""
     name = file_name(ref, kind)
     where = files.where(name)
-    verified_file = verified(_open(files, name, scratch)[0], where)
+    verified_file = verify_body(_open(files, name, scratch)[0], where)
     header = read_header(files, ref, kind)
     check_form(header, verified_file.record, verified_file.index, where)
     return header
@@ -224,7 +224,7 @@ def _open(files: Readable, name: str, scratch: Path, keep: Path | None = None) -
     """
     size = files.size(name)
     if keep is not None and size > _INGESTED_BYTES_MIN:
-        with local_errors(keep.parent):
+        with translate_local_errors(keep.parent):
             files.get_file(name, keep)
             return pa.OSFile(str(keep), "r"), keep
     if size <= _IN_MEMORY_BYTES_MAX:
@@ -233,7 +233,7 @@ def _open(files: Readable, name: str, scratch: Path, keep: Path | None = None) -
     file = files.open_local(name)
     if file is not None:
         return file, None
-    with local_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as folder:
+    with translate_local_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as folder:
         copy = Path(folder) / name
         files.get_file(name, copy)
         return pa.OSFile(str(copy), "r"), None
@@ -279,13 +279,13 @@ class Announced:
     body: BodyRecord
 
 
-def announced(files: Readable, ref: CheckpointRef, kind: str) -> Announced:
+def read_announced(files: Readable, ref: CheckpointRef, kind: str) -> Announced:
     """Read header and footer of a checkpoint file with two ranged reads, without its body."""
     name = file_name(ref, kind)
     where = files.where(name)
     size = files.size(name)
     header = read_header(files, ref, kind)
-    body = announced_body(lambda start, end: files.get_range(name, start, end), size, where)
+    body = read_announced_body(lambda start, end: files.get_range(name, start, end), size, where)
     if header.digest != body.algorithm:
         raise CorruptFileError(f"{where} has another kind of checksum than its format requires")
     return Announced(header, size, body)

@@ -15,13 +15,13 @@ from arrow_schemas.erase import (
     ERASE_FOLDER,
     EraseDone,
     EraseRequest,
-    done_name,
+    format_done_name,
+    format_request_name,
     parse_erase_name,
-    request_name,
 )
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed_table import sealed_table, unsealed_table
+from spark_state_ext.files.sealed_table import read_sealed_table, seal_table
 
 __all__ = ["EraseFolder", "EraseNumbers", "decode_request", "encode_request"]
 
@@ -71,12 +71,12 @@ class EraseNumbers:
 
 def encode_request(request: EraseRequest) -> bytes:
     """Return the bytes of a request's file."""
-    return sealed_table(request.schema(), request.keys)
+    return seal_table(request.schema(), request.keys)
 
 
 def decode_request(data: bytes, where: str) -> EraseRequest:
     """Read a request from its file's bytes."""
-    return unsealed_table(data, where, EraseRequest.of, lambda request: int(request.keys.num_rows))
+    return read_sealed_table(data, where, EraseRequest.of, lambda request: int(request.keys.num_rows))
 
 
 class EraseFolder:
@@ -95,11 +95,11 @@ class EraseFolder:
         for _ in range(_ROUNDS_MAX):
             numbers = self.numbers()
             number = max(numbers.requests | numbers.done, default=0) + 1
-            name = request_name(number)
+            name = format_request_name(number)
             # A pointer may have dealt with a request that was removed since. So fill its number with a request without
             # keys, and never give it to other keys.
             for gap in numbers.missing(number):
-                self.files.create(request_name(gap), encode_request(request.emptied(uuid.uuid4().hex)))
+                self.files.create(format_request_name(gap), encode_request(request.emptied(uuid.uuid4().hex)))
             if self.files.create(name, data) and self._is_there(name, request.id):
                 return number
         raise StorageError(
@@ -113,12 +113,12 @@ class EraseFolder:
 
     def request(self, number: int) -> EraseRequest:
         """Read the request with this number."""
-        name = request_name(number)
+        name = format_request_name(number)
         return decode_request(self.files.get(name), self.files.where(name))
 
     def done(self, number: int) -> EraseDone | None:
         """Read the record that a request is done; None if it is not done."""
-        name = done_name(number)
+        name = format_done_name(number)
         try:
             data = self.files.get(name)
         except MissingCheckpointError:
@@ -127,15 +127,15 @@ class EraseFolder:
 
     def note_done(self, number: int, record: EraseDone) -> None:
         """Record that a request is done; another process may have recorded it already."""
-        self.files.create(done_name(number), record.encode())
+        self.files.create(format_done_name(number), record.encode())
 
     def take_back(self, number: int) -> None:
         """Remove the record that a request is done, as the query went back."""
-        self.files.as_named().remove(done_name(number))
+        self.files.as_named().remove(format_done_name(number))
 
     def replace(self, number: int, request: EraseRequest) -> None:
         """Replace a request by one without keys, or with other keys if no query carries it out."""
-        self.files.put(request_name(number), encode_request(request))
+        self.files.put(format_request_name(number), encode_request(request))
 
     def id_of(self, number: int) -> str | None:
         """Return the id of a request, from its record if it is done; None if there is neither request nor record."""
@@ -159,4 +159,4 @@ class EraseFolder:
 
     def drop(self, number: int) -> None:
         """Remove a request; its record that it is done stays."""
-        self.files.as_named().remove(request_name(number))
+        self.files.as_named().remove(format_request_name(number))

@@ -20,8 +20,8 @@ __all__ = [
     "erased_before",
     "is_marked",
     "is_old",
-    "marked",
-    "snapshot_asked",
+    "note_time",
+    "is_snapshot_due",
     "with_change",
     "with_snapshot",
 ]
@@ -38,7 +38,7 @@ _MARKS, _RENEWALS = 8, 4
 _CHANGED = 3
 
 
-def marked(pointer: Pointer, now_ms: int, window_ms: int | None) -> Pointer:
+def note_time(pointer: Pointer, now_ms: int, window_ms: int | None) -> Pointer:
     """Return the pointer of a call with the call's time noted."""
     if window_ms is None:
         return pointer if pointer.ages is None else replace(pointer, ages=None)
@@ -61,10 +61,10 @@ def is_marked(before: Pointer, after: Pointer) -> bool:
 
 def is_old(ages: Ages, now_ms: int) -> bool:
     """True if the committed checkpoint must be renewed: a pointer must not name a much older checkpoint."""
-    return not 0 <= now_ms - ages.newest_ms <= ages.window_ms // _RENEWALS or snapshot_asked(ages, now_ms)
+    return not 0 <= now_ms - ages.newest_ms <= ages.window_ms // _RENEWALS or is_snapshot_due(ages, now_ms)
 
 
-def snapshot_asked(ages: Ages, now_ms: int) -> bool:
+def is_snapshot_due(ages: Ages, now_ms: int) -> bool:
     """True if a snapshot is due by time, or a check whether the last one has arrived."""
     return ages.snapshots_wanted > 0 and not 0 <= now_ms - ages.snapshot_ms < ages.window_ms
 

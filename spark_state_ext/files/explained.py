@@ -22,7 +22,7 @@ from spark_state_ext.files.retention import (
     classify,
 )
 
-__all__ = ["Explanation", "explained"]
+__all__ = ["Explanation", "explain"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Explanation:
         return name in self.decision.delete
 
 
-def explained(
+def explain(
     entries: Iterable[Entry], pointer: Pointer, batches_retained: int, now_s: float, headers: Headers
 ) -> Explanation:
     """Decide which files of a bucket's folder are deleted, and explain why."""

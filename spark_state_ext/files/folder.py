@@ -30,9 +30,9 @@ from spark_state_ext.files.advice import advice_on, extra_for
 from spark_state_ext.files.listing import Entry, entry_of, list_tree
 from spark_state_ext.files.readable import Duplicable, Listed, Readable
 from spark_state_ext.worker import removal
-from spark_state_ext.worker.descriptors import too_many, used_up
+from spark_state_ext.worker.descriptors import is_limit_reached, make_too_many_error
 
-__all__ = ["Duplicable", "Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_relative", "taken"]
+__all__ = ["Duplicable", "Entry", "Folder", "Listed", "Readable", "is_temporary", "refuse_relative", "make_taken_error"]
 
 # Object stores: a PUT becomes visible whole or not at all, and a rename would be a copy.
 _ATOMIC_PUT = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "memory", "r2"})
@@ -177,7 +177,9 @@ class Folder:
                     return
                 # Another process sent the file too; both have the same bytes.
                 if not self._has_bytes_of(local_path, target):
-                    raise taken(self.where(name)) from FileExistsError(errno.EEXIST, "another file exists", target)
+                    raise make_taken_error(self.where(name)) from FileExistsError(
+                        errno.EEXIST, "another file exists", target
+                    )
                 self._fs.rm_file(temporary)
 
     def duplicate(self, name: str, source: Folder) -> bool:
@@ -389,8 +391,8 @@ class Folder:
                 raise StorageError(f"{doing}: {error}. {advice_on(error, self._local)}") from error
             raise MissingCheckpointError(f"{doing}: it does not exist") from error
         except OSError as error:
-            if used_up(error):
-                raise too_many(doing) from error
+            if is_limit_reached(error):
+                raise make_too_many_error(doing) from error
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise StoreFullError(f"{doing}: {error}. Make room where the root lies.") from error
             raise StorageError(f"{doing}: {error}. {advice_on(error, self._local)}") from error
@@ -439,7 +441,7 @@ def refuse_relative(root: str, what: str) -> None:
         )
 
 
-def taken(where: str) -> StorageError:
+def make_taken_error(where: str) -> StorageError:
     """Return the error for a file that exists with wrong bytes and cannot be replaced."""
     return StorageError(
         f"{where} exists with other bytes than it must have, so it is probably damaged, and this file system cannot "

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from arrow_schemas.pointer import Pointer
 
-__all__ = ["DELTAS_MAX", "counted", "recent_heartbeats"]
+__all__ = ["DELTAS_MAX", "count_call", "recent_heartbeats"]
 
 # With more deltas than this, however small, a restore is slow and the pointer is long.
 DELTAS_MAX = 100
 
 
-def counted(pointer: Pointer, heartbeat: bool, batches_retained: int) -> Pointer:
+def count_call(pointer: Pointer, heartbeat: bool, batches_retained: int) -> Pointer:
     """Return the pointer with one more call counted.
 
     After `batches_retained` was lowered, clean-up uses the larger number until every pointer that Spark may hand out

@@ -12,7 +12,7 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader,
 from spark_state_ext.errors import CorruptError, MissingCheckpointError
 from spark_state_ext.files.checkpoint import read_header, verify_checkpoint
 from spark_state_ext.files.folder import Listed
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 __all__ = ["FileHeaders", "KnownFiles", "Origin"]
 
@@ -101,7 +101,7 @@ class FileHeaders:
         """Return the origins of checkpoints; unknown headers are read in parallel."""
         unknown = [ref for ref in refs if ref not in self._origins_by_ref]
         if len(unknown) > 1:
-            side_by_side("headers", min(_PARALLEL_MAX, len(unknown)), self.of, unknown)
+            map_in_parallel("headers", min(_PARALLEL_MAX, len(unknown)), self.of, unknown)
         elif unknown:
             self.of(unknown[0])
         return [self._origins_by_ref[ref] for ref in refs]

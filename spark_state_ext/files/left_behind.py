@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from arrow_schemas.checksum import opened_document, readable, sealed_document
+from arrow_schemas.checksum import open_document, report_damage, seal_document
 from spark_state_ext.errors import MissingCheckpointError, SchemaChangedError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import LEFT_BEHIND_NAME
@@ -20,7 +20,7 @@ _FORMAT = 1
 def note_left_behind(query_folder: Folder, columns: Collection[str]) -> None:
     """Record which columns a query leaves behind; every bucket's first call records the same."""
     if columns:
-        query_folder.create(LEFT_BEHIND_NAME, sealed_document({"format": _FORMAT, "columns": sorted(columns)}))
+        query_folder.create(LEFT_BEHIND_NAME, seal_document({"format": _FORMAT, "columns": sorted(columns)}))
 
 
 def refuse_left_behind(query_folder: Folder, operator: str, columns: Collection[str]) -> None:
@@ -30,8 +30,8 @@ def refuse_left_behind(query_folder: Folder, operator: str, columns: Collection[
         data = query_folder.get(LEFT_BEHIND_NAME)
     except MissingCheckpointError:
         return
-    with readable(where, "list of columns that were left behind"):
-        left_behind = {str(name) for name in opened_document(data, where, _FORMAT)["columns"]}
+    with report_damage(where, "list of columns that were left behind"):
+        left_behind = {str(name) for name in open_document(data, where, _FORMAT)["columns"]}
     reused = [name for name in columns if name in left_behind]
     if reused:
         raise SchemaChangedError(

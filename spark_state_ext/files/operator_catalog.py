@@ -28,8 +28,8 @@ __all__ = [
     "is_new_query_folder",
     "newest_operator",
     "new_query_folder",
-    "others_beside",
-    "shown_ids",
+    "list_other_queries",
+    "format_ids",
 ]
 
 _LOGGER = logging.getLogger("spark_state_ext")
@@ -158,7 +158,7 @@ def query_folders_of_batch(operator_files: Folder, batch_ms: int) -> set[str]:
     return {query_folder for name in names if is_query_folder(query_folder := notes.get(name).decode(errors="replace"))}
 
 
-def others_beside(operator_files: Folder, query_id: str = "", batch_ms: int | None = None) -> list[str]:
+def list_other_queries(operator_files: Folder, query_id: str = "", batch_ms: int | None = None) -> list[str]:
     """Return the ids of the other queries that have state in the folder ``<root>/<operator>``."""
     own_names = {query_id, STARTING_FOLDER, SPILL_FOLDER}
     names = [name for name in operator_files.names() if name not in own_names]
@@ -169,18 +169,18 @@ def others_beside(operator_files: Folder, query_id: str = "", batch_ms: int | No
     return [name for name in others if name not in attempts]
 
 
-def shown_ids(ids: list[str]) -> str:
+def format_ids(ids: list[str]) -> str:
     """Return the first few ids of queries as text for a message."""
     return f"{', '.join(ids[:3])}{', …' if len(ids) > 3 else ''}"
 
 
 def _warn_about_others(operator_files: Folder, job_file: OperatorFile, strict: bool, batch_ms: int | None) -> None:
-    others = others_beside(operator_files, job_file.query_id, batch_ms)
+    others = list_other_queries(operator_files, job_file.query_id, batch_ms)
     if not others:
         return
     text = (
         f"operator {job_file.operator!r} begins without state under {operator_files.root}, where other queries have "
-        f"state: {shown_ids(others)}. A query finds its state through its Spark checkpoint: to go on with old state, "
+        f"state: {format_ids(others)}. A query finds its state through its Spark checkpoint: to go on with old state, "
         "start it with the old checkpointLocation."
     )
     if strict:

@@ -20,7 +20,7 @@ from typing import Any
 
 from fsspec.implementations.local import LocalFileSystem
 
-from spark_state_ext.worker.retry import status_of
+from spark_state_ext.worker.retry import find_http_status
 
 __all__ = ["client_of", "create", "creates_exclusively", "is_there", "make_folder", "rename", "sync_folder"]
 
@@ -50,7 +50,7 @@ def create(fs: Any, target: str, data: bytes, temporary: str) -> bool:
             make(fs, target, data, temporary)
             return True
         except Exception as error:
-            if not isinstance(error, FileExistsError) and status_of(error) not in _TAKEN_STATUS:
+            if not isinstance(error, FileExistsError) and find_http_status(error) not in _TAKEN_STATUS:
                 raise
             try:
                 return bool(fs.cat_file(target) == data)

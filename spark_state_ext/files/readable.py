@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from spark_state_ext.files.checkpoint import CheckpointFile
     from spark_state_ext.files.folder import Folder
 
-__all__ = ["Answering", "Duplicable", "Listed", "Making", "Readable", "document_in"]
+__all__ = ["Answering", "Duplicable", "Listed", "Making", "Readable", "read_document"]
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ class Listed(Readable, Protocol):
         ...
 
 
-def document_in(files: Readable, name: str, decode: Callable[[bytes, str], T]) -> T | None:
+def read_document(files: Readable, name: str, decode: Callable[[bytes, str], T]) -> T | None:
     """Read a small file with `decode`, which gets its bytes and its name for messages; None if the file is missing."""
     try:
         data = files.get(name)

@@ -23,7 +23,7 @@ from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.worker.removal import remove_file
-from spark_state_ext.worker.spill import SpillBuffer, local_errors
+from spark_state_ext.worker.spill import SpillBuffer, translate_local_errors
 
 __all__ = ["SealedFile", "SealedFiles", "publish", "seal"]
 
@@ -75,7 +75,7 @@ class SealedFile:
         if self.data is not None:
             return self.data[start:end]
         assert self.path is not None, "a sealed file is in memory or on the disk"
-        with local_errors(self.path.parent), self.path.open("rb") as file:
+        with translate_local_errors(self.path.parent), self.path.open("rb") as file:
             file.seek(start)
             return file.read(end - start)
         raise AssertionError("unreachable: local_errors raises what it catches")
@@ -159,7 +159,7 @@ def seal(header: LineageHeader, schema: RowSchema, batches: Iterable[pa.RecordBa
         write_checkpoint(buffer, header, schema, batches)
         # Not getbuffer(): a view of a BytesIO that an error's traceback keeps alive crashes CPython's collector.
         return SealedFile.of(name, buffer.getvalue())
-    with local_errors(scratch):
+    with translate_local_errors(scratch):
         handle, path = tempfile.mkstemp(dir=scratch, prefix="checkpoint-")
         owner = _Owner(Path(path))
         try:

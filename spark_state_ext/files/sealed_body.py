@@ -16,25 +16,25 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from arrow_schemas.blocks import BLOCK_BYTES, BlockDigest, PieceDigest, digest_of
-from arrow_schemas.ipc_message import LZ4_FRAME, message_at
+from arrow_schemas.blocks import BLOCK_BYTES, BlockDigest, PieceDigest, digest_crcs
+from arrow_schemas.ipc_message import LZ4_FRAME, read_message_head
 from arrow_schemas.lineage import BLAKE2B, BLOCKCRC, BODY_PLACEHOLDER, BodyRecord, LineageHeader
 from arrow_schemas.snapshot_index import INDEX_KEY, INDEX_PLACEHOLDER, IndexedChunk, IndexRecord, SnapshotIndex
 from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.store.runs import describe
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 __all__ = [
     "NOT_ARROW",
     "PADDED_MAGIC",
     "SealedBody",
-    "Verified",
-    "announced_body",
-    "announced_index",
+    "VerifiedBody",
+    "read_announced_body",
+    "read_announced_index",
     "block_crcs",
     "open_sealed",
     "check_form",
-    "verified",
+    "verify_body",
     "write_sealed",
 ]
 
@@ -170,7 +170,7 @@ def _describe_chunk(batch: pa.RecordBatch, offset: int, size_bytes: int) -> Inde
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifiedBody:
     """The metadata of a file whose body has the checksum that the file announces.
 
     Parameters
@@ -213,7 +213,7 @@ class SealedBody:
 def open_sealed(file: pa.NativeFile, where: str) -> SealedBody:
     """Check the body of a file, and open it."""
     try:
-        metadata = verified(file, where)
+        metadata = verify_body(file, where)
         record = metadata.record
         # Read the file as a stream, up to the end of the checked body: Arrow does not see unchecked bytes or the
         # footer's offsets.
@@ -227,7 +227,7 @@ def open_sealed(file: pa.NativeFile, where: str) -> SealedBody:
         raise CorruptFileError(f"{where} is not the Arrow file that its header announces: {error}") from error
 
 
-def verified(file: pa.NativeFile, where: str) -> Verified:
+def verify_body(file: pa.NativeFile, where: str) -> VerifiedBody:
     """Check the checksums of a file's body and index; return its metadata."""
     size = file.size()
     if size < len(PADDED_MAGIC) or file.read_at(len(PADDED_MAGIC), 0) != PADDED_MAGIC:
@@ -236,7 +236,7 @@ def verified(file: pa.NativeFile, where: str) -> Verified:
     record, blocks = end.body, []
     if record.algorithm == BLOCKCRC:
         blocks = block_crcs(file, record.length)
-        digest_found = digest_of(blocks)
+        digest_found = digest_crcs(blocks)
     else:
         digest = hashlib.blake2b(digest_size=16)
         for at in range(0, record.length, BLOCK_BYTES):
@@ -245,7 +245,7 @@ def verified(file: pa.NativeFile, where: str) -> Verified:
     if digest_found != record.digest:
         raise CorruptFileError(f"the body of {where} fails its checksum")
     _refuse_other_codecs(file, record, where)
-    return Verified(record, tuple(blocks), end.index())
+    return VerifiedBody(record, tuple(blocks), end.index())
 
 
 def _refuse_other_codecs(file: pa.NativeFile, record: BodyRecord, where: str) -> None:
@@ -253,7 +253,7 @@ def _refuse_other_codecs(file: pa.NativeFile, record: BodyRecord, where: str) ->
     allowed = (None, LZ4_FRAME) if record.algorithm == BLAKE2B else (None,)
     at = len(PADDED_MAGIC)
     while at < record.length:
-        head = message_at(lambda start, size: file.read_at(size, start), at, where)
+        head = read_message_head(lambda start, size: file.read_at(size, start), at, where)
         if head.codec not in allowed:
             raise CorruptFileError(
                 f"{where} is compressed with Arrow's codec {head.codec}, which spark_state_ext does not use here: it "
@@ -271,7 +271,7 @@ def block_crcs(file: pa.NativeFile, length: int) -> list[int]:
     starts = range(0, length, BLOCK_BYTES)
     if len(starts) < 4:
         return [crc(at) for at in starts]
-    return side_by_side("check", _CHECKING_THREADS, crc, starts)
+    return map_in_parallel("check", _CHECKING_THREADS, crc, starts)
 
 
 class _End:
@@ -313,12 +313,12 @@ class _End:
         return self._read(start, end)
 
 
-def announced_body(read: Callable[[int, int], bytes], size: int, where: str) -> BodyRecord:
+def read_announced_body(read: Callable[[int, int], bytes], size: int, where: str) -> BodyRecord:
     """Return the body record of a file without reading its body."""
     return _End(read, size, where).body
 
 
-def announced_index(
+def read_announced_index(
     read: Callable[[int, int], bytes], size: int, where: str
 ) -> tuple[BodyRecord, SnapshotIndex | None]:
     """Return the body record of a file, and its index if it has one; this mostly takes one read of fixed size."""

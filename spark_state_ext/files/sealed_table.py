@@ -12,19 +12,19 @@ from arrow_schemas.lineage import BLAKE2B
 from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.files.sealed_body import NOT_ARROW, open_sealed, write_sealed
 
-__all__ = ["sealed_table", "unsealed_table"]
+__all__ = ["seal_table", "read_sealed_table"]
 
 T = TypeVar("T")
 
 
-def sealed_table(schema: pa.Schema, rows: pa.RecordBatch) -> bytes:
+def seal_table(schema: pa.Schema, rows: pa.RecordBatch) -> bytes:
     """Return the bytes of a file with these rows."""
     buffer = io.BytesIO()
     write_sealed(buffer, schema, [rows], BLAKE2B)
     return buffer.getvalue()
 
 
-def unsealed_table(
+def read_sealed_table(
     data: bytes,
     where: str,
     read: Callable[[pa.Schema, Iterable[pa.RecordBatch], str], T],

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from arrow_schemas.equality import BoolArray
 from spark_state_ext.errors import StateValueError
-from spark_state_ext.functions.reasons import conversion_reason
+from spark_state_ext.functions.reasons import explain_conversion_error
 from spark_state_ext.functions.tables import is_number, is_table
 
 __all__ = ["copy_table", "to_mask", "to_milliseconds"]
@@ -36,7 +36,7 @@ def to_milliseconds(times: Any, event_time: bool) -> Any:
         what = "timestamps" if event_time else "durations"
         raise StateValueError(
             f"set_timeout() takes {what} or whole numbers of milliseconds; it was given "
-            f"{reprlib.repr(times)}: {conversion_reason(error)}"
+            f"{reprlib.repr(times)}: {explain_conversion_error(error)}"
         ) from error
 
 

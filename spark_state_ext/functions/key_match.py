@@ -11,10 +11,10 @@ import pyarrow.compute as pc
 
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray, group_by_key
 
-__all__ = ["hold_floats", "key_positions", "nan_is_null", "positions_without_nan"]
+__all__ = ["hold_floats", "find_keys", "nan_is_null", "positions_without_nan"]
 
 
-def key_positions(own: Sequence[pa.Array], searched: Sequence[pa.Array]) -> IndexArray:
+def find_keys(own: Sequence[pa.Array], searched: Sequence[pa.Array]) -> IndexArray:
     """Return the position of each searched key among the own keys, -1 if it is not there."""
     count = len(own[0])
     together = [pa.concat_arrays([a, b]) for a, b in zip(own, searched, strict=True)]
@@ -40,7 +40,7 @@ def positions_without_nan(own: Sequence[pa.Array], searched: Sequence[pa.Array])
     pandas does not distinguish NaN and NULL.
     """
     mine, theirs = [_without_nan(column) for column in own], [_without_nan(column) for column in searched]
-    positions, firsts = key_positions(mine, theirs), key_positions(mine, mine)
+    positions, firsts = find_keys(mine, theirs), find_keys(mine, mine)
     is_shared = np.bincount(firsts, minlength=len(firsts)) > 1
     is_ambiguous: BoolArray = np.zeros(len(positions), dtype=np.bool_)
     has_match = positions >= 0

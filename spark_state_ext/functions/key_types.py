@@ -13,13 +13,13 @@ from typing import Any
 
 import pyarrow as pa
 
-__all__ = ["mixed_times", "refused_type"]
+__all__ = ["explain_mixed_times", "explain_refused_type"]
 
 _TEXTS = frozenset({"string", "large_string", "string_view"})
 _BYTES = frozenset({"binary", "large_binary", "binary_view"})
 
 
-def refused_type(source: pa.DataType, kind: pa.DataType) -> str:
+def explain_refused_type(source: pa.DataType, kind: pa.DataType) -> str:
     """Return why values of a type cannot name keys in a column of another type; empty if they can."""
     types = pa.types
     if types.is_dictionary(source):
@@ -32,7 +32,7 @@ def refused_type(source: pa.DataType, kind: pa.DataType) -> str:
         pairs = [(source.value_type, kind.value_type)]
     else:
         return _check_flat_type(source, kind)
-    return next(filter(None, (refused_type(*pair) for pair in pairs)), "")
+    return next(filter(None, (explain_refused_type(*pair) for pair in pairs)), "")
 
 
 def _check_flat_type(source: pa.DataType, kind: pa.DataType) -> str:
@@ -60,7 +60,7 @@ def _check_flat_type(source: pa.DataType, kind: pa.DataType) -> str:
     return "" if fits else f"values of type {source} are not converted to {kind}: give {expected or kind}"
 
 
-def mixed_times(values: Iterable[Any]) -> str:
+def explain_mixed_times(values: Iterable[Any]) -> str:
     """Return an error text if dates, times with a zone and times without a zone are mixed; empty if they are not.
 
     PyArrow uses the kind of the first value: after a date it cuts off times of day, and next to a time with a zone it

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-__all__ = ["column_of", "is_missing"]
+__all__ = ["to_column", "is_missing"]
 
 _VALUES = frozenset({str, int, bool, bytes, list, dict, tuple})
 
@@ -36,7 +36,7 @@ def is_missing(value: object, or_nan: bool = True) -> bool:
     return pandas is not None and (value is pandas.NA or value is pandas.NaT)
 
 
-def column_of(values: Any) -> Any:
+def to_column(values: Any) -> Any:
     """Convert values without a declared type to an Arrow column.
 
     NaN stays NaN among numbers. Among other values, or next to another missing value such as `pandas.NA`, it is NULL.

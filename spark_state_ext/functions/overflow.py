@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.columns import aggregated, flat
+from arrow_schemas.columns import aggregate_groups, combine_chunks
 from arrow_schemas.equality import BoolArray, IndexArray
 
 __all__ = ["find_overflow"]
@@ -33,15 +33,15 @@ def find_overflow(column: pa.ChunkedArray, sizes: IndexArray, function: str, res
         # Too few factors to overflow.
         if integer and largest_size * np.log2(max(largest, 1)) < 62:
             return None
-        over = _find_overflowing_products(flat(column), sizes, flat(results))
+        over = _find_overflowing_products(combine_chunks(column), sizes, combine_chunks(results))
     elif integer:
         if largest * largest_size < 2**63:
             return None
-        over = _find_overflowing_integer_sums(flat(column), sizes)
+        over = _find_overflowing_integer_sums(combine_chunks(column), sizes)
     else:
         if largest * largest_size < Decimal(10) ** (_DIGITS - kind.scale):
             return None
-        over = _find_overflowing_decimal_sums(flat(column), sizes)
+        over = _find_overflowing_decimal_sums(combine_chunks(column), sizes)
     # If Arrow was asked not to skip NULLs, a group with one has the result NULL.
     over &= results.is_valid().to_numpy()
     return int(np.argmax(over)) if over.any() else None
@@ -73,7 +73,7 @@ def _find_overflowing_decimal_sums(column: pa.Array, sizes: IndexArray) -> BoolA
     kind = pa.decimal256(76, column.type.scale)
     ids = pa.array(np.repeat(np.arange(len(sizes)), sizes))
     table = pa.table([ids, column.cast(kind)], names=["id", "value"])
-    sums = flat(aggregated(table, "id", [("value", "sum")]).column("value_sum")).cast(kind)
+    sums = combine_chunks(aggregate_groups(table, "id", [("value", "sum")]).column("value_sum")).cast(kind)
     bound = pa.scalar(Decimal(10) ** (_DIGITS - kind.scale), kind)
     over: BoolArray = pc.fill_null(pc.greater_equal(pc.abs(sums), bound), False).to_numpy(zero_copy_only=False)
     return over

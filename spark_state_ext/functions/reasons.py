@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-__all__ = ["conversion_reason"]
+__all__ = ["explain_conversion_error"]
 
 _UNKNOWN = object()
 _CLASS = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>")
@@ -19,7 +19,7 @@ _TOO_PRECISE = re.compile(r"precision|rescal", re.IGNORECASE)
 _NO_TIME = re.compile(r"isoformat|does not match format")
 
 
-def conversion_reason(error: BaseException, value: Any = _UNKNOWN) -> str:
+def explain_conversion_error(error: BaseException, value: Any = _UNKNOWN) -> str:
     """Return why a value was not converted, without terms of the code that tried."""
     text = str(error)
     if isinstance(error, decimal.InvalidOperation):

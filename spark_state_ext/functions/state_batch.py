@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.columns import aggregated, flat, shown_row
+from arrow_schemas.columns import aggregate_groups, combine_chunks, format_row
 from arrow_schemas.equality import BoolArray, IndexArray
-from arrow_schemas.row import normal_array
+from arrow_schemas.row import normalise_array
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.functions.arguments import copy_table, to_mask, to_milliseconds
-from spark_state_ext.functions.key_match import hold_floats, key_positions, nan_is_null, positions_without_nan
+from spark_state_ext.functions.key_match import find_keys, hold_floats, nan_is_null, positions_without_nan
 from spark_state_ext.functions.outcome import NO_TIMEOUT, Outcome
 from spark_state_ext.functions.overflow import find_overflow
 from spark_state_ext.functions.tables import as_table, cast_column, is_table, refuse_nulls, refuse_scalars
@@ -166,7 +166,7 @@ class StateBatch:
             group += "_"
         table = self.rows.append_column(group, self.group_ids)
         try:
-            results = aggregated(table, group, requests).drop_columns([group])
+            results = aggregate_groups(table, group, requests).drop_columns([group])
         except (pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowNotImplementedError) as error:
             # Only errors of the request; not memory that ran out.
             raise StateValueError(f"aggregate() was given what PyArrow cannot do: {error}") from error
@@ -204,7 +204,7 @@ class StateBatch:
             If text, bytes or lists have more than 2 GiB.
         """
         self._refuse_unknown([column], "lists()")
-        return pa.ListArray.from_arrays(self.offsets, flat(self.rows.column(column)))
+        return pa.ListArray.from_arrays(self.offsets, combine_chunks(self.rows.column(column)))
 
     def with_state(self, columns: Mapping[str, Any] | None = None) -> pa.Table:
         """Return one table of the keys, their state, and more columns if given.
@@ -397,7 +397,7 @@ class StateBatch:
             return
         at = find_overflow(self.rows.column(column), self._sizes[: self._with_rows], function, results)
         if at is not None:
-            key = shown_row(self.keys.column_names, self.keys.columns, at)
+            key = format_row(self.keys.column_names, self.keys.columns, at)
             raise StateValueError(
                 f"aggregate() was asked for the {function} of {column!r}; for key {key} it does not fit "
                 f"{results.type}: cast the column to a wider decimal or to double in the query"
@@ -433,20 +433,20 @@ class StateBatch:
                 f"{call} cannot find rows by key, because two key columns are called {doubled[0]!r}: give rows in the "
                 f"order of the keys, and select with a mask{hint}"
             )
-        own_keys = [flat(column) for column in self.keys.columns]
+        own_keys = [combine_chunks(column) for column in self.keys.columns]
         searched = []
         for field in self.keys.schema:
             column = cast_column(table.column(field.name), field, "key column")
             refuse_nulls(column, field, "key column")
-            searched.append(normal_array(flat(column), field.type))
+            searched.append(normalise_array(combine_chunks(column), field.type))
         if len(searched[0]) == len(own_keys[0]) and all(a.equals(b) for a, b in zip(own_keys, searched, strict=True)):
             return np.arange(len(self))
-        positions = key_positions(own_keys, searched)
+        positions = find_keys(own_keys, searched)
         if hold_floats(own_keys):
             positions = self._add_pandas_matches(positions, own_keys, searched, nan_is_null(source), call)
         missing = np.flatnonzero(positions < 0)
         if len(missing):
-            key = shown_row(names, searched, int(missing[0]))
+            key = format_row(names, searched, int(missing[0]))
             raise StateValueError(f"{call} was given the key {key}, which is not in this batch{hint}")
         if len(np.unique(positions)) < len(positions):
             raise StateValueError(f"{call} was given {len(positions)} rows in which a key occurs more than once")
@@ -466,7 +466,7 @@ class StateBatch:
         without_nan, is_ambiguous = positions_without_nan(own_keys, searched)
         is_unsure = is_ambiguous & (is_pandas | (positions < 0))
         if is_unsure.any():
-            key = shown_row(self.keys.column_names, searched, int(np.argmax(is_unsure)))
+            key = format_row(self.keys.column_names, searched, int(np.argmax(is_unsure)))
             raise StateValueError(
                 f"{call} was given the key {key}; this batch has it with NaN and with NULL, which pandas does not "
                 "distinguish: give a table of Arrow or polars, or rows in the order of the keys, or select with a mask"
@@ -476,7 +476,7 @@ class StateBatch:
     def _refuse_times(self, wrong: BoolArray, times: IndexArray, positions: IndexArray, why: str) -> None:
         if wrong.any():
             first = int(np.argmax(wrong))
-            key = shown_row(self.keys.column_names, self.keys.columns, int(positions[first]))
+            key = format_row(self.keys.column_names, self.keys.columns, int(positions[first]))
             raise StateValueError(f"set_timeout() was given {times[first]} for key {key}: {why}")
 
     def _read_times(self, times: Any, event_time: bool, positions: IndexArray) -> tuple[IndexArray, BoolArray]:
@@ -485,7 +485,7 @@ class StateBatch:
         column = to_milliseconds([times] if is_scalar else times, event_time)
         if is_scalar:
             column = pa.chunked_array([column]).take(pa.array(np.zeros(len(positions), dtype=np.int64)))
-        column = flat(column)
+        column = combine_chunks(column)
         if len(column) == len(self) != len(positions):
             column = column.take(pa.array(positions))
         if len(column) != len(positions):

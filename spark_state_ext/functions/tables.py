@@ -10,20 +10,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.columns import shown
+from arrow_schemas.columns import format_value
 from arrow_schemas.errors import StateValueError
-from arrow_schemas.spark_types import normal_type
-from spark_state_ext.functions.missing import column_of
-from spark_state_ext.functions.reasons import conversion_reason
+from arrow_schemas.spark_types import normalise_type
+from spark_state_ext.functions.missing import to_column
+from spark_state_ext.functions.reasons import explain_conversion_error
 
 __all__ = [
     "as_table",
     "cast_column",
-    "conformed",
+    "conform_table",
     "is_number",
     "is_table",
-    "misread_types",
-    "normal_rows",
+    "find_misread_types",
+    "normalise_rows",
     "refuse_nulls",
     "refuse_scalars",
     "refuse_uneven",
@@ -64,7 +64,7 @@ def as_table(value: Any, who: str) -> pa.Table:
         refuse_scalars(value, who)
     try:
         if isinstance(value, Mapping):
-            return pa.table({name: column_of(column) for name, column in value.items()})
+            return pa.table({name: to_column(column) for name, column in value.items()})
         if is_table(value):
             if _is_pandas(value):
                 # A frame's index is not a column.
@@ -77,7 +77,7 @@ def as_table(value: Any, who: str) -> pa.Table:
     except (pa.ArrowException, TypeError, ValueError) as error:
         if isinstance(value, Mapping):
             refuse_uneven(value, who)
-        raise StateValueError(f"{who} something that is not a table: {conversion_reason(error)}") from error
+        raise StateValueError(f"{who} something that is not a table: {explain_conversion_error(error)}") from error
     raise StateValueError(
         f"{who} a value of type {type(value).__name__}: a table is a pyarrow Table or RecordBatch, a mapping of "
         "columns, or anything with __arrow_c_stream__ (polars, DuckDB)"
@@ -136,7 +136,7 @@ def _describe_first_misfit(column: pa.Array | pa.ChunkedArray, kind: pa.DataType
             stop = middle
     if _can_cast(column.slice(start, 1), kind):
         return ""
-    return f" (the first such value is {_SHORT.repr(shown(column, start))}, in row {start})"
+    return f" (the first such value is {_SHORT.repr(format_value(column, start))}, in row {start})"
 
 
 def _replace_nan(column: Any, kind: pa.DataType) -> Any:
@@ -158,7 +158,7 @@ def _can_cast(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> bool:
 
 def _refuse_misread(column: Any, field: pa.Field, role: str) -> None:
     """Raise a StateValueError if Arrow would reinterpret values, such as numbers as times."""
-    misread = misread_types(column.type, field.type)
+    misread = find_misread_types(column.type, field.type)
     # The type of a column of NULLs only depends on its library.
     if misread is not None and column.null_count < len(column):
         source, kind = misread
@@ -170,11 +170,11 @@ def _refuse_misread(column: Any, field: pa.Field, role: str) -> None:
 
 
 def _show_first_value(column: Any) -> str:
-    value = shown(column, pc.index(column.is_valid(), True).as_py())
+    value = format_value(column, pc.index(column.is_valid(), True).as_py())
     return reprlib.repr(value) if isinstance(value, (str, bytes)) else str(value)
 
 
-def misread_types(source: pa.DataType, kind: pa.DataType) -> tuple[pa.DataType, pa.DataType] | None:
+def find_misread_types(source: pa.DataType, kind: pa.DataType) -> tuple[pa.DataType, pa.DataType] | None:
     """Return the first pair of types, at any depth, of which Arrow would reinterpret one as the other."""
     types = pa.types
     if types.is_dictionary(source):
@@ -188,7 +188,7 @@ def misread_types(source: pa.DataType, kind: pa.DataType) -> tuple[pa.DataType, 
         pairs = [(source.value_type, kind.value_type)]
     elif _is_misread(source, kind):
         return source, kind
-    return next(filter(None, (misread_types(*pair) for pair in pairs)), None)
+    return next(filter(None, (find_misread_types(*pair) for pair in pairs)), None)
 
 
 def _is_misread(source: pa.DataType, kind: pa.DataType) -> bool:
@@ -325,7 +325,7 @@ def _forbids_nulls(kind: pa.DataType) -> bool:
     return pa.types.is_struct(kind) and any(not field.nullable or _forbids_nulls(field.type) for field in kind)
 
 
-def conformed(value: Any, fields: Sequence[pa.Field], who: str) -> pa.Table:
+def conform_table(value: Any, fields: Sequence[pa.Field], who: str) -> pa.Table:
     """Return a table with exactly these columns, matched by name, in this order and of these types."""
     table = as_table(value, who)
     names = [field.name for field in fields]
@@ -346,10 +346,10 @@ def conformed(value: Any, fields: Sequence[pa.Field], who: str) -> pa.Table:
     return pa.table(columns, schema=pa.schema(fields))
 
 
-def normal_rows(rows: pa.Table, names: Sequence[str]) -> pa.Table:
+def normalise_rows(rows: pa.Table, names: Sequence[str]) -> pa.Table:
     """Return input rows with the user's column names and the stored types; only the zone of timestamps changes."""
     columns = []
     for column in rows.columns:
-        kind = normal_type(column.type)
+        kind = normalise_type(column.type)
         columns.append(column if kind == column.type else column.cast(kind))
     return pa.table(columns, names=list(names))

@@ -25,7 +25,7 @@ from spark_state_ext.operators.sketches import LG_K_MAX, LG_K_MIN, DistinctSketc
 if TYPE_CHECKING:
     from pyspark.sql import Column
 
-__all__ = ["Agg", "Aggregate", "kernel_of"]
+__all__ = ["Agg", "Aggregate", "find_kernel"]
 
 ColumnLike = Union[str, "Column"]
 
@@ -229,7 +229,7 @@ class Agg:
         return Aggregate("approx_count_distinct", column, lg_k=lg_k)
 
 
-def kernel_of(aggregate: Aggregate, data_type: pa.DataType | None, name: str) -> Kernel:
+def find_kernel(aggregate: Aggregate, data_type: pa.DataType | None, name: str) -> Kernel:
     """Return the kernel that computes an aggregate function for a type.
 
     Parameters

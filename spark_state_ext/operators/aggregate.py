@@ -10,7 +10,7 @@ from functools import cached_property, partial
 import numpy as np
 import pyarrow as pa
 
-from arrow_schemas.columns import flat, shown_row
+from arrow_schemas.columns import combine_chunks, format_row
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.functions.state_batch import StateBatch
@@ -18,14 +18,14 @@ from spark_state_ext.operators.arrays import KeyedRows, Segments, take_interleav
 from spark_state_ext.operators.deadlines import compute_timeouts_ms, find_passed, read_key_times_us
 from spark_state_ext.operators.functions import Buffers, Kernel, OverflowAtError
 
-__all__ = ["Aggregates", "Aggregation", "Bound", "KeyAt", "PartialAggregation", "describe_key"]
+__all__ = ["Aggregates", "Aggregation", "BoundAggregate", "KeyAt", "PartialAggregation", "describe_key"]
 
 # Function that returns the key at a position, for error messages.
 KeyAt = Callable[[int], object]
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundAggregate:
     """An aggregate function with a known column and known types.
 
     Parameters
@@ -57,7 +57,7 @@ class Bound:
 class Aggregates:
     """Several aggregate functions; their buffers are adjacent columns."""
 
-    bound: tuple[Bound, ...]
+    bound: tuple[BoundAggregate, ...]
 
     @cached_property
     def state_names(self) -> list[str]:
@@ -78,7 +78,7 @@ class Aggregates:
         """Return the buffers of segments of adjacent rows."""
         buffers: Buffers = []
         for bound in self.bound:
-            values = None if bound.column is None else flat(rows.column(bound.column))
+            values = None if bound.column is None else combine_chunks(rows.column(bound.column))
             with _name_key_in_errors(bound, key_at):
                 buffers += bound.kernel.reduce(values, segments)
         return buffers
@@ -121,7 +121,7 @@ class Aggregates:
                 columns.append(bound.kernel.finish(buffers[buffer_slice]))
         return columns
 
-    def _buffer_slices(self) -> list[tuple[Bound, slice]]:
+    def _buffer_slices(self) -> list[tuple[BoundAggregate, slice]]:
         slices, start = [], 0
         for bound in self.bound:
             stop = start + len(bound.kernel.buffers)
@@ -216,7 +216,7 @@ class Aggregation:
         segments = Segments(_find_starts(batch, fresh), batch.rows.num_rows)
         key_at = partial(describe_key, batch.keys)
         if self.partial:
-            buffers = [flat(batch.rows.column(name)) for name in self.aggregates.buffer_names]
+            buffers = [combine_chunks(batch.rows.column(name)) for name in self.aggregates.buffer_names]
             new_buffers = self.aggregates.combine(buffers, segments, key_at)
         else:
             new_buffers = self.aggregates.reduce(batch.rows, segments, key_at)
@@ -227,7 +227,7 @@ class Aggregation:
         )
 
     def _read_buffers(self, batch: StateBatch) -> Buffers:
-        return [flat(batch.state.column(name)) for name in self.aggregates.state_names]
+        return [combine_chunks(batch.state.column(name)) for name in self.aggregates.state_names]
 
     def _build_state(self, states: Buffers) -> pa.Table:
         return pa.table(states, names=self.aggregates.state_names)
@@ -239,7 +239,7 @@ class Aggregation:
 
 def describe_key(keys: pa.Table, position: int) -> object:
     """Return the key at a position, for error messages."""
-    return shown_row(keys.column_names, keys.columns, position)
+    return format_row(keys.column_names, keys.columns, position)
 
 
 def _find_starts(batch: StateBatch, fresh: int) -> IndexArray:
@@ -260,7 +260,7 @@ def _find_key(key_at: KeyAt, owners: IndexArray, position: int) -> object:
 
 
 @contextlib.contextmanager
-def _name_key_in_errors(bound: Bound, key_at: KeyAt) -> Iterator[None]:
+def _name_key_in_errors(bound: BoundAggregate, key_at: KeyAt) -> Iterator[None]:
     """Run a kernel; name the function and the key if a value overflows."""
     try:
         with np.errstate(all="ignore"):

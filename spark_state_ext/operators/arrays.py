@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.columns import aggregated, flat
+from arrow_schemas.columns import aggregate_groups, combine_chunks
 from arrow_schemas.equality import BoolArray, IndexArray
 
 __all__ = [
@@ -107,7 +107,7 @@ class KeyedRows:
 
     def column(self, name: str, positions: IndexArray) -> pa.Array:
         """Return a column's values at positions in order of keys."""
-        return flat(self.table.column(name)).take(self._to_arrival(positions))
+        return combine_chunks(self.table.column(name)).take(self._to_arrival(positions))
 
     def _to_arrival(self, positions: IndexArray) -> pa.Array:
         return pa.array(positions if self.order is None else self.order[positions])
@@ -172,7 +172,7 @@ class Segments:
     def aggregate(self, column: pa.Array, function: str) -> pa.Array:
         """Aggregate each segment with an Arrow function, for types that NumPy does not support."""
         table = pa.table([pa.array(self.ids), column], names=["id", "value"])
-        return flat(aggregated(table, "id", [("value", function)]).column(f"value_{function}"))
+        return combine_chunks(aggregate_groups(table, "id", [("value", function)]).column(f"value_{function}"))
 
 
 # -- order ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.columns import event_times_us, flat
+from arrow_schemas.columns import combine_chunks, event_times_us
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.operators.arrays import to_bools
 
@@ -15,7 +15,7 @@ __all__ = ["compute_timeouts_ms", "read_key_times_us", "find_passed"]
 
 def read_key_times_us(keys: pa.Table, name: str) -> pa.Array:
     """Return the event time of each key, in microseconds."""
-    return event_times_us(flat(keys.column(name)))
+    return event_times_us(combine_chunks(keys.column(name)))
 
 
 def find_passed(times_us: pa.Array, watermark_ms: int | None) -> BoolArray:

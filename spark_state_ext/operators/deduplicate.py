@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from arrow_schemas.columns import event_times_us, flat
+from arrow_schemas.columns import combine_chunks, event_times_us
 from arrow_schemas.equality import IndexArray
 from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.operators.arrays import to_bools
@@ -59,9 +59,9 @@ class Deduplication:
 
     def _compute_expiry_us(self, batch: StateBatch, starts: IndexArray, is_new: np.ndarray) -> pa.Array:
         """Return when each key may be forgotten, from its state or its first row."""
-        stored = flat(batch.state.column(EXPIRES_US))
+        stored = combine_chunks(batch.state.column(EXPIRES_US))
         if self.row_time is not None:
-            times = event_times_us(flat(batch.rows.column(self.row_time)).take(pa.array(starts)))
+            times = event_times_us(combine_chunks(batch.rows.column(self.row_time)).take(pa.array(starts)))
             # Spark treats a missing event time as 1970.
             values: IndexArray = stored.fill_null(0).to_numpy().copy()
             values[is_new] = times.fill_null(0).to_numpy() + self.delay_us

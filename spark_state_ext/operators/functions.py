@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.columns import flat
+from arrow_schemas.columns import combine_chunks
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.operators.arrays import (
     NumberArray,
@@ -469,7 +469,7 @@ def _fill_with_zeros(column: pa.Array) -> pa.Array:
 
 def _narrow(values: Any, data_type: pa.DataType) -> pa.Array:
     """Return decimals as a narrower type; raise for the first one that does not fit."""
-    column = flat(values)
+    column = combine_chunks(values)
     try:
         return column.cast(data_type)
     except pa.ArrowInvalid:

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.columns import child_of, flat
+from arrow_schemas.columns import combine_chunks, get_field
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.operators.aggregate import Aggregates, KeyAt, describe_key
@@ -61,10 +61,10 @@ class Sessions:
 
     def _merge_sessions(self, batch: StateBatch) -> _MergedSessions:
         """Return all sessions of the batch's keys, merged from stored sessions and rows."""
-        lists = flat(batch.state.column(SESSIONS))
+        lists = combine_chunks(batch.state.column(SESSIONS))
         stored = lists.flatten()
         sizes = to_numbers(pc.list_value_length(lists)).astype(np.int64)
-        row_ends = to_numbers(flat(batch.rows.column(self.end)).view(pa.int64()))
+        row_ends = to_numbers(combine_chunks(batch.rows.column(self.end)).view(pa.int64()))
         keys = np.concatenate([np.repeat(np.arange(len(batch)), sizes), to_numbers(batch.group_ids)])
         starts = np.concatenate([_read_times(stored, START), row_ends - self.gap_us])
         ends = np.concatenate([_read_times(stored, END), row_ends])
@@ -110,7 +110,7 @@ class Sessions:
         places = np.empty(len(pieces), dtype=np.int64)
         places[of_rows] = np.arange(len(segments))
         places[~of_rows] = len(segments) + np.arange(len(stored_pieces))
-        stored_buffers = [child_of(stored_pieces, name) for name in self.aggregates.state_names]
+        stored_buffers = [get_field(stored_pieces, name) for name in self.aggregates.state_names]
         return self._fold_buffers(take_interleaved(buffers, stored_buffers, places), sessions, piece_keys, key_at)
 
     def _fold_buffers(
@@ -196,7 +196,7 @@ class _MergedSessions:
 
 
 def _read_times(stored: pa.StructArray, name: str) -> IndexArray:
-    return to_numbers(child_of(stored, name).view(pa.int64()))
+    return to_numbers(get_field(stored, name).view(pa.int64()))
 
 
 def _find_sessions(

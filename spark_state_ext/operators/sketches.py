@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from arrow_schemas.columns import flat
+from arrow_schemas.columns import combine_chunks
 from spark_state_ext.errors import ExecutorPackageError, StateValueError
 from spark_state_ext.operators.arrays import Segments, to_integers, to_numbers
 from spark_state_ext.operators.functions import Buffers
 
-__all__ = ["LG_K_MAX", "LG_K_MIN", "DistinctSketch", "kind_of"]
+__all__ = ["LG_K_MAX", "LG_K_MIN", "DistinctSketch", "describe_kind"]
 
 LG_K_MIN, LG_K_MAX = 7, 21
 # Stands for empty text, which the library ignores.
@@ -55,7 +55,7 @@ class DistinctSketch:
         distinct = pa.TableGroupBy(table, ["id", "value"], use_threads=False).aggregate([])
         # Arrow returns groups in any order.
         distinct = distinct.sort_by("id")
-        owners, items = flat(distinct.column("id")).to_numpy(), _to_items(distinct.column("value"))
+        owners, items = combine_chunks(distinct.column("id")).to_numpy(), _to_items(distinct.column("value"))
         sketches: list[bytes | None] = [None] * len(segments)
         borders = np.flatnonzero(np.append(True, owners[1:] != owners[:-1])) if len(owners) else owners
         bounds = pairwise(np.append(borders, len(owners)).tolist())
@@ -98,7 +98,7 @@ class DistinctSketch:
         return pa.array(estimates)
 
 
-def kind_of(data_type: pa.DataType) -> str:
+def describe_kind(data_type: pa.DataType) -> str:
     """Return the kind of a type's values in a sketch; equal values of different kinds are counted separately."""
     types = pa.types
     if types.is_decimal(data_type):

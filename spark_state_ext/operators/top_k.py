@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.columns import child_of, flat
+from arrow_schemas.columns import combine_chunks, get_field
 from arrow_schemas.equality import BoolArray, IndexArray
 from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.operators.arrays import (
@@ -178,7 +178,7 @@ class _StoredRows:
 
     @staticmethod
     def of(batch: StateBatch) -> _StoredRows:
-        lists = flat(batch.state.column(TOP))
+        lists = combine_chunks(batch.state.column(TOP))
         sizes = to_numbers(pc.list_value_length(lists)).astype(np.int64)
         starts = np.cumsum(sizes) - sizes
         return _StoredRows(lists.flatten(), np.repeat(np.arange(len(batch)), sizes), sizes, starts)
@@ -188,12 +188,12 @@ class _StoredRows:
         return len(self.keys)
 
     def column(self, name: str) -> pa.Array:
-        return child_of(self.rows, name)
+        return get_field(self.rows, name)
 
 
 def _take_values(batch: StateBatch, stored: _StoredRows, name: str, entries: IndexArray) -> pa.Array:
     """Return a column's values at entries; entries are stored rows, then the rows of the batch."""
-    return take_interleaved([stored.column(name)], [flat(batch.rows.column(name))], entries)[0]
+    return take_interleaved([stored.column(name)], [combine_chunks(batch.rows.column(name))], entries)[0]
 
 
 def _find_key_starts(keys: IndexArray) -> BoolArray:

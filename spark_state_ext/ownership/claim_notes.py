@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from arrow_schemas.checksum import opened_document, readable, sealed_document
+from arrow_schemas.checksum import open_document, report_damage, seal_document
 from spark_state_ext.errors import MissingCheckpointError, NotClaimableError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import CLAIMS_FOLDER
-from spark_state_ext.ownership.lease_record import Claim, Found
+from spark_state_ext.ownership.lease_record import Claim, NumberedRecord
 
 __all__ = ["is_handed_over", "note_handed_over", "note_replaced_claim", "find_replaced_claim"]
 
@@ -28,7 +28,7 @@ def note_handed_over(query_folder: Folder, claim_id: str) -> None:
 
     Every bucket's first call does this before it returns the pointer.
     """
-    query_folder.child(CLAIMS_FOLDER).create(f"{claim_id}{_HANDED_OVER}", sealed_document({"format": _FORMAT}))
+    query_folder.child(CLAIMS_FOLDER).create(f"{claim_id}{_HANDED_OVER}", seal_document({"format": _FORMAT}))
 
 
 def is_handed_over(query_folder: Folder, claim_id: str) -> bool:
@@ -36,7 +36,7 @@ def is_handed_over(query_folder: Folder, claim_id: str) -> bool:
     return query_folder.child(CLAIMS_FOLDER).exists(f"{claim_id}{_HANDED_OVER}")
 
 
-def note_replaced_claim(query_folder: Folder, claim: Claim, after: Found | None) -> None:
+def note_replaced_claim(query_folder: Folder, claim: Claim, after: NumberedRecord | None) -> None:
     """Record which claim a new one replaces, before the lease record with the new one is made."""
     old_claim = None if after is None else after.record.claim
     if after is None and claim.instead_of is not None:
@@ -45,7 +45,7 @@ def note_replaced_claim(query_folder: Folder, claim: Claim, after: Found | None)
         old_claim = Claim(claim.instead_of, f"{place}/{claim.instead_of}", 0)
     fields = {"format": _FORMAT, "replaced": None if old_claim is None else old_claim.to_plain()}
     name = f"{claim.id}.after-{0 if after is None else after.number}.json"
-    query_folder.child(CLAIMS_FOLDER).create(name, sealed_document(fields))
+    query_folder.child(CLAIMS_FOLDER).create(name, seal_document(fields))
 
 
 def find_replaced_claim(query_folder: Folder, claim: Claim) -> Claim | None:
@@ -61,8 +61,8 @@ def find_replaced_claim(query_folder: Folder, claim: Claim) -> Claim | None:
             data = files.get(name)
         except MissingCheckpointError as error:
             raise MissingCheckpointError(f"{where} was removed a moment ago: run this again") from error
-        with readable(where, "note of the claim that another one replaced"):
-            replaced: Mapping[str, object] | None = opened_document(data, where, _FORMAT)["replaced"]
+        with report_damage(where, "note of the claim that another one replaced"):
+            replaced: Mapping[str, object] | None = open_document(data, where, _FORMAT)["replaced"]
             return None if replaced is None else Claim.of_plain(replaced)
     others = [name for name in names if not _NOTE.fullmatch(name) and name != f"{claim.id}{_HANDED_OVER}"]
     if others:

@@ -13,16 +13,16 @@ from collections.abc import Callable
 from spark_state_ext.errors import LiveRunError
 from spark_state_ext.ownership.lease import LEASE_MS_MIN, Clock
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Decision, Found, RunIdentity, Watch, decide
+from spark_state_ext.ownership.lease_record import Decision, NumberedRecord, RunIdentity, Watch, decide
 
-__all__ = ["until_free"]
+__all__ = ["wait_until_free"]
 
 _POLL_S = 0.2
 
 
-def until_free(
-    log: LeaseLog, claim: str | None, live: Callable[[Found], LiveRunError], clock: Clock | None = None
-) -> Found | None:
+def wait_until_free(
+    log: LeaseLog, claim: str | None, live: Callable[[NumberedRecord], LiveRunError], clock: Clock | None = None
+) -> NumberedRecord | None:
     """Wait until the query with this claim no longer holds the lease; return the newest record.
 
     `live` returns the error to raise if the query is alive.

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from arrow_schemas.checksum import opened_document, readable, sealed_document
+from arrow_schemas.checksum import open_document, report_damage, seal_document
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Entry, Folder
 from spark_state_ext.files.layout import HOLDS_FOLDER
@@ -65,13 +65,13 @@ class HoldRecord:
 
     def encode(self) -> bytes:
         """Return the bytes of its file."""
-        return sealed_document({"format": HOLD_FORMAT, "id": self.id, "holder": self.holder, "lasts_ms": self.lasts_ms})
+        return seal_document({"format": HOLD_FORMAT, "id": self.id, "holder": self.holder, "lasts_ms": self.lasts_ms})
 
     @staticmethod
     def decode(data: bytes, number: int, where: str) -> HoldRecord:
         """Read a hold from its file's bytes."""
-        with readable(where, "hold", _ADVICE):
-            fields = opened_document(data, where, HOLD_FORMAT, _ADVICE)
+        with report_damage(where, "hold", _ADVICE):
+            fields = open_document(data, where, HOLD_FORMAT, _ADVICE)
             return HoldRecord(str(fields["id"]), str(fields["holder"]), int(fields["lasts_ms"]), number)
         raise AssertionError("unreachable: readable raises what it catches")
 

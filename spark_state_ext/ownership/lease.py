@@ -26,8 +26,8 @@ from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import (
     Claim,
     Decision,
-    Found,
     LeaseRecord,
+    NumberedRecord,
     RunIdentity,
     Watch,
     decide,
@@ -121,7 +121,7 @@ class Lease:
         self._third_s = lease_ms / 3000
         self._clock = clock or Clock()
         self._state = LeaseState.NEW
-        self._newest: Found | None = None
+        self._newest: NumberedRecord | None = None
         self._renew_at_s = -math.inf
         # After the store did not answer: no request before this time.
         self._not_before_s = -math.inf
@@ -245,12 +245,12 @@ class Lease:
             elif self._append(newest, decision, begun_s, verify=True) or self._is_renewed_since(newest):
                 return
 
-    def _find_expected_claim(self, newest: Found | None) -> str | None:
+    def _find_expected_claim(self, newest: NumberedRecord | None) -> str | None:
         """Return the claim that the record must have: the run's own, or the one that its new claim replaces, if any."""
         replaces_claim = self._claims and newest is not None and takes_place(self._claim, newest.record)
         return _id_of(newest.record.claim if newest is not None and replaces_claim else self._claim)
 
-    def _is_renewed_since(self, old: Found | None) -> bool:
+    def _is_renewed_since(self, old: NumberedRecord | None) -> bool:
         """True if another process of this run was faster, for example as many workers begin at once.
 
         The driver renews the newest record while its query is active. Until a task of a restarted query has taken the
@@ -265,7 +265,7 @@ class Lease:
         self._note_record(newest, begun_s)
         return True
 
-    def _log_waiting(self, newest: Found) -> None:
+    def _log_waiting(self, newest: NumberedRecord) -> None:
         lasts_s = max(self._lease_ms, newest.record.lease_ms) / 1000
         _LOGGER.warning(
             "the state at %s was last written by %s, which did not record its end: this run waits for %.1f s to see "
@@ -275,7 +275,9 @@ class Lease:
             lasts_s,
         )
 
-    def _append(self, before: Found | None, decision: Decision, begun_s: float, *, verify: bool = False) -> bool:
+    def _append(
+        self, before: NumberedRecord | None, decision: Decision, begun_s: float, *, verify: bool = False
+    ) -> bool:
         now_ms = int(self._clock.wall_s() * 1000)
         if before is None:
             record = LeaseRecord(self._me, 0, 0).renew_by(self._me, now_ms, self._lease_ms)
@@ -290,7 +292,7 @@ class Lease:
         record = replace(record, format_1_too=self._format_1_too, claim=claim)
         if not self._log.append(before, record):
             return False
-        written: Found | None = Found(1 if before is None else before.number + 1, record)
+        written: NumberedRecord | None = NumberedRecord(1 if before is None else before.number + 1, record)
         if verify or self._clock.monotonic_s() > begun_s + self._third_s:
             # If it took long, others may have gone on, and removed the record with this number. When taking the lease,
             # read it back in any case, to be sure that the store kept it.
@@ -300,7 +302,7 @@ class Lease:
         self._note_record(written, begun_s)
         return True
 
-    def _note_record(self, newest: Found, at_s: float) -> None:
+    def _note_record(self, newest: NumberedRecord, at_s: float) -> None:
         self._newest, self._known_at_s, self._renew_at_s = newest, at_s, at_s + self._third_s
         self._apply_event(LeaseEvent.KNOWN)
 
@@ -348,7 +350,7 @@ class Lease:
             # Do not stop a run that holds the lease only because a store does not answer. (Clean-up looks itself.)
             self._note_no_answer(error)
 
-    def _look(self, advice: str) -> Found | None:
+    def _look(self, advice: str) -> NumberedRecord | None:
         begun_s, before = self._clock.monotonic_s(), self._newest
         newest = self._log.newest()
         if newest is not None and self._is_held_by_other(newest.record):

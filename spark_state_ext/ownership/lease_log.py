@@ -13,7 +13,7 @@ from spark_state_ext.errors import MissingCheckpointError, StorageError, Version
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import LEASE_FOLDER, LEASE_FORMAT_1_NAME
 from spark_state_ext.ownership.claim_notes import note_replaced_claim
-from spark_state_ext.ownership.lease_record import Claim, Found, LeaseRecord, refusal
+from spark_state_ext.ownership.lease_record import Claim, LeaseRecord, NumberedRecord, refusal
 
 __all__ = ["LeaseLog", "last_renewed_ms"]
 
@@ -36,7 +36,7 @@ class LeaseLog:
         """The query folder, for messages."""
         return self._query_folder.root
 
-    def newest(self, *, first: bool = False) -> Found | None:
+    def newest(self, *, first: bool = False) -> NumberedRecord | None:
         """Return the record in force; None if there is no record. With `first`, also look for a lease of format 1."""
         newest = self._newest_record()
         if newest is not None and newest.record.claim is not None:
@@ -52,10 +52,10 @@ class LeaseLog:
                     raise
                 return newest
             if format_1_record is not None:
-                return Found(0 if newest is None else newest.number, format_1_record)
+                return NumberedRecord(0 if newest is None else newest.number, format_1_record)
         return newest
 
-    def _newest_record(self) -> Found | None:
+    def _newest_record(self) -> NumberedRecord | None:
         for _ in range(_ROUNDS_MAX):
             names = self._names()
             if not names:
@@ -65,10 +65,10 @@ class LeaseLog:
                 records = [self._read(name) for name in names if _number_of(name) == number]
             except MissingCheckpointError:
                 continue  # a newer record has replaced it meanwhile
-            return Found(number, _choose_in_force(records))
+            return NumberedRecord(number, _choose_in_force(records))
         raise StorageError(f"the lease of {self.root} changes faster than it can be read: find out what writes there")
 
-    def append(self, after: Found | None, record: LeaseRecord) -> bool:
+    def append(self, after: NumberedRecord | None, record: LeaseRecord) -> bool:
         """Make the next record; return False if another record with its number is in force."""
         number = 1 if after is None else after.number + 1
         if record.claim is not None and _is_new(record.claim, after):
@@ -126,7 +126,7 @@ def last_renewed_ms(query_folder: Folder) -> int | None:
     return None if newest is None else newest.record.last_write_ms
 
 
-def _is_new(claim: Claim, after: Found | None) -> bool:
+def _is_new(claim: Claim, after: NumberedRecord | None) -> bool:
     """True if a claim is made now. A claim that is restored, or known from pointers, has been built upon already."""
     old_claim = None if after is None else after.record.claim
     return not claim.built and (old_claim is None or old_claim.id != claim.id)

@@ -16,18 +16,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from arrow_schemas.checksum import opened_document, readable, refuse_newer, sealed_document
+from arrow_schemas.checksum import open_document, refuse_newer, report_damage, seal_document
 from spark_state_ext.errors import LiveRunError
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.host import machine_name
-from spark_state_ext.worker.process import is_running, namespace, start_of
+from spark_state_ext.worker.process import get_pid_namespace, get_start_ticks, is_running
 
 __all__ = [
     "ERASER",
     "LEASE_FORMAT",
     "Claim",
     "Decision",
-    "Found",
+    "NumberedRecord",
     "LeaseRecord",
     "RunIdentity",
     "Watch",
@@ -84,7 +84,7 @@ class RunIdentity:
         jvm = _find_java_above(os.getpid()) if local else 0
         if not jvm:
             return me
-        return replace(me, boot=boot_id(), pid=jvm, pid_start=start_of(jvm), pid_namespace=namespace())
+        return replace(me, boot=boot_id(), pid=jvm, pid_start=get_start_ticks(jvm), pid_namespace=get_pid_namespace())
 
     def is_same_run(self, other: RunIdentity) -> bool:
         """True if both are one run, or runs of which Spark itself has only one active at a time."""
@@ -99,7 +99,7 @@ class RunIdentity:
         if its number means the same here. The host's name (`worker.host`) is not enough: several hosts may be on one
         machine, and two machines may have been given one host's name.
         """
-        here = (machine_name(), boot_id(), namespace())
+        here = (machine_name(), boot_id(), get_pid_namespace())
         if not self.pid_start or not self.pid_namespace or (self.host, self.boot, self.pid_namespace) != here:
             return False
         return not is_running(self.pid, self.pid_start)
@@ -251,13 +251,13 @@ class LeaseRecord:
         }
         if self.query_renewed_ms is not None:
             fields["query_renewed_ms"] = self.query_renewed_ms
-        return sealed_document(fields)
+        return seal_document(fields)
 
     @staticmethod
     def decode(data: bytes, where: str) -> LeaseRecord:
         """Read a lease file."""
-        with readable(where, "lease", _ADVICE):
-            fields = opened_document(data, where, LEASE_FORMAT, _ADVICE)
+        with report_damage(where, "lease", _ADVICE):
+            fields = open_document(data, where, LEASE_FORMAT, _ADVICE)
             claim = fields["claim"] if fields["format"] > _FORMAT_2 else None
             written_ms = fields.get("query_renewed_ms")
             return LeaseRecord(
@@ -293,7 +293,7 @@ class LeaseRecord:
     @staticmethod
     def decode_format_1(data: bytes, where: str) -> LeaseRecord | None:
         """Read the lease of a release that knows only format 1; None if the file repeats a record of this release."""
-        with readable(where, "lease", _ADVICE):
+        with report_damage(where, "lease", _ADVICE):
             fields = json.loads(data)
             refuse_newer(fields["format"], _FORMAT_1, where)
             if _REPEATS in fields:
@@ -317,7 +317,7 @@ def refusal() -> bytes:
 
 
 @dataclass(frozen=True)
-class Found:
+class NumberedRecord:
     """The newest lease file.
 
     Parameters
@@ -344,7 +344,7 @@ class Watch:
         When that was, by the watcher's own monotonic clock.
     """
 
-    found: Found
+    found: NumberedRecord
     since_s: float
 
 
@@ -369,7 +369,7 @@ def takes_place(claim: Claim | None, record: LeaseRecord) -> bool:
     return knows_claim(record, None if claim is None else claim.instead_of)
 
 
-def refuse_written_since(claim: Claim | None, newest: Found | None, where: str) -> None:
+def refuse_written_since(claim: Claim | None, newest: NumberedRecord | None, where: str) -> None:
     """Raise an error if a claim is made now, and a record was written since the claim's pointers were read."""
     if claim is None or claim.after is None or (newest is not None and not takes_place(claim, newest.record)):
         return
@@ -381,7 +381,7 @@ def refuse_written_since(claim: Claim | None, newest: Found | None, where: str) 
 
 
 def decide(
-    newest: Found | None,
+    newest: NumberedRecord | None,
     me: RunIdentity,
     watch: Watch | None,
     now_s: float,

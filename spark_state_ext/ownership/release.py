@@ -14,10 +14,10 @@ from dataclasses import replace
 from spark_state_ext.errors import LiveRunError, MissingCheckpointError, NotClaimableError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.claim_notes import find_replaced_claim, is_handed_over
-from spark_state_ext.ownership.free import until_free
+from spark_state_ext.ownership.free import wait_until_free
 from spark_state_ext.ownership.lease import Clock
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Claim, Found, RunIdentity
+from spark_state_ext.ownership.lease_record import Claim, NumberedRecord, RunIdentity
 
 __all__ = ["release_query_folder"]
 
@@ -30,7 +30,7 @@ def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Cl
     log, clock = LeaseLog(query_folder), clock or Clock()
     me = RunIdentity.here("savepoint release", uuid.uuid4().hex)
 
-    def make_live_error(lease: Found) -> LiveRunError:
+    def make_live_error(lease: NumberedRecord) -> LiveRunError:
         return LiveRunError(
             f"the claim of {lease.record.claim} to the state at {query_folder.root} cannot be released: its owner "
             f"is alive, {lease.record.owner}. Stop it first"
@@ -46,7 +46,7 @@ def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Cl
                 f"the claim of {claim} to the state at {query_folder.root} cannot be released: a batch of it is "
                 "committed, and it may have deleted what the old query needs"
             )
-        if until_free(log, claim.id, make_live_error, clock) != lease:
+        if wait_until_free(log, claim.id, make_live_error, clock) != lease:
             continue  # the lease changed meanwhile: check the new record
         if not force:
             _refuse_handed_over(query_folder, claim)
@@ -55,7 +55,9 @@ def release_query_folder(query_folder: Folder, *, force: bool = False, clock: Cl
             return replace(claim, instead_of=None if old_claim is None else old_claim.id)
 
 
-def _write_release(log: LeaseLog, lease: Found, old_claim: Claim | None, me: RunIdentity, clock: Clock) -> bool:
+def _write_release(
+    log: LeaseLog, lease: NumberedRecord, old_claim: Claim | None, me: RunIdentity, clock: Clock
+) -> bool:
     """Write a record with the replaced claim, or without one; return False if another process was faster."""
     if old_claim is not None:
         # The claim was made with committed pointers of the old query. So that had built, even if its record did not

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from arrow_schemas.blocks import PIECE_BYTES, digest_of
-from arrow_schemas.peers import BUSY, GONE, PeerAnswer, PeerQuestion, in_questions
+from arrow_schemas.blocks import PIECE_BYTES, digest_crcs
+from arrow_schemas.peers import BUSY, GONE, PeerAnswer, PeerQuestion, split_into_questions
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import CorruptFileError, PeerError, PeerGoneError, StateError
 from spark_state_ext.files.folder import Folder
@@ -69,7 +69,7 @@ class Peers:
         """Get pieces of a file from peers, and write them to the file; the pieces they do not send stay missing."""
         if not self._choice.asks_peers(in_background):
             return
-        digest = digest_of(lazy.run.blocks)
+        digest = digest_crcs(lazy.run.blocks)
         for address in self._choose_addresses(key, digest, in_background)[:_ASKED_MAX]:
             missing = [each for each in ranges if len(lazy.absent(each[0], each[1] - each[0]))]
             if not missing or self._fetch(address, key, lazy, missing, in_background, raise_if_closed):
@@ -98,10 +98,10 @@ class Peers:
         raise_if_closed: Callable[[], None],
     ) -> bool:
         """Return True if a peer has sent all pieces."""
-        started_s, given_bytes, digest = self._clock_s(), 0, digest_of(lazy.run.blocks)
+        started_s, given_bytes, digest = self._clock_s(), 0, digest_crcs(lazy.run.blocks)
         try:
             client = self._connect(address)
-            for some_ranges in in_questions(ranges):
+            for some_ranges in split_into_questions(ranges):
                 raise_if_closed()
                 given_bytes += self._ask(client, PeerQuestion(key, lazy.run.newest, digest, some_ranges), lazy)
         except PeerGoneError as error:

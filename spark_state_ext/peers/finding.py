@@ -9,7 +9,7 @@ from arrow_schemas.standby import BucketKey, MemberRecord
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, VersionSkewError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.members import MEMBERS_FOLDER, STANDBY_FOLDER, RecordName
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 __all__ = ["ADDRESS_KIND", "peers_below"]
 
@@ -31,7 +31,7 @@ def peers_below(root: Folder, host: str) -> Mapping[BucketKey, tuple[str, ...]]:
             newest[name.host] = max(newest.get(name.host, name), name, key=lambda record: record.heartbeat)
     if not newest:
         return {}
-    records = side_by_side(
+    records = map_in_parallel(
         "members", min(_PARALLEL_MAX, len(newest)), lambda name: _read_record(files, name), newest.values()
     )
     peers_of: dict[BucketKey, list[tuple[bool, str]]] = {}

@@ -10,7 +10,7 @@ from typing import Protocol
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.standby import BucketKey
 
-__all__ = ["OUTCOMES", "Found", "PeerWork", "Shelf", "Tls"]
+__all__ = ["OUTCOMES", "SnapshotFile", "PeerWork", "Shelf", "Tls"]
 
 # Outcomes of a question: all was sent; the snapshot is not here; too many questions at the same time; the secret is
 # wrong or it is not a question; a file or a store failed; the peer did not wait.
@@ -18,7 +18,7 @@ OUTCOMES = ("given", "gone", "busy", "refused", "failed", "left")
 
 
 @dataclass(frozen=True)
-class Found:
+class SnapshotFile:
     """A complete snapshot on this host.
 
     Parameters
@@ -36,7 +36,7 @@ class Found:
 class Shelf(Protocol):
     """The snapshots that a server can send."""
 
-    def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
+    def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> SnapshotFile | None:
         """Return a complete snapshot on this host; None if there is none. Thread-safe."""
         ...
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from arrow_schemas.blocks import BLOCK_BYTES, digest_of
+from arrow_schemas.blocks import BLOCK_BYTES, digest_crcs
 from arrow_schemas.equality import HashArray
 from arrow_schemas.evolution import conform
 from arrow_schemas.lineage import BLOCKCRC, BodyRecord, LineageHeader, file_name
@@ -25,12 +25,12 @@ from arrow_schemas.row import KEY_HASH, RowSchema
 from arrow_schemas.snapshot_index import SnapshotIndex
 from spark_state_ext.errors import CorruptFileError, LineageError, StateError
 from spark_state_ext.files.folder import Folder, Readable
-from spark_state_ext.files.sealed_body import NOT_ARROW, PADDED_MAGIC, announced_index, check_form
+from spark_state_ext.files.sealed_body import NOT_ARROW, PADDED_MAGIC, check_form, read_announced_index
 from spark_state_ext.restore.load_plan import Fetch
-from spark_state_ext.worker.spill import local_errors
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.spill import translate_local_errors
+from spark_state_ext.worker.threads import map_in_parallel
 
-__all__ = ["Body", "Scratch", "hashes_in", "open_body"]
+__all__ = ["Body", "Scratch", "read_hashes", "open_body"]
 
 _CHECKING_THREADS = 4
 _PARALLEL_BLOCKS_MIN = 4
@@ -105,7 +105,7 @@ class Body:
     def find_rows(self, key_hash: int) -> Iterator[pa.RecordBatch]:
         """Yield the rows with one hash; of the other batches, only the first and last hash are read."""
         for batch in self.batches():
-            hashes = hashes_in(batch)
+            hashes = read_hashes(batch)
             if int(hashes[0]) <= key_hash <= int(hashes[-1]):
                 low = int(np.searchsorted(hashes, np.uint64(key_hash), side="left"))
                 high = int(np.searchsorted(hashes, np.uint64(key_hash), side="right"))
@@ -121,7 +121,7 @@ class Body:
         return CorruptFileError(f"{self._where} is not the Arrow file that its header describes: {error}")
 
 
-def hashes_in(batch: pa.RecordBatch) -> HashArray:
+def read_hashes(batch: pa.RecordBatch) -> HashArray:
     """Return the hash column of a batch, without a copy."""
     column = batch.column(batch.schema.get_field_index(KEY_HASH))
     # `to_numpy` would import pandas, which takes longer than a whole lookup.
@@ -142,7 +142,7 @@ def _copy_to_memory(files: Readable, name: str, scratch: Scratch) -> pa.Buffer:
         return pa.py_buffer(files.get(name))
     # Mapped from a copy that is already deleted: the disk space is freed when the map is closed.
     folder = scratch.folder()
-    with local_errors(folder), tempfile.TemporaryDirectory(dir=folder) as temporary:
+    with translate_local_errors(folder), tempfile.TemporaryDirectory(dir=folder) as temporary:
         copy = os.path.join(temporary, name)
         files.get_file(name, copy)
         with pa.memory_map(copy) as file:
@@ -155,9 +155,9 @@ def _check_body(data: pa.Buffer, where: str) -> tuple[BodyRecord, SnapshotIndex 
     view = memoryview(data)
     if bytes(view[: len(PADDED_MAGIC)]) != PADDED_MAGIC:
         raise CorruptFileError(f"{where} is not an Arrow file: it is damaged or incomplete")
-    record, index = announced_index(lambda start, end: bytes(view[start:end]), len(view), where)
+    record, index = read_announced_index(lambda start, end: bytes(view[start:end]), len(view), where)
     if record.algorithm == BLOCKCRC:
-        digest = digest_of(_compute_block_crcs(view[: record.length]))
+        digest = digest_crcs(_compute_block_crcs(view[: record.length]))
     else:
         digest = hashlib.blake2b(view[: record.length], digest_size=16).hexdigest()
     if digest != record.digest:
@@ -169,4 +169,4 @@ def _compute_block_crcs(body: memoryview) -> list[int]:
     blocks = [body[start : start + BLOCK_BYTES] for start in range(0, len(body), BLOCK_BYTES)]
     if len(blocks) < _PARALLEL_BLOCKS_MIN:
         return [zlib.crc32(block) for block in blocks]
-    return side_by_side("check", _CHECKING_THREADS, zlib.crc32, blocks)
+    return map_in_parallel("check", _CHECKING_THREADS, zlib.crc32, blocks)

@@ -12,9 +12,9 @@ from arrow_schemas.equality import group_by_key, rows_equal
 from arrow_schemas.row import DEFINED, KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.errors import UsageError
 from spark_state_ext.reading.state import OpenState
-from spark_state_ext.store.runs import joined
+from spark_state_ext.store.runs import join_batches
 
-__all__ = ["CHANGE", "DELETE", "INSERT", "UPDATE", "changes_of_bucket", "changes_schema"]
+__all__ = ["CHANGE", "DELETE", "INSERT", "UPDATE", "find_changes", "make_changes_schema"]
 
 CHANGE = "_change"
 INSERT, UPDATE, DELETE = "insert", "update", "delete"
@@ -23,18 +23,18 @@ _INSERTED, _UPDATED, _DELETED = 0, 1, 2
 _SAME = -1
 
 
-def changes_schema(state: OpenState) -> pa.Schema:
+def make_changes_schema(state: OpenState) -> pa.Schema:
     """Return the schema of changes: the columns of the state, and ``_change``."""
     if CHANGE in state.schema.names:
         raise UsageError(f"operator {state.operator!r} has a column {CHANGE!r}, so its changes cannot be listed")
     return state.schema.append(pa.field(CHANGE, pa.string()))
 
 
-def changes_of_bucket(before: OpenState, after: OpenState, bucket: int) -> Iterator[pa.RecordBatch]:
+def find_changes(before: OpenState, after: OpenState, bucket: int) -> Iterator[pa.RecordBatch]:
     """Yield the changed keys of a bucket; both of its states are in memory at once."""
     if before.checkpoints.get(bucket) == after.checkpoints.get(bucket):
         return
-    schema, fields = after.files.operator.row_schema(), changes_schema(after)
+    schema, fields = after.files.operator.row_schema(), make_changes_schema(after)
     rows, is_new = _concat_states(before.rows(bucket), after.rows(bucket), schema)
     if not rows.num_rows:
         return
@@ -56,7 +56,7 @@ def _concat_states(
     before: Iterable[pa.RecordBatch], after: Iterable[pa.RecordBatch], schema: RowSchema
 ) -> tuple[pa.RecordBatch, npt.NDArray[np.bool_]]:
     old, new = list(before), list(after)
-    rows = joined([*old, *new]) if old or new else schema.empty()
+    rows = join_batches([*old, *new]) if old or new else schema.empty()
     return rows, np.arange(rows.num_rows) >= sum(batch.num_rows for batch in old)
 
 

@@ -21,8 +21,8 @@ from spark_state_ext.files.operator_catalog import is_new_query_folder
 from spark_state_ext.rescale.folders import first_folder
 from spark_state_ext.rescale.parents import Origins
 from spark_state_ext.timeline.bucket_files import BucketFiles
-from spark_state_ext.timeline.epochs import Epochs, Made
-from spark_state_ext.timeline.heads import heads_of
+from spark_state_ext.timeline.epochs import Epochs, MadeAt
+from spark_state_ext.timeline.heads import find_heads
 
 __all__ = ["BATCH", "HEARTBEAT", "START", "Clock", "Line", "Timeline", "may_be_renamed", "read_timeline"]
 
@@ -42,7 +42,7 @@ class Clock:
     query_id
         Query whose batches count; earlier checkpoints of other queries have the time `START`.
     renamed
-        True if releases without epochs may have written another query id (`heads_of`).
+        True if releases without epochs may have written another query id (`find_heads`).
     """
 
     unit: str
@@ -306,8 +306,8 @@ def read_timeline(
     origins: Origins | None = None,
     renamed: bool = False,
 ) -> Timeline:
-    """Return the lineages of a query, found from its files; `renamed` is as in `heads_of`."""
-    heads = heads_of(buckets, epochs, renamed)
+    """Return the lineages of a query, found from its files; `renamed` is as in `find_heads`."""
+    heads = find_heads(buckets, epochs, renamed)
     newest = [
         files.header(ref) for files in buckets for ref in heads[files.bucket].certain or heads[files.bucket].unsure
     ]
@@ -320,7 +320,7 @@ def read_timeline(
         return Timeline(tuple(empty_lines), Clock(BATCH, ""), None, initial_batch)
     # If several queries wrote to the folder, the last one's clock is used.
     latest = max(
-        newest, key=lambda header: (epochs.rank(Made.of(header)), header.writer.heartbeat, header.writer.batch)
+        newest, key=lambda header: (epochs.rank(MadeAt.of(header)), header.writer.heartbeat, header.writer.batch)
     )
     clock = Clock.of(latest, renamed)
     copied = query_folder == clock.query_id

@@ -18,11 +18,11 @@ from spark_state_ext.reading.opening import open_pointers
 from spark_state_ext.reading.state import OpenState
 from spark_state_ext.rescale.folders import first_folder
 
-__all__ = ["ExactBatch", "Told", "open_exact"]
+__all__ = ["ExactBatch", "QueryOfOperator", "open_exact"]
 
 
 @dataclass(frozen=True)
-class Told:
+class QueryOfOperator:
     """A query's operator, as read from Spark's checkpoint.
 
     Parameters
@@ -62,7 +62,7 @@ class ExactBatch:
 
 def open_exact(
     path: str | os.PathLike[str],
-    query: Told,
+    query: QueryOfOperator,
     read: Callable[[], ExactBatch],
     *,
     hold: bool = True,
@@ -100,7 +100,7 @@ def open_exact(
         raise
 
 
-def _refuse_incomplete(exact: ExactBatch, query: Told, operator: OperatorFile) -> None:
+def _refuse_incomplete(exact: ExactBatch, query: QueryOfOperator, operator: OperatorFile) -> None:
     """Raise if a bucket has no usable pointer; Spark calls every bucket in each batch with data, so each needs one."""
     where = f"batch {exact.batch} of {query.checkpoint_location}"
     if not exact.pointers:

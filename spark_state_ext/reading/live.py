@@ -32,12 +32,12 @@ from spark_state_ext.errors import (
 from spark_state_ext.reading.lookup import LookupKey
 from spark_state_ext.reading.shown import ShownColumns
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.store.committed import CommittedRecord, committed_bytes, operator_of
+from spark_state_ext.store.committed import CommittedRecord, read_committed_bytes, read_operator_file
 from spark_state_ext.store.read_only import ReadOnlyEnvironment
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.local_folders import root_id, stores_path
 from spark_state_ext.worker.private_folder import check_private
-from spark_state_ext.worker.process import namespace
+from spark_state_ext.worker.process import get_pid_namespace
 
 __all__ = ["LiveRows", "LiveState", "open_live"]
 
@@ -344,7 +344,7 @@ class LiveState:
         self._check()
         folder = self._find_newest_folder(bucket)
         # Checked before LMDB opens the store, because LMDB would write to a lock file that another container shares.
-        _decode_record(folder, committed_bytes(folder))
+        _decode_record(folder, read_committed_bytes(folder))
         store = self._open[bucket] = _OpenStore.of(folder, now_s + _LOOK_EVERY_S)
         return store
 
@@ -400,7 +400,7 @@ class _OpenStore:
 
     def read_record(self) -> CommittedRecord:
         """Read the committed record; decode it only if it changed."""
-        data = committed_bytes(self.folder)
+        data = read_committed_bytes(self.folder)
         cached = self._cached_record
         if cached is None or data != cached[0]:
             self._cached_record = cached = data or b"", _decode_record(self.folder, data)
@@ -423,7 +423,7 @@ class _OpenStore:
     def of(folder: Path, look_at_s: float) -> _OpenStore:
         environment = ReadOnlyEnvironment.of(folder)
         try:
-            operator = operator_of(folder)
+            operator = read_operator_file(folder)
             if operator is None:
                 raise StateGoneError(
                     f"no call has recorded the operator of the rows in {folder} yet: ask again, or on another host"
@@ -442,10 +442,10 @@ def _decode_record(folder: Path, data: bytes | None) -> CommittedRecord:
     if data is None:
         raise StateGoneError(f"no call has recorded what is committed in {folder} yet: ask again, or on another host")
     record = CommittedRecord.decode(data, str(folder))
-    if record.namespace != namespace():
+    if record.namespace != get_pid_namespace():
         raise UsageError(
-            f"the job runs in another container ({record.namespace}) than this process ({namespace()}), but LMDB "
-            "distinguishes processes by their ids. Ask from within the job's container"
+            f"the job runs in another container ({record.namespace}) than this process ({get_pid_namespace()}), but "
+            "LMDB distinguishes processes by their ids. Ask from within the job's container"
         )
     return record
 

@@ -12,10 +12,10 @@ from spark_state_ext.files.folder import Folder, Readable
 from spark_state_ext.restore.sources import Sources
 from spark_state_ext.timeline.bucket_files import BucketFiles
 
-__all__ = ["make_pointer", "sources_in"]
+__all__ = ["make_pointer", "make_sources"]
 
 
-def sources_in(
+def make_sources(
     folder: Folder, pointer: Pointer, *others: Restorable, files: Readable | None = None, in_thread: bool = False
 ) -> Sources:
     """Return the sources of a bucket's state: its folder, the pointer's inline deltas and `others`."""

@@ -20,10 +20,10 @@ import pyarrow as pa
 
 from arrow_schemas.equality import rows_equal
 from arrow_schemas.row import RowSchema
-from arrow_schemas.spark_hash import key_hash
+from arrow_schemas.spark_hash import hash_key
 from spark_state_ext.errors import UsageError
-from spark_state_ext.functions.key_types import refused_type
-from spark_state_ext.functions.reasons import conversion_reason
+from spark_state_ext.functions.key_types import explain_refused_type
+from spark_state_ext.functions.reasons import explain_conversion_error
 
 __all__ = ["LookupKey"]
 
@@ -65,9 +65,9 @@ class LookupKey:
             try:
                 columns.append(_make_column(value, field))
             except _NOT_A_VALUE as error:
-                why = conversion_reason(error, value)
+                why = explain_conversion_error(error, value)
                 raise UsageError(f"{value!r} is not a value of the key column {name!r}, {field.type}: {why}") from error
-        return LookupKey(tuple(columns), key_hash(columns))
+        return LookupKey(tuple(columns), hash_key(columns))
 
     def is_in(self, row: pa.RecordBatch, schema: RowSchema) -> bool:
         """True if a row has this key."""
@@ -120,7 +120,7 @@ def _make_column(value: Any, field: pa.Field) -> pa.Array:
         return _make_viewed_column(pa.int64(), (value - _EPOCH) // _MICROSECOND, data_type)
     # A whole number for a decimal column may be too large for any integer type.
     is_whole = type(value) is int and types.is_decimal(data_type)
-    why = "" if is_whole else refused_type(pa.array([value]).type, data_type)
+    why = "" if is_whole else explain_refused_type(pa.array([value]).type, data_type)
     if why:
         raise ValueError(why)
     normalised = RowSchema((field,), ()).normalise_keys([pa.array([value], data_type)])

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from arrow_schemas.row import RowSchema
-from spark_state_ext.reading.bodies import Body, hashes_in
+from spark_state_ext.reading.bodies import Body, read_hashes
 from spark_state_ext.reading.lookup import LookupKey
-from spark_state_ext.store.runs import joined, newest_wins
+from spark_state_ext.store.runs import join_batches, merge_newest
 
 __all__ = ["merge_live_rows", "find_row"]
 
@@ -25,13 +25,13 @@ def merge_live_rows(bodies: Sequence[Body], schema: RowSchema) -> Iterator[pa.Re
         # Later batches have only greater hashes.
         end = start
         if changes is not None:
-            last = np.uint64(hashes_in(batch)[-1])
-            hashes = hashes_in(changes)
+            last = np.uint64(read_hashes(batch)[-1])
+            hashes = read_hashes(changes)
             end = len(hashes) if is_last else int(np.searchsorted(hashes, last, side="right"))
         if changes is None or end == start:
             rows = _drop_tombstones(batch, schema)
         else:
-            rows = newest_wins([changes.slice(start, end - start), batch], schema, drop_tombstones=True)
+            rows = merge_newest([changes.slice(start, end - start), batch], schema, drop_tombstones=True)
         start = end
         if rows.num_rows:
             yield rows
@@ -56,21 +56,21 @@ def find_row(bodies: Sequence[Body], lookup_key: LookupKey, schema: RowSchema) -
 def _merge_deltas(deltas: Sequence[Body], schema: RowSchema) -> pa.RecordBatch | None:
     """Return the newest row of each key in the deltas, tombstones included; None if the deltas are empty."""
     newest_first = [batch for body in reversed(deltas) for batch in body.batches()]
-    return newest_wins(newest_first, schema, drop_tombstones=False) if newest_first else None
+    return merge_newest(newest_first, schema, drop_tombstones=False) if newest_first else None
 
 
 def _drop_tombstones(batch: pa.RecordBatch, schema: RowSchema) -> pa.RecordBatch:
     # The same batch if it has no tombstones.
-    return newest_wins([batch], schema, drop_tombstones=True)
+    return merge_newest([batch], schema, drop_tombstones=True)
 
 
 def _group_by_hash(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, bool]]:
     """Regroup batches so that all rows of a hash are in the same batch; yield each, and True for the last one."""
     group: list[pa.RecordBatch] = []
     for batch in batches:
-        if group and hashes_in(group[-1])[-1] != hashes_in(batch)[0]:
-            yield joined(group), False
+        if group and read_hashes(group[-1])[-1] != read_hashes(batch)[0]:
+            yield join_batches(group), False
             group = []
         group.append(batch)
     if group:
-        yield joined(group), True
+        yield join_batches(group), True

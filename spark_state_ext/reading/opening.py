@@ -18,10 +18,10 @@ from spark_state_ext.reading.finding import find_state
 from spark_state_ext.reading.holding import ReaderHold
 from spark_state_ext.reading.loading import make_pointer
 from spark_state_ext.reading.state import AsOf, OpenState, StateFiles
-from spark_state_ext.rescale.parents import origins_in
+from spark_state_ext.rescale.parents import read_origins
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.timeline.bucket_files import BucketFiles
-from spark_state_ext.timeline.records import epochs_of
+from spark_state_ext.timeline.records import read_epochs
 
 __all__ = ["open_pointers", "open_state"]
 
@@ -140,7 +140,7 @@ def _open_query_folder(
 ) -> OpenState:
     listed = [BucketFiles.listed(folder, bucket) for bucket in range(operator.buckets)]
     history = read_timeline(
-        listed, folder.name, epochs_of(folder), origins_in(folder, operator.bucket_map), may_be_renamed(folder)
+        listed, folder.name, read_epochs(folder), read_origins(folder, operator.bucket_map), may_be_renamed(folder)
     )
     newest = history.newest(unproven)
     newest_with_file = history.initial_batch if history.newest_with_file is None else history.newest_with_file
@@ -200,10 +200,10 @@ def _unreadable_error(folder: Folder, history: Timeline, batch: int, newest: int
 
 
 def _open_savepoint(folder: Folder, operator: str | None, batch: int | None, scratch: Scratch) -> OpenState:
-    from spark_state_ext.savepoints.reading import operator_named
+    from spark_state_ext.savepoints.reading import choose_operator
 
     manifest = read_manifest(folder)
-    name = operator_named(manifest, operator, folder.root)
+    name = choose_operator(manifest, operator, folder.root)
     saved_batch = manifest.header.batch
     if batch is not None and batch != saved_batch:
         raise MissingCheckpointError(

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from arrow_schemas.row import BUCKET, DEFINED, EXPIRES_MS, KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.errors import UsageError
-from spark_state_ext.functions.reasons import conversion_reason
+from spark_state_ext.functions.reasons import explain_conversion_error
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
@@ -103,4 +103,6 @@ def filter_rows(rows: pa.RecordBatch, condition: pc.Expression) -> pa.Table:
     try:
         return pa.Table.from_batches([rows]).filter(condition)
     except (pa.ArrowException, TypeError, ValueError, KeyError) as error:
-        raise UsageError(f"the filter {condition} does not fit the columns: {conversion_reason(error)}") from error
+        raise UsageError(
+            f"the filter {condition} does not fit the columns: {explain_conversion_error(error)}"
+        ) from error

@@ -21,7 +21,7 @@ from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.bodies import Body, Scratch, open_body
 from spark_state_ext.reading.holding import ReaderHold
-from spark_state_ext.reading.loading import sources_in
+from spark_state_ext.reading.loading import make_sources
 from spark_state_ext.reading.lookup import LookupKey
 from spark_state_ext.reading.merging import find_row, merge_live_rows
 from spark_state_ext.reading.shown import ShownColumns, filter_rows
@@ -29,7 +29,7 @@ from spark_state_ext.reading.table_of_files import list_files
 from spark_state_ext.restore.resolving import THREADS_MAX, resolve
 from spark_state_ext.savepoints.copying import refuse_other_files
 from spark_state_ext.timeline.bucket_files import BucketFiles
-from spark_state_ext.worker.threads import ahead
+from spark_state_ext.worker.threads import map_ahead
 
 if TYPE_CHECKING:
     import pyarrow.compute as pc
@@ -323,7 +323,7 @@ class OpenState:
 
     def _open_ahead(self, buckets: Sequence[int]) -> Iterator[tuple[int, list[Body]]]:
         """Yield the files of each bucket, opened and checked while earlier buckets are read."""
-        opened = ahead("scan", _AHEAD_MAX, lambda bucket: self._open_or_reuse(bucket, self._caches_files), buckets)
+        opened = map_ahead("scan", _AHEAD_MAX, lambda bucket: self._open_or_reuse(bucket, self._caches_files), buckets)
         yield from zip(buckets, opened, strict=True)
 
     def get(self, key: Any) -> pa.Table:
@@ -462,7 +462,7 @@ class OpenState:
         def load_with(*others: Restorable) -> list[Body]:
             return resolve(
                 pointer,
-                sources_in(folder, pointer, *others),
+                make_sources(folder, pointer, *others),
                 lambda files, fetch: open_body(files, fetch, folder, schema, scratch),
                 1 if folder.is_local else THREADS_MAX,
             )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from arrow_schemas.lineage import CheckpointRef, file_name
-from spark_state_ext.files.checkpoint import announced
+from spark_state_ext.files.checkpoint import read_announced
 from spark_state_ext.timeline.bucket_files import BucketFiles
 
 __all__ = ["FILES", "list_files"]
@@ -46,7 +46,7 @@ def list_files(buckets: Sequence[BucketFiles], read: Mapping[int, CheckpointRef 
 
 
 def _make_row(files: BucketFiles, ref: CheckpointRef, kind: str, state: str | None) -> dict[str, object]:
-    file = announced(files.folder, ref, kind)
+    file = read_announced(files.folder, ref, kind)
     parent, writer = file.header.parent, file.header.writer
     return {
         "bucket": files.bucket,

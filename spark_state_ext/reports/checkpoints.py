@@ -12,7 +12,7 @@ from spark_state_ext.errors import CorruptError, MissingCheckpointError
 from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.listing import Entry
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 __all__ = ["BucketFiles", "QueryFiles", "count_deltas_upon_snapshot", "list_query_files"]
 
@@ -102,7 +102,7 @@ def list_query_files(root: Folder) -> list[QueryFiles]:
         return _summarize_bucket(root.child(operator, query_folder, str(bucket)), bucket, files)
 
     buckets: defaultdict[tuple[str, str], list[BucketFiles]] = defaultdict(list)
-    for item, bucket in zip(work, side_by_side("report", _THREADS, read_bucket, work), strict=True):
+    for item, bucket in zip(work, map_in_parallel("report", _THREADS, read_bucket, work), strict=True):
         buckets[item[:2]].append(bucket)
     return [
         QueryFiles(*key, tuple(buckets[key]), len(listing.others), sum(entry.size_bytes for entry in listing.others))

@@ -17,7 +17,7 @@ from spark_state_ext.reports.load_section import build_load_section
 from spark_state_ext.reports.page import render_page
 from spark_state_ext.reports.sections import build_batches_section, build_files_section, build_summary
 from spark_state_ext.reports.skew import measure_loads
-from spark_state_ext.worker.metrics import FILES, SCHEMA, read
+from spark_state_ext.worker.metrics import FILE_PATTERN, SCHEMA, read
 from spark_state_ext.worker.removal import remove_file
 
 __all__ = ["report"]
@@ -77,7 +77,7 @@ def report(
     operators = summarize_batches(calls)
     if not operators and not files:
         raise UsageError(
-            f"there is nothing to report in {source}: it has neither {FILES} files of metrics nor state of an "
+            f"there is nothing to report in {source}: it has neither {FILE_PATTERN} files of metrics nor state of an "
             "operator. Give the root that ArrowState has, or the folder …/metrics below its local_dir."
         )
     loads = map(build_load_section, measure_loads(calls))
@@ -97,12 +97,12 @@ def _find_metrics(source: str, metrics: str | os.PathLike[str] | None) -> Path |
     """Return the folder with metrics files; None if there is none."""
     if metrics is not None:
         folder = Path(metrics)
-        if not folder.is_dir() or next(folder.rglob(FILES), None) is None:
-            raise UsageError(f"there are no metrics in {folder}: no {FILES} files there or in folders below it")
+        if not folder.is_dir() or next(folder.rglob(FILE_PATTERN), None) is None:
+            raise UsageError(f"there are no metrics in {folder}: no {FILE_PATTERN} files there or in folders below it")
         return folder
     if "://" in source or not Path(source).is_dir():
         return None
-    return Path(source) if next(Path(source).rglob(FILES), None) is not None else None
+    return Path(source) if next(Path(source).rglob(FILE_PATTERN), None) is not None else None
 
 
 def _write_page(target: Path, page: str) -> None:

@@ -22,11 +22,11 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.rescale.folders import first_folder, rescaled_folder
+from spark_state_ext.rescale.folders import first_folder, make_rescaled_name
 from spark_state_ext.rescale.in_force import parent_folder, take_requests
-from spark_state_ext.rescale.notes import FREE, ParentsNote, note_free, note_needed, notes_among
+from spark_state_ext.rescale.notes import FREE, ParentsNote, note_free, note_needed, parse_notes
 from spark_state_ext.rescale.parents import has_parents
-from spark_state_ext.savepoints.records import is_detached, start_of
+from spark_state_ext.savepoints.records import is_detached, read_start
 from spark_state_ext.worker.background import Runner
 
 __all__ = ["Finishing", "may_remove"]
@@ -51,7 +51,10 @@ def _list_other_folders(places: Sequence[Folder], name: str) -> Iterator[tuple[F
 
 def _find_failed(root: Folder, name: str, plan_id: str, others: Collection[str]) -> set[str]:
     """Return the folders of failed rescalings by other plans: they are not in force and not ancestors of `name`."""
-    ancestor, kept_names = parent_folder(root.child(name)), {name, first_folder(name), rescaled_folder(name, plan_id)}
+    ancestor, kept_names = (
+        parent_folder(root.child(name)),
+        {name, first_folder(name), make_rescaled_name(name, plan_id)},
+    )
     while ancestor is not None and ancestor not in kept_names:
         kept_names.add(ancestor)
         ancestor = parent_folder(root.child(ancestor))
@@ -150,7 +153,7 @@ class Finishing:
         query_folder = next((folder for folder, names in query_folders.items() if names), None)
         if query_folder is None:
             return True
-        notes = notes_among(query_folders[query_folder])
+        notes = parse_notes(query_folders[query_folder])
         if len(notes) == len(query_folders[query_folder]):
             # An earlier removal was stopped after it had removed everything except the notes.
             query_folder.remove_tree(PARENTS_FOLDER)
@@ -175,7 +178,7 @@ class Finishing:
         check_ours()
         # Notes are removed last, because they show that the parents may be removed.
         for file_name in query_folders[query_folder]:
-            if not notes_among([file_name]):
+            if not parse_notes([file_name]):
                 query_folder.child(PARENTS_FOLDER).remove_tree(file_name)
         query_folder.remove_tree(PARENTS_FOLDER)
         _LOGGER.info("%s no longer needs the state that it was rescaled from", query_folder.root)
@@ -197,7 +200,7 @@ class Finishing:
         others = list(_list_other_folders(places[::-1], name))
         failed = _find_failed(places[0], name, plan_id, {other for _, other in others}) if others else set()
         for place, other in [pair for pair in others if pair[1] in failed]:
-            record = start_of(places[0].child(other))
+            record = read_start(places[0].child(other))
             # The folder may have been committed before the query went back, and going back may be undone.
             recent = record is not None and committed.batch <= record.batch + 1 + retained
             if recent or self._is_written(place.child(other)) or is_held(other):

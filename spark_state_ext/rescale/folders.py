@@ -7,19 +7,19 @@ from collections.abc import Collection, Mapping
 
 from spark_state_ext.files.layout import DETACHED_NAME
 
-__all__ = ["first_folder", "folders_in_force", "is_rescaled", "is_rescaled_by", "rescaled_folder"]
+__all__ = ["first_folder", "folders_in_force", "is_rescaled", "is_rescaled_by", "make_rescaled_name"]
 
 _RESCALED = re.compile(r"(.+)\.r[0-9a-f]{12}")
 
 
-def rescaled_folder(query_folder: str, plan_id: str) -> str:
+def make_rescaled_name(query_folder: str, plan_id: str) -> str:
     """Return the name of the query folder in which a query continues when this plan rescales it."""
     return f"{first_folder(query_folder)}.r{plan_id[:12]}"
 
 
 def is_rescaled_by(query_folder: str, plan_id: str) -> bool:
     """True if this plan's rescaling made the query folder."""
-    return query_folder == rescaled_folder(query_folder, plan_id)
+    return query_folder == make_rescaled_name(query_folder, plan_id)
 
 
 def first_folder(query_folder: str) -> str:

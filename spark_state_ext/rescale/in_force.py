@@ -16,8 +16,8 @@ from spark_state_ext.errors import CorruptFileError, VersionSkewError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import DETACHED_NAME
-from spark_state_ext.rescale.folders import first_folder, is_rescaled, rescaled_folder
-from spark_state_ext.savepoints.records import RESCALE, is_detached, note_detached, start_of
+from spark_state_ext.rescale.folders import first_folder, is_rescaled, make_rescaled_name
+from spark_state_ext.savepoints.records import RESCALE, is_detached, note_detached, read_start
 
 __all__ = ["parent_folder", "put_in_force", "take_requests"]
 
@@ -29,7 +29,7 @@ def put_in_force(places: Sequence[Folder], name: str, plan_id: str, check_ours: 
     operator = places[0]
     files = operator.child(name)
     others = [other for other in operator.names() if other != name and first_folder(other) == first_folder(name)]
-    if rescaled_folder(name, plan_id) in others:
+    if make_rescaled_name(name, plan_id) in others:
         # This is a late call: this plan has rescaled the query, or is rescaling it, from this folder.
         return
     formerly_in_force = [other for other in others if is_rescaled(other) and is_detached(operator.child(other))]
@@ -51,7 +51,7 @@ def put_in_force(places: Sequence[Folder], name: str, plan_id: str, check_ours: 
 
 def parent_folder(query_folder: Folder) -> str | None:
     """Return the name of the query folder that this one was rescaled from; None: it was not, or has no record."""
-    record = start_of(query_folder)
+    record = read_start(query_folder)
     return None if record is None or record.kind != RESCALE else record.source.rpartition("/")[2]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import PARENTS_FOLDER
 
-__all__ = ["FREE", "NEEDED", "ParentsNote", "note_free", "note_needed", "notes_among"]
+__all__ = ["FREE", "NEEDED", "ParentsNote", "note_free", "note_needed", "parse_notes"]
 
 FREE, NEEDED = "free", "needed"
 _NAME = re.compile(rf"(0|[1-9][0-9]{{0,8}})\.({FREE}|{NEEDED})-([0-9]{{1,18}})")
@@ -43,7 +43,7 @@ class ParentsNote:
         return f"{self.bucket}.{self.kind}-{self.heartbeats}"
 
 
-def notes_among(names: Iterable[str]) -> list[ParentsNote]:
+def parse_notes(names: Iterable[str]) -> list[ParentsNote]:
     """Parse the notes among names of files."""
     matches = (match for match in map(_NAME.fullmatch, names) if match is not None)
     return [ParentsNote(int(match[1]), match[2], int(match[3])) for match in matches]
@@ -57,6 +57,6 @@ def note_free(query_folder: Folder, bucket: int, heartbeats: int) -> None:
 def note_needed(query_folder: Folder, bucket: int, heartbeats: int) -> None:
     """Note that a committed pointer of a bucket needs parents, if a note says that another one does not."""
     folder = query_folder.child(PARENTS_FOLDER)
-    bucket_notes = [note for note in notes_among(folder.names()) if note.bucket == bucket]
+    bucket_notes = [note for note in parse_notes(folder.names()) if note.bucket == bucket]
     if any(note.kind == FREE for note in bucket_notes):
         folder.create(ParentsNote(bucket, NEEDED, heartbeats).name, b"")

@@ -31,16 +31,16 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.checkpoint import CheckpointFile, make_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile, SealedFiles, seal
-from spark_state_ext.rescale.parents import Parent, has_parents, origin_of, parent_files, parents_in
+from spark_state_ext.rescale.parents import Parent, compute_origin, has_parents, parent_files, read_parents
 from spark_state_ext.restore.lazy import read_ends
 from spark_state_ext.restore.part import read_part
 from spark_state_ext.restore.trace import check_owner
 from spark_state_ext.savepoints.copying import refuse_other_files
 from spark_state_ext.savepoints.reading import read_saved_rows
-from spark_state_ext.store.runs import hashes_of
+from spark_state_ext.store.runs import get_hashes
 from spark_state_ext.version import __version__
 
-__all__ = ["Origin", "origin_beside", "origin_in", "rows_of_parents"]
+__all__ = ["Origin", "list_origin", "find_origin", "read_rows_of_parent"]
 
 
 class Origin:
@@ -72,7 +72,9 @@ class Origin:
         """True if the bucket has parents."""
         if self._ref is None and has_parents(self._query_folder):
             bucket = self._pointer.bucket
-            self._ref = origin_of(parents_in(self._query_folder, self._bucket_map, bucket), self._bucket_map, bucket)
+            self._ref = compute_origin(
+                read_parents(self._query_folder, self._bucket_map, bucket), self._bucket_map, bucket
+            )
         return self._ref is not None
 
     # -- read-only backend -------------------------------------------------------------------------
@@ -140,9 +142,9 @@ class Origin:
         if self._ref is None or name != file_name(self._ref, SNAPSHOT):
             raise MissingCheckpointError(f"reading {self.where(name)}: it does not exist")
         self._raise_if_closed()
-        parents = parents_in(self._query_folder, self._bucket_map, self._pointer.bucket)
+        parents = read_parents(self._query_folder, self._bucket_map, self._pointer.bucket)
         self._answered()
-        origin = origin_of(parents, self._bucket_map, self._pointer.bucket)
+        origin = compute_origin(parents, self._bucket_map, self._pointer.bucket)
         assert origin is not None, "the name of the file is known, so the bucket has an origin"
         if origin != self._ref:
             raise LineageError(
@@ -167,7 +169,7 @@ class Origin:
         low, high = self._bucket_map.range_of(self._pointer.bucket)
         for parent in parents:
             files = parent_files(self._query_folder, parent.bucket)
-            for rows in rows_of_parents(files, parent, low, high, self._schema, self._scratch):
+            for rows in read_rows_of_parent(files, parent, low, high, self._schema, self._scratch):
                 self._raise_if_closed()
                 yield rows
 
@@ -176,7 +178,7 @@ class Origin:
             raise InterruptedRestoreError(f"the restore of checkpoint {self._ref} was stopped")
 
 
-def origin_in(
+def find_origin(
     backends: Sequence[Backend], pointer: Pointer, bucket_map: BucketMap, schema: RowSchema, scratch: Path
 ) -> Origin | None:
     """Return the origin of a rescaled bucket, in the backend that has its parents; None if it no longer needs them."""
@@ -199,20 +201,20 @@ def origin_in(
     return Origin(query_folder, pointer, bucket_map, schema, scratch)
 
 
-def origin_beside(
+def list_origin(
     backends: Sequence[Backend], pointer: Pointer, bucket_map: BucketMap, schema: RowSchema, scratch: Path
 ) -> list[Origin]:
-    """Return the origin by `origin_in` as a list, which is empty if there is none."""
-    origin = origin_in(backends, pointer, bucket_map, schema, scratch)
+    """Return the origin by `find_origin` as a list, which is empty if there is none."""
+    origin = find_origin(backends, pointer, bucket_map, schema, scratch)
     return [] if origin is None else [origin]
 
 
-def rows_of_parents(
+def read_rows_of_parent(
     files: Folder, parent: Parent, low: int, high: int, schema: RowSchema, scratch: Path
 ) -> Iterator[pa.RecordBatch]:
     """Yield the live rows of a parent with hashes from `low` up to `high` (high 32 bits), ascending."""
     for rows in _read_around(files, parent, low, high, schema, scratch):
-        hashes = hashes_of(rows) >> np.uint64(32)
+        hashes = get_hashes(rows) >> np.uint64(32)
         start = int(np.searchsorted(hashes, np.uint64(low), side="left"))
         end = int(np.searchsorted(hashes, np.uint64(high), side="left"))
         if start < end:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from arrow_schemas.bucket_map import BucketMap
-from arrow_schemas.checksum import opened_document, readable, sealed_document
+from arrow_schemas.checksum import open_document, report_damage, seal_document
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import Pointer
@@ -24,21 +24,21 @@ from arrow_schemas.savepoint import SavedBucket, SavedFile
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import PARENTS_FOLDER
-from spark_state_ext.files.readable import document_in
+from spark_state_ext.files.readable import read_document
 from spark_state_ext.rescale.folders import first_folder
 
 __all__ = [
     "PARENT_FORMAT",
     "Origins",
     "Parent",
-    "combined_pointer",
+    "combine_pointers",
     "has_parents",
     "note_parent",
-    "origin_of",
-    "origins_in",
+    "compute_origin",
+    "read_origins",
     "parent_files",
-    "parent_of",
-    "parents_in",
+    "read_parent",
+    "read_parents",
     "parse_parent_name",
 ]
 
@@ -85,13 +85,13 @@ class Parent:
             "pointer": base64.b64encode(self.pointer.encode()).decode(),
             "files": [[file.name, file.size_bytes, file.digest] for file in self.saved.files],
         }
-        return sealed_document(fields)
+        return seal_document(fields)
 
     @staticmethod
     def decode(data: bytes, where: str) -> Parent:
         """Decode a parent's record."""
-        with readable(where, "record of a parent"):
-            fields = opened_document(data, where, PARENT_FORMAT)
+        with report_damage(where, "record of a parent"):
+            fields = open_document(data, where, PARENT_FORMAT)
             operator = OperatorFile.decode(json.dumps(fields["operator_file"]).encode(), where)
             pointer = Pointer.decode(base64.b64decode(fields["pointer"], validate=True))
             if (pointer.operator, pointer.bucket) != (operator.operator, fields["bucket"]):
@@ -142,12 +142,12 @@ def _strip_lineage(pointer: Pointer) -> tuple[CheckpointRef | None, Pointer]:
     return pointer.ref, replace(pointer, lineage=())
 
 
-def parent_of(query_folder: Folder, bucket: int) -> Parent | None:
+def read_parent(query_folder: Folder, bucket: int) -> Parent | None:
     """Read a parent's record; None if there is none."""
-    return document_in(query_folder.child(PARENTS_FOLDER), _make_record_name(bucket), Parent.decode)
+    return read_document(query_folder.child(PARENTS_FOLDER), _make_record_name(bucket), Parent.decode)
 
 
-def parents_in(query_folder: Folder, bucket_map: BucketMap, bucket: int) -> list[Parent]:
+def read_parents(query_folder: Folder, bucket_map: BucketMap, bucket: int) -> list[Parent]:
     """Read the parents of a bucket, in the order of their hashes."""
     folder = query_folder.child(PARENTS_FOLDER)
     numbers = sorted(int(match[1]) for name in folder.names() if (match := _NAME.fullmatch(name)))
@@ -181,7 +181,7 @@ class Origins:
     in_place: bool
 
 
-def origins_in(query_folder: Folder, bucket_map: BucketMap) -> Origins | None:
+def read_origins(query_folder: Folder, bucket_map: BucketMap) -> Origins | None:
     """Read the origins of a query's buckets; None if it has no parents."""
     folder = query_folder.child(PARENTS_FOLDER)
     parents = {
@@ -196,7 +196,7 @@ def origins_in(query_folder: Folder, bucket_map: BucketMap) -> Origins | None:
     for bucket in range(bucket_map.buckets):
         numbers = bucket_map.overlapping(old_map, bucket)
         if parents.keys() >= set(numbers):
-            refs[bucket] = origin_of([parents[number] for number in numbers], bucket_map, bucket)
+            refs[bucket] = compute_origin([parents[number] for number in numbers], bucket_map, bucket)
     return Origins(
         refs,
         max(parent.pointer.batch for parent in parents.values()),
@@ -210,7 +210,7 @@ def _read_parent(folder: Folder, bucket: int) -> Parent:
     return Parent.decode(folder.get(name), folder.where(name))
 
 
-def origin_of(parents: Sequence[Parent], bucket_map: BucketMap, bucket: int) -> CheckpointRef | None:
+def compute_origin(parents: Sequence[Parent], bucket_map: BucketMap, bucket: int) -> CheckpointRef | None:
     """Return the checkpoint that a bucket begins with, computed from its parents; None: they have no state.
 
     Its version is greater than the parents' versions, and so never 1: a delta with version 1 is a complete state.
@@ -223,7 +223,7 @@ def origin_of(parents: Sequence[Parent], bucket_map: BucketMap, bucket: int) -> 
     return CheckpointRef(version, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
 
 
-def combined_pointer(operator: str, bucket_map: BucketMap, bucket: int, parents: Sequence[Parent]) -> Pointer:
+def combine_pointers(operator: str, bucket_map: BucketMap, bucket: int, parents: Sequence[Parent]) -> Pointer:
     """Combine the parents' pointers to the pointer of a new bucket that has no checkpoint yet."""
     pointers = [parent.pointer for parent in parents]
     names = dict.fromkeys(name for pointer in pointers for name in (*pointer.origins, pointer.operator))

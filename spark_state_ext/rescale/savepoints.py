@@ -26,14 +26,21 @@ from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import CorruptFileError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.rescale.digests import RowsDigest
-from spark_state_ext.rescale.parents import Parent, combined_pointer, origin_of
+from spark_state_ext.rescale.parents import Parent, combine_pointers, compute_origin
 from spark_state_ext.savepoints.copying import refuse_torn
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import operator_named
+from spark_state_ext.savepoints.reading import choose_operator
 from spark_state_ext.savepoints.writer import SavepointWriter
-from spark_state_ext.store.runs import hashes_of
+from spark_state_ext.store.runs import get_hashes
 
-__all__ = ["RescaledOperator", "RescaledSavepoint", "Rescaling", "rescale_savepoint", "rescaling_of", "write_rescaled"]
+__all__ = [
+    "RescaledOperator",
+    "RescaledSavepoint",
+    "Rescaling",
+    "rescale_savepoint",
+    "plan_rescaling",
+    "write_rescaled",
+]
 
 _BITS = np.uint64(32)
 _END = 1 << 32
@@ -109,9 +116,9 @@ class Rescaling:
         before, bucket_map = self.manifest.header.operators[operator], self.rescaled[operator].bucket_map
         numbers = bucket_map.overlapping(before.bucket_map, bucket)
         parents = [Parent(before, self.manifest.bucket(operator, number)) for number in numbers]
-        pointer = combined_pointer(operator, bucket_map, bucket, parents)
+        pointer = combine_pointers(operator, bucket_map, bucket, parents)
         pointer = replace(pointer, batch=max(parent.pointer.batch for parent in parents))
-        origin = origin_of(parents, bucket_map, bucket)
+        origin = compute_origin(parents, bucket_map, bucket)
         if origin is None:
             return replace(pointer, rows=0, origins=())
         # The savepoint's id is included because two savepoints of one checkpoint may have different operator files.
@@ -192,11 +199,11 @@ def rescale_savepoint(
     refuse_relative(path, "the path of a savepoint")
     source = Folder(old.path, old.storage_options)
     target = Folder(path.rstrip("/") or path, storage_options)
-    plan = rescaling_of(source, bucket_map, operator or old.operator)
+    plan = plan_rescaling(source, bucket_map, operator or old.operator)
     return write_rescaled(source, target, plan, on_bucket)
 
 
-def rescaling_of(source: Folder, bucket_map: BucketMap, operator: str | None = None) -> Rescaling:
+def plan_rescaling(source: Folder, bucket_map: BucketMap, operator: str | None = None) -> Rescaling:
     """Plan the rescaling of a savepoint; raise `UsageError` if it cannot be rescaled to the map."""
     if not isinstance(bucket_map, BucketMap) or not bucket_map.by_hash:
         raise UsageError(f"a savepoint can only be rescaled to a BucketMap of hashes, not to {bucket_map!r}")
@@ -204,7 +211,7 @@ def rescaling_of(source: Folder, bucket_map: BucketMap, operator: str | None = N
         raise UsageError(f"buckets must be a whole number from 1 to {BUCKETS_MAX}, not {bucket_map.buckets}")
     manifest = read_manifest(source)
     operators = manifest.header.operators
-    names = sorted(operators) if operator is None else [operator_named(manifest, operator, source.root)]
+    names = sorted(operators) if operator is None else [choose_operator(manifest, operator, source.root)]
     for name in names:
         if not operators[name].bucket_map.by_hash:
             raise UsageError(
@@ -291,7 +298,7 @@ def _check_rows(
     for rows in batches:
         if not rows.num_rows:
             continue
-        hashes = hashes_of(rows)
+        hashes = get_hashes(rows)
         if int(hashes[0]) < last or (hashes[1:] < hashes[:-1]).any() or int(hashes[-1]) >= high << 32:
             raise CorruptFileError(
                 f"{savepoint.child(saved.operator, str(saved.bucket)).root} has rows of another bucket, or rows that "
@@ -316,7 +323,7 @@ class _Splitter:
             self._rest = None
             if rows is None:
                 return
-            end = int(np.searchsorted(hashes_of(rows) >> _BITS, np.uint64(high), side="left"))
+            end = int(np.searchsorted(get_hashes(rows) >> _BITS, np.uint64(high), side="left"))
             if end < rows.num_rows:
                 self._rest = rows.slice(end)
             if end:

@@ -34,12 +34,12 @@ from spark_state_ext.errors import (
     UsageError,
 )
 from spark_state_ext.files.readable import Readable
-from spark_state_ext.files.sealed_body import NOT_ARROW, PADDED_MAGIC, announced_index, check_form
+from spark_state_ext.files.sealed_body import NOT_ARROW, PADDED_MAGIC, check_form, read_announced_index
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.store.lazy_file import LazyFile, LazyOptions, PieceGiver
+from spark_state_ext.store.lazy_file import LazyFile, LazyOptions, PieceSource
 from spark_state_ext.store.runs import Run
 from spark_state_ext.worker.background import Foreground, Runner
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 if TYPE_CHECKING:
     from spark_state_ext.restore.sources import Sources
@@ -72,7 +72,7 @@ _QUIET_S, _STAND_BACK_S_MAX = 0.25, 1.0
 def lazy_options(
     runner: Runner,
     environ: Mapping[str, str] = os.environ,
-    peers: PieceGiver | None = None,
+    peers: PieceSource | None = None,
     foreground: Foreground | None = None,
 ) -> LazyOptions:
     """Return the options of lazy restore, from the environment variables."""
@@ -115,7 +115,7 @@ def read_ends(files: Readable, ref: CheckpointRef, size: int) -> LazySnapshot | 
     """Read and check both ends of a snapshot file of the given size; None if it has no index, or no rows."""
     name = file_name(ref, SNAPSHOT)
     where = files.where(name)
-    record, index = announced_index(lambda start, end: files.get_range(name, start, end), size, where)
+    record, index = read_announced_index(lambda start, end: files.get_range(name, start, end), size, where)
     if index is None or not index.chunks:
         return None
     end = -(-index.chunks[0].offset // PIECE_BYTES) * PIECE_BYTES
@@ -279,7 +279,7 @@ class LazyRestore:
         # Another backend may already have given some of them.
         requests = group_pieces(lazy.lacking(pieces))
         threads = min(_REQUESTS_MAX, max(1, len(requests)))
-        fetched = sum(side_by_side("fetch", threads, fetch_range, requests, while_waiting))
+        fetched = sum(map_in_parallel("fetch", threads, fetch_range, requests, while_waiting))
         with self._lock:
             self.fetched_bytes += fetched
 
@@ -288,7 +288,7 @@ class LazyRestore:
         with self._lock:
             if where in self._same.get(lazy.run.newest, ()):
                 return
-        _, index = announced_index(lambda start, end: files.get_range(name, start, end), files.size(name), where)
+        _, index = read_announced_index(lambda start, end: files.get_range(name, start, end), files.size(name), where)
         if index is None or index.encode() != lazy.index.encode():
             raise CorruptFileError(f"{where} is another file than the one that the restore began with")
         with self._lock:

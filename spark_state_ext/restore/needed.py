@@ -7,13 +7,13 @@ from pathlib import Path
 
 from arrow_schemas.lineage import DELTA, CheckpointRef, LineageHeader
 from arrow_schemas.pointer import LineageEntry, Pointer
-from spark_state_ext.files.checkpoint import Announced, announced, verify_checkpoint
+from spark_state_ext.files.checkpoint import Announced, read_announced, verify_checkpoint
 from spark_state_ext.files.folder import Readable
 from spark_state_ext.restore.load_plan import Fetch
 from spark_state_ext.restore.resolving import resolve
 from spark_state_ext.restore.sources import Sources
 
-__all__ = ["Needed", "NeededFile", "needed_files"]
+__all__ = ["Needed", "NeededFile", "find_needed_files"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Needed:
     files: tuple[NeededFile, ...]
 
 
-def needed_files(pointer: Pointer, sources: Sources, verified_in: Path | None = None) -> Needed:
+def find_needed_files(pointer: Pointer, sources: Sources, verified_in: Path | None = None) -> Needed:
     """Find the files of a pointer's state; an unconfirmed snapshot is looked for, and may be absent."""
 
     def look(files: Readable, fetch: Fetch) -> NeededFile:
-        return NeededFile(fetch, announced(files, fetch.ref, fetch.kind), files)
+        return NeededFile(fetch, read_announced(files, fetch.ref, fetch.kind), files)
 
     def verify(files: Readable, fetch: Fetch) -> None:
         if verified_in is not None:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES
 from arrow_schemas.evolution import conform
-from arrow_schemas.ipc_message import message_at
+from arrow_schemas.ipc_message import read_message_head
 from arrow_schemas.lineage import SNAPSHOT, file_name
 from arrow_schemas.row import KEY_HASH, RowSchema
 from arrow_schemas.snapshot_index import IndexedChunk, SnapshotIndex
@@ -23,9 +23,9 @@ from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.files.readable import Readable
 from spark_state_ext.files.sealed_body import NOT_ARROW
 from spark_state_ext.restore.lazy import LazySnapshot, group_pieces, read_pieces
-from spark_state_ext.store.checksums import BINARY, FIXED, NOTHING, WHOLE, Cells, cells_of
-from spark_state_ext.store.runs import hashes_of
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.store.checksums import BINARY, FIXED, NOTHING, WHOLE, Cells, find_cells
+from spark_state_ext.store.runs import get_hashes
+from spark_state_ext.worker.threads import map_in_parallel
 
 __all__ = ["read_part"]
 
@@ -75,17 +75,17 @@ class _Part:
         """Read the whole chunk."""
         self._fetch([(self._chunk.offset, self._end)])
         batch = self._open()
-        self._refuse_other_hashes(hashes_of(batch))
+        self._refuse_other_hashes(get_hashes(batch))
         return batch
 
     def read_between(self, low: int, high: int) -> pa.RecordBatch:
         """Read the rows of a range of hashes."""
         batch = self._open()
         address = self._buffer.address
-        columns = [(cells_of(column, address), column) for column in batch.columns]
+        columns = [(find_cells(column, address), column) for column in batch.columns]
         hashes_at = columns[batch.schema.get_field_index(KEY_HASH)][0].values
         self._fetch_here([(hashes_at, hashes_at + 8 * batch.num_rows)])
-        hashes = hashes_of(batch)
+        hashes = get_hashes(batch)
         self._refuse_other_hashes(hashes)
         begin = int(np.searchsorted(hashes, np.uint64(low), side="left"))
         end = int(np.searchsorted(hashes, np.uint64(high - 1), side="right"))
@@ -99,7 +99,7 @@ class _Part:
 
     def _open(self) -> pa.RecordBatch:
         """Return the chunk as a record batch; the caller may use only those cells that were read."""
-        head = message_at(self._read_bytes, self._chunk.offset, self._where)
+        head = read_message_head(self._read_bytes, self._chunk.offset, self._where)
         size_bytes = head.metadata_bytes + head.body_bytes
         # Arrow allocates memory for a compressed body before checking it; our chunks are never compressed.
         if head.codec is not None or size_bytes != self._chunk.size_bytes:
@@ -149,7 +149,7 @@ class _Part:
             needed[start // PIECE_BYTES - self._first : -(-end // PIECE_BYTES) - self._first] = True
         requests = group_pieces(np.flatnonzero(needed & self._is_missing) + self._first)
         if len(requests) > 1:
-            side_by_side("part", min(_THREADS_MAX, len(requests)), self._put, requests)
+            map_in_parallel("part", min(_THREADS_MAX, len(requests)), self._put, requests)
         elif requests:
             self._put(requests[0])
 

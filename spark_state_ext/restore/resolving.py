@@ -15,7 +15,7 @@ from spark_state_ext.files.readable import Readable
 from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
 from spark_state_ext.restore.sources import Sources
 from spark_state_ext.restore.trace import Failure, Trace, check_owner
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 __all__ = ["THREADS_MAX", "resolve"]
 
@@ -69,7 +69,9 @@ def resolve(
         unknown = [fetch for fetch in plan if fetch not in files_by_fetch]
         threads = min(threads_max, len(unknown))
         results = (
-            [look_up(fetch) for fetch in unknown] if threads < 2 else side_by_side("looks", threads, look_up, unknown)
+            [look_up(fetch) for fetch in unknown]
+            if threads < 2
+            else map_in_parallel("looks", threads, look_up, unknown)
         )
         for fetch, result in zip(unknown, results, strict=True):
             if isinstance(result, (CorruptError, MissingCheckpointError)):

@@ -24,7 +24,7 @@ import pyarrow as pa
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, file_name
 from arrow_schemas.pointer import Pointer, ReplicationStatus
 from spark_state_ext.backends import Checkpoint
-from spark_state_ext.backends.replication import Restorable, is_complete, taken_over
+from spark_state_ext.backends.replication import Restorable, adapt_to_backends, is_complete
 from spark_state_ext.errors import (
     CorruptError,
     InterruptedRestoreError,
@@ -237,7 +237,7 @@ class Sources:
         self._sources: list[_Source] | None = None
         self._pointer = pointer
         # Old pointers do not name backends; they refer to the files in the root.
-        self._replication = taken_over(pointer, replicas).replication
+        self._replication = adapt_to_backends(pointer, replicas).replication
         self._preferred = preferred
         self._logged_backends: set[str] = set()
         self._unreached: list[StorageError] = []

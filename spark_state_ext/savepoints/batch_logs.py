@@ -16,10 +16,10 @@ from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, Ver
 __all__ = [
     "LoggedBatch",
     "checkpoint_format_of",
-    "last_committed",
+    "find_last_committed",
     "needed_offsets",
-    "parsed_batch",
-    "with_state_ids",
+    "parse_batch",
+    "replace_state_ids",
 ]
 
 _VERSIONS = ("v1", "v2")
@@ -55,7 +55,7 @@ class LoggedBatch:
         return 2 if self.state_ids else 1
 
 
-def last_committed(offsets: frozenset[int], commits: frozenset[int], where: str) -> tuple[int, bool]:
+def find_last_committed(offsets: frozenset[int], commits: frozenset[int], where: str) -> tuple[int, bool]:
     """Return the last committed batch, and True if the batch after it is planned."""
     if not commits:
         raise MissingCheckpointError(
@@ -81,7 +81,7 @@ def needed_offsets(batch: int, planned: bool) -> tuple[int, ...]:
     return (batch - 1, batch) if batch else (batch,)
 
 
-def parsed_batch(batch: int, planned: bool, offsets: Mapping[int, str], commit: str, where: str) -> LoggedBatch:
+def parse_batch(batch: int, planned: bool, offsets: Mapping[int, str], commit: str, where: str) -> LoggedBatch:
     """Parse the logs of the last committed batch."""
     source_counts = set()
     for number, text in offsets.items():
@@ -113,7 +113,7 @@ def checkpoint_format_of(commit: str, where: str) -> int:
     return 2 if _parse_log(commit, where)[0].get("stateUniqueIds") else 1
 
 
-def with_state_ids(commit: str, written: str, where: str) -> str:
+def replace_state_ids(commit: str, written: str, where: str) -> str:
     """Return a commit log with the state ids of another commit log."""
     metadata, _ = _parse_log(commit, where)
     ids = _parse_log(written, "the commit log of the batch that wrote the marks")[0].get("stateUniqueIds")

@@ -13,21 +13,21 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from arrow_schemas.damage import damage_in
-from arrow_schemas.headers import header_metadata, header_text
+from arrow_schemas.damage import describe_damage
+from arrow_schemas.headers import encode_header, read_header
 from arrow_schemas.lineage import BLAKE2B, BODY_KEY, BODY_PLACEHOLDER
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.sealed_body import open_sealed, write_sealed
 
-__all__ = ["Captured", "captured_name"]
+__all__ = ["Captured", "make_captured_name"]
 
 _FORMAT = 1
 _KEY = b"spark_state_ext.captured"
 _ROWS = pa.schema([("bucket", pa.int32()), ("pointer", pa.binary())])
 
 
-def captured_name(now_ms: int, plan_id: str) -> str:
+def make_captured_name(now_ms: int, plan_id: str) -> str:
     """Return the name of the file in the folder of notes about first batches; it is deleted together with these."""
     return f"{now_ms}-{plan_id}.start.arrow"
 
@@ -70,7 +70,7 @@ class Captured:
             "hold_id": self.hold_id,
             "lease_number": self.lease_number,
         }
-        metadata = {**header_metadata(_KEY, fields), BODY_KEY: BODY_PLACEHOLDER}
+        metadata = {**encode_header(_KEY, fields), BODY_KEY: BODY_PLACEHOLDER}
         columns = [
             pa.array(list(self.pointers), pa.int32()),
             pa.array([pointer.encode() for pointer in self.pointers.values()], pa.binary()),
@@ -86,7 +86,7 @@ class Captured:
         """Read the file's bytes; the same release writes and reads the file, during one start of a query."""
         body = open_sealed(pa.BufferReader(pa.py_buffer(data)), where)
         schema, mend = body.reader.schema, "plan the query again"
-        text = header_text(schema.metadata, _KEY, where, "header of a start", mend)
+        text = read_header(schema.metadata, _KEY, where, "header of a start", mend)
         if not schema.remove_metadata().equals(_ROWS):
             raise CorruptFileError(f"{where} does not contain the pointers of a query: {mend}")
         try:
@@ -103,4 +103,6 @@ class Captured:
         except (AttributeError, KeyError, TypeError, ValueError, pa.ArrowException) as error:
             if isinstance(error, CorruptFileError):
                 raise
-            raise CorruptFileError(f"{where} cannot be read: {damage_in(error)}. Plan the query again.") from error
+            raise CorruptFileError(
+                f"{where} cannot be read: {describe_damage(error)}. Plan the query again."
+            ) from error

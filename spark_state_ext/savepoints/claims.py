@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from arrow_schemas.checksum import opened_document, readable, sealed_document
+from arrow_schemas.checksum import open_document, report_damage, seal_document
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.errors import (
     ClaimedError,
@@ -20,7 +20,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import CLAIM_FOLDER
-from spark_state_ext.files.readable import document_in
+from spark_state_ext.files.readable import read_document
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.removing import delete_files
 from spark_state_ext.savepoints.replaced import read_replaced
@@ -29,9 +29,9 @@ __all__ = [
     "CLAIM_FOLDER",
     "ERASES",
     "SavepointClaim",
-    "claim_of",
+    "read_claim",
     "claim_savepoint",
-    "consume",
+    "delete_claimed_savepoint",
     "drop_claim",
     "is_consumed",
     "refuse_claimed",
@@ -72,13 +72,13 @@ class SavepointClaim:
 
     def encode(self) -> bytes:
         """Return the file's bytes, which are the same for all tasks of the query."""
-        return sealed_document({"format": _FORMAT, "savepoint_id": self.savepoint_id, "by": self.by, "id": self.id})
+        return seal_document({"format": _FORMAT, "savepoint_id": self.savepoint_id, "by": self.by, "id": self.id})
 
     @staticmethod
     def decode(data: bytes, where: str) -> SavepointClaim:
         """Decode a claim file."""
-        with readable(where, "claim to a savepoint"):
-            fields = opened_document(data, where, _FORMAT)
+        with report_damage(where, "claim to a savepoint"):
+            fields = open_document(data, where, _FORMAT)
             return SavepointClaim(str(fields["savepoint_id"]), str(fields["by"]), str(fields["id"]))
         raise AssertionError("unreachable: readable raises what it catches")
 
@@ -91,7 +91,7 @@ def claim_savepoint(savepoint: Folder, claim: SavepointClaim, own_ids: Collectio
             "so two queries might own it. Start with mode='no_claim', and delete it yourself."
         )
     files = savepoint.child(CLAIM_FOLDER)
-    existing = claim if files.create(_CLAIM_NAME, claim.encode()) else claim_of(savepoint)
+    existing = claim if files.create(_CLAIM_NAME, claim.encode()) else read_claim(savepoint)
     if existing is None or not (existing.id == claim.id or existing.id in own_ids):
         raise _claimed_error(savepoint, existing)
     if is_consumed(savepoint) and existing.by == claim.by:
@@ -105,7 +105,7 @@ def claim_savepoint(savepoint: Folder, claim: SavepointClaim, own_ids: Collectio
 
 def refuse_claimed(savepoint: Folder) -> None:
     """Refuse a savepoint that another query owns, because it may be deleted while files are copied from it."""
-    claim = claim_of(savepoint)
+    claim = read_claim(savepoint)
     if claim is not None:
         raise _claimed_error(savepoint, claim)
 
@@ -123,9 +123,9 @@ def _claimed_error(savepoint: Folder, claim: SavepointClaim | None) -> ClaimedEr
     )
 
 
-def claim_of(savepoint: Folder) -> SavepointClaim | None:
+def read_claim(savepoint: Folder) -> SavepointClaim | None:
     """Read the claim of a savepoint; None: it is not claimed."""
-    return document_in(savepoint.child(CLAIM_FOLDER), _CLAIM_NAME, SavepointClaim.decode)
+    return read_document(savepoint.child(CLAIM_FOLDER), _CLAIM_NAME, SavepointClaim.decode)
 
 
 def drop_claim(savepoint: Folder) -> None:
@@ -139,12 +139,14 @@ def is_consumed(savepoint: Folder) -> bool:
     return savepoint.child(CLAIM_FOLDER).exists(_CONSUMED_NAME)
 
 
-def consume(savepoint: Folder, claim_id: str, check_ours: Callable[[], None], operator: str | None = None) -> int:
+def delete_claimed_savepoint(
+    savepoint: Folder, claim_id: str, check_ours: Callable[[], None], operator: str | None = None
+) -> int:
     """Delete the files in a claimed savepoint's manifest, and the claim; safe to stop and repeat at any time.
 
     `check_ours` raises if this process may no longer delete. Returns the number of deleted files.
     """
-    claim = claim_of(savepoint)
+    claim = read_claim(savepoint)
     if claim is None or claim.id != claim_id:
         return 0
     manifest = _read_manifest_if_any(savepoint)
@@ -161,12 +163,12 @@ def consume(savepoint: Folder, claim_id: str, check_ours: Callable[[], None], op
         check_ours()
         if at_once or time.monotonic() >= checked_s + _CHECK_S:
             checked_s = time.monotonic()
-            if claim_of(savepoint) != claim:
+            if read_claim(savepoint) != claim:
                 raise _FinishedError
 
     check_ours()
-    files.create(_CONSUMED_NAME, sealed_document({"format": _FORMAT}))
-    if claim_of(savepoint) != claim:
+    files.create(_CONSUMED_NAME, seal_document({"format": _FORMAT}))
+    if read_claim(savepoint) != claim:
         # The claim was released before the mark was written. A new claimant continues once the mark is gone.
         files.remove(_CONSUMED_NAME)
         _remove_empty(savepoint)
@@ -174,7 +176,7 @@ def consume(savepoint: Folder, claim_id: str, check_ours: Callable[[], None], op
     try:
         return _delete_and_free(savepoint, claim, check_claim, operator)
     except _FinishedError:
-        if claim_of(savepoint) is None:
+        if read_claim(savepoint) is None:
             # This process may have written its mark after the other one had removed the mark.
             files.remove(_CONSUMED_NAME)
             _remove_empty(savepoint)
@@ -225,7 +227,7 @@ def _remove_empty(savepoint: Folder) -> None:
 
 def release_claim(savepoint: Folder) -> SavepointClaim:
     """Remove the claim of a dead owner and return it."""
-    claim = claim_of(savepoint)
+    claim = read_claim(savepoint)
     if claim is None:
         raise MissingCheckpointError(f"there is no savepoint at {savepoint.root}, or it is not claimed")
     refusal, is_in_use = _find_refusal(savepoint, claim)

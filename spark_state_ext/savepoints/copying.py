@@ -14,16 +14,24 @@ from arrow_schemas.savepoint import SavedFile, SavepointManifest
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError
 from spark_state_ext.files.folder import Duplicable, Folder, Readable
 from spark_state_ext.files.sealed import SealedFile, publish
-from spark_state_ext.files.sealed_body import announced_body, verified
-from spark_state_ext.worker.spill import local_errors
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.files.sealed_body import read_announced_body, verify_body
+from spark_state_ext.worker.spill import translate_local_errors
+from spark_state_ext.worker.threads import map_in_parallel
 
-__all__ = ["How", "copied", "digest_text", "put_whole", "refuse_incomplete", "refuse_other_files", "refuse_torn"]
+__all__ = [
+    "CopyMethod",
+    "copy_file",
+    "digest_text",
+    "put_whole",
+    "refuse_incomplete",
+    "refuse_other_files",
+    "refuse_torn",
+]
 
 _PARALLEL_MAX = 16
 
 
-class How(enum.Enum):
+class CopyMethod(enum.Enum):
     """The way in which a file was copied."""
 
     THERE = "it was there"
@@ -36,10 +44,10 @@ def digest_text(body: BodyRecord) -> str:
     return f"{body.algorithm}={body.digest}"
 
 
-def copied(files: Readable, file: SavedFile, target: Folder, scratch: Path) -> How:
+def copy_file(files: Readable, file: SavedFile, target: Folder, scratch: Path) -> CopyMethod:
     """Copy a file to another folder; safe to stop and repeat at any time."""
     if _has_file(target, file):
-        return How.THERE
+        return CopyMethod.THERE
     if isinstance(files, Duplicable) and files.duplicate_to(target, file.name):
         if not _has_file(target, file):
             # An existing file with this name is not replaced.
@@ -47,13 +55,13 @@ def copied(files: Readable, file: SavedFile, target: Folder, scratch: Path) -> H
             raise CorruptFileError(
                 f"{wrong.where(file.name)} is not the expected file ({file.size_bytes} bytes, {file.digest})"
             )
-        return How.DUPLICATED
-    with local_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as folder:
+        return CopyMethod.DUPLICATED
+    with translate_local_errors(scratch), tempfile.TemporaryDirectory(dir=scratch) as folder:
         path = Path(folder) / file.name
         files.get_file(file.name, path)
         _check_copy(pa.OSFile(str(path), "r"), file, files.where(file.name))
         _publish_checked(target, SealedFile(file.name, file.size_bytes, path=path), file)
-    return How.STREAMED
+    return CopyMethod.STREAMED
 
 
 def put_whole(target: Folder, sealed: SealedFile) -> SavedFile:
@@ -61,7 +69,7 @@ def put_whole(target: Folder, sealed: SealedFile) -> SavedFile:
     existing = _read_announced(target, sealed.name)
     if existing is not None:
         return existing
-    body = announced_body(sealed.get_range, sealed.size_bytes, sealed.name)
+    body = read_announced_body(sealed.get_range, sealed.size_bytes, sealed.name)
     file = SavedFile(sealed.name, sealed.size_bytes, digest_text(body))
     _publish_checked(target, sealed, file)
     return file
@@ -109,7 +117,7 @@ def _find_wrong_files(files: Sequence[tuple[Folder, SavedFile]]) -> list[tuple[F
     """Return the files that are missing, or differ by their size and footer."""
     if not files:
         return []
-    matches = side_by_side("look", min(_PARALLEL_MAX, len(files)), lambda pair: _has_file(*pair), files)
+    matches = map_in_parallel("look", min(_PARALLEL_MAX, len(files)), lambda pair: _has_file(*pair), files)
     return [pair for pair, is_there in zip(files, matches, strict=True) if not is_there]
 
 
@@ -130,14 +138,14 @@ def _read_announced(files: Readable, name: str) -> SavedFile | None:
     """Read a file's size and the body digest in its footer; None if the file is missing or incomplete."""
     try:
         size = files.size(name)
-        body = announced_body(lambda start, end: files.get_range(name, start, end), size, files.where(name))
+        body = read_announced_body(lambda start, end: files.get_range(name, start, end), size, files.where(name))
     except (MissingCheckpointError, CorruptFileError):
         return None
     return SavedFile(name, size, digest_text(body))
 
 
 def _check_copy(opened_file: pa.NativeFile, file: SavedFile, where: str) -> None:
-    body = verified(opened_file, where).record
+    body = verify_body(opened_file, where).record
     if opened_file.size() != file.size_bytes or digest_text(body) != file.digest:
         raise CorruptFileError(
             f"{where} is not the expected file ({file.size_bytes} bytes, {file.digest}): it has {opened_file.size()} "

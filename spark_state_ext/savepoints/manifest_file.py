@@ -5,19 +5,19 @@ from __future__ import annotations
 from arrow_schemas.savepoint import MANIFEST_NAME, SavepointManifest
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed_table import sealed_table, unsealed_table
+from spark_state_ext.files.sealed_table import read_sealed_table, seal_table
 
 __all__ = ["decode_manifest", "encode_manifest", "read_manifest"]
 
 
 def encode_manifest(manifest: SavepointManifest) -> bytes:
     """Return the file's bytes."""
-    return sealed_table(manifest.schema(), manifest.batch())
+    return seal_table(manifest.schema(), manifest.batch())
 
 
 def decode_manifest(data: bytes, where: str) -> SavepointManifest:
     """Decode a manifest file."""
-    return unsealed_table(data, where, SavepointManifest.of, lambda manifest: len(manifest.buckets))
+    return read_sealed_table(data, where, SavepointManifest.of, lambda manifest: len(manifest.buckets))
 
 
 def read_manifest(savepoint: Folder) -> SavepointManifest:

@@ -14,7 +14,7 @@ from functools import partial
 from arrow_schemas.operator import parse_operator_file_name
 from spark_state_ext.errors import StorageError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 __all__ = ["refuse_in_state"]
 
@@ -51,7 +51,7 @@ def _find_state(folder: Folder) -> Folder | None:
     # An operator's default name is `state`.
     below = sorted(names, key=lambda name: name != "state")[:_CHECKED_FOLDERS_MAX]
     look = partial(_find_query_folder_below, folder)
-    query_folders = map(look, below) if folder.is_local else side_by_side("look", _THREADS, look, below)
+    query_folders = map(look, below) if folder.is_local else map_in_parallel("look", _THREADS, look, below)
     return next((query_folder for query_folder in query_folders if query_folder is not None), None)
 
 

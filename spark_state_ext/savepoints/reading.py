@@ -29,7 +29,7 @@ from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.local_folders import scratch_folder
 
-__all__ = ["operator_named", "read_saved_rows", "savepoint_tables", "scan_rows", "shown_rows"]
+__all__ = ["choose_operator", "read_saved_rows", "savepoint_tables", "scan_rows", "read_visible_rows"]
 
 _NO_WRITER = Writer("", "", -1, "")
 
@@ -74,7 +74,7 @@ def read_saved_rows(
         yield from rows
 
 
-def shown_rows(
+def read_visible_rows(
     savepoint: Folder, saved_bucket: SavedBucket, schema: RowSchema, scratch: Path, with_defined: bool = False
 ) -> Iterator[pa.RecordBatch]:
     """Yield the visible columns of a bucket's rows: keys, state, ``timeout_ms``, and ``defined`` on request."""
@@ -88,7 +88,7 @@ def shown_rows(
         yield pa.RecordBatch.from_arrays(columns, schema=fields)
 
 
-def operator_named(manifest: SavepointManifest, name: str | None, path: str) -> str:
+def choose_operator(manifest: SavepointManifest, name: str | None, path: str) -> str:
     """Return the name of a savepoint's operator; raise unless `name` is one, or there is only one."""
     operators = manifest.header.operators
     if name is None and len(operators) > 1:
@@ -133,11 +133,11 @@ def savepoint_tables(savepoint: Savepoint | str | os.PathLike[str]) -> Iterator[
     chosen = savepoint if isinstance(savepoint, Savepoint) else Savepoint(os.fspath(savepoint))
     folder = Folder(chosen.path, chosen.storage_options)
     manifest = read_manifest(folder)
-    name = operator_named(manifest, chosen.operator, chosen.path)
+    name = choose_operator(manifest, chosen.operator, chosen.path)
     schema, scratch = manifest.header.operators[name].row_schema(), scratch_folder(None)
     for bucket in manifest.buckets:
         if bucket.operator == name:
-            yield pa.Table.from_batches(shown_rows(folder, bucket, schema, scratch), _make_schema(schema))
+            yield pa.Table.from_batches(read_visible_rows(folder, bucket, schema, scratch), _make_schema(schema))
 
 
 def _make_schema(schema: RowSchema) -> pa.Schema:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from arrow_schemas.checksum import opened_document, readable, sealed_document
+from arrow_schemas.checksum import open_document, report_damage, seal_document
 from spark_state_ext.errors import LineageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import DETACHED_NAME, START_NAME
-from spark_state_ext.files.readable import document_in
+from spark_state_ext.files.readable import read_document
 
 __all__ = [
     "RESCALE",
@@ -20,13 +20,13 @@ __all__ = [
     "SAVEPOINT",
     "START_FORMAT",
     "StartRecord",
-    "held_for",
+    "list_held",
     "is_detached",
     "note_detached",
     "note_held",
-    "note_let_go",
+    "remove_held",
     "note_start",
-    "start_of",
+    "read_start",
 ]
 
 START_FORMAT = 1
@@ -76,13 +76,13 @@ class StartRecord:
 
     def encode(self) -> bytes:
         """Return the file's bytes."""
-        return sealed_document({"format": START_FORMAT, **asdict(self)})
+        return seal_document({"format": START_FORMAT, **asdict(self)})
 
     @staticmethod
     def decode(data: bytes, where: str) -> StartRecord:
         """Decode a start record."""
-        with readable(where, "record of what a query was started from"):
-            fields = opened_document(data, where, START_FORMAT)
+        with report_damage(where, "record of what a query was started from"):
+            fields = open_document(data, where, START_FORMAT)
             return StartRecord(
                 kind=str(fields["kind"]),
                 source=str(fields["source"]),
@@ -98,7 +98,7 @@ class StartRecord:
 def note_start(query_folder: Folder, record: StartRecord) -> None:
     """Write the start record; an existing one must be equal, except for the path of a savepoint that was moved."""
     if not query_folder.create(START_NAME, record.encode()):
-        existing = start_of(query_folder)
+        existing = read_start(query_folder)
         if existing is not None and record.source_id and existing == replace(record, source=existing.source):
             return
         raise LineageError(
@@ -108,9 +108,9 @@ def note_start(query_folder: Folder, record: StartRecord) -> None:
         )
 
 
-def start_of(query_folder: Folder) -> StartRecord | None:
+def read_start(query_folder: Folder) -> StartRecord | None:
     """Read the start record of a query folder; None: the query began without state."""
-    return document_in(query_folder, START_NAME, StartRecord.decode)
+    return read_document(query_folder, START_NAME, StartRecord.decode)
 
 
 def is_detached(query_folder: Folder) -> bool:
@@ -124,19 +124,19 @@ def note_detached(query_folder: Folder) -> None:
     The caller must have a pointer that Spark handed out: in a batch with data Spark calls every bucket, and commits
     all of their pointers or none.
     """
-    query_folder.create(DETACHED_NAME, sealed_document({"format": START_FORMAT}))
+    query_folder.create(DETACHED_NAME, seal_document({"format": START_FORMAT}))
 
 
 def note_held(query_folder: Folder, captured: str) -> None:
     """Record a plan's hold for this query, because later plans of the query know only their own holds."""
-    query_folder.create(f"{_HELD}{captured}", sealed_document({"format": START_FORMAT}))
+    query_folder.create(f"{_HELD}{captured}", seal_document({"format": START_FORMAT}))
 
 
-def held_for(query_folder: Folder) -> list[str]:
+def list_held(query_folder: Folder) -> list[str]:
     """List the names that `note_held` recorded."""
     return [name.removeprefix(_HELD) for name in query_folder.names() if name.startswith(_HELD)]
 
 
-def note_let_go(query_folder: Folder, captured: str) -> None:
+def remove_held(query_folder: Folder, captured: str) -> None:
     """Remove the record of a released hold."""
     query_folder.as_named().remove(f"{_HELD}{captured}")

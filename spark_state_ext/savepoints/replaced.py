@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from arrow_schemas.checksum import opened_document, readable, sealed_document
+from arrow_schemas.checksum import open_document, report_damage, seal_document
 from arrow_schemas.lineage import parse_file_name
 from arrow_schemas.savepoint import SavepointManifest
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import CLAIM_FOLDER
-from spark_state_ext.files.readable import document_in
+from spark_state_ext.files.readable import read_document
 
 __all__ = ["REPLACED_NAME", "ReplacedFiles", "drop_replaced", "read_replaced"]
 
@@ -41,13 +41,13 @@ class ReplacedFiles:
     def encode(self) -> bytes:
         """Return the file's bytes."""
         files = {str(bucket): list(names) for bucket, names in self.files.items()}
-        return sealed_document({"format": _FORMAT, "savepoint_id": self.savepoint_id, "files": files})
+        return seal_document({"format": _FORMAT, "savepoint_id": self.savepoint_id, "files": files})
 
     @staticmethod
     def decode(data: bytes, where: str) -> ReplacedFiles:
         """Decode the record."""
-        with readable(where, "record of a savepoint's replaced files", _MEND):
-            fields = opened_document(data, where, _FORMAT, _MEND)
+        with report_damage(where, "record of a savepoint's replaced files", _MEND):
+            fields = open_document(data, where, _FORMAT, _MEND)
             files = {int(bucket): tuple(map(str, names)) for bucket, names in fields["files"].items()}
             # Files with these names are deleted, so only names of checkpoint files are accepted.
             if any(parse_file_name(name) is None for names in files.values() for name in names):
@@ -58,7 +58,7 @@ class ReplacedFiles:
 
 def read_replaced(savepoint: Folder) -> ReplacedFiles | None:
     """Read the record; None: no erasure was stopped."""
-    return document_in(savepoint.child(CLAIM_FOLDER), REPLACED_NAME, ReplacedFiles.decode)
+    return read_document(savepoint.child(CLAIM_FOLDER), REPLACED_NAME, ReplacedFiles.decode)
 
 
 def drop_replaced(

@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedBucket, SavedFile
-from spark_state_ext.savepoints.taking import Copy
+from spark_state_ext.savepoints.taking import BucketCopy
 
-__all__ = ["ANSWER", "SAVED", "answer", "copies_of", "saved_row"]
+__all__ = ["ANSWER", "SAVED", "make_answer", "parse_copies", "make_saved_row"]
 
 # The answer of a task that returns one row: JSON.
 ANSWER = "answer string"
@@ -22,12 +22,12 @@ _ANSWER = pa.schema([("answer", pa.string())])
 _SAVED = pa.schema([("saved", pa.string()), ("pointer", pa.binary())])
 
 
-def answer(value: Any) -> pa.RecordBatch:
+def make_answer(value: Any) -> pa.RecordBatch:
     """Encode a task's answer, which is made of builtin values, as a row of `ANSWER`."""
     return pa.RecordBatch.from_pylist([{"answer": json.dumps(value)}], schema=_ANSWER)
 
 
-def saved_row(copy: Copy) -> pa.RecordBatch:
+def make_saved_row(copy: BucketCopy) -> pa.RecordBatch:
     """Encode a saved bucket as a row of `SAVED`."""
     fields = {
         "operator": copy.saved.operator,
@@ -41,12 +41,12 @@ def saved_row(copy: Copy) -> pa.RecordBatch:
     return pa.RecordBatch.from_pylist([row], schema=_SAVED)
 
 
-def copies_of(rows: Iterable[tuple[str, bytes]]) -> list[Copy]:
-    """Decode rows of `saved_row`, from the columns of `SAVED`."""
+def parse_copies(rows: Iterable[tuple[str, bytes]]) -> list[BucketCopy]:
+    """Decode rows of `make_saved_row`, from the columns of `SAVED`."""
     copies = []
     for text, pointer in rows:
         fields = json.loads(text)
         files = tuple(SavedFile(**file) for file in fields.pop("files"))
         saved_bucket = SavedBucket(fields.pop("operator"), fields.pop("bucket"), Pointer.decode(bytes(pointer)), files)
-        copies.append(Copy(saved_bucket, **fields))
+        copies.append(BucketCopy(saved_bucket, **fields))
     return copies

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
-from spark_state_ext.savepoints.claims import SavepointClaim, claim_of, is_consumed
-from spark_state_ext.savepoints.records import StartRecord, is_detached, start_of
+from spark_state_ext.savepoints.claims import SavepointClaim, is_consumed, read_claim
+from spark_state_ext.savepoints.records import StartRecord, is_detached, read_start
 
-__all__ = ["Started", "Verdict", "claimed", "judged", "started_below"]
+__all__ = ["StartedQuery", "Verdict", "read_claim_status", "judge", "find_started_queries"]
 
 
 @dataclass(frozen=True)
-class Started:
+class StartedQuery:
     """A query that started from a snapshot.
 
     Parameters
@@ -52,8 +52,8 @@ class Verdict:
         return f"deletable: {'yes' if self.deletable else 'no'}, because {self.because}"
 
 
-def judged(
-    started: Sequence[Started],
+def judge(
+    started: Sequence[StartedQuery],
     claim: SavepointClaim | None,
     consumed: bool,
     looked_in: Sequence[str],
@@ -106,13 +106,13 @@ def judged(
     )
 
 
-def claimed(savepoint: Folder) -> tuple[SavepointClaim | None, bool]:
+def read_claim_status(savepoint: Folder) -> tuple[SavepointClaim | None, bool]:
     """Read a savepoint's claim; also return True if its owner has begun to delete the savepoint."""
-    claim = claim_of(savepoint)
+    claim = read_claim(savepoint)
     return claim, claim is not None and is_consumed(savepoint)
 
 
-def started_below(root: Folder, source: str, source_id: str) -> Iterable[Started]:
+def find_started_queries(root: Folder, source: str, source_id: str) -> Iterable[StartedQuery]:
     """Yield the queries below a root that started from a snapshot."""
     for operator in (entry for entry in root.entries() if entry.folder):
         folder = root.child(operator.name)
@@ -121,8 +121,8 @@ def started_below(root: Folder, source: str, source_id: str) -> Iterable[Started
                 continue
             query_folder = folder.child(entry.name)
             try:
-                record = start_of(query_folder)
+                record = read_start(query_folder)
             except MissingCheckpointError:
                 continue
             if record is not None and record.is_of(source, source_id):
-                yield Started(query_folder.root, record, is_detached(query_folder))
+                yield StartedQuery(query_folder.root, record, is_detached(query_folder))

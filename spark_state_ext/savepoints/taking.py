@@ -9,20 +9,20 @@ from pathlib import Path
 from arrow_schemas.lineage import Writer, file_name
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import RowSchema
-from arrow_schemas.savepoint import CANONICAL, NATIVE, SavedBucket, SavedFile, relocatable
-from spark_state_ext.backends.replication import Restorable, taken_over
+from arrow_schemas.savepoint import CANONICAL, NATIVE, SavedBucket, SavedFile, make_relocatable
+from spark_state_ext.backends.replication import Restorable, adapt_to_backends
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.restore.needed import needed_files
+from spark_state_ext.restore.needed import find_needed_files
 from spark_state_ext.restore.sources import Sources, restore_order
-from spark_state_ext.savepoints.copying import How, copied, digest_text
+from spark_state_ext.savepoints.copying import CopyMethod, copy_file, digest_text
 from spark_state_ext.savepoints.reading import scan_rows
 from spark_state_ext.savepoints.writer import write_snapshot
 
-__all__ = ["Copy", "Reading", "save_bucket"]
+__all__ = ["BucketCopy", "ReadOptions", "save_bucket"]
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """Options for reading the query's files.
 
     Parameters
@@ -38,7 +38,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Copy:
+class BucketCopy:
     """A saved bucket, and the work that saving it took.
 
     Parameters
@@ -65,27 +65,31 @@ def save_bucket(
     schema: RowSchema,
     scratch: Path,
     *,
-    reading: Reading = Reading(),
+    reading: ReadOptions = ReadOptions(),
     writer: Writer | None = None,
-) -> Copy:
+) -> BucketCopy:
     """Copy the files or rows of a bucket's state to a folder; safe to stop and repeat at any time."""
     if pointer.ref is None:
-        return Copy(SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, ()), ()))
+        return BucketCopy(SavedBucket(pointer.operator, pointer.bucket, make_relocatable(pointer, ()), ()))
     if form == CANONICAL:
         with scan_rows(pointer, replicas, schema, scratch, reading.restore_from) as rows:
             compacted = write_snapshot(pointer, schema, rows, target, scratch, writer)
-        return Copy(compacted, 0, 1, compacted.files[0].size_bytes)
+        return BucketCopy(compacted, 0, 1, compacted.files[0].size_bytes)
     assert form == NATIVE, form
-    replication = taken_over(pointer, replicas)
+    replication = adapt_to_backends(pointer, replicas)
     sources = Sources(restore_order(replicas, replication, reading.restore_from), pointer, reading.restore_from)
-    needed = needed_files(pointer, sources, scratch if reading.verify else None)
+    needed = find_needed_files(pointer, sources, scratch if reading.verify else None)
     files, copies = [], []
     for source in needed.files:
         body = source.announced.body
         file = SavedFile(file_name(source.fetch.ref, source.fetch.kind), source.announced.size_bytes, digest_text(body))
-        copies.append((copied(source.files, file, target, scratch), file.size_bytes))
+        copies.append((copy_file(source.files, file, target, scratch), file.size_bytes))
         files.append(file)
     target.sync()
-    saved_bucket = SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, needed.lineage), tuple(files))
-    streamed = [size for how, size in copies if how is How.STREAMED]
-    return Copy(saved_bucket, sum(how is How.DUPLICATED for how, _ in copies), len(streamed), sum(streamed))
+    saved_bucket = SavedBucket(
+        pointer.operator, pointer.bucket, make_relocatable(pointer, needed.lineage), tuple(files)
+    )
+    streamed = [size for how, size in copies if how is CopyMethod.STREAMED]
+    return BucketCopy(
+        saved_bucket, sum(how is CopyMethod.DUPLICATED for how, _ in copies), len(streamed), sum(streamed)
+    )

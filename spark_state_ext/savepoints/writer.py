@@ -26,19 +26,19 @@ from arrow_schemas.savepoint import (
     SavedFile,
     SavepointHeader,
     SavepointManifest,
-    relocatable,
+    make_relocatable,
 )
 from spark_state_ext.errors import ClaimedError, CorruptFileError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder, is_temporary
 from spark_state_ext.files.sealed import seal
-from spark_state_ext.savepoints.claims import claim_of, refuse_claimed
-from spark_state_ext.savepoints.copying import How, copied, put_whole, refuse_incomplete
+from spark_state_ext.savepoints.claims import read_claim, refuse_claimed
+from spark_state_ext.savepoints.copying import CopyMethod, copy_file, put_whole, refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from spark_state_ext.savepoints.placement import refuse_in_state
 from spark_state_ext.savepoints.reading import read_saved_rows
 from spark_state_ext.version import __version__
 from spark_state_ext.worker.local_folders import scratch_folder
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 __all__ = [
     "SavepointWriter",
@@ -70,19 +70,19 @@ class SavepointWriter:
     def copy(self, buckets: Sequence[SavedBucket], advance: Callable[[int], None] = lambda size: None) -> int:
         """Copy the files of buckets unchanged; return how many were duplicated."""
 
-        def copy_file(named_file: tuple[SavedBucket, SavedFile]) -> How:
+        def copy_one(named_file: tuple[SavedBucket, SavedFile]) -> CopyMethod:
             bucket, file = named_file
             files, target = (_find_folder(savepoint, bucket) for savepoint in (self.source, self.target))
-            how = copied(files, file, target, self._scratch)
+            how = copy_file(files, file, target, self._scratch)
             advance(file.size_bytes)
             return how
 
         named_files = [(bucket, file) for bucket in buckets for file in bucket.files]
-        methods = side_by_side("copy", _PARALLEL_MAX, copy_file, named_files) if named_files else []
+        methods = map_in_parallel("copy", _PARALLEL_MAX, copy_one, named_files) if named_files else []
         for bucket in buckets:
             _find_folder(self.target, bucket).sync()
         self._written += buckets
-        return sum(how is How.DUPLICATED for how in methods)
+        return sum(how is CopyMethod.DUPLICATED for how in methods)
 
     def read(self, saved_bucket: SavedBucket) -> Iterator[pa.RecordBatch]:
         """Read the rows of a bucket of the source savepoint."""
@@ -122,7 +122,7 @@ class SavepointWriter:
 
     def _refuse_erased(self) -> None:
         """Raise if keys were erased from the source meanwhile, because the new savepoint would still have them."""
-        claim = claim_of(self.source)
+        claim = read_claim(self.source)
         if claim is not None and claim.erases:
             refuse_claimed(self.source)
         try:
@@ -154,7 +154,7 @@ def write_snapshot(
 ) -> SavedBucket:
     """Write the rows of a bucket as one snapshot of its pointer's checkpoint."""
     if pointer.ref is None:
-        return SavedBucket(pointer.operator, pointer.bucket, relocatable(pointer, ()), ())
+        return SavedBucket(pointer.operator, pointer.bucket, make_relocatable(pointer, ()), ())
     newest = LineageEntry(pointer.ref, 0, pointer.lineage[-1].heartbeat)
     header = LineageHeader(
         kind=SNAPSHOT,
@@ -181,7 +181,7 @@ def write_snapshot(
     finally:
         sealed.let_go()
     target.sync()
-    saved_pointer = replace(relocatable(pointer, (newest,)), origins=(), rows=count)
+    saved_pointer = replace(make_relocatable(pointer, (newest,)), origins=(), rows=count)
     return SavedBucket(pointer.operator, pointer.bucket, saved_pointer, (file,))
 
 

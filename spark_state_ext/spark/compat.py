@@ -26,8 +26,8 @@ __all__ = [
     "get_labels",
     "has_labels",
     "is_connect",
-    "is_of_spark",
-    "said_by_spark",
+    "is_spark_error",
+    "extract_spark_message",
 ]
 
 _version = re.match(r"(\d+)\.(\d+)", pyspark.__version__)
@@ -59,13 +59,13 @@ def is_connect(session: Any) -> bool:
     return type(session).__module__.startswith("pyspark.sql.connect")
 
 
-def is_of_spark(error: BaseException) -> bool:
+def is_spark_error(error: BaseException) -> bool:
     """Return whether an error is Spark's: a PySpark error, or a JVM error that a classic session does not convert."""
     kinds = {(kind.__module__, kind.__name__) for kind in type(error).__mro__}
     return isinstance(error, PySparkException) or not _OF_THE_JVM.isdisjoint(kinds)
 
 
-def said_by_spark(text: str) -> str:
+def extract_spark_message(text: str) -> str:
     """Return the line of a Spark error's text that says what happened."""
     # The line with an error class; or Java's message, below py4j's own line; or the first line.
     error_class = _ERROR_CLASS.search(text)

@@ -13,16 +13,25 @@ from collections.abc import Iterable, Mapping
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.standby.placing import Placing
 
-__all__ = ["active_hosts", "active_on", "assign", "describe_shortfall", "find_unfollowed", "to_hold"]
+__all__ = [
+    "find_active_hosts",
+    "find_active_buckets",
+    "assign",
+    "describe_shortfall",
+    "find_unfollowed",
+    "buckets_to_hold",
+]
 
 
-def active_hosts(buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> dict[BucketKey, str | None]:
+def find_active_hosts(buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> dict[BucketKey, str | None]:
     """Return the host of each bucket's active task: the writer of the newest file in any record, None if unknown."""
     newest = _find_newest(members)
     return {key: newest[key][1] if key in newest else None for key in sorted(buckets)}
 
 
-def active_on(host: str, buckets: Iterable[BucketKey], members: Iterable[MemberRecord]) -> dict[BucketKey, int]:
+def find_active_buckets(
+    host: str, buckets: Iterable[BucketKey], members: Iterable[MemberRecord]
+) -> dict[BucketKey, int]:
     """Return the buckets whose newest file a host wrote, for `MemberRecord.active` of its own record.
 
     Such a bucket may have no follower, for example if there is no other host. Then only this record shows that its
@@ -36,11 +45,11 @@ def find_unfollowed(host: str, buckets: Iterable[BucketKey], members: Iterable[M
     """Return the buckets that a host is active for, by the records, and that no host follows.
 
     No record shows when another host becomes active for them. So the host must look at their newest file itself,
-    without loading it, and leave the buckets that another host wrote out of its record (`active_on`).
+    without loading it, and leave the buckets that another host wrote out of its record (`find_active_buckets`).
     """
     records = list(members)
     followed = {replica.key for member in records for replica in member.replicas}
-    return frozenset(active_on(host, buckets, records).keys() - followed)
+    return frozenset(find_active_buckets(host, buckets, records).keys() - followed)
 
 
 def _find_newest(members: Iterable[MemberRecord]) -> dict[BucketKey, tuple[int, str]]:
@@ -82,7 +91,7 @@ def describe_shortfall(assignment: Mapping[BucketKey, tuple[str, ...]], settings
     )
 
 
-def to_hold(
+def buckets_to_hold(
     host: str, assignment: Mapping[BucketKey, tuple[str, ...]], members: Iterable[MemberRecord]
 ) -> frozenset[BucketKey]:
     """Return what a host must hold: the buckets assigned to it, and those that it may not give up yet.
@@ -101,7 +110,7 @@ def to_hold(
         for replica in member.replicas:
             if replica.key in leaving:
                 holders[replica.key][member.host] = replica
-    active = active_hosts(leaving, records.values())
+    active = find_active_hosts(leaving, records.values())
     return frozenset(assigned | {key for key in leaving if _keeps(host, assignment[key], holders[key], active[key])})
 
 

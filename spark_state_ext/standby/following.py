@@ -35,7 +35,7 @@ from spark_state_ext.errors import (
     StorageError,
 )
 from spark_state_ext.files.operator_catalog import newest_operator
-from spark_state_ext.reading.loading import sources_in
+from spark_state_ext.reading.loading import make_sources
 from spark_state_ext.rescale.origin import Origin
 from spark_state_ext.restore.lazy import LazyRestore
 from spark_state_ext.restore.load_plan import Chain, plan_load
@@ -48,15 +48,15 @@ from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.committed import CommittedRecord, read_committed, write_committed
 from spark_state_ext.store.local_disk import DATA_FILE, storage_error
-from spark_state_ext.store.reclaim import note_use
+from spark_state_ext.store.reclaim import record_use
 from spark_state_ext.timeline.epochs import Epochs
-from spark_state_ext.timeline.records import epochs_of
+from spark_state_ext.timeline.records import read_epochs
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.host import host_name
-from spark_state_ext.worker.memory import give_back
-from spark_state_ext.worker.process import namespace
+from spark_state_ext.worker.memory import release_memory
+from spark_state_ext.worker.process import get_pid_namespace
 
-__all__ = ["BucketFollower", "FollowedStores"]
+__all__ = ["BucketFollower", "SharedStores"]
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class _Reading:
     lag: Lag
 
 
-class FollowedStores:
+class SharedStores:
     """The open local stores of a service, a bounded number of them. Thread-safe."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class BucketFollower:
         root: FollowedRoot,
         key: BucketKey,
         operator: OperatorFile,
-        stores: FollowedStores,
+        stores: SharedStores,
         bandwidth: Bandwidth | None = None,
         stop: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -316,7 +316,7 @@ class BucketFollower:
         before = 0 if self._line is None else self._line.head.writer.epoch
         if header.writer.epoch not in (0, before) or header.writer.epoch > self._epochs.numbers_to:
             # A known epoch may have been withdrawn since.
-            self._epochs = epochs_of(self._query_folder)
+            self._epochs = read_epochs(self._query_folder)
         line, is_on_line = judge(self._line, header, self._epochs)
         if is_on_line:
             self._load(listing, header)
@@ -378,7 +378,7 @@ class BucketFollower:
         names = [operator.operator, *sorted(others - {operator.operator})]
         with closing(Origin(self._query_folder, pointer, operator.bucket_map, store.schema, scratch)) as origin:
             origins = [origin] if first not in listing.files and origin.is_there() else []
-            sources = sources_in(self._folder, pointer, *origins, files=listing.meter, in_thread=True)
+            sources = make_sources(self._folder, pointer, *origins, files=listing.meter, in_thread=True)
             yield Loader(
                 store,
                 sources,
@@ -397,7 +397,7 @@ class BucketFollower:
                 unconfirmed = line.head.lineage[0] if line.head.lineage else None
                 compacted = store.compact(line.committed, unconfirmed, self._root.gives_bytes_min)
                 if compacted is not None:
-                    give_back(compacted.size_bytes)
+                    release_memory(compacted.size_bytes)
                 self._take_snapshot(store, listing, line)
             finally:
                 # Prune even if there was no room to merge: this frees some.
@@ -448,7 +448,7 @@ class BucketFollower:
         writer = line.head.writer
         # The newest file's parent was the state before its batch.
         plan_id = f"{_STANDBY}{writer.run_id}"
-        record = CommittedRecord(line.committed, writer.batch - 1, noticed_ms, plan_id, namespace())
+        record = CommittedRecord(line.committed, writer.batch - 1, noticed_ms, plan_id, get_pid_namespace())
         write_committed(self._store_folder, record, self._operator)
 
     def _stat_store(self) -> tuple[int, int, int] | None:
@@ -462,9 +462,9 @@ class BucketFollower:
         return status.st_dev, status.st_ino, status.st_mtime_ns
 
     def _note_use(self) -> bool:
-        """Call `note_use`; a disk error becomes an error of the step, so that it does not end the service."""
+        """Call `record_use`; a disk error becomes an error of the step, so that it does not end the service."""
         try:
-            return note_use(self.store_folder)
+            return record_use(self.store_folder)
         except OSError as error:
             raise storage_error(self.store_folder, error) from error
 

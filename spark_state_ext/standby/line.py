@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from arrow_schemas.lineage import CheckpointRef, LineageHeader
-from spark_state_ext.timeline.epochs import Epochs, Made, Verdict
+from spark_state_ext.timeline.epochs import Epochs, MadeAt, Verdict
 
 __all__ = ["Line", "judge"]
 
@@ -44,5 +44,5 @@ def judge(line: Line | None, header: LineageHeader, epochs: Epochs) -> tuple[Lin
 
 def _rank(header: LineageHeader, epochs: Epochs) -> tuple[bool, int, int]:
     """Return a sort key for how new a file is."""
-    writer = Made.of(header)
+    writer = MadeAt.of(header)
     return epochs.judge(writer) is not Verdict.GIVEN_UP, epochs.rank(writer), header.ref.version

@@ -20,7 +20,7 @@ from arrow_schemas.standby import MemberRecord, StandbySettings
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, UsageError, VersionSkewError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.members import MEMBERS_FOLDER, STANDBY_FOLDER, RecordName
-from spark_state_ext.files.readable import document_in
+from spark_state_ext.files.readable import read_document
 
 __all__ = [
     "MEMBERS_FOLDER",
@@ -318,7 +318,7 @@ def record_numbers(root: Folder) -> dict[str, int]:
 
 def read_settings(root: Folder) -> StandbySettings:
     """Return the standby settings of a root; the defaults if it has none."""
-    return document_in(root.child(STANDBY_FOLDER), _SETTINGS_NAME, StandbySettings.decode) or StandbySettings()
+    return read_document(root.child(STANDBY_FOLDER), _SETTINGS_NAME, StandbySettings.decode) or StandbySettings()
 
 
 def write_settings(root: Folder, settings: StandbySettings) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_state_ext.peers.serving import PeerWork
 from spark_state_ext.standby.failovers import OUTCOMES
-from spark_state_ext.standby.recovery import recover_host_s
+from spark_state_ext.standby.recovery import estimate_host_recovery_s
 from spark_state_ext.standby.service import RootService, StandbyService
 from spark_state_ext.standby.values import Followed, Lag
 
@@ -123,7 +123,7 @@ def _recovery(roots: Iterable[RootService], family: Any) -> Iterator[Metric]:
     families = {name: family(f"{_PREFIX}_{name}", text, labels=["root"]) for name, text in texts.items()}
     for root in roots:
         rate = root.follower.restore_rate()
-        values = (rate.bytes_per_s, rate.rows_per_s, recover_host_s(root.last.replicas, rate.bytes_per_s))
+        values = (rate.bytes_per_s, rate.rows_per_s, estimate_host_recovery_s(root.last.replicas, rate.bytes_per_s))
         for name, value in zip(families, values, strict=True):
             if value is not None:
                 families[name].add_metric([root.name], value)

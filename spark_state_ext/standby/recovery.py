@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from arrow_schemas.standby import MemberRecord, StandbyReplica
 
-__all__ = ["Reading", "Readings", "RestoreRate", "recover_all_s", "recover_host_s", "recover_s", "restore_rate"]
+__all__ = [
+    "Reading",
+    "Readings",
+    "RestoreRate",
+    "recover_all_s",
+    "estimate_host_recovery_s",
+    "estimate_recovery_s",
+    "restore_rate",
+]
 
 # The rate is that of the last minute of reading, however long ago that was.
 _BUSY_S_MAX = 60.0
@@ -97,18 +105,18 @@ class Readings:
         self._sum_s -= oldest.ended_s - oldest.begun_s
 
 
-def recover_s(replica: StandbyReplica, bytes_per_s: float | None) -> float | None:
+def estimate_recovery_s(replica: StandbyReplica, bytes_per_s: float | None) -> float | None:
     """Return estimated seconds until a replica has caught up, if the host restores nothing else; None if unknown."""
     if not replica.lag_versions:
         return 0.0 if replica.in_sync else None
     return replica.lag_bytes / bytes_per_s if bytes_per_s else None
 
 
-def recover_host_s(replicas: Iterable[StandbyReplica], bytes_per_s: float | None) -> float | None:
+def estimate_host_recovery_s(replicas: Iterable[StandbyReplica], bytes_per_s: float | None) -> float | None:
     """Return estimated seconds until all of a host's replicas have caught up, one after the other; None if unknown."""
     total_s = 0.0
     for replica in replicas:
-        each_s = recover_s(replica, bytes_per_s)
+        each_s = estimate_recovery_s(replica, bytes_per_s)
         if each_s is None:
             return None
         total_s += each_s
@@ -119,7 +127,7 @@ def recover_all_s(held: Iterable[tuple[MemberRecord, Iterable[StandbyReplica]]])
     """Return estimated seconds until the last host has caught up, as hosts restore in parallel; None if unknown."""
     longest_s = 0.0
     for record, replicas in held:
-        host_s = recover_host_s(replicas, record.restore_bytes_per_s)
+        host_s = estimate_host_recovery_s(replicas, record.restore_bytes_per_s)
         if host_s is None:
             return None
         longest_s = max(longest_s, host_s)

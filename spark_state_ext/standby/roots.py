@@ -14,14 +14,14 @@ from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import UsageError
-from spark_state_ext.peers.serving import Found
+from spark_state_ext.peers.serving import SnapshotFile
 from spark_state_ext.standby.finding import Finder, FoundBuckets
-from spark_state_ext.standby.following import BucketFollower, FollowedStores
+from spark_state_ext.standby.following import BucketFollower, SharedStores
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.recovery import Reading, Readings, RestoreRate
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 from spark_state_ext.store import LocalStore
-from spark_state_ext.store.reclaim import reclaim
+from spark_state_ext.store.reclaim import remove_unused
 from spark_state_ext.worker.threads import DaemonPool
 
 __all__ = ["Pace", "ReplicaShelf", "RootFollower", "Work", "next_wait_s"]
@@ -125,7 +125,7 @@ class RootFollower:
         self._pace = pace or Pace()
         self._stop = threading.Event()
         self._bandwidth = Bandwidth(bandwidth_max_bytes_s, clock, self._stop.wait)
-        self._stores = FollowedStores()
+        self._stores = SharedStores()
         self._pool = DaemonPool("standby")
         self._pool.threads_max = threads_max
         self._finder = Finder(root.folder)
@@ -233,7 +233,7 @@ class RootFollower:
 
     def reclaim(self, keep_s: float) -> list[Path]:
         """Remove local stores that no task and no follower of this host has used for `keep_s` seconds."""
-        return reclaim(self._root.stores, self._root.scratch, keep_s)
+        return remove_unused(self._root.stores, self._root.scratch, keep_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop all steps, and close the local stores."""
@@ -283,11 +283,11 @@ class ReplicaShelf:
     def __init__(self, followers: Sequence[RootFollower]) -> None:
         self._followers = tuple(followers)
 
-    def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
+    def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> SnapshotFile | None:
         """Return a snapshot file, as `Shelf.find` requires."""
         for follower in self._followers:
             store = follower.store(key)
             file = None if store is None else store.lazy.whole_file(ref, body_digest)
             if file is not None:
-                return Found(*file)
+                return SnapshotFile(*file)
         return None

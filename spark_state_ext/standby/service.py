@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, StorageError, VersionSkewError
 from spark_state_ext.standby.assignment import (
-    active_hosts,
-    active_on,
     assign,
+    buckets_to_hold,
     describe_shortfall,
+    find_active_buckets,
+    find_active_hosts,
     find_unfollowed,
-    to_hold,
 )
 from spark_state_ext.standby.failovers import Failovers
 from spark_state_ext.standby.members import Members, Membership, describe_duplicate, read_settings
@@ -122,7 +122,7 @@ class RootService:
         followed = self.follower.collect_results()
         own_record = self._make_record(followed, settings)
         records = [*(record for record in members.records if record.host != self._host), own_record]
-        buckets = active_hosts(buckets_found.operators, records)
+        buckets = find_active_hosts(buckets_found.operators, records)
         self.failovers.see(buckets, followed, members)
         assignment = assign(buckets, records, settings)
         # Wait until the other hosts have seen this one. What a host has is unknown until its record is read.
@@ -130,7 +130,7 @@ class RootService:
             self.follower.hold(())
         elif self._looks > 1 and not members.unread:
             kept = self.failovers.unseen(buckets, followed)
-            self.follower.hold(to_hold(self._host, assignment, records) | kept)
+            self.follower.hold(buckets_to_hold(self._host, assignment, records) | kept)
         self._active, unread = self._find_active(records)
         written = membership.heartbeat(self._make_record(followed, settings))
         short = describe_shortfall(assignment, settings)
@@ -198,7 +198,7 @@ class RootService:
         would keep the host from writing its record, and the other hosts would take it for dead with all its replicas.
         """
         keys = self.follower.list_known()
-        active = active_on(self._host, keys, records)
+        active = find_active_buckets(self._host, keys, records)
         unread = []
         for key in sorted(find_unfollowed(self._host, keys, records)):
             files = BucketFiles.listed(self._root.folder.child(key.operator, key.query_folder), key.bucket)

@@ -1,6 +1,6 @@
 """The status of a root's standby: live hosts, their replicas and lags, and which hosts can be removed safely.
 
-`StandbyStatus` is built from the hosts' records; `survey` reads them, and waits to see which hosts are alive.
+`StandbyStatus` is built from the hosts' records; `read_status` reads them, and waits to see which hosts are alive.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.standby.assignment import active_hosts
+from spark_state_ext.standby.assignment import find_active_hosts
 from spark_state_ext.standby.members import Membership, describe_duplicate, read_settings, record_numbers
 from spark_state_ext.standby.recovery import recover_all_s
 
-__all__ = ["Removal", "StandbyStatus", "survey"]
+__all__ = ["Removal", "StandbyStatus", "read_status"]
 
 # How long to wait for a host: longer than the time between two heartbeats, unless its store is slow.
 _PATIENCE_HEARTBEATS = 1.5
@@ -79,7 +79,7 @@ class StandbyStatus:
         problems: Collection[str] = (),
     ) -> StandbyStatus:
         """Build the status of some buckets from records."""
-        active = active_hosts(buckets, records)
+        active = find_active_hosts(buckets, records)
         return StandbyStatus(
             settings, {record.host: record for record in records}, tuple(sorted(silent)), active, tuple(problems)
         )
@@ -148,7 +148,7 @@ class StandbyStatus:
         return Removal(host, not exposed, exposed, 0 if record is None else len(record.replicas))
 
 
-def survey(
+def read_status(
     root: Folder,
     buckets: Collection[BucketKey],
     clock_s: Callable[[], float] = time.monotonic,

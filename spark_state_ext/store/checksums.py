@@ -27,7 +27,7 @@ __all__ = [
     "BlockChecks",
     "PartlyChecked",
     "block_crcs",
-    "cells_of",
+    "find_cells",
     "check_all",
     "check_crcs",
 ]
@@ -128,7 +128,7 @@ class PartlyChecked:
         self._check(0, _PREFIX_BYTES + header_bytes)
         self._rows = pa.ipc.read_record_batch(data, schema)
         if checks.cells is None:
-            checks.cells = tuple(cells_of(column, self._address) for column in self._rows.columns)
+            checks.cells = tuple(find_cells(column, self._address) for column in self._rows.columns)
         self._hashes_at = checks.cells[schema.get_field_index(KEY_HASH)].values
         self._hashes: HashArray = np.frombuffer(self._data, np.uint64, self._rows.num_rows, self._hashes_at)
 
@@ -191,7 +191,7 @@ class PartlyChecked:
                 self._checks.done[block] = 1
 
 
-def cells_of(column: pa.Array, address: int) -> Cells:
+def find_cells(column: pa.Array, address: int) -> Cells:
     """Return the positions of a column's values, relative to `address`."""
     data_type, types = column.type, pa.types
     if types.is_null(data_type):

@@ -17,14 +17,14 @@ import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from arrow_schemas.damage import damage_in
+from arrow_schemas.damage import describe_damage
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from spark_state_ext.errors import CorruptFileError, CorruptStoreError
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.removal import remove_file
 
-__all__ = ["CommittedRecord", "committed_bytes", "operator_of", "read_committed", "write_committed"]
+__all__ = ["CommittedRecord", "read_committed_bytes", "read_operator_file", "read_committed", "write_committed"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _COMMITTED, _OPERATOR = "committed", "operator.json"
@@ -76,7 +76,7 @@ class CommittedRecord:
             ref = fields.pop("ref")
             return CommittedRecord(None if ref is None else CheckpointRef(*ref), **fields)
         except (AttributeError, CorruptFileError, KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"{where} was not written by this release: {damage_in(error)}") from error
+            raise CorruptStoreError(f"{where} was not written by this release: {describe_damage(error)}") from error
 
 
 def write_committed(bucket_folder: Path, record: CommittedRecord, operator: OperatorFile) -> None:
@@ -119,11 +119,11 @@ def _warn_once(text: str) -> None:
 
 def read_committed(bucket_folder: Path) -> CommittedRecord | None:
     """Read a bucket's committed record; None if no call has written one."""
-    data = committed_bytes(bucket_folder)
+    data = read_committed_bytes(bucket_folder)
     return None if data is None else CommittedRecord.decode(data, str(bucket_folder))
 
 
-def committed_bytes(bucket_folder: Path) -> bytes | None:
+def read_committed_bytes(bucket_folder: Path) -> bytes | None:
     """Read the bytes of a bucket's committed record; None if no call has written one."""
     try:
         file = os.open(f"{bucket_folder}/{boot_id()}/{_COMMITTED}", os.O_RDONLY | os.O_CLOEXEC)
@@ -135,7 +135,7 @@ def committed_bytes(bucket_folder: Path) -> bytes | None:
         os.close(file)
 
 
-def operator_of(bucket_folder: Path) -> OperatorFile | None:
+def read_operator_file(bucket_folder: Path) -> OperatorFile | None:
     """Read the operator file that describes a store's rows; None if no call has written one."""
     path = bucket_folder / boot_id() / _OPERATOR
     try:

@@ -15,7 +15,7 @@ __all__ = [
     "choose_runs_to_compact",
     "choose_runs",
     "find_droppable",
-    "outgrown",
+    "is_outgrown",
 ]
 
 FANOUT = 4
@@ -64,7 +64,7 @@ def _sort_best_last(runs: list[Run]) -> list[Run]:
     return sorted(runs, key=lambda run: (not run.base, run.oldest.version), reverse=True)
 
 
-def outgrown(sizes: Sequence[int], bytes_max: int = COMPACTION_BYTES_MAX) -> bool:
+def is_outgrown(sizes: Sequence[int], bytes_max: int = COMPACTION_BYTES_MAX) -> bool:
     """True if runs are too large for bounded compactions to keep them few and free of overwritten rows.
 
     Four runs that together hold most of the state, each above a quarter of the bound, can no longer be merged. Then

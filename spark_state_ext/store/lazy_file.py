@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from arrow_schemas.blocks import PIECE_BYTES, digest_of
+from arrow_schemas.blocks import PIECE_BYTES, digest_crcs
 from arrow_schemas.equality import IndexArray
-from arrow_schemas.ipc_message import message_at
+from arrow_schemas.ipc_message import read_message_head
 from arrow_schemas.snapshot_index import IndexRecord, SnapshotIndex
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import CorruptFileError, CorruptStoreError, MissingRunError
@@ -34,14 +34,14 @@ from spark_state_ext.worker.removal import remove_file
 if TYPE_CHECKING:
     from spark_state_ext.store.runs import Run
 
-__all__ = ["FetchPieces", "LazyFile", "LazyOptions", "PieceGiver", "marks_path"]
+__all__ = ["FetchPieces", "LazyFile", "LazyOptions", "PieceSource", "marks_path"]
 
 _MAGIC = b"SSEL"
 # Magic, CRC-32 of the index, length of the index in bytes.
 _HEAD = struct.Struct("<4sIQ")
 
 
-class PieceGiver(Protocol):
+class PieceSource(Protocol):
     """A source of snapshots' pieces besides the backend: standby services of other hosts (`spark_state_ext.peers`)."""
 
     def give(
@@ -84,7 +84,7 @@ class LazyOptions:
     bytes_min: int
     fill_bytes_per_s_max: int
     runner: Runner
-    peers: PieceGiver | None = None
+    peers: PieceSource | None = None
     foreground: Foreground = field(default_factory=Foreground)
 
 
@@ -146,7 +146,7 @@ class LazyFile:
             if len(stored) != size or zlib.crc32(stored) != crc:
                 raise CorruptFileError(f"the index of {where} fails its checksum")
             # The manifest has the checksums of the body's blocks, so the index of another body is refused.
-            index = SnapshotIndex.decode(stored, IndexRecord.of(stored, 0), digest_of(run.blocks), where)
+            index = SnapshotIndex.decode(stored, IndexRecord.of(stored, 0), digest_crcs(run.blocks), where)
         except CorruptFileError as error:
             raise CorruptStoreError(str(error)) from error
         return LazyFile(folder, run, index, data, marks, _HEAD.size + size)
@@ -216,7 +216,7 @@ class LazyFile:
         chunk, view = self.run.chunks[number], memoryview(self.buffer)
         try:
             # Arrow allocates memory for a compressed body before it checks the body. Chunks are never compressed.
-            head = message_at(lambda at, size: bytes(view[at : at + size]), chunk.offset, f"chunk {number}")
+            head = read_message_head(lambda at, size: bytes(view[at : at + size]), chunk.offset, f"chunk {number}")
             if head.codec is not None:
                 raise CorruptFileError(f"chunk {number} is compressed")
             return pa.ipc.read_record_batch(self.buffer.slice(chunk.offset, chunk.size_bytes), schema)

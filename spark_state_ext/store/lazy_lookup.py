@@ -19,7 +19,7 @@ from arrow_schemas.blocks import PIECE_BYTES
 from arrow_schemas.equality import HashArray, IndexArray
 from arrow_schemas.row import KEY_HASH, RowSchema
 from spark_state_ext.errors import CorruptStoreError, MissingRunError
-from spark_state_ext.store.checksums import BINARY, FIXED, WHOLE, Cells, cells_of
+from spark_state_ext.store.checksums import BINARY, FIXED, WHOLE, Cells, find_cells
 from spark_state_ext.store.lazy_file import FetchPieces, LazyFile
 
 __all__ = ["Positions", "ensure_pieces", "fetch_columns", "locate_hashes"]
@@ -177,7 +177,7 @@ class _Search:
                 f"chunk {self.number} has {batch.num_rows} rows, but the manifest says {self._rows}"
             )
         address = self._lazy.buffer.address
-        self._columns = [(cells_of(column, address), column) for column in batch.columns]
+        self._columns = [(find_cells(column, address), column) for column in batch.columns]
         self._hashes_at = self._columns[schema.arrow.get_field_index(KEY_HASH)][0].values
         self._chunk_hashes: HashArray = np.frombuffer(self._lazy.buffer, np.uint64, self._rows, self._hashes_at)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arrow_schemas.blocks import digest_of
+from arrow_schemas.blocks import digest_crcs
 from arrow_schemas.equality import HashArray
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import RowSchema
@@ -82,7 +82,7 @@ class LazyRuns:
         """Return the path and length of a snapshot's body; None if it is absent, incomplete or has another digest."""
         folder = self._environment.folder
         for run in self._environment.read(lambda txn: list(manifest.read_runs(txn))):
-            if run.newest == ref and run.base and run.file_bytes and digest_of(run.blocks) == body_digest:
+            if run.newest == ref and run.base and run.file_bytes and digest_crcs(run.blocks) == body_digest:
                 return None if self.file(run) is not None else (file_path(folder, run.key), run.file_bytes)
         return None
 

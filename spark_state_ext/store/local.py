@@ -31,7 +31,7 @@ from spark_state_ext.store.compaction import (
     choose_runs,
     choose_runs_to_compact,
     find_droppable,
-    outgrown,
+    is_outgrown,
 )
 from spark_state_ext.store.damage import rebuild_if_damaged
 from spark_state_ext.store.environment import MAP_BYTES_MIN
@@ -39,7 +39,7 @@ from spark_state_ext.store.identity import check_identity
 from spark_state_ext.store.incoming import Incoming, remove_abandoned
 from spark_state_ext.store.lazy_runs import LazyRuns, file_paths, remove_files
 from spark_state_ext.store.pending import PendingRun
-from spark_state_ext.store.runs import CHUNK_ROWS, Run, cut, encode_chunk
+from spark_state_ext.store.runs import CHUNK_ROWS, Run, encode_chunk, split_batches
 from spark_state_ext.store.shared import SharedEnvironment
 from spark_state_ext.store.transaction import Reader, Writer
 from spark_state_ext.store.view import View
@@ -184,7 +184,7 @@ class LocalStore:
 
     def outgrown(self, view: View) -> bool:
         """True if a snapshot of a view should replace its runs (`ingest`), because merging cannot keep them small."""
-        return outgrown([run.size_bytes for run in view.runs], self._compaction_bytes_max)
+        return is_outgrown([run.size_bytes for run in view.runs], self._compaction_bytes_max)
 
     def compact(
         self, head: CheckpointRef | None, unconfirmed: CheckpointRef | None = None, keeps_bytes_min: int | None = None
@@ -362,7 +362,7 @@ class LocalStore:
         check: Callable[[Reader], None],
     ) -> Run:
         pending = PendingRun(uuid.uuid4().hex)
-        for batch in cut(batches, self._chunk_rows):
+        for batch in split_batches(batches, self._chunk_rows):
             chunk, data, crcs = encode_chunk(batch)
             pending.add(chunk, data, crcs)
             del batch, data  # LMDB holds another copy while a transaction is open

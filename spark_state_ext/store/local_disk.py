@@ -79,8 +79,8 @@ def storage_error(folder: Path, error: Exception) -> StateError:
     """Return the error to raise for an error of LMDB or the system about a local store; its text says what to do."""
     if is_damage(error):
         return CorruptStoreError(f"the local store {folder} is damaged: {error}")
-    if descriptors.used_up(error):
-        return descriptors.too_many(f"the local store {folder} cannot be opened")
+    if descriptors.is_limit_reached(error):
+        return descriptors.make_too_many_error(f"the local store {folder} cannot be opened")
     text = str(error)
     number = getattr(error, "errno", None)
     # If the disk takes only a part of a write, LMDB reports an "Input/output error".

@@ -18,7 +18,7 @@ from pathlib import Path
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.removal import is_link, real_folders, remove_empty, remove_file, remove_tree
 
-__all__ = ["note_use", "reclaim"]
+__all__ = ["record_use", "remove_unused"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _USED = "used"
@@ -27,7 +27,7 @@ _RENAMED = "gone-"
 _SCRATCH_KEPT_S_MIN = 86_400.0
 
 
-def note_use(bucket_folder: Path) -> bool:
+def record_use(bucket_folder: Path) -> bool:
     """Record that a bucket's store is used now; return False if the store does not exist."""
     used = bucket_folder / boot_id() / _USED
     try:
@@ -40,7 +40,7 @@ def note_use(bucket_folder: Path) -> bool:
     return True
 
 
-def reclaim(stores: Path, scratch: Path, keep_s: float, now_s: float | None = None) -> list[Path]:
+def remove_unused(stores: Path, scratch: Path, keep_s: float, now_s: float | None = None) -> list[Path]:
     """Remove stores that were not used for `keep_s` seconds, and old temporary files; return the removed paths."""
     now_s = time.time() if now_s is None else now_s
     removed: list[Path] = []

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from arrow_schemas.damage import damage_in
+from arrow_schemas.damage import describe_damage
 from arrow_schemas.equality import HashArray, IndexArray, group_by_key, rows_equal
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import DELETED, KEY_HASH, TIMEOUT_MS, RowSchema
@@ -28,14 +28,14 @@ __all__ = [
     "Chunk",
     "Run",
     "align",
-    "cut",
+    "split_batches",
     "describe",
     "encode_chunk",
-    "find",
-    "hashes_of",
-    "joined",
-    "newest_wins",
-    "sorted_run",
+    "find_rows",
+    "get_hashes",
+    "join_batches",
+    "merge_newest",
+    "sort_by_hash",
 ]
 
 # Opening a chunk costs a fixed time, so chunks are large and a run has few of them.
@@ -145,18 +145,18 @@ class Run:
                 blocks=tuple(fields["blocks"]),
             )
         except (KeyError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"an entry of the run manifest cannot be read: {damage_in(error)}") from error
+            raise CorruptStoreError(f"an entry of the run manifest cannot be read: {describe_damage(error)}") from error
 
 
-def sorted_run(batch: pa.RecordBatch) -> pa.RecordBatch:
+def sort_by_hash(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Return the rows of a batch, sorted by hash. Keys must be distinct."""
-    hashes = hashes_of(batch)
+    hashes = get_hashes(batch)
     if len(hashes) < 2 or bool((hashes[1:] >= hashes[:-1]).all()):
         return batch
     return batch.take(pa.array(np.argsort(hashes, kind="stable")))
 
 
-def hashes_of(batch: pa.RecordBatch) -> HashArray:
+def get_hashes(batch: pa.RecordBatch) -> HashArray:
     """Return the hash column as a NumPy view."""
     view: HashArray = batch.column(KEY_HASH).to_numpy(zero_copy_only=True)
     return view
@@ -171,7 +171,7 @@ def encode_chunk(batch: pa.RecordBatch) -> tuple[Chunk, pa.Buffer, bytes]:
 
 def describe(batch: pa.RecordBatch, size_bytes: int, crc: int, offset: int = 0) -> Chunk:
     """Return the manifest's statistics of a chunk."""
-    hashes = hashes_of(batch)
+    hashes = get_hashes(batch)
     timeouts = batch.column(TIMEOUT_MS)
     has_timeout = timeouts.null_count < len(timeouts)
     values = timeouts.drop_null().to_numpy() if has_timeout else None
@@ -196,7 +196,7 @@ def align(data: memoryview, chunk: Chunk) -> pa.Buffer:
     return pa.py_buffer(bytes(data)) if buffer.address % _ALIGNMENT else buffer
 
 
-def cut(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.RecordBatch]:
+def split_batches(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.RecordBatch]:
     """Yield the same rows in batches of `rows_max` rows; the last has fewer, and so do batches of large rows."""
     held: list[pa.RecordBatch] = []
     count = 0
@@ -223,12 +223,12 @@ def cut(batches: Iterable[pa.RecordBatch], rows_max: int) -> Iterator[pa.RecordB
 
 def _join_and_clear(held: list[pa.RecordBatch]) -> pa.RecordBatch:
     """Join a list of batches and empty the list, so that it does not hold memory while the caller uses the result."""
-    batch = joined(held)
+    batch = join_batches(held)
     held.clear()
     return batch
 
 
-def joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+def join_batches(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     """Join the rows of some batches into one batch."""
     if len(batches) == 1:
         return batches[0]
@@ -241,7 +241,7 @@ def joined(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     return combined[0] if combined else batches[0]
 
 
-def find(
+def find_rows(
     chunk: pa.RecordBatch,
     schema: RowSchema,
     hashes: HashArray,
@@ -252,7 +252,7 @@ def find(
 
     `at`, if given, has for each key the row of the first hash that is not smaller.
     """
-    chunk_hashes = hashes_of(chunk)
+    chunk_hashes = get_hashes(chunk)
     if at is None:
         at = first_at_least(chunk_hashes, hashes)
     positions: IndexArray = np.arange(len(hashes), dtype=np.int64)
@@ -281,7 +281,7 @@ def find(
         return np.empty(0, dtype=np.int64), schema.empty()
     if len(positions_found) == 1:
         return positions_found[0], rows_found[0]
-    return np.concatenate(positions_found), joined(rows_found)
+    return np.concatenate(positions_found), join_batches(rows_found)
 
 
 def first_at_least(ascending: HashArray, hashes: HashArray) -> IndexArray:
@@ -315,14 +315,14 @@ def first_at_least(ascending: HashArray, hashes: HashArray) -> IndexArray:
     return at
 
 
-def newest_wins(batches: Sequence[pa.RecordBatch], schema: RowSchema, drop_tombstones: bool) -> pa.RecordBatch:
+def merge_newest(batches: Sequence[pa.RecordBatch], schema: RowSchema, drop_tombstones: bool) -> pa.RecordBatch:
     """Merge sorted batches, given newest first: return the newest row of each key, sorted by hash."""
     if len(batches) == 1:
         merged = batches[0]
     else:
-        rows = joined(batches)
+        rows = join_batches(batches)
         # Rows of one key keep their order, so the first of each group is the newest.
-        order, starts = group_by_key(hashes_of(rows), schema.key_columns(rows))
+        order, starts = group_by_key(get_hashes(rows), schema.key_columns(rows))
         merged = rows.take(pa.array(order[starts]))
     if drop_tombstones and merged.num_rows:
         deleted = merged.column(DELETED)

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from arrow_schemas.equality import HashArray, IndexArray
 from arrow_schemas.row import DELETED, KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.store.lazy_file import FetchPieces
-from spark_state_ext.store.runs import Run, find, hashes_of, joined, newest_wins
+from spark_state_ext.store.runs import Run, find_rows, get_hashes, join_batches, merge_newest
 
 if TYPE_CHECKING:
     from spark_state_ext.store.checksums import PartlyChecked
@@ -101,7 +101,7 @@ class View:
                         continue
                     asked = unresolved[lo:hi]
                     at = positions[run.key].rows(i, asked) if run.key in positions else None
-                    found_positions, rows = find(
+                    found_positions, rows = find_rows(
                         open_chunk(run, i), self._schema, wanted_hashes[lo:hi], _take_keys(keys, asked), at
                     )
                     if not len(found_positions):
@@ -152,7 +152,7 @@ class View:
         for after, upto in self._small_ranges():
             pieces = self._copy_rows(after, upto)
             if pieces:
-                merged = newest_wins(pieces, self._schema, drop_tombstones=not keep_tombstones)
+                merged = merge_newest(pieces, self._schema, drop_tombstones=not keep_tombstones)
                 if merged.num_rows:
                     yield merged
 
@@ -163,7 +163,7 @@ class View:
         """
         upto = next((border for _, border in self.ranges() if border > after), 2**64 - 1)
         pieces = self._copy_rows(after, upto)
-        return upto, newest_wins(pieces, self._schema, drop_tombstones=True) if pieces else self._schema.empty()
+        return upto, merge_newest(pieces, self._schema, drop_tombstones=True) if pieces else self._schema.empty()
 
     def _copy_rows(self, after: int, upto: int) -> list[pa.RecordBatch]:
         """Copy all rows with a hash in (after, upto], newest run first."""
@@ -179,7 +179,7 @@ class View:
                     if chunk.hash_max <= after or chunk.hash_min > upto:
                         continue
                     batch = open_chunk(run, i)
-                    hashes = hashes_of(batch)
+                    hashes = get_hashes(batch)
                     lo = 0 if after < 0 else int(np.searchsorted(hashes, np.uint64(after), side="right"))
                     hi = int(np.searchsorted(hashes, np.uint64(upto), side="right"))
                     if lo < hi:
@@ -253,7 +253,7 @@ class View:
                 values = batch.column(column).fill_null(2**63 - 1).to_numpy(zero_copy_only=False)
                 is_wanted = (values < limit) & (values >= low)
                 if chunk.hash_min <= after or chunk.hash_max > upto:
-                    hashes = hashes_of(batch)
+                    hashes = get_hashes(batch)
                     is_wanted &= hashes <= np.uint64(upto)
                     if after >= 0:
                         is_wanted &= hashes > np.uint64(after)
@@ -274,9 +274,9 @@ class View:
         self._store.read(work)
         if not candidates:
             return self._schema.empty()
-        newest = newest_wins(candidates, self._schema, drop_tombstones=True)
+        newest = merge_newest(candidates, self._schema, drop_tombstones=True)
         # A candidate may have been overwritten by a row that is not below the limit, so look up the current rows.
-        current = self.lookup(hashes_of(newest), self._schema.key_columns(newest))
+        current = self.lookup(get_hashes(newest), self._schema.key_columns(newest))
         values = current.rows.column(column).fill_null(2**63 - 1).to_numpy(zero_copy_only=False)
         return current.rows.filter(pa.array(values < limit))
 
@@ -287,7 +287,7 @@ class View:
         hashes: list[HashArray] = []
 
         def work(open_chunk: OpenChunk) -> None:
-            hashes[:] = [hashes_of(batch)[rows] for batch, rows in rows_in(run, open_chunk)]
+            hashes[:] = [get_hashes(batch)[rows] for batch, rows in rows_in(run, open_chunk)]
 
         self._store.read(work)
         if hashes:
@@ -366,4 +366,4 @@ def _take_keys(keys: Sequence[pa.Array], positions: IndexArray) -> list[pa.Array
 
 
 def _concatenate(batches: list[pa.RecordBatch], schema: RowSchema) -> pa.RecordBatch:
-    return joined(batches) if batches else schema.empty()
+    return join_batches(batches) if batches else schema.empty()

@@ -41,9 +41,9 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import InterruptedRestoreError, MissingCheckpointError, StateError
 from spark_state_ext.files.folder import Duplicable, Folder, Readable
 from spark_state_ext.files.sealed import SealedFile
-from spark_state_ext.savepoints.taking import Reading, save_bucket
+from spark_state_ext.savepoints.taking import ReadOptions, save_bucket
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.store.runs import sort_by_hash
 from spark_state_ext.testing import WAIT_S
 from spark_state_ext.worker.spill import SpillBuffer
 from spark_state_ext.worker.threads import DaemonPool
@@ -347,7 +347,7 @@ class _Life:
             pa.array([not is_removed for is_removed in removed]),
             pa.array(removed),
         ]
-        rows.append(sorted_run(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
+        rows.append(sort_by_hash(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
         self.pointers.append(self._open_bucket(self._store, self.pointers[-1]).commit(rows).pointer)
         after = {**self.models[-1], **{key: value for key, value in changes.items() if value is not None}}
         self.models.append({key: value for key, value in after.items() if changes.get(key, value) is not None})
@@ -381,7 +381,7 @@ class _Life:
         """Return the state that a savepoint of the last pointer contains, read from the savepoint alone."""
         scratch = self._context.scratch
         saved_bucket = save_bucket(
-            self.pointers[-1], self._make_replicas(), target, form, SCHEMA, scratch, reading=Reading(verify=True)
+            self.pointers[-1], self._make_replicas(), target, form, SCHEMA, scratch, reading=ReadOptions(verify=True)
         ).saved
         pointer = replace(saved_bucket.pointer, replication={"savepoint": ReplicationStatus(saved_bucket.pointer.ref)})
         return self._restore(pointer, sole_replica(target, scratch, "savepoint"))

@@ -23,7 +23,7 @@ from arrow_schemas.labels import bucket_label
 from arrow_schemas.lineage import Writer
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.row import DELETED
-from arrow_schemas.spark_hashes import key_hashes
+from arrow_schemas.spark_hashes import hash_keys
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.folders import local_folder
@@ -170,7 +170,7 @@ class Buckets:
         """Return the payloads of each bucket; the first is a heartbeat, as in every batch with rows."""
         positions = self.job.key_positions if self._combiner is None else self._combiner.key_positions
         keys = self._schema.normalise_keys([table.column(position) for position in positions])
-        hashes = pa.array(key_hashes(keys).view(np.int64))
+        hashes = pa.array(hash_keys(keys).view(np.int64))
         names = [f"c{position}" for position in range(table.num_columns)]
         packed = pa.table([*table.columns, hashes], names=[*names, HASH_COLUMN])
         payloads_of = {bucket_label(bucket): [heartbeat(f"{number}")] for bucket in range(len(self._held))}

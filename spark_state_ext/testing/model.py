@@ -15,7 +15,7 @@ from arrow_schemas import CheckpointRef, RowSchema
 from arrow_schemas.equality import HashArray
 from arrow_schemas.row import DELETED, TIMEOUT_MS
 from spark_state_ext.store import View
-from spark_state_ext.store.runs import hashes_of, sorted_run
+from spark_state_ext.store.runs import get_hashes, sort_by_hash
 
 __all__ = [
     "ALL_KEYS",
@@ -29,17 +29,17 @@ __all__ = [
     "Model",
     "Refs",
     "Row",
-    "canonical",
-    "changed",
-    "expired_in",
+    "canonicalise",
+    "apply_changes",
+    "find_expired",
     "good_hash",
     "key_columns",
     "key_hashes",
-    "looked_up",
-    "model_of",
+    "look_up",
+    "make_model",
     "one_hash",
-    "run_of",
-    "scanned",
+    "make_run",
+    "scan",
     "three_hashes",
 ]
 
@@ -66,20 +66,20 @@ Model = dict[Key, Row]
 HashFunction = Callable[[Key], int]
 
 
-def canonical(value: Any) -> Any:
+def canonicalise(value: Any) -> Any:
     """Return a value that Python compares like Spark compares keys."""
     if isinstance(value, float):
         return "NaN" if math.isnan(value) else value + 0.0
     if isinstance(value, dict):
-        return tuple((name, canonical(v)) for name, v in value.items())
+        return tuple((name, canonicalise(v)) for name, v in value.items())
     if isinstance(value, (tuple, list)):
-        return tuple(canonical(v) for v in value)
+        return tuple(canonicalise(v) for v in value)
     return value
 
 
 def good_hash(key: Key) -> int:
     """Return a hash without collisions in practice."""
-    return int.from_bytes(hashlib.blake2b(repr(canonical(key)).encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(repr(canonicalise(key)).encode(), digest_size=8).digest(), "big")
 
 
 def three_hashes(key: Key) -> int:
@@ -106,7 +106,7 @@ def key_columns(keys: Sequence[Key]) -> list[pa.Array]:
     return SCHEMA.normalise_keys(columns)
 
 
-def run_of(changes: Changes, hashed: HashFunction = good_hash) -> pa.RecordBatch:
+def make_run(changes: Changes, hashed: HashFunction = good_hash) -> pa.RecordBatch:
     """Return changed keys as the rows of a run; None deletes a key."""
     keys, rows = list(changes), list(changes.values())
     columns = [
@@ -118,43 +118,43 @@ def run_of(changes: Changes, hashed: HashFunction = good_hash) -> pa.RecordBatch
         pa.array([row is not None and row.defined for row in rows], pa.bool_()),
         pa.array([row is None for row in rows], pa.bool_()),
     ]
-    return sorted_run(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow))
+    return sort_by_hash(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow))
 
 
-def changed(model: Model, changes: Changes) -> Model:
+def apply_changes(model: Model, changes: Changes) -> Model:
     """Return the model after some changes."""
-    after = {canonical(key): row for key, row in model.items()}
+    after = {canonicalise(key): row for key, row in model.items()}
     for key, row in changes.items():
         if row is None:
-            after.pop(canonical(key), None)
+            after.pop(canonicalise(key), None)
         else:
-            after[canonical(key)] = row
+            after[canonicalise(key)] = row
     return after
 
 
-def model_of(batches: Iterable[pa.RecordBatch]) -> Model:
+def make_model(batches: Iterable[pa.RecordBatch]) -> Model:
     """Return rows as a model; fail if a key occurs twice."""
     model: Model = {}
     for batch in batches:
         assert batch.schema.equals(SCHEMA.arrow)
         for row in batch.to_pylist():
-            key = canonical((row["key.name"], row["key.x"]))
+            key = canonicalise((row["key.name"], row["key.x"]))
             assert key not in model, f"{key} twice"
             assert not row[DELETED]
             model[key] = Row(row["state.count"], row["state.note"], row[TIMEOUT_MS], row["defined"])
     return model
 
 
-def scanned(view: View) -> Model:
+def scan(view: View) -> Model:
     """Return all rows of a view as a model; also check that they ascend by hash."""
     batches = list(view.scan())
-    hashes = np.concatenate([hashes_of(batch) for batch in batches]) if batches else np.empty(0, dtype=np.uint64)
+    hashes = np.concatenate([get_hashes(batch) for batch in batches]) if batches else np.empty(0, dtype=np.uint64)
     assert (hashes[1:] >= hashes[:-1]).all(), "a scan ascends by hash"
     assert all(batch.num_rows for batch in batches)
-    return model_of(batches)
+    return make_model(batches)
 
 
-def looked_up(view: View, keys: Sequence[Key], hashed: HashFunction = good_hash) -> Model:
+def look_up(view: View, keys: Sequence[Key], hashed: HashFunction = good_hash) -> Model:
     """Return a view's rows of some keys as a model."""
     result = view.lookup(key_hashes(keys, hashed), key_columns(keys))
     rows = result.rows.to_pylist()
@@ -164,9 +164,9 @@ def looked_up(view: View, keys: Sequence[Key], hashed: HashFunction = good_hash)
         if position < 0:
             continue
         row = rows[position]
-        assert canonical((row["key.name"], row["key.x"])) == canonical(key), "the row of another key"
+        assert canonicalise((row["key.name"], row["key.x"])) == canonicalise(key), "the row of another key"
         assert not row[DELETED]
-        model[canonical(key)] = Row(row["state.count"], row["state.note"], row[TIMEOUT_MS], row["defined"])
+        model[canonicalise(key)] = Row(row["state.count"], row["state.note"], row[TIMEOUT_MS], row["defined"])
     return model
 
 
@@ -190,6 +190,6 @@ OTHER_SPELLINGS: list[Key] = [("a", -0.0), ("b", -float("nan")), (None, -0.0)]
 ALL_KEYS = [*KEYS, *OTHER_SPELLINGS]
 
 
-def expired_in(model: Model, now_ms: int) -> Model:
+def find_expired(model: Model, now_ms: int) -> Model:
     """Return the rows that have timed out before a moment."""
     return {key: row for key, row in model.items() if row.timeout_ms is not None and row.timeout_ms < now_ms}

@@ -10,33 +10,33 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql.types import StructField, StructType
 
-from arrow_schemas.columns import event_times_us, flat
+from arrow_schemas.columns import combine_chunks, event_times_us
 from arrow_schemas.equality import IndexArray
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.operators.agg import Aggregate
-from spark_state_ext.spark.client.columns import WATERMARK_KEY, event_time_of, unquoted
+from spark_state_ext.spark.client.columns import WATERMARK_KEY, find_event_time, unquote
 from spark_state_ext.spark.client.operator_columns import (
-    bound_to,
-    checked_aggregates,
-    listed,
-    order_text,
-    orders_of,
-    refuse_doubles,
-    values_of,
+    bind_aggregates,
+    check_aggregates,
+    describe_order,
+    name_aggregated_columns,
+    parse_orders,
+    refuse_duplicate_names,
+    to_list,
 )
 from spark_state_ext.spark.client.operator_plans import (
     SESSION_END,
     OperatorPlan,
     Order,
-    aggregation,
     check_gap,
     check_output_mode,
+    check_time_field,
     check_top,
-    deduplication,
-    ordering,
-    sessions,
-    timed_field,
-    top,
+    name_order_columns,
+    plan_aggregate,
+    plan_deduplicate,
+    plan_sessionize,
+    plan_top_k,
 )
 from spark_state_ext.spark.client.operators import aggregate, deduplicate, sessionize, top_k
 
@@ -167,7 +167,7 @@ class _Columns:
                 f"{self._operator} has {column_name!r}, but run_operator() takes names of columns only: give an "
                 "expression as a column of the batches, or test the query with Spark"
             )
-        source = unquoted(column_name)
+        source = unquote(column_name)
         if source not in self.type.names:
             raise UsageError(
                 f"{self._operator} names the column {column_name!r}, which the input does not have; it has "
@@ -180,7 +180,7 @@ class _Columns:
 
     def keys(self, arguments: Any) -> list[_InputColumn]:
         """Return the columns and windows of keys."""
-        return [self._window(key) if isinstance(key, Window) else self.column(key) for key in listed(arguments)]
+        return [self._window(key) if isinstance(key, Window) else self.column(key) for key in to_list(arguments)]
 
     def _window(self, window: Window) -> _InputColumn:
         time = self.column(window.time)
@@ -199,7 +199,7 @@ class _Columns:
 
     def values(self, specs: Mapping[str, Aggregate]) -> list[_InputColumn]:
         """Return the columns to aggregate."""
-        return [self.column(column, name) for name, column in values_of(specs).values()]
+        return [self.column(column, name) for name, column in name_aggregated_columns(specs).values()]
 
     def all(self) -> list[_InputColumn]:
         return [_InputColumn(field, field.name) for field in self.type.fields]
@@ -218,7 +218,7 @@ def _struct(columns: Iterable[_InputColumn]) -> StructType:
 
 
 def _times_us(column: pa.ChunkedArray) -> IndexArray:
-    times: IndexArray = flat(event_times_us(column)).to_numpy()
+    times: IndexArray = combine_chunks(event_times_us(column)).to_numpy()
     return times
 
 
@@ -226,11 +226,11 @@ def _plan_aggregate(
     columns: _Columns, *, has_ttl: bool, keys: Any, aggregates: Mapping[str, Aggregate], output_mode: str
 ) -> OperatorRun:
     check_output_mode(output_mode)
-    specs = checked_aggregates(aggregates, "aggregate")
+    specs = check_aggregates(aggregates, "aggregate")
     key_columns = columns.keys(keys)
     ttl_time = None
-    if has_ttl and event_time_of(_struct(key_columns)) is None:
-        ttl_time = event_time_of(columns.type)
+    if has_ttl and find_event_time(_struct(key_columns)) is None:
+        ttl_time = find_event_time(columns.type)
     ttl_columns = []
     if ttl_time is not None:
         # The time column is needed for the time to live, which may use it as its clock for each row.
@@ -242,16 +242,16 @@ def _plan_aggregate(
         ]
     selected = [*key_columns, *ttl_columns, *columns.values(specs)]
     row_type = _struct(selected)
-    bound = bound_to(specs, row_type)
-    plan = aggregation(row_type, len(key_columns), specs, bound, output_mode, combine=ttl_time is None)
+    bound = bind_aggregates(specs, row_type)
+    plan = plan_aggregate(row_type, len(key_columns), specs, bound, output_mode, combine=ttl_time is None)
     return OperatorRun(plan, tuple(selected), _names(key_columns))
 
 
 def _plan_deduplicate(columns: _Columns, *, keys: Any, within_watermark: bool) -> OperatorRun:
-    refuse_doubles(columns.type.names, "columns of the input of deduplicate")
+    refuse_duplicate_names(columns.type.names, "columns of the input of deduplicate")
     key_columns = columns.all() if keys is None else _refuse_windows(columns.keys(keys), "deduplicate")
     event_times = [column.field.name for column in key_columns if WATERMARK_KEY in (column.field.metadata or {})]
-    plan = deduplication(columns.type, event_times[0] if event_times else None, within_watermark)
+    plan = plan_deduplicate(columns.type, event_times[0] if event_times else None, within_watermark)
     return OperatorRun(plan, tuple(columns.all()), _names(key_columns))
 
 
@@ -259,10 +259,10 @@ def _plan_sessions(
     columns: _Columns, *, keys: Any, time: Any, gap_ms: int, aggregates: Mapping[str, Aggregate]
 ) -> OperatorRun:
     check_gap(gap_ms)
-    specs = checked_aggregates(aggregates, "sessionize")
+    specs = check_aggregates(aggregates, "sessionize")
     key_columns = _refuse_windows(columns.keys(keys), "sessionize")
     time_column = columns.column(time)
-    field = timed_field(time_column.field)
+    field = check_time_field(time_column.field)
 
     def compute_end(column: pa.ChunkedArray) -> pa.Array:
         return pa.array(_times_us(column) + 1000 * gap_ms).cast(column.type)
@@ -270,7 +270,7 @@ def _plan_sessions(
     end = _InputColumn(StructField(SESSION_END, field.dataType, True, field.metadata), time_column.source, compute_end)
     selected = [*key_columns, end, *columns.values(specs)]
     row_type = _struct(selected)
-    plan = sessions(row_type, len(key_columns), specs, bound_to(specs, row_type), gap_ms)
+    plan = plan_sessionize(row_type, len(key_columns), specs, bind_aggregates(specs, row_type), gap_ms)
     return OperatorRun(plan, tuple(selected), _names(key_columns))
 
 
@@ -279,20 +279,20 @@ def _plan_top(
 ) -> OperatorRun:
     check_top(k, emit, rank)
     inputs = columns.type.names
-    orders, downwards = orders_of(order_by, descending, inputs)
+    orders, downwards = parse_orders(order_by, descending, inputs)
     key_names = _names(_refuse_windows(columns.keys(keys), "top_k"))
-    refuse_doubles(key_names, "keys of top_k")
-    refuse_doubles([*inputs, rank], "output columns of top_k")
+    refuse_duplicate_names(key_names, "keys of top_k")
+    refuse_duplicate_names([*inputs, rank], "output columns of top_k")
     sources = [columns.column(order).source for order in orders]
-    ordered = ordering(sources, key_names)
+    ordered = name_order_columns(sources, key_names)
     hidden = [
         columns.column(argument, name)
         for argument, name, source in zip(orders, ordered, sources, strict=True)
         if name != source
     ]
     selected = [*columns.all(), *hidden]
-    order = Order(ordered, tuple(downwards), order_text(orders, sources, downwards))
-    plan = top(_struct(selected), key_names, inputs, order, k, emit, rank, combine=not has_ttl)
+    order = Order(ordered, tuple(downwards), describe_order(orders, sources, downwards))
+    plan = plan_top_k(_struct(selected), key_names, inputs, order, k, emit, rank, combine=not has_ttl)
     return OperatorRun(plan, tuple(selected), key_names)
 
 

@@ -14,7 +14,7 @@ from pyspark.sql.types import StructField, StructType
 from spark_state_ext.engine.job import ARROW
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.functions.ttl import Ttl
-from spark_state_ext.spark.client.columns import WATERMARK_KEY, event_time_of
+from spark_state_ext.spark.client.columns import WATERMARK_KEY, find_event_time
 from spark_state_ext.spark.shuffle.combine import Combiner
 from spark_state_ext.testing.batches import Clock, RunResult, event_time_position, run_batches
 from spark_state_ext.testing.buckets import Buckets
@@ -94,7 +94,7 @@ def run_operator(
     input_type = _add_watermark(StructType.fromJson(json.loads(rows.get_schema())), event_time, delay_ms)
     run = plan_run(operator, bound, input_type, has_ttl=ttl is not None)
     # None if the watermark does not reach the operator, as on Spark.
-    event_time_field = event_time_of(run.row_type)
+    event_time_field = find_event_time(run.row_type)
     if ttl is not None and ttl.clock == "event" and event_time_field is None:
         raise UnsupportedPlanError("a Ttl with clock='event' needs an input with a watermark: give event_time")
     clock = Clock(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from spark_state_ext.errors import ResultTypeError, StateValueError
-from spark_state_ext.functions.reasons import conversion_reason
-from spark_state_ext.functions.tables import misread_types
+from spark_state_ext.functions.reasons import explain_conversion_error
+from spark_state_ext.functions.tables import find_misread_types
 from spark_state_ext.spark.shuffle.output import unpack
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _convert_column(values: Any, field: pa.Field, timezone: str) -> pa.Array:
     except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
         raise StateValueError(
             f"the function returned a frame whose column {field.name!r} of type {field.type} cannot hold "
-            f"{values.dtype}: {conversion_reason(error)}"
+            f"{values.dtype}: {explain_conversion_error(error)}"
         ) from error
 
 
@@ -69,7 +69,7 @@ def _convert_values(values: Any, kind: pa.DataType) -> pa.Array:
         return pa.Array.from_pandas(values, type=kind, safe=False, mask=mask)
     except (pa.ArrowException, TypeError):
         array = pa.Array.from_pandas(values, mask=mask)
-        misread = misread_types(array.type, kind)
+        misread = find_misread_types(array.type, kind)
         if misread is not None and pa.types.is_string(misread[1]):
             raise ValueError(f"{misread[0]} is not converted to text automatically") from None
         return array.cast(kind, safe=False)

@@ -12,7 +12,7 @@ import pyarrow as pa
 from arrow_schemas.spark_types import flat_name, state_fields
 from spark_state_ext.errors import StateValueError, UnsupportedTypeError, UsageError
 from spark_state_ext.functions.missing import is_missing
-from spark_state_ext.functions.reasons import conversion_reason
+from spark_state_ext.functions.reasons import explain_conversion_error
 from spark_state_ext.functions.tables import as_table, cast_column, is_table, refuse_nulls
 from spark_state_ext.testing.ddl import ddl_struct
 
@@ -136,7 +136,9 @@ class Rows:
         try:
             return pa.Table.from_pylist([_replace_missing(row) for row in rows], schema)
         except (pa.ArrowException, AttributeError, TypeError, ValueError, OverflowError) as error:
-            raise StateValueError(f"batches has rows that cannot become a table: {conversion_reason(error)}") from error
+            raise StateValueError(
+                f"batches has rows that cannot become a table: {explain_conversion_error(error)}"
+            ) from error
 
     @staticmethod
     def _refuse_other_columns(rows: Sequence[Mapping[str, Any]], schema: pa.Schema | None) -> None:

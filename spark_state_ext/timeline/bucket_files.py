@@ -8,7 +8,7 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader,
 from spark_state_ext.errors import CorruptError, MissingCheckpointError
 from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Entry, Folder, Readable
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 __all__ = ["BucketFiles", "read_in_parallel"]
 
@@ -92,7 +92,7 @@ def read_in_parallel(requests: Sequence[tuple[BucketFiles, CheckpointRef]]) -> N
 
     # Reading local files takes less time than starting threads.
     if len(requests) >= _PARALLEL_MIN and not requests[0][0].folder.is_local:
-        side_by_side("headers", _PARALLEL_MAX, read, requests)
+        map_in_parallel("headers", _PARALLEL_MAX, read, requests)
         return
     for request in requests:
         read(request)

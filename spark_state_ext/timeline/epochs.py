@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from arrow_schemas.checksum import whole_number
+from arrow_schemas.checksum import read_whole_number
 from arrow_schemas.lineage import LineageHeader
 from arrow_schemas.pointer import Pointer
 
-__all__ = ["EPOCHS_MAX", "Epoch", "Epochs", "Made", "Position", "Start", "Verdict", "begin_epoch", "sparks_run_id"]
+__all__ = ["EPOCHS_MAX", "Epoch", "Epochs", "MadeAt", "Position", "Start", "Verdict", "begin_epoch", "parse_run_id"]
 
 # Older epochs are forgotten. Their files are treated like files from before there were epochs (`before_epochs`).
 EPOCHS_MAX = 512
@@ -79,7 +79,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Made:
+class MadeAt:
     """When a checkpoint was made: in which epoch (0: not recorded), and at which position in it.
 
     `quiet` is True if it may be a batch without data, which has the heartbeat of the batch before.
@@ -90,11 +90,11 @@ class Made:
     quiet: bool = True
 
     @staticmethod
-    def of(header: LineageHeader) -> Made:
+    def of(header: LineageHeader) -> MadeAt:
         """Return when a file was made. A file without an epoch may be of a release that does not record `quiet`."""
         writer = header.writer
         at = Position(writer.query_id, writer.batch, writer.heartbeat, told=writer.told)
-        return Made(writer.epoch, at, writer.quiet or not writer.epoch)
+        return MadeAt(writer.epoch, at, writer.quiet or not writer.epoch)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Epoch:
     plan_id
         The plan that the run was started from.
     run_id
-        Spark's id of the run (`sparks_run_id`); empty if tasks do not know it.
+        Spark's id of the run (`parse_run_id`); empty if tasks do not know it.
     after
         The last committed position when it began; its first batch is the one after that.
     same_plan
@@ -139,10 +139,10 @@ class Epoch:
         names = ["number", "parents", "plan_id", "run_id", "query_id", "batch", "heartbeat"]
         names += ["before_query_id", "before_batch", "told", "same_plan", "withdrawn"]
         fields: dict[str, Any] = dict(zip(names, plain, strict=True))
-        number = whole_number(fields, "number", 1)
-        parents = tuple(whole_number({"parent": parent}, "parent", 0, number - 1) for parent in fields["parents"])
-        batch, heartbeat = whole_number(fields, "batch", -1), whole_number(fields, "heartbeat", 0)
-        before = str(fields["before_query_id"]), whole_number(fields, "before_batch", -1)
+        number = read_whole_number(fields, "number", 1)
+        parents = tuple(read_whole_number({"parent": parent}, "parent", 0, number - 1) for parent in fields["parents"])
+        batch, heartbeat = read_whole_number(fields, "batch", -1), read_whole_number(fields, "heartbeat", 0)
+        before = str(fields["before_query_id"]), read_whole_number(fields, "before_batch", -1)
         plan_id, run_id, query_id = (str(fields[name]) for name in ("plan_id", "run_id", "query_id"))
         after = Position(query_id, batch, heartbeat, before, bool(fields["told"]))
         return Epoch(number, parents, plan_id, run_id, after, bool(fields["same_plan"]), bool(fields["withdrawn"]))
@@ -226,12 +226,12 @@ class Epochs:
         """Return the epoch with a number; None if it is not recorded."""
         return self._by_number.get(number)
 
-    def rank(self, made_at: Made) -> int:
+    def rank(self, made_at: MadeAt) -> int:
         """Return the number of the epoch in which a file was made; 0 if it is not one of these epochs."""
         epoch = self._by_number.get(made_at.epoch)
         return 0 if epoch is None or self._is_of_other_epoch(made_at, epoch) else epoch.number
 
-    def judge(self, made_at: Made) -> Verdict:
+    def judge(self, made_at: MadeAt) -> Verdict:
         """Return whether a file that was made then counts for the newest run."""
         verdict = self._verdicts.get(made_at)
         if verdict is None:
@@ -242,10 +242,10 @@ class Epochs:
         return verdict
 
     @cached_property
-    def _verdicts(self) -> dict[Made, Verdict]:
+    def _verdicts(self) -> dict[MadeAt, Verdict]:
         return {}
 
-    def _judge(self, made_at: Made) -> Verdict:
+    def _judge(self, made_at: MadeAt) -> Verdict:
         newest, epoch = self.newest, self._by_number.get(made_at.epoch)
         if newest is None:
             return Verdict.UNRECORDED
@@ -256,7 +256,7 @@ class Epochs:
         verdicts = {self._judge_way(made_at, epoch, way) for way in self._find_ways(made_at, epoch)}
         return verdicts.pop() if len(verdicts) == 1 else Verdict.UNKNOWN
 
-    def _find_ways(self, made_at: Made, epoch: Epoch | None) -> set[_Way]:
+    def _find_ways(self, made_at: MadeAt, epoch: Epoch | None) -> set[_Way]:
         """Return the different verdicts of all lines that the newest epoch may be on."""
         newest = self.newest
         assert newest is not None, "there is a line"
@@ -282,7 +282,7 @@ class Epochs:
                 break
         return ways_found
 
-    def _judge_way(self, made_at: Made, epoch: Epoch | None, way: _Way) -> Verdict:
+    def _judge_way(self, made_at: MadeAt, epoch: Epoch | None, way: _Way) -> Verdict:
         if epoch is None:
             if way.of_all is not Verdict.GIVEN_UP:
                 is_own = made_at.at.query_id in self._query_ids | self._claimed_ids
@@ -298,7 +298,7 @@ class Epochs:
         # Each later run on the line may have gone back further than the one before it.
         return way.of_later
 
-    def _is_of_other_epoch(self, made_at: Made, epoch: Epoch) -> bool:
+    def _is_of_other_epoch(self, made_at: MadeAt, epoch: Epoch) -> bool:
         """True if a file is of another epoch with this number, as it was made before this epoch began.
 
         A query that began with copies of another query's files has that query's numbers in them. And if the records
@@ -312,7 +312,7 @@ class Epochs:
         return made_at.at.beyond(epoch.after) < (0 if made_at.quiet and not made_at.at.is_exact(epoch.after) else 1)
 
 
-def _judge_by_later(made_at: Made, later: Epoch) -> Verdict:
+def _judge_by_later(made_at: MadeAt, later: Epoch) -> Verdict:
     """Return the verdict about a file by a later run on its line."""
     beyond = made_at.at.beyond(later.after)
     if beyond == 1 and later.same_plan:
@@ -350,7 +350,7 @@ class Start:
     plan_id: str
     run_id: str
     after: Position
-    made_at: Made | None
+    made_at: MadeAt | None
     alive: bool = False
 
     @staticmethod
@@ -373,10 +373,10 @@ class Start:
         if pointer is None or not pointer.heartbeats:
             return Start(plan_id, run_id, after, None)
         at = Position(position.query_id, pointer.batch, pointer.heartbeats, told=position.told)
-        return Start(plan_id, run_id, after, Made(pointer.epoch, at))
+        return Start(plan_id, run_id, after, MadeAt(pointer.epoch, at))
 
 
-def sparks_run_id(run_id: str) -> str:
+def parse_run_id(run_id: str) -> str:
     """Return a task's run id if it has the form of Spark's ids; empty if user code has set something else."""
     return run_id if _SPARKS_RUN_ID.fullmatch(run_id) else ""
 
@@ -443,7 +443,7 @@ def _find_own_epoch(epochs: Epochs, start: Start) -> Epoch | None:
     return own[-1] if own and start.run_id else None
 
 
-def _narrow_parents(epochs: Epochs, newest: Epoch, made_at: Made | None) -> Epoch:
+def _narrow_parents(epochs: Epochs, newest: Epoch, made_at: MadeAt | None) -> Epoch:
     """Return the newest epoch with only those parents that put the call's input on its line.
 
     A bucket that was last called in an earlier epoch has a pointer of that epoch, which says little about later ones.
@@ -457,7 +457,7 @@ def _narrow_parents(epochs: Epochs, newest: Epoch, made_at: Made | None) -> Epoc
     return replace(newest, parents=fitting or (earlier,))
 
 
-def _fits(epochs: Epochs, made_at: Made) -> bool:
+def _fits(epochs: Epochs, made_at: MadeAt) -> bool:
     """True if an input may be on the newest epoch's line."""
     return epochs.judge(made_at) is not Verdict.GIVEN_UP
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from arrow_schemas.lineage import CheckpointRef, LineageHeader
 from spark_state_ext.timeline.before_epochs import EarlierRuns
 from spark_state_ext.timeline.bucket_files import BucketFiles, read_in_parallel
-from spark_state_ext.timeline.epochs import Epochs, Made, Verdict
+from spark_state_ext.timeline.epochs import Epochs, MadeAt, Verdict
 
-__all__ = ["Heads", "heads_of"]
+__all__ = ["Heads", "find_heads"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Heads:
     unsure: tuple[CheckpointRef, ...] = ()
 
 
-def heads_of(buckets: Sequence[BucketFiles], epochs: Epochs, renamed: bool = False) -> dict[int, Heads]:
+def find_heads(buckets: Sequence[BucketFiles], epochs: Epochs, renamed: bool = False) -> dict[int, Heads]:
     """Find the heads of each bucket; with `renamed`, files without an epoch may be the query's under another id.
 
     For most buckets, only the header of the newest version is read. If that one does not count, all are read.
@@ -44,7 +44,7 @@ def heads_of(buckets: Sequence[BucketFiles], epochs: Epochs, renamed: bool = Fal
     undecided: list[BucketFiles] = []
     for files in buckets:
         headers = [files.header(ref) for ref in tops[files.bucket]]
-        if all(epochs.judge(Made.of(header)) is Verdict.COUNTS for header in headers):
+        if all(epochs.judge(MadeAt.of(header)) is Verdict.COUNTS for header in headers):
             heads[files.bucket] = Heads(_newest_refs(headers))
         else:
             undecided.append(files)
@@ -72,7 +72,7 @@ def _read_headers(files: BucketFiles) -> list[LineageHeader]:
 
 
 def _is_unrecorded(header: LineageHeader, epochs: Epochs) -> bool:
-    return epochs.judge(Made.of(header)) is Verdict.UNRECORDED
+    return epochs.judge(MadeAt.of(header)) is Verdict.UNRECORDED
 
 
 def _find_own_query(epochs: Epochs, unrecorded: Sequence[LineageHeader]) -> str:
@@ -86,7 +86,7 @@ def _judge_heads(files: BucketFiles, epochs: Epochs, runs: EarlierRuns, earlier:
     certain: dict[CheckpointRef, tuple[int, ...]] = {}
     unsure: dict[CheckpointRef, tuple[int, ...]] = {}
     for header in _read_headers(files):
-        verdict, place = epochs.judge(Made.of(header)), _sort_key(header)
+        verdict, place = epochs.judge(MadeAt.of(header)), _sort_key(header)
         if verdict is Verdict.UNRECORDED:
             verdict, place = runs.judge(header), runs.place(header)
         elif verdict is Verdict.UNKNOWN and not header.writer.epoch and header.writer.run_id in earlier:

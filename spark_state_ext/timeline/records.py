@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from arrow_schemas.checksum import opened_document, readable, sealed_document
+from arrow_schemas.checksum import open_document, report_damage, seal_document
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import MissingCheckpointError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import EPOCHS_FOLDER
 from spark_state_ext.timeline.epochs import Epoch, Epochs, Position, Start, begin_epoch
 
-__all__ = ["EpochLog", "EpochRegistry", "RunStart", "decode_epochs", "encode_epochs", "epochs_of"]
+__all__ = ["EpochLog", "EpochRegistry", "RunStart", "decode_epochs", "encode_epochs", "read_epochs"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 _FORMAT = 1
@@ -43,13 +43,13 @@ _ADVICE = (
 
 def encode_epochs(epochs: Epochs) -> bytes:
     """Return a record's bytes."""
-    return sealed_document({"format": _FORMAT, "epochs": [epoch.to_plain() for epoch in epochs.entries]})
+    return seal_document({"format": _FORMAT, "epochs": [epoch.to_plain() for epoch in epochs.entries]})
 
 
 def decode_epochs(data: bytes, where: str) -> Epochs:
     """Read epochs from a record's bytes."""
-    with readable(where, "record of a query's epochs", _ADVICE):
-        fields = opened_document(data, where, _FORMAT, _ADVICE)
+    with report_damage(where, "record of a query's epochs", _ADVICE):
+        fields = open_document(data, where, _FORMAT, _ADVICE)
         return Epochs(tuple(Epoch.of_plain(plain) for plain in fields["epochs"]))
     raise AssertionError("unreachable: readable raises what it catches")
 
@@ -94,7 +94,7 @@ class EpochLog:
         return sorted(name for name in self._files.names() if _NAME.fullmatch(name))
 
 
-def epochs_of(query_folder: Folder) -> Epochs:
+def read_epochs(query_folder: Folder) -> Epochs:
     """Return the epochs of a query folder, from its newest record."""
     return EpochLog(query_folder).newest()[1]
 

@@ -20,8 +20,8 @@ def boot_id() -> str:
         return _boot_id()
     except OSError as error:
         # Returning the constant here would make stores of this boot look like those of an earlier one, to be removed.
-        if descriptors.used_up(error):
-            raise descriptors.too_many(f"{_BOOT_ID_FILE} cannot be read") from error
+        if descriptors.is_limit_reached(error):
+            raise descriptors.make_too_many_error(f"{_BOOT_ID_FILE} cannot be read") from error
         return UNKNOWN_BOOT
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from spark_state_ext.errors import TooManyOpenFilesError
 
-__all__ = ["FILES_OF_A_STORE", "limit", "stores_max", "too_many", "used_up"]
+__all__ = ["FILES_OF_A_STORE", "open_files_max", "stores_max", "make_too_many_error", "is_limit_reached"]
 
 # LMDB opens its data file twice (for pages, and for synchronous writes) and its lock file; we open the data file once
 # more, to see whether it is still the file at its path.
@@ -30,7 +30,7 @@ _EXAMINED_MAX = 1 << 16
 _UNLIMITED = 1 << 30
 
 
-def limit() -> int:
+def open_files_max() -> int:
     """Return how many files this process may have open: the soft limit, which is the one in force."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
@@ -38,19 +38,19 @@ def limit() -> int:
 
 def stores_max() -> int:
     """Return how many local stores this process may have open."""
-    return max(_STORES_MIN, min(_STORES_MAX, limit() * 3 // 4 // FILES_OF_A_STORE))
+    return max(_STORES_MIN, min(_STORES_MAX, open_files_max() * 3 // 4 // FILES_OF_A_STORE))
 
 
-def used_up(error: BaseException) -> bool:
+def is_limit_reached(error: BaseException) -> bool:
     """True if an error says that the process or the machine has reached its limit of open files."""
     number = getattr(error, "errno", None)
     # LMDB's errors have no error number, so compare the text.
     return number in (errno.EMFILE, errno.ENFILE) or os.strerror(errno.EMFILE) in str(error)
 
 
-def too_many(what: str) -> TooManyOpenFilesError:
+def make_too_many_error(what: str) -> TooManyOpenFilesError:
     """Return the error for too many open files, with the limit and the kinds of open files."""
-    files_max = limit()
+    files_max = open_files_max()
     counts = _count_open_files(min(files_max, _EXAMINED_MAX))
     stores = counts.pop("of local stores", 0)
     texts = [f"{stores} of {-(-stores // FILES_OF_A_STORE)} local stores"]

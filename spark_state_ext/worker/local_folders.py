@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spark_state_ext.errors import StorageError
 from spark_state_ext.worker.private_folder import make_private
-from spark_state_ext.worker.process import namespace
+from spark_state_ext.worker.process import get_pid_namespace
 
 __all__ = ["root_id", "scratch_folder", "store_folder", "stores_folder", "stores_path"]
 
@@ -22,7 +22,7 @@ def store_folder(stores: Path, root: str, operator: str, query_folder: str, sche
 def root_id(root: str) -> str:
     """Return an id of a root for the names of its local stores: 16 hexadecimal digits."""
     # Containers of a machine get different ids, because LMDB identifies processes by their process ids.
-    return hashlib.blake2b(f"{root}\0{namespace()}".encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(f"{root}\0{get_pid_namespace()}".encode(), digest_size=8).hexdigest()
 
 
 def scratch_folder(local_dir: str | None) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
-__all__ = ["Calls", "give_back", "settle"]
+__all__ = ["CallSizes", "release_memory", "tune_memory"]
 
 # After work over at most this many bytes, freeing memory is not worth the milliseconds it takes.
 _TRIMMED_BYTES_MIN = 8 << 20
@@ -19,7 +19,7 @@ _SMALL_PART = 4
 _SMALL_CALLS = 2
 
 
-def give_back(after_bytes: int) -> None:
+def release_memory(after_bytes: int) -> None:
     """Return unused memory to the system after work over many bytes, such as a merge of large runs or a snapshot.
 
     A worker lives as long as its query. Its allocators keep freed memory for later work; other processes cannot use it,
@@ -33,7 +33,7 @@ def give_back(after_bytes: int) -> None:
     _trim()(0)
 
 
-class Calls:
+class CallSizes:
     """Sizes of a process's calls: frees memory once a bucket's large calls are over, for instance after a backlog.
 
     They are kept by bucket, because a few large buckets may be among many small ones.
@@ -52,7 +52,7 @@ class Calls:
             self._calls[bucket] = largest_bytes, small_calls + 1
         else:
             self._calls[bucket] = changed_bytes, 0
-            give_back(largest_bytes)
+            release_memory(largest_bytes)
 
 
 @functools.lru_cache(maxsize=1)
@@ -95,7 +95,7 @@ _YOUNG_OBJECTS_MAX = 5_000
 
 
 @functools.cache
-def settle() -> None:
+def tune_memory() -> None:
     """Tune memory once per worker process: map large allocations, and make garbage collections rarer and cheaper.
 
     Objects alive now, mostly modules, are never freed, but each full collection would visit all of them. And functions

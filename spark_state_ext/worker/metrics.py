@@ -37,13 +37,13 @@ __all__ = [
     "MetricsLogs",
     "by_batch",
     "read",
-    "timed",
-    "timing",
-    "whole_ms",
+    "time_items",
+    "time_block",
+    "to_whole_ms",
 ]
 
 _LOGGER = logging.getLogger("spark_state_ext")
-FILES = "*.arrows"
+FILE_PATTERN = "*.arrows"
 _FILE_BYTES_MAX = 4 << 20
 _FILES_MAX = 64
 _PENDING_ROWS_MAX = 256
@@ -183,7 +183,7 @@ _KEYS = ("query_id", "run_id", "operator", "batch")
 T = TypeVar("T")
 
 
-def timed(work: Iterator[T], call: CallMetrics, column: str) -> Iterator[T]:
+def time_items(work: Iterator[T], call: CallMetrics, column: str) -> Iterator[T]:
     """Yield the items of an iterator, and add the time that producing them took to a column of `call`."""
     spent_s = 0.0
     try:
@@ -201,7 +201,7 @@ def timed(work: Iterator[T], call: CallMetrics, column: str) -> Iterator[T]:
 
 
 @contextlib.contextmanager
-def timing(call: CallMetrics, column: str) -> Iterator[None]:
+def time_block(call: CallMetrics, column: str) -> Iterator[None]:
     """Add the time that a block takes to a column of `call`."""
     started_s = time.perf_counter()
     try:
@@ -266,7 +266,7 @@ class MetricsLog:
             self._writer.close()
             self._stream.close()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        old = sorted(self._folder.glob(FILES), key=lambda path: path.stat().st_mtime)
+        old = sorted(self._folder.glob(FILE_PATTERN), key=lambda path: path.stat().st_mtime)
         for path in old[: max(0, len(old) + 1 - _FILES_MAX)]:
             remove_file(path, self._folder.parent, missing_ok=True)
         path = self._folder / f"{int(time.time() * 1000)}-{os.getpid()}-{uuid.uuid4().hex[:8]}.arrows"
@@ -315,7 +315,7 @@ class MetricsLogs:
             log.end_task()
 
 
-def whole_ms(spent_s: float) -> int:
+def to_whole_ms(spent_s: float) -> int:
     """Convert seconds to whole milliseconds for an int64 column; infinity becomes the largest value."""
     return int(min(1000 * spent_s, 2**63 - 1))
 
@@ -331,7 +331,7 @@ def read(folder: Path | str) -> pa.Table:
     The file of a killed process is read up to its last complete batch.
     """
     batches: list[pa.RecordBatch] = []
-    for path in sorted(Path(folder).rglob(FILES)):
+    for path in sorted(Path(folder).rglob(FILE_PATTERN)):
         with contextlib.suppress(pa.ArrowInvalid, OSError, EOFError), pa.OSFile(str(path), "r") as file:
             reader = pa.ipc.open_stream(file)
             # A file of another release, whose columns may have other meanings.

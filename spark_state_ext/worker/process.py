@@ -6,10 +6,10 @@ import functools
 import os
 from pathlib import Path
 
-__all__ = ["is_alive", "is_running", "namespace", "start_of", "token"]
+__all__ = ["is_alive", "is_running", "get_pid_namespace", "get_start_ticks", "get_process_token"]
 
 
-def start_of(pid: int) -> str:
+def get_start_ticks(pid: int) -> str:
     """Return a process's start time in clock ticks since boot, which distinguishes processes with a reused pid."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
@@ -17,7 +17,7 @@ def start_of(pid: int) -> str:
         return ""
 
 
-def namespace() -> str:
+def get_pid_namespace() -> str:
     """Return the PID namespace of this process, in which process ids are valid; empty if the system has none.
 
     Each container of a machine has a separate PID namespace.
@@ -28,14 +28,14 @@ def namespace() -> str:
         return ""
 
 
-def token() -> str:
+def get_process_token() -> str:
     """Return a token of this process for `is_alive` in another process on the same machine."""
     return _token(os.getpid())
 
 
 @functools.lru_cache(maxsize=1)
 def _token(pid: int) -> str:
-    return f"{pid} {start_of(pid)}"
+    return f"{pid} {get_start_ticks(pid)}"
 
 
 def is_alive(token: str) -> bool:
@@ -46,7 +46,7 @@ def is_alive(token: str) -> bool:
 
 def is_running(pid: int, start: str) -> bool:
     """True if the process with this pid and start time is still running."""
-    current = start_of(pid)
+    current = get_start_ticks(pid)
     # Without /proc, or if it hides other users' processes, any process with this pid has to count as the same.
     return current == start if current and start else _exists(pid)
 

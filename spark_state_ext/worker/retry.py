@@ -23,7 +23,7 @@ from spark_state_ext.errors import (
     UnsafeFolderError,
 )
 
-__all__ = ["causes_of", "is_retriable", "retried", "status_of"]
+__all__ = ["iterate_causes", "is_retriable", "call_with_retries", "find_http_status"]
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def is_retriable(error: BaseException) -> bool:
             return False
         # Our errors wrap an error of a file system. Those without a cause, as for a torn upload, may be temporary.
         return error.__cause__ is None or is_retriable(error.__cause__)
-    causes = list(causes_of(error))
+    causes = list(iterate_causes(error))
     for cause in causes:
         status = _status_of(cause)
         if status is not None:
@@ -65,7 +65,7 @@ def _is_connection_error(error: BaseException) -> bool:
     return any(word in name for name in names for word in _CONNECTION_WORDS)
 
 
-def causes_of(error: BaseException) -> Iterator[BaseException]:
+def iterate_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and all errors that it was raised from, each once."""
     seen: set[int] = set()
     current: BaseException | None = error
@@ -75,9 +75,9 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or current.__context__
 
 
-def status_of(error: BaseException) -> int | None:
+def find_http_status(error: BaseException) -> int | None:
     """Return the HTTP status in a client's error, or in an error that it was raised from; None if there is none."""
-    return next((status for cause in causes_of(error) if (status := _status_of(cause)) is not None), None)
+    return next((status for cause in iterate_causes(error) if (status := _status_of(cause)) is not None), None)
 
 
 def _status_of(error: BaseException) -> int | None:
@@ -95,7 +95,7 @@ def _status_of(error: BaseException) -> int | None:
     return None
 
 
-def retried(work: Callable[[], T], timeout_s: float, stop: threading.Event | None = None) -> T:
+def call_with_retries(work: Callable[[], T], timeout_s: float, stop: threading.Event | None = None) -> T:
     """Run `work`; after a retriable error, run it again at random, growing intervals until `timeout_s` is over.
 
     Once `stop` is set, raise an InterruptedRestoreError instead of running it.

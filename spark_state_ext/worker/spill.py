@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from arrow_schemas.equality import HashArray
 from spark_state_ext.errors import StateError, StorageError, StoreFullError
-from spark_state_ext.worker.descriptors import too_many, used_up
+from spark_state_ext.worker.descriptors import is_limit_reached, make_too_many_error
 
-__all__ = ["HashSorter", "SpillBuffer", "local_errors"]
+__all__ = ["HashSorter", "SpillBuffer", "translate_local_errors"]
 
 _PIECE_ROWS = 16_384
 
@@ -141,7 +141,7 @@ def _unsigned(column: pa.Array | pa.ChunkedArray) -> HashArray:
 
 def _write_mapped(folder: Path, batches: Iterator[pa.RecordBatch] | list[pa.RecordBatch]) -> list[pa.RecordBatch]:
     """Write batches to a local file that is removed at once, and return them as views of its mapped pages."""
-    with local_errors(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with translate_local_errors(folder), tempfile.TemporaryDirectory(dir=folder) as scratch:
         path = Path(scratch) / "spill.arrow"
         with contextlib.ExitStack() as stack:
             sink = stack.enter_context(pa.OSFile(str(path), "wb"))
@@ -160,15 +160,15 @@ def _write_mapped(folder: Path, batches: Iterator[pa.RecordBatch] | list[pa.Reco
 
 
 @contextlib.contextmanager
-def local_errors(folder: Path) -> Iterator[None]:
+def translate_local_errors(folder: Path) -> Iterator[None]:
     """Translate errors of temporary files in a local folder into this package's errors."""
     try:
         yield
     except StateError:
         raise
     except OSError as error:
-        if used_up(error):
-            raise too_many(f"temporary files in the local folder {folder} failed") from error
+        if is_limit_reached(error):
+            raise make_too_many_error(f"temporary files in the local folder {folder} failed") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             raise StoreFullError(f"the disk of the local folder {folder} is full: {error}. Make room there.") from error
         raise StorageError(f"temporary files in the local folder {folder} failed: {error}") from error

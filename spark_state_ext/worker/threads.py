@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from spark_state_ext.errors import StorageError
 
-__all__ = ["CallerExecutor", "DaemonPool", "ahead", "side_by_side"]
+__all__ = ["CallerExecutor", "DaemonPool", "map_ahead", "map_in_parallel"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -24,7 +24,7 @@ T = TypeVar("T")
 _IDLE_S = 60.0
 # How long to wait for work that was started ahead and is no longer needed, and for threads when the process ends.
 _END_S = 5.0
-# How often `side_by_side` calls `while_waiting`.
+# How often `map_in_parallel` calls `while_waiting`.
 _LOOK_S = 0.5
 
 
@@ -140,7 +140,7 @@ def _run(future: Future[Any], work: Callable[[], Any]) -> None:
         future.set_exception(error)
 
 
-def side_by_side(
+def map_in_parallel(
     name: str,
     threads: int,
     work: Callable[[S], T],
@@ -167,7 +167,7 @@ def side_by_side(
         pool.close()
 
 
-def ahead(name: str, threads: int, work: Callable[[S], T], items: Iterable[S]) -> Generator[T, None, None]:
+def map_ahead(name: str, threads: int, work: Callable[[S], T], items: Iterable[S]) -> Generator[T, None, None]:
     """Yield the results of `work` in the order of the items, running it for up to `threads` items ahead."""
     pool = DaemonPool(name)
     pool.threads_max = threads

@@ -16,9 +16,9 @@ from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.files.operator_catalog import OperatorCatalog
-from spark_state_ext.rescale.folders import rescaled_folder
+from spark_state_ext.rescale.folders import make_rescaled_name
 from spark_state_ext.rescale.in_force import put_in_force
-from spark_state_ext.savepoints.captured import Captured, captured_name
+from spark_state_ext.savepoints.captured import Captured, make_captured_name
 from spark_state_ext.worker.background import Background
 
 __all__ = ["InPlace", "plan_of", "rescaled_in_place"]
@@ -66,12 +66,12 @@ def rescaled_in_place(folder: Path, old: OldJob, bucket_map: BucketMap, plan: in
     """Plan an old query with another map; its calls have not begun."""
     root = Path(old.folder.root).parent.parent
     pointers = [replace(it, query_folder=old.query_id) for it in old.pointers[-1]]
-    name = captured_name(1, plan_of(plan))
+    name = make_captured_name(1, plan_of(plan))
     captured = Captured(old.operator, pointers[0].batch, (), "", 0, {it.bucket: it for it in pointers})
     Folder(str(root)).child(old.operator, STARTING_FOLDER).put(name, captured.encode())
     job = job_from(root, old, bucket_map, None, plan_id=plan_of(plan), rescaled_from=name, rescaled_buckets=old.buckets)
     made = InPlace(
-        job, folder, old.models[-1], name=rescaled_folder(old.query_id, plan_of(plan)), query_id=old.query_id
+        job, folder, old.models[-1], name=make_rescaled_name(old.query_id, plan_of(plan)), query_id=old.query_id
     )
     made.old = pointers
     return made

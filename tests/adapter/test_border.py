@@ -30,7 +30,7 @@ from spark_state_ext.errors import (
 from spark_state_ext.spark.callers.group_state import Clock, KeyState
 from spark_state_ext.spark.callers.keys import as_frames
 from spark_state_ext.spark.executor.border import rewrite_error
-from spark_state_ext.worker.retry import retried
+from spark_state_ext.worker.retry import call_with_retries
 from tests.helpers.waiting import WAIT_S
 
 CLOCK = Clock(0, 0, "NoTimeout", False, False, StructType([StructField("n", LongType())]))
@@ -84,7 +84,7 @@ def test_what_uploads_and_thread_pools_raise_begins_with_our_sentence() -> None:
     def upload() -> None:
         with ThreadPoolExecutor(1) as pool:
             try:
-                pool.submit(retried, refused, 5.0).result()
+                pool.submit(call_with_retries, refused, 5.0).result()
             except StateError as error:
                 raise UploadFailedError("the upload of x to the backend root failed") from error
 
@@ -221,6 +221,6 @@ def _numbers() -> Iterator[int]:
 
 
 def test_what_goes_well_passes() -> None:
-    from spark_state_ext.spark.executor.border import bordered
+    from spark_state_ext.spark.executor.border import run_and_rewrite_errors
 
-    assert list(bordered(None, _numbers)) == [1, 2]
+    assert list(run_and_rewrite_errors(None, _numbers)) == [1, 2]

@@ -6,7 +6,7 @@ import pytest
 from pyspark.errors import AnalysisException, PySparkValueError
 
 from spark_state_ext.errors import StorageError
-from spark_state_ext.spark.compat import is_of_spark, said_by_spark
+from spark_state_ext.spark.compat import extract_spark_message, is_spark_error
 
 JAVA = """An error occurred while calling o91.parquet.
 : org.apache.hadoop.fs.UnsupportedFileSystemException: No FileSystem for scheme "nosuch"
@@ -17,13 +17,13 @@ JAVA = """An error occurred while calling o91.parquet.
 def test_errors_of_spark_are_told_apart() -> None:
     # Which clients of Connect may lack.
     py4j = pytest.importorskip("py4j.protocol")
-    assert is_of_spark(AnalysisException("no such column"))
-    assert is_of_spark(PySparkValueError("no"))
+    assert is_spark_error(AnalysisException("no such column"))
+    assert is_spark_error(PySparkValueError("no"))
     # The JVM has gone. That a method is not there is a mistake of this package.
-    assert is_of_spark(py4j.Py4JNetworkError("Answer from Java side is empty"))
-    assert not is_of_spark(py4j.Py4JError("o91.nosuch does not exist in the JVM"))
-    assert not is_of_spark(StorageError("no"))
-    assert not is_of_spark(KeyError("no"))
+    assert is_spark_error(py4j.Py4JNetworkError("Answer from Java side is empty"))
+    assert not is_spark_error(py4j.Py4JError("o91.nosuch does not exist in the JVM"))
+    assert not is_spark_error(StorageError("no"))
+    assert not is_spark_error(KeyError("no"))
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,4 @@ def test_errors_of_spark_are_told_apart() -> None:
     ],
 )
 def test_the_line_that_says_what_happened(text: str, said: str) -> None:
-    assert said_by_spark(text) == said
+    assert extract_spark_message(text) == said

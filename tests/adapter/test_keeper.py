@@ -17,9 +17,9 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import LEASE_FOLDER
 from spark_state_ext.ownership.lease import Clock, Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Claim, Found, RunIdentity
+from spark_state_ext.ownership.lease_record import Claim, NumberedRecord, RunIdentity
 from spark_state_ext.ownership.release import release_query_folder
-from spark_state_ext.rescale.folders import rescaled_folder
+from spark_state_ext.rescale.folders import make_rescaled_name
 from spark_state_ext.spark.client import lease_keeper as keeper_module
 from spark_state_ext.spark.client.lease_keeper import KeptLeases, LeaseKeeper
 from tests.helpers.waiting import eventually
@@ -34,7 +34,7 @@ def _task(folder: Folder, query_folder: str, me: RunIdentity = _ME) -> None:
     Lease(folder.child(query_folder), me, 30_000).hold()
 
 
-def _newest(folder: Folder, query_folder: str) -> Found:
+def _newest(folder: Folder, query_folder: str) -> NumberedRecord:
     found = LeaseLog(folder.child(query_folder)).newest()
     assert found is not None
     return found
@@ -160,7 +160,7 @@ def test_a_folder_that_was_claimed_from_a_query_is_not_its_to_renew(folder: Fold
 
 
 _RESCALES = "c" * 32
-_MOVED = rescaled_folder("query", _RESCALES)
+_MOVED = make_rescaled_name("query", _RESCALES)
 
 
 def _renewals(folder: Folder, kept: KeptLeases, query: str = "query") -> dict[str, bool]:
@@ -196,7 +196,7 @@ def test_a_query_that_was_rescaled_in_an_earlier_run_is_looked_after(folder: Fol
     _task(folder, _MOVED)
     assert _renewals(folder, kept) == {"query": False, _MOVED: True}
     # And where the folder is called after a query that this one had claimed its first folder from.
-    claimed = rescaled_folder("old", _RESCALES)
+    claimed = make_rescaled_name("old", _RESCALES)
     _task(folder, claimed, replace(_ME, query="new"))
     assert _renewals(folder, KeptLeases(folder, _APP, 30_000, {_PLAN}), "new")[claimed]
 
@@ -313,7 +313,7 @@ def test_a_store_that_hangs_keeps_no_other_one_from_being_asked(
     _task(folder, "query")
     never, newest = threading.Event(), LeaseLog.newest
 
-    def silent(self: LeaseLog) -> Found | None:
+    def silent(self: LeaseLog) -> NumberedRecord | None:
         if self.root.startswith(hangs.root):
             never.wait()
         return newest(self)
@@ -335,7 +335,7 @@ def test_a_request_that_never_returns_does_not_end_renewing(
     _task(folder, "query")
     never, newest, hung = threading.Event(), LeaseLog.newest, [2]
 
-    def silent(self: LeaseLog) -> Found | None:
+    def silent(self: LeaseLog) -> NumberedRecord | None:
         if hung[0]:
             hung[0] -= 1
             never.wait()

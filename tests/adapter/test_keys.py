@@ -28,7 +28,7 @@ from spark_state_ext.spark.callers.results import OutputColumns
 from spark_state_ext.spark.compat import NUMBERS_JOIN
 from spark_state_ext.spark.executor.border import rewrite_error
 from spark_state_ext.store import Lookup
-from spark_state_ext.worker.memory import settle
+from spark_state_ext.worker.memory import tune_memory
 
 STATE = StructType([StructField("n", LongType())])
 KEYS = StructType([StructField("k", LongType())])
@@ -259,7 +259,7 @@ def test_a_settled_worker_still_collects_garbage() -> None:
 
     before = gc.get_threshold()
     try:
-        settle.__wrapped__()
+        tune_memory.__wrapped__()
         assert gc.get_threshold()[0] >= before[0]
         assert gc.get_freeze_count() > 0
         node = weakref.ref(Node())

@@ -21,15 +21,15 @@ from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica
 from spark_state_ext import Savepoint
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed_body import announced_index
+from spark_state_ext.files.sealed_body import read_announced_index
 from spark_state_ext.peers.finding import ADDRESS_KIND
 from spark_state_ext.peers.server import PeerServer
-from spark_state_ext.peers.serving import Found
+from spark_state_ext.peers.serving import SnapshotFile
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.spark.executor.opening import OpenBucket
 from spark_state_ext.standby.members import Membership
 from spark_state_ext.store import View
-from spark_state_ext.store.runs import hashes_of
+from spark_state_ext.store.runs import get_hashes
 from tests.helpers.waiting import eventually
 
 BYTES_MIN = "SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN"
@@ -47,7 +47,7 @@ def _snapshots(opened: OpenBucket) -> dict[CheckpointRef, bytes]:
 
 
 def _looked_up(view: View, known: pa.RecordBatch, schema: RowSchema) -> list[dict[str, object]]:
-    found = view.lookup(hashes_of(known), schema.key_columns(known))
+    found = view.lookup(get_hashes(known), schema.key_columns(known))
     by_row = found.rows.to_pylist()
     return [by_row[at] for at in found.index.tolist()]
 
@@ -95,16 +95,16 @@ def test_a_call_with_the_secret_asks_peers(tmp_path: Path, monkeypatch: pytest.M
     ((begins, snapshot),) = query.call(1, pointer, _snapshots).items()
     path = tmp_path / "snapshot"
     path.write_bytes(snapshot)
-    _, index = announced_index(lambda start, end: snapshot[start:end], len(snapshot), str(path))
+    _, index = read_announced_index(lambda start, end: snapshot[start:end], len(snapshot), str(path))
     assert index is not None
     body_bytes = index.body_bytes
     key = BucketKey(operator.operator, pointer.query_folder, 1)
     asked: list[tuple[BucketKey, CheckpointRef]] = []
 
     class Shelf:
-        def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
+        def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> SnapshotFile | None:
             asked.append((key, ref))
-            return Found(path, body_bytes)
+            return SnapshotFile(path, body_bytes)
 
     server = PeerServer("127.0.0.1", 0, SECRET, Shelf())
     try:

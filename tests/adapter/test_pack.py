@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pytest
 
 from arrow_schemas.bucket_map import BY_STREAM_AND_PARTITION
-from arrow_schemas.labels import buckets_of, label_bucket
+from arrow_schemas.labels import find_buckets, label_bucket
 from spark_state_ext.backends.registry import Backend
 from spark_state_ext.engine.folders import operator_folder
 from spark_state_ext.engine.job import Job
@@ -26,7 +26,7 @@ from spark_state_ext.operators.arrays import KeyedRows
 from spark_state_ext.spark.shuffle import pack as packing
 from spark_state_ext.spark.shuffle.combine import Combiner
 from spark_state_ext.spark.shuffle.pack import pack
-from spark_state_ext.spark.shuffle.payload import decode, seen_partitions
+from spark_state_ext.spark.shuffle.payload import decode, decode_partitions
 from tests.helpers.jobs import job_of
 
 BUCKETS = 3
@@ -75,7 +75,7 @@ def test_every_row_arrives_once_in_its_bucket(
             sent[bucket] += len(payload) if payload[:1] == b"A" else 0
             for rows in decode(payload, lambda name, start, length: files.get_range(name, start, start + length)):
                 hashes = rows.column("__hash").to_numpy().view(np.uint64)
-                assert (buckets_of(hashes, BUCKETS) == bucket).all()
+                assert (find_buckets(hashes, BUCKETS) == bucket).all()
                 seen.append(rows)
     assert max(sent) <= inline_bytes
     arrived = pa.Table.from_batches(seen).sort_by("c0")
@@ -219,7 +219,7 @@ def test_every_bucket_learns_which_new_partitions_a_batch_has(tmp_path: Path) ->
         found = []
         for packed in pack(the_job.to_plain(), iter([batch.slice(0, 2_000), batch.slice(2_000)])):
             for label, payload in zip(*packed.select(["bucket", "payload"]).to_pydict().values(), strict=True):
-                largest = seen_partitions(payload)
+                largest = decode_partitions(payload)
                 if largest is not None:
                     found.append((label_bucket(label), largest))
         return found

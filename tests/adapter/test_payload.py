@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from arrow_schemas.labels import buckets_of
+from arrow_schemas.labels import find_buckets
 from spark_state_ext.engine.in_transit import spill_folder, spill_is_stale
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.spark.shuffle.pack import inline_share
@@ -80,7 +80,7 @@ def test_payloads_are_not_cut_small_where_there_is_no_limit_of_rows() -> None:
 @pytest.mark.parametrize("buckets", [1, 3, 16, 64, 32_768])
 def test_buckets_are_ranges_of_hashes_of_equal_size(buckets: int) -> None:
     hashes = np.random.default_rng(1).integers(0, 2**64, 200_000, dtype=np.uint64)
-    found = buckets_of(np.sort(hashes), buckets)
+    found = find_buckets(np.sort(hashes), buckets)
     assert found.min() >= 0
     assert found.max() < buckets
     assert (np.diff(found) >= 0).all()

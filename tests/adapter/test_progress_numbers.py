@@ -13,7 +13,7 @@ import pytest
 
 from spark_state_ext.spark.client.neighbours import log_other_queries
 from spark_state_ext.spark.client.shim import bucket_entry
-from spark_state_ext.spark.shuffle.observed import numbers_of
+from spark_state_ext.spark.shuffle.observed import encode_numbers
 from spark_state_ext.spark.shuffle.output import unpack
 from spark_state_ext.spark.shuffle.payload import OUTPUT_COLUMN
 from spark_state_ext.worker.metrics import CallMetrics
@@ -60,7 +60,7 @@ def test_the_entry_is_named_by_operator_and_function() -> None:
 
 def test_numbers_among_the_output_go_no_further() -> None:
     call = CallMetrics("", "", 0, "o", 0, state_rows=7, state_rows_min=6, state_bytes=1 << 50, delta_bytes=0)
-    frame = numbers_of(call)
+    frame = encode_numbers(call)
     (payload,) = frame[OUTPUT_COLUMN].tolist()
     assert payload[:1] == b"N"
     assert struct.unpack(">4q", payload[1:]) == (7, 6, 1 << 50, 0)

@@ -63,7 +63,7 @@ class Process:
 
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
-    monkeypatch.setattr(replicas, "factory_of", lambda kind: ClosingBackend())
+    monkeypatch.setattr(replicas, "load_factory", lambda kind: ClosingBackend())
     background, uploads = Background(), WorkerUploads()
     monkeypatch.setattr(Process, "background", background, raising=False)
     monkeypatch.setattr(Process, "uploads", uploads, raising=False)

@@ -23,7 +23,7 @@ from spark_state_ext.cli.app import build_application
 from spark_state_ext.errors import ChangedJobError, MissingCheckpointError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.layout import PARENTS_FOLDER
-from spark_state_ext.reading.exact import ExactBatch, Told, open_exact
+from spark_state_ext.reading.exact import ExactBatch, QueryOfOperator, open_exact
 from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.rescale.folders import folders_in_force
 from spark_state_ext.rescale.in_force import put_in_force, take_requests
@@ -100,7 +100,7 @@ def test_state_is_read_from_the_first_batch_of_a_rescaling_on(
             assert state_of(state) == models[batch]
     # Exactly, by the pointers that Spark hands out, of which most need their parents.
     pointers = {it.bucket: it for it in query.pointers}
-    told = Told("counts", query.name, "/checkpoint")
+    told = QueryOfOperator("counts", query.name, "/checkpoint")
     with open_exact(root, told, lambda: ExactBatch(4, 2, 4, pointers)) as state:
         assert state_of(state) == query.model
     query.folder.child(PARENTS_FOLDER).remove("0.parent.json")

@@ -13,7 +13,7 @@ from rescaled_query import job_from
 from arrow_schemas import BucketMap, Pointer
 from spark_state_ext.beginning import first_call
 from spark_state_ext.beginning.first_call import begin_bucket
-from spark_state_ext.beginning.rescaling import is_no_more
+from spark_state_ext.beginning.rescaling import is_dropped_bucket
 from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.folders import operator_folder
@@ -23,7 +23,7 @@ from spark_state_ext.errors import LineageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import HOLDS_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.holds import Hold
-from spark_state_ext.savepoints.captured import Captured, captured_name
+from spark_state_ext.savepoints.captured import Captured, make_captured_name
 from spark_state_ext.spark.executor import saving
 from spark_state_ext.testing.model import KEYS, Row
 from spark_state_ext.worker.background import Background
@@ -44,7 +44,7 @@ def planned(folder: Path, buckets: int, *, goes_on: bool = False) -> tuple[Job, 
         old.batch({key: Row(2) for key in KEYS})
         pointers = {it.bucket: replace(it, query_folder=old.query_id) for it in old.pointers[-1]}
     old.close()
-    name = captured_name(1, PLAN)
+    name = make_captured_name(1, PLAN)
     hold = Hold.place(old.folder, "the plan")
     notes = Folder(str(folder)).child("counts", STARTING_FOLDER)
     notes.put(name, Captured("counts", 0, (), hold.id, 0, captured).encode())
@@ -96,8 +96,8 @@ def test_a_worker_that_comes_late_needs_nothing_of_what_the_query_was(tmp_path: 
     gone_on = replace(pointers[0], query_folder=f"{pointers[0].query_folder}.r{PLAN[:12]}", buckets=buckets)
     assert Starts().rescaling(job, 0, gone_on) is None
     # Under that plan Spark calls labels of old buckets for ever.
-    assert [is_no_more(job, it, None) for it in range(3)] == [it >= buckets for it in range(3)]
-    assert not is_no_more(job, 2, pointers[2])
+    assert [is_dropped_bucket(job, it, None) for it in range(3)] == [it >= buckets for it in range(3)]
+    assert not is_dropped_bucket(job, 2, pointers[2])
 
 
 @pytest.mark.parametrize("gone", ["query", "plan"])
@@ -124,7 +124,7 @@ def test_a_query_that_has_gone_on_is_told_to_be_planned_anew(
     begin_bucket(state, job, operator_folder(job), state.pointer.query_folder, replicas, scratch)
     if at_once:
         # Both looked before either had written.
-        monkeypatch.setattr(first_call, "parent_of", lambda folder, bucket: None)
+        monkeypatch.setattr(first_call, "read_parent", lambda folder, bucket: None)
     with pytest.raises(
         LineageError, match=r"'counts' is not rescaled, as its query has gone on .* plan the query again"
     ):

@@ -42,7 +42,7 @@ def test_containers_that_share_a_folder_have_stores_of_their_own(
     the_job = replace(the_job, options=replace(the_job.options, local_dir=str(tmp_path)))
     found = []
     for container in ("pid:[4026531836]", "pid:[4026532617]", "pid:[4026531836]"):
-        monkeypatch.setattr(local_folders, "namespace", lambda container=container: container)
+        monkeypatch.setattr(local_folders, "get_pid_namespace", lambda container=container: container)
         found.append(folders.local_folder(the_job, "home", 1, 3))
     assert found[0] == found[2] != found[1]
     assert {folder.relative_to(folder.parents[3]).parts[1:] for folder in found} == {("home", "s1", "3")}

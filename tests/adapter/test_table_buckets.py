@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from arrow_schemas.labels import buckets_of
+from arrow_schemas.labels import find_buckets
 from arrow_schemas.operator import OperatorFile
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.reading import shown_rows
-from spark_state_ext.savepoints.rows import copies_of
-from spark_state_ext.savepoints.taking import Copy
+from spark_state_ext.savepoints.reading import read_visible_rows
+from spark_state_ext.savepoints.rows import parse_copies
+from spark_state_ext.savepoints.taking import BucketCopy
 from spark_state_ext.spark.executor import tables
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN
 from spark_state_ext.version import __version__
@@ -72,10 +72,10 @@ def rows_of_a_table(hashes: Any, keys: Any) -> Iterator[pa.RecordBatch]:
     return (whole.slice(at, 1_000) for at in range(0, whole.num_rows, 1_000))
 
 
-def written(told: dict[str, Any], hashes: Any, keys: Any) -> list[Copy]:
+def written(told: dict[str, Any], hashes: Any, keys: Any) -> list[BucketCopy]:
     packed = tables.pack_rows(told, rows_of_a_table(hashes, keys))
     made = pa.Table.from_batches(tables.write_buckets(told, packed)).to_pylist()
-    return copies_of((row["saved"], row["pointer"]) for row in made)
+    return parse_copies((row["saved"], row["pointer"]) for row in made)
 
 
 @pytest.mark.parametrize("memory_bytes", [64 << 10, 64 << 20])
@@ -91,13 +91,13 @@ def test_each_row_is_in_its_bucket(
     hashes = (np.where(keys % 1_000 == 0, keys // 2_000, keys)).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     copies = written(told, hashes, keys)
     assert [it.saved.bucket for it in copies] == list(range(BUCKETS))
-    bucket_of = dict(zip(keys.tolist(), buckets_of(hashes, BUCKETS).tolist(), strict=True))
+    bucket_of = dict(zip(keys.tolist(), find_buckets(hashes, BUCKETS).tolist(), strict=True))
     seen: dict[int, str] = {}
     for copy in copies:
         pointer = copy.saved.pointer
         found = [
             row
-            for batch in shown_rows(Folder(told["savepoint"]), copy.saved, OPERATOR.row_schema(), tmp_path)
+            for batch in read_visible_rows(Folder(told["savepoint"]), copy.saved, OPERATOR.row_schema(), tmp_path)
             for row in batch.to_pylist()
         ]
         assert {bucket_of[row["key"]] for row in found} == {copy.saved.bucket}

@@ -35,7 +35,7 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.store.runs import sort_by_hash
 from spark_state_ext.worker.background import Background
 from spark_state_ext.worker.spill import SpillBuffer
 from tests.helpers.soak import examples
@@ -133,7 +133,7 @@ def _rows(batch: int, bucket: int, scratch: Path) -> SpillBuffer:
         pa.array(gone),
     ]
     rows = SpillBuffer(scratch, 1 << 20)
-    rows.append(sorted_run(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
+    rows.append(sort_by_hash(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
     return rows
 
 

@@ -33,7 +33,7 @@ from spark_state_ext import ArrowState, take_savepoint
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import shown_rows
+from spark_state_ext.savepoints.reading import read_visible_rows
 from tests.helpers.waiting import eventually
 
 __all__ = ["CONF", "Kills", "Seen", "expected", "run"]
@@ -77,7 +77,9 @@ def saved(savepoint: Path, scratch: Path) -> pa.Table:
     folder = Folder(str(savepoint))
     manifest = read_manifest(folder)
     (operator,) = manifest.header.operators.values()
-    batches = [batch for it in manifest.buckets for batch in shown_rows(folder, it, operator.row_schema(), scratch)]
+    batches = [
+        batch for it in manifest.buckets for batch in read_visible_rows(folder, it, operator.row_schema(), scratch)
+    ]
     return pa.Table.from_batches(batches).select(["key", "n", "last"]).sort_by("key")
 
 

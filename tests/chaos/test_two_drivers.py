@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import two_drivers
 
-from spark_state_ext.worker.threads import side_by_side
+from spark_state_ext.worker.threads import map_in_parallel
 
 COMMITS = 50
 # Renewed after a third of it: what is left is more than any machine is held up for.
@@ -22,6 +22,6 @@ def test_exactly_one_ever_commits(tmp_path: Path) -> None:
         options = {} if kind == "path" else {"implementation": f"shares.{kind}"}
         return two_drivers.run(str(tmp_path / kind), options, 0.0, LEASE_MS, COMMITS)
 
-    for counted in side_by_side("test", 3, run, ["path", "Share", "ByNameNode"]):
+    for counted in map_in_parallel("test", 3, run, ["path", "Share", "ByNameNode"]):
         assert counted["commits"] >= COMMITS
         assert counted["refusals"] > 0

@@ -38,7 +38,7 @@ from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_record import RunIdentity
 from spark_state_ext.spark.client.lease_keeper import KeptLeases
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, changed, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, apply_changes, scan
 from tests.helpers.object_store import azure_server, azurite, s3_server
 from tests.helpers.waiting import WAIT_S
 
@@ -114,7 +114,7 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
                 )
                 new = bucket.commit(buffer_of(changes, Path(scratch))).pointer
                 lease.hold()
-                pointer, model, commits = new, changed(model, changes), commits + 1
+                pointer, model, commits = new, apply_changes(model, changes), commits + 1
                 if commits % 10 == 0:
                     request = clean_up_at(pointer, RETAINED, lease.check)
                     deleted += clean_up(query_folder.child("3"), request, Path(scratch), time.time() + 700)
@@ -152,7 +152,7 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int, at
                     WRITER,
                     CommitContext(Path(scratch), batches_retained=RETAINED),
                 )
-                pointer, model = bucket.commit(buffer_of(changes, Path(scratch))).pointer, changed(model, changes)
+                pointer, model = bucket.commit(buffer_of(changes, Path(scratch))).pointer, apply_changes(model, changes)
         start = Start(root, options, pointer, model, lease_ms, seconds, at_least)
         spawned = multiprocessing.get_context("spawn")
         both = spawned.Barrier(2)
@@ -176,7 +176,7 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int, at
             replicas = sole_replica(query_folder.child("3"), Path(scratch))
             found = Bucket(
                 fresh, replicas, winner.pointer, WRITER, CommitContext(Path(scratch), batches_retained=RETAINED)
-            ).read(scanned)
+            ).read(scan)
         assert found == winner.model
     return {
         "commits": winner.commits,

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from spark_state_ext.functions.outcome import NO_TIMEOUT
 from spark_state_ext.functions.state_batch import StateBatch
-from spark_state_ext.functions.tables import conformed
-from spark_state_ext.testing.model import canonical
+from spark_state_ext.functions.tables import conform_table
+from spark_state_ext.testing.model import canonicalise
 
 __all__ = ["Driver", "Stored", "made", "outcome_of"]
 
@@ -44,7 +44,7 @@ def made(
     """A batch of rows that are by key already."""
     every = [*with_rows, *due]
     known = known or {}
-    found = [known.get(canonical(key)) for key in every]
+    found = [known.get(canonicalise(key)) for key in every]
     nothing = (None,) * len(state)
     options = {"watermark_ms": None, "processing_time_ms": 1_000, **options}
     return StateBatch(
@@ -65,7 +65,7 @@ def outcome_of(batch: StateBatch, known: dict[Key, Stored]) -> dict[Key, Stored]
     outcome = batch.outcome
     updates = [tuple(row.values()) for table in outcome.updates for row in table.to_pylist()]
     for at, row in enumerate(batch.keys.to_pylist()):
-        key = canonical(tuple(row.values()))
+        key = canonicalise(tuple(row.values()))
         if not outcome.touched[at]:
             assert outcome.source[at] == -2
             assert outcome.timeouts_ms[at] == NO_TIMEOUT
@@ -106,7 +106,7 @@ class Driver:
         rows = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema=self.rows)
         groups: dict[Key, list[int]] = {}
         for at, row in enumerate(rows.select(list(self.keys)).to_pylist()):
-            groups.setdefault(canonical(tuple(row.values())), []).append(at)
+            groups.setdefault(canonicalise(tuple(row.values())), []).append(at)
         threshold_ms = watermark_ms if self.timeout_conf == "EventTimeTimeout" else now_ms
         due = [
             key
@@ -131,7 +131,9 @@ class Driver:
             processing_time_ms=now_ms,
             timeout_conf=self.timeout_conf,
         )
-        tables = [conformed(given, list(self.output), "the function gave") for given in _tables(self.function(batch))]
+        tables = [
+            conform_table(given, list(self.output), "the function gave") for given in _tables(self.function(batch))
+        ]
         self.stored = outcome_of(batch, self.stored)
         return [row for table in tables for row in table.to_pylist()]
 

@@ -25,11 +25,11 @@ from spark_state_ext.testing.model import (
     Key,
     Model,
     Row,
-    canonical,
+    canonicalise,
     good_hash,
-    looked_up,
-    run_of,
-    scanned,
+    look_up,
+    make_run,
+    scan,
 )
 from spark_state_ext.worker.spill import SpillBuffer
 
@@ -65,7 +65,7 @@ def change_sets(max_size: int = 12) -> st.SearchStrategy[dict[Key, Row | None]]:
         st.tuples(st.sampled_from(ALL_KEYS), st.one_of(st.none(), rows(), rows())),
         min_size=1,
         max_size=max_size,
-        unique_by=lambda change: canonical(change[0]),
+        unique_by=lambda change: canonicalise(change[0]),
     ).map(dict)
 
 
@@ -79,7 +79,7 @@ def first_pointer(bucket: int = 3) -> Pointer:
 def buffer_of(changes: Changes, scratch: Path, hashed: HashFunction = good_hash) -> SpillBuffer:
     buffer = SpillBuffer(scratch, 1 << 20)
     if changes:
-        buffer.append(run_of(changes, hashed))
+        buffer.append(make_run(changes, hashed))
     return buffer
 
 
@@ -103,8 +103,8 @@ def committed(store: LocalStore, files: Folder, pointer: Pointer, changes: Chang
 def state_at(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Model:
     """The state at a pointer, by scan, checked against lookups of every key."""
     bucket = bucket_on(store, files, pointer, scratch)
-    state = bucket.read(scanned)
-    assert bucket.read(lambda view: looked_up(view, KEYS)) == dict(state.items())
+    state = bucket.read(scan)
+    assert bucket.read(lambda view: look_up(view, KEYS)) == dict(state.items())
     assert len(state) <= pointer.rows
     return state
 

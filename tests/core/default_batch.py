@@ -8,7 +8,7 @@ import pyarrow as pa
 from batch_driver import Stored, made, outcome_of
 
 from spark_state_ext.functions.state_batch import StateBatch
-from spark_state_ext.testing.model import canonical
+from spark_state_ext.testing.model import canonicalise
 
 KEYS = pa.schema([("name", pa.string()), ("x", pa.float64())])
 STATE = pa.schema([("n", pa.int64()), ("note", pa.string())])
@@ -53,4 +53,4 @@ def after(batch: StateBatch) -> dict[Key, Stored]:
 
 
 def key(one: Key) -> Key:
-    return tuple(canonical(one))
+    return tuple(canonicalise(one))

@@ -26,8 +26,8 @@ from spark_state_ext.errors import StateError
 from spark_state_ext.files import checkpoint
 from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.store.lazy_file import LazyFile, LazyOptions, PieceGiver
-from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.store.lazy_file import LazyFile, LazyOptions, PieceSource
+from spark_state_ext.store.runs import sort_by_hash
 from spark_state_ext.worker.background import Work
 
 __all__ = [
@@ -110,7 +110,7 @@ def rows_of(keys: Sequence[int] | KeyArray, hashed: HashArray, timeouts: bool = 
     """Rows in run order."""
     columns = list(zip(*(values_of(int(key)) for key in keys), strict=True))
     n = len(keys)
-    return sorted_run(
+    return sort_by_hash(
         pa.RecordBatch.from_arrays(
             [
                 pa.array(hashed),
@@ -195,7 +195,7 @@ def bucket_on(
     lazily: bool = True,
     replicas: Sequence[Replica] | None = None,
     pointer: Pointer | None = None,
-    peers: PieceGiver | None = None,
+    peers: PieceSource | None = None,
     while_waiting: Callable[[], None] = lambda: None,
 ) -> Bucket:
     """The bucket in a call."""

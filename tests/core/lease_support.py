@@ -11,7 +11,7 @@ from typing import Any
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Clock
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Found, LeaseRecord, RunIdentity
+from spark_state_ext.ownership.lease_record import LeaseRecord, NumberedRecord, RunIdentity
 from spark_state_ext.worker import process
 
 ME = RunIdentity("application", "plan", "query", "host")
@@ -25,17 +25,17 @@ def record_of(owner: RunIdentity, **also: Any) -> LeaseRecord:
     return replace(LeaseRecord(owner, 1_000, 500, nonce="n"), **also)
 
 
-def found_of(owner: RunIdentity, number: int = 7, **also: Any) -> Found:
-    return Found(number, record_of(owner, **also))
+def found_of(owner: RunIdentity, number: int = 7, **also: Any) -> NumberedRecord:
+    return NumberedRecord(number, record_of(owner, **also))
 
 
 def local_run(pid: int | None = None) -> RunIdentity:
     """A run whose driver is this process, as in local mode."""
     pid = os.getpid() if pid is None else pid
-    here = replace(ME, host=os.uname().nodename, pid=pid, pid_start=process.start_of(pid))
+    here = replace(ME, host=os.uname().nodename, pid=pid, pid_start=process.get_start_ticks(pid))
     from spark_state_ext.worker.boot import boot_id
 
-    return replace(here, boot=boot_id(), pid_namespace=process.namespace())
+    return replace(here, boot=boot_id(), pid_namespace=process.get_pid_namespace())
 
 
 class Virtual:

@@ -24,7 +24,7 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, apply_changes, scan
 from spark_state_ext.worker.background import Background
 from tests.helpers.waiting import WAIT_S
 
@@ -137,7 +137,7 @@ class Life:
         made = bucket.commit(buffer_of(changes, self.local), may_defer=may_defer)
         pointer, self.left = made.pointer, made.deferred
         self.pointers.append(pointer)
-        self.models.append(changed(self.models[-1], changes))
+        self.models.append(apply_changes(self.models[-1], changes))
         self.next_stage()
         return pointer
 
@@ -161,7 +161,7 @@ class Life:
         """The state on an empty disk."""
         store = LocalStore.at(self.local / f"fresh-{len(self.stores)}", SCHEMA)
         self.stores.append(store)
-        return self.bucket(pointer, store, *names).read(scanned)
+        return self.bucket(pointer, store, *names).read(scan)
 
     def files(self, name: str, kind: str) -> list[int]:
         found = [parsed for it in self.folder(name).names() if (parsed := parse_file_name(it))]

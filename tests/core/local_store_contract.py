@@ -29,16 +29,16 @@ from spark_state_ext.testing.model import (
     Model,
     Refs,
     Row,
-    canonical,
-    changed,
-    expired_in,
+    apply_changes,
+    canonicalise,
+    find_expired,
     good_hash,
     key_columns,
     key_hashes,
-    looked_up,
-    model_of,
-    run_of,
-    scanned,
+    look_up,
+    make_model,
+    make_run,
+    scan,
 )
 from tests.helpers.waiting import WAIT_S
 
@@ -77,7 +77,7 @@ class LocalStoreContract:
         hashed: HashFunction = good_hash,
     ) -> CheckpointRef:
         ref = self.refs.next(parent.version + 1 if parent else 1)
-        run = store.apply([run_of(changes, hashed)], ref, parent)
+        run = store.apply([make_run(changes, hashed)], ref, parent)
         assert run.newest == ref
         return ref
 
@@ -90,15 +90,15 @@ class LocalStoreContract:
             deleted = {KEYS[(i + 3) % keys]: None} if i % 3 == 2 else {}
             changes: Changes = {KEYS[i % keys]: Row(i), KEYS[(i + 1) % keys]: Row(i, "x", timeout_ms=i + 1), **deleted}
             refs.append(self.add(store, parent, changes))
-            models.append(changed(models[-1] if models else {}, changes))
+            models.append(apply_changes(models[-1] if models else {}, changes))
         return refs, models
 
     # -- reading ------------------------------------------------------------------------------------
 
     def test_an_empty_state(self) -> None:
         view = self.store().view(None)
-        assert scanned(view) == {}
-        assert looked_up(view, ALL_KEYS) == {}
+        assert scan(view) == {}
+        assert look_up(view, ALL_KEYS) == {}
         assert view.expired(2**62).num_rows == 0
         assert view.earliest_timeout(0) is None
         assert view.rows_max == 0
@@ -111,12 +111,12 @@ class LocalStoreContract:
         one = self.add(store, None, first, hashed)
         second: Changes = {key: Row(-i) if i % 3 else None for i, key in enumerate(KEYS) if i % 2}
         two = self.add(store, one, second, hashed)
-        model = changed({}, first)
-        assert looked_up(store.view(one), KEYS, hashed) == model
-        assert looked_up(store.view(two), KEYS, hashed) == changed(model, second)
-        assert scanned(store.view(two)) == changed(model, second)
+        model = apply_changes({}, first)
+        assert look_up(store.view(one), KEYS, hashed) == model
+        assert look_up(store.view(two), KEYS, hashed) == apply_changes(model, second)
+        assert scan(store.view(two)) == apply_changes(model, second)
         # Another spelling of a key is the same key; an absent key with the same hash is not found.
-        assert looked_up(store.view(two), [("a", -0.0), ("absent", 1.0)], hashed) == looked_up(
+        assert look_up(store.view(two), [("a", -0.0), ("absent", 1.0)], hashed) == look_up(
             store.view(two), [("a", 0.0)], hashed
         )
 
@@ -124,8 +124,8 @@ class LocalStoreContract:
         store = self.store(chunk_rows=4)
         ref = self.add(store, None, {key: Row(i) for i, key in enumerate(KEYS)})
         backwards = sorted(KEYS, key=good_hash, reverse=True)
-        assert looked_up(store.view(ref), backwards) == looked_up(store.view(ref), KEYS)
-        assert looked_up(store.view(ref), []) == {}
+        assert look_up(store.view(ref), backwards) == look_up(store.view(ref), KEYS)
+        assert look_up(store.view(ref), []) == {}
 
     def test_what_was_read_outlives_later_changes(self) -> None:
         """Memory of the store dies with its transaction; nothing of it may leave."""
@@ -139,8 +139,8 @@ class LocalStoreContract:
         before = [batch.to_pylist() for batch in held]
         for round_number in range(20):
             sibling = self.refs.next(2)
-            store.apply([run_of({key: Row(-1, "w" * 50) for key in keys})], sibling, ref)
-            store.restore([run_of({key: Row(-2) for key in keys})], self.refs.next(1), None, snapshot=True)
+            store.apply([make_run({key: Row(-1, "w" * 50) for key in keys})], sibling, ref)
+            store.restore([make_run({key: Row(-2) for key in keys})], self.refs.next(1), None, snapshot=True)
             if round_number % 5 == 4:
                 store.prune(self.add(store, sibling, {keys[0]: Row(0)}))
         assert [batch.to_pylist() for batch in held] == before
@@ -148,7 +148,7 @@ class LocalStoreContract:
     def test_expired_and_earliest(self) -> None:
         store = self.store(chunk_rows=2)
         one = self.add(store, None, {key: Row(i, timeout_ms=i or None) for i, key in enumerate(KEYS)})
-        model = changed({}, {key: Row(i, timeout_ms=i or None) for i, key in enumerate(KEYS)})
+        model = apply_changes({}, {key: Row(i, timeout_ms=i or None) for i, key in enumerate(KEYS)})
         # Later, sooner, gone, without: only the newest row of a key counts.
         changes: Changes = {
             KEYS[1]: Row(1, timeout_ms=50),
@@ -157,14 +157,14 @@ class LocalStoreContract:
             KEYS[4]: Row(4),
         }
         two = self.add(store, one, changes)
-        model = changed(model, changes)
+        model = apply_changes(model, changes)
         for now_ms in (0, 1, 3, 5, 24, 25, 51, 2**62):
             view = store.view(two)
-            assert model_of([view.expired(now_ms)]) == expired_in(model, now_ms)
+            assert make_model([view.expired(now_ms)]) == find_expired(model, now_ms)
             pieces = [view.expired(now_ms, after=after, upto=upto) for after, upto in view.ranges()]
             assert len(pieces) > 1
-            assert model_of(pieces) == expired_in(model, now_ms)
-            assert bool(view.expired_bytes_max(now_ms)) >= bool(expired_in(model, now_ms))
+            assert make_model(pieces) == find_expired(model, now_ms)
+            assert bool(view.expired_bytes_max(now_ms)) >= bool(find_expired(model, now_ms))
             later = [
                 row.timeout_ms for row in model.values() if row.timeout_ms is not None and row.timeout_ms >= now_ms
             ]
@@ -173,8 +173,8 @@ class LocalStoreContract:
                 assert earliest is not None
                 assert now_ms <= earliest <= min(later)
         # Below the floor, runs older than the version were dealt with; newer ones still count.
-        assert model_of([store.view(two).expired(10, 10, 2)]) == expired_in(
-            {canonical(KEYS[20]): Row(2, timeout_ms=3)}, 10
+        assert make_model([store.view(two).expired(10, 10, 2)]) == find_expired(
+            {canonicalise(KEYS[20]): Row(2, timeout_ms=3)}, 10
         )
 
     # -- checkpoints --------------------------------------------------------------------------------
@@ -183,46 +183,46 @@ class LocalStoreContract:
         store = self.store(chunk_rows=2)
         refs, models = self.chain(store, 12)
         for ref, model in zip(refs, models, strict=True):
-            assert scanned(store.rollback(ref)) == model
-        assert scanned(store.rollback(None)) == {}
+            assert scan(store.rollback(ref)) == model
+        assert scan(store.rollback(None)) == {}
         dropped = store.prune(refs[6])
         assert dropped == 0, "nothing was merged, so every run is part of the view"
         sibling = self.refs.next(3)
-        store.apply([run_of({KEYS[0]: None})], sibling, refs[1])
+        store.apply([make_run({KEYS[0]: None})], sibling, refs[1])
         assert store.prune(refs[6]) == 1
         assert not store.has(sibling)
-        assert [scanned(store.view(ref)) for ref in refs] == models
+        assert [scan(store.view(ref)) for ref in refs] == models
 
     def test_siblings_do_not_see_each_other(self) -> None:
         store = self.store()
         (one,), (model,) = self.chain(store, 1)
         siblings = [self.add(store, one, {KEYS[0]: Row(100 + i)}) for i in range(3)]
         for i, sibling in enumerate(siblings):
-            assert scanned(store.view(sibling)) == changed(model, {KEYS[0]: Row(100 + i)})
+            assert scan(store.view(sibling)) == apply_changes(model, {KEYS[0]: Row(100 + i)})
 
     def test_apply_twice_adds_nothing(self) -> None:
         store = self.store()
         (one,), (model,) = self.chain(store, 1)
         ref = self.add(store, one, {KEYS[5]: Row(5)})
         before = store.runs()
-        store.apply([run_of({KEYS[5]: Row(6)})], ref, one)
+        store.apply([make_run({KEYS[5]: Row(6)})], ref, one)
         assert store.runs() == before
-        assert scanned(store.view(ref)) == changed(model, {KEYS[5]: Row(5)})
+        assert scan(store.view(ref)) == apply_changes(model, {KEYS[5]: Row(5)})
 
     def test_apply_needs_the_parents_lineage(self) -> None:
         store = self.store()
         ref, parent = self.refs.next(5), self.refs.next(4)
         with pytest.raises(MissingRunError) as caught:
-            store.apply([run_of({KEYS[0]: Row(1)})], ref, parent)
+            store.apply([make_run({KEYS[0]: Row(1)})], ref, parent)
         assert caught.value.ref == parent
         assert store.runs() == []
         # A run from a file needs nothing below it yet; reading says what is missing.
-        store.restore([run_of({KEYS[0]: Row(1)})], ref, parent, snapshot=False)
+        store.restore([make_run({KEYS[0]: Row(1)})], ref, parent, snapshot=False)
         with pytest.raises(MissingRunError) as caught:
             store.view(ref)
         assert caught.value.ref == parent
-        store.restore([run_of({KEYS[1]: Row(2)})], parent, self.refs.next(3), snapshot=True)
-        assert scanned(store.view(ref)) == changed({}, {KEYS[0]: Row(1), KEYS[1]: Row(2)})
+        store.restore([make_run({KEYS[1]: Row(2)})], parent, self.refs.next(3), snapshot=True)
+        assert scan(store.view(ref)) == apply_changes({}, {KEYS[0]: Row(1), KEYS[1]: Row(2)})
 
     def test_compaction_keeps_every_later_state(self) -> None:
         store = self.store(chunk_rows=2)
@@ -230,10 +230,10 @@ class LocalStoreContract:
         compacted = store.compact(refs[9])
         assert compacted is not None
         assert compacted.newest.version <= 9 + 1
-        assert [scanned(store.view(ref)) for ref in refs] == models
+        assert [scan(store.view(ref)) for ref in refs] == models
         assert len(store.view(refs[9]).runs) < 10
         assert store.prune(refs[9]) > 0
-        assert [scanned(store.view(ref)) for ref in refs[9:]] == models[9:]
+        assert [scan(store.view(ref)) for ref in refs[9:]] == models[9:]
 
     def test_a_merged_run_is_not_used_for_a_checkpoint_inside_it(self) -> None:
         store = self.store()
@@ -243,13 +243,13 @@ class LocalStoreContract:
         assert (compacted.oldest, compacted.newest) == (refs[0], refs[7])
         for ref, model in zip(refs[:-1], models[:-1], strict=True):
             assert compacted.key not in {run.key for run in store.view(ref).runs}
-            assert scanned(store.view(ref)) == model
+            assert scan(store.view(ref)) == model
         store.prune(refs[7])
         for ref in refs[:-1]:
             with pytest.raises(MissingRunError) as caught:
                 store.view(ref)
             assert caught.value.ref == ref
-        assert scanned(store.view(refs[7])) == models[7]
+        assert scan(store.view(refs[7])) == models[7]
 
     def test_tombstones_go_when_nothing_is_below_them(self) -> None:
         store = self.store()
@@ -260,7 +260,7 @@ class LocalStoreContract:
             store.prune(ref)
         while store.compact(ref) is not None:
             store.prune(ref)
-        assert scanned(store.view(ref)) == changed({}, {KEYS[-1]: Row(1)})
+        assert scan(store.view(ref)) == apply_changes({}, {KEYS[-1]: Row(1)})
         assert sum(run.rows for run in store.view(ref).runs) < 2 * len(KEYS)
 
     def test_a_zombie_does_not_drop_what_a_newer_call_was_built_on(self) -> None:
@@ -269,17 +269,17 @@ class LocalStoreContract:
         input_of_zombie = refs[5]
         # Batch 8 was committed on batch 7's checkpoint, merged and pruned.
         eight = self.add(store, refs[6], {KEYS[0]: Row(8)})
-        model = changed(models[6], {KEYS[0]: Row(8)})
+        model = apply_changes(models[6], {KEYS[0]: Row(8)})
         # Batch 7 wakes up: its input pointer is that of batch 6.
         zombie = self.add(store, input_of_zombie, {KEYS[1]: Row(-7)})
         store.compact(input_of_zombie)
         store.prune(input_of_zombie)
-        assert scanned(store.view(eight)) == model
+        assert scan(store.view(eight)) == model
         store.compact(refs[6])
         store.prune(refs[6])
-        assert scanned(store.view(eight)) == model
+        assert scan(store.view(eight)) == model
         # What it wrote itself is nobody's state, and goes once a newer call cleans up.
-        assert scanned(store.view(zombie)) == changed(models[5], {KEYS[1]: Row(-7)})
+        assert scan(store.view(zombie)) == apply_changes(models[5], {KEYS[1]: Row(-7)})
         store.prune(eight)
         assert not store.has(zombie)
 
@@ -291,22 +291,24 @@ class LocalStoreContract:
         for low, high in ((2, 8), (0, 4)):
             below = refs[low - 1] if low else None
             rows = _difference(models[high], models[low - 1] if low else {})
-            run = run_of(rows)
+            run = make_run(rows)
             store._add([run], refs[high], refs[low], below, base=below is None, check=lambda txn: None)
-        assert scanned(store.view(refs[8])) == models[8]
-        assert scanned(store.view(refs[4])) == models[4]
+        assert scan(store.view(refs[8])) == models[8]
+        assert scan(store.view(refs[4])) == models[4]
         store.prune(refs[4])
-        assert scanned(store.view(refs[8])) == models[8]
+        assert scan(store.view(refs[8])) == models[8]
         store.prune(refs[8])
-        assert scanned(store.view(refs[8])) == models[8]
+        assert scan(store.view(refs[8])) == models[8]
 
     def test_another_way_is_found_when_the_merged_one_breaks_off(self) -> None:
         store = self.store()
         refs, models = self.chain(store, 6)
         absent = self.refs.next(2)
         # Ends at the head and reaches deeper than its own run, but what lies below it is not here.
-        store._add([run_of({KEYS[0]: Row(-1)})], refs[5], self.refs.next(3), absent, base=False, check=lambda txn: None)
-        assert scanned(store.view(refs[5])) == models[5]
+        store._add(
+            [make_run({KEYS[0]: Row(-1)})], refs[5], self.refs.next(3), absent, base=False, check=lambda txn: None
+        )
+        assert scan(store.view(refs[5])) == models[5]
 
     def test_pinned_runs_survive_pruning(self) -> None:
         store = self.store()
@@ -316,7 +318,7 @@ class LocalStoreContract:
         expired_pin = store.pin(store.view(refs[4]), -1)
         store.compact(refs[7])
         store.prune(refs[7])
-        assert scanned(old) == models[3]
+        assert scan(old) == models[3]
         store.unpin(pin)
         store.unpin(expired_pin)
         assert store.prune(refs[7]) > 0
@@ -324,7 +326,7 @@ class LocalStoreContract:
             list(old.scan())
         with pytest.raises(MissingRunError):
             store.pin(old, 60)
-        assert scanned(store.view(refs[7])) == models[7]
+        assert scan(store.view(refs[7])) == models[7]
 
     def test_long_use_keeps_few_runs_and_forgets_the_others(self) -> None:
         store = self.store()
@@ -333,10 +335,10 @@ class LocalStoreContract:
         for i in range(150):
             changes: Changes = {KEYS[(i * 7 + j) % len(KEYS)]: Row(i) for j in range(3)}
             parent, ref = ref, self.add(store, ref, changes)
-            model = changed(model, changes)
+            model = apply_changes(model, changes)
             store.compact(parent)
             store.prune(parent)
-        assert scanned(store.view(ref)) == model
+        assert scan(store.view(ref)) == model
         assert len(store.runs()) < 25
         assert store._chunks.checked_count < 60
 
@@ -344,7 +346,7 @@ class LocalStoreContract:
         """A chunk is bounded in bytes, too, or wide rows would take memory without bound."""
         store = self.store()
         keys = [(f"key {i}", None) for i in range(400)]
-        batch = run_of({key: Row(i, "x" * 200_000) for i, key in enumerate(keys)})
+        batch = make_run({key: Row(i, "x" * 200_000) for i, key in enumerate(keys)})
         ref = self.refs.next(1)
         run = store.apply([batch], ref, None)
         assert max(chunk.size_bytes for chunk in run.chunks) < 40 << 20
@@ -384,7 +386,7 @@ class LocalStoreContract:
         store.close()
         again = self.store(chunk_rows=3)
         assert again.runs() == runs
-        assert scanned(again.view(refs[4])) == models[4]
+        assert scan(again.view(refs[4])) == models[4]
 
     def test_another_schema_does_not_read_old_rows(self) -> None:
         store = self.store()
@@ -398,7 +400,7 @@ class LocalStoreContract:
     def test_two_objects_of_one_process_share_the_store(self) -> None:
         first, second = self.store(), self.store()
         refs, models = self.chain(first, 3)
-        assert scanned(second.view(refs[2])) == models[2]
+        assert scan(second.view(refs[2])) == models[2]
 
     def test_many_processes_write_read_and_grow(self) -> None:
         """Writers of their own lineages, one of which grows the map, and readers, all at once."""
@@ -410,12 +412,12 @@ class LocalStoreContract:
             results = pool.map_async(_work, jobs, chunksize=1)
             # `Pool` never ends the wait for a worker that is gone; that one's test does.
             while not results.ready():
-                assert scanned(store.view(refs[2])) == models[2]
+                assert scan(store.view(refs[2])) == models[2]
             heads = results.get()
         for number, (ref, rows) in enumerate(heads):
             seen = sum(batch.num_rows for batch in store.view(ref).scan())
             assert seen == rows + len(models[2]), f"writer {number}"
-        assert scanned(store.view(refs[2])) == models[2]
+        assert scan(store.view(refs[2])) == models[2]
         assert store.map_bytes > before
 
     def test_killed_writers_leave_nothing_behind(self) -> None:
@@ -426,12 +428,12 @@ class LocalStoreContract:
         process.join(WAIT_S)
         assert process.exitcode == 9
         assert {run.newest for run in store.runs()} == set(refs)
-        assert scanned(store.view(refs[1])) == models[1]
+        assert scan(store.view(refs[1])) == models[1]
         self.add(store, refs[1], {KEYS[0]: Row(1)})
 
 
 def _difference(newer: Model, older: Model) -> dict[Any, Row | None]:
-    keys = {canonical(key): key for key in KEYS}
+    keys = {canonicalise(key): key for key in KEYS}
     gone = {keys[key]: None for key in older if key not in newer}
     return {keys[key]: row for key, row in newer.items()} | gone
 

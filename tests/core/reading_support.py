@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 from arrow_schemas import OperatorFile, Pointer, Writer
-from arrow_schemas.labels import buckets_of
+from arrow_schemas.labels import find_buckets
 from arrow_schemas.operator import operator_file_name
-from arrow_schemas.spark_hash import key_hash
+from arrow_schemas.spark_hash import hash_key
 from spark_state_ext import OpenState
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
@@ -24,7 +24,17 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LeaseRecord, RunIdentity
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import SCHEMA, Changes, Key, Model, Row, canonical, changed, key_columns, run_of
+from spark_state_ext.testing.model import (
+    SCHEMA,
+    Changes,
+    Key,
+    Model,
+    Row,
+    apply_changes,
+    canonicalise,
+    key_columns,
+    make_run,
+)
 from spark_state_ext.timeline.epochs import Position
 from spark_state_ext.timeline.records import EpochRegistry, RunStart
 from spark_state_ext.worker.spill import SpillBuffer
@@ -44,11 +54,11 @@ def operator_file(operator: str, query_id: str, buckets: int) -> OperatorFile:
 
 def hashed(key: Key) -> int:
     """As Spark hashes it."""
-    return key_hash(key_columns([key]))
+    return hash_key(key_columns([key]))
 
 
 def bucket_of(key: Key, buckets: int) -> int:
-    return int(buckets_of(np.array([hashed(key)], np.uint64), buckets)[0])
+    return int(find_buckets(np.array([hashed(key)], np.uint64), buckets)[0])
 
 
 @dataclass
@@ -84,7 +94,7 @@ class Job:
         at = len(self.pointers) - 1 if at is None else at
         del self.pointers[at + 1 :], self.models[at:]
         self.pointers.append(self.attempt(changes))
-        self.models.append(changed(self.models[-1] if self.models else {}, changes))
+        self.models.append(apply_changes(self.models[-1] if self.models else {}, changes))
         self._end()
         return at
 
@@ -104,7 +114,7 @@ class Job:
         mine = {key: row for key, row in changes.items() if bucket_of(key, self.buckets) == bucket}
         buffer = SpillBuffer(self.scratch, 1 << 20)
         if mine:
-            buffer.append(run_of(mine, hashed))
+            buffer.append(make_run(mine, hashed))
         writer = Writer(self.query_id, self.run_id, batch, self.host, told=self.told)
         if not self.told:
             # The number of calls before, which is another one in each bucket.
@@ -129,7 +139,7 @@ def as_model(table: pa.Table | pa.RecordBatchReader) -> Model:
     """Rows that were read, as a dict; the column ``defined`` counts where it is there."""
     rows = (table if isinstance(table, pa.Table) else table.read_all()).to_pylist()
     found = {
-        (canonical(row["name"]), canonical(row["x"])): Row(
+        (canonicalise(row["name"]), canonicalise(row["x"])): Row(
             row["count"], row["note"], row["timeout_ms"], row.get("defined", True)
         )
         for row in rows

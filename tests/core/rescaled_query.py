@@ -32,7 +32,7 @@ from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.rescale.origin import Origin
 from spark_state_ext.rescale.parents import Parent
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import SCHEMA, Changes, Key, Model, changed, scanned
+from spark_state_ext.testing.model import SCHEMA, Changes, Key, Model, apply_changes, scan
 from tests.helpers.jobs import job_of
 
 __all__ = ["Later", "RescaledQuery", "bucket_in", "job_from"]
@@ -171,7 +171,7 @@ class RescaledQuery:
         for _ in range(attempts):
             made = [self._attempt(bucket, changes) for bucket in range(self.bucket_map.buckets)]
         self.pointers = made
-        self.model = changed(self.model, changes)
+        self.model = apply_changes(self.model, changes)
 
     def _attempt(self, bucket: int, changes: Changes) -> Pointer:
         mine = {key: row for key, row in changes.items() if bucket_in(self.bucket_map, key) == bucket}
@@ -189,7 +189,7 @@ class RescaledQuery:
         """All of it, bucket by bucket; each has only what is its own."""
         found: Model = {}
         for bucket in range(self.bucket_map.buckets):
-            rows = self.called(bucket, lambda it: it.read(scanned), local)
+            rows = self.called(bucket, lambda it: it.read(scan), local)
             assert all(bucket_in(self.bucket_map, key) == bucket for key in rows)
             assert len(rows) <= self.pointers[bucket].rows
             found |= rows

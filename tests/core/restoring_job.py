@@ -15,7 +15,7 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import SCHEMA, scanned
+from spark_state_ext.testing.model import SCHEMA, scan
 
 
 def main(folder: Path) -> None:
@@ -26,7 +26,7 @@ def main(folder: Path) -> None:
     files = Folder(str(folder / "a"), options).child("3")
     store = LocalStore.at(folder / "empty", SCHEMA)
     pointer = Pointer.decode((folder / "pointer").read_bytes())
-    Bucket(store, sole_replica(files, folder, "a"), pointer, WRITER, CommitContext(folder)).read(scanned)
+    Bucket(store, sole_replica(files, folder, "a"), pointer, WRITER, CommitContext(folder)).read(scan)
 
 
 if __name__ == "__main__":

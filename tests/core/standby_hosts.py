@@ -14,7 +14,7 @@ from arrow_schemas.standby import BucketKey
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.roots import RootFollower
 from spark_state_ext.standby.service import RootService, StandbyService
-from spark_state_ext.standby.status import StandbyStatus, survey
+from spark_state_ext.standby.status import StandbyStatus, read_status
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.testing.model import KEYS, Row
 from tests.helpers.clock import VirtualClock
@@ -88,7 +88,7 @@ class Hosts:
             for host in self.running.values():
                 host.turn()
 
-        return survey(Folder(str(self.base / "root")), keys, self.clock, sleep)
+        return read_status(Folder(str(self.base / "root")), keys, self.clock, sleep)
 
 
 def keys_of(job: Job) -> list[BucketKey]:

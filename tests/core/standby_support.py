@@ -21,13 +21,13 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.standby.following import BucketFollower, FollowedStores
+from spark_state_ext.standby.following import BucketFollower, SharedStores
 from spark_state_ext.standby.line import Line
 from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.lazy_file import LazyOptions
-from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, apply_changes, scan
 from spark_state_ext.timeline.epochs import Epoch, Epochs, Position
 from spark_state_ext.timeline.records import EpochLog
 
@@ -117,7 +117,7 @@ class World:
 
     def follow(self, **given: Any) -> None:
         """The host's service begins."""
-        self.stores = FollowedStores()
+        self.stores = SharedStores()
         at = replace(self.at, **given)
         self.follower = self.follower_class(at, self.key, self.operator, self.stores)
 
@@ -159,7 +159,7 @@ class World:
         before = {entry.name for entry in self.files.entries()}
         made = self.bucket(store or self.active, pointer).commit(buffer_of(changes, self.scratch)).pointer
         self._dated(before)
-        return replace(made, batch=pointer.batch + 1), changed(model, changes)
+        return replace(made, batch=pointer.batch + 1), apply_changes(model, changes)
 
     def commit(self, attempt: tuple[Pointer, Model]) -> None:
         """Spark takes that one."""
@@ -186,7 +186,7 @@ class World:
         """Files that a task on the follower's host fetches to read the state after a batch, which must be right."""
         pointer, model = self.history[at]
         it = self.bucket(self.task(), pointer, "b")
-        assert it.read(scanned) == model
+        assert it.read(scan) == model
         return it.fetched_files
 
     def names(self) -> list[str]:

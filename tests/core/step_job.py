@@ -37,7 +37,7 @@ from spark_state_ext.files import retention
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
-from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, apply_changes, scan
 
 # Imported here, or each of a thousand children would do it: that took most of their time.
 IMPORTED = (pandas, lmdb, fsspec.implementations.chained)
@@ -141,7 +141,7 @@ def models() -> list[Model]:
     """The state after each number of batches."""
     found: list[Model] = [{}]
     for changes in CHANGES:
-        found.append(changed(found[-1], changes))
+        found.append(apply_changes(found[-1], changes))
     return found
 
 
@@ -163,7 +163,7 @@ def go_on(folder: Path, files: Folder, store: LocalStore, until: int) -> None:
             Writer("q", "r", batch, "h"),
             CommitContext(folder, batches_retained=RETAINED),
         )
-        if bucket.read(scanned) != expected[batch]:
+        if bucket.read(scan) != expected[batch]:
             os._exit(WRONG)
         new = replace(bucket.commit(buffer_of(CHANGES[batch], folder)).pointer, batch=batch)
         (folder / "pointer.new").write_bytes(new.encode())
@@ -193,7 +193,7 @@ def run(folder: Path, protocol: str) -> None:
             Writer("q", "r", BATCHES, "h"),
             CommitContext(folder, batches_retained=RETAINED),
         )
-        if bucket.read(scanned) != models()[BATCHES]:
+        if bucket.read(scan) != models()[BATCHES]:
             os._exit(WRONG)
 
 

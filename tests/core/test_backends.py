@@ -12,7 +12,7 @@ import pytest
 from spark_state_ext import Backend
 from spark_state_ext.backends import STATE, BackendContext, BackendFactory
 from spark_state_ext.backends.files import FilesBackend, FilesBackup
-from spark_state_ext.backends.registry import factory_of
+from spark_state_ext.backends.registry import load_factory
 from spark_state_ext.errors import ExecutorPackageError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
 from spark_state_ext.files.sealed import SealedFile
@@ -85,7 +85,7 @@ class TestAnotherPackage(BackendContract):
 
     @pytest.fixture
     def factory(self) -> BackendFactory:
-        return factory_of("sqlite")
+        return load_factory("sqlite")
 
     @pytest.fixture
     def options(self, tmp_path: Path) -> Mapping[str, Any]:
@@ -94,8 +94,8 @@ class TestAnotherPackage(BackendContract):
 
 def test_a_kind_that_no_package_has() -> None:
     with pytest.raises(ExecutorPackageError, match="no installed package provides the backend kind 'tape'"):
-        factory_of("tape")
-    assert factory_of("fsspec") is factory_of("fsspec")
+        load_factory("tape")
+    assert load_factory("fsspec") is load_factory("fsspec")
     assert Backend(kind="tape", name="t").factory_options == {}
 
 

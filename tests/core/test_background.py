@@ -19,7 +19,7 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, changed
+from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, apply_changes
 from spark_state_ext.worker import background as background_module
 from spark_state_ext.worker.background import Background, Foreground
 from tests.helpers.waiting import WAIT_S, eventually
@@ -153,7 +153,7 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             store, sole_replica(files, tmp_path), pointers[-1], WRITER, CommitContext(tmp_path, runner=background)
         )
         pointers.append(bucket.commit(buffer_of(changes, tmp_path)).pointer)
-        models.append(changed(models[-1], changes))
+        models.append(apply_changes(models[-1], changes))
     assert not [n for n in files.names() if n.endswith("snapshot.arrow")]
     # All these were unconfirmed, and none is there: deltas lead back to the beginning.
     assert max(len(pointer.lineage) for pointer in pointers) <= 4
@@ -205,7 +205,7 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
             store, sole_replica(files, tmp_path), pointer, WRITER, CommitContext(tmp_path, runner=Idle(takes=True))
         )
         pointer = bucket.commit(buffer_of(changes, tmp_path)).pointer
-        model = changed(model, changes)
+        model = apply_changes(model, changes)
         counts.append(len([n for n in files.names() if n.endswith("snapshot.arrow")]))
     # Unconfirmed at 3, 5 (one missed) and 7 (two missed, so written); and so on.
     assert counts[5] == 0

@@ -28,7 +28,7 @@ from spark_state_ext.files import checkpoint as checkpoint_module
 from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.store.runs import sort_by_hash
 from spark_state_ext.worker.spill import SpillBuffer
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
@@ -40,7 +40,7 @@ POINTER = Pointer("counts", 3, 8, 0, 6, None, lineage=(LineageEntry(REF, 1, 6),)
 
 def rows_of(keys: np.ndarray, values: np.ndarray, gone: bool = False) -> pa.RecordBatch:
     n = len(keys)
-    return sorted_run(
+    return sort_by_hash(
         pa.RecordBatch.from_arrays(
             [
                 pa.array(keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)),

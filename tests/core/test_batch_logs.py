@@ -7,7 +7,7 @@ import json
 import pytest
 
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, VersionSkewError
-from spark_state_ext.savepoints.batch_logs import last_committed, needed_offsets, parsed_batch, with_state_ids
+from spark_state_ext.savepoints.batch_logs import find_last_committed, needed_offsets, parse_batch, replace_state_ids
 
 OFFSETS = 'v1\n{"batchWatermarkMs":7000,"conf":{"spark.sql.shuffle.partitions":"2"}}\n{"logOffset":3}'
 COMMIT = 'v1\n{"nextBatchWatermarkMs":9000}'
@@ -19,9 +19,9 @@ def _numbers(*numbers: int) -> frozenset[int]:
 
 
 def test_the_last_commit_tells_the_state_and_later_offsets_a_planned_batch() -> None:
-    assert last_committed(_numbers(3, 4, 5), _numbers(3, 4, 5), "/c") == (5, False)
-    assert last_committed(_numbers(3, 4, 5), _numbers(3, 4), "/c") == (4, True)
-    assert last_committed(_numbers(0), _numbers(0), "/c") == (0, False)
+    assert find_last_committed(_numbers(3, 4, 5), _numbers(3, 4, 5), "/c") == (5, False)
+    assert find_last_committed(_numbers(3, 4, 5), _numbers(3, 4), "/c") == (4, True)
+    assert find_last_committed(_numbers(0), _numbers(0), "/c") == (0, False)
     assert (needed_offsets(5, planned=False), needed_offsets(4, planned=True), needed_offsets(0, planned=False)) == (
         (4, 5),
         (4, 5),
@@ -40,20 +40,20 @@ def test_the_last_commit_tells_the_state_and_later_offsets_a_planned_batch() -> 
 )
 def test_logs_that_do_not_go_together_are_damaged(offsets: frozenset[int], commits: frozenset[int], says: str) -> None:
     with pytest.raises(CorruptFileError, match=f"/c is damaged: .*{says}"):
-        last_committed(offsets, commits, "/c")
+        find_last_committed(offsets, commits, "/c")
 
 
 def test_a_query_without_a_committed_batch_has_nothing_to_import() -> None:
     with pytest.raises(MissingCheckpointError, match="/c has no committed batch"):
-        last_committed(_numbers(0), _numbers(), "/c")
+        find_last_committed(_numbers(0), _numbers(), "/c")
 
 
 def test_a_batch_is_read_of_its_logs() -> None:
-    found = parsed_batch(5, False, {4: OFFSETS, 5: OFFSETS}, COMMIT_2, "/c")
+    found = parse_batch(5, False, {4: OFFSETS, 5: OFFSETS}, COMMIT_2, "/c")
 
     assert (found.watermark_ms, found.conf["spark.sql.shuffle.partitions"]) == (7000, "2")
     assert found.state_ids == {"0": [["old"], ["older"]]}
-    assert parsed_batch(5, False, {5: OFFSETS.replace("7000", "0")}, COMMIT, "/c").watermark_ms is None
+    assert parse_batch(5, False, {5: OFFSETS.replace("7000", "0")}, COMMIT, "/c").watermark_ms is None
 
 
 @pytest.mark.parametrize(
@@ -70,26 +70,26 @@ def test_a_batch_is_read_of_its_logs() -> None:
 )
 def test_a_damaged_log_is_refused(offsets: str, commit: str) -> None:
     with pytest.raises(CorruptFileError, match=r"/c/(offsets|commits)/5"):
-        parsed_batch(5, False, {5: offsets}, commit, "/c")
+        parse_batch(5, False, {5: offsets}, commit, "/c")
 
 
 def test_another_number_of_sources_is_refused() -> None:
     with pytest.raises(CorruptFileError, match=r"files with different numbers of sources: \[1, 2\]"):
-        parsed_batch(5, False, {4: OFFSETS + "\n-", 5: OFFSETS}, COMMIT, "/c")
+        parse_batch(5, False, {4: OFFSETS + "\n-", 5: OFFSETS}, COMMIT, "/c")
 
 
 def test_a_newer_log_is_refused() -> None:
     with pytest.raises(VersionSkewError, match="/c/offsets/5 has format v9"):
-        parsed_batch(5, False, {5: OFFSETS.replace("v1", "v9")}, COMMIT, "/c")
+        parse_batch(5, False, {5: OFFSETS.replace("v1", "v9")}, COMMIT, "/c")
 
 
 def test_a_commit_names_the_state_that_was_written() -> None:
     written = COMMIT_2.replace("old", "new")
 
-    version, body = with_state_ids(COMMIT_2, written, "/c/commits/5").split("\n")
+    version, body = replace_state_ids(COMMIT_2, written, "/c/commits/5").split("\n")
 
     assert version == "v2"
     assert json.loads(body) == {"nextBatchWatermarkMs": 9000, "stateUniqueIds": {"0": [["new"], ["newer"]]}}
-    assert with_state_ids(COMMIT, COMMIT, "/c/commits/5") == COMMIT
+    assert replace_state_ids(COMMIT, COMMIT, "/c/commits/5") == COMMIT
     with pytest.raises(CorruptFileError, match="different checkpoint formats"):
-        with_state_ids(COMMIT_2, COMMIT, "/c/commits/5")
+        replace_state_ids(COMMIT_2, COMMIT, "/c/commits/5")

@@ -27,7 +27,7 @@ from spark_state_ext.files.sealed import seal
 from spark_state_ext.restore.trace import Trace
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.transaction import Writer
-from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, good_hash
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, apply_changes, good_hash
 from spark_state_ext.worker import memory
 from spark_state_ext.worker.spill import SpillBuffer
 
@@ -63,7 +63,7 @@ class Replica:
         for i in range(count):
             changes: Changes = {KEYS[i % 9]: Row(i), KEYS[(i + 4) % 9]: None if i % 4 == 3 else Row(-i, "n", i + 1)}
             pointers.append(self.commit(pointers[-1], changes, machine))
-            models.append(changed(models[-1], changes))
+            models.append(apply_changes(models[-1], changes))
         return pointers, models
 
     def name(self, pointer: Pointer, kind: str) -> str:
@@ -181,7 +181,7 @@ def test_a_retry_and_a_restart_give_what_the_first_try_gave(replica: Replica) ->
     assert len({p.ref for p in attempts}) == 3, "each invocation is a checkpoint of its own"
     for pointer in attempts:
         for machine in ("a", "b", "c"):
-            assert replica.state(pointer, machine) == changed(models[2], changes)
+            assert replica.state(pointer, machine) == apply_changes(models[2], changes)
 
 
 def test_two_jobs_from_one_checkpoint(replica: Replica) -> None:
@@ -190,8 +190,8 @@ def test_two_jobs_from_one_checkpoint(replica: Replica) -> None:
     for i in range(4):
         left = replica.commit(left, {KEYS[i]: Row(100 + i)}, "left")
         right = replica.commit(right, {KEYS[i]: Row(200 + i)}, "right")
-        left_model = changed(left_model, {KEYS[i]: Row(100 + i)})
-        right_model = changed(right_model, {KEYS[i]: Row(200 + i)})
+        left_model = apply_changes(left_model, {KEYS[i]: Row(100 + i)})
+        right_model = apply_changes(right_model, {KEYS[i]: Row(200 + i)})
     for machine in ("left", "right", "a"):
         assert replica.state(left, machine) == left_model
         assert replica.state(right, machine) == right_model
@@ -222,7 +222,7 @@ def test_lost_snapshots_lead_further_back(replica: Replica, harm: str, count: in
     replica.lose()
     assert replica.state(pointers[14]) == models[14]
     after = replica.commit(pointers[14], {KEYS[0]: None})
-    assert replica.state(after) == changed(models[14], {KEYS[0]: None})
+    assert replica.state(after) == apply_changes(models[14], {KEYS[0]: None})
 
 
 @pytest.mark.usefixtures("often")
@@ -284,7 +284,7 @@ def test_a_late_delta_after_the_job_failed(replica: Replica) -> None:
     new = replica.commit(pointers[2], {KEYS[0]: Row(1)}, "b")
     assert replica.files.exists(replica.name(late, DELTA))
     for machine in ("a", "b", "dying", "fresh"):
-        assert replica.state(new, machine) == changed(models[2], {KEYS[0]: Row(1)})
+        assert replica.state(new, machine) == apply_changes(models[2], {KEYS[0]: Row(1)})
 
 
 @pytest.mark.usefixtures("often")
@@ -299,7 +299,7 @@ def test_a_bucket_emptied_to_the_last_key(replica: Replica) -> None:
     replica.lose()
     assert replica.state(pointer) == {}
     pointer = replica.commit(pointer, {KEYS[2]: Row(3)})
-    assert replica.state(pointer) == changed(model, {KEYS[2]: Row(3)})
+    assert replica.state(pointer) == apply_changes(model, {KEYS[2]: Row(3)})
 
 
 @pytest.mark.usefixtures("often")
@@ -317,7 +317,7 @@ def test_a_snapshot_that_cannot_be_written(
         patched.setattr(Folder, "put_file", refuse)
         for i in range(4):
             pointers.append(replica.commit(pointers[-1], {KEYS[i]: Row(i)}))
-            models.append(changed(models[-1], {KEYS[i]: Row(i)}))
+            models.append(apply_changes(models[-1], {KEYS[i]: Row(i)}))
     assert "snapshot.arrow: no" in caplog.text
     assert replica.snapshots() == []
     # It was unconfirmed all the same; the lineage is traced further back.
@@ -325,7 +325,7 @@ def test_a_snapshot_that_cannot_be_written(
     for pointer, model in zip(pointers, models, strict=True):
         assert replica.state(pointer, "fresh") == model
     pointers.append(replica.commit(pointers[-1], {KEYS[0]: None}))
-    models.append(changed(models[-1], {KEYS[0]: None}))
+    models.append(apply_changes(models[-1], {KEYS[0]: None}))
     assert [pointer.snapshots_missed for pointer in pointers[-2:]] == [0, 1]
     assert len(replica.snapshots()) == 1
     for pointer, model in zip(pointers, models, strict=True):
@@ -334,8 +334,8 @@ def test_a_snapshot_that_cannot_be_written(
 
 def test_memory_of_a_backlog_is_given_back(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
-    monkeypatch.setattr(memory, "give_back", given.append)
-    calls, pointer = memory.Calls(), first_pointer()
+    monkeypatch.setattr(memory, "release_memory", given.append)
+    calls, pointer = memory.CallSizes(), first_pointer()
     backlog: Changes = {key: Row(i, "n" * 10_000) for i, key in enumerate(KEYS)}
     for changes in (backlog, *({KEYS[0]: Row(i)} for i in range(5))):
         replicas = sole_replica(replica.files, replica.local)
@@ -364,7 +364,7 @@ def test_a_damaged_local_store_does_not_stop_the_job(replica: Replica) -> None:
             # A commit that only writes notices nothing unless it compacts.
             changes: Changes = {KEYS[i]: Row(i) for i in range(5 if step == "merge" else 1)}
             pointers.append(replica.commit(pointers[-1], changes))
-            models.append(changed(models[-1], changes))
+            models.append(apply_changes(models[-1], changes))
             assert replica.state(pointers[-1]) == models[-1]
 
 
@@ -377,8 +377,8 @@ def test_a_damaged_local_store_is_noticed_by_the_snapshot(replica: Replica) -> N
     store._environment.write(_spoil_chunks)
     pointer = replica.commit(pointers[3], {KEYS[0]: Row(3)})
     assert len(pointer.lineage) == 1, "the snapshot was written"
-    assert replica.state(pointer, "fresh") == changed(models[3], {KEYS[0]: Row(3)})
-    assert replica.state(pointer) == changed(models[3], {KEYS[0]: Row(3)})
+    assert replica.state(pointer, "fresh") == apply_changes(models[3], {KEYS[0]: Row(3)})
+    assert replica.state(pointer) == apply_changes(models[3], {KEYS[0]: Row(3)})
 
 
 @pytest.mark.usefixtures("often")
@@ -391,7 +391,7 @@ def test_damage_that_only_a_snapshot_reads_is_mended(replica: Replica, caplog: p
     pointer, model = pointers[3], models[3]
     for number in range(4):
         changes: Changes = {KEYS[0]: Row(number)}
-        pointer, model = replica.commit(pointer, changes), changed(model, changes)
+        pointer, model = replica.commit(pointer, changes), apply_changes(model, changes)
     assert caplog.text.count("do not match the manifest") == 1, "the next snapshot was made"
     assert replica.state(pointer, "fresh") == replica.state(pointer) == model
 
@@ -438,7 +438,7 @@ def test_rows_that_were_spilled(replica: Replica) -> None:
     for i, key in enumerate(sorted(KEYS, key=good_hash)):
         for batch in buffer_of({key: Row(i)}, replica.local):
             rows.append(batch)
-        model = changed(model, {key: Row(i)})
+        model = apply_changes(model, {key: Row(i)})
     assert rows.spilled_bytes > 0
     pointer = bucket_on(replica.machine(), replica.files, first_pointer(), replica.local).commit(rows).pointer
     assert replica.state(pointer, "fresh") == model

@@ -27,7 +27,7 @@ from spark_state_ext.commit import cadence
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import SCHEMA, Changes, Key, Model, Row, changed
+from spark_state_ext.testing.model import SCHEMA, Changes, Key, Model, Row, apply_changes
 
 _MACHINES = st.sampled_from(["a", "b"])
 
@@ -64,7 +64,7 @@ class BucketMachine(RuleBasedStateMachine):
     def attempt(self, machine: str, pointer: Pointer, model: Model, changes: Changes) -> tuple[Pointer, Model]:
         assert state_at(self.store(machine), self.files, pointer, self.local) == model
         new = committed(self.store(machine), self.files, pointer, changes, self.local)
-        return new, changed(model, changes)
+        return new, apply_changes(model, changes)
 
     @rule(changes=change_sets(max_size=6), machines=st.lists(_MACHINES, min_size=1, max_size=3), data=st.data())
     def batch(self, changes: dict[Key, Row | None], machines: list[str], data: st.DataObject) -> None:

@@ -24,7 +24,7 @@ from arrow_schemas.errors import (
     UsageError,
     VersionSkewError,
 )
-from arrow_schemas.labels import buckets_of
+from arrow_schemas.labels import find_buckets
 from arrow_schemas.operator import OPERATOR_FORMAT, OperatorFile
 from tests.helpers.soak import examples
 
@@ -65,7 +65,7 @@ def test_buckets_are_ranges_that_follow_each_other(of: BucketMap) -> None:
 @given(_COUNTS, st.lists(st.integers(0, 2**64 - 1), min_size=1))
 def test_equal_ranges_are_as_ever(buckets: int, hashes: list[int]) -> None:
     found = BucketMap(buckets).of(np.array(hashes, np.uint64)).tolist()
-    assert found == buckets_of(np.array(hashes, np.uint64), buckets).tolist()
+    assert found == find_buckets(np.array(hashes, np.uint64), buckets).tolist()
     assert found == [(it >> 32) * buckets >> 32 for it in hashes]
 
 

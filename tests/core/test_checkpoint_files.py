@@ -24,7 +24,7 @@ from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckp
 from spark_state_ext.files import checkpoint
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header, write_checkpoint
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Refs, Row, run_of
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Refs, Row, make_run
 from tests.helpers.waiting import WAIT_S
 
 _CHANGES: Changes = {KEYS[0]: Row(1, "one", 5), KEYS[7]: Row(2), KEYS[9]: None}
@@ -49,7 +49,7 @@ def files(tmp_path: Path) -> Folder:
 def test_round_trip_and_any_arrow_reader(files: Folder, tmp_path: Path) -> None:
     refs = Refs()
     parent, ref = refs.next(1), refs.next(2)
-    batches = [run_of({KEYS[0]: Row(1)}), run_of(_CHANGES)]
+    batches = [make_run({KEYS[0]: Row(1)}), make_run(_CHANGES)]
     header = _header(ref, lineage=(parent,))
     data = _written(header, batches)
     files.put(file_name(ref, DELTA), data)
@@ -80,17 +80,17 @@ def test_large_files_pass_through_the_scratch_folder(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     ref = Refs().next(1)
-    files.put(file_name(ref, DELTA), _written(_header(ref), [run_of(_CHANGES)]))
+    files.put(file_name(ref, DELTA), _written(_header(ref), [make_run(_CHANGES)]))
     found = read_checkpoint(files, ref, DELTA, SCHEMA, scratch)
     assert list(scratch.iterdir()) == [], "the copy has no name any more"
-    assert list(found.batches) == [run_of(_CHANGES)]
+    assert list(found.batches) == [make_run(_CHANGES)]
 
 
 def test_a_long_header_is_read_whole(files: Folder) -> None:
     refs = Refs()
     lineage = tuple(refs.next(version) for version in range(1, 600))
     ref = refs.next(600)
-    data = _written(_header(ref, lineage=lineage), [run_of(_CHANGES)])
+    data = _written(_header(ref, lineage=lineage), [make_run(_CHANGES)])
     assert len(data) > 2 * checkpoint._HEAD_BYTES
     files.put(file_name(ref, DELTA), data)
     assert read_header(files, ref, DELTA).lineage == lineage
@@ -101,7 +101,7 @@ def test_no_damaged_byte_yields_other_rows(tmp_path: Path, flip: int) -> None:
     """Each byte is damaged in turn: a typed error, or (in the footer's unused parts) the same rows."""
     files = Folder("memory://damage")
     ref = Refs().next(1)
-    data = _written(_header(ref), [run_of(_CHANGES)])
+    data = _written(_header(ref), [make_run(_CHANGES)])
     body_end = data.rindex(b"\xff\xff\xff\xff\x00\x00\x00\x00", 0, len(data))
     name = file_name(ref, DELTA)
     harmless = 0
@@ -113,7 +113,7 @@ def test_no_damaged_byte_yields_other_rows(tmp_path: Path, flip: int) -> None:
             rows = list(read_checkpoint(files, ref, DELTA, SCHEMA, tmp_path).batches)
         except CorruptFileError:
             continue
-        assert rows == [run_of(_CHANGES)]
+        assert rows == [make_run(_CHANGES)]
         assert at >= body_end, f"byte {at} of the body is damaged and nothing was noticed"
         harmless += 1
     assert harmless, "the footer repeats the schema, which is not read"
@@ -122,7 +122,7 @@ def test_no_damaged_byte_yields_other_rows(tmp_path: Path, flip: int) -> None:
 def test_no_cut_file_is_read(tmp_path: Path) -> None:
     files = Folder("memory://cuts")
     ref = Refs().next(1)
-    data = _written(_header(ref), [run_of(_CHANGES)])
+    data = _written(_header(ref), [make_run(_CHANGES)])
     for length in range(len(data)):
         files.put(file_name(ref, DELTA), data[:length])
         with pytest.raises(CorruptFileError):
@@ -133,7 +133,7 @@ def test_no_damaged_byte_of_a_header_is_believed(tmp_path: Path) -> None:
     files = Folder("memory://headers")
     ref = Refs().next(1)
     header = _header(ref)
-    data = _written(header, [run_of(_CHANGES)])
+    data = _written(header, [make_run(_CHANGES)])
     message_bytes = int.from_bytes(data[12:16], "little")
     for at in range(16 + message_bytes):
         damaged = bytearray(data)
@@ -152,7 +152,7 @@ def test_no_damaged_byte_of_a_header_is_believed(tmp_path: Path) -> None:
 def test_a_file_under_another_name_or_of_another_schema(files: Folder, tmp_path: Path) -> None:
     refs = Refs()
     ref, other = refs.next(1), refs.next(1)
-    data = _written(_header(ref), [run_of(_CHANGES)])
+    data = _written(_header(ref), [make_run(_CHANGES)])
     for wrong_ref, kind in ((other, DELTA), (ref, SNAPSHOT)):
         files.put(file_name(wrong_ref, kind), data)
         with pytest.raises(LineageError, match=f"holds the delta of checkpoint {ref}"):
@@ -165,11 +165,11 @@ def test_a_file_under_another_name_or_of_another_schema(files: Folder, tmp_path:
 
 def test_rows_of_an_older_operator_file_are_widened(files: Folder, tmp_path: Path) -> None:
     ref = Refs().next(1)
-    files.put(file_name(ref, DELTA), _written(_header(ref), [run_of(_CHANGES)]))
+    files.put(file_name(ref, DELTA), _written(_header(ref), [make_run(_CHANGES)]))
     wider = RowSchema(SCHEMA.keys, (*SCHEMA.state, pa.field("new", pa.float64())))
     (batch,) = read_checkpoint(files, ref, DELTA, wider, tmp_path).batches
     assert batch.schema.equals(wider.arrow)
-    assert batch.column("state.count") == run_of(_CHANGES).column("state.count")
+    assert batch.column("state.count") == make_run(_CHANGES).column("state.count")
     assert batch.column("state.new").null_count == 3
 
 
@@ -184,7 +184,7 @@ def test_a_small_file_that_would_take_a_machines_memory_is_refused(
             super().__init__(**{**options, "compression": "zstd"})
 
     ref = Refs().next(1)
-    rows = run_of({key: Row(1, "0" * (1 << 20)) for key in KEYS})
+    rows = make_run({key: Row(1, "0" * (1 << 20)) for key in KEYS})
     monkeypatch.setattr(pa.ipc, "IpcWriteOptions", Compressed)
     files.put(file_name(ref, kind), _written(_header(ref, kind), [rows]))
     assert files.size(file_name(ref, kind)) < 100_000 < 10_000_000 < rows.nbytes

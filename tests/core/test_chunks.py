@@ -11,7 +11,7 @@ from spark_state_ext.store import LocalStore
 from spark_state_ext.store.base_file import file_path, map_file
 from spark_state_ext.store.chunks import Chunks
 from spark_state_ext.store.runs import Run
-from spark_state_ext.testing.model import KEYS, SCHEMA, Row, run_of
+from spark_state_ext.testing.model import KEYS, SCHEMA, Row, make_run
 
 REF = CheckpointRef(1, "1" * 32)
 
@@ -23,7 +23,7 @@ def a_run(key: str) -> Run:
 def test_files_of_runs_that_another_process_dropped_are_let_go(tmp_path: Path) -> None:
     """A mapped file takes room on the disk, also once it has no name any more."""
     store = LocalStore.at(tmp_path, SCHEMA)
-    store.apply([run_of({KEYS[0]: Row(1)})], REF, None)
+    store.apply([make_run({KEYS[0]: Row(1)})], REF, None)
     dropped = a_run("ab" * 16)
     store._chunks.add_checked_file(tmp_path, dropped, _mapped(tmp_path, dropped))
     assert list(store._chunks._maps) == [dropped.key]

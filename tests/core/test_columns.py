@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from arrow_schemas.columns import aggregated, event_times_us, flat, shown
+from arrow_schemas.columns import aggregate_groups, combine_chunks, event_times_us, format_value
 from spark_state_ext.errors import UnsupportedTypeError
 
 MOMENT = dt.datetime(2026, 1, 2, 3, 4, 5, 678_000, tzinfo=dt.timezone.utc)
@@ -22,7 +22,7 @@ MOMENT_US = int(MOMENT.timestamp() * 1000) * 1000
 @pytest.mark.parametrize("chunks", [0, 1, 2, 5])
 def test_a_column_becomes_one_array(kind: pa.DataType, chunks: int) -> None:
     column = pa.chunked_array([pa.nulls(n + 1, kind) for n in range(chunks)], kind)
-    found = flat(column)
+    found = combine_chunks(column)
     assert isinstance(found, pa.Array)
     assert found.type == kind
     assert found.to_pylist() == column.to_pylist()
@@ -30,8 +30,8 @@ def test_a_column_becomes_one_array(kind: pa.DataType, chunks: int) -> None:
 
 def test_an_array_is_left_as_it_is() -> None:
     array = pa.array([1, 2])
-    assert flat(array) is array
-    assert flat(pa.chunked_array([array])).buffers()[1].address == array.buffers()[1].address
+    assert combine_chunks(array) is array
+    assert combine_chunks(pa.chunked_array([array])).buffers()[1].address == array.buffers()[1].address
 
 
 @pytest.mark.slow
@@ -39,7 +39,7 @@ def test_no_row_is_lost_beyond_two_gibibytes() -> None:
     # Repeated, so that only the attempt to join them takes memory.
     piece = pa.array(["x" * (1 << 27)])
     with pytest.raises(UnsupportedTypeError, match="more than 2 GiB of text or bytes in 17 rows"):
-        flat(pa.chunked_array([piece] * 17))
+        combine_chunks(pa.chunked_array([piece] * 17))
 
 
 @pytest.mark.parametrize("unit", ["ms", "us", "ns"])
@@ -69,7 +69,7 @@ def test_aggregates_come_in_the_order_of_groups(groups: int) -> None:
     # More groups than Arrow's hash table holds without clashes.
     ids = np.repeat(np.arange(groups), 2)
     table = pa.table({"id": ids, "value": np.arange(len(ids))})
-    found = aggregated(table, "id", [("value", "sum"), ([], "count_all")])
+    found = aggregate_groups(table, "id", [("value", "sum"), ([], "count_all")])
     assert found.column("id").to_pylist() == list(range(groups))
     assert found.column("value_sum").to_pylist() == [4 * n + 1 for n in range(groups)]
     assert found.column("count_all").to_pylist() == [2] * groups
@@ -105,5 +105,5 @@ def test_aggregates_come_in_the_order_of_groups(groups: int) -> None:
     ],
 )
 def test_any_value_can_be_shown(column: pa.Array, text: str) -> None:
-    assert str(shown(column, 0)) == text
-    assert str(shown(pa.chunked_array([column]), 0)) == text
+    assert str(format_value(column, 0)) == text
+    assert str(format_value(pa.chunked_array([column]), 0)) == text

@@ -12,7 +12,7 @@ from arrow_schemas import CheckpointRef, LineageEntry, Pointer
 from arrow_schemas.lineage import SNAPSHOT, file_name
 from arrow_schemas.pointer import BOTH, V1, InlineDelta, ReplicationStatus
 from spark_state_ext.backends.files import sole_replica
-from spark_state_ext.backends.replication import Replica, is_complete, taken_over
+from spark_state_ext.backends.replication import Replica, adapt_to_backends, is_complete
 from spark_state_ext.commit.decisions import (
     CommitOptions,
     DeltaHandling,
@@ -95,21 +95,21 @@ def test_while_nobody_has_anything_all_that_is_inline_stays() -> None:
 
 def test_how_configured_backends_see_an_input_pointer() -> None:
     new = first_pointer()
-    assert taken_over(new, _replicas("a", "b")).replication == {
+    assert adapt_to_backends(new, _replicas("a", "b")).replication == {
         "a": ReplicationStatus(None),
         "b": ReplicationStatus(None),
     }
     # Before format 4 pointers name no backend: they mean the root.
     old = _pointer(range(0))
-    assert taken_over(old, _replicas("b", "a")).replication == {"a": ReplicationStatus(_REFS[5])}
-    assert taken_over(old, _replicas("b")).replication == {}
+    assert adapt_to_backends(old, _replicas("b", "a")).replication == {"a": ReplicationStatus(_REFS[5])}
+    assert adapt_to_backends(old, _replicas("b")).replication == {}
     both = replace(
         _pointer(range(0), a=ReplicationStatus(_REFS[5]), b=ReplicationStatus(_REFS[4])), markers={"a": SAID, "b": SAID}
     )
     # What is configured no more loses its marker, and comes back as a stranger.
-    only = taken_over(both, _replicas("b", "c"))
+    only = adapt_to_backends(both, _replicas("b", "c"))
     assert (only.replication, only.markers) == ({"b": ReplicationStatus(_REFS[4])}, {"b": SAID})
-    assert taken_over(both, _replicas("c")).replication == {}
+    assert adapt_to_backends(both, _replicas("c")).replication == {}
 
 
 def test_what_is_pending_is_in_order_for_each_backend() -> None:

@@ -24,7 +24,7 @@ from spark_state_ext.errors import CorruptStoreError, StorageError, StoreFullErr
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.local_disk import storage_error
-from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, apply_changes
 from tests.helpers.soak import examples
 from tests.helpers.waiting import WAIT_S
 
@@ -78,7 +78,7 @@ class _Job:
         for number in range(_BATCHES):
             changes: Changes = {KEYS[number % 9]: Row(number, "x" * 500), KEYS[(number + 4) % 9]: Row(-number)}
             self.pointer = self.commit(store, self.pointer, changes)
-            self.model = changed(self.model, changes)
+            self.model = apply_changes(self.model, changes)
         store.close()
         self.pages = self.data_file("seed").stat().st_size // _PAGE_BYTES
 
@@ -109,7 +109,7 @@ class _Job:
             if store is not None:
                 store.close()
             shutil.rmtree(self.folder / name)
-        return "" if found == changed(self.model, _CHANGES) else "another state"
+        return "" if found == apply_changes(self.model, _CHANGES) else "another state"
 
 
 def _cases(pages: int, seeds: int) -> Iterator[tuple[int, str, int, bool]]:

@@ -92,7 +92,7 @@ def test_a_store_has_as_many_files_as_are_counted(tmp_path: Path) -> None:
 
 def test_stores_have_three_quarters_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, stores in ((16, 8), (256, 48), (1024, 192), (4096, 768), (1 << 30, 1024)):
-        monkeypatch.setattr(descriptors, "limit", lambda limit=limit: limit)
+        monkeypatch.setattr(descriptors, "open_files_max", lambda limit=limit: limit)
         assert descriptors.stores_max() == stores
 
 

@@ -17,15 +17,15 @@ from spark_state_ext.timeline.epochs import (
     EPOCHS_MAX,
     Epoch,
     Epochs,
-    Made,
+    MadeAt,
     Position,
     Start,
     Verdict,
     begin_epoch,
-    sparks_run_id,
+    parse_run_id,
 )
-from spark_state_ext.timeline.heads import Heads, heads_of
-from spark_state_ext.timeline.records import EpochLog, EpochRegistry, RunStart, epochs_of
+from spark_state_ext.timeline.heads import Heads, find_heads
+from spark_state_ext.timeline.records import EpochLog, EpochRegistry, RunStart, read_epochs
 
 RUN, OTHER = (f"6f1d7f0e-0000-4000-8000-00000000000{it}" for it in (1, 2))
 NONE = Pointer("counts", 0, 1, 0, -1, None)
@@ -37,7 +37,7 @@ def at(batch: int, query_id: str = "query") -> Position:
 
 def start(plan_id: str, after: int, epoch: int, batch: int | None = None, run_id: str = "") -> Start:
     """A call of the batch after one, whose input is of an epoch and batch."""
-    return Start(plan_id, sparks_run_id(run_id), at(after), Made(epoch, at(after if batch is None else batch)))
+    return Start(plan_id, parse_run_id(run_id), at(after), MadeAt(epoch, at(after if batch is None else batch)))
 
 
 def begun(*starts: Start) -> Epochs:
@@ -50,9 +50,9 @@ def begun(*starts: Start) -> Epochs:
 def test_a_run_that_goes_back_gives_up_what_came_after() -> None:
     epochs = begun(start("a", -1, 0), start("b", 3, 1))
     assert [(it.number, it.parents) for it in epochs.entries] == [(1, (0,)), (2, (1,))]
-    assert epochs.judge(Made(1, at(3))) is Verdict.COUNTS
-    assert epochs.judge(Made(1, at(4))) is Verdict.GIVEN_UP
-    assert epochs.judge(Made(2, at(4))) is Verdict.COUNTS
+    assert epochs.judge(MadeAt(1, at(3))) is Verdict.COUNTS
+    assert epochs.judge(MadeAt(1, at(4))) is Verdict.GIVEN_UP
+    assert epochs.judge(MadeAt(2, at(4))) is Verdict.COUNTS
 
 
 def test_a_call_of_a_known_run_changes_nothing() -> None:
@@ -65,20 +65,20 @@ def test_a_call_of_a_known_run_changes_nothing() -> None:
 def test_who_returns_to_what_was_given_up_is_on_that_line() -> None:
     epochs = begun(start("a", -1, 0), start("b", 3, 1), start("c", 9, 1))
     assert epochs.entries[-1].parents == (1,)
-    assert epochs.judge(Made(1, at(8))) is Verdict.COUNTS
-    assert epochs.judge(Made(2, at(4))) is Verdict.GIVEN_UP
+    assert epochs.judge(MadeAt(1, at(8))) is Verdict.COUNTS
+    assert epochs.judge(MadeAt(2, at(4))) is Verdict.GIVEN_UP
 
 
 def test_an_old_input_leaves_open_what_was_gone_on_from_until_one_tells() -> None:
     before = begun(start("a", -1, 0), start("b", 3, 1))
     open_yet, _ = begin_epoch(before, start("c", 9, 1, batch=2))
     assert open_yet.entries[-1].parents == (2, 1)
-    assert open_yet.judge(Made(2, at(8))) is open_yet.judge(Made(1, at(8))) is Verdict.UNKNOWN
-    assert open_yet.judge(Made(1, at(3))) is Verdict.COUNTS
+    assert open_yet.judge(MadeAt(2, at(8))) is open_yet.judge(MadeAt(1, at(8))) is Verdict.UNKNOWN
+    assert open_yet.judge(MadeAt(1, at(3))) is Verdict.COUNTS
     told, _ = begin_epoch(open_yet, start("c", 9, 2))
-    assert (told.entries[-1].parents, told.judge(Made(1, at(8)))) == ((2,), Verdict.GIVEN_UP)
+    assert (told.entries[-1].parents, told.judge(MadeAt(1, at(8)))) == ((2,), Verdict.GIVEN_UP)
     told, _ = begin_epoch(open_yet, start("c", 9, 1))
-    assert (told.entries[-1].parents, told.judge(Made(2, at(8)))) == ((1,), Verdict.GIVEN_UP)
+    assert (told.entries[-1].parents, told.judge(MadeAt(2, at(8)))) == ((1,), Verdict.GIVEN_UP)
 
 
 def test_one_plan_started_twice_is_told_by_sparks_run_id() -> None:
@@ -86,13 +86,13 @@ def test_one_plan_started_twice_is_told_by_sparks_run_id() -> None:
     again, number = begin_epoch(epochs, start("a", 3, 1, run_id=OTHER))
     assert (number, again.entries[-1].same_plan) == (2, True)
     # User code may have changed the id: then both are one run, and the batch may have been made by either.
-    assert again.judge(Made(1, at(4))) is Verdict.UNKNOWN
-    assert again.judge(Made(1, at(5))) is Verdict.GIVEN_UP
+    assert again.judge(MadeAt(1, at(4))) is Verdict.UNKNOWN
+    assert again.judge(MadeAt(1, at(5))) is Verdict.GIVEN_UP
     # Ids that come back, and what is no id of Spark's, tell nothing.
     for run_id in (RUN, "", "my job group"):
         assert begin_epoch(again, start("a", 4, 2, run_id=run_id)) == (again, 2)
     # A task of the run before that was late writes on its own line.
-    late = Start("a", RUN, at(9), Made(1, at(8)))
+    late = Start("a", RUN, at(9), MadeAt(1, at(8)))
     assert begin_epoch(again, late) == (again, 1)
 
 
@@ -101,15 +101,15 @@ def test_a_number_is_never_given_twice() -> None:
     epochs, number = begin_epoch(Epochs(), start("c", 9, 7))
     assert number > 7
     assert epochs.entries[-1].parents == (0,)
-    assert epochs.judge(Made(7, at(9))) is Verdict.UNRECORDED
+    assert epochs.judge(MadeAt(7, at(9))) is Verdict.UNRECORDED
     # Perhaps they were removed under a running query.
-    assert epochs.judge(Made(7, at(10))) is Verdict.UNKNOWN
+    assert epochs.judge(MadeAt(7, at(10))) is Verdict.UNKNOWN
     # What has this number, and was made before, is of another epoch, once there is a newer one.
     later, _ = begin_epoch(epochs, start("d", 12, number))
-    assert later.judge(Made(number, at(9))) is Verdict.UNRECORDED
-    assert later.judge(Made(number, at(12))) is Verdict.COUNTS
+    assert later.judge(MadeAt(number, at(9))) is Verdict.UNRECORDED
+    assert later.judge(MadeAt(number, at(12))) is Verdict.COUNTS
     # The record lacks an epoch that has left files: it is not the newest.
-    assert epochs.judge(Made(number + 1, at(12))) is Verdict.UNKNOWN
+    assert epochs.judge(MadeAt(number + 1, at(12))) is Verdict.UNKNOWN
 
 
 def test_two_runs_that_find_no_records_after_the_same_batch_have_different_numbers() -> None:
@@ -122,19 +122,19 @@ def test_two_runs_that_find_no_records_after_the_same_batch_have_different_numbe
 
 def test_heartbeats_count_between_queries() -> None:
     """A query that claims a folder counts its batches from 0."""
-    claimed = Start("b", "", Position("new", -1, 5), Made(1, Position("query", 4, 5)))
+    claimed = Start("b", "", Position("new", -1, 5), MadeAt(1, Position("query", 4, 5)))
     epochs = begun(start("a", -1, 0), claimed)
-    assert epochs.judge(Made(1, Position("query", 4, 5), quiet=False)) is Verdict.COUNTS
+    assert epochs.judge(MadeAt(1, Position("query", 4, 5), quiet=False)) is Verdict.COUNTS
     # A batch without data has the heartbeat of the one before.
-    assert epochs.judge(Made(1, Position("query", 5, 5))) is Verdict.UNKNOWN
-    assert epochs.judge(Made(1, Position("query", 5, 6))) is Verdict.GIVEN_UP
-    assert epochs.judge(Made(2, Position("new", 0, 6))) is Verdict.COUNTS
+    assert epochs.judge(MadeAt(1, Position("query", 5, 5))) is Verdict.UNKNOWN
+    assert epochs.judge(MadeAt(1, Position("query", 5, 6))) is Verdict.GIVEN_UP
+    assert epochs.judge(MadeAt(2, Position("new", 0, 6))) is Verdict.COUNTS
 
 
 def test_copies_of_another_querys_files_are_none_of_the_own_epochs() -> None:
     epochs = begun(start("a", -1, 0), start("b", 3, 1))
     for number in (1, 2, 9):
-        assert epochs.judge(Made(number, Position("copied from", 40, 0))) is Verdict.UNRECORDED
+        assert epochs.judge(MadeAt(number, Position("copied from", 40, 0))) is Verdict.UNRECORDED
 
 
 def test_who_fails_again_and_again_before_a_commit_leaves_no_choice() -> None:
@@ -147,8 +147,8 @@ def test_who_fails_again_and_again_before_a_commit_leaves_no_choice() -> None:
             batch, epoch = batch + 4, mine
     assert {it.parents for it in epochs.entries} <= {(1 + 5 * it,) for it in range(9)} | {(0,)}
     assert epochs.line_is_known
-    assert epochs.judge(Made(1, at(3))) is Verdict.COUNTS
-    assert epochs.judge(Made(5, at(4))) is Verdict.GIVEN_UP
+    assert epochs.judge(MadeAt(1, at(3))) is Verdict.COUNTS
+    assert epochs.judge(MadeAt(5, at(4))) is Verdict.GIVEN_UP
 
 
 def test_where_heartbeats_are_compared_the_newest_runs_files_count_whatever_failed_before() -> None:
@@ -157,10 +157,10 @@ def test_where_heartbeats_are_compared_the_newest_runs_files_count_whatever_fail
 
     epochs = begun(Start("a", "", untold(0), None))
     for number in range(30):
-        epochs, mine = begin_epoch(epochs, Start(f"plan {number}", "", untold(3), Made(1, untold(3))))
-    assert epochs.judge(Made(mine, untold(4), quiet=False)) is Verdict.COUNTS
-    assert epochs.judge(Made(1, untold(3), quiet=False)) is Verdict.COUNTS
-    assert epochs.judge(Made(1, untold(4), quiet=False)) is Verdict.GIVEN_UP
+        epochs, mine = begin_epoch(epochs, Start(f"plan {number}", "", untold(3), MadeAt(1, untold(3))))
+    assert epochs.judge(MadeAt(mine, untold(4), quiet=False)) is Verdict.COUNTS
+    assert epochs.judge(MadeAt(1, untold(3), quiet=False)) is Verdict.COUNTS
+    assert epochs.judge(MadeAt(1, untold(4), quiet=False)) is Verdict.GIVEN_UP
 
 
 def test_a_folder_of_a_release_without_epochs_is_claimed_after_a_batch() -> None:
@@ -168,15 +168,15 @@ def test_a_folder_of_a_release_without_epochs_is_claimed_after_a_batch() -> None
     pointer = replace(NONE, heartbeats=1, batch=0)
     claim = Start.of("b", "", Position("new", -1, 1), pointer, Epochs(), ("query", 0))
     epochs, _ = begin_epoch(Epochs(), claim)
-    assert epochs.judge(Made(0, Position("query", 0, 1))) is Verdict.UNRECORDED
-    assert epochs.judge(Made(0, Position("query", 1, 1))) is Verdict.GIVEN_UP
+    assert epochs.judge(MadeAt(0, Position("query", 0, 1))) is Verdict.UNRECORDED
+    assert epochs.judge(MadeAt(0, Position("query", 1, 1))) is Verdict.GIVEN_UP
 
 
 def test_old_epochs_are_forgotten() -> None:
     epochs = begun(*(start(f"plan {it}", it, it) for it in range(EPOCHS_MAX + 10)))
     assert len(epochs.entries) == EPOCHS_MAX
-    assert epochs.judge(Made(3, at(3))) is Verdict.UNRECORDED
-    assert epochs.judge(Made(EPOCHS_MAX, at(EPOCHS_MAX))) is Verdict.COUNTS
+    assert epochs.judge(MadeAt(3, at(3))) is Verdict.UNRECORDED
+    assert epochs.judge(MadeAt(EPOCHS_MAX, at(EPOCHS_MAX))) is Verdict.COUNTS
 
 
 def test_epochs_ascend() -> None:
@@ -196,11 +196,11 @@ def test_processes_of_a_run_have_one_epoch_and_every_place_a_copy(tmp_path: Path
     places = [Folder(str(tmp_path / name)) for name in ("root", "backend")]
     assert EpochRegistry().of(places, call("a", -1), lambda: None) == 1
     assert EpochRegistry().of(places, call("a", -1), lambda: None) == 1
-    assert epochs_of(places[0]) == epochs_of(places[1]) != Epochs()
+    assert read_epochs(places[0]) == read_epochs(places[1]) != Epochs()
     # A place that is new, or lost what it had, gets the record before a file is written there.
     more = [*places, Folder(str(tmp_path / "new"))]
     assert EpochRegistry().of(more, call("b", 3, replace(NONE, batch=3, epoch=1)), lambda: None) == 2
-    assert {epochs_of(it) for it in more} == {epochs_of(places[0])}
+    assert {read_epochs(it) for it in more} == {read_epochs(places[0])}
     # Few are kept.
     for number in range(2, 9):
         EpochRegistry().of(places, call(f"plan {number}", number), lambda: None)
@@ -214,7 +214,7 @@ def test_a_run_that_was_replaced_begins_no_epoch(tmp_path: Path) -> None:
     place = Folder(str(tmp_path))
     with pytest.raises(LiveRunError):
         EpochRegistry().of([place], call("a", -1), lost)
-    assert epochs_of(place) == Epochs()
+    assert read_epochs(place) == Epochs()
     # What it has begun, it need not look for again.
     registry = EpochRegistry()
     assert registry.of([place], call("a", -1), lambda: None) == registry.of([place], call("a", 4), lost) == 1
@@ -245,7 +245,7 @@ def test_of_two_that_make_a_record_one_does(tmp_path: Path) -> None:
             made.append(EpochLog(place).append(1, begun(start("other", -1, 0))))
 
     assert EpochRegistry().of([place], call("a", -1), another_first) == 2
-    assert [it.plan_id for it in epochs_of(place).entries] == ["other", "a"]
+    assert [it.plan_id for it in read_epochs(place).entries] == ["other", "a"]
 
 
 # -- before there were records --------------------------------------------------------------------
@@ -265,10 +265,10 @@ def test_a_root_without_epochs_whose_query_went_back() -> None:
     files += [replace(file_of("2", it, tuple(range(1, 7))), ref=CheckpointRef(it + 1, "b" * 32)) for it in (6,)]
     entries = [(Entry(file_name(it.ref, DELTA), 1, None, False), it) for it in files]
     bucket = BucketFiles.read_before(Folder("memory://epochs"), 0, entries)
-    assert heads_of([bucket], Epochs())[0].certain == (CheckpointRef(7, "b" * 32),)
+    assert find_heads([bucket], Epochs())[0].certain == (CheckpointRef(7, "b" * 32),)
     # A run after that, in which the bucket rests.
     epochs, _ = begin_epoch(Epochs(), start("c", 6, 0))
-    assert heads_of([bucket], epochs)[0] == Heads((CheckpointRef(7, "b" * 32),))
+    assert find_heads([bucket], epochs)[0] == Heads((CheckpointRef(7, "b" * 32),))
 
 
 def test_runs_without_epochs_are_told_where_their_files_do() -> None:

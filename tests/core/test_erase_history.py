@@ -33,7 +33,7 @@ from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.erasing.history import ErasedHistory
 from spark_state_ext.erasing.leftovers import scratch_with_keys
 from spark_state_ext.errors import CorruptFileError, LiveRunError, StorageError, UsageError
-from spark_state_ext.files.checkpoint import announced
+from spark_state_ext.files.checkpoint import read_announced
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
@@ -531,7 +531,7 @@ def test_what_a_header_tells_stays_as_it_was(life: Life) -> None:
         for name in files.names():
             parsed = parse_file_name(name)
             assert parsed is not None
-            found[name] = announced(files, *parsed).header
+            found[name] = read_announced(files, *parsed).header
         return found
 
     before = told()

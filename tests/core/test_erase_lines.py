@@ -29,7 +29,7 @@ from spark_state_ext.erasing.past import rewrite
 from spark_state_ext.errors import CorruptFileError, StorageError, UsageError
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS as OTHERS
-from spark_state_ext.testing.model import SCHEMA, Changes, Model, Row, scanned
+from spark_state_ext.testing.model import SCHEMA, Changes, Model, Row, scan
 from tests.helpers.erased_bytes import files_with
 from tests.helpers.soak import SOAK
 
@@ -78,7 +78,7 @@ class History:
             store = LocalStore.at(place, SCHEMA)
             replicas = sole_replica(self.job.folder.child(str(pointer.bucket)), self.tmp, "fsspec")
             bucket = Bucket(store, replicas, pointer, WRITER, CommitContext(self.tmp, batches_retained=100))
-            found |= bucket.read(scanned)
+            found |= bucket.read(scan)
             bucket.close()
             store.close()
             shutil.rmtree(place)

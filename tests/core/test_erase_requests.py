@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, RowSchema
-from arrow_schemas.erase import EraseDone, EraseMark, EraseRequest, done_name, request_name
+from arrow_schemas.erase import EraseDone, EraseMark, EraseRequest, format_done_name, format_request_name
 from spark_state_ext import erase_keys, erase_status
 from spark_state_ext.engine.erase_turn import EraseWatch, HandledRequests, find_new_requests, mark_pointer
-from spark_state_ext.engine.erasing import matching
+from spark_state_ext.engine.erasing import find_matching
 from spark_state_ext.errors import (
     CorruptFileError,
     LiveRunError,
@@ -176,7 +176,7 @@ def test_a_number_that_was_done_is_not_used_again(tmp_path: Path) -> None:
     assert folder.add(request()) == 2
     # Nor that of one that somebody has removed. Its place is taken, as those after it wait for it.
     assert folder.add(request()) == 3
-    folder.files.remove(request_name(2))
+    folder.files.remove(format_request_name(2))
     assert folder.numbers().through(0) == 1
     assert folder.add(request()) == 4
     assert folder.numbers().through(0) == 4
@@ -312,7 +312,7 @@ def test_rows_match_by_value(data: st.DataObject) -> None:
         return [pa.array([it[at] for it in rows], kind) for at, (kind, _) in enumerate(columns)]
 
     names = {repr(it) for it in wanted}
-    assert matching(arrays(own), arrays(wanted)).tolist() == [repr(it) in names for it in own]
+    assert find_matching(arrays(own), arrays(wanted)).tolist() == [repr(it) in names for it in own]
 
 
 # -- what a process remembers, and the first bucket does ---------------------------------------------
@@ -336,7 +336,7 @@ def test_requests_are_listed_once_a_batch_and_read_once(tmp_path: Path, monkeypa
     assert watch.list_requests(files, "batch 2") == watch.list_requests(files, "batch 2") == numbers(1)
     assert listings == [str(tmp_path / "erase")]
     assert watch.read_request(files, 1).keys == KEYS
-    (tmp_path / "erase" / request_name(1)).unlink()
+    (tmp_path / "erase" / format_request_name(1)).unlink()
     assert watch.read_request(files, 1).keys == KEYS
     with pytest.raises(MissingCheckpointError):
         EraseWatch().read_request(files, 1)
@@ -357,8 +357,8 @@ def in_turn(
 def test_a_request_from_asked_to_gone(tmp_path: Path) -> None:
     folder, made = EraseFolder(Folder(str(tmp_path))), request(request_id=IDS[1])
     folder.add(made)
-    asked = [request_name(1)]
-    both = [done_name(1), request_name(1)]
+    asked = [format_request_name(1)]
+    both = [format_done_name(1), format_request_name(1)]
     at = replace(pointer(mark(1, 7)), retained=2, batch=30)
     assert in_turn(tmp_path, at) == asked, "other buckets may not have dealt with it"
     assert in_turn(tmp_path, replace(at, heartbeats=7)) == asked
@@ -370,24 +370,24 @@ def test_a_request_from_asked_to_gone(tmp_path: Path) -> None:
     last = 8 + recent_heartbeats(2)
     assert in_turn(tmp_path, replace(at, heartbeats=last)) == both
     assert in_turn(tmp_path, replace(at, heartbeats=last + 1), drops=False) == both
-    assert in_turn(tmp_path, replace(at, heartbeats=last + 1)) == [done_name(1)]
+    assert in_turn(tmp_path, replace(at, heartbeats=last + 1)) == [format_done_name(1)]
 
 
 def test_a_query_that_goes_back_has_requests_to_carry_out_again(tmp_path: Path) -> None:
     folder = EraseFolder(Folder(str(tmp_path)))
     folder.add(request(request_id=IDS[1]))
     back, again = pointer(None, 3), pointer(mark(1, 4), 5)
-    assert done_name(1) in in_turn(tmp_path, again)
-    assert in_turn(tmp_path, back) == [request_name(1)]
+    assert format_done_name(1) in in_turn(tmp_path, again)
+    assert in_turn(tmp_path, back) == [format_request_name(1)]
     assert find_new_requests(folder.numbers(), back, "it").numbers == (1,)
-    assert done_name(1) in in_turn(tmp_path, again)
+    assert format_done_name(1) in in_turn(tmp_path, again)
 
 
 def test_a_query_that_goes_back_to_where_the_first_bucket_only_had_seen_it_says_so(tmp_path: Path) -> None:
     EraseFolder(Folder(str(tmp_path))).add(request(request_id=IDS[1]))
-    assert done_name(1) in in_turn(tmp_path, pointer(mark(1, 4), 5))
-    assert in_turn(tmp_path, pointer(mark(1, 4), 4)) == [request_name(1)]
-    assert done_name(1) in in_turn(tmp_path, pointer(mark(1, 4), 5))
+    assert format_done_name(1) in in_turn(tmp_path, pointer(mark(1, 4), 5))
+    assert in_turn(tmp_path, pointer(mark(1, 4), 4)) == [format_request_name(1)]
+    assert format_done_name(1) in in_turn(tmp_path, pointer(mark(1, 4), 5))
 
 
 def test_a_process_that_remembers_an_older_record_removes_nothing_by_it(tmp_path: Path) -> None:
@@ -401,24 +401,24 @@ def test_a_process_that_remembers_an_older_record_removes_nothing_by_it(tmp_path
         watch.update_requests(files, watch.list_requests(files, heartbeats), at, lambda: True, lambda: None)
         return folder.files.names()
 
-    both = [done_name(1), request_name(1)]
+    both = [format_done_name(1), format_request_name(1)]
     assert looked_after(6) == both
     # The query went back and did not look for long; another process says that it is done now.
     folder.take_back(1)
     folder.note_done(1, EraseDone(IDS[1], 2, 1, 3, 20, 20))
     assert looked_after(20 + recent_heartbeats(1)) == both
-    assert looked_after(21 + recent_heartbeats(1)) == [done_name(1)]
+    assert looked_after(21 + recent_heartbeats(1)) == [format_done_name(1)]
 
 
 def test_no_request_is_done_before_one_that_cannot_be_read(tmp_path: Path) -> None:
     folder = EraseFolder(Folder(str(tmp_path)))
     for number in (1, 2, 3):
         folder.add(request(request_id=IDS[number]))
-    path = tmp_path / "erase" / request_name(2)
+    path = tmp_path / "erase" / format_request_name(2)
     path.write_bytes(path.read_bytes()[:-40])
-    asked = [request_name(number) for number in (1, 2, 3)]
+    asked = [format_request_name(number) for number in (1, 2, 3)]
     # The first bucket had read it before, and others wait for it, and for the third.
-    assert in_turn(tmp_path, pointer(mark(3, 4), 9)) == [done_name(1), *asked]
+    assert in_turn(tmp_path, pointer(mark(3, 4), 9)) == [format_done_name(1), *asked]
 
 
 def test_a_run_that_lost_its_lease_writes_nothing(tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ def test_a_run_that_lost_its_lease_writes_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(LiveRunError):
         in_turn(tmp_path, pointer(mark(1, 4), 5), still_ours=lost)
-    assert in_turn(tmp_path, pointer(mark(1, 4), 4), still_ours=lost) == [request_name(1)]
+    assert in_turn(tmp_path, pointer(mark(1, 4), 4), still_ours=lost) == [format_request_name(1)]
 
 
 def test_the_status_follows(tmp_path: Path) -> None:

@@ -36,13 +36,19 @@ from spark_state_ext.erasing.history import ErasedHistory
 from spark_state_ext.erasing.savepoints import _Rewrite
 from spark_state_ext.errors import ClaimedError, CorruptFileError, LiveRunError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.claims import SavepointClaim, claim_of, claim_savepoint, consume, refuse_claimed
+from spark_state_ext.savepoints.claims import (
+    SavepointClaim,
+    claim_savepoint,
+    delete_claimed_savepoint,
+    read_claim,
+    refuse_claimed,
+)
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
-from spark_state_ext.savepoints.status import judged
+from spark_state_ext.savepoints.status import judge
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS as OTHERS
-from spark_state_ext.testing.model import SCHEMA, Model, Row, run_of, scanned
+from spark_state_ext.testing.model import SCHEMA, Model, Row, make_run, scan
 from spark_state_ext.worker.spill import SpillBuffer
 from tests.helpers.erased_bytes import files_with
 from tests.helpers.jobs import job_of
@@ -121,9 +127,9 @@ def started(savepoint: Folder, root: Path, scratch: Path) -> tuple[Model, Model]
                 replicas = sole_replica(files, scratch, str(root))
                 context = CommitContext(scratch, batches_retained=2)
                 with contextlib.closing(Bucket(store, replicas, pointer, WRITER, context)) as bucket:
-                    into |= bucket.read(scanned)
+                    into |= bucket.read(scan)
                     buffer = SpillBuffer(scratch, 1 << 20)
-                    buffer.append(run_of({EVERYWHERE[number]: Row(7)}, hashed))
+                    buffer.append(make_run({EVERYWHERE[number]: Row(7)}, hashed))
                     pointer = bucket.commit(buffer).pointer
             shutil.rmtree(place)
     return begun, after
@@ -154,7 +160,7 @@ def test_a_savepoint_without_the_key_is_the_savepoint_else(form: str, job: Job, 
     assert (now.pointer.version, now.pointer.rows) == (before.pointer.version, 1)
     assert now.pointer.earliest_timeout_ms == before.pointer.earliest_timeout_ms
     assert sorted(files.names()) == sorted([it.name for it in now.files] + ["mine.txt"])
-    assert claim_of(savepoint) is None
+    assert read_claim(savepoint) is None
     assert main(["savepoint", "verify", savepoint.root]) == 0
     begun, then = started(savepoint, tmp_path / "other", tmp_path)
     assert begun == without(model)
@@ -262,7 +268,7 @@ def test_nobody_starts_from_it_meanwhile(job: Job, tmp_path: Path, monkeypatch: 
         if name == "savepoint.arrow":
             with pytest.raises(ClaimedError, match="is being rewritten by erase_history of"):
                 refuse_claimed(savepoint)
-            refused.append(str(judged([], claim_of(savepoint), False, [])))
+            refused.append(str(judge([], read_claim(savepoint), False, [])))
         put(folder, name, data)
 
     monkeypatch.setattr(Folder, "put", noted)
@@ -340,7 +346,7 @@ def test_what_a_stopped_erasure_has_left_is_not_forgotten(
     # Once it is run to its end.
     assert erase(job, savepoint).savepoints == 1
     assert files_with(TEXT, there) == []
-    assert claim_of(savepoint) is None
+    assert read_claim(savepoint) is None
     # Instead of that.
     shutil.rmtree(there)
     shutil.copytree(tmp_path / "stopped", there)
@@ -350,7 +356,7 @@ def test_what_a_stopped_erasure_has_left_is_not_forgotten(
     shutil.copytree(tmp_path / "stopped", there)
     (there / "claim" / "claim.json").unlink()
     claim_savepoint(savepoint, SavepointClaim("5a" * 16, "/state/other/q", "q"), ())
-    assert consume(savepoint, "q", lambda: None) > 0
+    assert delete_claimed_savepoint(savepoint, "q", lambda: None) > 0
     assert not there.exists()
     # Another savepoint lies there now: that one is not freed by an erasure of the one before.
     shutil.copytree(tmp_path / "stopped", there)
@@ -391,7 +397,7 @@ def test_a_savepoint_that_changes_before_it_is_claimed_is_refused_and_free(
             patched.setattr(erasing, "claim_savepoint", claimed)
             with pytest.raises(refused, match=says):
                 erase(job, savepoint, query_folder="query")
-        assert claim_of(savepoint) is None
+        assert read_claim(savepoint) is None
         assert files_with(TEXT, tmp_path / "savepoint")
         shutil.rmtree(query.root, ignore_errors=True)
     assert erase(job, savepoint).savepoints == 1
@@ -442,14 +448,14 @@ def test_stopped_at_every_step_and_run_again(
         assert has_key in (model, without(model)), f"step {step}"
         assert main(["savepoint", "verify", savepoint.root]) == 0, f"step {step}"
         found["before" if has_key == model else "after"] += 1
-        found["claimed"] += claim_of(savepoint) is not None
-        if claim_of(savepoint) is None:
+        found["claimed"] += read_claim(savepoint) is not None
+        if read_claim(savepoint) is None:
             assert has_key == model or not files_with(TEXT, places[0]), f"step {step}"
         shutil.rmtree(Path(job.folder.root) / "lease", ignore_errors=True)
         assert erase(job, savepoint).receipt.absent, f"step {step}"
         assert files_with(TEXT, places[0]) == [], f"step {step}"
         assert rows_of(savepoint) == without(model)
-        assert claim_of(savepoint) is None
+        assert read_claim(savepoint) is None
         named = {it.name for saved in read_manifest(savepoint).buckets for it in saved.files}
         there = {path.name for path in places[0].rglob("*") if path.is_file()}
         assert there == named | {"savepoint.arrow"}, f"step {step}"

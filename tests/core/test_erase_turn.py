@@ -14,7 +14,7 @@ import pytest
 from core_support import first_pointer
 
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, RowSchema
-from arrow_schemas.erase import EraseMark, EraseRequest, request_name
+from arrow_schemas.erase import EraseMark, EraseRequest, format_request_name
 from spark_state_ext import erase_keys, erase_status, withdraw_erasure
 from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch
 from spark_state_ext.engine.erasing import ErasedRows
@@ -194,7 +194,7 @@ def test_a_request_that_cannot_be_read_waits_until_it_is_withdrawn(
     query = Query(tmp_path)
     for key in "abc":
         query.ask(key)
-    path = tmp_path / "count" / "q" / "erase" / request_name(2)
+    path = tmp_path / "count" / "q" / "erase" / format_request_name(2)
     path.write_bytes(path.read_bytes()[:-40])
     with caplog.at_level(logging.ERROR):
         assert query.go_on(3) == {"b", "c"}

@@ -24,10 +24,10 @@ from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.commit import cadence
 from spark_state_ext.errors import CorruptPointerError, MissingCheckpointError
 from spark_state_ext.files.checkpoint import read_checkpoint
-from spark_state_ext.files.erasure import WINDOWS, erased_before, is_marked, marked
+from spark_state_ext.files.erasure import WINDOWS, erased_before, is_marked, note_time
 from spark_state_ext.files.folder import Readable
 from spark_state_ext.files.sealed import SealedFile, SealedFiles
-from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Key, Row, canonical
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Key, Row, canonicalise
 from tests.helpers.waiting import WAIT_S
 
 ERASED: Key = ("Jane Doe", 1.0)
@@ -48,7 +48,7 @@ def _holds(life: Life, files: Readable, names: Iterable[str]) -> list[str]:
         assert parsed is not None
         read = read_checkpoint(files, *parsed, SCHEMA, life.local)
         rows = [row for batch in read.batches for row in pa.Table.from_batches([batch]).to_pylist()]
-        if any(canonical((row["key.name"], row["key.x"])) == canonical(ERASED) for row in rows):
+        if any(canonicalise((row["key.name"], row["key.x"])) == canonicalise(ERASED) for row in rows):
             found.append(name)
     return found
 
@@ -241,12 +241,12 @@ def test_times_are_in_the_pointer_where_they_are_needed() -> None:
 def test_a_clock_that_is_set_back_keeps_more() -> None:
     pointer = first_pointer()
     for heartbeats in range(100):
-        pointer = marked(replace(pointer, heartbeats=heartbeats), heartbeats * WINDOW_MS // 8, WINDOW_MS)
+        pointer = note_time(replace(pointer, heartbeats=heartbeats), heartbeats * WINDOW_MS // 8, WINDOW_MS)
     assert pointer.ages is not None
     before = erased_before(pointer.ages)
     assert before is not None
     assert 99 - 8 - 5 - 1 <= before <= 99 - 8 - 4
-    back = marked(replace(pointer, heartbeats=100), 90 * WINDOW_MS // 8, WINDOW_MS)
+    back = note_time(replace(pointer, heartbeats=100), 90 * WINDOW_MS // 8, WINDOW_MS)
     assert back.ages is not None
     assert (erased_before(back.ages) or 0) < before
 

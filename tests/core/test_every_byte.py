@@ -31,10 +31,10 @@ from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.files import checkpoint
 from spark_state_ext.files.checkpoint import read_checkpoint, read_header, verify_checkpoint, write_checkpoint
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed_body import announced_index
+from spark_state_ext.files.sealed_body import read_announced_index
 from spark_state_ext.ownership.lease_record import LeaseRecord, RunIdentity
 from spark_state_ext.spark.shuffle import payload
-from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, run_of
+from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, make_run
 from tests.helpers.soak import every
 from tests.helpers.waiting import WAIT_S
 
@@ -79,7 +79,7 @@ def _checkpoint(kind: str, reader: Callable[[Folder, Any, str], object], on_disk
     header = LineageHeader(kind, "counts", 3, ref, parent, (parent,), 0, WRITER, "0.1.0", form)
     rows = {KEYS[0]: Row(1, "one", 5), KEYS[7]: Row(2), KEYS[8]: Row(None, None, 7, False)}
     file = io.BytesIO()
-    write_checkpoint(file, header, SCHEMA, [run_of({**rows, KEYS[9]: None} if kind == DELTA else rows)])
+    write_checkpoint(file, header, SCHEMA, [make_run({**rows, KEYS[9]: None} if kind == DELTA else rows)])
     name = file_name(ref, kind)
     if on_disk:
         folder = Path(tempfile.gettempdir())
@@ -109,7 +109,7 @@ def _in_parts(files: Folder, ref: Any, kind: str) -> object:
     """As who fetches a part only: the index from the end, and from the front what it has checksums for."""
     name = file_name(ref, kind)
     where = files.where(name)
-    record, index = announced_index(lambda start, end: files.get_range(name, start, end), files.size(name), where)
+    record, index = read_announced_index(lambda start, end: files.get_range(name, start, end), files.size(name), where)
     if index is None:  # a file of an older format, for who looks at its end only
         raise CorruptFileError(f"{where} has no index")
     body = files.get_range(name, 0, record.length)

@@ -19,7 +19,7 @@ from spark_state_ext.commit.ledger import FAILED, RUNNING, UploadRecord, record_
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.errors import CommitTimeoutError, StateError, UploadFailedError
 from spark_state_ext.store import LocalStore
-from spark_state_ext.store.reclaim import reclaim
+from spark_state_ext.store.reclaim import remove_unused
 from spark_state_ext.testing.model import SCHEMA
 from spark_state_ext.worker import process
 from tests.helpers.clock import VirtualClock
@@ -43,7 +43,7 @@ def _new_process(life: Life) -> None:
 def other_process() -> Iterator[str]:
     """The token of another process, which lives."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        yield f"{child.pid} {process.start_of(child.pid)}"
+        yield f"{child.pid} {process.get_start_ticks(child.pid)}"
         child.communicate(b"\n")
 
 
@@ -95,9 +95,9 @@ def test_the_note_goes_with_the_stores_beside_it(tmp_path: Path) -> None:
     bucket = tmp_path / "stores" / "operator" / "home" / "s0" / "1"
     bucket.mkdir(parents=True)
     FailedStage(bucket).note(Run("r", 4))
-    reclaim(tmp_path / "stores", tmp_path / "scratch", 100.0)
+    remove_unused(tmp_path / "stores", tmp_path / "scratch", 100.0)
     assert FailedStage(bucket).read(Run("r", 5)) == 4
-    reclaim(tmp_path / "stores", tmp_path / "scratch", 100.0, now_s=time.time() + 200)
+    remove_unused(tmp_path / "stores", tmp_path / "scratch", 100.0, now_s=time.time() + 200)
     assert not (tmp_path / "stores" / "operator").exists()
 
 

@@ -13,7 +13,7 @@ from core_support import WRITER
 
 from arrow_schemas import BucketMap, CheckpointRef, OperatorFile, PartitionAssignment, Pointer
 from arrow_schemas.bucket_map import BY_STREAM_AND_PARTITION
-from arrow_schemas.checksum import opened_document
+from arrow_schemas.checksum import open_document
 from arrow_schemas.erase import EraseDone, EraseMark
 from arrow_schemas.lineage import DELTA, FILE_FORMATS, SNAPSHOT, file_name, parse_file_name
 from arrow_schemas.partitions import StreamPartitions
@@ -30,7 +30,7 @@ from spark_state_ext.files.layout import LEFT_BEHIND_NAME
 from spark_state_ext.files.left_behind import note_left_behind, refuse_left_behind
 from spark_state_ext.ownership.claim_notes import find_replaced_claim, note_replaced_claim
 from spark_state_ext.ownership.holds import HoldRecord
-from spark_state_ext.ownership.lease_record import Claim, Found, LeaseRecord
+from spark_state_ext.ownership.lease_record import Claim, LeaseRecord, NumberedRecord
 from spark_state_ext.rescale.parents import Parent
 from spark_state_ext.savepoints.claims import SavepointClaim
 from spark_state_ext.savepoints.manifest_file import read_manifest
@@ -308,7 +308,7 @@ def test_records_about_starts() -> None:
     claiming = (_GOLDEN / "start-format-1-claim.json").read_bytes()
     assert StartRecord.decode(claiming, "it") == replace(started, mode="claim", claim="new-query")
     assert StartRecord.decode(claiming, "it").encode() == claiming
-    assert opened_document(detached, "it", START_FORMAT) == {"format": 1}
+    assert open_document(detached, "it", START_FORMAT) == {"format": 1}
 
 
 def test_the_note_of_a_claim_that_was_replaced(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_the_note_of_a_claim_that_was_replaced(tmp_path: Path) -> None:
     before = Claim("new-query", "/root/golden/new-query", 1_700_000_000_000)
     assert find_replaced_claim(folder, third) == before
     record = LeaseRecord.decode((_GOLDEN / "lease-format-3.json").read_bytes(), "7.json")
-    note_replaced_claim(folder, replace(third, id="fourth"), Found(7, record))
+    note_replaced_claim(folder, replace(third, id="fourth"), NumberedRecord(7, record))
     assert (tmp_path / "claims" / "fourth.after-7.json").read_bytes() == golden
 
 

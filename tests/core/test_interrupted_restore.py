@@ -34,10 +34,10 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptStoreError, InterruptedRestoreError, LiveRunError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import KEYS, SCHEMA, Row, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Row, scan
 from spark_state_ext.worker import retry
-from spark_state_ext.worker.retry import retried
-from spark_state_ext.worker.threads import DaemonPool, ahead, side_by_side
+from spark_state_ext.worker.retry import call_with_retries
+from spark_state_ext.worker.threads import DaemonPool, map_ahead, map_in_parallel
 from tests.helpers.waiting import WAIT_S, eventually
 
 # What each request takes, and after which time at most all must be over: the speed of the machine does not matter.
@@ -125,7 +125,7 @@ def test_a_process_ends_while_it_restores(life: Life, tmp_path: Path, number: si
 
 def test_a_restore_that_is_closed_ends_though_no_backend_answers(restores: Restores) -> None:
     bucket = restores.bucket(restores.replica("a", takes_s=TAKES_S), restores.replica("b", takes_s=TAKES_S))
-    reading = _in_thread(lambda: bucket.read(scanned))
+    reading = _in_thread(lambda: bucket.read(scan))
     eventually(lambda: restores.asked("a"))
     bucket.close()
     with pytest.raises(InterruptedRestoreError, match="was told to stop"):
@@ -140,7 +140,7 @@ def test_what_is_asked_meanwhile_may_end_a_restore(restores: Restores) -> None:
 
     bucket = restores.bucket(restores.replica("a", takes_s=TAKES_S), while_waiting=lost)
     with pytest.raises(LiveRunError):
-        _in_thread(lambda: bucket.read(scanned)).result(ENDS_S)
+        _in_thread(lambda: bucket.read(scan)).result(ENDS_S)
 
 
 def test_a_file_that_cannot_be_read_ends_the_reads_of_the_others(restores: Restores) -> None:
@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_read_ends_the_reads_of_the_others(restores: Resto
     # Other tests have left some that hang.
     before = set(threading.enumerate())
     bucket = restores.bucket(replace(replica, restore=FirstDenied(Folder(str(restores.folder)), 0.0)))
-    reading = _in_thread(lambda: bucket.read(scanned))
+    reading = _in_thread(lambda: bucket.read(scan))
     with pytest.raises(StorageError, match="no permission"):
         reading.result(ENDS_S)
     # And the threads have gone: nothing is asked any more.
@@ -192,7 +192,7 @@ def test_a_pause_between_two_tries_ends(monkeypatch: pytest.MonkeyPatch) -> None
         failed.set()
         raise ConnectionError("away")
 
-    trying = _in_thread(lambda: retried(work, 1e7, stop))
+    trying = _in_thread(lambda: call_with_retries(work, 1e7, stop))
     assert failed.wait(WAIT_S)
     stop.set()
     with pytest.raises(InterruptedRestoreError):
@@ -213,7 +213,7 @@ def test_a_store_that_is_built_anew_in_the_middle_of_a_restore_is_restored(
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(LocalStore, "restore", restore)
-    assert restores.bucket(restores.replica("a")).read(scanned) == restores.life.models[-1]
+    assert restores.bucket(restores.replica("a")).read(scan) == restores.life.models[-1]
 
 
 def test_a_closed_pool_ends_its_threads_and_drops_what_waits() -> None:
@@ -230,10 +230,10 @@ def test_a_closed_pool_ends_its_threads_and_drops_what_waits() -> None:
 
 
 def test_side_by_side_results_are_in_order_and_the_first_error_is_raised() -> None:
-    assert side_by_side("p", 4, lambda n: n * n, range(50)) == [n * n for n in range(50)]
+    assert map_in_parallel("p", 4, lambda n: n * n, range(50)) == [n * n for n in range(50)]
     with pytest.raises(ZeroDivisionError):
-        side_by_side("p", 4, lambda n: 1 // (n - 30), range(50))
-    assert side_by_side("p", 4, int, []) == []
+        map_in_parallel("p", 4, lambda n: 1 // (n - 30), range(50))
+    assert map_in_parallel("p", 4, int, []) == []
 
 
 def test_results_are_made_ahead_in_order_and_no_further_than_asked() -> None:
@@ -243,14 +243,14 @@ def test_results_are_made_ahead_in_order_and_no_further_than_asked() -> None:
         begun.append(n)
         return 1 // (n - 7)
 
-    results = ahead("p", 3, work, range(50))
+    results = map_ahead("p", 3, work, range(50))
     assert begun == []
     assert [next(results) for _ in range(7)] == [1 // (n - 7) for n in range(7)]
     with pytest.raises(ZeroDivisionError):
         next(results)
     assert sorted(begun) == list(range(max(begun) + 1))
     assert max(begun) < 7 + 3
-    assert list(ahead("p", 3, int, [])) == []
+    assert list(map_ahead("p", 3, int, [])) == []
 
 
 def test_nothing_is_left_at_work_when_results_are_not_wanted_any_more() -> None:
@@ -264,7 +264,7 @@ def test_nothing_is_left_at_work_when_results_are_not_wanted_any_more() -> None:
         done.append(n)
         return n
 
-    results = ahead("p", 3, work, range(50))
+    results = map_ahead("p", 3, work, range(50))
     assert next(results) == 0
     assert at_work.acquire(timeout=WAIT_S)
     results.close()
@@ -291,7 +291,7 @@ def test_a_load_that_fails_for_a_snapshot_fails_the_commit(restores: Restores, m
         bucket.commit(buffer_of({KEYS[0]: Row(1)}, life.local))
     # The next attempt has others.
     life.batch()
-    assert life.bucket().read(scanned) == life.models[-1]
+    assert life.bucket().read(scan) == life.models[-1]
 
 
 class _Failing:
@@ -315,7 +315,7 @@ def test_a_backend_that_does_not_answer_is_asked_once(
     """Each of a dozen files would wait for it otherwise, for a minute as a rule."""
     broken, whole = restores.replica("b", fails=fails), restores.replica("a")
     bucket = restores.bucket(broken, whole, prefer=prefer)
-    assert bucket.read(scanned) == restores.life.models[-1]
+    assert bucket.read(scan) == restores.life.models[-1]
     assert len(restores.asked("b")) == 1
     assert bucket.fetched_files == 9
     told = [it.getMessage() for it in caplog.records if "only for files that no other one has" in it.getMessage()]
@@ -329,7 +329,7 @@ def test_what_only_a_backend_has_that_did_not_answer_is_asked_of_it(restores: Re
     restores.life.folder("a").remove(name)
     bucket = restores.bucket(restores.replica("b", fails="refused"), restores.replica("a"))
     with pytest.raises(StorageError, match="refused"):
-        bucket.read(scanned)
+        bucket.read(scan)
     assert sum(name in line for line in restores.asked("b")) in (1, 2)
 
 
@@ -352,7 +352,7 @@ def test_a_backend_that_is_silent_is_done_without(restores: Restores, monkeypatc
     """It gives no error either, as a network drive whose server is gone."""
     _hours_pass(monkeypatch, lambda: restores.asked("b") and not restores.asked("a"))
     bucket = restores.bucket(restores.replica("b", takes_s=TAKES_S), restores.replica("a"), prefer="b", options=PATIENT)
-    assert _in_thread(lambda: bucket.read(scanned)).result(ENDS_S) == restores.life.models[-1]
+    assert _in_thread(lambda: bucket.read(scan)).result(ENDS_S) == restores.life.models[-1]
     assert len(restores.asked("b")) == 1
 
 
@@ -360,7 +360,7 @@ def test_a_sole_backend_that_is_silent_ends_the_restore(restores: Restores) -> N
     options = CommitOptions(commit_delay_ms_max=0, commit_timeout_ms=500)
     bucket = restores.bucket(restores.replica("b", takes_s=TAKES_S), options=options)
     with pytest.raises(StorageError, match="the backend b has neither answered nor failed"):
-        _in_thread(lambda: bucket.read(scanned)).result(ENDS_S)
+        _in_thread(lambda: bucket.read(scan)).result(ENDS_S)
 
 
 def test_a_backend_that_is_slow_over_a_file_but_answers_is_waited_for(
@@ -369,7 +369,7 @@ def test_a_backend_that_is_slow_over_a_file_but_answers_is_waited_for(
     """It has said how large the file is, and takes hours to give it."""
     _hours_pass(monkeypatch, lambda: any("cat_file" in line for line in restores.asked("a")))
     bucket = restores.bucket(restores.replica("a", takes_s=0.2), options=PATIENT)
-    assert bucket.read(scanned) == restores.life.models[-1]
+    assert bucket.read(scan) == restores.life.models[-1]
 
 
 def test_a_backend_that_cannot_even_be_opened_is_done_without(restores: Restores) -> None:
@@ -378,9 +378,9 @@ def test_a_backend_that_cannot_even_be_opened_is_done_without(restores: Restores
             raise StorageError("no route to host")
 
     away = replace(restores.replica("b"), restore=Away(Folder(str(restores.folder)), 0.0))
-    assert restores.bucket(away, restores.replica("a")).read(scanned) == restores.life.models[-1]
+    assert restores.bucket(away, restores.replica("a")).read(scan) == restores.life.models[-1]
     with pytest.raises(StorageError, match="no route to host"):
-        restores.bucket(away).read(scanned)
+        restores.bucket(away).read(scan)
 
 
 def test_backends_are_opened_before_any_file_is_asked_for(restores: Restores) -> None:
@@ -391,7 +391,7 @@ def test_backends_are_opened_before_any_file_is_asked_for(restores: Restores) ->
             time.sleep(0.3)
 
     replicas = [replace(it, restore=Slow(restores.life.folder(it.name), 0.0)) for it in map(restores.replica, "ab")]
-    assert restores.bucket(*replicas).read(scanned) == restores.life.models[-1]
+    assert restores.bucket(*replicas).read(scan) == restores.life.models[-1]
 
 
 # -- gaps ------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ def test_all_gaps_of_a_preferred_backend_are_told(
         restores.life.folder("a").remove(name)
     restores.life.folder("a").put(names[1], b"damaged")
     bucket = restores.bucket(restores.replica("a"), restores.replica("b"), prefer="a", pointer=pointer)
-    assert bucket.read(scanned) == restores.life.models[-1]
+    assert bucket.read(scan) == restores.life.models[-1]
     told = [it for it in caplog.records if "that it should have" in it.getMessage()]
     assert len(told) == 1
     assert told[0].levelno == logging.ERROR

@@ -21,7 +21,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.restore import loader as loading_module
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
-from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, apply_changes, scan
 
 _CHANGES: Changes = {KEYS[0]: Row(100), KEYS[1]: None, KEYS[20]: Row(5, "new", 9)}
 _FAULTS_MAX = 200
@@ -103,7 +103,7 @@ class Scene:
         for i in range(5):
             changes: Changes = {KEYS[i]: Row(i), KEYS[i + 3]: Row(-i, "x" * i)}
             self.pointer = committed(self.store, self.files, self.pointer, changes, self.local)
-            self.model = changed(self.model, changes)
+            self.model = apply_changes(self.model, changes)
 
     def lose_store(self) -> None:
         self.store.close()
@@ -164,10 +164,10 @@ def test_every_fault_of_a_call(
         faulty = scene.files.child()
         faulty._fs = FaultyFileSystem(scene.files._fs, countdown, after)
         bucket = bucket_on(scene.store, faulty, scene.pointer, scene.local)
-        expected = changed(scene.model, _CHANGES)
+        expected = apply_changes(scene.model, _CHANGES)
         countdown.start(n)
         try:
-            assert bucket.read(scanned) == scene.model
+            assert bucket.read(scan) == scene.model
             new = bucket.commit(buffer_of(_CHANGES, scene.local)).pointer
         except StorageError:
             new = None

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arrow_schemas.row import normal_array
+from arrow_schemas.row import normalise_array
 from spark_state_ext.functions import key_match
-from spark_state_ext.functions.key_match import key_positions
-from spark_state_ext.testing.model import canonical
+from spark_state_ext.functions.key_match import find_keys
+from spark_state_ext.testing.model import canonicalise
 
 NAN, OTHER_NAN = float("nan"), struct.unpack("<d", struct.pack("<Q", 0xFFF8_0000_0000_0123))[0]
 POINT = pa.struct([("x", pa.float64()), ("tags", pa.list_(pa.string()))])
@@ -56,12 +56,12 @@ TYPES: dict[str, tuple[pa.DataType, list[Any]]] = {
 
 def sliced(values: list[Any], kind: pa.DataType) -> pa.Array:
     """A column with an offset."""
-    return normal_array(pa.array([*values[:1], *values, *values[:1]], kind).slice(1, len(values)), kind)
+    return normalise_array(pa.array([*values[:1], *values, *values[:1]], kind).slice(1, len(values)), kind)
 
 
 def expected(own: list[Any], wanted: list[Any]) -> list[int]:
-    places = {canonical(key): at for at, key in enumerate(own)}
-    return [places.get(canonical(key), -1) for key in wanted]
+    places = {canonicalise(key): at for at, key in enumerate(own)}
+    return [places.get(canonicalise(key), -1) for key in wanted]
 
 
 @pytest.mark.parametrize("which", TYPES)
@@ -71,7 +71,7 @@ def test_keys_of_every_type(which: str) -> None:
     for _ in range(20):
         own = chosen.sample(values, chosen.randint(1, len(values)))
         wanted = [chosen.choice(values) for _ in range(chosen.randint(0, 12))]
-        found = key_positions([sliced(own, kind)], [sliced(wanted, kind)])
+        found = find_keys([sliced(own, kind)], [sliced(wanted, kind)])
         assert found.dtype == np.int64
         assert found.tolist() == expected(own, wanted)
 
@@ -79,33 +79,33 @@ def test_keys_of_every_type(which: str) -> None:
 def test_spellings_of_one_key_are_equal() -> None:
     """Another NaN, and -0.0, at any depth, whoever made them."""
     own = [pa.array([NAN, 0.0, 1.0])]
-    assert key_positions(own, [pa.array([1.0, -0.0, OTHER_NAN, NAN])]).tolist() == [2, 1, 0, 0]
+    assert find_keys(own, [pa.array([1.0, -0.0, OTHER_NAN, NAN])]).tolist() == [2, 1, 0, 0]
     tiny = np.array([0x7FC0_0123], dtype=np.uint32).view(np.float32)
-    assert key_positions([pa.array([NAN], pa.float32())], [pa.array(tiny)]).tolist() == [0]
+    assert find_keys([pa.array([NAN], pa.float32())], [pa.array(tiny)]).tolist() == [0]
     own = [pa.array([{"x": NAN}, {"x": 0.0}])]
-    assert key_positions(own, [pa.array([{"x": -0.0}, {"x": OTHER_NAN}])]).tolist() == [1, 0]
+    assert find_keys(own, [pa.array([{"x": -0.0}, {"x": OTHER_NAN}])]).tolist() == [1, 0]
     own = [pa.array([[NAN, 0.0], [0.0]])]
-    assert key_positions(own, [pa.array([[-0.0], [OTHER_NAN, -0.0]])]).tolist() == [1, 0]
+    assert find_keys(own, [pa.array([[-0.0], [OTHER_NAN, -0.0]])]).tolist() == [1, 0]
 
 
 def test_several_columns_are_one_key() -> None:
     names, numbers = pa.array(["a", "a", "b", None]), pa.array([1, 2, 1, None])
     wanted = [pa.array(["b", "a", None, "b", None]), pa.array([1, 1, None, 2, 1])]
-    assert key_positions([names, numbers], wanted).tolist() == [2, 0, 3, -1, -1]
+    assert find_keys([names, numbers], wanted).tolist() == [2, 0, 3, -1, -1]
 
 
 def test_one_key_may_be_wanted_twice_and_none_at_all() -> None:
     own = [pa.array([3, 4])]
-    assert key_positions(own, [pa.array([4, 4, 3, 4])]).tolist() == [1, 1, 0, 1]
-    assert key_positions(own, [pa.array([], pa.int64())]).tolist() == []
-    assert key_positions([pa.array([], pa.int64())], [pa.array([1, 1])]).tolist() == [-1, -1]
+    assert find_keys(own, [pa.array([4, 4, 3, 4])]).tolist() == [1, 1, 0, 1]
+    assert find_keys(own, [pa.array([], pa.int64())]).tolist() == []
+    assert find_keys([pa.array([], pa.int64())], [pa.array([1, 1])]).tolist() == [-1, -1]
 
 
 def test_different_keys_of_one_code_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_match, "_codes", lambda columns: np.zeros(len(columns[0]), dtype=np.uint64))
     for kind, values in TYPES.values():
         wanted = [values[-1], values[0], *values]
-        found = key_positions([sliced(values[1:], kind)], [sliced(wanted, kind)])
+        found = find_keys([sliced(values[1:], kind)], [sliced(wanted, kind)])
         assert found.tolist() == expected(values[1:], wanted)
 
 
@@ -117,11 +117,11 @@ KEYS = st.tuples(
 
 
 @settings(deadline=None, max_examples=150)
-@given(own=st.lists(KEYS, unique_by=canonical, min_size=1, max_size=12), wanted=st.lists(KEYS, max_size=20))
+@given(own=st.lists(KEYS, unique_by=canonicalise, min_size=1, max_size=12), wanted=st.lists(KEYS, max_size=20))
 def test_as_a_dict_finds_them(own: list[Any], wanted: list[Any]) -> None:
     kinds = (pa.string(), pa.float64(), pa.list_(pa.int64()))
 
     def columns(keys: list[Any]) -> list[pa.Array]:
         return [pa.array([key[at] for key in keys], kind) for at, kind in enumerate(kinds)]
 
-    assert key_positions(columns(own), columns(wanted)).tolist() == expected(own, wanted)
+    assert find_keys(columns(own), columns(wanted)).tolist() == expected(own, wanted)

@@ -20,7 +20,7 @@ from lazy_bucket import SCHEMA, SNAPSHOT_NAME, Later, Remote, are_rows_of, bucke
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
 from spark_state_ext.store import LocalStore, View, lazy_file
-from spark_state_ext.store.lazy_file import PieceGiver
+from spark_state_ext.store.lazy_file import PieceSource
 from tests.helpers.soak import examples
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class LazyMachine(RuleBasedStateMachine):
     """One bucket, and one store object at a time."""
 
     # Who is asked before the store.
-    peers: PieceGiver | None = None
+    peers: PieceSource | None = None
 
     @initialize(bad_hashes=st.booleans())
     def begin(self, bad_hashes: bool) -> None:

@@ -24,7 +24,7 @@ from spark_state_ext.errors import LiveRunError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Lease, LeaseRegistry, LeaseState
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Found, RunIdentity
+from spark_state_ext.ownership.lease_record import NumberedRecord, RunIdentity
 from tests.helpers.waiting import WAIT_S, eventually
 
 
@@ -343,7 +343,7 @@ def test_requests_that_never_return_end_neither_renewing_nor_noticing(tmp_path: 
     first.hold()
     newest = first._log.newest
 
-    def hangs(*, first: bool = False) -> Found | None:
+    def hangs(*, first: bool = False) -> NumberedRecord | None:
         if hung[0]:
             hung[0] -= 1
             assert never.wait(WAIT_S)

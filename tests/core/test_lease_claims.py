@@ -26,10 +26,10 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.claim_notes import note_handed_over
-from spark_state_ext.ownership.free import until_free
+from spark_state_ext.ownership.free import wait_until_free
 from spark_state_ext.ownership.lease import Lease, LeaseRegistry
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Claim, Found, LeaseRecord, RunIdentity
+from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Claim, LeaseRecord, NumberedRecord, RunIdentity
 from spark_state_ext.ownership.release import release_query_folder
 from tests.helpers.killing import killed_at
 from tests.helpers.waiting import eventually
@@ -51,7 +51,7 @@ def _claimed(root: Path, clock: Virtual) -> Lease:
 
 def _free(log: LeaseLog, claim: str | None, clock: Virtual) -> int:
     """Number of the record from which on nobody holds the lease."""
-    found = until_free(log, claim, lambda found: LiveRunError("it lives"), clock.clock)
+    found = wait_until_free(log, claim, lambda found: LiveRunError("it lives"), clock.clock)
     return 0 if found is None else found.number
 
 
@@ -266,7 +266,7 @@ def test_a_claim_that_is_made_between_two_looks(
     _ended(tmp_path)
     real = LeaseLog._newest_record
 
-    def looks(log: LeaseLog) -> Found | None:
+    def looks(log: LeaseLog) -> NumberedRecord | None:
         found = real(log)
         monkeypatch.setattr(LeaseLog, "_newest_record", real)
         _claimed(tmp_path, clock)

@@ -14,7 +14,7 @@ from spark_state_ext.errors import LiveRunError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Found, LeaseRecord
+from spark_state_ext.ownership.lease_record import LeaseRecord, NumberedRecord
 from tests.helpers.waiting import eventually
 
 
@@ -96,7 +96,7 @@ def test_a_run_takes_the_lease_although_the_driver_renews_that_of_the_run_before
     log = LeaseLog(files)
     assert log.append(None, record_of(ME, released=True))
 
-    def append_after_the_driver(self: LeaseLog, after: Found | None, record: LeaseRecord) -> bool:
+    def append_after_the_driver(self: LeaseLog, after: NumberedRecord | None, record: LeaseRecord) -> bool:
         monkeypatch.setattr(LeaseLog, "append", append)
         _driver_renews(log)
         return append(self, after, record)

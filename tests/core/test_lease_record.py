@@ -8,7 +8,7 @@ import pytest
 from lease_support import ME, OTHER, found_of, local_run, record_of
 
 from spark_state_ext.errors import CorruptFileError, VersionSkewError
-from spark_state_ext.ownership.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
+from spark_state_ext.ownership.lease_record import Decision, LeaseRecord, NumberedRecord, RunIdentity, Watch, decide
 from spark_state_ext.worker import process
 
 _WATCHED = Watch(found_of(OTHER), 10.0)
@@ -47,7 +47,9 @@ _WATCHED = Watch(found_of(OTHER), 10.0)
         (found_of(OTHER, replaced=("plan",), released=True), None, 0.0, True, Decision.REPLACED),
     ],
 )
-def test_decide(found: Found | None, watch: Watch | None, now_s: float, over: bool, expected: Decision) -> None:
+def test_decide(
+    found: NumberedRecord | None, watch: Watch | None, now_s: float, over: bool, expected: Decision
+) -> None:
     assert decide(found, ME, watch, now_s, 500, over) is expected
 
 
@@ -75,7 +77,7 @@ def test_records_round_trip_and_damage_is_said() -> None:
 def test_a_process_of_another_user_may_not_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """/proc may hide them (hidepid), and lives on all the same."""
     here = local_run()
-    monkeypatch.setattr(process, "start_of", lambda pid: "")
+    monkeypatch.setattr(process, "get_start_ticks", lambda pid: "")
     assert not here.is_over()
     assert replace(here, pid=2**22 - 1).is_over()
 

@@ -23,10 +23,10 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, CorruptPointerError, LineageError, MissingCheckpointError
 from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.horizon import counted
+from spark_state_ext.files.horizon import count_call
 from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, run_of, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, apply_changes, make_run, scan
 
 
 def ref(name: str) -> CheckpointRef:
@@ -77,7 +77,7 @@ class SeedFiles:
         if kind == "zip":
             model: Model = {}
             for step in ["20_d8e2ca47", *[s for s in path if s != "20_d8e2ca47"]]:
-                model = changed(model, CHANGES[step])
+                model = apply_changes(model, CHANGES[step])
             changes = {key: row for key, row in model.items() if row is not None}
         refs = tuple(ref(step) for step in lineage)
         made = LineageHeader(
@@ -86,7 +86,7 @@ class SeedFiles:
         made = replace(made, **header)
         self.path.joinpath("3").mkdir(exist_ok=True)
         with (self.path / "3" / file_name(ref(checkpoint), kinds[kind])).open("wb") as file:
-            write_checkpoint(file, made, SCHEMA, [run_of(changes)] if changes else [])
+            write_checkpoint(file, made, SCHEMA, [make_run(changes)] if changes else [])
 
     def load(self, *lineage: str, parent: str | None = None) -> tuple[Model, list[str]]:
         """The state at a pointer of this lineage, on an empty disk, and which files it took."""
@@ -100,7 +100,7 @@ class SeedFiles:
         )
         try:
             return Bucket(store, sole_replica(self.files, self.path), pointer, WRITER, CommitContext(self.path)).read(
-                scanned
+                scan
             ), store.applied
         finally:
             store.close()
@@ -109,7 +109,7 @@ class SeedFiles:
 def state(*names: str) -> Model:
     model: Model = {}
     for name in names:
-        model = changed(model, CHANGES[name])
+        model = apply_changes(model, CHANGES[name])
     return model
 
 
@@ -264,15 +264,13 @@ def test_a_pointer_that_contradicts_itself() -> None:
 def test_the_local_store_must_agree_with_the_pointer(folder: SeedFiles) -> None:
     """The id that a checkpoint was built on is passed on too, and the next load compares."""
     store = LocalStore.at(folder.path / "local", SCHEMA)
-    store.apply([run_of(CHANGES["20_d8e2ca47"])], ref("20_d8e2ca47"), None)
-    store.apply([run_of(CHANGES["21_f4d05ac9"])], ref("21_f4d05ac9"), ref("20_d8e2ca47"))
+    store.apply([make_run(CHANGES["20_d8e2ca47"])], ref("20_d8e2ca47"), None)
+    store.apply([make_run(CHANGES["21_f4d05ac9"])], ref("21_f4d05ac9"), ref("20_d8e2ca47"))
     pointer = replace(
         first_pointer(), lineage=(LineageEntry(ref("21_f4d05ac9"), 1),), parent=CheckpointRef(20, "b" * 32), rows=9
     )
     with pytest.raises(LineageError, match=f"was built on {ref('20_d8e2ca47')}, but its pointer names 20_b"):
-        Bucket(store, sole_replica(folder.files, folder.path), pointer, WRITER, CommitContext(folder.path)).read(
-            scanned
-        )
+        Bucket(store, sole_replica(folder.files, folder.path), pointer, WRITER, CommitContext(folder.path)).read(scan)
     store.close()
 
 
@@ -307,21 +305,21 @@ def test_a_pruned_pointer_begins_with_its_own_checkpoint() -> None:
 
 
 def test_calls_and_beats_are_counted() -> None:
-    pointer = counted(first_pointer(), True, 5)
+    pointer = count_call(first_pointer(), True, 5)
     assert (pointer.calls, pointer.heartbeats) == (1, 1)
-    pointer = counted(pointer, False, 5)
+    pointer = count_call(pointer, False, 5)
     assert (pointer.calls, pointer.heartbeats) == (2, 1)
 
 
 def test_more_batches_to_retain_count_at_once_and_fewer_when_nothing_retained_is_from_before() -> None:
     pointer = replace(first_pointer(), heartbeats=50, retained=10, retained_heartbeat=50)
-    raised = counted(pointer, True, 12)
+    raised = count_call(pointer, True, 12)
     assert (raised.retained, raised.retained_heartbeat) == (12, 51)
     lowered = [pointer]
     for _ in range(40):
-        lowered.append(counted(lowered[-1], True, 3))
+        lowered.append(count_call(lowered[-1], True, 3))
     # Those of heartbeats up to 50 may be named by what was retained, sent late, and renewed under 10.
     assert [p.retained for p in lowered] == [10] * 33 + [3] * 8
     # Raised again in between, it counts from there.
-    again = counted(counted(lowered[5], True, 10), True, 3)
+    again = count_call(count_call(lowered[5], True, 10), True, 3)
     assert (again.retained, again.retained_heartbeat) == (10, 56)

@@ -17,7 +17,7 @@ from spark_state_ext.reading.live import open_live
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.removing import delete_files
 from spark_state_ext.store import LocalStore
-from spark_state_ext.store.reclaim import reclaim
+from spark_state_ext.store.reclaim import remove_unused
 from spark_state_ext.testing.model import SCHEMA
 from spark_state_ext.worker import removal
 from spark_state_ext.worker.local_folders import scratch_folder, stores_folder
@@ -51,7 +51,7 @@ def test_a_link_in_the_place_of_the_local_folder_is_refused(tmp_path: Path, prec
     for use in (stores_folder, scratch_folder, lambda folder: open_live(folder, "counts")):
         with pytest.raises(UnsafeFolderError, match="is a symbolic link, which another user may have made"):
             use(str(tmp_path))
-    assert reclaim(tmp_path / _OURS, tmp_path / _OURS / "scratch", 3_600.0) == []
+    assert remove_unused(tmp_path / _OURS, tmp_path / _OURS / "scratch", 3_600.0) == []
     assert precious.exists()
     assert not (tmp_path / "elsewhere" / "scratch").exists()
 
@@ -67,7 +67,7 @@ def test_a_link_to_scratch_is_refused(tmp_path: Path, precious: Path) -> None:
     (stores_folder(str(tmp_path)) / "scratch").symlink_to(precious.parent)
     with pytest.raises(UnsafeFolderError, match="scratch is a symbolic link"):
         scratch_folder(str(tmp_path))
-    assert reclaim(tmp_path / _OURS, tmp_path / _OURS / "scratch", 3_600.0) == []
+    assert remove_unused(tmp_path / _OURS, tmp_path / _OURS / "scratch", 3_600.0) == []
     assert precious.exists()
 
 
@@ -141,7 +141,7 @@ def test_stores_that_nobody_used_are_not_looked_for_behind_links(tmp_path: Path,
     target = [*precious.parents][4 - depth]
     link.symlink_to(target)
     os.utime(link, (_LONG_AGO_S, _LONG_AGO_S), follow_symlinks=False)
-    reclaim(stores, stores / "scratch", 3_600.0)
+    remove_unused(stores, stores / "scratch", 3_600.0)
     assert precious.exists()
 
 
@@ -151,7 +151,7 @@ def test_old_links_in_scratch_go_and_what_they_lead_to_stays(tmp_path: Path, pre
     for name, target in (("folder", precious.parent), ("file", precious), ("nothing", tmp_path / "nothing")):
         (scratch / name).symlink_to(target)
         os.utime(scratch / name, (_LONG_AGO_S, _LONG_AGO_S), follow_symlinks=False)
-    assert len(reclaim(tmp_path / "stores", scratch, 3_600.0)) == 3
+    assert len(remove_unused(tmp_path / "stores", scratch, 3_600.0)) == 3
     assert list(scratch.iterdir()) == []
     assert precious.exists()
 

@@ -23,9 +23,9 @@ import pytest
 from core_support import small_disk
 from live_job import BUCKETS, KEYS, OPERATOR, job, state_after
 
-from arrow_schemas.labels import buckets_of
+from arrow_schemas.labels import find_buckets
 from arrow_schemas.lineage import CheckpointRef
-from arrow_schemas.spark_hashes import key_hashes
+from arrow_schemas.spark_hashes import hash_keys
 from spark_state_ext import Ttl, open_live
 from spark_state_ext.errors import CorruptStoreError, StateGoneError, UsageError
 from spark_state_ext.reading import live as live_module
@@ -35,7 +35,7 @@ from spark_state_ext.store.committed import CommittedRecord, read_committed, wri
 from spark_state_ext.store.read_only import ReadOnlyEnvironment
 from spark_state_ext.testing.buckets import Buckets
 from spark_state_ext.worker.boot import boot_id
-from spark_state_ext.worker.process import namespace
+from spark_state_ext.worker.process import get_pid_namespace
 from tests.helpers.soak import examples
 from tests.helpers.waiting import eventually
 
@@ -88,7 +88,7 @@ def values(found: LiveRows) -> dict[int, tuple[int, int]]:
 
 
 def bucket_of(key: int) -> int:
-    return int(buckets_of(key_hashes([pa.array([key], pa.int64())]), BUCKETS)[0])
+    return int(find_buckets(hash_keys([pa.array([key], pa.int64())]), BUCKETS)[0])
 
 
 def test_what_is_asked_for_at_random_is_what_was_committed(
@@ -389,7 +389,7 @@ def test_a_late_attempt_does_not_take_back_what_was_told(tmp_path: Path) -> None
     folder, operator = asked.store(0), asked.job.operator_file("query")
 
     def told(batch: int, plan: str) -> int | None:
-        record = CommittedRecord(CheckpointRef(1, "a" * 32), batch, 5, plan, namespace())
+        record = CommittedRecord(CheckpointRef(1, "a" * 32), batch, 5, plan, get_pid_namespace())
         write_committed(folder, record, operator)
         found = read_committed(folder)
         return None if found is None else found.batch

@@ -27,8 +27,8 @@ from spark_state_ext.store import LocalStore, environment, local
 from spark_state_ext.store import view as view_module
 from spark_state_ext.store.environment import Environment
 from spark_state_ext.store.pending import PendingRun
-from spark_state_ext.store.runs import cut, hashes_of
-from spark_state_ext.testing.model import KEYS, SCHEMA, Row, changed, run_of, scanned
+from spark_state_ext.store.runs import get_hashes, split_batches
+from spark_state_ext.testing.model import KEYS, SCHEMA, Row, apply_changes, make_run, scan
 from tests.helpers.waiting import WAIT_S
 
 
@@ -54,7 +54,7 @@ def test_what_was_joined_is_let_go() -> None:
             yield pa.record_batch({"x": pc.add(pa.array(np.arange(50_000)), 1)})  # memory of Arrow's, not NumPy's
 
     before = pa.total_allocated_bytes()
-    for batch in cut(fresh(), 200_000):
+    for batch in split_batches(fresh(), 200_000):
         held = pa.total_allocated_bytes() - before
         assert batch.num_rows == 200_000
         assert held < 1.5 * batch.nbytes, "the batch, and of its parts at most the last"
@@ -81,7 +81,7 @@ class TestLocalStore(LocalStoreContract):
         assert again.runs() == []
         assert not old_folder.exists()
         refs, models = self.chain(again, 2)
-        assert scanned(again.view(refs[1])) == models[1]
+        assert scan(again.view(refs[1])) == models[1]
 
     @pytest.mark.parametrize("damage", ["zeros", "garbage", "truncated", "empty", "other version"])
     def test_a_damaged_file_is_set_aside(self, damage: str) -> None:
@@ -103,7 +103,7 @@ class TestLocalStore(LocalStoreContract):
         again = self.store()
         assert again.runs() == []
         refs, models = self.chain(again, 3)
-        assert scanned(again.view(refs[2])) == models[2]
+        assert scan(again.view(refs[2])) == models[2]
         assert [p.name for p in self.folder.iterdir()] == [path.parent.name], "nothing is left behind"
 
     def test_a_damaged_chunk_is_noticed_and_rebuilt(self) -> None:
@@ -116,11 +116,11 @@ class TestLocalStore(LocalStoreContract):
         path.write_bytes(data.replace(b"needle", b"noodle"))
         again = self.store()
         with pytest.raises(CorruptStoreError):
-            scanned(again.view(ref))
+            scan(again.view(ref))
         again.rebuild()
         assert again.runs() == []
         ref = self.add(again, None, {KEYS[0]: Row(1)})
-        assert scanned(again.view(ref)) == changed({}, {KEYS[0]: Row(1)})
+        assert scan(again.view(ref)) == apply_changes({}, {KEYS[0]: Row(1)})
 
     def test_a_damaged_manifest_is_noticed(self) -> None:
         store = self.store()
@@ -155,7 +155,7 @@ class TestLocalStore(LocalStoreContract):
             else:
                 assert store.records() == {}
         put(value)
-        assert scanned(store.view(ref)) == {KEYS[0]: Row(1), KEYS[1]: Row(2)}
+        assert scan(store.view(ref)) == {KEYS[0]: Row(1), KEYS[1]: Row(2)}
         assert store.records() == {"a": b"1"}
         store.renew(pin, 60)
 
@@ -176,7 +176,7 @@ class TestLocalStore(LocalStoreContract):
         for batch in view.scan():
             # One part in the generator's hands, and what came of it.
             assert pa.total_allocated_bytes() - before < 3 * view_module._SCAN_BYTES < view.size_bytes
-            hashes = hashes_of(batch)
+            hashes = get_hashes(batch)
             assert hashes[0] >= last
             assert (hashes[1:] >= hashes[:-1]).all()
             last, seen = hashes[-1], seen + len(hashes)
@@ -209,8 +209,8 @@ class TestLocalStore(LocalStoreContract):
         ref = self.add(store, None, {KEYS[0]: Row(1)})
 
         def slow() -> Any:
-            yield run_of({KEYS[0]: Row(1)})
-            yield run_of({KEYS[1]: Row(1)})
+            yield make_run({KEYS[0]: Row(1)})
+            yield make_run({KEYS[1]: Row(1)})
             monkeypatch.setattr(local, "_ABANDONED_AFTER_S", -1.0)
             store.prune(ref)
 
@@ -228,7 +228,7 @@ class TestLocalStore(LocalStoreContract):
         def read_on() -> None:
             try:
                 while not stop.is_set():
-                    assert scanned(store.view(ref)) == model
+                    assert scan(store.view(ref)) == model
             except BaseException as error:
                 failures.append(error)
 
@@ -237,7 +237,7 @@ class TestLocalStore(LocalStoreContract):
             thread.start()
         before = store.map_bytes
         rows = {(f"key {i}", None): Row(i, "x" * 1000) for i in range(1000)}
-        batch = run_of(rows)
+        batch = make_run(rows)
         for _ in range(12):
             store.apply([batch], self.refs.next(2), ref)
         stop.set()
@@ -298,13 +298,13 @@ print("as expected")
         with small_disk(tmp_path) as disk:
             store = self.store(disk / "bucket")
             (ref,), (model,) = self.chain(store, 1)
-            batch = run_of({(f"key {i}", None): Row(i, "x" * 1000) for i in range(3_000)})
+            batch = make_run({(f"key {i}", None): Row(i, "x" * 1000) for i in range(3_000)})
             with pytest.raises(StoreFullError, match="full"):
                 for _ in range(10):
                     store.apply([batch], self.refs.next(2), ref)
-            assert scanned(store.view(ref)) == model
+            assert scan(store.view(ref)) == model
             after = self.add(store, ref, {KEYS[0]: Row(7)})
-            assert scanned(store.view(after)) == changed(model, {KEYS[0]: Row(7)})
+            assert scan(store.view(after)) == apply_changes(model, {KEYS[0]: Row(7)})
             store.close()
 
     def test_a_disk_without_room_for_a_new_store(self, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from core_support import WRITER, buffer_of, clean_up_at, first_pointer
 from life import Life
 
 from arrow_schemas import OperatorFile, Pointer
-from arrow_schemas.savepoint import NATIVE, SavedBucket, SavepointHeader, SavepointManifest, relocatable
+from arrow_schemas.savepoint import NATIVE, SavedBucket, SavepointHeader, SavepointManifest, make_relocatable
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.registry import Backend
 from spark_state_ext.beginning.first_call import bring_files
@@ -36,7 +36,7 @@ from spark_state_ext.files.retention import clean_up
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, changed, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, apply_changes, scan
 from tests.helpers.jobs import job_of
 from tests.helpers.soak import SOAK, examples
 
@@ -91,15 +91,15 @@ class Started:
             KEYS[(self.number * at + 4) % 9]: None if self.number % 3 else Row(-self.number),
         }
         with self._bucket(self.scratch / "local" / self.name) as bucket:
-            assert bucket.read(scanned) == self.model
+            assert bucket.read(scan) == self.model
             self.pointer = bucket.commit(buffer_of(changes, self.scratch)).pointer
-        self.model = changed(self.model, changes)
+        self.model = apply_changes(self.model, changes)
         clean_up(self.files, clean_up_at(self.pointer, RETAINED), self.scratch, time.time() + 700)
 
     def restored(self) -> Model:
         """Its state on an empty disk."""
         with self._bucket(self.scratch / "fresh") as bucket:
-            found = bucket.read(scanned)
+            found = bucket.read(scan)
         shutil.rmtree(self.scratch / "fresh")
         return found
 
@@ -137,7 +137,7 @@ def taken(life: Life, path: Path) -> None:
     )
     assert copy.duplicated == len(copy.saved.files) > 1
     empty = [
-        SavedBucket(OPERATOR.operator, at, relocatable(replace(first_pointer(at), buckets=BUCKETS), ()), ())
+        SavedBucket(OPERATOR.operator, at, make_relocatable(replace(first_pointer(at), buckets=BUCKETS), ()), ())
         for at in range(BUCKETS)
         if at != BUCKET
     ]

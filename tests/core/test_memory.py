@@ -97,7 +97,7 @@ def test_a_c_library_that_cannot_trim_is_left_alone(monkeypatch: pytest.MonkeyPa
     memory._trim.cache_clear()
     monkeypatch.setattr("ctypes.CDLL", refuse)
     try:
-        memory.give_back(after_bytes=1 << 30)
+        memory.release_memory(after_bytes=1 << 30)
     finally:
         memory._trim.cache_clear()
 
@@ -106,12 +106,12 @@ def test_a_c_library_that_cannot_trim_is_left_alone(monkeypatch: pytest.MonkeyPa
 def given(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """After how many bytes memory was given back, each time."""
     found: list[int] = []
-    monkeypatch.setattr(memory, "give_back", found.append)
+    monkeypatch.setattr(memory, "release_memory", found.append)
     return found
 
 
 def test_memory_goes_back_once_large_calls_are_over(given: list[int]) -> None:
-    calls = memory.Calls()
+    calls = memory.CallSizes()
     for size in [90, 90, 100, 25, 26, 25]:
         calls.note("a", size)
     assert given == []
@@ -123,7 +123,7 @@ def test_memory_goes_back_once_large_calls_are_over(given: list[int]) -> None:
 
 
 def test_small_buckets_beside_a_large_one_give_nothing_back(given: list[int]) -> None:
-    calls = memory.Calls()
+    calls = memory.CallSizes()
     for _ in range(100):
         for bucket, size in [("large", 100), *[(f"small {i}", 1) for i in range(20)]]:
             calls.note(bucket, size)
@@ -131,7 +131,7 @@ def test_small_buckets_beside_a_large_one_give_nothing_back(given: list[int]) ->
 
 
 def test_calls_of_one_size_give_nothing_back(given: list[int]) -> None:
-    calls = memory.Calls()
+    calls = memory.CallSizes()
     for at in range(1_000):
         calls.note("a", 100 + at % 7)
     assert given == []

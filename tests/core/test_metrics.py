@@ -16,7 +16,7 @@ import pytest
 
 from spark_state_ext.__main__ import main
 from spark_state_ext.worker import metrics, telemetry
-from spark_state_ext.worker.metrics import SCHEMA, CallMetrics, MetricsLog, MetricsLogs, by_batch, read, whole_ms
+from spark_state_ext.worker.metrics import SCHEMA, CallMetrics, MetricsLog, MetricsLogs, by_batch, read, to_whole_ms
 
 
 def _call(batch: int, bucket: int, **values: Any) -> CallMetrics:
@@ -154,7 +154,7 @@ def test_calls_go_to_open_telemetry(exported: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("spent_s", "expected"), [(0.0, 0), (1.5, 1_500), (math.inf, 2**63 - 1), (1e300, 2**63 - 1)])
 def test_an_age_without_end_fits_its_column(spent_s: float, expected: int) -> None:
-    assert pa.array([whole_ms(spent_s)], SCHEMA.field("lease_age_ms").type).to_pylist() == [expected]
+    assert pa.array([to_whole_ms(spent_s)], SCHEMA.field("lease_age_ms").type).to_pylist() == [expected]
 
 
 def test_a_forked_child_knows_that_the_logs_are_not_its_own() -> None:

@@ -188,7 +188,7 @@ def test_a_folder_without_state_is_no_other_query(tmp_path: Path) -> None:
     files.child("spilled", "spill", "0-1700").put("rows.payloads", b"")
     files.child("both", "lease").put(f"{1:016d}.json", b"{}")
     files.child("both", "spill", "0-1700").put("rows.payloads", b"")
-    assert operator_catalog.others_beside(files) == []
+    assert operator_catalog.list_other_queries(files) == []
     _again(files, _wanted(), strict=True)
     # State that has lost its operator file is still state, also below the id of the query that begins.
     files.child("spilled", "0").put(f"1_{'0' * 32}.delta.arrow", b"rows")

@@ -23,7 +23,7 @@ from spark_state_ext.files import checkpoint as checkpoint_module
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.compaction import choose_compaction
-from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.store.runs import sort_by_hash
 from spark_state_ext.worker.background import Background, Inline, Runner
 from spark_state_ext.worker.spill import SpillBuffer
 from tests.helpers.waiting import WAIT_S
@@ -39,7 +39,7 @@ def rows_of(keys: np.ndarray, value: int, live: bool = True) -> pa.RecordBatch:
     hashes = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     values = np.full(n, value) if live else pa.nulls(n, pa.int64())
     columns = [hashes, keys, values, pa.nulls(n, pa.int64()), np.full(n, live), np.full(n, not live)]
-    return sorted_run(pa.RecordBatch.from_arrays([pa.array(it) for it in columns], schema=SCHEMA.arrow))
+    return sort_by_hash(pa.RecordBatch.from_arrays([pa.array(it) for it in columns], schema=SCHEMA.arrow))
 
 
 def buffer_with(rows: pa.RecordBatch, folder: Path) -> SpillBuffer:

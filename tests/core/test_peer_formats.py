@@ -23,7 +23,7 @@ from arrow_schemas.peers import (
     PeerAnswer,
     PeerQuestion,
     PeerSecret,
-    in_questions,
+    split_into_questions,
 )
 from spark_state_ext.cli.standby_service import PeerOptions, build_addresses, serve_peers
 from spark_state_ext.peers.asking import PeersByRoot
@@ -127,7 +127,7 @@ def test_a_question_of_a_newer_release_is_told() -> None:
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 256)), max_size=3_000))
 def test_ranges_are_asked_for_in_questions(sizes: list[tuple[int, int]]) -> None:
     ranges = [(first, first + count) for first, count in sizes]
-    found = list(in_questions(ranges))
+    found = list(split_into_questions(ranges))
     assert [it for some in found for it in some] == ranges
     for some in found:
         assert PeerQuestion(KEY, QUESTION.ref, "0" * 32, some).ranges == some

@@ -22,7 +22,7 @@ from lazy_bucket import FIRST, LAST, SCHEMA, SNAPSHOT_NAME, lazy_files
 from peer_support import KEY, SECRET, SECRET_TEXT, PeerWorld, certified, service_of
 from pyarrow import flight
 
-from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES, digest_of
+from arrow_schemas.blocks import BLOCK_BYTES, PIECE_BYTES, digest_crcs
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.peers import BUSY, GIVEN, PIECES_ACTION, PeerAnswer, PeerQuestion, PeerSecret
 from arrow_schemas.standby import BucketKey, StandbySettings
@@ -31,7 +31,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.peers.client import PeerClient
 from spark_state_ext.peers.finding import peers_below
 from spark_state_ext.peers.server import PeerServer
-from spark_state_ext.peers.serving import Found
+from spark_state_ext.peers.serving import SnapshotFile
 from spark_state_ext.standby.members import write_settings
 from spark_state_ext.standby.metrics import StandbyCollector
 from spark_state_ext.standby.roots import ReplicaShelf
@@ -184,7 +184,7 @@ def test_another_secret_gets_nothing(world: PeerWorld, caplog: pytest.LogCapture
 
 def test_a_peer_that_does_not_have_the_snapshot(world: PeerWorld) -> None:
     class Empty:
-        def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
+        def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> SnapshotFile | None:
             return None
 
     server = world.serves(Empty())
@@ -203,7 +203,7 @@ def test_a_replica_that_was_dropped(world: PeerWorld, when: str) -> None:
     path = world.replica()
 
     class Dropping:
-        def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> Found | None:
+        def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> SnapshotFile | None:
             found = shelf.find(key, ref, body_digest)
             path.unlink(missing_ok=True)
             return found
@@ -359,7 +359,7 @@ def test_what_is_not_there_is_not_given(
     server = world.serves()
     world.look_up(world.task(), KEYS)
     (lazy,) = lazy_files(world.store)
-    question = PeerQuestion(key, ref, digest or digest_of(lazy.run.blocks), ((first, first + 1),))
+    question = PeerQuestion(key, ref, digest or digest_crcs(lazy.run.blocks), ((first, first + 1),))
     (answer,) = asked(server, question)
     assert len(answer) == 17
     assert server.work.questions["gone"] == 1
@@ -418,7 +418,7 @@ def test_who_goes_away_in_the_middle_leaves_nothing_open(world: PeerWorld) -> No
     world.look_up(world.task(), KEYS)
     (lazy,) = lazy_files(world.store)
     ranges = tuple((0, 256) for _ in range(4))
-    question = PeerQuestion(KEY, LAST, digest_of(lazy.run.blocks), ranges)
+    question = PeerQuestion(KEY, LAST, digest_crcs(lazy.run.blocks), ranges)
     for _ in range(20):
         client = PeerClient(f"grpc://127.0.0.1:{server.port}", None)
         answers = client.ask(question.encode(SECRET), WAIT_S)
@@ -553,7 +553,7 @@ def test_a_forked_child_ends_though_its_parent_has_asked(world: PeerWorld) -> No
     server = world.serves()
     world.look_up(world.task(), KEYS)
     (lazy,) = lazy_files(world.store)
-    question = PeerQuestion(KEY, LAST, digest_of(lazy.run.blocks), ((0, 2),)).encode(SECRET)
+    question = PeerQuestion(KEY, LAST, digest_crcs(lazy.run.blocks), ((0, 2),)).encode(SECRET)
     script = f"""
 import os, sys
 from spark_state_ext.peers.client import PeerClient

@@ -16,7 +16,7 @@ from reading_support import Job, as_model, bucket_of, state_of
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, LineageHeader, file_name, parse_file_name
 from spark_state_ext import open_state
-from spark_state_ext.backends.replication import taken_over
+from spark_state_ext.backends.replication import adapt_to_backends
 from spark_state_ext.errors import CannotHoldError, CorruptFileError, LineageError, MissingCheckpointError, UsageError
 from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Folder
@@ -24,7 +24,7 @@ from spark_state_ext.files.retention import CleanUp, clean_up
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.reading import bodies
 from spark_state_ext.reading.holding import ReaderHold
-from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Row, canonical
+from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Row, canonicalise
 from spark_state_ext.timeline import bucket_files
 
 
@@ -84,10 +84,10 @@ def test_each_key_is_found_by_itself(job: Job) -> None:
         model = job.models[state.batch]
         for key in [*KEYS, ("a", -0.0), ("b", -float("nan")), ("nobody", 1.0)]:
             found = state.get(key)
-            row = model.get(canonical(key))
+            row = model.get(canonicalise(key))
             assert found.num_rows == (row is not None), key
             if row is not None and row.defined:
-                assert as_model(found) == {canonical(key): row}
+                assert as_model(found) == {canonicalise(key): row}
         assert state.get({"name": "a", "x": 1.5}).equals(state.get(("a", 1.5)))
         assert state.bucket_of(("a", 1.5)) == bucket_of(("a", 1.5), 4)
 
@@ -113,7 +113,7 @@ def test_columns_filters_and_buckets_are_chosen(job: Job) -> None:
         assert hashes == sorted(hashes)
         timed = state.timeouts().read_all()
         assert timed.schema.names == ["name", "x", "timeout_ms"]
-        assert {(canonical(r["name"]), canonical(r["x"])): r["timeout_ms"] for r in timed.to_pylist()} == {
+        assert {(canonicalise(r["name"]), canonicalise(r["x"])): r["timeout_ms"] for r in timed.to_pylist()} == {
             key: row.timeout_ms for key, row in model.items() if row.timeout_ms is not None
         }
         for wrong in (["nothing"], "count"):
@@ -368,7 +368,7 @@ def test_a_clean_up_waits_while_somebody_reads(job: Job, tmp_path: Path) -> None
     def cleaned() -> int:
         deleted = 0
         for bucket in range(4):
-            pointer = taken_over(job.pointers[-2][bucket], ())
+            pointer = adapt_to_backends(job.pointers[-2][bucket], ())
             request = clean_up_at(pointer, 2)
             request = CleanUp(pointer, request.head, 2, lambda: None, held=lambda: bool(watch.living(job.folder)))
             deleted += clean_up(job.folder.child(str(bucket)), request, tmp_path, now_s=4e9)
@@ -478,7 +478,7 @@ def test_a_root_in_memory_is_read(tmp_path: Path) -> None:
     with open_state("memory://reading-test") as state:
         assert state_of(state) == job.models[12]
         assert as_model(state.get(EVERYWHERE[0])) == {
-            key: row for key, row in job.models[12].items() if key == canonical(EVERYWHERE[0]) and row.defined
+            key: row for key, row in job.models[12].items() if key == canonicalise(EVERYWHERE[0]) and row.defined
         }
     Folder("memory://").remove_tree("reading-test")
     job.close()

@@ -13,10 +13,10 @@ from test_reading import EVERYWHERE, lived
 
 from spark_state_ext import OpenState, open_state
 from spark_state_ext.errors import ChangedJobError, CorruptFileError, MissingCheckpointError, StorageError, UsageError
-from spark_state_ext.reading.exact import ExactBatch, Told, open_exact
+from spark_state_ext.reading.exact import ExactBatch, QueryOfOperator, open_exact
 from spark_state_ext.testing.model import Row
 
-TOLD = Told("counts", "query", "/checkpoints/counts")
+TOLD = QueryOfOperator("counts", "query", "/checkpoints/counts")
 
 
 @pytest.fixture

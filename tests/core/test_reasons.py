@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from arrow_schemas.checksum import readable
+from arrow_schemas.checksum import report_damage
 from arrow_schemas.row import RowSchema
 from spark_state_ext.cli.values import parse_value
 from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.functions.arguments import to_milliseconds
-from spark_state_ext.functions.reasons import conversion_reason
+from spark_state_ext.functions.reasons import explain_conversion_error
 from spark_state_ext.functions.tables import as_table
 from spark_state_ext.reading.lookup import LookupKey
 
@@ -98,7 +98,7 @@ def test_what_is_no_value_of_a_column_is_told_without_pythons_insides() -> None:
 def test_each_kind_of_reason(call: Any, reason: str) -> None:
     with pytest.raises(Exception) as raised:  # whatever Python raises
         call()
-    assert conversion_reason(raised.value, dt.date(2026, 1, 31)) == reason
+    assert explain_conversion_error(raised.value, dt.date(2026, 1, 31)) == reason
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,6 @@ def test_each_kind_of_reason(call: Any, reason: str) -> None:
     ],
 )
 def test_what_is_wrong_with_a_file(read: Any, damage: str) -> None:
-    with pytest.raises(CorruptFileError) as raised, readable("x.json", "record of a run"):
+    with pytest.raises(CorruptFileError) as raised, report_damage("x.json", "record of a run"):
         read({"n": 300})
     assert str(raised.value) == f"x.json is not a valid record of a run: {damage}"

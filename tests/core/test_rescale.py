@@ -37,13 +37,13 @@ from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.rescale.finishing import Finishing, may_remove
-from spark_state_ext.rescale.notes import FREE, NEEDED, ParentsNote, note_free, notes_among
-from spark_state_ext.rescale.origin import Origin, rows_of_parents
+from spark_state_ext.rescale.notes import FREE, NEEDED, ParentsNote, note_free, parse_notes
+from spark_state_ext.rescale.origin import Origin, read_rows_of_parent
 from spark_state_ext.rescale.parents import Parent, note_parent, parent_files
 from spark_state_ext.savepoints.records import StartRecord, note_start
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.store import View
-from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, expired_in, model_of
+from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, find_expired, make_model
 from tests.helpers.soak import examples
 
 COUNTS = st.integers(1, 64)
@@ -63,7 +63,7 @@ def rescaled(folder: Path, old: OldJob, bucket_map: BucketMap, form: str = NATIV
 
 
 def expired_before(now_ms: int, view: View) -> Model:
-    return model_of([view.expired(now_ms)])
+    return make_model([view.expired(now_ms)])
 
 
 def same(query: RescaledQuery) -> None:
@@ -73,7 +73,7 @@ def same(query: RescaledQuery) -> None:
         found: Model = {}
         for bucket in range(query.bucket_map.buckets):
             found |= query.called(bucket, partial(Bucket.read, work=partial(expired_before, now_ms)))
-        assert found == expired_in(query.model, now_ms)
+        assert found == find_expired(query.model, now_ms)
 
 
 @given(COUNTS, COUNTS, st.lists(change_sets(), max_size=4), st.lists(change_sets(), max_size=3), st.data())
@@ -270,7 +270,7 @@ def test_when_parents_may_go(heartbeats: int, retained: int, buckets: int, notes
     free = [any(note.bucket == bucket and note.kind == FREE for note in notes) for bucket in range(buckets)]
     recent = any(note.heartbeats >= first_handed_out for note in notes)
     assert may_remove(heartbeats, retained, buckets, notes) == (all(free) and not recent)
-    assert notes_among([*(note.name for note in notes), "0.parent.json", "0", "00.free-1", "0.free-"]) == notes
+    assert parse_notes([*(note.name for note in notes), "0.parent.json", "0", "00.free-1", "0.free-"]) == notes
 
 
 def test_a_backend_that_no_pointer_names_gets_all_of_it(tmp_path: Path, old: OldJob) -> None:
@@ -312,7 +312,7 @@ def test_a_parent_is_the_same_once_its_snapshot_has_arrived(tmp_path: Path, old:
     assert second.saved.files == whole != first.saved.files
     assert note_parent(target, second).encode() == first.encode()
     files = parent_files(target, 0)
-    found = [model_of(rows_of_parents(files, it, 0, 1 << 32, SCHEMA, tmp_path)) for it in (first, second)]
+    found = [make_model(read_rows_of_parent(files, it, 0, 1 << 32, SCHEMA, tmp_path)) for it in (first, second)]
     assert found[0] == found[1]
     assert found[0]
 
@@ -324,7 +324,7 @@ def test_a_query_that_goes_back_under_the_same_plan_needs_its_parents_again(tmp_
 
     def needed(committed: Pointer) -> list[int]:
         finishing.noted([query.folder], committed, committed, lambda: None)
-        notes = notes_among(query.folder.child(PARENTS_FOLDER).names())
+        notes = parse_notes(query.folder.child(PARENTS_FOLDER).names())
         assert all(note.bucket == 0 for note in notes)
         return sorted(note.heartbeats for note in notes if note.kind == NEEDED)
 

@@ -24,7 +24,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.store import View
-from spark_state_ext.testing.model import KEYS, Key, Model, Row, expired_in, model_of, scanned
+from spark_state_ext.testing.model import KEYS, Key, Model, Row, find_expired, make_model, scan
 from tests.helpers.soak import SOAK
 
 NUMBERS = range(1, 65)
@@ -84,7 +84,7 @@ def started(folder: Path, old: OldJob, buckets: int) -> RescaledQuery:
 
 def looked_at(view: View) -> tuple[Model, list[Model]]:
     """All of a bucket, and what has timed out by each of some times."""
-    return scanned(view), [model_of([view.expired(now_ms)]) for now_ms in TIMES_MS]
+    return scan(view), [make_model([view.expired(now_ms)]) for now_ms in TIMES_MS]
 
 
 def same(query: RescaledQuery) -> None:
@@ -98,7 +98,7 @@ def same(query: RescaledQuery) -> None:
         for at, those in enumerate(timed_out):
             expired[at] |= those
     assert found == query.model
-    assert expired == [expired_in(query.model, now_ms) for now_ms in TIMES_MS]
+    assert expired == [find_expired(query.model, now_ms) for now_ms in TIMES_MS]
 
 
 @pytest.mark.timeout(7_200 if SOAK else 900)

@@ -51,7 +51,7 @@ from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manif
 from spark_state_ext.savepoints.reading import read_saved_rows
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.savepoints.writer import write_manifest, write_snapshot
-from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, model_of
+from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, make_model
 from tests.helpers.soak import examples, whole
 
 COUNTS = st.integers(1, 64)
@@ -69,7 +69,7 @@ def model_in(savepoint: Path, scratch: Path) -> Model:
     """All rows, bucket by bucket, with those that have a timeout only."""
     folder, found = Folder(str(savepoint)), Model()
     for it in read_manifest(folder).buckets:
-        rows = model_of(
+        rows = make_model(
             read_saved_rows(folder.child(it.operator, str(it.bucket)), it.pointer, it.files, SCHEMA, scratch)
         )
         assert len(rows) <= it.pointer.rows
@@ -84,7 +84,7 @@ def model_in_files(savepoint: Path, scratch: Path) -> Model:
         named = parse_file_name(path.name)
         assert named is not None
         read = read_checkpoint(Folder(str(path.parent)), *named, SCHEMA, scratch)
-        found |= model_of(rows.filter(pc.invert(rows.column(DELETED))) for rows in read.batches)
+        found |= make_model(rows.filter(pc.invert(rows.column(DELETED))) for rows in read.batches)
     return found
 
 
@@ -230,7 +230,7 @@ def test_pointers_say_what_those_of_the_parents_said(savepoint: Folder, tmp_path
         assert pointer.batch == manifest.header.batch
         timeouts = [
             row.timeout_ms
-            for row in model_of(
+            for row in make_model(
                 read_saved_rows(_files(tmp_path / "to", it), pointer, it.files, SCHEMA, tmp_path)
             ).values()
             if row.timeout_ms is not None

@@ -35,7 +35,7 @@ from spark_state_ext.files.retention import (
     is_crowded,
 )
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, changed
+from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, apply_changes
 from tests.helpers.object_store import S3
 
 RETAINED = 3
@@ -343,7 +343,7 @@ class Scene:
         )
         changes = {KEYS[batch % 9]: Row(batch), KEYS[(batch + 4) % 9]: None if batch % 4 == 3 else Row(-batch, "n")}
         self.pointers.append(replace(bucket.commit(buffer_of(changes, self.local)).pointer, batch=batch))
-        self.models.append(changed(self.models[-1], changes))
+        self.models.append(apply_changes(self.models[-1], changes))
 
     def clean(self, pointer: Pointer | None = None, still_ours: Any = lambda: None) -> int:
         return clean_up(

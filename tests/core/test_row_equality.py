@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from arrow_schemas import RowSchema, group_by_key, rows_equal
 from arrow_schemas.equality import HashArray
-from spark_state_ext.testing.model import canonical
+from spark_state_ext.testing.model import canonicalise
 
 _FLOATS = st.sampled_from([0.0, -0.0, 1.0, float("nan"), -float("nan"), float("inf")])
 # Text is given as bytes, dates and times as numbers: Spark's need not be UTF-8, nor lie in the years 1 to 9999.
@@ -100,7 +100,7 @@ def test_rows_equal_is_sparks_equality(data: tuple[list[tuple[Any, ...]], list[p
     rows, arrays = data
     order = np.random.default_rng(seed).permutation(len(rows))
     other = [array.take(pa.array(order)) for array in arrays]
-    expected = [canonical(rows[i]) == canonical(rows[int(j)]) for i, j in enumerate(order)]
+    expected = [canonicalise(rows[i]) == canonicalise(rows[int(j)]) for i, j in enumerate(order)]
     assert rows_equal(arrays, other).tolist() == expected
 
 
@@ -110,7 +110,7 @@ def test_group_by_key_with_hashes_that_collide(
     data: tuple[list[tuple[Any, ...]], list[pa.Array]], buckets: int
 ) -> None:
     rows, arrays = data
-    hashes = np.array([(hash(canonical(row)) % 2**64) % buckets for row in rows], dtype=np.uint64)
+    hashes = np.array([(hash(canonicalise(row)) % 2**64) % buckets for row in rows], dtype=np.uint64)
     order, starts = group_by_key(hashes, arrays)
     # Rows of a key are together and in their input order; groups ascend by hash.
     assert sorted(_groups(order, starts)) == _modelled(rows)
@@ -125,7 +125,7 @@ def _modelled(rows: list[tuple[Any, ...]]) -> list[list[int]]:
     """Rows by key, as a dict has them."""
     found: dict[Any, list[int]] = {}
     for position, row in enumerate(rows):
-        found.setdefault(canonical(row), []).append(position)
+        found.setdefault(canonicalise(row), []).append(position)
     return sorted(found.values())
 
 

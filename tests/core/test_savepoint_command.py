@@ -14,7 +14,7 @@ from core_support import first_pointer
 from savepoint_folders import ID, SCHEMA, savepoint_at
 
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile
-from arrow_schemas.checksum import sealed_document
+from arrow_schemas.checksum import seal_document
 from arrow_schemas.operator import operator_file_name
 from arrow_schemas.savepoint import NATIVE, SavedBucket, SavedFile, SavepointHeader, SavepointManifest
 from spark_state_ext.__main__ import main
@@ -27,10 +27,10 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints import claims
 from spark_state_ext.savepoints.claims import (
     SavepointClaim,
-    claim_of,
     claim_savepoint,
-    consume,
+    delete_claimed_savepoint,
     is_consumed,
+    read_claim,
     release_claim,
 )
 from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
@@ -127,7 +127,7 @@ def test_a_claim_is_told_kept_and_released(
         in _status(savepoint, tmp_path / "root", capsys)["judged"]
     )
     assert main(["savepoint", "release", savepoint.root]) == 0
-    assert claim_of(savepoint) is None
+    assert read_claim(savepoint) is None
     assert main(["savepoint", "release", savepoint.root]) == 3
 
 
@@ -151,11 +151,11 @@ def test_files_of_an_operator_that_was_not_started_stay(tmp_path: Path, capsys: 
     )
     # The claim: each operator lets go of its own.
     claim_savepoint(folder, SavepointClaim(ID, "/root/counts/mine", "mine"), ())
-    assert consume(folder, "mine", lambda: None, "counts") == 1
+    assert delete_claimed_savepoint(folder, "mine", lambda: None, "counts") == 1
     assert folder.child("sessions", "0").names() == [buckets[1].files[0].name]
     assert not folder.child("counts", "0").names()
-    assert claim_of(folder) is not None
-    assert consume(folder, "mine", lambda: None, "sessions") == 1
+    assert read_claim(folder) is not None
+    assert delete_claimed_savepoint(folder, "mine", lambda: None, "sessions") == 1
     assert not (tmp_path / "savepoint").exists()
 
 
@@ -188,7 +188,7 @@ def test_deleting_what_was_claimed_goes_on_where_it_stopped(
     savepoint: Folder, tmp_path: Path, stops_after: int
 ) -> None:
     claim_savepoint(savepoint, SavepointClaim(ID, "/root/counts/mine", "mine"), ())
-    assert consume(savepoint, "another", lambda: None) == 0
+    assert delete_claimed_savepoint(savepoint, "another", lambda: None) == 0
     removed = 0
     remove = Folder.remove
 
@@ -201,10 +201,10 @@ def test_deleting_what_was_claimed_goes_on_where_it_stopped(
 
     with pytest.MonkeyPatch.context() as patched, contextlib.suppress(_StoppedError):
         patched.setattr(Folder, "remove", stopping)
-        consume(savepoint, "mine", lambda: None)
+        delete_claimed_savepoint(savepoint, "mine", lambda: None)
     if 0 < stops_after < 4:
         assert main(["savepoint", "release", savepoint.root]) == 3
-    consume(savepoint, "mine", lambda: None)
+    delete_claimed_savepoint(savepoint, "mine", lambda: None)
     assert [path for path in (tmp_path / "savepoint").rglob("*") if path.is_file()] == []
 
 
@@ -222,14 +222,14 @@ def test_who_is_late_to_delete_a_claimed_savepoint_leaves_what_came_after_it(
         # Once before its mark, and once after that.
         slept.append(True)
         if len(slept) == wakes:
-            assert consume(savepoint, "mine", lambda: None) == 2
+            assert delete_claimed_savepoint(savepoint, "mine", lambda: None) == 2
             assert not Path(savepoint.root).exists()
             shutil.copytree(backup, savepoint.root)
 
     for wakes in (1, 2, 3, 4):
         slept.clear()
         claim_savepoint(savepoint, SavepointClaim(ID, "/root/counts/mine", "mine"), ())
-        consume(savepoint, "mine", sleeps)
+        delete_claimed_savepoint(savepoint, "mine", sleeps)
         assert len(slept) >= wakes
         assert [it.name for it in savepoint.tree()] == [it.name for it in Folder(str(backup)).tree()]
         shutil.rmtree(savepoint.root)
@@ -260,7 +260,7 @@ def test_a_claim_that_is_released_while_its_owner_begins_to_delete_is_his_or_the
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Folder, "create", meanwhile)
-        deleted = consume(savepoint, "mine", still_ours)
+        deleted = delete_claimed_savepoint(savepoint, "mine", still_ours)
     assert not waits
     if stops_at == "deleting":
         assert deleted == 2
@@ -268,17 +268,17 @@ def test_a_claim_that_is_released_while_its_owner_begins_to_delete_is_his_or_the
     assert deleted == 0
     # It is the other's, who may start from all of it, and delete it in his turn.
     assert claim_savepoint(savepoint, other, ()) == other
-    assert consume(savepoint, "other", lambda: None) == 2
+    assert delete_claimed_savepoint(savepoint, "other", lambda: None) == 2
 
 
 def test_a_claim_to_a_savepoint_that_was_replaced_deletes_nothing_and_is_released(savepoint: Folder) -> None:
     claim_savepoint(savepoint, SavepointClaim("34" * 16, "/root/counts/mine", "mine"), ())
     before = [it.name for it in savepoint.tree()]
-    assert consume(savepoint, "mine", lambda: None) == 0
+    assert delete_claimed_savepoint(savepoint, "mine", lambda: None) == 0
     assert not is_consumed(savepoint)
     assert [it.name for it in savepoint.tree()] == before
     assert main(["savepoint", "release", savepoint.root]) == 0
-    assert claim_of(savepoint) is None
+    assert read_claim(savepoint) is None
 
 
 def test_the_claim_of_another_attempt_at_the_first_batch_is_the_one_that_is_consumed(
@@ -319,14 +319,14 @@ def test_an_owner_who_marks_while_his_claim_is_released_keeps_it(savepoint: Fold
     def meanwhile(folder: Folder, name: str) -> None:
         if name == "claim.json":
             # The release has looked for his mark, and has not found it.
-            assert folder.create("consumed.json", sealed_document({"format": 1}))
+            assert folder.create("consumed.json", seal_document({"format": 1}))
         remove(folder, name)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Folder, "remove", meanwhile)
         with pytest.raises(NotClaimableError, match="has begun to delete it"):
             release_claim(savepoint)
-    assert claim_of(savepoint) == mine
+    assert read_claim(savepoint) == mine
 
 
 def test_a_claim_whose_owner_deletes_all_while_it_is_released_was_not_released(savepoint: Folder) -> None:
@@ -337,7 +337,7 @@ def test_a_claim_whose_owner_deletes_all_while_it_is_released_was_not_released(s
     def meanwhile(folder: Folder, name: str) -> None:
         if name == "claim.json" and waits:
             waits.clear()
-            assert consume(savepoint, "mine", lambda: None) == 2
+            assert delete_claimed_savepoint(savepoint, "mine", lambda: None) == 2
         remove(folder, name)
 
     with pytest.MonkeyPatch.context() as patched:
@@ -348,6 +348,6 @@ def test_a_claim_whose_owner_deletes_all_while_it_is_released_was_not_released(s
 
 
 def test_nobody_starts_from_a_savepoint_that_is_being_deleted(savepoint: Folder) -> None:
-    savepoint.child("claim").put("consumed.json", sealed_document({"format": 1}))
+    savepoint.child("claim").put("consumed.json", seal_document({"format": 1}))
     with pytest.raises(ClaimedError, match="is being deleted"):
         claim_savepoint(savepoint, SavepointClaim(ID, "/root/counts/mine", "mine"), ())

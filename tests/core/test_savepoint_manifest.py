@@ -19,7 +19,7 @@ from arrow_schemas.savepoint import (
     SavedFile,
     SavepointHeader,
     SavepointManifest,
-    relocatable,
+    make_relocatable,
 )
 from spark_state_ext.errors import (
     CorruptError,
@@ -138,7 +138,7 @@ def test_a_file_with_another_name_or_digest_is_none(name: str, size: int, digest
 def test_files_that_end_elsewhere_than_the_pointer_are_refused() -> None:
     pointer: Pointer = _bucket("a", 0).pointer
     with pytest.raises(LineageError):
-        relocatable(pointer, ())
+        make_relocatable(pointer, ())
 
 
 @pytest.mark.parametrize("name", ["../../prod/counts/q", "..", "/prod", "a/b", "", "a" * 101])

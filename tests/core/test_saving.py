@@ -24,19 +24,19 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.copying import How, copied, refuse_incomplete
-from spark_state_ext.savepoints.taking import Copy, Reading, save_bucket
+from spark_state_ext.savepoints.copying import CopyMethod, copy_file, refuse_incomplete
+from spark_state_ext.savepoints.taking import BucketCopy, ReadOptions, save_bucket
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, scan
 from tests.helpers.soak import examples
 
 FORMS = [NATIVE, CANONICAL]
 
 
-def saved(life: Life, pointer: Pointer, form: str, name: str = "savepoint", verify: bool = False) -> Copy:
+def saved(life: Life, pointer: Pointer, form: str, name: str = "savepoint", verify: bool = False) -> BucketCopy:
     target = Folder(str(life.local / name)).child("3")
     return save_bucket(
-        pointer, life.replicas(), target, form, SCHEMA, life.local, reading=Reading(verify=verify), writer=WRITER
+        pointer, life.replicas(), target, form, SCHEMA, life.local, reading=ReadOptions(verify=verify), writer=WRITER
     )
 
 
@@ -47,7 +47,7 @@ def started(life: Life, it: SavedBucket, name: str = "savepoint") -> Model:
     store = LocalStore.at(life.local / f"started-{len(life.stores)}", SCHEMA)
     life.stores.append(store)
     replicas = sole_replica(folder, life.local, "savepoint")
-    return Bucket(store, replicas, pointer, WRITER, CommitContext(life.local)).read(scanned)
+    return Bucket(store, replicas, pointer, WRITER, CommitContext(life.local)).read(scan)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -132,7 +132,7 @@ def test_a_damaged_file_is_not_copied_as_if_it_were_whole(life: Life, monkeypatc
     path.write_bytes(data)
     monkeypatch.setattr(os, "link", _cross_device)
     with pytest.raises(CorruptFileError):
-        copied(Folder(str(path.parent)), file, Folder(str(life.local / "other")), life.local)
+        copy_file(Folder(str(path.parent)), file, Folder(str(life.local / "other")), life.local)
     assert not (life.local / "other").exists() or not list((life.local / "other").iterdir())
 
 
@@ -185,7 +185,7 @@ def test_a_file_that_is_there_is_left_alone(life: Life) -> None:
     life.history(5)
     copy = saved(life, life.pointers[-1], NATIVE)
     source, target = (Folder(str(life.local / name)).child("3") for name in ("a", "savepoint"))
-    assert {copied(source, file, target, life.local) for file in copy.saved.files} == {How.THERE}
+    assert {copy_file(source, file, target, life.local) for file in copy.saved.files} == {CopyMethod.THERE}
 
 
 @pytest.mark.parametrize("wrong", ["source", "target"])
@@ -199,7 +199,7 @@ def test_a_file_that_is_not_what_was_announced_is_named_where_it_is(life: Life, 
     path.unlink(missing_ok=True)
     path.write_bytes(b"something else")
     with pytest.raises(CorruptFileError, match=f"^{re.escape(str(path))} is not the expected file"):
-        copied(source, file, target, life.local)
+        copy_file(source, file, target, life.local)
 
 
 def test_a_saved_pointer_names_no_place(life: Life) -> None:

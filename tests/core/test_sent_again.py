@@ -25,7 +25,7 @@ from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import SealedFile, seal
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import KEYS, SCHEMA, Row, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Row, scan
 from spark_state_ext.worker.threads import CallerExecutor
 from tests.helpers.object_store import S3
 from tests.helpers.waiting import WAIT_S
@@ -94,7 +94,7 @@ def test_a_confirmed_delta_outlives_an_attempt_that_sends_it_again(
     monkeypatch.setattr(Failing, "gone", True)
     there(first).commit(buffer_of({KEYS[1]: Row(2)}, tmp_path))
     monkeypatch.setattr(Failing, "gone", False)
-    assert host("fresh")(second).read(scanned) == {KEYS[0]: Row(1), KEYS[1]: Row(2)}
+    assert host("fresh")(second).read(scan) == {KEYS[0]: Row(1), KEYS[1]: Row(2)}
 
 
 def test_what_is_there_stays(share: Folder, sealed: SealedFile, tmp_path: Path) -> None:

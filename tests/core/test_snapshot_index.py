@@ -25,7 +25,7 @@ from arrow_schemas.snapshot_index import IndexedChunk, IndexRecord, SnapshotInde
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.checkpoint import read_checkpoint, verify_checkpoint, write_checkpoint
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed_body import announced_index
+from spark_state_ext.files.sealed_body import read_announced_index
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.base_file import chunks_of, read_chunks
 from spark_state_ext.store.runs import Run
@@ -48,7 +48,7 @@ def large() -> bytes:
 
 
 def index_of(data: bytes) -> tuple[BodyRecord, SnapshotIndex]:
-    record, index = announced_index(lambda start, end: data[start:end], len(data), "file")
+    record, index = read_announced_index(lambda start, end: data[start:end], len(data), "file")
     assert index is not None
     return record, index
 
@@ -114,7 +114,7 @@ def test_both_ends_are_one_read_where_the_index_is_small() -> None:
         reads.append((start, end))
         return data[start:end]
 
-    announced_index(read, len(data), "file")
+    read_announced_index(read, len(data), "file")
     assert reads == [(len(data) - (64 << 10), len(data))]
     assert len(data) - index_of(data)[0].length < len(data) / 1_000, "the index takes little room"
 
@@ -123,7 +123,7 @@ def test_both_ends_are_one_read_where_the_index_is_small() -> None:
 def test_other_files_have_none(form: str, tmp_path: Path) -> None:
     header = replace(HEADER, kind=DELTA, format=1) if form == "delta" else replace(HEADER, format=int(form[-1]))
     data = written([rows_of(np.arange(10), np.arange(10))], header)
-    assert announced_index(lambda start, end: data[start:end], len(data), "file")[1] is None
+    assert read_announced_index(lambda start, end: data[start:end], len(data), "file")[1] is None
     files = Folder(str(tmp_path / "root"))
     files.put(file_name(REF, header.kind), data)
     assert read_checkpoint(files, REF, header.kind, SCHEMA, tmp_path).header == header

@@ -26,8 +26,8 @@ from spark_state_ext.files import sealed_body
 from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed import seal
-from spark_state_ext.rescale.origin import Origin, rows_of_parents
-from spark_state_ext.rescale.parents import Parent, note_parent, origin_of, parent_files
+from spark_state_ext.rescale.origin import Origin, read_rows_of_parent
+from spark_state_ext.rescale.parents import Parent, compute_origin, note_parent, parent_files
 from spark_state_ext.restore.lazy import LazySnapshot, read_ends
 from spark_state_ext.restore.part import read_part
 from spark_state_ext.savepoints.copying import put_whole
@@ -147,7 +147,7 @@ def test_children_together_have_exactly_the_rows_of_their_parent(tmp_path: Path,
         parts: list[pa.RecordBatch] = []
         for bucket in range(buckets):
             low, high = BucketMap(buckets).range_of(bucket)
-            part = list(rows_of_parents(files, parent, low, high, SCHEMA, tmp_path))
+            part = list(read_rows_of_parent(files, parent, low, high, SCHEMA, tmp_path))
             hashes = np.concatenate([[], *(it.column(0).to_numpy() >> np.uint64(32) for it in part)])
             assert ((hashes >= low) & (hashes < high)).all()
             parts += part
@@ -209,7 +209,7 @@ def test_a_file_that_is_cut_short_or_gone_is_an_error(files: Folder) -> None:
 @pytest.mark.parametrize("count", [2_000, 2 * ROWS])
 def test_a_local_store_takes_the_rows_as_it_would_take_a_file_of_them(tmp_path: Path, count: int) -> None:
     query_folder, parent = query_of(tmp_path, rows_of(count))
-    ref = origin_of([parent], BucketMap(2), 1)
+    ref = compute_origin([parent], BucketMap(2), 1)
     assert ref is not None
     pointer = replace(POINTER, bucket=1, buckets=2, query_folder="new", lineage=(LineageEntry(ref, 0),), parents=ref)
     with closing(Origin(query_folder, pointer, BucketMap(2), SCHEMA, tmp_path)) as origin:
@@ -238,7 +238,7 @@ def test_a_damaged_parent_leaves_the_local_store_as_it_was(tmp_path: Path) -> No
     rows = rows_of(ROWS)
     query_folder, parent = query_of(tmp_path, rows)
     files = parent_files(query_folder, 0)
-    ref = origin_of([parent], BucketMap(2), 1)
+    ref = compute_origin([parent], BucketMap(2), 1)
     assert ref is not None
     pointer = replace(POINTER, bucket=1, buckets=2, query_folder="new", lineage=(LineageEntry(ref, 0),), parents=ref)
     store = LocalStore.at(tmp_path / "local", SCHEMA)

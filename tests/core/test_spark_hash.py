@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from arrow_schemas.errors import UnsupportedTypeError
 from arrow_schemas.row import RowSchema
-from arrow_schemas.spark_hash import key_hash, xxhash64
+from arrow_schemas.spark_hash import hash_key, xxhash64
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,13 @@ def test_published_values(data: bytes, wanted: int) -> None:
 
 def hashed(value: Any, data_type: pa.DataType) -> int:
     schema = RowSchema((pa.field("k", data_type),), ())
-    return key_hash(schema.normalise_keys([pa.array([value], data_type)]))
+    return hash_key(schema.normalise_keys([pa.array([value], data_type)]))
 
 
 def test_equal_keys_hash_alike() -> None:
     assert hashed(0.0, pa.float64()) == hashed(-0.0, pa.float64()) != hashed(1.0, pa.float64())
     assert hashed(math.nan, pa.float32()) == hashed(-math.nan, pa.float32())
-    assert key_hash([pa.array([None], pa.int64()), pa.array([5], pa.int64())]) == hashed(5, pa.int64())
+    assert hash_key([pa.array([None], pa.int64()), pa.array([5], pa.int64())]) == hashed(5, pa.int64())
     day = datetime.date(2024, 2, 29)
     assert hashed(day, pa.date32()) == hashed((day - datetime.date(1970, 1, 1)).days, pa.int32())
     assert hashed("é", pa.string()) == hashed("é".encode(), pa.binary())
@@ -56,4 +56,4 @@ def test_long_decimals_are_hashed_as_java_writes_them(number: int) -> None:
 
 def test_what_no_key_has_is_refused() -> None:
     with pytest.raises(UnsupportedTypeError, match="duration"):
-        key_hash([pa.array([1], pa.duration("s"))])
+        hash_key([pa.array([1], pa.duration("s"))])

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from arrow_schemas import RowSchema, key_fields, normal_type, state_fields
+from arrow_schemas import RowSchema, key_fields, normalise_type, state_fields
 from arrow_schemas.errors import UnsupportedTypeError, UsageError
 
 
@@ -64,7 +64,7 @@ def test_each_type_of_keys_and_state(spark: Any, arrow: pa.DataType) -> None:
         (field,) = read(_schema(spark))
         assert (field.name, field.type, field.nullable) == ("col", arrow, True)
         # Normal form is a fixed point: what is stored needs no further conversion.
-        assert normal_type(field.type) == field.type
+        assert normalise_type(field.type) == field.type
     assert not state_fields(_schema(spark, nullable=False))[0].nullable
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.standby.assignment import (
-    active_hosts,
-    active_on,
     assign,
+    buckets_to_hold,
     describe_shortfall,
+    find_active_buckets,
+    find_active_hosts,
     find_unfollowed,
-    to_hold,
 )
 from tests.helpers.soak import examples
 
@@ -165,7 +165,9 @@ def test_equal_records_give_equal_decisions_in_whatever_order_they_come(scene: S
     assert other.assigned() == scene.assigned()
     assert list(other.assigned()) == list(scene.assigned())
     for host in scene.hosts:
-        assert to_hold(host, other.assigned(), members) == to_hold(host, scene.assigned(), scene.members)
+        assert buckets_to_hold(host, other.assigned(), members) == buckets_to_hold(
+            host, scene.assigned(), scene.members
+        )
 
 
 @_UNHURRIED
@@ -287,16 +289,16 @@ def test_a_replica_stays_until_the_new_one_is_in_sync(
     members: list[MemberRecord], assigned: tuple[str, ...], holding: str
 ) -> None:
     for order in itertools.permutations(members):
-        assert "".join(it for it in "abcd" if _KEY in to_hold(it, {_KEY: assigned}, order)) == holding
+        assert "".join(it for it in "abcd" if _KEY in buckets_to_hold(it, {_KEY: assigned}, order)) == holding
     # A bucket that there is no more is given up.
-    assert to_hold("a", {}, members) == frozenset()
+    assert buckets_to_hold("a", {}, members) == frozenset()
 
 
 @_UNHURRIED
 @given(scenes())
 def test_hosts_hold_what_is_assigned_and_at_most_as_much_more_as_is_not_in_sync(scene: Scene) -> None:
     assignment = scene.assigned()
-    holding = {host: to_hold(host, assignment, scene.members) for host in scene.hosts}
+    holding = {host: buckets_to_hold(host, assignment, scene.members) for host in scene.hosts}
     synced = {(it.host, replica.key) for it in scene.members for replica in it.replicas if replica.in_sync}
     for key, hosts in assignment.items():
         holders = {host for host in scene.hosts if key in holding[host]}
@@ -316,23 +318,23 @@ def test_the_active_host_is_that_of_the_newest_file() -> None:
     other = BucketKey("counts", "q", 1)
     members = [seen("a", 9, 0, "x"), seen("b", 2, 8, "y"), seen("c", 99, 0, None)]
     for order in itertools.permutations(members):
-        assert active_hosts([other, _KEY], order) == {_KEY: "y", other: None}
+        assert find_active_hosts([other, _KEY], order) == {_KEY: "y", other: None}
     # Two attempts at one version: every host takes the same.
-    assert active_hosts([_KEY], [seen("a", 5, 0, "x"), seen("b", 5, 0, "z")])[_KEY] == "z"
+    assert find_active_hosts([_KEY], [seen("a", 5, 0, "x"), seen("b", 5, 0, "z")])[_KEY] == "z"
 
 
 def test_a_host_tells_what_it_is_active_for_though_nobody_follows_it() -> None:
     """Else the only host would follow, see that it is the active one, give up, forget that, and begin again."""
     alone = MemberRecord("a", replicas=(StandbyReplica(_KEY, 5, active="a"),))
-    told = MemberRecord("a", active=active_on("a", [_KEY], [alone]))
+    told = MemberRecord("a", active=find_active_buckets("a", [_KEY], [alone]))
     assert told.active == {_KEY: 5}
-    assert active_on("a", [_KEY], [told]) == told.active
-    assert assign(active_hosts([_KEY], [told]), [told], StandbySettings()) == {_KEY: ()}
+    assert find_active_buckets("a", [_KEY], [told]) == told.active
+    assert assign(find_active_hosts([_KEY], [told]), [told], StandbySettings()) == {_KEY: ()}
     # Until somebody sees a newer file of another host; and not of a bucket that there is no more.
     other = MemberRecord("b", replicas=(StandbyReplica(_KEY, 6, active="c"),))
-    assert active_on("a", [_KEY], [told, other]) == {}
-    assert active_on("a", [], [told]) == {}
-    assert active_on("c", [_KEY], [told, other]) == {_KEY: 6}
+    assert find_active_buckets("a", [_KEY], [told, other]) == {}
+    assert find_active_buckets("a", [], [told]) == {}
+    assert find_active_buckets("c", [_KEY], [told, other]) == {_KEY: 6}
     # While nobody follows it, nobody else sees that.
     assert find_unfollowed("a", [_KEY], [told, MemberRecord("b")]) == {_KEY}
     assert find_unfollowed("a", [_KEY], [told, _has("b", 5, active="a")]) == frozenset()
@@ -342,7 +344,7 @@ def test_standby_that_is_off_has_no_replicas() -> None:
     buckets, members = {_KEY: None}, [_has("a"), MemberRecord("b")]
     off = StandbySettings(enabled=False)
     assert assign(buckets, members, off) == {_KEY: ()}
-    assert to_hold("a", assign(buckets, members, off), members) == frozenset()
+    assert buckets_to_hold("a", assign(buckets, members, off), members) == frozenset()
     assert describe_shortfall({_KEY: ()}, off) is None
     assert assign(buckets, [], StandbySettings()) == {_KEY: ()}
     assert assign({}, members, StandbySettings()) == {}

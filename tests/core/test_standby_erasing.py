@@ -19,7 +19,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.roots import RootFollower
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import SCHEMA, scanned
+from spark_state_ext.testing.model import SCHEMA, scan
 from tests.helpers.clock import VirtualClock
 from tests.helpers.erased_bytes import files_with
 from tests.helpers.waiting import WAIT_S
@@ -81,7 +81,7 @@ def test_a_replica_begins_again_from_files_without_the_keys(
     assert files_with(TEXT, store_folder) == []
     store = LocalStore.at(store_folder, SCHEMA)
     bucket = Bucket(store, life.replicas(PLACE), life.pointers[-1], WRITER, CommitContext(tmp_path / "scratch"))
-    assert bucket.read(scanned) == life.models[-1]
+    assert bucket.read(scan) == life.models[-1]
     assert bucket.fetched_files == 0
     for other in (store, *life.stores):
         other.close()

@@ -21,7 +21,7 @@ from spark_state_ext.errors import (
     StorageError,
 )
 from spark_state_ext.files.listing import Entry
-from spark_state_ext.standby.following import BucketFollower, FollowedStores
+from spark_state_ext.standby.following import BucketFollower, SharedStores
 from spark_state_ext.standby.metered import Bandwidth
 from spark_state_ext.standby.values import Lag
 from spark_state_ext.store import LocalStore
@@ -234,7 +234,7 @@ def test_stores_of_followers_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
     from spark_state_ext.worker import descriptors
 
     monkeypatch.setattr(descriptors, "stores_max", lambda: 2)
-    stores = FollowedStores()
+    stores = SharedStores()
     world = World(tmp_path / "world")
     for bucket in range(5):
         stores.at(tmp_path / str(bucket), world.operator.row_schema())

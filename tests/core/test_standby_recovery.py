@@ -26,9 +26,9 @@ from spark_state_ext.standby.recovery import (
     Reading,
     Readings,
     RestoreRate,
+    estimate_host_recovery_s,
+    estimate_recovery_s,
     recover_all_s,
-    recover_host_s,
-    recover_s,
     restore_rate,
 )
 from spark_state_ext.standby.roots import RootFollower
@@ -106,13 +106,13 @@ def test_very_many_short_readings_are_bounded() -> None:
 
 def test_estimates() -> None:
     behind, far, there, unseen = replica(0, 1, 100), replica(1, 9, 300), replica(2, in_sync=True), replica(3)
-    assert [recover_s(it, 50.0) for it in (behind, far, there, unseen)] == [2.0, 6.0, 0.0, None]
-    assert [recover_s(it, None) for it in (behind, there)] == [None, 0.0]
-    assert recover_s(behind, 0.0) is None
+    assert [estimate_recovery_s(it, 50.0) for it in (behind, far, there, unseen)] == [2.0, 6.0, 0.0, None]
+    assert [estimate_recovery_s(it, None) for it in (behind, there)] == [None, 0.0]
+    assert estimate_recovery_s(behind, 0.0) is None
     # One host's replicas share its rate; hosts restore side by side.
-    assert recover_host_s([behind, far, there], 50.0) == 8.0
-    assert recover_host_s([behind, unseen], 50.0) is None
-    assert recover_host_s([there], None) == 0.0
+    assert estimate_host_recovery_s([behind, far, there], 50.0) == 8.0
+    assert estimate_host_recovery_s([behind, unseen], 50.0) is None
+    assert estimate_host_recovery_s([there], None) == 0.0
     fast, slow = MemberRecord("f", restore_bytes_per_s=100.0), MemberRecord("s", restore_bytes_per_s=10.0)
     assert recover_all_s([(fast, [far]), (slow, [behind])]) == 10.0
     assert recover_all_s([(fast, [far]), (MemberRecord("n"), [behind])]) is None

@@ -34,7 +34,7 @@ from spark_state_ext.standby.roots import Pace, RootFollower, next_wait_s
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.committed import CommittedRecord, read_committed, write_committed
-from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, scan
 from tests.helpers.clock import VirtualClock
 from tests.helpers.waiting import WAIT_S
 
@@ -81,7 +81,7 @@ def adopted(host: Host, job: Job) -> tuple[Model, int]:
         store = LocalStore.at(host.root.store_folder(key, 0), SCHEMA)
         replicas = sole_replica(job.folder.child(str(bucket)), job.scratch, "fsspec")
         it = Bucket(store, replicas, pointer, WRITER, CommitContext(job.scratch))
-        model |= it.read(scanned)
+        model |= it.read(scan)
         fetched += it.fetched_files
     return model, fetched
 
@@ -384,7 +384,7 @@ def test_buckets_of_a_rescaled_query_begin_with_their_parents(tmp_path: Path) ->
     assert all(it.is_caught_up for it in followed.values())
     for key in followed:
         pointer = query.pointers[key.bucket]
-        found = scanned(LocalStore.at(root.store_folder(key, 0), SCHEMA).view(pointer.ref))
+        found = scan(LocalStore.at(root.store_folder(key, 0), SCHEMA).view(pointer.ref))
         assert found == {it: row for it, row in query.model.items() if bucket_in(query.bucket_map, it) == key.bucket}
     follower.close()
     old.close()

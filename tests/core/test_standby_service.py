@@ -33,7 +33,7 @@ from spark_state_ext.standby.status import StandbyStatus
 from spark_state_ext.standby.values import Followed
 from spark_state_ext.standby.web import Web
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import SCHEMA, Model, scanned
+from spark_state_ext.testing.model import SCHEMA, Model, scan
 from tests.helpers.waiting import WAIT_S
 
 
@@ -50,7 +50,7 @@ def adopted(host: Host, job: Job, bucket: int) -> tuple[Model, int]:
     try:
         replicas = sole_replica(job.folder.child(str(bucket)), job.scratch, "fsspec")
         it = Bucket(store, replicas, job.pointers[-1][bucket], WRITER, CommitContext(job.scratch))
-        return it.read(scanned), it.fetched_files
+        return it.read(scan), it.fetched_files
     finally:
         store.close()
 

@@ -10,16 +10,16 @@ import pytest
 from lazy_bucket import Later
 from standby_support import World, changes, covering
 
-from arrow_schemas.blocks import digest_of
+from arrow_schemas.blocks import digest_crcs
 from arrow_schemas.equality import IndexArray
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
 from spark_state_ext.commit import cadence
-from spark_state_ext.files.sealed_body import announced_index
+from spark_state_ext.files.sealed_body import read_announced_index
 from spark_state_ext.restore.lazy import LazyRestore
 from spark_state_ext.restore.load_plan import Chain
 from spark_state_ext.restore.loader import Loader
 from spark_state_ext.store import compaction
-from spark_state_ext.store.compaction import outgrown
+from spark_state_ext.store.compaction import is_outgrown
 from spark_state_ext.store.lazy_file import LazyFile, LazyOptions
 from spark_state_ext.store.runs import Run
 from spark_state_ext.testing.model import KEYS, Row
@@ -42,7 +42,7 @@ def snapshots_often(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_snapshot_replaces_runs_that_are_too_large_to_be_merged(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spark_state_ext.store.local.outgrown", lambda sizes, _: outgrown(sizes, 4_000))
+    monkeypatch.setattr("spark_state_ext.store.local.is_outgrown", lambda sizes, _: is_outgrown(sizes, 4_000))
     for number in range(40):
         world.batch(changes(number))
         assert world.follower.step().is_caught_up
@@ -58,7 +58,7 @@ def test_a_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
 ) -> None:
     """So that it can give that to it as a peer, from the batch after it on: a large one, or where peers may ask."""
     if why == "large":
-        monkeypatch.setattr("spark_state_ext.store.local.outgrown", lambda sizes, _: outgrown(sizes, 1_000))
+        monkeypatch.setattr("spark_state_ext.store.local.is_outgrown", lambda sizes, _: is_outgrown(sizes, 1_000))
         merge = compaction.choose_runs_to_compact
         monkeypatch.setattr(
             "spark_state_ext.store.local.choose_runs_to_compact", lambda runs, _, *how: merge(runs, 1_000, *how)
@@ -77,9 +77,9 @@ def test_a_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
             def part(start: int, end: int, whole: bytes = data) -> bytes:
                 return whole[start:end]
 
-            _, index = announced_index(part, len(data), name)
+            _, index = read_announced_index(part, len(data), name)
             assert index is not None
-            found = world.follower.store().lazy.whole_file(begins, digest_of(index.blocks()))
+            found = world.follower.store().lazy.whole_file(begins, digest_crcs(index.blocks()))
             looked += 1
             if found is None:
                 assert why == "neither"

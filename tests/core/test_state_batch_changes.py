@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.functions.state_batch import StateBatch
-from spark_state_ext.testing.model import canonical
+from spark_state_ext.testing.model import canonicalise
 
 # -- update ---------------------------------------------------------------------------------------
 
@@ -428,7 +428,7 @@ def test_any_sequence_of_changes_is_what_a_dict_would_hold(data: st.DataObject) 
     with_rows = data.draw(st.integers(0, len(keys)))
     conf = data.draw(st.sampled_from([EVENT_TIME, PROCESSING_TIME]))
     known = {
-        canonical(one): Stored(
+        canonicalise(one): Stored(
             (i, str(i)) if data.draw(st.booleans()) else None, 7 if data.draw(st.booleans()) else None
         )
         for i, one in enumerate(keys)
@@ -441,7 +441,7 @@ def test_any_sequence_of_changes_is_what_a_dict_would_hold(data: st.DataObject) 
         timeout_conf=conf,
         watermark_ms=50 if conf == EVENT_TIME else None,
     )
-    states = {canonical(one): known.get(canonical(one), Stored()).values for one in keys}
+    states = {canonicalise(one): known.get(canonicalise(one), Stored()).values for one in keys}
     timeouts: dict[Key, int | None] = {}
     touched: set[Key] = set()
     for _ in range(data.draw(st.integers(0, 5))):
@@ -451,33 +451,33 @@ def test_any_sequence_of_changes_is_what_a_dict_would_hold(data: st.DataObject) 
         if what == "update":
             given = values if whole else [values[i] for i in chosen]
             batch.update(rows_of(*given), where=where)
-            states.update({canonical(keys[i]): values[i] for i in chosen})
+            states.update({canonicalise(keys[i]): values[i] for i in chosen})
         elif what == "by key":
             spelt = [(name, SPELLINGS.get(x, x)) for name, x in keys]
             batch.update(rows_of(*[(*values[i], *spelt[i]) for i in some], schema=BY_KEY), where=where)
             chosen = [i for i in some if i in chosen]
-            states.update({canonical(keys[i]): values[i] for i in chosen})
+            states.update({canonicalise(keys[i]): values[i] for i in chosen})
         elif what == "remove":
             batch.remove(True if mask is None else where)
-            states.update({canonical(keys[i]): None for i in chosen})
+            states.update({canonicalise(keys[i]): None for i in chosen})
         elif what == "remove by key":
             batch.remove(rows_of(*[keys[i] for i in some], schema=KEYS))
             chosen = list(some)
-            states.update({canonical(keys[i]): None for i in chosen})
+            states.update({canonicalise(keys[i]): None for i in chosen})
         else:
             given = times if whole else [times[i] for i in chosen]
             name = "timestamp_ms" if conf == EVENT_TIME else "duration_ms"
             batch.set_timeout(**{name: pa.array(given, pa.int64())}, where=where)
             base = 0 if conf == EVENT_TIME else 1_000
-            timeouts.update({canonical(keys[i]): None if times[i] is None else base + times[i] for i in chosen})
-        touched |= {canonical(keys[i]) for i in chosen}
+            timeouts.update({canonicalise(keys[i]): None if times[i] is None else base + times[i] for i in chosen})
+        touched |= {canonicalise(keys[i]) for i in chosen}
     expected = {one: it for one, it in known.items() if one not in touched}
     for one in touched:
         stored = Stored(states[one], timeouts.get(one))
         if stored != Stored():
             expected[one] = stored
     assert outcome_of(batch, known) == expected
-    assert batch.outcome.touched.tolist() == [canonical(one) in touched for one in keys]
+    assert batch.outcome.touched.tolist() == [canonicalise(one) in touched for one in keys]
 
 
 def test_keys_beside_state_that_has_them_too() -> None:

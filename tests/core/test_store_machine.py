@@ -35,15 +35,15 @@ from spark_state_ext.testing.model import (
     Model,
     Refs,
     Row,
-    canonical,
-    changed,
-    expired_in,
+    apply_changes,
+    canonicalise,
+    find_expired,
     key_columns,
     key_hashes,
-    looked_up,
-    model_of,
-    run_of,
-    scanned,
+    look_up,
+    make_model,
+    make_run,
+    scan,
 )
 
 _FOLDERS = itertools.count()
@@ -98,18 +98,18 @@ class StoreMachine(RuleBasedStateMachine):
 
     def add(self, changes: dict[Key, Row | None]) -> CheckpointRef:
         ref = self.refs.next(self.head.version + 1 if self.head else 1)
-        self.store.apply([run_of(changes, self.hashed)], ref, self.head)
+        self.store.apply([make_run(changes, self.hashed)], ref, self.head)
         return ref
 
     @rule(changes=change_sets())
     def put_and_delete(self, changes: dict[Key, Row | None]) -> None:
-        self.chain.append((self.add(changes), changed(self.model, changes)))
+        self.chain.append((self.add(changes), apply_changes(self.model, changes)))
 
     @rule(changes=change_sets(), prunes=st.booleans())
     def sibling(self, changes: dict[Key, Row | None], prunes: bool) -> None:
         """An attempt that nobody commits; it tidies up as any other does."""
         ref = self.add(changes)
-        assert scanned(self.store.view(ref)) == changed(self.model, changes)
+        assert scan(self.store.view(ref)) == apply_changes(self.model, changes)
         if prunes:
             self.store.compact(self.head)
             self.prune()
@@ -123,12 +123,12 @@ class StoreMachine(RuleBasedStateMachine):
         changes = data.draw(change_sets(max_size=3))
         new = self.refs.next(ref.version + 1 if ref else 1)
         try:
-            self.store.apply([run_of(changes, self.hashed)], new, ref)
+            self.store.apply([make_run(changes, self.hashed)], new, ref)
         except MissingRunError:
             assert ref is not None
             assert ref.version < self.floor
             return
-        assert scanned(self.store.view(new)) == changed(model, changes)
+        assert scan(self.store.view(new)) == apply_changes(model, changes)
         self.store.compact(ref)
         self.store.prune(ref)
         self.floor = max(self.floor, ref.version if ref else 0)
@@ -147,7 +147,7 @@ class StoreMachine(RuleBasedStateMachine):
         """As a call does: look up what is due, and delete it."""
         view = self.store.view(self.head)
         due = view.expired(now_ms)
-        assert model_of([due]) == expired_in(self.model, now_ms)
+        assert make_model([due]) == find_expired(self.model, now_ms)
         later = [r.timeout_ms for r in self.model.values() if r.timeout_ms is not None and r.timeout_ms >= now_ms]
         earliest = view.earliest_timeout(now_ms)
         assert (earliest is not None and now_ms <= earliest <= min(later)) if later else True
@@ -155,11 +155,11 @@ class StoreMachine(RuleBasedStateMachine):
         if gone:
             self.put_and_delete(gone)
 
-    @rule(keys=st.lists(st.sampled_from([*ALL_KEYS, ("absent", 0.0)]), unique_by=canonical))
+    @rule(keys=st.lists(st.sampled_from([*ALL_KEYS, ("absent", 0.0)]), unique_by=canonicalise))
     def get(self, keys: list[Key]) -> None:
         view = self.store.view(self.head)
-        assert looked_up(view, keys, self.hashed) == {
-            canonical(key): self.model[canonical(key)] for key in keys if canonical(key) in self.model
+        assert look_up(view, keys, self.hashed) == {
+            canonicalise(key): self.model[canonicalise(key)] for key in keys if canonicalise(key) in self.model
         }
         found = view.lookup(key_hashes(keys, self.hashed), key_columns(keys))
         self.held.append((found.rows, repr(found.rows.to_pylist())))
@@ -170,7 +170,7 @@ class StoreMachine(RuleBasedStateMachine):
         at = data.draw(st.integers(0, len(self.chain) - 1))
         ref, model = self.chain[at]
         try:
-            assert scanned(self.store.rollback(ref)) == model
+            assert scan(self.store.rollback(ref)) == model
         except MissingRunError:
             assert ref is not None
             assert ref.version < self.floor, "only what was pruned is missing"
@@ -186,7 +186,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def unpin(self) -> None:
         name, view, model = self.pins.pop(0)
-        assert scanned(view) == model
+        assert scan(view) == model
         self.store.unpin(name)
 
     @rule()
@@ -201,14 +201,14 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         view = self.store.view(self.head)
-        assert scanned(view) == self.model
-        assert looked_up(view, KEYS, self.hashed) == self.model
+        assert scan(view) == self.model
+        assert look_up(view, KEYS, self.hashed) == self.model
         assert view.rows_min <= len(self.model) <= view.rows_max
 
     @invariant()
     def pinned_views_hold(self) -> None:
         for _, view, model in self.pins:
-            assert scanned(view) == model
+            assert scan(view) == model
 
     @invariant()
     def what_was_read_does_not_change(self) -> None:

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from arrow_schemas.columns import aggregated
+from arrow_schemas.columns import aggregate_groups
 from arrow_schemas.errors import StateValueError
-from spark_state_ext.functions.missing import column_of
-from spark_state_ext.functions.tables import as_table, cast_column, conformed, is_table, refuse_nulls
+from spark_state_ext.functions.missing import to_column
+from spark_state_ext.functions.tables import as_table, cast_column, conform_table, is_table, refuse_nulls
 
 TABLE = pa.table({"k": ["a", "b"], "n": [1, None]})
 FIELDS = [pa.field("k", pa.string()), pa.field("n", pa.int64())]
@@ -65,7 +65,7 @@ def forms() -> dict[str, Any]:
 def test_what_is_a_table(form: str) -> None:
     given = forms()[form]
     assert is_table(given)
-    assert conformed(given, FIELDS, "the function gave").to_pydict() == {"k": ["a", "b"], "n": [1, None]}
+    assert conform_table(given, FIELDS, "the function gave").to_pydict() == {"k": ["a", "b"], "n": [1, None]}
 
 
 def test_tables_of_polars_and_duckdb() -> None:
@@ -74,7 +74,7 @@ def test_tables_of_polars_and_duckdb() -> None:
     relation = duckdb.sql("SELECT * FROM (VALUES ('a', 1), ('b', NULL)) AS t(k, n)")
     for given in (frame, relation):
         assert is_table(given)
-        assert conformed(given, FIELDS, "the function gave").to_pydict() == {"k": ["a", "b"], "n": [1, None]}
+        assert conform_table(given, FIELDS, "the function gave").to_pydict() == {"k": ["a", "b"], "n": [1, None]}
     assert not is_table(polars.Series([True]))
     assert not is_table(frame.lazy())
 
@@ -112,7 +112,7 @@ def test_a_frame_may_have_any_column_names() -> None:
 )
 def test_tables_that_do_not_conform(given: Any, text: str) -> None:
     with pytest.raises(StateValueError, match=text):
-        conformed(given, FIELDS, "the function gave")
+        conform_table(given, FIELDS, "the function gave")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ MISSING = [pd.NA, pd.NaT, float("nan"), np.datetime64("NaT"), np.timedelta64("Na
 def test_missing_values_of_pandas_and_numpy_are_null(form: Callable[[Any], Any]) -> None:
     for present, kind in (("x", pa.string()), (7, pa.int64()), (dt.date(2024, 1, 2), pa.date32()), (b"x", pa.binary())):
         for missing in MISSING:
-            table = conformed({"v": form([present, missing])}, [pa.field("v", kind)], "the function gave")
+            table = conform_table({"v": form([present, missing])}, [pa.field("v", kind)], "the function gave")
             assert table.to_pydict() == {"v": [present, None]}, (present, missing)
     nested = as_table({"v": form([["x", float("nan"), pd.NA], None])}, "the function gave")
     assert nested.to_pydict() == {"v": [["x", None, None], None]}
@@ -160,11 +160,11 @@ def test_missing_values_of_pandas_and_numpy_are_null(form: Callable[[Any], Any])
 
 def test_values_that_can_be_gone_through_once_are_all_there() -> None:
     days = ["2024-01-01", "2024-01-02"]
-    assert column_of(map(dt.date.fromisoformat, days)).to_pylist() == [
+    assert to_column(map(dt.date.fromisoformat, days)).to_pylist() == [
         dt.date(2024, 1, 1),
         dt.date(2024, 1, 2),
     ]
-    first, second = column_of([{"d": dt.date(2024, 1, 1), "x": float("nan")}, {"d": pd.NaT, "x": 1.0}]).to_pylist()
+    first, second = to_column([{"d": dt.date(2024, 1, 1), "x": float("nan")}, {"d": pd.NaT, "x": 1.0}]).to_pylist()
     assert math.isnan(first["x"]), "NaN of a float stays NaN beside a date"
     assert second == {"d": None, "x": 1.0}
 
@@ -175,18 +175,18 @@ def test_nan_among_numbers_stays_nan() -> None:
 
 
 def test_columns_are_found_by_name_and_two_of_one_name_by_place() -> None:
-    found = conformed(TABLE.select(["n", "k"]), FIELDS, "it gave")
+    found = conform_table(TABLE.select(["n", "k"]), FIELDS, "it gave")
     assert found.schema == pa.schema(FIELDS)
     twice = [pa.field("k", pa.string()), pa.field("k", pa.int64())]
     given = pa.table([["a"], [1]], names=["k", "k"])
-    assert [column.to_pylist() for column in conformed(given, twice, "it gave").columns] == [["a"], [1]]
+    assert [column.to_pylist() for column in conform_table(given, twice, "it gave").columns] == [["a"], [1]]
 
 
 def test_no_rows_conform_whatever_their_types() -> None:
-    found = conformed({"k": [], "n": []}, FIELDS, "it gave")
+    found = conform_table({"k": [], "n": []}, FIELDS, "it gave")
     assert found.schema == pa.schema(FIELDS)
     assert found.num_rows == 0
-    assert conformed(pa.schema(FIELDS).empty_table(), FIELDS, "it gave").num_rows == 0
+    assert conform_table(pa.schema(FIELDS).empty_table(), FIELDS, "it gave").num_rows == 0
 
 
 CASTS: list[tuple[str, pa.Array, pa.DataType, Any]] = [
@@ -552,16 +552,16 @@ def test_a_name_that_begins_with_a_dot_is_no_path() -> None:
         refuse_nulls(column, pa.field("v", pa.struct(inner)), "output column")
     table = pa.table({".v": [1], "v": [2], "id": [0]})
     with pytest.raises(StateValueError, match=r"column '\.v': PyArrow cannot aggregate"):
-        aggregated(table, "id", [(".v", "sum")])
+        aggregate_groups(table, "id", [(".v", "sum")])
 
 
 def test_columns_of_one_name_go_by_place_and_not_by_another_order() -> None:
     fields = [pa.field(name, pa.int64()) for name in ("a", "b", "a")]
     columns = [pa.array([n]) for n in (1, 2, 3)]
     given = pa.table(columns, names=["a", "b", "a"])
-    assert [column.to_pylist() for column in conformed(given, fields, "it gave").columns] == [[1], [2], [3]]
+    assert [column.to_pylist() for column in conform_table(given, fields, "it gave").columns] == [[1], [2], [3]]
     with pytest.raises(StateValueError, match="in this order, as some have the same name"):
-        conformed(pa.table(columns, names=["a", "a", "b"]), fields, "it gave")
+        conform_table(pa.table(columns, names=["a", "a", "b"]), fields, "it gave")
 
 
 READ: list[tuple[str, pa.Array, pa.DataType, str]] = [
@@ -654,8 +654,8 @@ def test_what_is_cast_nevertheless(column: pa.Array, kind: pa.DataType, values: 
 def test_nulls_where_none_may_be_are_told_with_their_row() -> None:
     fields = [pa.field("k", pa.string()), pa.field("n", pa.int64(), nullable=False)]
     with pytest.raises(StateValueError, match="output column 'n' is declared without NULLs and row 1 is NULL"):
-        conformed(TABLE, fields, "it gave")
-    assert conformed(TABLE.slice(0, 1), fields, "it gave").schema == pa.schema(fields)
+        conform_table(TABLE, fields, "it gave")
+    assert conform_table(TABLE.slice(0, 1), fields, "it gave").schema == pa.schema(fields)
     chunks = pa.chunked_array([[1, 2], [3, None]])
     with pytest.raises(StateValueError, match="row 3 is NULL"):
         refuse_nulls(chunks, fields[1], "output column")
@@ -677,8 +677,8 @@ def test_nulls_inside_of_lists_and_structs() -> None:
     given = pa.array(rows, pa.struct([("p", loose), ("n", pa.int64())]))
     for column in (given, pa.chunked_array([given])):
         with pytest.raises(StateValueError, match=r"output column 'v': its 'p': its 'x' is declared without NULLs"):
-            conformed(pa.table([column], names=["v"]), [deep], "it gave")
-        assert conformed(pa.table([column.slice(0, 2)], names=["v"]), [deep], "it gave").num_rows == 2
+            conform_table(pa.table([column], names=["v"]), [deep], "it gave")
+        assert conform_table(pa.table([column.slice(0, 2)], names=["v"]), [deep], "it gave").num_rows == 2
 
 
 STRICT = pa.map_(pa.string(), pa.field("value", pa.int64(), nullable=False))
@@ -714,6 +714,6 @@ def test_nulls_inside_of_maps(kind: pa.DataType, good: Any, bad: Any, text: str,
         )
         for column in columns:
             with pytest.raises(StateValueError, match=f"output column 'v': {text}"):
-                conformed(pa.table([column], names=["v"]), [field], "it gave")
+                conform_table(pa.table([column], names=["v"]), [field], "it gave")
             fine = column.slice(0, len(column) - 1)
-            assert conformed(pa.table([fine], names=["v"]), [field], "it gave")["v"].to_pylist() == fine.to_pylist()
+            assert conform_table(pa.table([fine], names=["v"]), [field], "it gave")["v"].to_pylist() == fine.to_pylist()

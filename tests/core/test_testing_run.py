@@ -19,8 +19,8 @@ import pytest
 from pyspark.sql.streaming.state import GroupState
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
-from arrow_schemas.spark_hash import key_hash
-from arrow_schemas.spark_hashes import key_hashes
+from arrow_schemas.spark_hash import hash_key
+from arrow_schemas.spark_hashes import hash_keys
 from spark_state_ext import StateBatch, Step, Ttl, chain
 from spark_state_ext.errors import (
     ResultTypeError,
@@ -462,12 +462,12 @@ def test_hashes_of_many_keys_are_those_of_each() -> None:
     keys = random_keys(random.Random(1), examples(60))
     columns = list(keys.values())
     for chosen in (columns, *([column] for column in columns)):
-        expected = [key_hash([column.slice(at, 1) for column in chosen]) for at in range(len(columns[0]))]
-        assert key_hashes(chosen).tolist() == expected
-        assert key_hashes([column.slice(7, 20) for column in chosen]).tolist() == expected[7:27]
-    assert key_hashes([pa.array([], pa.string())]).tolist() == []
+        expected = [hash_key([column.slice(at, 1) for column in chosen]) for at in range(len(columns[0]))]
+        assert hash_keys(chosen).tolist() == expected
+        assert hash_keys([column.slice(7, 20) for column in chosen]).tolist() == expected[7:27]
+    assert hash_keys([pa.array([], pa.string())]).tolist() == []
     with pytest.raises(UnsupportedTypeError, match="does not hash it"):
-        key_hashes([pa.array([1], pa.uint8())])
+        hash_keys([pa.array([1], pa.uint8())])
 
 
 @pytest.mark.parametrize(

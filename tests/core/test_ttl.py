@@ -24,7 +24,7 @@ from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.functions.ttl import EXPIRES_COLUMN, Expiry, Ttl
 from spark_state_ext.store import LocalStore, Lookup, View
-from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.store.runs import sort_by_hash
 from spark_state_ext.testing.model import Refs
 from spark_state_ext.worker.spill import SpillBuffer
 
@@ -259,7 +259,7 @@ def grown(store: LocalStore, keys: int, commits: int, seed: int) -> tuple[list[V
             if chosen.random() < 0.3:
                 changes[key] = Row(defined=False, deleted=True)
         ref = refs.next(version)
-        store.apply([sorted_run(batch_of(changes))], ref, parent)
+        store.apply([sort_by_hash(batch_of(changes))], ref, parent)
         parent, model = ref, {key: row for key, row in {**model, **changes}.items() if not row.deleted}
         views.append(store.view(ref))
         models.append(model)
@@ -329,7 +329,7 @@ class Replica:
 
     def commit(self, rows: dict[int, Row]) -> None:
         buffer = SpillBuffer(self.local, 1 << 20)
-        buffer.append(sorted_run(batch_of(rows)))
+        buffer.append(sort_by_hash(batch_of(rows)))
         self.pointer = self.bucket().commit(buffer).pointer
 
 

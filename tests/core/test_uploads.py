@@ -110,7 +110,7 @@ def test_files_of_a_bucket_go_one_after_the_other_and_are_noted(store: LocalStor
         assert uploads.find(store, "a", upload.file) is None
         record = _noted(store, upload)
         assert record is not None
-        assert (record.state, record.markers, record.owner) == (DONE, upload.markers, process.token())
+        assert (record.state, record.markers, record.owner) == (DONE, upload.markers, process.get_process_token())
 
 
 def test_buckets_go_side_by_side_on_a_bounded_number_of_threads(tmp_path: Path) -> None:

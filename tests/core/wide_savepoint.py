@@ -17,7 +17,7 @@ from core_support import WRITER
 
 from arrow_schemas import BucketMap, OperatorFile, Pointer, RowSchema
 from arrow_schemas.savepoint import NATIVE, SavepointHeader, SavepointManifest
-from arrow_schemas.spark_hashes import key_hashes
+from arrow_schemas.spark_hashes import hash_keys
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
@@ -27,7 +27,7 @@ from spark_state_ext.savepoints.reading import read_saved_rows
 from spark_state_ext.savepoints.taking import save_bucket
 from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.store import LocalStore
-from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.store.runs import sort_by_hash
 from spark_state_ext.worker.spill import SpillBuffer
 
 __all__ = ["KEYS", "OPERATOR", "WIDE", "WideSavepoint", "rows_of", "wide_rows", "wide_savepoint"]
@@ -95,7 +95,7 @@ def wide_rows(keys: list[tuple[Any, ...]], version: int, removed: bool = False) 
     values = [_values(key, version) for key in keys]
     timeouts = [None if removed or hash(key) % 3 == 0 else 5_000 * version for key in range(len(keys))]
     arrays = [
-        pa.array(key_hashes(columns), pa.uint64()),
+        pa.array(hash_keys(columns), pa.uint64()),
         *columns,
         *(
             pa.array([None if removed else of_key[at] for of_key in values], field.type)
@@ -105,7 +105,7 @@ def wide_rows(keys: list[tuple[Any, ...]], version: int, removed: bool = False) 
         pa.array([not removed] * len(keys)),
         pa.array([removed] * len(keys)),
     ]
-    return sorted_run(pa.RecordBatch.from_arrays(arrays, schema=WIDE.arrow))
+    return sort_by_hash(pa.RecordBatch.from_arrays(arrays, schema=WIDE.arrow))
 
 
 @dataclass(frozen=True)

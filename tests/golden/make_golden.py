@@ -24,7 +24,7 @@ from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.files.erase_requests import encode_request
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
-from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.store.runs import sort_by_hash
 
 HERE = Path(__file__).parent
 _WRITER = Writer("6f1d7f0e-0000-4000-8000-000000000001", "6f1d7f0e-0000-4000-8000-000000000002", 7, "golden")
@@ -89,7 +89,7 @@ def _rows(first: int, last: int, version: int) -> pa.RecordBatch:
                 "deleted": deleted,
             }
         )
-    return sorted_run(pa.RecordBatch.from_pylist(rows, schema=schema.arrow))
+    return sort_by_hash(pa.RecordBatch.from_pylist(rows, schema=schema.arrow))
 
 
 def main(folder: Path) -> None:

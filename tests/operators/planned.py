@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 from memory_bucket import MemoryBucket
 
-from spark_state_ext.operators.agg import Aggregate, kernel_of
-from spark_state_ext.operators.aggregate import Aggregates, Aggregation, Bound, PartialAggregation
+from spark_state_ext.operators.agg import Aggregate, find_kernel
+from spark_state_ext.operators.aggregate import Aggregates, Aggregation, BoundAggregate, PartialAggregation
 from spark_state_ext.operators.deduplicate import EXPIRES_US, Deduplication
 from spark_state_ext.operators.sessionize import END, SESSIONS, START, Sessions
 from spark_state_ext.operators.top_k import TOP, TopK
@@ -36,7 +36,7 @@ def aggregates_of(schema: Any, aggregates: Mapping[str, Aggregate]) -> Aggregate
     bound = []
     for name, spec in aggregates.items():
         kind = None if spec.column is None else schema.field(spec.column).type
-        bound.append(Bound(name, kernel_of(spec, kind, name), spec.column))
+        bound.append(BoundAggregate(name, find_kernel(spec, kind, name), spec.column))
     return Aggregates(tuple(bound))
 
 

@@ -20,7 +20,7 @@ from planned import TIME, aggregation, at
 
 from spark_state_ext import Agg
 from spark_state_ext.errors import ExecutorPackageError, StateValueError, UnsupportedTypeError, UsageError
-from spark_state_ext.operators.agg import Aggregate, kernel_of
+from spark_state_ext.operators.agg import Aggregate, find_kernel
 from spark_state_ext.operators.arrays import Segments
 from spark_state_ext.operators.functions import Buffers, Kernel
 from spark_state_ext.operators.sketches import DistinctSketch
@@ -296,7 +296,7 @@ def test_sums_of_longs_are_exact_or_refused(groups: list[list[int]]) -> None:
 def test_sums_of_decimals_at_their_limits(precision: int) -> None:
     kind = pa.decimal128(precision, 2)
     most = decimal.Decimal("9" * precision).scaleb(-2, decimal.Context(60))
-    kernel = kernel_of(Agg.sum("v"), kind, "x")
+    kernel = find_kernel(Agg.sum("v"), kind, "x")
     least = most.copy_negate()
     values = pa.array([most, None, most, least, None, None], kind).slice(0, 6)
     assert kernel.result == pa.decimal128(min(38, precision + 10), 2)
@@ -319,7 +319,7 @@ def test_sums_of_decimals_at_their_limits(precision: int) -> None:
 
 
 def test_means_of_decimals_are_rounded_half_up() -> None:
-    kernel = kernel_of(Agg.mean("v"), pa.decimal128(8, 2), "x")
+    kernel = find_kernel(Agg.mean("v"), pa.decimal128(8, 2), "x")
     cents = [decimal.Decimal(sign * (n == 0)) / 100 for sign in (1, -1) for n in range(32)]
     found = kernel.finish(reduced(kernel, pa.array(cents, pa.decimal128(8, 2)), 0, 32))
     # 0.0003125 and its negative.
@@ -363,7 +363,7 @@ def test_a_mean_beyond_its_type_names_the_key_of_a_group_by_event_time(append: b
 
 def test_the_variance_of_large_numbers_loses_nothing() -> None:
     """The naive formula gives 0, or less, here."""
-    kernel = kernel_of(Agg.variance("v"), pa.float64(), "x")
+    kernel = find_kernel(Agg.variance("v"), pa.float64(), "x")
     values = 1e9 + np.arange(1000) % 7
     buffers = reduced(kernel, pa.array(values[:1]), 0)
     for start in range(1, 1000, 37):
@@ -384,7 +384,7 @@ def test_the_variance_of_large_numbers_loses_nothing() -> None:
 )
 def test_the_variance_does_not_depend_on_batches(values: list[float | None], wanted: float) -> None:
     """Sums of such values are beyond a double."""
-    kernel = kernel_of(Agg.variance("v"), pa.float64(), "x")
+    kernel = find_kernel(Agg.variance("v"), pa.float64(), "x")
     column = pa.array(values, pa.float64())
     with np.errstate(all="ignore"):
         whole = reduced(kernel, column, 0)
@@ -403,7 +403,7 @@ EXTREME = st.none() | st.floats(allow_nan=False, allow_infinity=False)
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(EXTREME, min_size=1, max_size=5), min_size=1, max_size=5))
 def test_the_variance_of_any_numbers_is_that_of_any_batches(batches: list[list[float | None]]) -> None:
-    kernel = kernel_of(Agg.variance("v"), pa.float64(), "x")
+    kernel = find_kernel(Agg.variance("v"), pa.float64(), "x")
     values = [value for batch in batches for value in batch]
     with np.errstate(all="ignore"):
         starts = np.cumsum([0, *map(len, batches)])[:-1].tolist()
@@ -516,12 +516,12 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
 )
 def test_types_without_the_function(aggregate: Aggregate, kind: Any) -> None:
     with pytest.raises(UnsupportedTypeError, match="'x'"):
-        kernel_of(aggregate, kind, "x")
+        find_kernel(aggregate, kind, "x")
 
 
 def test_a_function_that_needs_a_column() -> None:
     with pytest.raises(UsageError, match="needs a column"):
-        kernel_of(Aggregate("sum"), None, "x")
+        find_kernel(Aggregate("sum"), None, "x")
 
 
 def test_text_that_is_none_is_counted_too() -> None:

@@ -14,7 +14,7 @@ import fsspec
 from sim_parts import WrongStateError
 
 from arrow_schemas import OperatorFile
-from arrow_schemas.erase import EraseDone, parse_erase_name, request_name
+from arrow_schemas.erase import EraseDone, format_request_name, parse_erase_name
 from spark_state_ext import erase_keys, erase_status, withdraw_erasure
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.erase_requests import decode_request
@@ -109,7 +109,7 @@ class Asking:
         """A request's file is damaged."""
         asked = self.requests.get(number)
         if asked is not None and not asked.dropped:
-            path = f"/{self._name}/{OPERATOR}/{QUERY}/erase/{request_name(number)}"
+            path = f"/{self._name}/{OPERATOR}/{QUERY}/erase/{format_request_name(number)}"
             memory = fsspec.filesystem("memory")
             memory.pipe_file(path, memory.cat_file(path)[:-40])
             asked.spoilt = True

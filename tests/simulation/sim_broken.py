@@ -250,7 +250,7 @@ class NeverLate(Committer):
 
 def called_for_its_own(earliest_timeout_ms: int | None, now_ms: int, *, alone: bool) -> int | None:
     """A bucket is called when its own timeouts are over, whatever becomes of its neighbours."""
-    return aligned_timeouts.next_call_ms(earliest_timeout_ms, now_ms, alone=True)
+    return aligned_timeouts.compute_next_call_ms(earliest_timeout_ms, now_ms, alone=True)
 
 
 def removed_root_unnoticed(*args: Any) -> None:
@@ -287,7 +287,7 @@ def erased_with_the_window(ages: Ages | None) -> int | None:
 
 def renewed_by_heartbeats_only(ages: Ages, now_ms: int) -> bool:
     """A checkpoint may be as old as it likes, if few batches came."""
-    return erasure.snapshot_asked(ages, now_ms)
+    return erasure.is_snapshot_due(ages, now_ms)
 
 
 def committing(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) -> type[Bucket]:

@@ -22,7 +22,7 @@ from spark_state_ext.files.layout import LEASE_FOLDER
 from spark_state_ext.ownership import release
 from spark_state_ext.ownership.claim_notes import note_handed_over
 from spark_state_ext.ownership.lease import Clock
-from spark_state_ext.ownership.lease_record import Claim, Found, RunIdentity
+from spark_state_ext.ownership.lease_record import Claim, NumberedRecord, RunIdentity
 
 __all__ = ["CLAIM_STEPS", "ClaimWorld", "simulate_claims"]
 
@@ -203,7 +203,7 @@ class ClaimWorld(LeaseWorld):
             self._judge(before, found)
         super()._look()
 
-    def _judge(self, before: Found | None, found: Found) -> None:
+    def _judge(self, before: NumberedRecord | None, found: NumberedRecord) -> None:
         was, now, owner = None if before is None else _id(before), _id(found), self._driver_of(found.record.owner)
         if now != was:
             self.changed_s = self.now_s
@@ -223,7 +223,7 @@ class ClaimWorld(LeaseWorld):
             # It was claimed from by its committed pointers.
             self.built.add(was)
 
-    def _judge_release(self, was: str | None, found: Found) -> None:
+    def _judge_release(self, was: str | None, found: NumberedRecord) -> None:
         now = found.record.claim
         if was in self.built:
             raise WrongLeaseError(f"the claim {was} is released, after it was built upon")
@@ -245,7 +245,7 @@ class ClaimWorld(LeaseWorld):
         super().calm()
 
 
-def _id(found: Found) -> str | None:
+def _id(found: NumberedRecord) -> str | None:
     return None if found.record.claim is None else found.record.claim.id
 
 

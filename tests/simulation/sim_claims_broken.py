@@ -12,7 +12,15 @@ from spark_state_ext.ownership import lease as lease_module
 from spark_state_ext.ownership import release
 from spark_state_ext.ownership.lease import Clock, Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Claim, Decision, Found, LeaseRecord, RunIdentity, Watch, decide
+from spark_state_ext.ownership.lease_record import (
+    Claim,
+    Decision,
+    LeaseRecord,
+    NumberedRecord,
+    RunIdentity,
+    Watch,
+    decide,
+)
 
 __all__ = ["BROKEN_CLAIMS"]
 
@@ -23,7 +31,7 @@ _APPEND = LeaseLog.append
 def _forgotten(_: LeaseWorld) -> Any:
     """Only the record that makes a claim has it."""
 
-    def append(self: LeaseLog, after: Found | None, record: LeaseRecord) -> bool:
+    def append(self: LeaseLog, after: NumberedRecord | None, record: LeaseRecord) -> bool:
         again = after is not None and after.record.claim is not None
         return _APPEND(self, after, replace(record, claim=None) if again else record)
 
@@ -39,7 +47,13 @@ def _not_checked_at_the_start(_: LeaseWorld) -> Any:
     """Who begins looks whether another run lives, and not whose the folder is."""
 
     def decided(
-        found: Found | None, me: RunIdentity, watch: Watch | None, now_s: float, lease_ms: int, over: bool, *_: Any
+        found: NumberedRecord | None,
+        me: RunIdentity,
+        watch: Watch | None,
+        now_s: float,
+        lease_ms: int,
+        over: bool,
+        *_: Any,
     ) -> Decision:
         claim = None if found is None or found.record.claim is None else found.record.claim.id
         return decide(found, me, watch, now_s, lease_ms, over, claim)
@@ -70,7 +84,7 @@ def _released_to_the_first(_: LeaseWorld) -> Any:
 def _put_back_unbuilt(_: LeaseWorld) -> Any:
     """A release puts the claim back as it stood, which may not say yet that its query has built."""
 
-    def freed(log: LeaseLog, found: Found, before: Claim | None, me: RunIdentity, clock: Clock) -> bool:
+    def freed(log: LeaseLog, found: NumberedRecord, before: Claim | None, me: RunIdentity, clock: Clock) -> bool:
         record = found.record.take_over(me, int(clock.wall_s() * 1000), found.record.lease_ms)
         return log.append(found, replace(record, claim=before, released=True))
 
@@ -86,7 +100,7 @@ BROKEN_CLAIMS: dict[str, tuple[Patch, ...]] = {
         (Claim, "to_plain", _built_unsaid),
         (Lease, "_record_building", lambda _: lambda self: None),
     ),
-    "a claim released while its owner lives": ((release, "until_free", _released_unwatched),),
+    "a claim released while its owner lives": ((release, "wait_until_free", _released_unwatched),),
     "a release that forgets the claim that was replaced": ((release, "find_replaced_claim", _released_to_the_first),),
     "a claim put back without what was built": ((release, "_write_release", _put_back_unbuilt),),
 }

@@ -38,7 +38,7 @@ from sim_spark import Made, StateFiles
 from arrow_schemas import CheckpointRef, LineageEntry, Pointer
 from spark_state_ext.engine.erase_turn import EraseTurn
 from spark_state_ext.errors import LiveRunError, StateError
-from spark_state_ext.files.horizon import counted, recent_heartbeats
+from spark_state_ext.files.horizon import count_call, recent_heartbeats
 
 __all__ = ["ERASURE_STEPS", "ErasureConfig", "ErasureWorld", "Patch", "simulate_erasures"]
 
@@ -394,7 +394,7 @@ class ErasureWorld:
         if changed:
             ref = CheckpointRef(before.version + 1, f"{next(self._ids):032x}")
             lineage = (LineageEntry(ref, 10),)
-        made = counted(before, task.heartbeat, self.config.retained)
+        made = count_call(before, task.heartbeat, self.config.retained)
         return replace(made, batch=task.batch, lineage=lineage)
 
     # -- checks ------------------------------------------------------------------------------------

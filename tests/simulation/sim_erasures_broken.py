@@ -10,7 +10,7 @@ from sim_erasures import Patch
 from sim_search import replaced
 
 from arrow_schemas import Pointer
-from arrow_schemas.erase import EraseMark, EraseRequest, request_name
+from arrow_schemas.erase import EraseMark, EraseRequest, format_request_name
 from spark_state_ext.engine import erase_turn
 from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch, HandledRequests, NewRequests, mark_pointer
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError
@@ -63,7 +63,7 @@ def _numbered_by_what_is_there(self: EraseFolder, request: EraseRequest) -> int:
     """The number of a request that is gone is used again."""
     for _ in range(100):
         number = max(self.numbers().requests, default=0) + 1
-        if self.files.create(request_name(number), encode_request(request)):
+        if self.files.create(format_request_name(number), encode_request(request)):
             return number
     raise StorageError("every number is taken")
 

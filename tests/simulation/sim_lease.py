@@ -27,7 +27,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership import lease as lease_module
 from spark_state_ext.ownership.lease import Clock, Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Found, RunIdentity
+from spark_state_ext.ownership.lease_record import NumberedRecord, RunIdentity
 
 __all__ = ["LEASE_STEPS", "Driver", "LeaseWorld", "Process", "WrongLeaseError", "simulate_lease", "simulated"]
 
@@ -138,7 +138,7 @@ class LeaseWorld:
         self.late: list[Callable[[], object]] = []
         self.drivers: list[Driver] = []
         self._log = LeaseLog(self.query_folder)
-        self._found: Found | None = None
+        self._found: NumberedRecord | None = None
         # Who holds it by the records, since when another did not, and when it was renewed last.
         self.owner: Driver | None = None
         self.renewed_s = 0.0

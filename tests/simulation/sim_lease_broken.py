@@ -10,7 +10,7 @@ from sim_lease import LeaseWorld
 from spark_state_ext.ownership import lease as lease_module
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Decision, Found, LeaseRecord, RunIdentity, Watch, decide
+from spark_state_ext.ownership.lease_record import Decision, LeaseRecord, NumberedRecord, RunIdentity, Watch, decide
 
 __all__ = ["BROKEN_LEASES"]
 
@@ -36,7 +36,7 @@ def _by_the_time_of_day(world: LeaseWorld) -> Any:
     """The time in a record is compared with that of another machine."""
 
     def decided(
-        found: Found | None,
+        found: NumberedRecord | None,
         me: RunIdentity,
         watch: Watch | None,
         now_s: float,
@@ -57,7 +57,9 @@ def _by_the_time_of_day(world: LeaseWorld) -> Any:
 def _watched_for_a_third(_: LeaseWorld) -> Any:
     """A newcomer does not wait for a whole lease."""
 
-    def decided(found: Found | None, me: RunIdentity, watch: Watch | None, now_s: float, *args: Any) -> Decision:
+    def decided(
+        found: NumberedRecord | None, me: RunIdentity, watch: Watch | None, now_s: float, *args: Any
+    ) -> Decision:
         decision = decide(found, me, watch, now_s, *args)
         return Decision.TAKE_OVER if decision is Decision.WATCH and watch is not None else decision
 
@@ -67,7 +69,7 @@ def _watched_for_a_third(_: LeaseWorld) -> Any:
 def _rewritten(_: LeaseWorld) -> Any:
     """There is one file, which everybody rewrites: the one that arrives last counts."""
 
-    def append(self: LeaseLog, after: Found | None, record: LeaseRecord) -> bool:
+    def append(self: LeaseLog, after: NumberedRecord | None, record: LeaseRecord) -> bool:
         self._files.put(f"{1:016d}.json", record.encode())
         return True
 

@@ -26,7 +26,7 @@ from spark_state_ext.engine.probes import Probes
 from spark_state_ext.files import retention
 from spark_state_ext.files.retention import Decision
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.store.runs import sorted_run
+from spark_state_ext.store.runs import sort_by_hash
 from spark_state_ext.worker.background import Work
 from spark_state_ext.worker.spill import SpillBuffer
 
@@ -183,7 +183,7 @@ class Built:
 
     bucket: type[Bucket] = Bucket
     classify: Callable[..., Decision] = retention.classify
-    next_call_ms: Callable[..., int | None] = aligned_timeouts.next_call_ms
+    next_call_ms: Callable[..., int | None] = aligned_timeouts.compute_next_call_ms
     probe: Callable[[str, str, Committer, Sequence[Replica], Pointer], None] = probe
     patches: tuple[tuple[Any, str, Any], ...] = ()
 
@@ -391,7 +391,7 @@ def rows_of(changes: Changes, scratch: Path, hashes: Mapping[int, int] | None = 
             pa.array([not g for g in gone]),
             pa.array(gone),
         ]
-        buffer.append(sorted_run(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
+        buffer.append(sort_by_hash(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
     return buffer
 
 

@@ -77,11 +77,11 @@ from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.files.operator_catalog import OperatorCatalog, newest_operator
 from spark_state_ext.rescale import in_force
 from spark_state_ext.rescale.finishing import Finishing
-from spark_state_ext.rescale.folders import rescaled_folder
-from spark_state_ext.rescale.origin import Origin, origin_in
-from spark_state_ext.rescale.parents import has_parents, parent_of
+from spark_state_ext.rescale.folders import make_rescaled_name
+from spark_state_ext.rescale.origin import Origin, find_origin
+from spark_state_ext.rescale.parents import has_parents, read_parent
 from spark_state_ext.restore import resolving
-from spark_state_ext.savepoints.captured import Captured, captured_name
+from spark_state_ext.savepoints.captured import Captured, make_captured_name
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.worker import Worker
 from tests.helpers.jobs import job_of
@@ -199,7 +199,7 @@ class RescaleWorld(World):
     def origin(self, pointer: Pointer) -> Origin:
         """What a rescaled bucket began with."""
         backends, schema = self.yard.backends(self.configured), self.job.operator_file("").row_schema()
-        found = origin_in(backends, pointer, BucketMap(pointer.buckets), schema, self.folder)
+        found = find_origin(backends, pointer, BucketMap(pointer.buckets), schema, self.folder)
         assert found is not None, "it needs its parents"
         return found
 
@@ -318,7 +318,7 @@ class RescaleWorld(World):
         self.counted["plans that rescale"] += 1
         pointers = {bucket: held.pointer for bucket, held in self.spark.at(self.batch).items()}
         self._known[plan_id] = pointers
-        name = captured_name(number, plan_id)
+        name = make_captured_name(number, plan_id)
         captured = Captured(OPERATOR, self.batch, (), "", 0, dict(sorted(pointers.items())))
         self.operator.child(STARTING_FOLDER).put(name, captured.encode())
         return replace(job, rescaled_from=name, rescaled_buckets=self.count)
@@ -628,7 +628,7 @@ class RescaleWorld(World):
         overlapping = _overlapping(bucket_map, stored, number)
         parents = [attempt.handed_out[it].pointer for it in overlapping]
         self.counted["parents without a snapshot of their own"] += any(it.parents is not None for it in parents)
-        brought = [parent_of(self._new_folder(job), it) for it in overlapping]
+        brought = [read_parent(self._new_folder(job), it) for it in overlapping]
         refs = [it.pointer.ref for it in brought if it is not None]
         due = [it.pointer.earliest_timeout_ms for it in brought if it is not None]
         earliest_ms = min((it for it in due if it is not None), default=None)
@@ -639,7 +639,7 @@ class RescaleWorld(World):
     def _new_folder(self, job: Job) -> Folder:
         """Where a plan has parents brought."""
         root = Folder(job.options.backends[0].root, job.options.backends[0].storage_options)
-        return root.child(OPERATOR, rescaled_folder("q0", job.plan_id))
+        return root.child(OPERATOR, make_rescaled_name("q0", job.plan_id))
 
     def _rescaling(self, attempt: PlannedAttempt, bucket: int) -> Rescaling:
         assert attempt.handed_out is not None
@@ -780,7 +780,7 @@ class RescaleWorld(World):
         known, seen = self._known[job.plan_id], self._handed_out_to[job.plan_id]
         folder = self._new_folder(job)
         for bucket, held in attempt.handed_out.items():
-            there = parent_of(folder, bucket)
+            there = read_parent(folder, bucket)
             others = there is not None and there.pointer.ref in seen[bucket] - {known[bucket].ref}
             if others or held.pointer.ref != known[bucket].ref:
                 return
@@ -854,7 +854,7 @@ def _count(partition: Partition) -> int:
 
 def beside_rescaling(built: Built) -> AbstractContextManager[None]:
     """What is put in the place of threads, of folders' methods, and of what is broken."""
-    return replaced([*in_pieces(), *traps(), (resolving, "side_by_side", in_turn), *built.patches])
+    return replaced([*in_pieces(), *traps(), (resolving, "map_in_parallel", in_turn), *built.patches])
 
 
 def simulate_rescales(history: History, built: Built = DEFAULT) -> RescaleWorld:

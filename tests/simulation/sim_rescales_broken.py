@@ -27,18 +27,18 @@ from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.reading import finding
 from spark_state_ext.rescale import finishing, in_force, origin, parents
 from spark_state_ext.rescale.finishing import Finishing, may_remove
-from spark_state_ext.rescale.folders import first_folder, rescaled_folder
-from spark_state_ext.rescale.notes import FREE, ParentsNote, notes_among
+from spark_state_ext.rescale.folders import first_folder, make_rescaled_name
+from spark_state_ext.rescale.notes import FREE, ParentsNote, parse_notes
 from spark_state_ext.rescale.parents import Parent
 from spark_state_ext.savepoints import taking
 from spark_state_ext.savepoints.reading import read_saved_rows
 from spark_state_ext.savepoints.records import note_detached
-from spark_state_ext.store.runs import hashes_of
+from spark_state_ext.store.runs import get_hashes
 
 __all__ = ["BROKEN_RESCALES"]
 
 _GIVE, _OVERLAPPING = Rescaling.give, BucketMap.overlapping
-_DIVIDED, _ORIGIN_OF, _SETTLED = initial_state.make_divided_pointer, parents.origin_of, decisions.settle
+_DIVIDED, _ORIGIN_OF, _SETTLED = initial_state.make_divided_pointer, parents.compute_origin, decisions.settle
 _UNCONFIRMED = cadence.with_unconfirmed_snapshot
 Notes = Collection[ParentsNote]
 _NOTED, _REMOVE_PARENTS = Finishing.noted, Finishing._remove_parents
@@ -66,7 +66,7 @@ def _origin_of_the_bucket(found: Sequence[Parent], bucket_map: BucketMap, bucket
 
 def _one_folder(query_folder: str, plan_id: str) -> str:
     """The new folder's name tells the number of the buckets' last change, not the plan."""
-    return rescaled_folder(query_folder, "0" * 32)
+    return make_rescaled_name(query_folder, "0" * 32)
 
 
 def _over_what_is_there(folder: Folder, parent: Parent) -> Parent:
@@ -99,7 +99,7 @@ def _up_to_and_with(
 ) -> Iterator[pa.RecordBatch]:
     """A slice ends with the hash at which the next one begins."""
     for rows in read_saved_rows(files, parent.pointer, parent.saved.files, schema, scratch):
-        hashes = hashes_of(rows) >> np.uint64(32)
+        hashes = get_hashes(rows) >> np.uint64(32)
         begin = int(np.searchsorted(hashes, np.uint64(low), side="left"))
         end = int(np.searchsorted(hashes, np.uint64(high), side="right"))
         if begin < end:
@@ -111,7 +111,7 @@ def _after(
 ) -> Iterator[pa.RecordBatch]:
     """A slice begins after its first hash."""
     for rows in read_saved_rows(files, parent.pointer, parent.saved.files, schema, scratch):
-        hashes = hashes_of(rows) >> np.uint64(32)
+        hashes = get_hashes(rows) >> np.uint64(32)
         begin = int(np.searchsorted(hashes, np.uint64(low), side="right" if low else "left"))
         end = int(np.searchsorted(hashes, np.uint64(high), side="left"))
         if begin < end:
@@ -214,7 +214,7 @@ def _by_free_notes(heartbeats: int, batches_retained: int, buckets: int, notes: 
 def _taken_back(query_folder: Folder, bucket: int, heartbeats: int) -> None:
     """A call that needs parents removes its bucket's notes, in place of adding one."""
     folder = query_folder.child(PARENTS_FOLDER)
-    for note in notes_among(folder.names()):
+    for note in parse_notes(folder.names()):
         if note.bucket == bucket:
             folder.remove(note.name)
 
@@ -266,21 +266,21 @@ BROKEN_RESCALES: dict[str, Built] = {
     "not compared with what Spark hands out": _patched((Rescaling, "give", _not_compared)),
     "buckets that are no more not compared": _patched((Rescaling, "give", _not_called)),
     "each call brings its own parents": _patched(
-        (first_call, "parent_of", _not_there), (first_call, "note_parent", _over_what_is_there)
+        (first_call, "read_parent", _not_there), (first_call, "note_parent", _over_what_is_there)
     ),
     "an origin of the bucket alone, and one folder for all plans": _patched(
-        *((module, "origin_of", _origin_of_the_bucket) for module in (initial_state, origin)),
-        (rescaling, "rescaled_folder", _one_folder),
-        (first_call, "parent_of", _not_there),
+        *((module, "compute_origin", _origin_of_the_bucket) for module in (initial_state, origin)),
+        (rescaling, "make_rescaled_name", _one_folder),
+        (first_call, "read_parent", _not_there),
         (first_call, "note_parent", _over_what_is_there),
     ),
-    "one folder for all plans": _patched((rescaling, "rescaled_folder", _one_folder)),
+    "one folder for all plans": _patched((rescaling, "make_rescaled_name", _one_folder)),
     "parents let go with a snapshot under way": _patched(
         (snapshot_writer, "with_unconfirmed_snapshot", _without_parents_at_once)
     ),
     "complete with the deltas": _patched((committer, "settle", _complete_with_the_deltas)),
-    "a slice with its upper border": _patched((origin, "rows_of_parents", _up_to_and_with)),
-    "a slice without its lower border": _patched((origin, "rows_of_parents", _after)),
+    "a slice with its upper border": _patched((origin, "read_rows_of_parent", _up_to_and_with)),
+    "a slice without its lower border": _patched((origin, "read_rows_of_parent", _after)),
     "a parent left out": _patched((BucketMap, "overlapping", _without_the_last)),
     "notes forgotten": _patched((Rescaling, "note", _forgotten)),
     "notes forgotten, and not compared": _patched((Rescaling, "note", _forgotten), (Rescaling, "give", _not_compared)),

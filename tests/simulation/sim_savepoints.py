@@ -40,11 +40,11 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import HOLDS_FOLDER
 from spark_state_ext.restore import resolving
 from spark_state_ext.savepoints import claims
-from spark_state_ext.savepoints.claims import claim_of, is_consumed
+from spark_state_ext.savepoints.claims import is_consumed, read_claim
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import is_detached
 from spark_state_ext.savepoints.removing import delete_files
-from spark_state_ext.savepoints.status import claimed, judged, started_below
+from spark_state_ext.savepoints.status import find_started_queries, judge, read_claim_status
 from spark_state_ext.spark.client import savepoints
 from spark_state_ext.spark.client.state import ArrowState
 
@@ -265,8 +265,8 @@ class SavepointWorld(Query):
             return
         taken, root = fit[numbers.below(len(fit))], self.yard.root("a")
         manifest = read_manifest(taken.folder)
-        started = list(started_below(root, taken.folder.root, manifest.header.id))
-        if not judged(started, *claimed(taken.folder), [root.root]).deletable:
+        started = list(find_started_queries(root, taken.folder.root, manifest.header.id))
+        if not judge(started, *read_claim_status(taken.folder), [root.root]).deletable:
             return
         for query in [it for it in self.started if it.taken is taken and not it.is_begun]:
             if query.is_known:
@@ -322,7 +322,7 @@ class SavepointWorld(Query):
 
     def _look_at(self, taken: Taken) -> None:
         """Who owns it, and whether what is gone was his to delete."""
-        claim = claim_of(taken.folder)
+        claim = read_claim(taken.folder)
         if claim is not None:
             self.yard.counted["claims"] += taken.is_claimed_by(claim.id)
         if taken.deleted or not (gone := taken.gone()):
@@ -355,7 +355,7 @@ class SavepointWorld(Query):
         taken = query.taken
         if taken.owner != query.query_folder.name or not query.clean_up or taken.deleted:
             return
-        if len(taken.gone()) < len(taken.files) or claim_of(taken.folder) is not None:
+        if len(taken.gone()) < len(taken.files) or read_claim(taken.folder) is not None:
             raise WrongStateError(f"{query.query_folder.root} owns {taken.folder.root}, and leaves something there")
 
     def _plan(self, batch: int, heartbeat: bool, numbers: Numbers) -> tuple[bool, int]:
@@ -377,7 +377,7 @@ def in_turn(_: str, __: int, work: Callable[[Any], Any], items: Sequence[Any]) -
 
 def beside(patches: Sequence[tuple[Any, str, Any]]) -> AbstractContextManager[None]:
     """What is put in the place of Spark, and of what is broken."""
-    values = [*spark_parts(), *traps(), (resolving, "side_by_side", in_turn)]
+    values = [*spark_parts(), *traps(), (resolving, "map_in_parallel", in_turn)]
     # Who is late looks only where that cannot be avoided.
     return replaced([*values, (claims, "_CHECK_S", math.inf), *patches])
 

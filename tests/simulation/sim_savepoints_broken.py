@@ -21,13 +21,13 @@ from spark_state_ext.files import retention
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import HOLDS_FOLDER
 from spark_state_ext.ownership.holds import Hold, HoldRecord, HoldWatch
-from spark_state_ext.restore.needed import Needed, needed_files
+from spark_state_ext.restore.needed import Needed, find_needed_files
 from spark_state_ext.restore.sources import Sources
 from spark_state_ext.savepoints import claims, records, taking
 from spark_state_ext.savepoints.claims import SavepointClaim
-from spark_state_ext.savepoints.copying import How, copied
+from spark_state_ext.savepoints.copying import CopyMethod, copy_file
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.records import StartRecord, start_of
+from spark_state_ext.savepoints.records import StartRecord, read_start
 from spark_state_ext.savepoints.removing import delete_files
 from spark_state_ext.spark.client import savepoints
 
@@ -121,7 +121,7 @@ def _not_renewed(self: Hold) -> HoldRecord:
 
 def _unconfirmed(pointer: Pointer, sources: Sources, scratch: Path | None = None) -> Needed:
     """The lineage begins where the pointer says, whether that snapshot is there or not."""
-    found = needed_files(pointer, sources, scratch)
+    found = find_needed_files(pointer, sources, scratch)
     refs = [entry.ref for entry in pointer.lineage]
     files = tuple(it for it in found.files if it.fetch.ref in refs)
     return Needed(pointer.lineage, files)
@@ -129,7 +129,7 @@ def _unconfirmed(pointer: Pointer, sources: Sources, scratch: Path | None = None
 
 def _without_inline(pointer: Pointer, sources: Sources, scratch: Path | None = None) -> Needed:
     """What is only inline in the pointer does not become a file."""
-    found = needed_files(pointer, sources, scratch)
+    found = find_needed_files(pointer, sources, scratch)
     inline = {delta.ref for delta in pointer.inline}
     return Needed(found.lineage, tuple(it for it in found.files if it.fetch.ref not in inline))
 
@@ -154,16 +154,16 @@ def _claimed_by_looking(savepoint: Folder, claim: SavepointClaim, mine: Any) -> 
 
 def _consumed_by_anybody(savepoint: Folder, claim_id: str, still_ours: Callable[[], None], *rest: Any) -> int:
     """Who lets go of a savepoint does not look whether the claim is still his."""
-    there = claims.claim_of(savepoint)
+    there = claims.read_claim(savepoint)
     return 0 if there is None else _CONSUME(savepoint, there.id, still_ours, *rest)
 
 
-_CONSUME = claims.consume
+_CONSUME = claims.delete_claimed_savepoint
 
 
 def _consumed_whoever_started(job: Any, query_folder: Folder, still_ours: Callable[[], None]) -> None:
     """Also a query that claims nothing deletes what it was started from."""
-    record = start_of(query_folder)
+    record = read_start(query_folder)
     _DETACH(job, query_folder, still_ours)
     if record is not None and record.mode != CLAIM:
         folder = Folder(record.source, job.options.start_from.storage_options)
@@ -217,7 +217,7 @@ def _let_go_at_once(state: Any, job: Any, query_folder: str, *others: Any) -> An
     begun = _BRING(state, job, query_folder, *others)
     if state.record.mode == CLAIM and job.options.clean_up:
         start = job.options.start_from
-        claims.consume(Folder(start.path, start.storage_options), query_folder, lambda: None)
+        claims.delete_claimed_savepoint(Folder(start.path, start.storage_options), query_folder, lambda: None)
     return begun
 
 
@@ -226,7 +226,7 @@ _BRING = first_call.bring_files
 
 def _released_anyway(savepoint: Folder) -> SavepointClaim:
     """A claim is freed, whatever its owner has done."""
-    claim = claims.claim_of(savepoint)
+    claim = claims.read_claim(savepoint)
     if claim is None:
         raise MissingCheckpointError("nobody has claimed it")
     savepoint.child(claims.CLAIM_FOLDER).remove("claim.json")
@@ -235,7 +235,7 @@ def _released_anyway(savepoint: Folder) -> SavepointClaim:
 
 def _released_by_a_look(savepoint: Folder) -> SavepointClaim:
     """Who releases a claim looks whether its owner deletes, and then removes the claim."""
-    claim = claims.claim_of(savepoint)
+    claim = claims.read_claim(savepoint)
     if claim is None:
         raise MissingCheckpointError("nobody has claimed it")
     if claims.is_consumed(savepoint):
@@ -246,18 +246,18 @@ def _released_by_a_look(savepoint: Folder) -> SavepointClaim:
 
 def _deleted_by_a_look(savepoint: Folder, claim_id: str, still_ours: Callable[[], None], *rest: Any) -> int:
     """Who deletes a savepoint looks whose the claim is, and then marks that he deletes."""
-    claim = claims.claim_of(savepoint)
+    claim = claims.read_claim(savepoint)
     if claim is None or claim.id != claim_id:
         return 0
     savepoint.child(claims.CLAIM_FOLDER).create("consumed.json", b"{}")
     return claims._delete_and_free(savepoint, claim, lambda now: None, None)
 
 
-def _files_left_where_they_are(files: Any, file: SavedFile, target: Folder, scratch: Any) -> How:
+def _files_left_where_they_are(files: Any, file: SavedFile, target: Folder, scratch: Any) -> CopyMethod:
     """Only the newest file of a bucket comes into the query's own folder."""
     if SNAPSHOT in file.name:
-        return How.THERE
-    return copied(files, file, target, scratch)
+        return CopyMethod.THERE
+    return copy_file(files, file, target, scratch)
 
 
 BROKEN_SAVEPOINTS: dict[str, Built] = {
@@ -268,18 +268,20 @@ BROKEN_SAVEPOINTS: dict[str, Built] = {
     "a hold that is never over": Built(patches=((HoldWatch, "living", _never_over),)),
     "a lost hold unnoticed by its maker": Built(patches=((Hold, "renew", _renewed_anew),)),
     "a renewal that writes nothing": Built(patches=((Hold, "renew", _not_renewed),)),
-    "an unconfirmed snapshot believed": Built(patches=((taking, "needed_files", _unconfirmed),)),
-    "inline deltas forgotten": Built(patches=((taking, "needed_files", _without_inline),)),
+    "an unconfirmed snapshot believed": Built(patches=((taking, "find_needed_files", _unconfirmed),)),
+    "inline deltas forgotten": Built(patches=((taking, "find_needed_files", _without_inline),)),
     "uncommitted pointers saved": Built(patches=((savepoints, "StateReader", Uncommitted),)),
-    "files that start a query left behind": Built(patches=((first_call, "copied", _files_left_where_they_are),)),
+    "files that start a query left behind": Built(patches=((first_call, "copy_file", _files_left_where_they_are),)),
     "a claim that the last one has": Built(patches=((first_call, "claim_savepoint", _claimed_by_looking),)),
-    "a claim not checked before deleting": Built(patches=((detaching, "consume", _consumed_by_anybody),)),
+    "a claim not checked before deleting": Built(
+        patches=((detaching, "delete_claimed_savepoint", _consumed_by_anybody),)
+    ),
     "a savepoint deleted that nobody claimed": Built(patches=((detaching, "detach", _consumed_whoever_started),)),
     "more deleted than the manifest names": Built(patches=((claims, "delete_files", _all_below),)),
     "the manifest deleted first": Built(patches=((claims, "delete_files", _manifest_first),)),
     "detached at the first call": Built(patches=((first_call, "note_start", _detached_at_once),)),
     "let go at the first call": Built(patches=((first_call, "bring_files", _let_go_at_once),)),
     "released by a look": Built(patches=((claims, "release_claim", _released_by_a_look),)),
-    "deleted by a look": Built(patches=((detaching, "consume", _deleted_by_a_look),)),
+    "deleted by a look": Built(patches=((detaching, "delete_claimed_savepoint", _deleted_by_a_look),)),
     "released after something was deleted": Built(patches=((claims, "release_claim", _released_anyway),)),
 }

@@ -236,9 +236,9 @@ class StandbyWorld:
         self._check_view(service)
         mine = self._record(service)
         records = [it for it in service.members.records if it.host != service.host] + [mine]
-        buckets = decisions.active_hosts(KEYS, records)
+        buckets = decisions.find_active_hosts(KEYS, records)
         service.assigned = decisions.assign(buckets, records, self.settings)
-        holding = decisions.to_hold(service.host, service.assigned, records)
+        holding = decisions.buckets_to_hold(service.host, service.assigned, records)
         self._check_decision(service, records, buckets)
         self._check_given_up(service, holding)
         self.moves += len(holding - service.disk.keys())
@@ -248,7 +248,7 @@ class StandbyWorld:
         gone = {
             key for key in decisions.find_unfollowed(service.host, KEYS, records) if self.active[key] != service.host
         }
-        active = decisions.active_on(service.host, KEYS, records)
+        active = decisions.find_active_buckets(service.host, KEYS, records)
         service.active = {key: version for key, version in active.items() if key not in gone}
         told = service.membership.heartbeat(self._record(service))
         service.wrote_s = self.now_s

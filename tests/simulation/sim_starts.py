@@ -31,8 +31,8 @@ from spark_state_ext.engine.shared import Shared
 from spark_state_ext.engine.start_from import CLAIM, Savepoint
 from spark_state_ext.errors import OwnershipError
 from spark_state_ext.files.operator_catalog import OperatorCatalog
-from spark_state_ext.savepoints.claims import claim_of
-from spark_state_ext.savepoints.records import is_detached, start_of
+from spark_state_ext.savepoints.claims import read_claim
+from spark_state_ext.savepoints.records import is_detached, read_start
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.worker import Worker
 from tests.helpers.jobs import job_of
@@ -122,7 +122,7 @@ class Started(Query):
     @property
     def is_known(self) -> bool:
         """Its folder says what it was started from."""
-        return start_of(self.query_folder) is not None
+        return read_start(self.query_folder) is not None
 
     def _state_files(self, first: Partition) -> StateFiles:
         made = StartedFiles(self.config, first)
@@ -172,7 +172,7 @@ class Started(Query):
         except OwnershipError as error:
             if self.is_begun:
                 return None  # a late attempt at the first batch
-            there = claim_of(self.taken.folder)
+            there = read_claim(self.taken.folder)
             if there is not None and there.id != self._folder_name:
                 self.yard.counted["starts refused"] += 1
                 raise RefusedError from error

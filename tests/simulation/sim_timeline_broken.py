@@ -10,7 +10,7 @@ from sim_timeline import TimelineWorld
 
 from spark_state_ext.timeline import epochs as module
 from spark_state_ext.timeline import records
-from spark_state_ext.timeline.epochs import Epoch, Epochs, Made, Position, Start, Verdict, begin_epoch
+from spark_state_ext.timeline.epochs import Epoch, Epochs, MadeAt, Position, Start, Verdict, begin_epoch
 
 __all__ = ["BROKEN_TIMELINES"]
 
@@ -46,7 +46,7 @@ def _written_after_the_first_file(_: TimelineWorld) -> Any:
 def _went_on_from_who_never_wrote(_: TimelineWorld) -> Any:
     """Each run is taken to have gone on from the one before, which may never have written."""
 
-    def narrowed(epochs: Epochs, newest: Epoch, made: Made | None) -> Epoch:
+    def narrowed(epochs: Epochs, newest: Epoch, made: MadeAt | None) -> Epoch:
         return replace(
             newest, parents=(max((it.number for it in epochs.entries if it.number < newest.number), default=0),)
         )
@@ -68,7 +68,7 @@ def _begun_at_one_batch(_: TimelineWorld) -> Any:
 def _back_once_alone(_: TimelineWorld) -> Any:
     """Only where the newest run began is looked at, and not where those before it did."""
 
-    def judge(self: Epochs, made: Made) -> Verdict:
+    def judge(self: Epochs, made: MadeAt) -> Verdict:
         newest = self.newest
         if newest is None or made.epoch == newest.number or made.at.beyond(newest.after) <= 0:
             return Verdict.COUNTS
@@ -89,7 +89,7 @@ def _late_tasks_are_of_the_newest_run(_: TimelineWorld) -> Any:
 def _surely_from_the_one_before(_: TimelineWorld) -> Any:
     """A first call whose input is older than the run before does not leave open which run it went on from."""
 
-    def narrowed(epochs: Epochs, newest: Epoch, made: Made | None) -> Epoch:
+    def narrowed(epochs: Epochs, newest: Epoch, made: MadeAt | None) -> Epoch:
         found = _NARROWED(epochs, newest, made)
         return replace(found, parents=found.parents[:1])
 

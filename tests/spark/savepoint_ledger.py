@@ -31,7 +31,7 @@ SENT = "sent"
 USER = "the user"
 # The innermost function that says what a write is for; files of all kinds go through `files.folder`.
 _ROLES = (
-    ("savepoints.claims.consume", "claim consumption"),
+    ("savepoints.claims.delete_claimed_savepoint", "claim consumption"),
     ("savepoints.claims.", "claim"),
     ("ownership.holds.", "hold"),
     ("ownership.lease", "lease"),

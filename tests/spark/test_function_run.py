@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from streams import collect, read, using, write_batches
 from test_testing_run import COUNTED, EVENT_TIME, STATE, dicts, random_keys
 
-from arrow_schemas.spark_hashes import key_hashes
+from arrow_schemas.spark_hashes import hash_keys
 from spark_state_ext import Agg, aggregate, sessionize
 from spark_state_ext.testing import Window, run, run_operator
 from spark_state_ext.testing.ddl import ddl_struct
@@ -67,9 +67,9 @@ def test_spark_gives_the_same(spark: Any, tmp_path: Path) -> None:
         F.xxhash64(*keys).alias("all"), *(F.xxhash64(name).alias(name) for name in keys)
     )
     rows = hashed.collect()
-    assert [row["all"] for row in rows] == key_hashes(list(keys.values())).view(np.int64).tolist()
+    assert [row["all"] for row in rows] == hash_keys(list(keys.values())).view(np.int64).tolist()
     for name, column in keys.items():
-        assert [row[name] for row in rows] == key_hashes([column]).view(np.int64).tolist(), name
+        assert [row[name] for row in rows] == hash_keys([column]).view(np.int64).tolist(), name
 
 
 def read_once(spark: Any, folder: Path, table: pa.Table) -> Any:

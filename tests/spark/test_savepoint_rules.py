@@ -21,7 +21,7 @@ from spark_state_ext import RetainedCheckpoint, Savepoint, take_savepoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint, consume
+from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint, delete_claimed_savepoint
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.records import is_detached
 from tests.helpers.waiting import eventually
@@ -165,7 +165,7 @@ def test_what_a_claim_is_judged_by_finds_a_deletion_too_early(world: World) -> N
     world.ledger.enter("job 2")
     claim = SavepointClaim(source.manifest.header.id, "a test", "job")
     claim_savepoint(savepoint, claim, ())
-    consume(savepoint, "job", lambda: None)
+    delete_claimed_savepoint(savepoint, "job", lambda: None)
     new = replace(old, committed_s=max(it.at_s for it in world.ledger.entries()) + 1)
     wrong, _ = found_wrong(CLAIMED, world.ledger, source, new)
     assert any("claim consumption has deleted" in text for text in wrong)

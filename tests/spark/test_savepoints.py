@@ -33,9 +33,9 @@ from spark_state_ext.errors import MissingCheckpointError, OperatorChangedError,
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LeaseRecord
-from spark_state_ext.savepoints.claims import claim_of
+from spark_state_ext.savepoints.claims import read_claim
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.records import is_detached, start_of
+from spark_state_ext.savepoints.records import is_detached, read_start
 from spark_state_ext.spark.client import savepoints as client_savepoints
 from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState
 from tests.helpers.soak import examples
@@ -261,7 +261,7 @@ def test_a_query_starts_from_what_another_one_left(spark: Any, old: Query, tmp_p
     removed(tmp_path / "old")
     new.run([["a"]])
     assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
-    record = start_of(new.files)
+    record = read_start(new.files)
     assert record is not None
     assert (record.kind, record.batch) == ("retained_checkpoint", 3)
 
@@ -349,7 +349,7 @@ def test_a_job_that_the_state_cannot_serve_claims_nothing(spark: Any, old: Query
     wrong.job.state = "m bigint"
     with pytest.raises(StreamingQueryException, match="SchemaChangedError"):
         wrong.run(NEXT)
-    assert claim_of(Folder(str(tmp_path / "savepoint"))) is None
+    assert read_claim(Folder(str(tmp_path / "savepoint"))) is None
     old.run([["a"]])
     assert old.table["a"] == counted(FIRST)["a"] + 1
 

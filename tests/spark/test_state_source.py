@@ -18,12 +18,12 @@ from reading_support import Job
 from test_reading import lived
 
 from arrow_schemas.row import RowSchema
-from arrow_schemas.spark_hash import key_hash
+from arrow_schemas.spark_hash import hash_key
 from arrow_schemas.spark_types import key_fields
 from spark_state_ext import open_state, read_state, register, write_savepoint
 from spark_state_ext.errors import UsageError
 from spark_state_ext.spark.client.columns import _make_hashable
-from spark_state_ext.testing.model import Model, Row, canonical
+from spark_state_ext.testing.model import Model, Row, canonicalise
 
 SPARK = tuple(int(part) for part in pyspark.__version__.split(".")[:2])
 Read = Callable[..., Any]
@@ -54,7 +54,7 @@ def read(request: pytest.FixtureRequest, session: Any) -> Read:
 
 def model_of(frame: Any) -> Model:
     rows = frame.collect()
-    found = {(canonical(r.name), canonical(r.x)): Row(r["count"], r.note, r.timeout_ms, r.defined) for r in rows}
+    found = {(canonicalise(r.name), canonicalise(r.x)): Row(r["count"], r.note, r.timeout_ms, r.defined) for r in rows}
     assert len(found) == len(rows)
     return found
 
@@ -69,7 +69,9 @@ def test_tables_of_a_state(job: Job, read: Read) -> None:
     few = read(job.root, buckets=[2], columns=["name", "bucket"])
     assert few.columns == ["name", "bucket"]
     assert [row.bucket for row in few.distinct().select("bucket").distinct().collect()] == [2]
-    timeouts = {(canonical(r.name), canonical(r.x)): r.timeout_ms for r in read(job.root, table="timeouts").collect()}
+    timeouts = {
+        (canonicalise(r.name), canonicalise(r.x)): r.timeout_ms for r in read(job.root, table="timeouts").collect()
+    }
     assert timeouts == {key: row.timeout_ms for key, row in job.models[12].items() if row.timeout_ms is not None}
     files = read(job.root, table="metadata")
     assert files.where("state = 'read' AND kind = 'delta'").select("batch").distinct().collect()[0].batch == 12
@@ -79,7 +81,7 @@ def test_tables_of_a_state(job: Job, read: Read) -> None:
 def test_changes_between_two_batches(job: Job, read: Read) -> None:
     before, after = job.models[3], job.models[11]
     rows = read(job.root, from_batch=3, to_batch=11).collect()
-    found = {(canonical(r.name), canonical(r.x)): (r._change, r["count"]) for r in rows}
+    found = {(canonicalise(r.name), canonicalise(r.x)): (r._change, r["count"]) for r in rows}
     wanted = {key: ("delete", row.count) for key, row in before.items() if key not in after}
     wanted |= {key: ("insert", row.count) for key, row in after.items() if key not in before}
     wanted |= {key: ("update", after[key].count) for key, row in before.items() if after.get(key, row) != row}
@@ -158,7 +160,7 @@ def test_keys_and_states_of_all_types(spark: Any, tmp_path: Path) -> None:
         [arrow] = key_fields(table.select(name).schema.json())
         hashed = {r.k: r.h for r in table.select("k", F.xxhash64(_make_hashable(name, field)).alias("h")).collect()}
         found = RowSchema((arrow,), ()).normalise_keys([rows[name].combine_chunks()])[0]
-        ours = [key_hash([found.slice(at, 1)]) for at in range(rows.num_rows)]
+        ours = [hash_key([found.slice(at, 1)]) for at in range(rows.num_rows)]
         assert ours == [hashed[k] % 2**64 for k in rows["k"].to_pylist()], name
 
 

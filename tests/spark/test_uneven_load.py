@@ -12,7 +12,7 @@ from api_jobs import COUNTERS, ApiJob
 from jobs import CLASSIC, keyed
 
 from arrow_schemas.bucket_map import BucketMap
-from arrow_schemas.spark_hashes import key_hashes
+from arrow_schemas.spark_hashes import hash_keys
 from spark_state_ext.reports.skew import HEAVY_RANGE, HOT_KEY, measure_loads
 from spark_state_ext.worker.metrics import read
 from tests.helpers.waiting import WAIT_S
@@ -24,7 +24,7 @@ BUCKETS = 4
 @CLASSIC
 def test_a_heavy_range_a_hot_key_and_even_load(session: Any, tmp_path: Path) -> None:
     names = pa.array([f"key-{number}" for number in range(4_000)])
-    of = BucketMap(BUCKETS).of(key_hashes([names]))
+    of = BucketMap(BUCKETS).of(hash_keys([names]))
     heavy = names.filter(pa.array(of == 2))
     (hot,) = names.filter(pa.array(of == 1))[:1].to_pylist()
     # The keys of one bucket ten times; one key as often as all others together; each key once.

@@ -9,13 +9,13 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from arrow_schemas.columns import flat
+from arrow_schemas.columns import combine_chunks
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray
 from arrow_schemas.row import DEFINED, RowSchema
 from spark_state_ext.errors import ResultTypeError, StateError, UserFunctionError
 from spark_state_ext.functions.outcome import NO_TIMEOUT, REMOVED, UNCHANGED
 from spark_state_ext.functions.state_batch import StateBatch
-from spark_state_ext.functions.tables import is_table, normal_rows
+from spark_state_ext.functions.tables import is_table, normalise_rows
 from spark_state_ext.spark.callers.groups import CallContext, Changed, Groups, Result, describe_error, note_place
 from spark_state_ext.spark.shuffle.output import Outbox
 from spark_state_ext.store import Lookup
@@ -45,7 +45,7 @@ class BatchCaller:
         self, groups: Groups, lookup: Lookup, expired: pa.RecordBatch, context: CallContext, result: Result
     ) -> Iterator[pd.DataFrame]:
         """Call once for the keys with rows and the expired keys; see `Caller.call_data`."""
-        rows = normal_rows(groups.rows, self._input.names)
+        rows = normalise_rows(groups.rows, self._input.names)
         has_row = lookup.index >= 0
         state = _take_rows(self._schema.state_columns(lookup.rows), lookup.index, has_row)
         defined = np.zeros(groups.count, dtype=np.bool_)
@@ -153,7 +153,7 @@ class BatchCaller:
         if not updates:
             return [pa.nulls(len(source), field.type) for field in self._schema.state]
         table = updates[0] if len(updates) == 1 else pa.concat_tables(updates)
-        columns = [flat(column) for column in table.columns]
+        columns = [combine_chunks(column) for column in table.columns]
         if len(source) == table.num_rows and (source == np.arange(len(source))).all():
             return columns
         return _take_rows(columns, source, defined)

@@ -14,7 +14,7 @@ from pyspark.sql.types import StringType, StructType, TimestampType
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.spark.callers.results import shorten
 
-__all__ = ["NO_TIMEOUT", "Clock", "KeyState", "watermark_of"]
+__all__ = ["NO_TIMEOUT", "Clock", "KeyState", "get_watermark"]
 
 # Spark's own value for "no timeout".
 NO_TIMEOUT = -1
@@ -183,7 +183,7 @@ def _check_long(time_ms: int, call: str, argument: object) -> int:
     return time_ms
 
 
-def watermark_of(state: GroupState) -> tuple[int, bool]:
+def get_watermark(state: GroupState) -> tuple[int, bool]:
     """Return the batch's watermark in milliseconds since 1970, and whether the query has one."""
     try:
         return state.getCurrentWatermarkMs(), True

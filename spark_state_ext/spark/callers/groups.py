@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from arrow_schemas.columns import flat
+from arrow_schemas.columns import combine_chunks
 from arrow_schemas.equality import HashArray, IndexArray, group_by_key
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateError, StorageError
@@ -83,7 +83,7 @@ class Groups:
     @staticmethod
     def of(table: pa.Table, hashes: HashArray, key_positions: Sequence[int], columns: int, schema: RowSchema) -> Groups:
         """Group the rows of a table; its first `columns` columns are the input's."""
-        raw = [flat(table.column(position)) for position in key_positions]
+        raw = [combine_chunks(table.column(position)) for position in key_positions]
         normal = schema.normalise_keys(raw)
         order, starts = group_by_key(hashes, normal)
         firsts = pa.array(order[starts])

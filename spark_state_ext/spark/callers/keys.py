@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 from pyspark.sql.types import BooleanType, NumericType, StringType, StructField, StructType
 
-from arrow_schemas.columns import shown
+from arrow_schemas.columns import format_value
 from arrow_schemas.equality import IndexArray
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import ResultTypeError, StateValueError
@@ -36,7 +36,7 @@ from spark_state_ext.spark.callers.pandas_values import (
 )
 from spark_state_ext.spark.callers.per_key import Call, Changes, PerKeyCaller, format_key, reraise
 from spark_state_ext.spark.callers.results import OutputColumns, check_result, shorten
-from spark_state_ext.spark.callers.state_values import changeable
+from spark_state_ext.spark.callers.state_values import find_mutable_columns
 from spark_state_ext.spark.compat import (
     NUMBERS_JOIN,
     SPARK_VERSION,
@@ -85,7 +85,7 @@ class KeyCaller(PerKeyCaller):
         self._rows_max = frame_rows_max
         # Keys of the current calls, by position.
         self._keys: list[tuple[Any, ...]] = []
-        self._mutable_columns = frozenset(() if output.type is None else changeable(output.type))
+        self._mutable_columns = frozenset(() if output.type is None else find_mutable_columns(output.type))
 
     # -- calling -----------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class KeyCaller(PerKeyCaller):
             return list(zip(*(convert_keys(key, self._timezone, SPARK_VERSION) for key in keys), strict=True))
         except (pa.ArrowException, ValueError, OverflowError):
             names = [field.name for field in self._schema.keys]
-            self._refuse_far_times(names, keys, lambda row: tuple(shown(key, row) for key in keys))
+            self._refuse_far_times(names, keys, lambda row: tuple(format_value(key, row) for key in keys))
             raise
 
     def _make_frame(self, rows: pa.Table, key_of: Callable[[int], tuple[Any, ...]]) -> pd.DataFrame:
@@ -163,9 +163,9 @@ class KeyCaller(PerKeyCaller):
             at = find_beyond_pandas(column, self._timezone, SPARK_VERSION)
             if at is not None:
                 raise StateValueError(
-                    f"column {name!r} has the value {shown(column, at)} for key {format_key(key_of(at))}, and pandas "
-                    "holds times of the years 1678 to 2261 only: drop or cap such times before withWatermark, or use "
-                    "apply_rows_with_state or apply_in_arrow_with_state, which take them"
+                    f"column {name!r} has the value {format_value(column, at)} for key {format_key(key_of(at))}, and "
+                    "pandas holds times of the years 1678 to 2261 only: drop or cap such times before withWatermark, "
+                    "or use apply_rows_with_state or apply_in_arrow_with_state, which take them"
                 )
 
     def _make_frames(self, groups: Groups) -> Iterator[tuple[int, Iterable[pd.DataFrame]]]:
@@ -440,7 +440,7 @@ class _Outputs:
 
 def as_frames(result: Any, output_type: StructType) -> Iterator[pd.DataFrame]:
     """Return a user function's result as frames; consecutive rows are in one frame."""
-    outputs = _Outputs(OutputColumns(tuple(output_type.names)), frozenset(changeable(output_type)))
+    outputs = _Outputs(OutputColumns(tuple(output_type.names)), frozenset(find_mutable_columns(output_type)))
     for item in check_result(result):
         if isinstance(item, pd.DataFrame):
             yield from outputs.rest()

@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 from pyspark.sql.types import DataType, StructField, StructType, TimestampType
 
-from arrow_schemas.columns import flat
+from arrow_schemas.columns import combine_chunks
 from arrow_schemas.spark_types import state_fields
 from spark_state_ext.functions.missing import is_missing
 from spark_state_ext.spark.callers.state_values import to_text
@@ -90,7 +90,7 @@ def _replace_column(column: pd.Series[Any], spark_type: DataType | None, timezon
     """Return a column of an extension type as a NumPy column for Spark; None if Spark can take it unchanged."""
     dtype = column.dtype
     if isinstance(dtype, pd.ArrowDtype):
-        values = flat(pa.array(column.array))
+        values = combine_chunks(pa.array(column.array))
         kind = values.type
         if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
             # By position: `to_pandas` returns a Series with other labels.

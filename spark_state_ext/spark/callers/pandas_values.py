@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pat
 
-from arrow_schemas.columns import flat
+from arrow_schemas.columns import combine_chunks
 from spark_state_ext.errors import UnsupportedTypeError
 from spark_state_ext.spark.compat import PANDAS_MAJOR
 
@@ -90,7 +90,7 @@ def column_to_series(column: pa.Array | pa.ChunkedArray, timezone: str, version:
     kind = column.type
     if pat.is_nested(kind):
         # As one array: PyArrow chooses the dtypes within structs chunk by chunk.
-        series = _convert_nested(flat(column), timezone, rules)
+        series = _convert_nested(combine_chunks(column), timezone, rules)
     elif pat.is_timestamp(kind):
         series = _convert_timestamps(column, timezone, rules)
     elif pat.is_duration(kind):
@@ -152,12 +152,12 @@ def compute_null_flags(column: pa.Array | pa.ChunkedArray) -> list[Flags]:
 
     Two sets of rows may be converted together if each of these arrays has a True in both sets or in neither.
     """
-    return _compute_flags(flat(column))
+    return _compute_flags(combine_chunks(column))
 
 
 def convert_keys(column: pa.Array | pa.ChunkedArray, timezone: str, version: tuple[int, int]) -> list[object]:
     """Convert each row separately to the object that Spark puts into the key tuple of its group."""
-    array = flat(column)
+    array = combine_chunks(column)
     classes = list(_split_into_classes(_compute_flags(array), len(array)))
     if len(classes) == 1:
         return _convert_scalars(column_to_series(array, timezone, version))

@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from arrow_schemas.columns import shown
+from arrow_schemas.columns import format_value
 from arrow_schemas.equality import HashArray
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import StateError, StateValueError, UserFunctionError
@@ -146,7 +146,7 @@ class PerKeyCaller(abc.ABC):
         named_keys = []
 
         def describe_owner(row: int) -> str:
-            key = tuple(shown(key, changes.positions[row]) for key in keys)
+            key = tuple(format_value(key, changes.positions[row]) for key in keys)
             named_keys.append(key)
             return f" (key {format_key(key)}, {context})"
 

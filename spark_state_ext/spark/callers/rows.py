@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql.types import StructType
 
-from arrow_schemas.columns import flat
+from arrow_schemas.columns import combine_chunks
 from arrow_schemas.row import RowSchema
-from arrow_schemas.spark_types import normal_type
+from arrow_schemas.spark_types import normalise_type
 from spark_state_ext.errors import ResultTypeError, StateError, StateValueError
-from spark_state_ext.functions.tables import conformed
+from spark_state_ext.functions.tables import conform_table
 from spark_state_ext.spark.callers.group_state import NO_TIMEOUT, KeyState
 from spark_state_ext.spark.callers.groups import CallContext, Groups, note_place
 from spark_state_ext.spark.callers.per_key import Call, Changes, PerKeyCaller, format_key, reraise
@@ -85,7 +85,7 @@ class RowCaller(PerKeyCaller):
             while until < groups.count and bounds[until + 1] - start <= _PORTION_ROWS:
                 until += 1
             piece = groups.rows.slice(start, bounds[until] - start)
-            rows = list(map(make_row, self._make_tuples(list(map(flat, piece.columns)), self._input_type)))
+            rows = list(map(make_row, self._make_tuples(list(map(combine_chunks, piece.columns)), self._input_type)))
             for position in range(at, until):
                 key_rows = rows[bounds[position] - start : bounds[position + 1] - start]
                 yield position, make_key(keys[position]), key_rows, before[position]
@@ -98,7 +98,7 @@ class RowCaller(PerKeyCaller):
     @staticmethod
     def _make_tuples(columns: Sequence[pa.Array], types: StructType) -> list[tuple[Any, ...]]:
         values = [
-            column_to_values(column.cast(normal_type(column.type)), spark.dataType, f"column {spark.name!r}")
+            column_to_values(column.cast(normalise_type(column.type)), spark.dataType, f"column {spark.name!r}")
             for column, spark in zip(columns, types.fields, strict=True)
         ]
         return list(zip(*values, strict=True))
@@ -159,7 +159,7 @@ class RowCaller(PerKeyCaller):
             return f" (in {rows[row]!r})"
 
         try:
-            return conformed(self._make_columns(rows, describe_owner), self._fields, "the function gave")
+            return conform_table(self._make_columns(rows, describe_owner), self._fields, "the function gave")
         except StateError as error:
             place: list[object] = [context]
             if wrong:

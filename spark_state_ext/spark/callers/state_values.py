@@ -34,10 +34,10 @@ from pyspark.sql.types import (
 
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.functions.missing import is_missing
-from spark_state_ext.functions.reasons import conversion_reason
+from spark_state_ext.functions.reasons import explain_conversion_error
 from spark_state_ext.spark.compat import STATE_BINARY
 
-__all__ = ["changeable", "column_to_values", "make_row_copier", "to_text", "values_to_column"]
+__all__ = ["find_mutable_columns", "column_to_values", "make_row_copier", "to_text", "values_to_column"]
 
 # Types of columns in which NaN is a value, and not NULL.
 _WITH_NAN = (FloatType, DoubleType)
@@ -132,7 +132,7 @@ def values_to_column(
         decimal.InvalidOperation,
     ) as error:
         culprit = _describe_culprit(values, spark_type, arrow_type, describe_owner)
-        why = str(error) if isinstance(error, _UnfitError) else conversion_reason(error)
+        why = str(error) if isinstance(error, _UnfitError) else explain_conversion_error(error)
         raise StateValueError(f"{column} of type {spark_type.simpleString()} cannot hold {culprit}: {why}") from error
 
 
@@ -173,7 +173,7 @@ def _make_column(values: Sequence[Any], spark_type: DataType, arrow_type: pa.Dat
         return _make_column(plain, spark_type, arrow_type)
 
 
-def changeable(spark_type: StructType) -> list[int]:
+def find_mutable_columns(spark_type: StructType) -> list[int]:
     """Return the positions of columns whose values the function can change later: lists, dicts, bytearrays."""
     return [at for at, field in enumerate(spark_type.fields) if _make_copier(field.dataType) is not _identity]
 
@@ -184,7 +184,8 @@ def make_row_copier(spark_type: StructType, columns: str) -> Callable[[Sequence[
     None if no column has values that can change.
     """
     copiers = [
-        (at, spark_type.fields[at], _make_copier(spark_type.fields[at].dataType)) for at in changeable(spark_type)
+        (at, spark_type.fields[at], _make_copier(spark_type.fields[at].dataType))
+        for at in find_mutable_columns(spark_type)
     ]
     if not copiers:
         return None

@@ -21,12 +21,12 @@ from spark_state_ext.errors import (
     SchemaChangedError,
     StateError,
 )
-from spark_state_ext.savepoints.captured import captured_name
+from spark_state_ext.savepoints.captured import make_captured_name
 from spark_state_ext.savepoints.rows import ANSWER
 from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.state_reader import StateReader
 from spark_state_ext.spark.client.tasks import release_hold, request_for, run_task
-from spark_state_ext.spark.compat import said_by_spark
+from spark_state_ext.spark.compat import extract_spark_message
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -81,7 +81,7 @@ def capture_start(spark: SparkSession, job: Job) -> tuple[Job, str | None]:
 def _find_reason(text: str) -> str:
     """Return the reason in the text of an error that came through Spark: our task's message, or Spark's own."""
     match = _OURS.search(text)
-    return match[1] if match is not None else f"Spark cannot read it: {said_by_spark(text)}"
+    return match[1] if match is not None else f"Spark cannot read it: {extract_spark_message(text)}"
 
 
 def capture_rescaling(spark: SparkSession, job: Job) -> Job:
@@ -122,7 +122,7 @@ def _capture_for_rescaling(spark: SparkSession, job: Job, reader: StateReader) -
         "rescales": True,
         "wanted": job.operator_file(store.query_folder).encode().decode(),
         "case": job.case_sensitive,
-        "file": captured_name(int(time.time() * 1000), job.plan_id),
+        "file": make_captured_name(int(time.time() * 1000), job.plan_id),
         "target": {
             "root": options.root,
             "storage_options": dict(options.storage_options),
@@ -184,7 +184,7 @@ def _capture(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple[
         "lasts_ms": _CAPTURED_HOLD_MS,
         "claims": start.mode == CLAIM,
         "claim": store.claim,
-        "file": captured_name(int(time.time() * 1000), job.plan_id),
+        "file": make_captured_name(int(time.time() * 1000), job.plan_id),
         "target": {
             "root": job.options.root,
             "storage_options": dict(job.options.storage_options),

@@ -20,9 +20,9 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from pyspark.sql.types import LongType, StructField, StructType
 
 from spark_state_ext.errors import StateValueError, UsageError
-from spark_state_ext.spark.callers.group_state import NO_TIMEOUT, Clock, KeyState, watermark_of
+from spark_state_ext.spark.callers.group_state import NO_TIMEOUT, Clock, KeyState, get_watermark
 from spark_state_ext.spark.callers.keys import as_frames
-from spark_state_ext.spark.callers.state_values import changeable
+from spark_state_ext.spark.callers.state_values import find_mutable_columns
 
 __all__ = ["Chain", "Step", "chain"]
 
@@ -176,9 +176,9 @@ class _Run:
     ) -> Iterator[pd.DataFrame]:
         value, timeout_ms = self._before[position]
         outer = self._outer
-        watermark_ms, present = watermark_of(outer)
+        watermark_ms, present = get_watermark(outer)
         # A step may change a list that it was given. That counts only if the step passes it to `update`.
-        argument = copy.deepcopy(value) if changeable(step.stateStructType) else value
+        argument = copy.deepcopy(value) if find_mutable_columns(step.stateStructType) else value
         inner = KeyState(
             None if argument is None else tuple(argument),
             Clock(
@@ -209,7 +209,7 @@ class _Run:
         if timeouts:
             if _read_timeout_conf(state) == GroupStateTimeout.EventTimeTimeout:
                 # A timeout in the past fires when the watermark next advances.
-                watermark_ms, _ = watermark_of(state)
+                watermark_ms, _ = get_watermark(state)
                 state.setTimeoutTimestamp(max(min(timeouts), watermark_ms, 1))
             else:
                 state.setTimeoutDuration(max(min(timeouts) - state.getCurrentProcessingTimeMs(), 1))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "WATERMARK_KEY",
     "KeyLike",
-    "event_time_of",
+    "find_event_time",
     "select_packed_columns",
     "select_partition_columns",
     "find_column",
@@ -27,7 +27,7 @@ __all__ = [
     "refuse_session_windows",
     "resolve_keys",
     "parse_schema",
-    "unquoted",
+    "unquote",
 ]
 
 KeyLike = Union[str, "Column"]
@@ -78,7 +78,7 @@ def resolve_keys(
     extra: list[KeyLike] = []
     for key, resolved in zip(keys, selected.fields, strict=True):
         # An expression may have the name of a column, so only a plain name is taken for that column.
-        name = unquoted(key) if isinstance(key, str) else _find_bare_name(key)
+        name = unquote(key) if isinstance(key, str) else _find_bare_name(key)
         if name is not None and not isinstance(key, str) and not resolved.nullable and _may_be_literal(key, name):
             name = None
         position = find_column(name, input_type.names) if name == resolved.name else None
@@ -113,7 +113,7 @@ def refuse_session_windows(keys: Sequence[StructField]) -> None:
             )
 
 
-def unquoted(name: str) -> str:
+def unquote(name: str) -> str:
     """Return a name without the backticks that may surround it."""
     quoted = re.fullmatch(r"`((?:[^`]|``)+)`", name)
     return quoted[1].replace("``", "`") if quoted else name
@@ -135,7 +135,7 @@ def _remove_watermark(metadata: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in (metadata or {}).items() if name != WATERMARK_KEY}
 
 
-def event_time_of(input_type: StructType) -> tuple[int, int] | None:
+def find_event_time(input_type: StructType) -> tuple[int, int] | None:
     """Return the position of the column with the watermark, and the watermark's delay in milliseconds."""
     event_times = [
         (position, int(field.metadata[WATERMARK_KEY]))

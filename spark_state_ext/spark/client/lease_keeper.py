@@ -22,8 +22,8 @@ from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import Found
-from spark_state_ext.rescale.folders import first_folder, rescaled_folder
+from spark_state_ext.ownership.lease_record import NumberedRecord
+from spark_state_ext.rescale.folders import first_folder, make_rescaled_name
 from spark_state_ext.worker.threads import DaemonPool
 
 __all__ = ["KeptLeases", "LeaseKeeper"]
@@ -71,7 +71,7 @@ class KeptLeases:
     # By query: the folder that it has claimed.
     _claimed: dict[str, str] = field(default_factory=dict)
     # By query: the folder and the record that the last poll found.
-    _last_seen: dict[str, tuple[str, Found] | None] = field(default_factory=dict)
+    _last_seen: dict[str, tuple[str, NumberedRecord] | None] = field(default_factory=dict)
     _active: set[str] = field(default_factory=set)
     _logged: set[str] = field(default_factory=set)
     _not_before_s: float = -math.inf
@@ -182,9 +182,9 @@ class KeptLeases:
             if owner == query or first_folder(folder_name) == first_folder(name)
         }
         # The folder of a first batch that may be running is not listed yet.
-        return {name, *rescaled, *(rescaled_folder(name, plan) for plan in self.rescaling)}
+        return {name, *rescaled, *(make_rescaled_name(name, plan) for plan in self.rescaling)}
 
-    def _find_leases(self, query: str) -> dict[str, Found]:
+    def _find_leases(self, query: str) -> dict[str, NumberedRecord]:
         """Return the newest records of a query's leases by folder; only this application's records if there are any."""
         newest = {name: _read_newest(LeaseLog(self.folder.child(name)), query) for name in self._find_folders(query)}
         leases = {name: lease for name, lease in newest.items() if lease is not None}
@@ -192,7 +192,7 @@ class KeptLeases:
             name: lease for name, lease in leases.items() if lease.record.owner.application == self.application
         } or leases
 
-    def _find_run(self, query: str) -> tuple[str, Found] | None:
+    def _find_run(self, query: str) -> tuple[str, NumberedRecord] | None:
         """Return the folder that a query's run writes to, and the lease there; None without a lease.
 
         In its first batch a run that rescales its query also holds the lease of the old folder. It continues in the
@@ -203,7 +203,7 @@ class KeptLeases:
             return None
         name = max(leases, key=lambda folder_name: (leases[folder_name].record.renewed_ms, folder_name))
         plan = leases[name].record.owner.plan
-        new = rescaled_folder(name, plan)
+        new = make_rescaled_name(name, plan)
         if new in leases and leases[new].record.owner.plan == plan:
             name = new
         return name, leases[name]
@@ -225,7 +225,7 @@ class KeptLeases:
             # No task has renewed it since the last poll.
             record = lease.record.renew(now_ms, released=False)
             if log.append(lease, record):
-                self._last_seen[query] = name, Found(lease.number + 1, record)
+                self._last_seen[query] = name, NumberedRecord(lease.number + 1, record)
 
     def _release(self, query: str, now_ms: int) -> None:
         for name, lease in self._find_leases(query).items():
@@ -283,7 +283,7 @@ class KeptLeases:
             _LOGGER.warning(message)
 
 
-def _read_newest(log: LeaseLog, query: str) -> Found | None:
+def _read_newest(log: LeaseLog, query: str) -> NumberedRecord | None:
     """Return a log's newest record; None if the folder was claimed by another query, which renews the lease then."""
     lease = log.newest()
     if lease is not None and lease.record.claim is not None and lease.record.claim.id != query:

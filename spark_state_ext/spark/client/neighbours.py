@@ -9,7 +9,7 @@ from typing import Any
 
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.operator_catalog import others_beside, shown_ids
+from spark_state_ext.files.operator_catalog import format_ids, list_other_queries
 
 __all__ = ["log_other_queries"]
 
@@ -33,7 +33,7 @@ def log_other_queries(root: str, storage_options: Mapping[str, Any], operator: s
 
 def _log(root: str, storage_options: Mapping[str, Any], operator: str) -> None:
     try:
-        others = others_beside(Folder(root, dict(storage_options)).child(operator))
+        others = list_other_queries(Folder(root, dict(storage_options)).child(operator))
     except StateError as error:
         _LOGGER.info("cannot list the queries that have state of operator %r from here: %s", operator, error)
         return
@@ -43,5 +43,5 @@ def _log(root: str, storage_options: Mapping[str, Any], operator: str) -> None:
             "checkpointLocation; with a new checkpointLocation it starts without state (strict=True refuses that)",
             operator,
             root,
-            shown_ids(others),
+            format_ids(others),
         )

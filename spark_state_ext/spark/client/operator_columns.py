@@ -25,15 +25,15 @@ from pyspark.sql.types import (
 from arrow_schemas.operator import EXPRESSION
 from arrow_schemas.spark_types import state_fields
 from spark_state_ext.errors import UnsupportedTypeError, UsageError
-from spark_state_ext.operators.agg import Aggregate, kernel_of
-from spark_state_ext.operators.aggregate import Bound
-from spark_state_ext.operators.sketches import kind_of
+from spark_state_ext.operators.agg import Aggregate, find_kernel
+from spark_state_ext.operators.aggregate import BoundAggregate
+from spark_state_ext.operators.sketches import describe_kind
 from spark_state_ext.spark.client.columns import (
     WATERMARK_KEY,
     KeyLike,
     find_column,
     refuse_session_windows,
-    unquoted,
+    unquote,
 )
 
 if TYPE_CHECKING:
@@ -42,23 +42,23 @@ if TYPE_CHECKING:
 __all__ = [
     "VALUE_METADATA",
     "Keys",
-    "bound_to",
-    "checked_aggregates",
+    "bind_aggregates",
+    "check_aggregates",
     "to_column",
     "describe_functions",
     "encode_identity",
-    "listed",
+    "to_list",
     "find_input_name",
-    "order_text",
-    "orders_of",
+    "describe_order",
+    "parse_orders",
     "remove_watermark",
     "quote_names",
-    "refuse_doubles",
+    "refuse_duplicate_names",
     "refuse_nested",
     "make_result_fields",
     "select_columns",
     "make_state_type",
-    "values_of",
+    "name_aggregated_columns",
 ]
 
 Keys = KeyLike | Sequence[KeyLike]
@@ -75,7 +75,7 @@ _SIMPLE: dict[pa.DataType, DataType] = {
 }
 
 
-def listed(columns: Keys) -> list[Any]:
+def to_list(columns: Keys) -> list[Any]:
     """Return one column, or several, as a list."""
     return list(columns) if isinstance(columns, (list, tuple)) else [columns]
 
@@ -105,9 +105,11 @@ def _refuse_sort_orders(orders: Sequence[KeyLike], inputs: Sequence[str]) -> Non
             )
 
 
-def orders_of(order_by: Keys, descending: bool | Sequence[bool], inputs: Sequence[str]) -> tuple[list[Any], list[bool]]:
+def parse_orders(
+    order_by: Keys, descending: bool | Sequence[bool], inputs: Sequence[str]
+) -> tuple[list[Any], list[bool]]:
     """Return what `top_k` sorts rows by, and for each whether the largest come first."""
-    orders = listed(order_by)
+    orders = to_list(order_by)
     _check_columns(orders, "order_by of top_k")
     flags = descending if isinstance(descending, (list, tuple)) else [descending] * len(orders)
     if not all(isinstance(value, (bool, np.bool_)) for value in flags):
@@ -126,7 +128,9 @@ def encode_identity(name: str, parameters: Mapping[str, Any]) -> str:
     return json.dumps({"name": name, "parameters": dict(parameters)}, sort_keys=True)
 
 
-def describe_functions(specs: Mapping[str, Aggregate], bound: Sequence[Bound], schema: StructType) -> dict[str, str]:
+def describe_functions(
+    specs: Mapping[str, Aggregate], bound: Sequence[BoundAggregate], schema: StructType
+) -> dict[str, str]:
     """Return what each aggregate's state holds. Column names are left out: a renamed column has the same values."""
     columns = {aggregate.name: aggregate.column for aggregate in bound}
     return {name: _describe_function(spec, columns[name], schema) for name, spec in specs.items()}
@@ -135,14 +139,14 @@ def describe_functions(specs: Mapping[str, Aggregate], bound: Sequence[Bound], s
 def _describe_function(spec: Aggregate, column: str | None, schema: StructType) -> str:
     if spec.function == "approx_count_distinct" and column is not None:
         # Sketches of different sizes cannot be merged, nor can hashes of different types of values.
-        return f"{spec.function} of {kind_of(to_arrow_type(schema[column]))} with lg_k {spec.lg_k}"
+        return f"{spec.function} of {describe_kind(to_arrow_type(schema[column]))} with lg_k {spec.lg_k}"
     return spec.function + (" ignoring NULLs" if spec.ignore_nulls else "")
 
 
 def find_input_name(column: KeyLike, inputs: Sequence[str]) -> str | None:
     """Return the input column that a name or ``F.col`` means; None for any other expression."""
     if isinstance(column, str):
-        name = unquoted(column)
+        name = unquote(column)
     else:
         match = _COLUMN.fullmatch(str(column))
         name = match[1] if match else ""
@@ -150,7 +154,7 @@ def find_input_name(column: KeyLike, inputs: Sequence[str]) -> str | None:
     return None if position is None else inputs[position]
 
 
-def order_text(orders: Sequence[KeyLike], names: Sequence[str | None], descending_flags: Sequence[bool]) -> str:
+def describe_order(orders: Sequence[KeyLike], names: Sequence[str | None], descending_flags: Sequence[bool]) -> str:
     """Return a sort order as text. Expressions have a placeholder, as their text differs between releases of Spark."""
     return ", ".join(
         f"{name or (order if isinstance(order, str) else EXPRESSION)} {'descending' if descending else 'ascending'}"
@@ -163,7 +167,7 @@ def quote_names(names: Sequence[str]) -> list[Any]:
     return [name if _NAME.fullmatch(name) else f"`{name.replace('`', '``')}`" for name in names]
 
 
-def refuse_doubles(names: Sequence[str], what: str) -> None:
+def refuse_duplicate_names(names: Sequence[str], what: str) -> None:
     """Raise a UsageError if a name is there twice."""
     seen: set[str] = set()
     for name in names:
@@ -182,7 +186,7 @@ def remove_watermark(field: StructField) -> StructField:
     return StructField(field.name, field.dataType, field.nullable, metadata)
 
 
-def checked_aggregates(aggregates: Mapping[str, Aggregate], name: str) -> dict[str, Aggregate]:
+def check_aggregates(aggregates: Mapping[str, Aggregate], name: str) -> dict[str, Aggregate]:
     """Return an operator's aggregates as a dict; raise a UsageError if they are not aggregates."""
     is_mapping = isinstance(aggregates, Mapping) and all(isinstance(name, str) for name in aggregates)
     if not is_mapping or not aggregates or not all(isinstance(value, Aggregate) for value in aggregates.values()):
@@ -202,16 +206,16 @@ def select_columns(
     specs: Mapping[str, Aggregate],
     *extra: Column,
     trailing: Sequence[Column] = (),
-) -> tuple[DataFrame, tuple[Bound, ...]]:
+) -> tuple[DataFrame, tuple[BoundAggregate, ...]]:
     """Return `df` with keys, `extra`, each aggregated column once, and `trailing`; and the aggregates bound to it."""
-    values = values_of(specs)
+    values = name_aggregated_columns(specs)
     columns = [to_column(column).alias(name, metadata=VALUE_METADATA) for name, column in values.values()]
     selected = df.select(*keys, *extra, *columns, *trailing)
     refuse_session_windows(selected.schema.fields[: len(keys)])
-    return selected, bound_to(specs, selected.schema)
+    return selected, bind_aggregates(specs, selected.schema)
 
 
-def values_of(specs: Mapping[str, Aggregate]) -> dict[Any, tuple[str, Any]]:
+def name_aggregated_columns(specs: Mapping[str, Aggregate]) -> dict[Any, tuple[str, Any]]:
     """Return each aggregated column once: by the column's identity, its new name and the column."""
     values: dict[Any, tuple[str, Any]] = {}
     for spec in specs.values():
@@ -225,17 +229,19 @@ def _identify_column(column: Any) -> Any:
     return column if isinstance(column, str) else id(column)
 
 
-def bound_to(specs: Mapping[str, Aggregate], row_type: StructType) -> tuple[Bound, ...]:
-    """Return the aggregates as functions of the columns that `values_of` names."""
-    refuse_doubles(row_type.names, "keys")
-    names = {identity: name for identity, (name, _) in values_of(specs).items()}
+def bind_aggregates(specs: Mapping[str, Aggregate], row_type: StructType) -> tuple[BoundAggregate, ...]:
+    """Return the aggregates as functions of the columns that `name_aggregated_columns` names."""
+    refuse_duplicate_names(row_type.names, "keys")
+    names = {identity: name for identity, (name, _) in name_aggregated_columns(specs).items()}
     bound = []
     for name, spec in specs.items():
         column = None if spec.column is None else names[_identify_column(spec.column)]
         field = None if column is None else row_type[column]
         if field is not None and spec.function in ("min", "max", "approx_count_distinct"):
             refuse_nested(field, f"column of the aggregate {name!r}")
-        bound.append(Bound(name, kernel_of(spec, None if field is None else to_arrow_type(field), name), column))
+        bound.append(
+            BoundAggregate(name, find_kernel(spec, None if field is None else to_arrow_type(field), name), column)
+        )
     return tuple(bound)
 
 
@@ -253,25 +259,25 @@ def refuse_nested(field: StructField, what: str) -> None:
         )
 
 
-def make_state_type(bound: Sequence[Bound], schema: StructType) -> StructType:
+def make_state_type(bound: Sequence[BoundAggregate], schema: StructType) -> StructType:
     """Return Spark's type of the aggregates' state."""
     fields = [
         StructField(name, _to_spark_type(data_type, aggregate, schema))
         for aggregate in bound
         for name, data_type in zip(aggregate.state_names, aggregate.state_types, strict=True)
     ]
-    refuse_doubles([field.name for field in fields], "state columns of the aggregates")
+    refuse_duplicate_names([field.name for field in fields], "state columns of the aggregates")
     return StructType(fields)
 
 
-def make_result_fields(bound: Sequence[Bound], schema: StructType) -> list[StructField]:
+def make_result_fields(bound: Sequence[BoundAggregate], schema: StructType) -> list[StructField]:
     """Return the output columns of the aggregates."""
     return [
         StructField(aggregate.name, _to_spark_type(aggregate.kernel.result, aggregate, schema)) for aggregate in bound
     ]
 
 
-def _to_spark_type(data_type: pa.DataType, bound: Bound, schema: StructType) -> DataType:
+def _to_spark_type(data_type: pa.DataType, bound: BoundAggregate, schema: StructType) -> DataType:
     """Return Spark's type of a buffer or result: its input's type if the Arrow types agree, or one of a few others."""
     if bound.column is not None and data_type == to_arrow_type(schema[bound.column]):
         return schema[bound.column].dataType

@@ -14,17 +14,17 @@ from pyspark.sql.types import ArrayType, IntegerType, LongType, StructField, Str
 
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.operators.agg import Aggregate
-from spark_state_ext.operators.aggregate import Aggregates, Aggregation, Bound, PartialAggregation
+from spark_state_ext.operators.aggregate import Aggregates, Aggregation, BoundAggregate, PartialAggregation
 from spark_state_ext.operators.deduplicate import EXPIRES_US, Deduplication
 from spark_state_ext.operators.sessionize import END, SESSION_WINDOW, SESSIONS, START, Sessions
 from spark_state_ext.operators.top_k import TOP, TopK
-from spark_state_ext.spark.client.columns import WATERMARK_KEY, event_time_of
+from spark_state_ext.spark.client.columns import WATERMARK_KEY, find_event_time
 from spark_state_ext.spark.client.operator_columns import (
     describe_functions,
     encode_identity,
     make_result_fields,
     make_state_type,
-    refuse_doubles,
+    refuse_duplicate_names,
     refuse_nested,
     remove_watermark,
 )
@@ -34,15 +34,15 @@ __all__ = [
     "SESSION_END",
     "OperatorPlan",
     "Order",
-    "aggregation",
+    "plan_aggregate",
     "check_gap",
     "check_output_mode",
     "check_top",
-    "deduplication",
-    "ordering",
-    "sessions",
-    "timed_field",
-    "top",
+    "plan_deduplicate",
+    "name_order_columns",
+    "plan_sessionize",
+    "check_time_field",
+    "plan_top_k",
 ]
 
 # The end of a row's own session.
@@ -126,7 +126,7 @@ def check_top(k: Any, emit: Any, rank: Any) -> None:
         raise UsageError(f"rank of top_k must be the name of a column, not {rank!r}")
 
 
-def timed_field(field: StructField) -> StructField:
+def check_time_field(field: StructField) -> StructField:
     """Return the time column of sessions; raise if it is not a timestamp with a watermark."""
     if WATERMARK_KEY not in (field.metadata or {}) or not isinstance(field.dataType, TimestampType):
         raise UnsupportedPlanError(
@@ -136,7 +136,7 @@ def timed_field(field: StructField) -> StructField:
     return field
 
 
-def ordering(names: Sequence[str | None], keys: Sequence[str]) -> tuple[str, ...]:
+def name_order_columns(names: Sequence[str | None], keys: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the columns by which `top_k` sorts rows."""
     return tuple(
         name if name is not None and name not in keys else f"__order{position}" for position, name in enumerate(names)
@@ -146,11 +146,11 @@ def ordering(names: Sequence[str | None], keys: Sequence[str]) -> tuple[str, ...
 # -- plans ---------------------------------------------------------------------------------------------------
 
 
-def aggregation(
+def plan_aggregate(
     row_type: StructType,
     keys: int,
     specs: Mapping[str, Aggregate],
-    bound: Sequence[Bound],
+    bound: Sequence[BoundAggregate],
     output_mode: str,
     combine: bool,
 ) -> OperatorPlan:
@@ -158,15 +158,15 @@ def aggregation(
     key_fields = row_type.fields[:keys]
     names = [field.name for field in key_fields]
     state = make_state_type(bound, row_type)
-    refuse_doubles([*names, *specs], "output columns of aggregate")
-    event_time = event_time_of(StructType(key_fields))
+    refuse_duplicate_names([*names, *specs], "output columns of aggregate")
+    event_time = find_event_time(StructType(key_fields))
     if event_time is None and output_mode == "append":
         raise UnsupportedPlanError(
             "aggregate in append mode returns a group when the watermark has passed it, but no key has a watermark: "
             "call withWatermark, and group by that column or a window of it, or use output_mode='update'"
         )
     aggregates = Aggregates(tuple(bound))
-    refuse_doubles([*names, *aggregates.buffer_names], "columns of aggregate, its own among them,")
+    refuse_duplicate_names([*names, *aggregates.buffer_names], "columns of aggregate, its own among them,")
     combining = None
     if combine:
         # A task's rows are aggregated before the shuffle; the result has keys and buffers as columns.
@@ -186,9 +186,9 @@ def aggregation(
     )
 
 
-def deduplication(schema: StructType, timed_key: str | None, within_watermark: bool) -> OperatorPlan:
+def plan_deduplicate(schema: StructType, timed_key: str | None, within_watermark: bool) -> OperatorPlan:
     """Return the plan of `deduplicate`."""
-    event_time = event_time_of(schema)
+    event_time = find_event_time(schema)
     function = Deduplication(key_time=timed_key)
     if within_watermark:
         if event_time is None or not isinstance(schema[event_time[0]].dataType, TimestampType):
@@ -207,15 +207,15 @@ def deduplication(schema: StructType, timed_key: str | None, within_watermark: b
     )
 
 
-def sessions(
-    row_type: StructType, keys: int, specs: Mapping[str, Aggregate], bound: Sequence[Bound], gap_ms: int
+def plan_sessionize(
+    row_type: StructType, keys: int, specs: Mapping[str, Aggregate], bound: Sequence[BoundAggregate], gap_ms: int
 ) -> OperatorPlan:
     """Return the plan of `sessionize`."""
     key_fields = row_type.fields[:keys]
     names = [field.name for field in key_fields]
     buffers = make_state_type(bound, row_type)
-    refuse_doubles([*names, SESSION_WINDOW, *specs], "output columns of sessionize")
-    refuse_doubles([START, END, *buffers.names], "state columns of sessionize")
+    refuse_duplicate_names([*names, SESSION_WINDOW, *specs], "output columns of sessionize")
+    refuse_duplicate_names([START, END, *buffers.names], "state columns of sessionize")
     session = StructType([StructField(START, TimestampType()), StructField(END, TimestampType()), *buffers.fields])
     window = StructType([StructField("start", TimestampType()), StructField("end", TimestampType())])
     return OperatorPlan(
@@ -235,7 +235,7 @@ def sessions(
     )
 
 
-def top(
+def plan_top_k(
     row_type: StructType,
     keys: Sequence[str],
     output_names: Sequence[str],
@@ -246,7 +246,7 @@ def top(
     combine: bool,
 ) -> OperatorPlan:
     """Return the plan of `top_k`."""
-    refuse_doubles(row_type.names, "columns of top_k, its own among them,")
+    refuse_duplicate_names(row_type.names, "columns of top_k, its own among them,")
     for name in order.columns:
         refuse_nested(row_type[name], "order column")
     stored = [field for field in row_type.fields if field.name not in keys]

@@ -17,36 +17,36 @@ from spark_state_ext.operators.agg import Aggregate
 from spark_state_ext.spark.client.columns import (
     WATERMARK_KEY,
     KeyLike,
-    event_time_of,
+    find_event_time,
     resolve_keys,
     select_partition_columns,
 )
 from spark_state_ext.spark.client.operator_columns import (
     VALUE_METADATA,
     Keys,
-    checked_aggregates,
+    check_aggregates,
+    describe_order,
     find_input_name,
-    listed,
-    order_text,
-    orders_of,
+    parse_orders,
     quote_names,
-    refuse_doubles,
+    refuse_duplicate_names,
     select_columns,
     to_column,
+    to_list,
 )
 from spark_state_ext.spark.client.operator_plans import (
     SESSION_END,
     OperatorPlan,
     Order,
-    aggregation,
     check_gap,
     check_output_mode,
+    check_time_field,
     check_top,
-    deduplication,
-    ordering,
-    sessions,
-    timed_field,
-    top,
+    name_order_columns,
+    plan_aggregate,
+    plan_deduplicate,
+    plan_sessionize,
+    plan_top_k,
 )
 from spark_state_ext.spark.client.planner import Request, plan_operator
 from spark_state_ext.spark.client.state import ArrowState
@@ -103,17 +103,17 @@ def aggregate(
     """
     _check(state, df, "aggregate")
     check_output_mode(output_mode)
-    specs = checked_aggregates(aggregates, "aggregate")
-    key_columns, trailing = listed(keys), _select_partition_columns(state, df)
+    specs = check_aggregates(aggregates, "aggregate")
+    key_columns, trailing = to_list(keys), _select_partition_columns(state, df)
     selected, bound = select_columns(df, key_columns, specs, trailing=trailing)
-    has_time = state.options.ttl is None or event_time_of(selected.schema) is not None
-    ttl_time = None if has_time else event_time_of(df.schema)
+    has_time = state.options.ttl is None or find_event_time(selected.schema) is not None
+    ttl_time = None if has_time else find_event_time(df.schema)
     if ttl_time is not None:
         # Select the event time too, as the time to live may depend on each row's time.
         event_time = F.col(quote_names(df.columns)[ttl_time[0]]).alias("__at")
         selected, _ = select_columns(df, key_columns, specs, event_time, trailing=trailing)
     input_type = _drop_last(selected, trailing)
-    plan = aggregation(input_type, len(key_columns), specs, bound, output_mode, combine=ttl_time is None)
+    plan = plan_aggregate(input_type, len(key_columns), specs, bound, output_mode, combine=ttl_time is None)
     key_names = quote_names(input_type.names[: len(key_columns)])
     return plan_operator(state.options, _make_request(selected, key_names, plan, partitioned=bool(trailing)))
 
@@ -155,12 +155,12 @@ def deduplicate(
     """
     _check(state, df, "deduplicate")
     schema = df.schema
-    refuse_doubles(schema.names, "columns of the input of deduplicate")
-    key_columns = quote_names(schema.names) if keys is None else listed(keys)
+    refuse_duplicate_names(schema.names, "columns of the input of deduplicate")
+    key_columns = quote_names(schema.names) if keys is None else to_list(keys)
     # A key can only be an event time if the input has an event-time column.
-    key_fields = [] if event_time_of(schema) is None else df.select(*key_columns).schema.fields
+    key_fields = [] if find_event_time(schema) is None else df.select(*key_columns).schema.fields
     time_keys = [field.name for field in key_fields if WATERMARK_KEY in (field.metadata or {})]
-    plan = deduplication(schema, time_keys[0] if time_keys else None, within_watermark)
+    plan = plan_deduplicate(schema, time_keys[0] if time_keys else None, within_watermark)
     return plan_operator(state.options, _make_request(df, key_columns, plan))
 
 
@@ -210,15 +210,15 @@ def sessionize(
     """
     _check(state, df, "sessionize")
     check_gap(gap_ms)
-    specs = checked_aggregates(aggregates, "sessionize")
-    key_columns, trailing = listed(keys), _select_partition_columns(state, df)
-    time_field = timed_field(df.select(time).schema.fields[0])
+    specs = check_aggregates(aggregates, "sessionize")
+    key_columns, trailing = to_list(keys), _select_partition_columns(state, df)
+    time_field = check_time_field(df.select(time).schema.fields[0])
     own_end = F.timestamp_micros(F.unix_micros(to_column(time)) + F.lit(1000 * gap_ms))
     ended = own_end.alias(SESSION_END, metadata={WATERMARK_KEY: time_field.metadata[WATERMARK_KEY]})
     selected, bound = select_columns(df, key_columns, specs, ended, trailing=trailing)
     selected = selected.where(F.col(SESSION_END).isNotNull())
     input_type = _drop_last(selected, trailing)
-    plan = sessions(input_type, len(key_columns), specs, bound, gap_ms)
+    plan = plan_sessionize(input_type, len(key_columns), specs, bound, gap_ms)
     key_names = quote_names(input_type.names[: len(key_columns)])
     return plan_operator(state.options, _make_request(selected, key_names, plan, partitioned=bool(trailing)))
 
@@ -279,21 +279,21 @@ def top_k(
     """
     _check(state, df, "top_k")
     check_top(k, emit, rank)
-    orders, descending_flags = orders_of(order_by, descending, df.schema.names)
+    orders, descending_flags = parse_orders(order_by, descending, df.schema.names)
     order_names = [find_input_name(order, df.schema.names) for order in orders]
     key_names, extra_names, extra_columns = _resolve_top_k_keys(df, keys, rank)
     inputs = df.schema.names
-    order_columns = ordering(order_names, key_names)
+    order_columns = name_order_columns(order_names, key_names)
     hidden = [
         to_column(order).alias(name, metadata=VALUE_METADATA)
         for order, name, input_name in zip(orders, order_columns, order_names, strict=True)
         if name != input_name
     ]
     selected = df.select("*", *extra_columns, *hidden)
-    order = Order(order_columns, tuple(descending_flags), order_text(orders, order_names, descending_flags))
+    order = Order(order_columns, tuple(descending_flags), describe_order(orders, order_names, descending_flags))
     # A time to live by event time depends on each row's time, so rows are not combined then.
     combine = state.options.ttl is None
-    plan = top(selected.schema, key_names, [*inputs, *extra_names], order, k, emit, rank, combine)
+    plan = plan_top_k(selected.schema, key_names, [*inputs, *extra_names], order, k, emit, rank, combine)
     return plan_operator(state.options, _make_request(selected, quote_names(key_names), plan))
 
 
@@ -332,7 +332,7 @@ def _make_request(df: DataFrame, keys: Sequence[KeyLike], plan: OperatorPlan, *,
 def _resolve_top_k_keys(df: DataFrame, keys: Keys, rank: str) -> tuple[list[str], list[str], list[Any]]:
     """Return the names of the keys of `top_k`, and the names and columns of the keys that are not input columns."""
     inputs = df.schema.names
-    key_type, positions, extra = resolve_keys(df, df.schema, listed(keys))
+    key_type, positions, extra = resolve_keys(df, df.schema, to_list(keys))
     extra_fields = [
         field for field, position in zip(key_type.fields, positions, strict=True) if position >= len(inputs)
     ]
@@ -341,11 +341,11 @@ def _resolve_top_k_keys(df: DataFrame, keys: Keys, rank: str) -> tuple[list[str]
         field.name if position >= len(inputs) else inputs[position]
         for field, position in zip(key_type.fields, positions, strict=True)
     ]
-    refuse_doubles(key_names, "keys of top_k")
+    refuse_duplicate_names(key_names, "keys of top_k")
     if any(field.name in inputs for field in extra_fields):
         raise UsageError("a key of top_k is an expression with the name of an input column: give it another, by alias")
     extra_names = [field.name for field in extra_fields]
-    refuse_doubles([*inputs, *extra_names, rank], "output columns of top_k")
+    refuse_duplicate_names([*inputs, *extra_names, rank], "output columns of top_k")
     # A window has its column's watermark, so two columns would have one.
     extra_columns = [
         to_column(key).alias(field.name, metadata=field.metadata or VALUE_METADATA)

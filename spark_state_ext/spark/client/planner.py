@@ -26,7 +26,7 @@ from spark_state_ext.spark.client.capturing import capture_rescaling, capture_st
 from spark_state_ext.spark.client.columns import (
     WATERMARK_KEY,
     KeyLike,
-    event_time_of,
+    find_event_time,
     parse_schema,
     refuse_equal_names,
     resolve_keys,
@@ -157,7 +157,7 @@ def _resolve_columns(options: StateOptions, request: Request, case_sensitive: bo
     key_type, positions, extra_keys = resolve_keys(df, input_type, keys)
     key_fields(key_type.json())
     check_types(request.api, state_type, output_type, input_type, case_sensitive)
-    event_time = event_time_of(input_type)
+    event_time = find_event_time(input_type)
     if options.ttl is not None and options.ttl.clock == "event" and event_time is None:
         raise UnsupportedPlanError("a Ttl with clock='event' needs an input with a watermark: call withWatermark")
     packed = select_packed_columns(df, input_type, key_type, positions, extra_keys)

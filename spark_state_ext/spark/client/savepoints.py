@@ -17,7 +17,7 @@ from spark_state_ext.engine.limits import check_flags
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import refuse_relative
-from spark_state_ext.savepoints.rows import ANSWER, SAVED, copies_of
+from spark_state_ext.savepoints.rows import ANSWER, SAVED, parse_copies
 from spark_state_ext.spark.client.shim import task_entry
 from spark_state_ext.spark.client.state import ArrowState
 from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState, use_batch
@@ -200,7 +200,7 @@ def finish_savepoint(spark: SparkSession, request: Mapping[str, Any], rows: Sequ
     """Run a task that writes the manifest of the saved buckets; return the savepoint."""
     frame = spark.createDataFrame([(row.saved, bytes(row.pointer)) for row in rows], SAVED).coalesce(1)
     answer = json.loads(frame.mapInArrow(task_entry("finish", dict(request)), ANSWER).collect()[0].answer)
-    copies = copies_of((row.saved, row.pointer) for row in rows)
+    copies = parse_copies((row.saved, row.pointer) for row in rows)
     sizes = [file.size_bytes for copy in copies for file in copy.saved.files]
     return TakenSavepoint(
         path=request["savepoint"],

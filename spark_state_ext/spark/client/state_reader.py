@@ -14,7 +14,7 @@ from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import MissingCheckpointError, StorageError, UsageError
 from spark_state_ext.savepoints.batch_logs import checkpoint_format_of
 from spark_state_ext.spark.client.settings import make_format_setting, open_session_with, refuse_unread_format
-from spark_state_ext.spark.compat import SPARK_VERSION, is_of_spark, said_by_spark
+from spark_state_ext.spark.compat import SPARK_VERSION, extract_spark_message, is_spark_error
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -245,9 +245,9 @@ class StateReader:
         try:
             yield
         except Exception as error:
-            if not is_of_spark(error):
+            if not is_spark_error(error):
                 raise
-            reason = said_by_spark(str(error))
+            reason = extract_spark_message(str(error))
             if "COMMITTED_BATCH_UNAVAILABLE" in reason:
                 self._refuse_quoted(reason, error)
             raise StorageError(f"Spark cannot read the state of {self._location}: {reason}") from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.sql import functions as F
 from pyspark.sql.types import BooleanType, IntegralType, LongType, StructField, StructType
 
-from arrow_schemas.evolution import state_change
+from arrow_schemas.evolution import check_state_change
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.row import DEFINED
 from arrow_schemas.savepoint import CANONICAL
@@ -266,7 +266,7 @@ def _refuse_other_types(df: DataFrame, state: StructType, operator: str) -> None
             for struct_field in (StructField(field.name, column.dataType), field)
         ]
         try:
-            state_change(operator, fields[0], (fields[1][0].with_nullable(True),))
+            check_state_change(operator, fields[0], (fields[1][0].with_nullable(True),))
         except SchemaChangedError as error:
             raise UsageError(
                 f"column {field.name!r} of the table is {column.dataType.simpleString()}, but the state schema "

@@ -24,7 +24,7 @@ import spark_state_ext
 from spark_state_ext import errors
 from spark_state_ext.errors import StateValueError, UserFunctionError
 
-__all__ = ["bordered", "rewrite_error"]
+__all__ = ["run_and_rewrite_errors", "rewrite_error"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,7 +39,7 @@ _MAYBE_FRAMELESS = (StateValueError, UserFunctionError)
 _RAISED = "Where it was raised:"
 
 
-def bordered(
+def run_and_rewrite_errors(
     function: Callable[..., Any] | None, work: Callable[P, Iterator[T]], *args: P.args, **kwargs: P.kwargs
 ) -> Iterator[T]:
     """Run a stage's work, and raise its errors with rewritten texts."""

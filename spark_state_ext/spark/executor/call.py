@@ -15,9 +15,9 @@ from arrow_schemas.import_mark import ImportMark
 from arrow_schemas.labels import label_bucket
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.beginning.detaching import Detaching
-from spark_state_ext.beginning.rescaling import is_no_more
+from spark_state_ext.beginning.rescaling import is_dropped_bucket
 from spark_state_ext.beginning.starts import Starts
-from spark_state_ext.engine.aligned_timeouts import has_nothing_due, next_call_ms
+from spark_state_ext.engine.aligned_timeouts import compute_next_call_ms, has_nothing_due
 from spark_state_ext.engine.bucket import CommitResult
 from spark_state_ext.engine.deferral import Partitioning, TaskEnd
 from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch
@@ -35,13 +35,13 @@ from spark_state_ext.spark.executor.going_on import Begin, End, Resume, decide, 
 from spark_state_ext.spark.executor.key_work import KeyWork
 from spark_state_ext.spark.executor.opening import CallFolders, OpenBucket, open_bucket
 from spark_state_ext.spark.executor.packing_notes import KnownCounts
-from spark_state_ext.spark.shuffle.observed import numbers_of
+from spark_state_ext.spark.shuffle.observed import encode_numbers
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.store.committed import CommittedRecord, write_committed
-from spark_state_ext.worker.memory import settle
-from spark_state_ext.worker.metrics import CallMetrics, CpuTime, timing, whole_ms
-from spark_state_ext.worker.process import namespace
-from spark_state_ext.worker.retry import retried
+from spark_state_ext.worker.memory import tune_memory
+from spark_state_ext.worker.metrics import CallMetrics, CpuTime, time_block, to_whole_ms
+from spark_state_ext.worker.process import get_pid_namespace
+from spark_state_ext.worker.retry import call_with_retries
 from spark_state_ext.worker.spill import SpillBuffer
 from spark_state_ext.worker.worker import Worker
 
@@ -58,21 +58,21 @@ def run_bucket(
     task: TaskInfo | None = None,
 ) -> Iterator[pd.DataFrame]:
     """Process one call of Spark's stateful function, keyed by bucket label; yield output frames."""
-    settle()
+    tune_memory()
     job = Job.from_plain(plain)
     task = task or current_task(job)
     if state.hasTimedOut and _skip_idle_bucket(job, state, task):
         return
     cpu = CpuTime.started()
     info = CallInfo.of(job, label_bucket(int(key[0])), state, task)
-    if is_no_more(job, info.bucket, info.stored):
+    if is_dropped_bucket(job, info.bucket, info.stored):
         return
     process, started_s = _ProcessObjects.of(worker or Worker.current()), time.perf_counter()
     metrics = _make_metrics(info)
     opened: OpenBucket | None = None
     try:
         folders = CallFolders.of(job)
-        retry = partial(retried, timeout_s=job.options.commit.commit_timeout_ms / 1000)
+        retry = partial(call_with_retries, timeout_s=job.options.commit.commit_timeout_ms / 1000)
         outlook = look(info, process.starts, retry)
         batch = decode_batch(outlook, frames, folders)
         metrics.rows = batch.rows
@@ -114,7 +114,7 @@ def _skip_idle_bucket(job: Job, state: GroupState, task: TaskInfo) -> bool:
 
 def _request_next_call(state: GroupState, pointer: Pointer, now_ms: int, task: TaskInfo) -> None:
     """Set the bucket's next timeout in Spark, under processing-time timeouts."""
-    after_ms = next_call_ms(pointer.earliest_timeout_ms, now_ms, alone=task.state_has_ids)
+    after_ms = compute_next_call_ms(pointer.earliest_timeout_ms, now_ms, alone=task.state_has_ids)
     if after_ms is not None:
         state.setTimeoutDuration(after_ms)
 
@@ -195,7 +195,7 @@ class _OpenCall:
         work, erase_turn = self._make_key_work(function), self._make_erase_turn()
         rows = SpillBuffer(folders.scratch, self._job.options.memory_bytes_max)
         # A bucket without rows is restored too, so that no later batch has to wait for it.
-        with timing(self._metrics, "read_ms"):
+        with time_block(self._metrics, "read_ms"):
             bucket.read(lambda view: None)
             erased = erase_turn.carry_out(work.erase)
         self._record_committed(work.expires_by_ms)
@@ -207,7 +207,7 @@ class _OpenCall:
             # Spark's work on the frame is not counted.
             cpu.resume()
         task_end, partitioning = self._shared.task_ends.of(self._task.attempt), self._make_partitioning()
-        with timing(self._metrics, "commit_ms"):
+        with time_block(self._metrics, "commit_ms"):
             result = self._commit(clean_ups, rows, task_end, partitioning)
             pointer = erase_turn.marked(self._stamp(result.pointer, work.get_threshold_ms()), erased)
             parent_folders = opened.iterate_parent_folders(self._job)
@@ -229,14 +229,14 @@ class _OpenCall:
         if partitioning.is_last(task_end.called):
             log.end_task()
         if self._job.api != PANDAS:
-            yield numbers_of(self._metrics)
+            yield encode_numbers(self._metrics)
 
     def _record_committed(self, expires_by_ms: int | None) -> None:
         """Record for other processes of the machine that the checkpoint which Spark handed out is committed."""
         opened = self._opened
         batch = opened.pointer.batch if self._task.batch is None else self._info.batch - 1
         record = CommittedRecord(
-            opened.pointer.ref, batch, int(time.time() * 1000), self._job.plan_id, namespace(), expires_by_ms
+            opened.pointer.ref, batch, int(time.time() * 1000), self._job.plan_id, get_pid_namespace(), expires_by_ms
         )
         write_committed(opened.bucket.store.folder, record, opened.operator)
 
@@ -315,7 +315,7 @@ class _OpenCall:
         call.oldest_inline_ms = max((now_ms - delta.made_ms for delta in pointer.inline), default=0)
         call.restored_files, call.restore_gaps = opened.bucket.fetched_files, opened.bucket.restore_gaps
         call.cache_hit = call.restored_files == 0
-        call.lease_age_ms = whole_ms(opened.leases.age_s)
+        call.lease_age_ms = to_whole_ms(opened.leases.age_s)
 
     def _make_erase_turn(self) -> EraseTurn:
         opened, commit = self._opened, self._job.options.commit

@@ -14,7 +14,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.spark.executor.going_on import Outlook
 from spark_state_ext.spark.executor.opening import CallFolders
 from spark_state_ext.spark.executor.packing_notes import PackingNotes
-from spark_state_ext.spark.shuffle.pack import event_times
+from spark_state_ext.spark.shuffle.pack import read_event_times
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode
 from spark_state_ext.worker.spill import HashSorter
 
@@ -92,7 +92,7 @@ def _get_late_threshold_us(outlook: Outlook) -> int | None:
 
 
 def _drop_late_rows(outlook: Outlook, batch: pa.RecordBatch, late_until_us: int) -> pa.RecordBatch:
-    times = event_times(outlook.info.job, pa.Table.from_batches([batch]))
+    times = read_event_times(outlook.info.job, pa.Table.from_batches([batch]))
     assert times is not None, "checked in _get_late_threshold_us"
     # A NULL event time is never late.
     late = times.combine_chunks().fill_null(2**63 - 1).to_numpy(zero_copy_only=False) <= late_until_us

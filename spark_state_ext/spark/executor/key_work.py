@@ -21,13 +21,13 @@ from spark_state_ext.engine.job import Job
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.functions.ttl import EXPIRES_COLUMN, Expiry
 from spark_state_ext.spark.callers.choice import make_caller
-from spark_state_ext.spark.callers.group_state import watermark_of
+from spark_state_ext.spark.callers.group_state import get_watermark
 from spark_state_ext.spark.callers.groups import CallContext, Changed, Groups, Result, is_placed, note_place
-from spark_state_ext.spark.shuffle.pack import event_times
+from spark_state_ext.spark.shuffle.pack import read_event_times
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN
 from spark_state_ext.store import Lookup
-from spark_state_ext.store.runs import hashes_of, joined, newest_wins, sorted_run
-from spark_state_ext.worker.metrics import CallMetrics, timed, timing
+from spark_state_ext.store.runs import get_hashes, join_batches, merge_newest, sort_by_hash
+from spark_state_ext.worker.metrics import CallMetrics, time_block, time_items
 from spark_state_ext.worker.spill import SpillBuffer
 
 __all__ = ["KeyWork", "Times"]
@@ -44,7 +44,7 @@ class Times:
     @staticmethod
     def of(state: GroupState) -> Times:
         """Return the clock that Spark passes with a bucket's state."""
-        watermark, present = watermark_of(state)
+        watermark, present = get_watermark(state)
         return Times(state.getCurrentProcessingTimeMs(), watermark, present)
 
 
@@ -192,7 +192,7 @@ class KeyWork:
         caller, result = self._caller, Result()
         along = due.rows.filter(pa.array(due.where < 0)) if caller.together else due.rows.slice(0, 0)
         work = caller.call_data(keys.groups, keys.lookup, self._expiry.due(along), self._context, result)
-        yield from timed(work, self._metrics, "user_ms")
+        yield from time_items(work, self._metrics, "user_ms")
         changed, touched = self._collect_data_rows(keys, result.data)
         return _DataPass(changed, touched, caller.together, result.timeouts)
 
@@ -209,7 +209,7 @@ class KeyWork:
         if fires.any():
             result = Result()
             expired = self._expiry.due(due.rows.filter(pa.array(fires)))
-            yield from timed(self._caller.call_timeouts(expired, self._context, result), self._metrics, "user_ms")
+            yield from time_items(self._caller.call_timeouts(expired, self._context, result), self._metrics, "user_ms")
             self._record_timeout_changes(result.timeouts, fires, due.written_ms, pieces, done)
         # Rows that stay due are written again, so that `expired` needs to search recent runs only.
         pieces.append(due.rows.filter(pa.array(~done)))
@@ -218,7 +218,7 @@ class KeyWork:
     def _find_due(self, keys: _Keys, after: int, upto: int) -> _Due:
         """Return the due keys with a hash in (after, upto]."""
         rows = self._fetch_expired(after, upto)
-        where = keys.groups.find_keys(hashes_of(rows), self._schema.key_columns(rows))
+        where = keys.groups.find_keys(get_hashes(rows), self._schema.key_columns(rows))
         # A write by the timeout call of a key with rows has the same time as a write by the call for its rows.
         return _Due(rows, where, np.append(keys.written_ms, self._get_clock_ms())[where])
 
@@ -251,7 +251,7 @@ class KeyWork:
             return _Keys(groups, Lookup(no_positions, self._expiry.shown.empty()), no_positions)
         hashes = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
         groups = Groups.of(table, hashes, job.key_positions, len(job.columns), schema)
-        with timing(self._metrics, "lookup_ms"):
+        with time_block(self._metrics, "lookup_ms"):
             lookup: Lookup = self._bucket.read(lambda view: view.lookup(groups.hashes, groups.keys))
         is_erased = self._erased.among(groups.hashes, groups.keys)
         if is_erased.any():
@@ -262,7 +262,7 @@ class KeyWork:
         self._metrics.key_rows_max = max(self._metrics.key_rows_max, rows_max)
         written_ms = np.full(groups.count, self._get_clock_ms(), dtype=np.int64)
         if job.options.ttl is not None and job.options.ttl.clock == "event":
-            times = event_times(job, groups.rows)
+            times = read_event_times(job, groups.rows)
             assert times is not None, "checked when the plan was made"
             latest_ms = np.maximum.reduceat(times.fill_null(0).to_numpy(), groups.starts) // 1000
             written_ms = np.maximum(written_ms, latest_ms)
@@ -280,14 +280,14 @@ class KeyWork:
         extended = self._expiry.extend_life(keys.lookup, untouched, keys.written_ms)
         if extended is not None:
             pieces.append(extended)
-        return sorted_run(joined(pieces)), touched
+        return sort_by_hash(join_batches(pieces)), touched
 
     def _append_range(self, rows: SpillBuffer, pieces: list[pa.RecordBatch], after: int, upto: int) -> None:
         """Append the changed rows of a range of hashes to `rows`, with removals of erased and of expired keys.
 
         `pieces` are ordered, newest first. Expired state is only searched in the part of the range whose turn it is.
         """
-        together = [sorted_run(piece) for piece in pieces if piece.num_rows]
+        together = [sort_by_hash(piece) for piece in pieces if piece.num_rows]
         erased = self._erased.between(after, upto)
         if erased.num_rows:
             # After the writes of this batch, which win, and before the expired rows.
@@ -299,9 +299,9 @@ class KeyWork:
             stale: pa.RecordBatch = self._bucket.read(lambda view: view.stale(EXPIRES_COLUMN, now_ms, low, high))
             if stale.num_rows:
                 # After the writes of this batch, which win.
-                together.append(sorted_run(self._expiry.make_removals(stale)))
+                together.append(sort_by_hash(self._expiry.make_removals(stale)))
         if together:
-            rows.append(newest_wins(together, self._schema, drop_tombstones=False))
+            rows.append(merge_newest(together, self._schema, drop_tombstones=False))
 
     def _choose_sweep_range(self) -> tuple[int, int]:
         """Return the hashes (after, upto] in which this call removes expired state: each call takes the next range."""
@@ -349,7 +349,7 @@ class KeyWork:
             return self._schema.empty()
         floor = self._bucket.pointer.timer_low_watermark_ms, self._bucket.pointer.timer_low_watermark_version
         due: pa.RecordBatch = self._bucket.read(lambda view: view.expired(threshold_ms, *floor, after, upto))
-        return self._erased.without(sorted_run(due))
+        return self._erased.without(sort_by_hash(due))
 
     def get_threshold_ms(self) -> int | None:
         """Return the time before which timeouts are over; None without timeouts."""

@@ -15,12 +15,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from arrow_schemas.damage import damage_in
+from arrow_schemas.damage import describe_damage
 from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.errors import CorruptFileError, LiveRunError, MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.batch_logs import last_committed, needed_offsets, with_state_ids
-from spark_state_ext.savepoints.rows import answer
+from spark_state_ext.savepoints.batch_logs import find_last_committed, needed_offsets, replace_state_ids
+from spark_state_ext.savepoints.rows import make_answer
 
 __all__ = ["look", "reserve", "write_checkpoint"]
 
@@ -60,9 +60,9 @@ def look(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
     # Check the new location before the state is read, which takes long; `reserve` reserves it later.
     _refuse_nonempty(new, new.names())
     offsets, commits = _list_batches(old, _OFFSETS), _list_batches(old, _COMMITS)
-    batch, planned = last_committed(offsets, commits, old.root)
+    batch, planned = find_last_committed(offsets, commits, old.root)
     written = [entry.modified_s for entry in entries if entry.modified_s is not None]
-    yield answer(
+    yield make_answer(
         {
             "query_id": _read_query_id(old),
             "batch": batch,
@@ -105,7 +105,9 @@ def _read_query_id(folder: Folder) -> str:
     try:
         return str(json.loads(_read(folder, _METADATA))["id"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{folder.where(_METADATA)} does not hold a query's id: {damage_in(error)}") from error
+        raise CorruptFileError(
+            f"{folder.where(_METADATA)} does not hold a query's id: {describe_damage(error)}"
+        ) from error
 
 
 def reserve(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -115,7 +117,7 @@ def reserve(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterato
     _refuse_nonempty(new, new.names())
     if not new.create(_METADATA, _NOT_FINISHED):
         _refuse_nonempty(new, [_METADATA])
-    yield answer(None)
+    yield make_answer(None)
 
 
 def _refuse_nonempty(new: Folder, names: Sequence[str]) -> None:
@@ -137,18 +139,18 @@ def write_checkpoint(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -
     written = _read(new.child(_IMPORTING), f"{_COMMITS}/0")
     for number, text in plain["offsets"].items():
         new.put(f"{_OFFSETS}/{number}", text.encode())
-    commit = with_state_ids(plain["commit"], written, old.where(f"{_COMMITS}/{batch}"))
+    commit = replace_state_ids(plain["commit"], written, old.where(f"{_COMMITS}/{batch}"))
     new.put(f"{_COMMITS}/{batch}", commit.encode())
     new.remove_tree(_IMPORTING)
     # Check again: later batches of the query would be lost.
     _refuse_live_query(old, plain)
     query_id = str(uuid.uuid4())
     new.put(_METADATA, json.dumps({"id": query_id}, separators=(",", ":")).encode())
-    yield answer({"query_id": query_id, "unknown": unknown, "planned": planned})
+    yield make_answer({"query_id": query_id, "unknown": unknown, "planned": planned})
 
 
 def _refuse_live_query(old: Folder, plain: Mapping[str, Any]) -> None:
-    now = last_committed(_list_batches(old, _OFFSETS), _list_batches(old, _COMMITS), old.root)
+    now = find_last_committed(_list_batches(old, _OFFSETS), _list_batches(old, _COMMITS), old.root)
     if now != (plain["batch"], plain["planned"]):
         raise LiveRunError(
             f"the query of {old.root} is still running: its last committed batch was {plain['batch']}, and is now "

@@ -20,7 +20,7 @@ from spark_state_ext.commit.failures import Run
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.folders import local_folder, operator_folder, operator_folders
 from spark_state_ext.engine.job import Job
-from spark_state_ext.engine.replicas import Leases, names_a_holder
+from spark_state_ext.engine.replicas import Leases, names_backend_with_state
 from spark_state_ext.engine.shared import Shared
 from spark_state_ext.errors import (
     BucketCountChangedError,
@@ -34,15 +34,15 @@ from spark_state_ext.files.operator_catalog import is_new_query_folder, newest_o
 from spark_state_ext.files.partition_files import record_assignment, refuse_assignment
 from spark_state_ext.ownership.lease_record import Claim
 from spark_state_ext.rescale.folders import first_folder
-from spark_state_ext.rescale.origin import Origin, origin_in
+from spark_state_ext.rescale.origin import Origin, find_origin
 from spark_state_ext.restore.lazy import lazy_options
 from spark_state_ext.spark.executor.call_info import CallInfo
 from spark_state_ext.spark.executor.going_on import Begin, Resume, Retry
-from spark_state_ext.timeline.epochs import Position, sparks_run_id
+from spark_state_ext.timeline.epochs import Position, parse_run_id
 from spark_state_ext.timeline.records import RunStart
 from spark_state_ext.worker.host import host_name
 from spark_state_ext.worker.local_folders import scratch_folder, stores_folder
-from spark_state_ext.worker.retry import retried
+from spark_state_ext.worker.retry import call_with_retries
 
 __all__ = ["CallFolders", "OpenBucket", "open_bucket"]
 
@@ -127,10 +127,10 @@ def open_bucket(shared: Shared, decision: Resume | Begin, folders: CallFolders, 
     call, root, scratch = decision.info, folders.operator, folders.scratch
     job, stored = call.job, call.stored
     # Requests to storage are retried for as long as a commit may take.
-    retry = partial(retried, timeout_s=job.options.commit.commit_timeout_ms / 1000)
+    retry = partial(call_with_retries, timeout_s=job.options.commit.commit_timeout_ms / 1000)
     state = decision.state if isinstance(decision, Begin) else None
     prior_pointer = state.pointer if state is not None and state.adopts else stored
-    if prior_pointer is not None and not names_a_holder(job, prior_pointer):
+    if prior_pointer is not None and not names_backend_with_state(job, prior_pointer):
         # Check this before anything is claimed or written.
         retry(lambda: shared.replicas.refuse_elsewhere(job, root, prior_pointer, scratch))
     if stored is not None:
@@ -159,7 +159,7 @@ def open_bucket(shared: Shared, decision: Resume | Begin, folders: CallFolders, 
     local = local_folder(job, query_folder, operator.schema_id, call.bucket)
     # Rows are written under the current schema, whichever schema the input pointer has.
     pointer = replace(pointer, schema_id=operator.schema_id)
-    origin = origin_in(job.options.backends, pointer, job.options.bucket_map, schema, scratch)
+    origin = find_origin(job.options.backends, pointer, job.options.bucket_map, schema, scratch)
     bucket = Bucket(
         shared.stores.at(str(local), schema),
         replicas,
@@ -201,7 +201,7 @@ def _make_run_start(call: CallInfo, query_id: str, state: InitialState | None) -
     if state is not None and state.captured is not None and state.adopts:
         claimed_pointer = state.pointer
         claimed = claimed_pointer.claim or first_folder(claimed_pointer.query_folder), state.captured.batch
-    return RunStart(call.job.plan_id, sparks_run_id(call.task.run_id), after, here, claimed)
+    return RunStart(call.job.plan_id, parse_run_id(call.task.run_id), after, here, claimed)
 
 
 def _make_context(shared: Shared, call: CallInfo, scratch: Path, leases: Leases) -> CommitContext:

@@ -8,8 +8,8 @@ from arrow_schemas.partitions import PartitionAssignment
 from spark_state_ext.engine.job import Job
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.partition_files import record_growth
-from spark_state_ext.spark.shuffle.payload import heartbeat_nonce, seen_partitions
-from spark_state_ext.worker.retry import retried
+from spark_state_ext.spark.shuffle.payload import decode_partitions, heartbeat_nonce
+from spark_state_ext.worker.retry import call_with_retries
 
 __all__ = ["KnownCounts", "PackingNotes"]
 
@@ -29,7 +29,7 @@ class KnownCounts:
         if assignment is not None and assignment.knows(largest):
             return
         timeout_s = job.options.commit.commit_timeout_ms / 1000
-        self._known[place] = retried(lambda: record_growth(files, largest), timeout_s=timeout_s)
+        self._known[place] = call_with_retries(lambda: record_growth(files, largest), timeout_s=timeout_s)
         while len(self._known) > self._MAX:
             self._known.popitem(last=False)
 
@@ -49,7 +49,7 @@ class PackingNotes:
         if nonce is not None:
             self.heartbeat = nonce
             return True
-        largest = seen_partitions(payload)
+        largest = decode_partitions(payload)
         if largest is None:
             return False
         for stream, index in largest.items():

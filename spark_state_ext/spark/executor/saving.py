@@ -30,16 +30,16 @@ from spark_state_ext.errors import ChangedJobError, LiveRunError, MissingCheckpo
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.files.operator_catalog import newest_operator
-from spark_state_ext.ownership.free import until_free
+from spark_state_ext.ownership.free import wait_until_free
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Found
-from spark_state_ext.rescale.origin import origin_beside
+from spark_state_ext.ownership.lease_record import LEASE_FORMAT, NumberedRecord
+from spark_state_ext.rescale.origin import list_origin
 from spark_state_ext.savepoints.captured import Captured
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import operator_named
-from spark_state_ext.savepoints.rows import answer, copies_of, saved_row
-from spark_state_ext.savepoints.taking import Reading, save_bucket
+from spark_state_ext.savepoints.reading import choose_operator
+from spark_state_ext.savepoints.rows import make_answer, make_saved_row, parse_copies
+from spark_state_ext.savepoints.taking import ReadOptions, save_bucket
 from spark_state_ext.savepoints.writer import finish_savepoint, refuse_existing
 from spark_state_ext.version import __version__
 from spark_state_ext.worker.local_folders import scratch_folder
@@ -70,15 +70,15 @@ def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[
     if plain.get("rescales"):
         operator = newest_operator(files)
         if operator is None:
-            yield answer({"nothing_in": files.root})
+            yield make_answer({"nothing_in": files.root})
             return
         if operator.bucket_map == options.bucket_map:
-            yield answer({"stays": True})
+            yield make_answer({"stays": True})
             return
         try:
             refuse_rescaling(files, operator, OperatorFile.decode(plain["wanted"].encode(), files.root), plain["case"])
         except ChangedJobError as error:
-            yield answer({"refused": [type(error).__name__, str(error)]})
+            yield make_answer({"refused": [type(error).__name__, str(error)]})
             return
     if plain.get("savepoint"):
         refuse_existing(_open_savepoint(plain))
@@ -91,12 +91,12 @@ def begin(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[
     free = None
     if plain.get("claims"):
         # State that is read after this is the query's last, unless a later lease record follows this one.
-        free = until_free(LeaseLog(files), plain["claim"], partial(_make_live_error, files))
+        free = wait_until_free(LeaseLog(files), plain["claim"], partial(_make_live_error, files))
     held = Hold.place(files, plain["holder"], plain.get("lasts_ms", HOLD_MS))
-    yield answer({"hold": held.id, "lease": 0 if free is None else free.number})
+    yield make_answer({"hold": held.id, "lease": 0 if free is None else free.number})
 
 
-def _make_live_error(files: Folder, newest: Found) -> LiveRunError:
+def _make_live_error(files: Folder, newest: NumberedRecord) -> LiveRunError:
     return LiveRunError(
         f"the state at {files.root} cannot be claimed: {newest.record.owner} writes it, and renews its lease. Stop "
         f"the old query first. If it was killed, wait for {newest.record.lease_ms / 1000:.0f} s, and plan the new "
@@ -110,7 +110,7 @@ def end(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa
         pass
     _, files = _open_query_folder(plain)
     Hold(files, plain["hold"]).release()
-    yield answer(None)
+    yield make_answer(None)
 
 
 def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -130,7 +130,7 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
                 timeout_s = options.commit.commit_timeout_ms / 1000
                 replicas: list[Restorable] = [
                     *shared.replicas.reading(options.backends, pointer, scratch, timeout_s),
-                    *origin_beside(options.backends, pointer, operator.bucket_map, operator.row_schema(), scratch),
+                    *list_origin(options.backends, pointer, operator.bucket_map, operator.row_schema(), scratch),
                 ]
                 try:
                     copy = save_bucket(
@@ -140,12 +140,12 @@ def save(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[p
                         plain["form"],
                         operator.row_schema(),
                         scratch,
-                        reading=Reading(options.restore_from, plain["verify"]),
+                        reading=ReadOptions(options.restore_from, plain["verify"]),
                         writer=writer,
                     )
                 finally:
                     close_all(replicas)
-                yield saved_row(copy)
+                yield make_saved_row(copy)
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def _read_current_operator(files: Folder) -> OperatorFile:
 def finish(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Write the manifest from the input's rows; yield the id of the savepoint."""
     rows = [(row["saved"], row["pointer"]) for batch in batches for row in batch.to_pylist()]
-    buckets = [copy.saved for copy in copies_of(rows)]
+    buckets = [copy.saved for copy in parse_copies(rows)]
     operators: dict[str, OperatorFile] = {}
     for part in plain["parts"]:
         _, query_folder = _open_query_folder(part)
@@ -214,7 +214,7 @@ def finish(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator
     )
     manifest = SavepointManifest(header, tuple(sorted(buckets, key=lambda saved: (saved.operator, saved.bucket))))
     finish_savepoint(_open_savepoint(plain), manifest)
-    yield answer({"id": header.id, "watermark_ms": header.watermark_ms})
+    yield make_answer({"id": header.id, "watermark_ms": header.watermark_ms})
 
 
 def refuse(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -222,7 +222,7 @@ def refuse(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator
     for _ in batches:
         pass
     refuse_existing(_open_savepoint(plain))
-    yield answer(None)
+    yield make_answer(None)
 
 
 def describe(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -230,12 +230,12 @@ def describe(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterat
     for _ in batches:
         pass
     manifest = read_manifest(_open_savepoint(plain))
-    name = operator_named(manifest, plain["operator"], plain["savepoint"])
+    name = choose_operator(manifest, plain["operator"], plain["savepoint"])
     operator = manifest.header.operators[name]
     shown = operator.row_schema().without_expiry()
     state = json.loads(operator.state_schema)
     state["fields"] = [field for field in state["fields"] if field["name"] in {column.name for column in shown.state}]
-    yield answer(
+    yield make_answer(
         {
             "operator": name,
             "buckets": operator.buckets,
@@ -261,7 +261,7 @@ def capture(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterato
     target = plain["target"]
     notes = Folder(target["root"], target["storage_options"]).child(target["operator"], STARTING_FOLDER)
     notes.put(plain["file"], captured.encode())
-    yield answer({"buckets": len(pointers)})
+    yield make_answer({"buckets": len(pointers)})
 
 
 def check_start(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -271,9 +271,9 @@ def check_start(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Ite
     try:
         refuse_unfit_start(Job.from_plain(plain["job"]))
     except StateError as error:
-        yield answer({"error": type(error).__name__, "text": str(error)})
+        yield make_answer({"error": type(error).__name__, "text": str(error)})
         return
-    yield answer(None)
+    yield make_answer(None)
 
 
 def _open_savepoint(plain: dict[str, Any]) -> Folder:

@@ -18,23 +18,23 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from arrow_schemas.bucket_map import BucketMap
-from arrow_schemas.columns import flat, shown_row
+from arrow_schemas.columns import combine_chunks, format_row
 from arrow_schemas.equality import group_by_key
 from arrow_schemas.labels import bucket_label
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer
-from arrow_schemas.row import TIMEOUT_MS, RowSchema, normal_array
+from arrow_schemas.row import TIMEOUT_MS, RowSchema, normalise_array
 from spark_state_ext.engine.job import refuse_other_release
 from spark_state_ext.errors import CorruptFileError, StateValueError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import shown_rows
-from spark_state_ext.savepoints.rows import saved_row
-from spark_state_ext.savepoints.taking import Copy
+from spark_state_ext.savepoints.reading import read_visible_rows
+from spark_state_ext.savepoints.rows import make_saved_row
+from spark_state_ext.savepoints.taking import BucketCopy
 from spark_state_ext.savepoints.writer import write_snapshot
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN, decode, encode
-from spark_state_ext.store.runs import hashes_of
+from spark_state_ext.store.runs import get_hashes
 from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.spill import HashSorter
 
@@ -91,7 +91,7 @@ def write_buckets(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> I
     savepoint = Folder(plain["savepoint"], plain["savepoint_options"])
     by_bucket = _split_by_bucket(_make_runs(plain, operator.row_schema(), sorter), operator.bucket_map)
     for bucket, runs in groupby(by_bucket, key=itemgetter(0)):
-        yield saved_row(_write_bucket(plain, operator, bucket, (rows for _, rows in runs), savepoint, scratch))
+        yield make_saved_row(_write_bucket(plain, operator, bucket, (rows for _, rows in runs), savepoint, scratch))
 
 
 def _refuse_spill_file(name: str, offset: int, length: int) -> bytes:
@@ -101,7 +101,7 @@ def _refuse_spill_file(name: str, offset: int, length: int) -> bytes:
 def _split_by_bucket(runs: Iterable[pa.RecordBatch], bucket_map: BucketMap) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Split rows, which ascend by hash, where a bucket ends; yield the bucket and its rows."""
     for rows in runs:
-        buckets = bucket_map.of(hashes_of(rows))
+        buckets = bucket_map.of(get_hashes(rows))
         borders = [0, *(np.flatnonzero(np.diff(buckets)) + 1).tolist(), len(buckets)]
         for start, end in pairwise(borders):
             yield int(buckets[start]), rows.slice(start, end - start)
@@ -114,7 +114,7 @@ def _write_bucket(
     runs: Iterator[pa.RecordBatch],
     savepoint: Folder,
     scratch: Path,
-) -> Copy:
+) -> BucketCopy:
     # The same in every attempt at the task, so that no attempt leaves an unknown file behind.
     text = f"{plain['id']} {operator.operator} {bucket}"
     ref = CheckpointRef(1, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
@@ -131,7 +131,7 @@ def _write_bucket(
     into = savepoint.child(operator.operator, str(bucket))
     saved = write_snapshot(pointer, operator.row_schema(), _record_timeouts(runs, earliest), into, scratch)
     saved = replace(saved, pointer=replace(saved.pointer, earliest_timeout_ms=min(earliest, default=None)))
-    return Copy(saved, 0, 1, saved.files[0].size_bytes)
+    return BucketCopy(saved, 0, 1, saved.files[0].size_bytes)
 
 
 def _record_timeouts(runs: Iterable[pa.RecordBatch], earliest: list[int]) -> Iterator[pa.RecordBatch]:
@@ -149,7 +149,7 @@ def _make_runs(plain: dict[str, Any], schema: RowSchema, sorter: HashSorter) -> 
     for _, table in sorter.ranges():
         if table is None:
             continue
-        columns = [flat(column) for column in table.columns]
+        columns = [combine_chunks(column) for column in table.columns]
         hashes = columns[-1].to_numpy().view(np.uint64)
         normal_keys = schema.normalise_keys(columns[:keys])
         order, starts = group_by_key(hashes, normal_keys)
@@ -157,12 +157,12 @@ def _make_runs(plain: dict[str, Any], schema: RowSchema, sorter: HashSorter) -> 
             counts = np.diff(np.append(starts, len(order)))
             at = int(order[starts[int(np.argmax(counts > 1))]])
             raise StateValueError(
-                f"the table has the key {shown_row([field.name for field in schema.keys], columns[:keys], at)} more "
+                f"the table has the key {format_row([field.name for field in schema.keys], columns[:keys], at)} more "
                 "than once: a key has one state. Aggregate the table by key first."
             )
         n = table.num_rows
         state = [
-            normal_array(column, field.type) if column.type != field.type else column
+            normalise_array(column, field.type) if column.type != field.type else column
             for column, field in zip(columns[keys:], schema.state, strict=False)
         ]
         defined = columns[keys + len(schema.state) + has_timeout] if plain.get("has_defined", False) else None
@@ -199,7 +199,7 @@ def read_rows(plain: dict[str, Any], batches: Iterable[pa.RecordBatch]) -> Itera
             saved = manifest.bucket(plain["operator"], bucket)
             schema = manifest.header.operators[plain["operator"]].row_schema()
             if not plain["with_defined"]:
-                yield from shown_rows(savepoint, saved, schema, scratch)
+                yield from read_visible_rows(savepoint, saved, schema, scratch)
                 continue
-            for rows in shown_rows(savepoint, saved, schema, scratch, with_defined=True):
+            for rows in read_visible_rows(savepoint, saved, schema, scratch, with_defined=True):
                 yield rows.rename_columns([f"c{at}" for at in range(rows.num_columns)])

@@ -22,7 +22,7 @@ from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import CorruptFileError, LiveRunError, UsageError
 from spark_state_ext.files.folder import refuse_relative
-from spark_state_ext.savepoints.batch_logs import LoggedBatch, parsed_batch
+from spark_state_ext.savepoints.batch_logs import LoggedBatch, parse_batch
 from spark_state_ext.spark.client.savepoints import TakenSavepoint
 from spark_state_ext.spark.client.settings import make_format_setting, open_session_with, refuse_unread_format
 from spark_state_ext.spark.client.tables import TableSavepoint, read_saved_table, save_table
@@ -160,7 +160,7 @@ def import_native(
     job = run_task(spark, "look", request, "native")
     _refuse_running(spark, request["checkpoint"], job, idle_s)
     offsets = {int(number): text for number, text in job["offsets"].items()}
-    logged = parsed_batch(job["batch"], job["planned"], offsets, job["commit"], request["checkpoint"])
+    logged = parse_batch(job["batch"], job["planned"], offsets, job["commit"], request["checkpoint"])
     refuse_unread_format(request["checkpoint"], logged.checkpoint_format)
     with open_session_with(spark, make_format_setting(logged.checkpoint_format)) as session:
         result, table_sum, checkpoint = _import(session, request, job, logged, _Target(target, operator, buckets))

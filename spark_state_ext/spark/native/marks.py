@@ -17,7 +17,7 @@ from spark_state_ext.errors import StorageError
 from spark_state_ext.savepoints.batch_logs import LoggedBatch
 from spark_state_ext.spark.client.plain import use_spark_state
 from spark_state_ext.spark.client.settings import make_format_setting, open_session_with
-from spark_state_ext.spark.compat import is_of_spark, said_by_spark
+from spark_state_ext.spark.compat import extract_spark_message, is_spark_error
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -66,9 +66,9 @@ def write_marks(
                 query.stop()
         except Exception as error:
             # A classic session passes on some errors of the JVM unchanged.
-            if not is_of_spark(error):
+            if not is_spark_error(error):
                 raise
-            reason = said_by_spark(str(error))
+            reason = extract_spark_message(str(error))
             raise StorageError(f"Spark could not write the state of the new query to {location}: {reason}") from error
 
 

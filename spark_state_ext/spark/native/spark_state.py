@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from spark_state_ext.errors import StorageError, UnsupportedPlanError, UsageError
-from spark_state_ext.spark.compat import FIRST_READERS, SPARK_VERSION, is_of_spark, said_by_spark
+from spark_state_ext.spark.compat import FIRST_READERS, SPARK_VERSION, extract_spark_message, is_spark_error
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -117,10 +117,11 @@ def translate_errors(location: str, version: tuple[int, int] = SPARK_VERSION) ->
     except Exception as error:
         # An error of our own task is passed on unchanged.
         ours = isinstance(error, PythonException) or "api.python.PythonException" in str(error)
-        if ours or not is_of_spark(error):
+        if ours or not is_spark_error(error):
             raise
         raise StorageError(
-            f"Spark cannot read the state of {location}: {said_by_spark(str(error))}{_find_advice(str(error), version)}"
+            f"Spark cannot read the state of {location}: {extract_spark_message(str(error))}"
+            f"{_find_advice(str(error), version)}"
         ) from error
 
 

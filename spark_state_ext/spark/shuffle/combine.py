@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from arrow_schemas.columns import flat
+from arrow_schemas.columns import combine_chunks
 from arrow_schemas.equality import HashArray, IndexArray, group_by_key
 from arrow_schemas.row import RowSchema
-from spark_state_ext.functions.tables import normal_rows
+from spark_state_ext.functions.tables import normalise_rows
 from spark_state_ext.operators.arrays import KeyedRows
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN
 
@@ -70,9 +70,9 @@ def combine_rows(
 ) -> tuple[pa.Table, IndexArray | None]:
     """Return packed rows, hash last, combined into fewer such rows; and the buckets of these."""
     hashes: HashArray = table.column(HASH_COLUMN).to_numpy().view(np.uint64)
-    rows = normal_rows(table.select(list(range(len(combiner.columns)))), combiner.columns)
+    rows = normalise_rows(table.select(list(range(len(combiner.columns)))), combiner.columns)
     if _is_worthwhile(hashes):
-        keys = schema.normalise_keys([flat(rows.column(position)) for position in combiner.key_positions])
+        keys = schema.normalise_keys([combine_chunks(rows.column(position)) for position in combiner.key_positions])
         order, starts = group_by_key(hashes, keys if buckets is None else [*keys, pa.array(buckets)])
         keyed, hashes = KeyedRows(rows, order, starts), hashes[order[starts]]
         buckets = None if buckets is None else buckets[order[starts]]

@@ -22,7 +22,7 @@ from spark_state_ext.worker.metrics import CallMetrics
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["OTHERS_COLUMN", "numbers_of", "observe_sizes", "observe_start"]
+__all__ = ["OTHERS_COLUMN", "encode_numbers", "observe_sizes", "observe_start"]
 
 OTHERS_COLUMN = "__others"
 # Fields of `CallMetrics`.
@@ -62,7 +62,7 @@ def observe_start(packed: DataFrame, operator: str) -> DataFrame:
     return observed
 
 
-def numbers_of(call: CallMetrics) -> pd.DataFrame:
+def encode_numbers(call: CallMetrics) -> pd.DataFrame:
     """Return the numbers of a call as a row of the operator's output."""
     payload = NUMBERS + b"".join(_NUMBER.pack(int(getattr(call, name))) for name in NAMES)
     return pd.DataFrame({OUTPUT_COLUMN: pd.Series([payload], dtype=object)})

@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 
 from spark_state_ext.errors import CorruptFileError
-from spark_state_ext.functions.tables import conformed
+from spark_state_ext.functions.tables import conform_table
 from spark_state_ext.spark.shuffle.payload import NUMBERS, OUTPUT_COLUMN, decode_output, encode_output
 
 __all__ = ["OUTPUT_SCHEMA", "Outbox", "unpack"]
@@ -38,7 +38,7 @@ class Outbox:
 
     def add(self, table: Any) -> Iterator[pd.DataFrame]:
         """Add a table with the output's columns; yield the frames that are full."""
-        conforming = conformed(table, self._fields, "the function gave")
+        conforming = conform_table(table, self._fields, "the function gave")
         if not conforming.num_rows:
             return
         rows = max(1, conforming.num_rows * _PAYLOAD_BYTES // max(1, conforming.nbytes))

@@ -23,7 +23,7 @@ from spark_state_ext.engine.folders import operator_folder
 from spark_state_ext.engine.in_transit import spill_folder
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.task import TaskInfo
-from spark_state_ext.files.operator_catalog import others_beside
+from spark_state_ext.files.operator_catalog import list_other_queries
 from spark_state_ext.spark.shuffle.combine import Combiner, combine_rows
 from spark_state_ext.spark.shuffle.observed import OTHERS_COLUMN
 from spark_state_ext.spark.shuffle.payload import (
@@ -39,7 +39,7 @@ from spark_state_ext.spark.shuffle.payload import (
 from spark_state_ext.spark.shuffle.source_counts import check_partition_counts
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.worker.local_folders import scratch_folder
-from spark_state_ext.worker.retry import retried
+from spark_state_ext.worker.retry import call_with_retries
 
 __all__ = ["inline_share", "pack"]
 
@@ -131,7 +131,7 @@ def _count_other_queries(job: Job, task: TaskInfo) -> int | None:
     if task.batch != 0:
         return None if task.batch is None else 0
     timeout_s = job.options.commit.commit_timeout_ms / 1000
-    ids: list[str] = retried(lambda: others_beside(operator_folder(job)), timeout_s=timeout_s)
+    ids: list[str] = call_with_retries(lambda: list_other_queries(operator_folder(job)), timeout_s=timeout_s)
     return 0 if task.query_id in ids else len(ids)
 
 
@@ -151,7 +151,7 @@ class _Packer:
 
     def pack_table(self, table: pa.Table) -> Iterator[pa.RecordBatch]:
         table, buckets = self._assign_buckets(table)
-        times = event_times(self._job, table)
+        times = read_event_times(self._job, table)
         # Combined rows are sorted by hash, so mostly by bucket too.
         if np.any(buckets[1:] < buckets[:-1]):
             order = np.argsort(buckets, kind="stable")
@@ -264,7 +264,7 @@ def _shorten(data: pa.RecordBatch, start: int, stop: int, bytes_max: int) -> int
     return stop
 
 
-def event_times(job: Job, table: pa.Table) -> pa.ChunkedArray | None:
+def read_event_times(job: Job, table: pa.Table) -> pa.ChunkedArray | None:
     """Return the event times in microseconds since 1970, int64, NULL for a row without; None without a watermark."""
     if job.event_time_position < 0:
         return None

@@ -42,7 +42,7 @@ __all__ = [
     "heartbeat_nonce",
     "encode_partitions",
     "payload_bytes_max",
-    "seen_partitions",
+    "decode_partitions",
     "encode_spill_reference",
     "load_spilled_payload",
 ]
@@ -91,7 +91,7 @@ def encode_partitions(largest: Mapping[str, int]) -> bytes:
     return _add_checksum(_PARTITIONS, json.dumps(dict(largest), sort_keys=True).encode())
 
 
-def seen_partitions(payload: bytes) -> dict[str, int] | None:
+def decode_partitions(payload: bytes) -> dict[str, int] | None:
     """Decode a payload of `encode_partitions`; None for any other payload."""
     if payload[:1] != _PARTITIONS:
         return None

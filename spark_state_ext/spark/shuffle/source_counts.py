@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 
-from arrow_schemas.damage import damage_in
+from arrow_schemas.damage import describe_damage
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CorruptFileError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.offsets import kafka_partitions
-from spark_state_ext.worker.retry import retried
+from spark_state_ext.worker.retry import call_with_retries
 
 __all__ = ["check_partition_counts"]
 
@@ -30,7 +30,7 @@ def check_partition_counts(job: Job, task: TaskInfo) -> None:
     # Options of an object store would be wrong for a local folder.
     folder = Folder(location, options.storage_options if "://" in location else None)
     timeout_s = options.commit.commit_timeout_ms / 1000
-    log, log_name = retried(lambda: _read_newest_offsets(folder, task.query_id), timeout_s=timeout_s)
+    log, log_name = call_with_retries(lambda: _read_newest_offsets(folder, task.query_id), timeout_s=timeout_s)
     topics, unknown = kafka_partitions(log, log_name)
     source.refuse_counts(topics, unknown, log_name)
 
@@ -62,4 +62,6 @@ def _read_query_id(folder: Folder) -> str:
     try:
         return str(json.loads(folder.get(_METADATA))["id"])
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptFileError(f"{name} does not hold a query's id: {damage_in(error)}. Restore the file") from error
+        raise CorruptFileError(
+            f"{name} does not hold a query's id: {describe_damage(error)}. Restore the file"
+        ) from error

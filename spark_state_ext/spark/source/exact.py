@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.reading.bodies import Scratch
-from spark_state_ext.reading.exact import ExactBatch, Told, open_exact
+from spark_state_ext.reading.exact import ExactBatch, QueryOfOperator, open_exact
 from spark_state_ext.reading.state import OpenState
 from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState, use_batch
 from spark_state_ext.spark.compat import SPARK_VERSION
@@ -113,12 +113,12 @@ def choose_store(reader: StateReader, operator: str | None) -> StoreOfState:
     return chosen
 
 
-def identify_query(reader: StateReader, store: StoreOfState, batch: int | None = None) -> Told:
+def identify_query(reader: StateReader, store: StoreOfState, batch: int | None = None) -> QueryOfOperator:
     """Return which operator and query folder Spark names for the state."""
     folder = store.query_folder
     if batch is not None:
         folder = reader.query_folder_at(store, reader.batch(batch).batch) or folder
-    return Told(store.operator, folder, reader.location)
+    return QueryOfOperator(store.operator, folder, reader.location)
 
 
 def read_exact_batch(reader: StateReader, store: StoreOfState, committed: CommittedBatch) -> ExactBatch:

@@ -22,8 +22,8 @@ from arrow_schemas.savepoint import SavedFile
 from spark_state_ext.engine.job import BUILD, refuse_other_release
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.reading.changes import CHANGE, changes_of_bucket, changes_schema
-from spark_state_ext.reading.exact import ExactBatch, Told, open_exact
+from spark_state_ext.reading.changes import CHANGE, find_changes, make_changes_schema
+from spark_state_ext.reading.exact import ExactBatch, QueryOfOperator, open_exact
 from spark_state_ext.reading.holding import ReaderHold
 from spark_state_ext.reading.opening import open_pointers, open_state
 from spark_state_ext.reading.shown import BUCKET
@@ -65,7 +65,7 @@ class Exact:
         The batch that is read; for changes the batch that they start from, and the one that is read.
     """
 
-    origin: Told
+    origin: QueryOfOperator
     batches: tuple[ExactBatch, ...]
 
 
@@ -78,7 +78,7 @@ def decode_exact(
         pointer = Pointer.decode(row["pointer"])
         pointers[row["at"]][pointer.bucket] = pointer
     return Exact(
-        Told(**origin),
+        QueryOfOperator(**origin),
         tuple(
             ExactBatch(*batch_range, batch_pointers)
             for batch_range, batch_pointers in zip(ranges, pointers, strict=True)
@@ -127,8 +127,8 @@ def read_part(part: str, storage_options: Mapping[str, Any]) -> Iterator[pa.Reco
 
     after = open_at("pointer", plan["batch"])
     if plan["table"] == CHANGES:
-        batches: Any = changes_of_bucket(open_at("before", plan["batch"]), after, bucket)
-        fields = changes_schema(after)
+        batches: Any = find_changes(open_at("before", plan["batch"]), after, bucket)
+        fields = make_changes_schema(after)
     elif plan["table"] == METADATA:
         batches, fields = after.lineage([bucket]).to_batches(), FILES
     elif plan["table"] == TIMEOUTS:
@@ -191,7 +191,7 @@ def _make_schema(options: SourceOptions, state: OpenState) -> str:
     if options.table == TIMEOUTS:
         return _encode_struct({name: types[name] for name in (*keys, TIMEOUT_MS)})
     if options.table == CHANGES:
-        changes_schema(state)
+        make_changes_schema(state)
         return _encode_struct({**{name: types[name] for name in state.schema.names}, CHANGE: _STRING})
     if options.columns is None:
         return _encode_struct({name: types[name] for name in state.schema.names})
