@@ -184,14 +184,14 @@ def test_spark_is_given_no_frames(tmp_path: Path) -> None:
             import io, os, traceback
             from pyspark.util import handle_worker_exception
             from spark_state_ext.errors import StorageError
-            from spark_state_ext.spark.executor.border import bordered
+            from spark_state_ext.spark.executor.border import run_and_rewrite_errors
 
             def work():
                 yield 1
                 raise StorageError("the disk failed")
 
             try:
-                list(bordered(None, work))
+                list(run_and_rewrite_errors(None, work))
             except BaseException as error:
                 # As Spark 4 does; as 3.5 does, which knows of simplifying alone; and as it does without that.
                 for setting in ("SPARK_HIDE_TRACEBACK", "SPARK_SIMPLIFIED_TRACEBACK"):

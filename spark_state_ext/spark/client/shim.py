@@ -19,8 +19,8 @@ def pack_entry(plain: dict[str, Any], combiner: Any = None) -> Callable[[Any], A
     load = _make_loader()
 
     def pack_rows(batches: Any) -> Any:
-        bordered = load("spark_state_ext.spark.executor.border").bordered
-        return bordered(None, load("spark_state_ext.spark.shuffle.pack").pack, plain, batches, combiner)
+        run_and_rewrite_errors = load("spark_state_ext.spark.executor.border").run_and_rewrite_errors
+        return run_and_rewrite_errors(None, load("spark_state_ext.spark.shuffle.pack").pack, plain, batches, combiner)
 
     return pack_rows
 
@@ -30,8 +30,8 @@ def bucket_entry(plain: dict[str, Any], function: Callable[..., Any]) -> Callabl
     load = _make_loader()
 
     def run_bucket(key: Any, frames: Any, state: Any) -> Any:
-        bordered = load("spark_state_ext.spark.executor.border").bordered
-        return bordered(
+        run_and_rewrite_errors = load("spark_state_ext.spark.executor.border").run_and_rewrite_errors
+        return run_and_rewrite_errors(
             function, load("spark_state_ext.spark.executor.call").run_bucket, plain, function, key, frames, state
         )
 
@@ -44,7 +44,7 @@ def unpack_entry() -> Callable[[Any], Any]:
     load = _make_loader()
 
     def unpack_rows(batches: Any) -> Any:
-        return load("spark_state_ext.spark.executor.border").bordered(
+        return load("spark_state_ext.spark.executor.border").run_and_rewrite_errors(
             None, load("spark_state_ext.spark.shuffle.output").unpack, batches
         )
 
@@ -57,7 +57,7 @@ def task_entry(what: str, plain: dict[str, Any], module: str = "saving") -> Call
 
     def savepoint(batches: Any) -> Any:
         work = getattr(load(f"spark_state_ext.spark.executor.{module}"), what)
-        return load("spark_state_ext.spark.executor.border").bordered(None, work, plain, batches)
+        return load("spark_state_ext.spark.executor.border").run_and_rewrite_errors(None, work, plain, batches)
 
     return savepoint
 
