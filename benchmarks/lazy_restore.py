@@ -35,10 +35,10 @@ from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.checkpoint import write_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed_body import read_announced_index
-from spark_state_ext.peers.asking import Peers
-from spark_state_ext.peers.finding import ADDRESS_KIND
+from spark_state_ext.peers.discovery import ADDRESS_KIND
+from spark_state_ext.peers.piece_requests import Peers
+from spark_state_ext.peers.served_snapshots import SnapshotFile
 from spark_state_ext.peers.server import PeerServer
-from spark_state_ext.peers.serving import SnapshotFile
 from spark_state_ext.peers.settings import PeerSettings
 from spark_state_ext.standby.members import Membership
 from spark_state_ext.store import LocalStore

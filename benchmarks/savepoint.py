@@ -266,7 +266,7 @@ def _timed_copy(source: Path, target: Path) -> float:
 def _told_by_tasks(folder: Path) -> Iterator[None]:
     """Have the tasks of savepoints leave in a folder how long their own work took."""
     from spark_state_ext.spark.client import savepoints, tasks
-    from spark_state_ext.spark.client.shim import task_entry
+    from spark_state_ext.spark.client.task_functions import task_entry
 
     def entry(what: str, *args: Any) -> Callable[[Any], Any]:
         return _timed(what, task_entry(what, *args), str(folder))

@@ -30,7 +30,7 @@ from benchmarks.report import BenchmarkError, Report
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.standby.following import BucketFollower, SharedStores
+from spark_state_ext.standby.follower import BucketFollower, SharedStores
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.spill import SpillBuffer

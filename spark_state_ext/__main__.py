@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from spark_state_ext.cli.exits import REFUSED
+from spark_state_ext.cli.exit_codes import REFUSED
 
 __all__ = ["main"]
 
@@ -21,7 +21,7 @@ _WITH_SPARK = frozenset({"abandoned", "export-native", "gc", "import-native", "s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit code (`spark_state_ext.cli.exits`)."""
+    """Run a command, and return its exit code (`spark_state_ext.cli.exit_codes`)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     missing = [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if not missing:

@@ -42,7 +42,7 @@ NAMES = {
 # Words in text. Keys of formats stand in backticks, and keep their names until the format changes.
 WORDS = ("beat", "beats", "standing", "standings", "presumed", "homes")
 # The folder of a user's function, and those of Java and Spark, are called homes by others.
-_OTHER_HOMES = {"border.py", "server.py"}
+_OTHER_HOMES = {"error_border.py", "server.py"}
 
 
 def _names(path: Path) -> Iterator[tuple[int, str]]:

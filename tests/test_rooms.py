@@ -43,8 +43,8 @@ LINES_MAX, PARAMETERS_MAX = 70, 8
 # Users' own signatures: nothing else has so many.
 MANY_PARAMETERS = {
     "spark_state_ext/erasing/history.py:erase_history",
-    "spark_state_ext/reading/opening.py:open_state",
-    "spark_state_ext/spark/source/exact.py:open_committed",
+    "spark_state_ext/reading/state_opener.py:open_state",
+    "spark_state_ext/spark/source/committed_state.py:open_committed",
     "spark_state_ext/spark/client/state.py:ArrowState.__init__",
     "spark_state_ext/functions/state_batch.py:StateBatch.__init__",
     "spark_state_ext/testing/function_run.py:run",

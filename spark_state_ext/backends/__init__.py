@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from arrow_schemas.lineage import CheckpointRef
 from spark_state_ext.files.folder import Readable
 from spark_state_ext.files.retention import CleanUp
-from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.files.sealed_file import SealedFile
 
 __all__ = [
     "STATE",

@@ -33,9 +33,9 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.checkpoint import verify_checkpoint
 from spark_state_ext.files.folder import Folder, Readable, make_taken_error
-from spark_state_ext.files.known_files import KnownFiles
+from spark_state_ext.files.header_cache import KnownFiles
 from spark_state_ext.files.retention import clean_up, is_crowded
-from spark_state_ext.files.sealed import SealedFile, publish
+from spark_state_ext.files.sealed_file import SealedFile, publish
 from spark_state_ext.worker.retry import call_with_retries
 from spark_state_ext.worker.threads import CallerExecutor
 from spark_state_ext.worker.worker import Worker

@@ -36,18 +36,18 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.existence import has_checkpoint
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.left_behind import note_left_behind
+from spark_state_ext.files.left_columns import note_left_behind
 from spark_state_ext.files.operator_catalog import list_other_queries, query_folders_of_batch
 from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim, refuse_written_since
-from spark_state_ext.rescale.notes import note_free
 from spark_state_ext.rescale.origin import list_origin
 from spark_state_ext.rescale.parents import Parent, note_parent, parent_files, read_parent
+from spark_state_ext.rescale.parents_notes import note_free
+from spark_state_ext.savepoints.bucket_copy import save_bucket
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint, refuse_claimed
-from spark_state_ext.savepoints.copying import copy_file
-from spark_state_ext.savepoints.records import StartRecord, note_held, note_start, read_start
-from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.savepoints.file_copy import copy_file
+from spark_state_ext.savepoints.start_records import StartRecord, note_held, note_start, read_start
 
 __all__ = ["begin_bucket", "bring_files", "bring_parent", "claim_source", "make_gone_on_error", "make_source_opener"]
 

@@ -17,8 +17,8 @@ from spark_state_ext.engine.start_from import CLAIM
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_record import Claim
 from spark_state_ext.rescale.parents import Parent, combine_pointers, compute_origin
-from spark_state_ext.savepoints.captured import Captured
-from spark_state_ext.savepoints.records import RESCALE, SAVEPOINT, StartRecord
+from spark_state_ext.savepoints.captured_pointers import Captured
+from spark_state_ext.savepoints.start_records import RESCALE, SAVEPOINT, StartRecord
 
 __all__ = ["InitialState", "make_divided_pointer"]
 

@@ -29,8 +29,8 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.rescale.folders import make_rescaled_name
 from spark_state_ext.rescale.parents import Parent
-from spark_state_ext.savepoints.captured import Captured
-from spark_state_ext.savepoints.records import RESCALE, StartRecord
+from spark_state_ext.savepoints.captured_pointers import Captured
+from spark_state_ext.savepoints.start_records import RESCALE, StartRecord
 
 __all__ = ["Rescaling", "is_dropped_bucket", "refuse_requests", "refuse_rescaling"]
 

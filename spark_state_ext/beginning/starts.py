@@ -32,9 +32,9 @@ from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.files.partition_files import newest_assignment
 from spark_state_ext.rescale.folders import is_rescaled_by
 from spark_state_ext.rescale.parents import Parent
-from spark_state_ext.savepoints.captured import Captured
+from spark_state_ext.savepoints.captured_pointers import Captured
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.records import RETAINED, SAVEPOINT, StartRecord
+from spark_state_ext.savepoints.start_records import RETAINED, SAVEPOINT, StartRecord
 
 __all__ = ["Starts", "refuse_unfit_start"]
 

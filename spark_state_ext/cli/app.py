@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from spark_state_ext.cli.exits import BUG, DONE, INTERRUPTED, REFUSED, WRONG_CALL
+from spark_state_ext.cli.exit_codes import BUG, DONE, INTERRUPTED, REFUSED, WRONG_CALL
 from spark_state_ext.cli.options import adapt_to_typer
 from spark_state_ext.cli.output import say
 from spark_state_ext.files.printable import printable
@@ -176,7 +176,7 @@ def build_application() -> typer.Typer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit code (`spark_state_ext.cli.exits`)."""
+    """Run a command, and return its exit code (`spark_state_ext.cli.exit_codes`)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = get_command(build_application()).main(args=words, prog_name=PROGRAM, standalone_mode=False)

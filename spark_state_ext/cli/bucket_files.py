@@ -17,7 +17,7 @@ from arrow_schemas.lineage import CheckpointRef, LineageHeader, parse_file_name
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.savepoint import MANIFEST_NAME
-from spark_state_ext.cli.exits import DONE, NO
+from spark_state_ext.cli.exit_codes import DONE, NO
 from spark_state_ext.cli.options import (
     BucketsOption,
     OperatorOption,
@@ -39,9 +39,9 @@ from spark_state_ext.cli.output import (
 from spark_state_ext.cli.paths import find_query_folder, list_bucket_folders, open_folder, read_operator_in_force
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, MissingError, UsageError
 from spark_state_ext.files.checkpoint import Announced, read_announced
-from spark_state_ext.files.explained import Explanation, explain
+from spark_state_ext.files.explanation import Explanation, explain
 from spark_state_ext.files.folder import Entry, Folder, is_temporary
-from spark_state_ext.files.known_files import FileHeaders, KnownFiles
+from spark_state_ext.files.header_cache import FileHeaders, KnownFiles
 from spark_state_ext.files.layout import (
     CLAIM_FOLDER,
     HOLDS_FOLDER,

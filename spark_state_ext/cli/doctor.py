@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from spark_state_ext.cli.check import check_machine
-from spark_state_ext.cli.exits import DONE, NO
+from spark_state_ext.cli.exit_codes import DONE, NO
 from spark_state_ext.cli.options import JobDirOption, OutputOption, RootPath, StorageOptions
 from spark_state_ext.cli.output import Output, parse_columns, say, write_records
 from spark_state_ext.errors import UsageError

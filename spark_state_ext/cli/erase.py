@@ -10,7 +10,7 @@ import pyarrow as pa
 import typer
 
 from spark_state_ext.backends.registry import Backend
-from spark_state_ext.cli.exits import DONE, NO
+from spark_state_ext.cli.exit_codes import DONE, NO
 from spark_state_ext.cli.options import (
     BackendOptions,
     BackendsOption,
@@ -27,14 +27,14 @@ from spark_state_ext.cli.options import (
 from spark_state_ext.cli.output import Output, parse_columns, say, write_records, write_table
 from spark_state_ext.cli.paths import list_operators, make_absolute
 from spark_state_ext.cli.values import parse_key
-from spark_state_ext.erasing.asking import WAITING, erase_keys, erase_status, withdraw_erasure
-from spark_state_ext.erasing.folders import find_query_folders
 from spark_state_ext.erasing.history import erase_history
+from spark_state_ext.erasing.query_folders import find_query_folders
 from spark_state_ext.erasing.receipt import EraseReceipt
-from spark_state_ext.erasing.scanning import erase_scan
+from spark_state_ext.erasing.requests import WAITING, erase_keys, erase_status, withdraw_erasure
+from spark_state_ext.erasing.scan import erase_scan
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.functions.reasons import explain_conversion_error
+from spark_state_ext.functions.conversion_errors import explain_conversion_error
 
 __all__ = ["history", "keys", "scan", "status", "withdraw"]
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import typer
 
-from spark_state_ext.cli.exits import DONE, NO
+from spark_state_ext.cli.exit_codes import DONE, NO
 from spark_state_ext.cli.options import MetricsPath, OutputOption, StorageOptions
 from spark_state_ext.cli.output import Output, parse_columns, say, write_cells, write_table
 from spark_state_ext.errors import UsageError
@@ -377,7 +377,7 @@ def report(
     """
     # Imported here, because only this command reads roots.
     from spark_state_ext.cli.paths import make_absolute
-    from spark_state_ext.reports.making import report as make_report
+    from spark_state_ext.reports.report_file import report as make_report
 
     page = make_report(make_absolute(path), out, metrics=metrics, storage_options=storage_options, title=title)
     say(f"file={page} bytes={page.stat().st_size}")

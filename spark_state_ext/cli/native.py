@@ -48,7 +48,7 @@ def import_native(
     from spark_state_ext.cli.sessions import get_session, refuse_occupied, unwrap_task_errors
     from spark_state_ext.engine.options import StateOptions
     from spark_state_ext.engine.start_from import Savepoint
-    from spark_state_ext.spark.native.importing import import_native as import_from_spark
+    from spark_state_ext.spark.native.job_import import import_native as import_from_spark
 
     target_options = storage_options if savepoint_options is None else savepoint_options
     target = Savepoint(savepoint, storage_options=target_options)
@@ -96,10 +96,10 @@ def export_native(
     from spark_state_ext.cli.sessions import find_local_path, get_session, unwrap_task_errors
     from spark_state_ext.engine.start_from import Savepoint
     from spark_state_ext.savepoints.manifest_file import read_manifest
-    from spark_state_ext.savepoints.reading import choose_operator
+    from spark_state_ext.savepoints.saved_rows import choose_operator
     from spark_state_ext.spark.client.tables import read_savepoint
-    from spark_state_ext.spark.native.exporting import export_native as check_export
-    from spark_state_ext.spark.native.exporting import refuse_operator
+    from spark_state_ext.spark.native.savepoint_export import export_native as check_export
+    from spark_state_ext.spark.native.savepoint_export import refuse_operator
 
     folder = open_folder(make_absolute(savepoint), storage_options)
     manifest = read_manifest(folder)

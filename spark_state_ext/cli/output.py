@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 import typer
 
-from spark_state_ext.cli.exits import BROKEN_PIPE
+from spark_state_ext.cli.exit_codes import BROKEN_PIPE
 from spark_state_ext.files.printable import printable
 
 __all__ = [

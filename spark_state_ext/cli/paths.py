@@ -13,7 +13,7 @@ from spark_state_ext.cli.output import say
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Entry, Folder, refuse_relative
 from spark_state_ext.files.layout import LEASE_FOLDER, SPILL_FOLDER, STARTING_FOLDER
-from spark_state_ext.reading.finding import find_state
+from spark_state_ext.reading.state_folder import find_state
 
 __all__ = [
     "QueryFolder",

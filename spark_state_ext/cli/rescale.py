@@ -14,10 +14,10 @@ from spark_state_ext.cli.output import Output, parse_columns, say, show_progress
 from spark_state_ext.cli.paths import open_folder
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.reports import choosing
-from spark_state_ext.rescale.savepoints import plan_rescaling, write_rescaled
+from spark_state_ext.reports import recommendation
+from spark_state_ext.rescale.rescaled_savepoint import plan_rescaling, write_rescaled
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import choose_operator
+from spark_state_ext.savepoints.saved_rows import choose_operator
 
 __all__ = ["recommend", "rescale"]
 
@@ -122,7 +122,7 @@ def recommend(
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Recommend a number of buckets and of shuffle partitions, from the measured cost of buckets."""
-    record = asdict(choosing.recommend(keys, bytes_per_key, batch_interval_s, cores))
+    record = asdict(recommendation.recommend(keys, bytes_per_key, batch_interval_s, cores))
     if output is Output.TABLE:
         for reason in record["why"]:
             say(reason)

@@ -31,8 +31,8 @@ from spark_state_ext.savepoints.claims import (
     read_claim,
     release_claim,
 )
+from spark_state_ext.savepoints.deletion import delete_files
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.removing import delete_files
 from spark_state_ext.savepoints.status import StartedQuery, Verdict, find_started_queries, judge, read_claim_status
 from spark_state_ext.savepoints.writer import SavepointWriter
 

@@ -13,14 +13,14 @@ from typing import Annotated, Any, TextIO
 import pyarrow as pa
 import typer
 
-from spark_state_ext.cli.exits import DONE, NO
+from spark_state_ext.cli.exit_codes import DONE, NO
 from spark_state_ext.cli.options import OutputOption, StorageOptions
 from spark_state_ext.cli.output import Output, parse_columns, say, write_record, write_table
 from spark_state_ext.cli.paths import list_operators, strip_slash
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.printable import printable
-from spark_state_ext.standby.finding import Finder
+from spark_state_ext.standby.buckets_below_root import Finder
 from spark_state_ext.standby.members import read_settings, write_settings
 from spark_state_ext.standby.recovery import estimate_host_recovery_s, estimate_recovery_s
 from spark_state_ext.standby.status import StandbyStatus, read_status

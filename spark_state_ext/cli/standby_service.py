@@ -23,8 +23,8 @@ from spark_state_ext.cli.output import say
 from spark_state_ext.cli.paths import strip_slash
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import refuse_relative
-from spark_state_ext.peers.finding import ADDRESS_KIND
-from spark_state_ext.peers.serving import Tls
+from spark_state_ext.peers.discovery import ADDRESS_KIND
+from spark_state_ext.peers.served_snapshots import Tls
 from spark_state_ext.peers.settings import SECRET_VARIABLE, pem_file
 from spark_state_ext.restore.lazy import lazy_bytes_min
 from spark_state_ext.standby.metrics import StandbyCollector

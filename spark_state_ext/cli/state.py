@@ -15,7 +15,7 @@ import pyarrow as pa
 import typer
 
 from arrow_schemas.equality import group_by_key, rows_equal
-from spark_state_ext.cli.exits import DONE, NO
+from spark_state_ext.cli.exit_codes import DONE, NO
 from spark_state_ext.cli.options import (
     AtOption,
     BucketsOption,
@@ -35,8 +35,8 @@ from spark_state_ext.cli.paths import open_folder, strip_slash
 from spark_state_ext.cli.values import parse_filter, parse_key
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.reading.opening import open_state
 from spark_state_ext.reading.state import OpenState
+from spark_state_ext.reading.state_opener import open_state
 from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.spill import translate_local_errors
 
@@ -99,7 +99,7 @@ class Reading:
             )
         # Imported here, so that other commands start without PySpark.
         from spark_state_ext.cli.sessions import get_session
-        from spark_state_ext.spark.source.exact import open_committed
+        from spark_state_ext.spark.source.committed_state import open_committed
 
         return open_committed(
             get_session(checkpoint),

@@ -30,9 +30,9 @@ from spark_state_ext.cli.paths import open_folder
 from spark_state_ext.cli.values import parse_filter
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.reading.shown import BUCKET, ShownColumns
+from spark_state_ext.reading.columns import BUCKET, ShownColumns
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import choose_operator
+from spark_state_ext.savepoints.saved_rows import choose_operator
 from spark_state_ext.savepoints.writer import SavepointWriter, point_at_new
 
 __all__ = ["Transformation", "cast_column", "change_operator", "transform", "write_transformed"]

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_state_ext.errors import UsageError
-from spark_state_ext.functions.reasons import explain_conversion_error
+from spark_state_ext.functions.conversion_errors import explain_conversion_error
 
 __all__ = ["parse_filter", "parse_key", "parse_value"]
 

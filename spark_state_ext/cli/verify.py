@@ -22,7 +22,7 @@ from arrow_schemas.operator import OperatorFile
 from arrow_schemas.partitions import PartitionAssignment
 from arrow_schemas.row import KEY_HASH
 from arrow_schemas.savepoint import MANIFEST_NAME, SavedFile, SavepointManifest
-from spark_state_ext.cli.exits import DONE, NO
+from spark_state_ext.cli.exit_codes import DONE, NO
 from spark_state_ext.cli.options import AllFilesOption, OutputOption, ScratchOption, StatePath, StorageOptions
 from spark_state_ext.cli.output import Output, parse_columns, say, show_progress, write_records
 from spark_state_ext.cli.paths import QueryFolder, Target, find_target, list_bucket_folders, open_folder
@@ -60,15 +60,15 @@ from spark_state_ext.files.operator_catalog import newest_operator
 from spark_state_ext.ownership.holds import HoldRecord
 from spark_state_ext.ownership.lease_record import LeaseRecord, refusal
 from spark_state_ext.reading.bodies import read_hashes
-from spark_state_ext.reading.opening import open_state
-from spark_state_ext.reading.shown import BUCKET
+from spark_state_ext.reading.columns import BUCKET
 from spark_state_ext.reading.state import OpenState
-from spark_state_ext.rescale.notes import parse_notes
+from spark_state_ext.reading.state_opener import open_state
 from spark_state_ext.rescale.parents import Parent, parse_parent_name
+from spark_state_ext.rescale.parents_notes import parse_notes
 from spark_state_ext.savepoints.claims import SavepointClaim
-from spark_state_ext.savepoints.copying import digest_text
+from spark_state_ext.savepoints.file_copy import digest_text
 from spark_state_ext.savepoints.manifest_file import decode_manifest, read_manifest
-from spark_state_ext.savepoints.records import StartRecord
+from spark_state_ext.savepoints.start_records import StartRecord
 from spark_state_ext.timeline.records import decode_epochs
 from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.threads import map_in_parallel

@@ -27,7 +27,7 @@ from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, UploadRecord, r
 from spark_state_ext.commit.snapshots import Snapshots, check_name
 from spark_state_ext.commit.uploads import Upload, Uploads
 from spark_state_ext.errors import CommitTimeoutError, StateError, UploadFailedError
-from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.files.sealed_file import SealedFile
 from spark_state_ext.store import LocalStore
 
 __all__ = ["Committer", "SubmittedDelta", "Phase", "await_all"]

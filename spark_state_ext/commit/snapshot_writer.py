@@ -22,7 +22,7 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.snapshots import Snapshots
 from spark_state_ext.errors import CorruptStoreError, StateError
 from spark_state_ext.files.erasure import is_snapshot_due, with_snapshot
-from spark_state_ext.files.sealed import SealedFile, seal
+from spark_state_ext.files.sealed_file import SealedFile, seal
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.worker.memory import release_memory
 

@@ -25,7 +25,7 @@ from spark_state_ext.commit.tally import Tally
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, StateError, StorageError, UploadFailedError
 from spark_state_ext.files.checkpoint import verify_checkpoint
 from spark_state_ext.files.horizon import recent_heartbeats
-from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.files.sealed_file import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.background import HUNG_S
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 
-from spark_state_ext.worker.states import Transitions
+from spark_state_ext.worker.state_machine import Transitions
 
 __all__ = ["UPLOAD", "UploadEvent", "UploadState"]
 

@@ -27,7 +27,7 @@ from spark_state_ext.commit.uploads import Upload
 from spark_state_ext.errors import CorruptStoreError, LineageError, MissingRunError, StateError, StorageError
 from spark_state_ext.files.erasure import is_old, note_time, with_change
 from spark_state_ext.files.horizon import count_call
-from spark_state_ext.files.sealed import SealedFile, seal
+from spark_state_ext.files.sealed_file import SealedFile, seal
 from spark_state_ext.restore.lazy import LazyRestore
 from spark_state_ext.restore.load_plan import Chain
 from spark_state_ext.restore.loader import Loader

@@ -17,9 +17,9 @@ from spark_state_ext.backends.files import FilesBackup
 from spark_state_ext.backends.replication import Replica, adapt_to_backends, is_complete
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.first_query_folder import starting_is_stale
-from spark_state_ext.engine.in_transit import spill_is_stale
 from spark_state_ext.engine.probes import Probes
 from spark_state_ext.engine.replicas import Leases
+from spark_state_ext.engine.spill_folders import spill_is_stale
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import (
     CleanUpFailedError,

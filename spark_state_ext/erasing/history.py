@@ -23,24 +23,24 @@ import pyarrow as pa
 
 from arrow_schemas.operator import operator_file_name
 from spark_state_ext.backends.registry import FSSPEC, Backend
-from spark_state_ext.engine.erasing import find_matching, find_positions
-from spark_state_ext.erasing.folders import QueryFolder, convert_keys, find_query_folders
+from spark_state_ext.engine.erased_rows import find_matching, find_positions
+from spark_state_ext.erasing.checkpoint_files import BucketPast, read_past, rewrite
 from spark_state_ext.erasing.leftovers import list_unfinished, scratch_with_keys
-from spark_state_ext.erasing.lines import QueryLines, find_lines
-from spark_state_ext.erasing.past import BucketPast, read_past, rewrite
+from spark_state_ext.erasing.lineages import QueryLines, find_lines
+from spark_state_ext.erasing.query_folders import QueryFolder, convert_keys, find_query_folders
 from spark_state_ext.erasing.receipt import EraseReceipt
-from spark_state_ext.erasing.savepoints import SavepointBegunWith, plan_erasure
-from spark_state_ext.erasing.scanning import KEYS_MAX, erase_scan
+from spark_state_ext.erasing.savepoint_erasure import SavepointBegunWith, plan_erasure
+from spark_state_ext.erasing.scan import KEYS_MAX, erase_scan
 from spark_state_ext.errors import LiveRunError, StateError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.files.layout import PARENTS_FOLDER
-from spark_state_ext.ownership.free import wait_until_free
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import ERASER, NumberedRecord, RunIdentity
+from spark_state_ext.ownership.query_end import wait_until_free
 from spark_state_ext.rescale.parents import has_parents
 from spark_state_ext.worker.local_folders import root_id
 from spark_state_ext.worker.removal import refuse_links, remove_tree

@@ -25,7 +25,7 @@ import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from spark_state_ext.errors import MissingCheckpointError, StateError, StorageError, StoreFullError, UsageError
-from spark_state_ext.files import duplicating, publishing
+from spark_state_ext.files import duplication, publication
 from spark_state_ext.files.advice import advice_on, extra_for
 from spark_state_ext.files.listing import Entry, entry_of, list_tree
 from spark_state_ext.files.readable import Duplicable, Listed, Readable
@@ -99,7 +99,7 @@ class Folder:
         This holds on local disks, on S3 (s3fs with botocore 1.35.20 or newer, and a server that honours
         ``If-None-Match``), on Azure (adlfs), on Google Cloud Storage (gcsfs), on WebHDFS, HDFS and SMB, and in memory.
         """
-        return publishing.creates_exclusively(self._fs)
+        return publication.creates_exclusively(self._fs)
 
     def child(self, *names: str) -> Folder:
         """Return a folder below this one."""
@@ -187,7 +187,7 @@ class Folder:
         with self._translate_errors(f"duplicating {source.where(name)} to {self.root}", writes=True):
             paths = posixpath.join(source._path, name), posixpath.join(self._path, name)
             try:
-                return duplicating.duplicate_file(source._fs, paths[0], self._fs, paths[1], self._make_folder)
+                return duplication.duplicate_file(source._fs, paths[0], self._fs, paths[1], self._make_folder)
             except FileNotFoundError as error:
                 if source.exists(name):
                     raise
@@ -201,7 +201,7 @@ class Folder:
         """Make the names of duplicates in this folder survive a power failure."""
         if self._local and os.path.isdir(self._path):
             with self._translate_errors(f"syncing {self.root}", writes=True):
-                publishing.sync_folder(self._path)
+                publication.sync_folder(self._path)
 
     def create(self, name: str, data: bytes) -> bool:
         """Publish a small file unless its name exists; return False if it exists with other bytes."""
@@ -209,7 +209,7 @@ class Folder:
             target = posixpath.join(self._path, name)
             if self._local:
                 self._make_folder(posixpath.dirname(target))
-            return publishing.create(self._fs, target, data, self._temporary(target))
+            return publication.create(self._fs, target, data, self._temporary(target))
 
     def get(self, name: str) -> bytes:
         """Read a whole file."""
@@ -334,22 +334,22 @@ class Folder:
         return posixpath.join(self._path, *names)
 
     def _is_there(self, path: str) -> bool:
-        return publishing.is_there(self._fs, path)
+        return publication.is_there(self._fs, path)
 
     def _rename(self, temporary: str, target: str) -> bool:
         """Rename a temporary file to its name; False if another file has that name and keeps it."""
         if self._local:
             os.replace(temporary, target)
             # Without this, a power failure may undo the rename after Spark made the pointer durable.
-            publishing.sync_folder(posixpath.dirname(target))
+            publication.sync_folder(posixpath.dirname(target))
             return True
-        return publishing.rename(self._fs, temporary, target)
+        return publication.rename(self._fs, temporary, target)
 
     def _make_folder(self, path: str) -> None:
         if not self._local:
             self._fs.makedirs(path, exist_ok=True)
         elif path not in self._durable or not os.path.isdir(path):
-            publishing.make_folder(path, self._top)
+            publication.make_folder(path, self._top)
             self._durable.add(path)
 
     def _has_bytes_of(self, local_path: str | os.PathLike[str], target: str) -> bool:

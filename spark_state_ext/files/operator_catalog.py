@@ -19,7 +19,7 @@ from spark_state_ext.files.layout import (
     START_NAME,
     STARTING_FOLDER,
 )
-from spark_state_ext.files.left_behind import refuse_left_behind
+from spark_state_ext.files.left_columns import refuse_left_behind
 
 __all__ = [
     "OperatorCatalog",

@@ -21,8 +21,8 @@ from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import CorruptError, LostFilesError, MissingCheckpointError
 from spark_state_ext.files.erasure import erased_before
 from spark_state_ext.files.folder import Entry, Listed, is_temporary
+from spark_state_ext.files.header_cache import FileHeaders, KnownFiles, Origin
 from spark_state_ext.files.horizon import DELTAS_MAX, recent_heartbeats
-from spark_state_ext.files.known_files import FileHeaders, KnownFiles, Origin
 
 __all__ = [
     "CleanUp",

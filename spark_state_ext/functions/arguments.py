@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from arrow_schemas.equality import BoolArray
 from spark_state_ext.errors import StateValueError
-from spark_state_ext.functions.reasons import explain_conversion_error
+from spark_state_ext.functions.conversion_errors import explain_conversion_error
 from spark_state_ext.functions.tables import is_number, is_table
 
 __all__ = ["copy_table", "to_mask", "to_milliseconds"]

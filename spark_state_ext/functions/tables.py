@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 from arrow_schemas.columns import format_value
 from arrow_schemas.errors import StateValueError
 from arrow_schemas.spark_types import normalise_type
-from spark_state_ext.functions.missing import to_column
-from spark_state_ext.functions.reasons import explain_conversion_error
+from spark_state_ext.functions.conversion_errors import explain_conversion_error
+from spark_state_ext.functions.missing_values import to_column
 
 __all__ = [
     "as_table",

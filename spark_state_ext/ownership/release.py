@@ -14,10 +14,10 @@ from dataclasses import replace
 from spark_state_ext.errors import LiveRunError, MissingCheckpointError, NotClaimableError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.claim_notes import find_replaced_claim, is_handed_over
-from spark_state_ext.ownership.free import wait_until_free
 from spark_state_ext.ownership.lease import Clock
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import Claim, NumberedRecord, RunIdentity
+from spark_state_ext.ownership.query_end import wait_until_free
 
 __all__ = ["release_query_folder"]
 

@@ -29,7 +29,7 @@ from arrow_schemas.peers import (
 )
 from spark_state_ext.errors import StateError, StorageError, UsageError
 from spark_state_ext.peers.action import decode_action, encode_result
-from spark_state_ext.peers.serving import PeerWork, Shelf, Tls
+from spark_state_ext.peers.served_snapshots import PeerWork, Shelf, Tls
 
 __all__ = ["PeerServer"]
 

@@ -1,7 +1,7 @@
 """Queryable state: reads the state of a running job from another process on an executor's host.
 
-The job is not asked. Its calls record which committed checkpoint they were handed (`store.committed`), and the rows are
-read from their local stores. So uncommitted attempts are never seen.
+The job is not asked. Its calls record which committed checkpoint they were handed (`store.committed_record`), and the
+rows are read from their local stores. So uncommitted attempts are never seen.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from spark_state_ext.errors import (
     StateGoneError,
     UsageError,
 )
+from spark_state_ext.reading.columns import ShownColumns
 from spark_state_ext.reading.lookup import LookupKey
-from spark_state_ext.reading.shown import ShownColumns
 from spark_state_ext.store import LocalStore, View
-from spark_state_ext.store.committed import CommittedRecord, read_committed_bytes, read_operator_file
+from spark_state_ext.store.committed_record import CommittedRecord, read_committed_bytes, read_operator_file
 from spark_state_ext.store.read_only import ReadOnlyEnvironment
 from spark_state_ext.worker.boot import boot_id
 from spark_state_ext.worker.local_folders import root_id, stores_path

@@ -22,8 +22,8 @@ from arrow_schemas.equality import rows_equal
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_hash import hash_key
 from spark_state_ext.errors import UsageError
+from spark_state_ext.functions.conversion_errors import explain_conversion_error
 from spark_state_ext.functions.key_types import explain_refused_type
-from spark_state_ext.functions.reasons import explain_conversion_error
 
 __all__ = ["LookupKey"]
 

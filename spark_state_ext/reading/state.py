@@ -20,14 +20,14 @@ from spark_state_ext.backends.replication import Restorable
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.bodies import Body, Scratch, open_body
-from spark_state_ext.reading.holding import ReaderHold
-from spark_state_ext.reading.loading import make_sources
+from spark_state_ext.reading.columns import ShownColumns, filter_rows
+from spark_state_ext.reading.file_table import list_files
 from spark_state_ext.reading.lookup import LookupKey
-from spark_state_ext.reading.merging import find_row, merge_live_rows
-from spark_state_ext.reading.shown import ShownColumns, filter_rows
-from spark_state_ext.reading.table_of_files import list_files
-from spark_state_ext.restore.resolving import THREADS_MAX, resolve
-from spark_state_ext.savepoints.copying import refuse_other_files
+from spark_state_ext.reading.merge import find_row, merge_live_rows
+from spark_state_ext.reading.reader_hold import ReaderHold
+from spark_state_ext.reading.sources import make_sources
+from spark_state_ext.restore.resolution import THREADS_MAX, resolve
+from spark_state_ext.savepoints.file_copy import refuse_other_files
 from spark_state_ext.timeline.bucket_files import BucketFiles
 from spark_state_ext.worker.threads import map_ahead
 

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from spark_state_ext.reports.batches import keep_last_calls
 from spark_state_ext.reports.charts import format_with_unit
-from spark_state_ext.reports.choosing import BUCKET_BYTES_MAX, BUCKET_KEYS_MAX, BUCKETS_PER_CORE, estimate_calls_s
+from spark_state_ext.reports.recommendation import BUCKET_BYTES_MAX, BUCKET_KEYS_MAX, BUCKETS_PER_CORE, estimate_calls_s
 
 __all__ = ["BATCHES", "HEAVY_RANGE", "HOT_KEY", "Finding", "OperatorLoad", "Skew", "format_findings", "measure_loads"]
 

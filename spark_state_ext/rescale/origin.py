@@ -30,13 +30,13 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.checkpoint import CheckpointFile, make_checkpoint
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed import SealedFile, SealedFiles, seal
+from spark_state_ext.files.sealed_file import SealedFile, SealedFiles, seal
 from spark_state_ext.rescale.parents import Parent, compute_origin, has_parents, parent_files, read_parents
 from spark_state_ext.restore.lazy import read_ends
 from spark_state_ext.restore.part import read_part
 from spark_state_ext.restore.trace import check_owner
-from spark_state_ext.savepoints.copying import refuse_other_files
-from spark_state_ext.savepoints.reading import read_saved_rows
+from spark_state_ext.savepoints.file_copy import refuse_other_files
+from spark_state_ext.savepoints.saved_rows import read_saved_rows
 from spark_state_ext.store.runs import get_hashes
 from spark_state_ext.version import __version__
 

@@ -27,7 +27,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.checkpoint import CheckpointFile, LocalCopy, read_checkpoint
 from spark_state_ext.files.readable import Making, Readable
-from spark_state_ext.files.sealed import SealedFile, SealedFiles
+from spark_state_ext.files.sealed_file import SealedFile, SealedFiles
 from spark_state_ext.restore.lazy import LazyRestore, LazySnapshot
 from spark_state_ext.restore.load_plan import Chain, Fetch, plan_load
 from spark_state_ext.restore.sources import Sources

@@ -23,7 +23,7 @@ from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.files.readable import Readable
 from spark_state_ext.files.sealed_body import NOT_ARROW
 from spark_state_ext.restore.lazy import LazySnapshot, group_pieces, read_pieces
-from spark_state_ext.store.checksums import BINARY, FIXED, NOTHING, WHOLE, Cells, find_cells
+from spark_state_ext.store.chunk_checksums import BINARY, FIXED, NOTHING, WHOLE, Cells, find_cells
 from spark_state_ext.store.runs import get_hashes
 from spark_state_ext.worker.threads import map_in_parallel
 

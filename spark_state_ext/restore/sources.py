@@ -35,7 +35,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.folder import Duplicable, Folder, Readable
 from spark_state_ext.files.readable import Answering, Making
-from spark_state_ext.files.sealed import SealedFile, SealedFiles
+from spark_state_ext.files.sealed_file import SealedFile, SealedFiles
 from spark_state_ext.worker.threads import DaemonPool
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from spark_state_ext.errors import (
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import CLAIM_FOLDER
 from spark_state_ext.files.readable import read_document
+from spark_state_ext.savepoints.deletion import delete_files
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.removing import delete_files
-from spark_state_ext.savepoints.replaced import read_replaced
+from spark_state_ext.savepoints.replaced_files import read_replaced
 
 __all__ = [
     "CLAIM_FOLDER",

@@ -9,7 +9,7 @@ from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import SPILL_FOLDER, STARTING_FOLDER
 from spark_state_ext.savepoints.claims import SavepointClaim, is_consumed, read_claim
-from spark_state_ext.savepoints.records import StartRecord, is_detached, read_start
+from spark_state_ext.savepoints.start_records import StartRecord, is_detached, read_start
 
 __all__ = ["StartedQuery", "Verdict", "read_claim_status", "judge", "find_started_queries"]
 

@@ -30,12 +30,12 @@ from arrow_schemas.savepoint import (
 )
 from spark_state_ext.errors import ClaimedError, CorruptFileError, MissingCheckpointError, StateError, UsageError
 from spark_state_ext.files.folder import Folder, is_temporary
-from spark_state_ext.files.sealed import seal
+from spark_state_ext.files.sealed_file import seal
 from spark_state_ext.savepoints.claims import read_claim, refuse_claimed
-from spark_state_ext.savepoints.copying import CopyMethod, copy_file, put_whole, refuse_incomplete
+from spark_state_ext.savepoints.file_copy import CopyMethod, copy_file, put_whole, refuse_incomplete
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from spark_state_ext.savepoints.placement import refuse_in_state
-from spark_state_ext.savepoints.reading import read_saved_rows
+from spark_state_ext.savepoints.saved_rows import read_saved_rows
 from spark_state_ext.version import __version__
 from spark_state_ext.worker.local_folders import scratch_folder
 from spark_state_ext.worker.threads import map_in_parallel

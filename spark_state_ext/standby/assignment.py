@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
-from spark_state_ext.standby.placing import Placing
+from spark_state_ext.standby.placement import Placing
 
 __all__ = [
     "find_active_hosts",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from spark_state_ext.peers.serving import PeerWork
+from spark_state_ext.peers.served_snapshots import PeerWork
 from spark_state_ext.standby.failovers import OUTCOMES
 from spark_state_ext.standby.recovery import estimate_host_recovery_s
 from spark_state_ext.standby.service import RootService, StandbyService

@@ -14,10 +14,10 @@ from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.operator import OperatorFile
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import UsageError
-from spark_state_ext.peers.serving import SnapshotFile
-from spark_state_ext.standby.finding import Finder, FoundBuckets
-from spark_state_ext.standby.following import BucketFollower, SharedStores
-from spark_state_ext.standby.metered import Bandwidth
+from spark_state_ext.peers.served_snapshots import SnapshotFile
+from spark_state_ext.standby.buckets_below_root import Finder, FoundBuckets
+from spark_state_ext.standby.follower import BucketFollower, SharedStores
+from spark_state_ext.standby.metered_reads import Bandwidth
 from spark_state_ext.standby.recovery import Reading, Readings, RestoreRate
 from spark_state_ext.standby.values import Followed, FollowedRoot, Lag
 from spark_state_ext.store import LocalStore

@@ -10,10 +10,10 @@ import pyarrow as pa
 from arrow_schemas.row import RowSchema
 from spark_state_ext.errors import MissingRunError
 from spark_state_ext.store.base_file import check_blocks, file_path, map_file
-from spark_state_ext.store.checksums import BlockChecks, PartlyChecked, check_all, check_crcs
-from spark_state_ext.store.compared import CheckMarks, FileState
+from spark_state_ext.store.check_marks import CheckMarks, FileState
+from spark_state_ext.store.chunk_checksums import BlockChecks, PartlyChecked, check_all, check_crcs
 from spark_state_ext.store.lazy_file import LazyFile
-from spark_state_ext.store.pending import chunk_key, crcs_key
+from spark_state_ext.store.pending_run import chunk_key, crcs_key
 from spark_state_ext.store.runs import Chunk, Run, align
 from spark_state_ext.store.transaction import Reader
 

@@ -6,7 +6,7 @@ import json
 
 from arrow_schemas.row import RowSchema
 from spark_state_ext.store.damage import rebuild_if_damaged
-from spark_state_ext.store.shared import SharedEnvironment
+from spark_state_ext.store.shared_environment import SharedEnvironment
 from spark_state_ext.store.transaction import Reader, Writer
 
 __all__ = ["check_identity"]

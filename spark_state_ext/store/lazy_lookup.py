@@ -19,7 +19,7 @@ from arrow_schemas.blocks import PIECE_BYTES
 from arrow_schemas.equality import HashArray, IndexArray
 from arrow_schemas.row import KEY_HASH, RowSchema
 from spark_state_ext.errors import CorruptStoreError, MissingRunError
-from spark_state_ext.store.checksums import BINARY, FIXED, WHOLE, Cells, find_cells
+from spark_state_ext.store.chunk_checksums import BINARY, FIXED, WHOLE, Cells, find_cells
 from spark_state_ext.store.lazy_file import FetchPieces, LazyFile
 
 __all__ = ["Positions", "ensure_pieces", "fetch_columns", "locate_hashes"]

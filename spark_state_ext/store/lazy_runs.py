@@ -16,13 +16,13 @@ from arrow_schemas.snapshot_index import SnapshotIndex
 from spark_state_ext.errors import StorageError
 from spark_state_ext.store import manifest
 from spark_state_ext.store.base_file import chunks_of, file_path
+from spark_state_ext.store.check_marks import check_marks_path
 from spark_state_ext.store.chunks import Chunks
-from spark_state_ext.store.compared import check_marks_path
-from spark_state_ext.store.incoming import Incoming
+from spark_state_ext.store.incoming_files import Incoming
 from spark_state_ext.store.lazy_file import FetchPieces, LazyFile, marks_path
 from spark_state_ext.store.lazy_lookup import Positions, ensure_pieces, fetch_columns, locate_hashes
 from spark_state_ext.store.runs import Run
-from spark_state_ext.store.shared import SharedEnvironment
+from spark_state_ext.store.shared_environment import SharedEnvironment
 from spark_state_ext.worker.removal import remove_file
 
 __all__ = ["LazyRuns", "file_paths", "remove_files"]

@@ -24,7 +24,7 @@ from arrow_schemas.snapshot_index import SnapshotIndex
 from spark_state_ext.errors import StateError, StorageError
 from spark_state_ext.store import manifest, pins, records
 from spark_state_ext.store.base_file import file_path, map_file, read_chunks
-from spark_state_ext.store.checksums import PartlyChecked
+from spark_state_ext.store.chunk_checksums import PartlyChecked
 from spark_state_ext.store.chunks import Chunks
 from spark_state_ext.store.compaction import (
     COMPACTION_BYTES_MAX,
@@ -36,11 +36,11 @@ from spark_state_ext.store.compaction import (
 from spark_state_ext.store.damage import rebuild_if_damaged
 from spark_state_ext.store.environment import MAP_BYTES_MIN
 from spark_state_ext.store.identity import check_identity
-from spark_state_ext.store.incoming import Incoming, remove_abandoned
+from spark_state_ext.store.incoming_files import Incoming, remove_abandoned
 from spark_state_ext.store.lazy_runs import LazyRuns, file_paths, remove_files
-from spark_state_ext.store.pending import PendingRun
+from spark_state_ext.store.pending_run import PendingRun
 from spark_state_ext.store.runs import CHUNK_ROWS, Run, encode_chunk, split_batches
-from spark_state_ext.store.shared import SharedEnvironment
+from spark_state_ext.store.shared_environment import SharedEnvironment
 from spark_state_ext.store.transaction import Reader, Writer
 from spark_state_ext.store.view import View
 

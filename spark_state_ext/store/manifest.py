@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 
 from spark_state_ext.errors import MissingRunError
-from spark_state_ext.store.checked import add_checksum, remove_checksum
+from spark_state_ext.store.entry_checksums import add_checksum, remove_checksum
 from spark_state_ext.store.runs import Run
 from spark_state_ext.store.transaction import Reader, Writer
 

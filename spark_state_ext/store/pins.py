@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from spark_state_ext.store.checked import add_checksum, remove_checksum
+from spark_state_ext.store.entry_checksums import add_checksum, remove_checksum
 from spark_state_ext.store.transaction import Reader, Writer
 
 __all__ = ["read_expiry_s", "extend", "read_pinned", "put", "release"]

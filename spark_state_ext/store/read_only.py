@@ -25,7 +25,7 @@ from spark_state_ext.store.environment import READERS_MAX, Environment
 from spark_state_ext.store.forks import check_process
 from spark_state_ext.store.gate import Gate
 from spark_state_ext.store.local_disk import DATA_FILE, storage_error, translate_errors
-from spark_state_ext.store.shared import SharedEnvironment
+from spark_state_ext.store.shared_environment import SharedEnvironment
 from spark_state_ext.store.transaction import DATABASES, Reader, Writer
 from spark_state_ext.worker.boot import boot_id
 

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterable, Mapping
 
 from spark_state_ext.errors import CorruptStoreError
-from spark_state_ext.store.checked import add_checksum, remove_checksum
+from spark_state_ext.store.entry_checksums import add_checksum, remove_checksum
 from spark_state_ext.store.transaction import Reader, Writer
 
 __all__ = ["read_all", "put", "remove"]

@@ -21,7 +21,7 @@ from arrow_schemas.equality import HashArray, IndexArray, group_by_key, rows_equ
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.row import DELETED, KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.errors import CorruptStoreError, StorageError
-from spark_state_ext.store.checksums import block_crcs
+from spark_state_ext.store.chunk_checksums import block_crcs
 
 __all__ = [
     "CHUNK_ROWS",

@@ -18,7 +18,7 @@ from spark_state_ext.store.lazy_file import FetchPieces
 from spark_state_ext.store.runs import Run, find_rows, get_hashes, join_batches, merge_newest
 
 if TYPE_CHECKING:
-    from spark_state_ext.store.checksums import PartlyChecked
+    from spark_state_ext.store.chunk_checksums import PartlyChecked
     from spark_state_ext.store.local import LocalStore
 
 __all__ = ["Lookup", "View"]

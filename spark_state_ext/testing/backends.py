@@ -40,8 +40,8 @@ from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import InterruptedRestoreError, MissingCheckpointError, StateError
 from spark_state_ext.files.folder import Duplicable, Folder, Readable
-from spark_state_ext.files.sealed import SealedFile
-from spark_state_ext.savepoints.taking import ReadOptions, save_bucket
+from spark_state_ext.files.sealed_file import SealedFile
+from spark_state_ext.savepoints.bucket_copy import ReadOptions, save_bucket
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import sort_by_hash
 from spark_state_ext.testing import WAIT_S

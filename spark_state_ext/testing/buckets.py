@@ -28,7 +28,7 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.folders import local_folder
 from spark_state_ext.engine.job import Job
-from spark_state_ext.engine.shared import Shared
+from spark_state_ext.engine.process_state import Shared
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.functions.ttl import Expiry
 from spark_state_ext.spark.executor.call import run_bucket

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from spark_state_ext.errors import ResultTypeError, StateValueError
-from spark_state_ext.functions.reasons import explain_conversion_error
+from spark_state_ext.functions.conversion_errors import explain_conversion_error
 from spark_state_ext.functions.tables import find_misread_types
 from spark_state_ext.spark.shuffle.output import unpack
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from arrow_schemas.spark_types import flat_name, state_fields
 from spark_state_ext.errors import StateValueError, UnsupportedTypeError, UsageError
-from spark_state_ext.functions.missing import is_missing
-from spark_state_ext.functions.reasons import explain_conversion_error
+from spark_state_ext.functions.conversion_errors import explain_conversion_error
+from spark_state_ext.functions.missing_values import is_missing
 from spark_state_ext.functions.tables import as_table, cast_column, is_table, refuse_nulls
 from spark_state_ext.testing.ddl import ddl_struct
 

@@ -1,4 +1,4 @@
-"""The root object of a worker process: it owns the registries and bounded caches that calls share (`engine.shared`).
+"""The root object of a worker process: it owns the registries and caches that calls share (`engine.process_state`).
 
 A registry is an ordinary object of the package that defines it. Code gets the registries it needs as parameters; only
 entry points (a Spark task's entry, the factory of a backend, a plan) use `Worker.current`. Two things are kept

@@ -16,9 +16,9 @@ from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.files.operator_catalog import OperatorCatalog
+from spark_state_ext.rescale.folder_in_force import put_in_force
 from spark_state_ext.rescale.folders import make_rescaled_name
-from spark_state_ext.rescale.in_force import put_in_force
-from spark_state_ext.savepoints.captured import Captured, make_captured_name
+from spark_state_ext.savepoints.captured_pointers import Captured, make_captured_name
 from spark_state_ext.worker.background import Background
 
 __all__ = ["InPlace", "plan_of", "rescaled_in_place"]

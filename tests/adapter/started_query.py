@@ -17,16 +17,16 @@ from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.options import StateOptions
-from spark_state_ext.engine.shared import Shared
+from spark_state_ext.engine.process_state import Shared
 from spark_state_ext.engine.start_from import StartFrom
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.holds import Hold
-from spark_state_ext.savepoints.captured import Captured
+from spark_state_ext.savepoints.captured_pointers import Captured
 from spark_state_ext.spark.executor.call_info import CallInfo
-from spark_state_ext.spark.executor.going_on import Begin, Resume
+from spark_state_ext.spark.executor.decision import Begin, Resume
 from spark_state_ext.spark.executor.key_work import Times
-from spark_state_ext.spark.executor.opening import CallFolders, OpenBucket, open_bucket
+from spark_state_ext.spark.executor.opened_bucket import CallFolders, OpenBucket, open_bucket
 from spark_state_ext.worker.spill import SpillBuffer
 from tests.helpers.waiting import WAIT_S
 

@@ -29,7 +29,7 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.spark.callers.group_state import Clock, KeyState
 from spark_state_ext.spark.callers.keys import as_frames
-from spark_state_ext.spark.executor.border import rewrite_error
+from spark_state_ext.spark.executor.error_border import rewrite_error
 from spark_state_ext.worker.retry import call_with_retries
 from tests.helpers.waiting import WAIT_S
 
@@ -184,7 +184,7 @@ def test_spark_is_given_no_frames(tmp_path: Path) -> None:
             import io, os, traceback
             from pyspark.util import handle_worker_exception
             from spark_state_ext.errors import StorageError
-            from spark_state_ext.spark.executor.border import run_and_rewrite_errors
+            from spark_state_ext.spark.executor.error_border import run_and_rewrite_errors
 
             def work():
                 yield 1
@@ -221,6 +221,6 @@ def _numbers() -> Iterator[int]:
 
 
 def test_what_goes_well_passes() -> None:
-    from spark_state_ext.spark.executor.border import run_and_rewrite_errors
+    from spark_state_ext.spark.executor.error_border import run_and_rewrite_errors
 
     assert list(run_and_rewrite_errors(None, _numbers)) == [1, 2]

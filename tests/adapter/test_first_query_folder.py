@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spark_state_ext.engine.first_query_folder import FirstQueryFolders, starting_is_stale
-from spark_state_ext.engine.in_transit import spill_folder
+from spark_state_ext.engine.spill_folders import spill_folder
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.operator_catalog import query_folders_of_batch

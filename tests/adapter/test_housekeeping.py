@@ -13,8 +13,8 @@ from life import Life
 
 from spark_state_ext.engine import housekeeping
 from spark_state_ext.engine.housekeeping import CleanUps, Housekeeping
-from spark_state_ext.engine.in_transit import spill_folder
 from spark_state_ext.engine.replicas import Leases
+from spark_state_ext.engine.spill_folders import spill_folder
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.errors import CleanUpFailedError, LiveRunError, StorageError
 from spark_state_ext.files.folder import Entry, Folder

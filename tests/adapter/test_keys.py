@@ -26,7 +26,7 @@ from spark_state_ext.spark.callers.groups import CallContext, Groups, Result
 from spark_state_ext.spark.callers.keys import KeyCaller
 from spark_state_ext.spark.callers.results import OutputColumns
 from spark_state_ext.spark.compat import NUMBERS_JOIN
-from spark_state_ext.spark.executor.border import rewrite_error
+from spark_state_ext.spark.executor.error_border import rewrite_error
 from spark_state_ext.store import Lookup
 from spark_state_ext.worker.memory import tune_memory
 

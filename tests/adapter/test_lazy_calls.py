@@ -22,11 +22,11 @@ from spark_state_ext import Savepoint
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed_body import read_announced_index
-from spark_state_ext.peers.finding import ADDRESS_KIND
+from spark_state_ext.peers.discovery import ADDRESS_KIND
+from spark_state_ext.peers.served_snapshots import SnapshotFile
 from spark_state_ext.peers.server import PeerServer
-from spark_state_ext.peers.serving import SnapshotFile
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.spark.executor.opening import OpenBucket
+from spark_state_ext.spark.executor.opened_bucket import OpenBucket
 from spark_state_ext.standby.members import Membership
 from spark_state_ext.store import View
 from spark_state_ext.store.runs import get_hashes

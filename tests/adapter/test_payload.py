@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from arrow_schemas.labels import find_buckets
-from spark_state_ext.engine.in_transit import spill_folder, spill_is_stale
+from spark_state_ext.engine.spill_folders import spill_folder, spill_is_stale
 from spark_state_ext.errors import CorruptFileError
 from spark_state_ext.spark.shuffle.pack import inline_share
 from spark_state_ext.spark.shuffle.payload import (

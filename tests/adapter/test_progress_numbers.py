@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from spark_state_ext.spark.client.neighbours import log_other_queries
-from spark_state_ext.spark.client.shim import bucket_entry
-from spark_state_ext.spark.shuffle.observed import encode_numbers
+from spark_state_ext.spark.client.other_queries import log_other_queries
+from spark_state_ext.spark.client.task_functions import bucket_entry
 from spark_state_ext.spark.shuffle.output import unpack
 from spark_state_ext.spark.shuffle.payload import OUTPUT_COLUMN
+from spark_state_ext.spark.shuffle.progress_numbers import encode_numbers
 from spark_state_ext.worker.metrics import CallMetrics
 
 

@@ -22,7 +22,7 @@ from spark_state_ext.engine import replicas
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.replicas import Replicas
 from spark_state_ext.errors import InterruptedRestoreError
-from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.files.sealed_file import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.background import Background
 from tests.helpers.waiting import WAIT_S

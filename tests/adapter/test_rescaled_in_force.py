@@ -23,12 +23,12 @@ from spark_state_ext.cli.app import build_application
 from spark_state_ext.errors import ChangedJobError, MissingCheckpointError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.layout import PARENTS_FOLDER
-from spark_state_ext.reading.exact import ExactBatch, QueryOfOperator, open_exact
-from spark_state_ext.rescale.finishing import Finishing
+from spark_state_ext.reading.exact_batch import ExactBatch, QueryOfOperator, open_exact
+from spark_state_ext.rescale.folder_in_force import put_in_force, take_requests
 from spark_state_ext.rescale.folders import folders_in_force
-from spark_state_ext.rescale.in_force import put_in_force, take_requests
-from spark_state_ext.savepoints.records import StartRecord, note_start
-from spark_state_ext.spark.executor import saving
+from spark_state_ext.rescale.removal import Finishing
+from spark_state_ext.savepoints.start_records import StartRecord, note_start
+from spark_state_ext.spark.executor import savepoint_tasks
 from spark_state_ext.testing.model import KEYS, Row
 
 MAPS = {
@@ -273,7 +273,7 @@ def planned(old: OldJob, query: InPlace, **changes: Any) -> dict[str, Any]:
         "wanted": job.operator_file(old.query_id).encode().decode(),
         "case": False,
     }
-    answered: dict[str, Any] = json.loads(pa.Table.from_batches(saving.begin(told, ()))["answer"][0].as_py())
+    answered: dict[str, Any] = json.loads(pa.Table.from_batches(savepoint_tasks.begin(told, ()))["answer"][0].as_py())
     return answered
 
 

@@ -23,8 +23,8 @@ from spark_state_ext.errors import LineageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import HOLDS_FOLDER, STARTING_FOLDER
 from spark_state_ext.ownership.holds import Hold
-from spark_state_ext.savepoints.captured import Captured, make_captured_name
-from spark_state_ext.spark.executor import saving
+from spark_state_ext.savepoints.captured_pointers import Captured, make_captured_name
+from spark_state_ext.spark.executor import savepoint_tasks
 from spark_state_ext.testing.model import KEYS, Row
 from spark_state_ext.worker.background import Background
 
@@ -81,7 +81,7 @@ def test_what_is_not_rescaled_is_not_held(tmp_path: Path, buckets: int) -> None:
     }
     held = Folder(str(tmp_path)).child("counts", pointers[0].query_folder, HOLDS_FOLDER)
     before = held.names()
-    answered = pa.Table.from_batches(saving.begin(told, ()))["answer"].to_pylist()
+    answered = pa.Table.from_batches(savepoint_tasks.begin(told, ()))["answer"].to_pylist()
     assert (answered == ['{"stays": true}']) == (buckets == 3)
     assert (held.names() == before) == (buckets == 3)
 

@@ -14,10 +14,10 @@ from arrow_schemas.labels import find_buckets
 from arrow_schemas.operator import OperatorFile
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.reading import read_visible_rows
-from spark_state_ext.savepoints.rows import parse_copies
-from spark_state_ext.savepoints.taking import BucketCopy
-from spark_state_ext.spark.executor import tables
+from spark_state_ext.savepoints.bucket_copy import BucketCopy
+from spark_state_ext.savepoints.saved_rows import read_visible_rows
+from spark_state_ext.savepoints.task_rows import parse_copies
+from spark_state_ext.spark.executor import table_tasks
 from spark_state_ext.spark.shuffle.payload import HASH_COLUMN
 from spark_state_ext.version import __version__
 from spark_state_ext.worker.spill import HashSorter
@@ -47,7 +47,7 @@ class Watched(HashSorter):
 @pytest.fixture
 def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("SPARK_LOCAL_DIRS", str(tmp_path))
-    monkeypatch.setattr(tables, "HashSorter", Watched)
+    monkeypatch.setattr(table_tasks, "HashSorter", Watched)
     Watched.made, Watched.most_held_bytes = [], 0
     return {
         "package_version": __version__,
@@ -73,8 +73,8 @@ def rows_of_a_table(hashes: Any, keys: Any) -> Iterator[pa.RecordBatch]:
 
 
 def written(told: dict[str, Any], hashes: Any, keys: Any) -> list[BucketCopy]:
-    packed = tables.pack_rows(told, rows_of_a_table(hashes, keys))
-    made = pa.Table.from_batches(tables.write_buckets(told, packed)).to_pylist()
+    packed = table_tasks.pack_rows(told, rows_of_a_table(hashes, keys))
+    made = pa.Table.from_batches(table_tasks.write_buckets(told, packed)).to_pylist()
     return parse_copies((row["saved"], row["pointer"]) for row in made)
 
 
@@ -83,7 +83,7 @@ def test_each_row_is_in_its_bucket(
     told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_bytes: int
 ) -> None:
     """Whether or not the rows fit into memory."""
-    monkeypatch.setattr(tables, "_HELD_BYTES_MAX", 100_000)
+    monkeypatch.setattr(table_tasks, "_HELD_BYTES_MAX", 100_000)
     told["memory_bytes_max"] = memory_bytes
     rng = np.random.default_rng(1)
     keys = rng.permutation(ROWS)
@@ -110,7 +110,7 @@ def test_each_row_is_in_its_bucket(
 
 
 def test_memory_is_that_of_a_task_and_not_of_each_bucket(told: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_HELD_BYTES_MAX", 10_000)
+    monkeypatch.setattr(table_tasks, "_HELD_BYTES_MAX", 10_000)
     told["memory_bytes_max"] = 256 << 10
     keys = np.arange(ROWS)
     written(told, keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), keys)

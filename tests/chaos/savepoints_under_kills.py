@@ -33,7 +33,7 @@ from spark_state_ext import ArrowState, take_savepoint
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import read_visible_rows
+from spark_state_ext.savepoints.saved_rows import read_visible_rows
 from tests.helpers.waiting import eventually
 
 __all__ = ["CONF", "Kills", "Seen", "expected", "run"]

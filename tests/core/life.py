@@ -22,7 +22,7 @@ from spark_state_ext.commit.failures import Run
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.files.sealed_file import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, apply_changes, scan
 from spark_state_ext.worker.background import Background

@@ -21,10 +21,10 @@ from arrow_schemas.peers import PeerSecret
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.peers.asking import Peers
-from spark_state_ext.peers.finding import ADDRESS_KIND
+from spark_state_ext.peers.discovery import ADDRESS_KIND
+from spark_state_ext.peers.piece_requests import Peers
+from spark_state_ext.peers.served_snapshots import Shelf, Tls
 from spark_state_ext.peers.server import PeerServer
-from spark_state_ext.peers.serving import Shelf, Tls
 from spark_state_ext.peers.settings import PeerSettings
 from spark_state_ext.standby.members import Membership
 from spark_state_ext.standby.roots import ReplicaShelf, RootFollower

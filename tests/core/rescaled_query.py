@@ -28,9 +28,9 @@ from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import StartFrom
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import clean_up
-from spark_state_ext.rescale.finishing import Finishing
 from spark_state_ext.rescale.origin import Origin
 from spark_state_ext.rescale.parents import Parent
+from spark_state_ext.rescale.removal import Finishing
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import SCHEMA, Changes, Key, Model, apply_changes, scan
 from tests.helpers.jobs import job_of

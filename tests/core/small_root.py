@@ -19,7 +19,7 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LeaseRecord, RunIdentity
-from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.savepoints.bucket_copy import save_bucket
 from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.testing.model import SCHEMA, Changes, Row
 

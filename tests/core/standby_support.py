@@ -21,9 +21,9 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.standby.following import BucketFollower, SharedStores
+from spark_state_ext.standby.bucket_listing import Listing
+from spark_state_ext.standby.follower import BucketFollower, SharedStores
 from spark_state_ext.standby.line import Line
-from spark_state_ext.standby.listed import Listing
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.lazy_file import LazyOptions

@@ -15,7 +15,7 @@ from spark_state_ext.backends.files import FilesBackend, FilesBackup
 from spark_state_ext.backends.registry import load_factory
 from spark_state_ext.errors import ExecutorPackageError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder, refuse_relative
-from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.files.sealed_file import SealedFile
 from spark_state_ext.testing.backends import BackendContract
 from spark_state_ext.testing.model import Refs
 from spark_state_ext.worker.threads import CallerExecutor

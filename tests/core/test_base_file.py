@@ -188,7 +188,7 @@ from pathlib import Path
 from test_base_file import POINTER, SCHEMA, bucket_on
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore, local
-from spark_state_ext.store.shared import SharedEnvironment
+from spark_state_ext.store.shared_environment import SharedEnvironment
 
 folder, root, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 store = LocalStore.at(folder, SCHEMA)

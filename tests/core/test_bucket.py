@@ -20,10 +20,10 @@ from spark_state_ext.commit import cadence
 from spark_state_ext.commit.context import BATCHES_RETAINED, CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, StorageError
-from spark_state_ext.files import sealed as sealed_module
+from spark_state_ext.files import sealed_file as sealed_module
 from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed import seal
+from spark_state_ext.files.sealed_file import seal
 from spark_state_ext.restore.trace import Trace
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.transaction import Writer

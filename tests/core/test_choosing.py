@@ -18,7 +18,7 @@ from benchmarks.report import RESULTS
 from spark_state_ext import recommend
 from spark_state_ext.__main__ import main
 from spark_state_ext.errors import UsageError
-from spark_state_ext.reports import choosing
+from spark_state_ext.reports import recommendation
 from tests.helpers.waiting import WAIT_S
 
 # A constant is a rounded median of a run on one machine.
@@ -45,7 +45,7 @@ def _result(name: str) -> dict[str, Any]:
         # More than the interval has room for, and yet needed.
         (1_000_000_000, 10, 0.5, 1, 100, "The interval has time for"),
         # Between one and four a core.
-        (1_000, 10, 2.1 * choosing.BUCKET_OPEN_S, 8, 16, "Fewer than 4 buckets for each of 8 cores"),
+        (1_000, 10, 2.1 * recommendation.BUCKET_OPEN_S, 8, 16, "Fewer than 4 buckets for each of 8 cores"),
         (1_000, 10, 0.001, 8, 8, "One bucket for each of 8 cores"),
     ],
 )
@@ -54,7 +54,7 @@ def test_one_reason_decides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     # Of the two costs the one that grows with restarts is to decide here, whatever was measured.
-    monkeypatch.setattr(choosing, "BUCKET_BATCH_S", choosing.BUCKET_OPEN_S / 10)
+    monkeypatch.setattr(recommendation, "BUCKET_BATCH_S", recommendation.BUCKET_OPEN_S / 10)
     found = recommend(keys, bytes_per_key, interval_s, cores)
     assert (found.buckets, found.shuffle_partitions) == (buckets, cores)
     assert reason in found.why[0]
@@ -65,9 +65,9 @@ def test_one_reason_decides(
 
 def test_the_cost_is_that_of_the_partition_with_most_buckets() -> None:
     few, many = recommend(1_000, 100, 60, 4), recommend(1_000_000_000, 100, 60, 4)
-    added_s = choosing.BUCKET_BATCH_S * (many.buckets - few.buckets) / 4
+    added_s = recommendation.BUCKET_BATCH_S * (many.buckets - few.buckets) / 4
     assert many.batch_cost_s - few.batch_cost_s == pytest.approx(added_s, abs=0.002)
-    assert choosing.estimate_calls_s(5, 4) == 2 * choosing.BUCKET_BATCH_S
+    assert recommendation.estimate_calls_s(5, 4) == 2 * recommendation.BUCKET_BATCH_S
 
 
 def test_an_interval_that_cannot_be_kept_is_told_of() -> None:
@@ -122,13 +122,13 @@ def test_constants_are_those_of_the_committed_results() -> None:
         / restore["medians_s"]["10,000,000 keys: restore"],
     }
     drifted = {
-        name: (getattr(choosing, name), value)
+        name: (getattr(recommendation, name), value)
         for name, value in measured.items()
-        if not value / TOLERANCE <= getattr(choosing, name) <= value * TOLERANCE
+        if not value / TOLERANCE <= getattr(recommendation, name) <= value * TOLERANCE
     }
-    assert not drifted, "set the constants of spark_state_ext/reports/choosing.py to what was measured"
-    assert max(restore["parameters"]["rows"]) == choosing.BUCKET_KEYS_MAX
-    assert int(big["parameters"]["gib"] * 2**30) == choosing.BUCKET_BYTES_MAX
+    assert not drifted, "set the constants of spark_state_ext/reports/recommendation.py to what was measured"
+    assert max(restore["parameters"]["rows"]) == recommendation.BUCKET_KEYS_MAX
+    assert int(big["parameters"]["gib"] * 2**30) == recommendation.BUCKET_BYTES_MAX
 
 
 def test_a_slope_is_that_of_the_line() -> None:

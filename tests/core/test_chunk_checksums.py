@@ -20,8 +20,8 @@ from arrow_schemas import CheckpointRef, RowSchema
 from arrow_schemas.lineage import new_checkpoint_id
 from arrow_schemas.row import DEFINED, DELETED, KEY_HASH
 from spark_state_ext.errors import CorruptStoreError
-from spark_state_ext.store import LocalStore, checksums
-from spark_state_ext.store.checksums import CHECK_BYTES, BlockChecks, PartlyChecked, block_crcs, check_all
+from spark_state_ext.store import LocalStore, chunk_checksums
+from spark_state_ext.store.chunk_checksums import CHECK_BYTES, BlockChecks, PartlyChecked, block_crcs, check_all
 from spark_state_ext.store.runs import encode_chunk
 
 SCHEMA = RowSchema(
@@ -64,7 +64,7 @@ def a_chunk(rows: int, seed: int, hashes: Any = None) -> pa.RecordBatch:
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Blocks of the real size hold all of a chunk that a test can afford."""
     size: int = request.param
-    monkeypatch.setattr(checksums, "CHECK_BYTES", size)
+    monkeypatch.setattr(chunk_checksums, "CHECK_BYTES", size)
     return size
 
 
@@ -105,7 +105,7 @@ def test_no_damage_is_ever_read() -> None:
     batch = a_chunk(40, 2)
     refused = 0
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(checksums, "CHECK_BYTES", 64)
+        patched.setattr(chunk_checksums, "CHECK_BYTES", 64)
         _, data, crcs = encode_chunk(batch)
         whole = data.to_pybytes()
         for spoiled in range(len(whole)):
@@ -128,7 +128,7 @@ def test_no_damage_is_ever_read() -> None:
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.large_binary()])
 def test_damage_beyond_the_row_does_not_reach_it(kind: pa.DataType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrow makes room for as many bytes as the last offset says, where it takes a row out of all."""
-    monkeypatch.setattr(checksums, "CHECK_BYTES", 64)
+    monkeypatch.setattr(chunk_checksums, "CHECK_BYTES", 64)
     schema = RowSchema((), (pa.field("s", kind),))
     rows = 1_000
     hashes, flags = pa.array(np.arange(rows), pa.uint64()), pa.array(np.ones(rows, dtype=np.bool_))
@@ -220,6 +220,6 @@ def test_checksums_have_one_too(tmp_path: Path) -> None:
     crcs = block_crcs(data)
     assert len(crcs) == 4 * -(-200_000 // CHECK_BYTES)
     with pytest.raises(CorruptStoreError, match="checksums of a chunk"):
-        checksums.check_crcs(memoryview(crcs[:-1] + b"?"), 200_000, zlib.crc32(crcs))
+        chunk_checksums.check_crcs(memoryview(crcs[:-1] + b"?"), 200_000, zlib.crc32(crcs))
     with pytest.raises(CorruptStoreError, match="checksums of a chunk"):
-        checksums.check_crcs(None, 200_000, zlib.crc32(crcs))
+        chunk_checksums.check_crcs(None, 200_000, zlib.crc32(crcs))

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from test_base_file import KEYS, POINTER, REF, ROWS, SCHEMA, bucket_on, values_at, with_snapshot
 
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.store import LocalStore, compared
+from spark_state_ext.store import LocalStore, check_marks
 from spark_state_ext.store.base_file import file_path
-from spark_state_ext.store.compared import CheckMarks, FileState, check_marks_path
+from spark_state_ext.store.check_marks import CheckMarks, FileState, check_marks_path
 from spark_state_ext.store.runs import Run
 from spark_state_ext.worker.boot import UNKNOWN_BOOT, boot_id
 from tests.helpers.soak import examples
@@ -204,7 +204,7 @@ def test_nothing_is_known_that_nobody_compared(steps: list[tuple[str, object]]) 
                 file.write_bytes(bytes(100))
                 did, whole = set(), set()
             elif step == "boot":
-                patched.setattr(compared, "boot_id", lambda boot=boot: f"boot {boot}")
+                patched.setattr(check_marks, "boot_id", lambda boot=boot: f"boot {boot}")
                 did, whole, process = set(), set(), opened(folder, run)
             elif step == "process":
                 process = opened(folder, run)
@@ -235,10 +235,10 @@ def test_marks_of_another_run_or_boot_count_for_nothing(tmp_path: Path, monkeypa
     check_marks_path(tmp_path, run.key).rename(check_marks_path(tmp_path, other.key))
     assert opened(tmp_path, other).marked_blocks() == []
     opened(tmp_path, run).mark_blocks(file, [2])
-    monkeypatch.setattr(compared, "boot_id", lambda: "another")
+    monkeypatch.setattr(check_marks, "boot_id", lambda: "another")
     assert opened(tmp_path, run).marked_blocks() == []
     # Where boots cannot be told apart nothing is remembered.
-    monkeypatch.setattr(compared, "boot_id", lambda: UNKNOWN_BOOT)
+    monkeypatch.setattr(check_marks, "boot_id", lambda: UNKNOWN_BOOT)
     assert CheckMarks.of(tmp_path, run, file, FileState.of(file)) is None
 
 
@@ -260,7 +260,7 @@ import sys, random
 from pathlib import Path
 from arrow_schemas import CheckpointRef
 from spark_state_ext.store.base_file import file_path
-from spark_state_ext.store.compared import CheckMarks, FileState
+from spark_state_ext.store.check_marks import CheckMarks, FileState
 from spark_state_ext.store.runs import Run
 
 REF = CheckpointRef(7, "7" * 32)

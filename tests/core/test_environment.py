@@ -18,7 +18,7 @@ import pytest
 from spark_state_ext.errors import ClosedEnvironmentError, StorageError
 from spark_state_ext.store import LocalStore, environment, local_disk
 from spark_state_ext.store.environment import MAP_BYTES_MIN, Environment
-from spark_state_ext.store.shared import SharedEnvironment
+from spark_state_ext.store.shared_environment import SharedEnvironment
 from spark_state_ext.store.transaction import Reader, Writer
 from spark_state_ext.testing.model import SCHEMA
 from tests.helpers.soak import whole
@@ -148,7 +148,7 @@ _BEGUN_ANEW = """
 import sys
 from pathlib import Path
 from spark_state_ext.store.environment import MAP_BYTES_MIN
-from spark_state_ext.store.shared import SharedEnvironment
+from spark_state_ext.store.shared_environment import SharedEnvironment
 
 shared = SharedEnvironment.at(Path(sys.argv[1]), MAP_BYTES_MIN)
 shared.read(lambda txn: None)
@@ -363,7 +363,7 @@ _GROWS = """
 import resource, subprocess, sys
 from pathlib import Path
 from spark_state_ext.errors import StoreFullError
-from spark_state_ext.store.shared import SharedEnvironment
+from spark_state_ext.store.shared_environment import SharedEnvironment
 folder, grows = Path(sys.argv[1]), len(sys.argv) > 2
 shared = SharedEnvironment.at(folder, 1 << 20)
 if grows:

@@ -16,7 +16,7 @@ from spark_state_ext.erasing.history import ErasedHistory
 from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import START_NAME
-from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
+from spark_state_ext.savepoints.start_records import StartRecord, note_detached, note_start
 from spark_state_ext.testing.model import KEYS as OTHERS
 from spark_state_ext.testing.model import Key, Row
 

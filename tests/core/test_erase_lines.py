@@ -24,8 +24,8 @@ from spark_state_ext.commit import cadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.erasing import history as erasing
+from spark_state_ext.erasing.checkpoint_files import rewrite
 from spark_state_ext.erasing.history import ErasedHistory
-from spark_state_ext.erasing.past import rewrite
 from spark_state_ext.errors import CorruptFileError, StorageError, UsageError
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS as OTHERS

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, RowSchema
 from arrow_schemas.erase import EraseDone, EraseMark, EraseRequest, format_done_name, format_request_name
 from spark_state_ext import erase_keys, erase_status
-from spark_state_ext.engine.erase_turn import EraseWatch, HandledRequests, find_new_requests, mark_pointer
-from spark_state_ext.engine.erasing import find_matching
+from spark_state_ext.engine.erase_requests import EraseWatch, HandledRequests, find_new_requests, mark_pointer
+from spark_state_ext.engine.erased_rows import find_matching
 from spark_state_ext.errors import (
     CorruptFileError,
     LiveRunError,

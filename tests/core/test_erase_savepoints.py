@@ -31,9 +31,9 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
-from spark_state_ext.erasing import savepoints as erasing
+from spark_state_ext.erasing import savepoint_erasure as erasing
 from spark_state_ext.erasing.history import ErasedHistory
-from spark_state_ext.erasing.savepoints import _Rewrite
+from spark_state_ext.erasing.savepoint_erasure import _Rewrite
 from spark_state_ext.errors import ClaimedError, CorruptFileError, LiveRunError, StateError, UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.claims import (
@@ -44,7 +44,7 @@ from spark_state_ext.savepoints.claims import (
     refuse_claimed,
 )
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
-from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
+from spark_state_ext.savepoints.start_records import StartRecord, note_detached, note_start
 from spark_state_ext.savepoints.status import judge
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS as OTHERS

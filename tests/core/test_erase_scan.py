@@ -26,10 +26,10 @@ from arrow_schemas.savepoint import NATIVE, SavedBucket, SavepointHeader, Savepo
 from spark_state_ext import Backend, erase_keys, erase_scan
 from spark_state_ext.commit import cadence
 from spark_state_ext.erasing.receipt import EraseReceipt
-from spark_state_ext.erasing.searching import Search, SearchedKeys
+from spark_state_ext.erasing.search import Search, SearchedKeys
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.captured import Captured
+from spark_state_ext.savepoints.captured_pointers import Captured
 from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.testing.model import Key, Row
 from tests.helpers.erased_bytes import files_with

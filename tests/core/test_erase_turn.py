@@ -16,8 +16,8 @@ from core_support import first_pointer
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile, Pointer, RowSchema
 from arrow_schemas.erase import EraseMark, EraseRequest, format_request_name
 from spark_state_ext import erase_keys, erase_status, withdraw_erasure
-from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch
-from spark_state_ext.engine.erasing import ErasedRows
+from spark_state_ext.engine.erase_requests import EraseTurn, EraseWatch
+from spark_state_ext.engine.erased_rows import ErasedRows
 from spark_state_ext.errors import MissingCheckpointError, StorageError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
@@ -246,7 +246,7 @@ def test_many_requests_cost_one_pass_and_large_ones_one_each(tmp_path: Path, mon
     for key in "abab":
         query.ask(key)
     query.go_on()
-    monkeypatch.setattr("spark_state_ext.engine.erase_turn._REQUEST_BYTES_MAX", 20)
+    monkeypatch.setattr("spark_state_ext.engine.erase_requests._REQUEST_BYTES_MAX", 20)
     for key in "cab":
         query.ask(key * 15)
     query.go_on()

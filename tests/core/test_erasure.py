@@ -26,7 +26,7 @@ from spark_state_ext.errors import CorruptPointerError, MissingCheckpointError
 from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.erasure import WINDOWS, erased_before, is_marked, note_time
 from spark_state_ext.files.folder import Readable
-from spark_state_ext.files.sealed import SealedFile, SealedFiles
+from spark_state_ext.files.sealed_file import SealedFile, SealedFiles
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Key, Row, canonicalise
 from tests.helpers.waiting import WAIT_S
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from savepoint_folders import ID, SCHEMA, savepoint_at
 
-from spark_state_ext.beginning.detaching import detach
+from spark_state_ext.beginning.detachment import detach
 from spark_state_ext.beginning.first_call import claim_source
 from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.engine.job import Job
@@ -16,7 +16,7 @@ from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import RetainedCheckpoint, Savepoint, StartFrom
 from spark_state_ext.errors import ExistingStateError, LineageError, OperatorChangedError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.records import StartRecord, is_detached, note_start
+from spark_state_ext.savepoints.start_records import StartRecord, is_detached, note_start
 from tests.helpers.jobs import job_of
 
 BATCH_MS = 1_000

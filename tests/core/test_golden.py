@@ -27,14 +27,14 @@ from spark_state_ext.files.checkpoint import read_checkpoint, read_header
 from spark_state_ext.files.erase_requests import decode_request, encode_request
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import LEFT_BEHIND_NAME
-from spark_state_ext.files.left_behind import note_left_behind, refuse_left_behind
+from spark_state_ext.files.left_columns import note_left_behind, refuse_left_behind
 from spark_state_ext.ownership.claim_notes import find_replaced_claim, note_replaced_claim
 from spark_state_ext.ownership.holds import HoldRecord
 from spark_state_ext.ownership.lease_record import Claim, LeaseRecord, NumberedRecord
 from spark_state_ext.rescale.parents import Parent
 from spark_state_ext.savepoints.claims import SavepointClaim
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.records import START_FORMAT, StartRecord
+from spark_state_ext.savepoints.start_records import START_FORMAT, StartRecord
 from spark_state_ext.store import LocalStore
 from spark_state_ext.timeline.epochs import Epoch, Position
 from spark_state_ext.timeline.records import decode_epochs, encode_epochs

@@ -16,7 +16,7 @@ from core_support import bucket_on, buffer_of, committed, first_pointer, state_a
 from arrow_schemas import Pointer
 from spark_state_ext.commit import cadence
 from spark_state_ext.errors import StorageError
-from spark_state_ext.files import sealed as sealed_module
+from spark_state_ext.files import sealed_file as sealed_module
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.restore import loader as loading_module
 from spark_state_ext.store import LocalStore

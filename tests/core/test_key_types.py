@@ -13,7 +13,7 @@ import pytest
 
 from arrow_schemas.row import RowSchema
 from spark_state_ext.cli.values import parse_key
-from spark_state_ext.erasing.folders import convert_keys
+from spark_state_ext.erasing.query_folders import convert_keys
 from spark_state_ext.errors import StateValueError, UsageError
 from spark_state_ext.reading.lookup import LookupKey
 

@@ -26,10 +26,10 @@ from spark_state_ext.errors import (
 )
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.claim_notes import note_handed_over
-from spark_state_ext.ownership.free import wait_until_free
 from spark_state_ext.ownership.lease import Lease, LeaseRegistry
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LEASE_FORMAT, Claim, LeaseRecord, NumberedRecord, RunIdentity
+from spark_state_ext.ownership.query_end import wait_until_free
 from spark_state_ext.ownership.release import release_query_folder
 from tests.helpers.killing import killed_at
 from tests.helpers.waiting import eventually

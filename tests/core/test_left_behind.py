@@ -11,7 +11,7 @@ from arrow_schemas import OperatorFile
 from spark_state_ext.errors import CorruptFileError, SchemaChangedError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import LEFT_BEHIND_NAME
-from spark_state_ext.files.left_behind import note_left_behind
+from spark_state_ext.files.left_columns import note_left_behind
 from spark_state_ext.files.operator_catalog import OperatorCatalog
 
 

@@ -14,8 +14,8 @@ from spark_state_ext.erasing.history import _remove_stores
 from spark_state_ext.errors import UnsafeFolderError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.reading.live import open_live
+from spark_state_ext.savepoints.deletion import delete_files
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.removing import delete_files
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.reclaim import remove_unused
 from spark_state_ext.testing.model import SCHEMA
@@ -236,7 +236,7 @@ def test_the_duplicate_of_a_linked_file_has_its_bytes(tmp_path: Path) -> None:
 # -- the rule --------------------------------------------------------------------------------------
 
 # Each removes files itself: the rule, and what hands paths of all file systems to fsspec.
-_REMOVE_THEMSELVES = {"worker/removal.py", "files/folder.py", "files/publishing.py"}
+_REMOVE_THEMSELVES = {"worker/removal.py", "files/folder.py", "files/publication.py"}
 _REMOVING = {"rm_file", "rmdir", "rmtree", "unlink", "removedirs"}
 
 

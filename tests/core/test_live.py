@@ -31,7 +31,7 @@ from spark_state_ext.errors import CorruptStoreError, StateGoneError, UsageError
 from spark_state_ext.reading import live as live_module
 from spark_state_ext.reading.live import LiveRows, LiveState
 from spark_state_ext.spark.executor.key_work import Times
-from spark_state_ext.store.committed import CommittedRecord, read_committed, write_committed
+from spark_state_ext.store.committed_record import CommittedRecord, read_committed, write_committed
 from spark_state_ext.store.read_only import ReadOnlyEnvironment
 from spark_state_ext.testing.buckets import Buckets
 from spark_state_ext.worker.boot import boot_id

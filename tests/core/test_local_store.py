@@ -26,7 +26,7 @@ from spark_state_ext.errors import CorruptStoreError, StorageError, StoreFullErr
 from spark_state_ext.store import LocalStore, environment, local
 from spark_state_ext.store import view as view_module
 from spark_state_ext.store.environment import Environment
-from spark_state_ext.store.pending import PendingRun
+from spark_state_ext.store.pending_run import PendingRun
 from spark_state_ext.store.runs import get_hashes, split_batches
 from spark_state_ext.testing.model import KEYS, SCHEMA, Row, apply_changes, make_run, scan
 from tests.helpers.waiting import WAIT_S

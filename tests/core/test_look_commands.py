@@ -35,7 +35,7 @@ from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.files.retention import CleanUp, clean_up
 from spark_state_ext.ownership.claim_notes import note_handed_over
 from spark_state_ext.ownership.holds import Hold
-from spark_state_ext.rescale.notes import note_free
+from spark_state_ext.rescale.parents_notes import note_free
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
 from spark_state_ext.testing.model import Row

@@ -33,7 +33,7 @@ from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.files import checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import clean_up
-from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.savepoints.bucket_copy import save_bucket
 from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, apply_changes, scan

@@ -26,8 +26,8 @@ from arrow_schemas.peers import (
     split_into_questions,
 )
 from spark_state_ext.cli.standby_service import PeerOptions, build_addresses, serve_peers
-from spark_state_ext.peers.asking import PeersByRoot
 from spark_state_ext.peers.choice import Choice, Measure, asks_peers
+from spark_state_ext.peers.piece_requests import PeersByRoot
 from spark_state_ext.peers.settings import PeerSettings, peer_settings
 from spark_state_ext.worker.host import machine_name
 from tests.helpers.clock import VirtualClock

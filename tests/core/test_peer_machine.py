@@ -18,8 +18,8 @@ from arrow_schemas.blocks import PIECE_BYTES
 from arrow_schemas.peers import BUSY, GIVEN, GONE, PeerAnswer, PeerQuestion, PeerSecret
 from arrow_schemas.standby import MemberRecord, StandbyReplica
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.peers.asking import Peers
-from spark_state_ext.peers.finding import ADDRESS_KIND
+from spark_state_ext.peers.discovery import ADDRESS_KIND
+from spark_state_ext.peers.piece_requests import Peers
 from spark_state_ext.peers.settings import PeerSettings
 from spark_state_ext.standby.members import Membership
 from tests.helpers.clock import VirtualClock

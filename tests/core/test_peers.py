@@ -29,9 +29,9 @@ from arrow_schemas.standby import BucketKey, StandbySettings
 from spark_state_ext.errors import InterruptedRestoreError, PeerError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.peers.client import PeerClient
-from spark_state_ext.peers.finding import peers_below
+from spark_state_ext.peers.discovery import peers_below
+from spark_state_ext.peers.served_snapshots import SnapshotFile
 from spark_state_ext.peers.server import PeerServer
-from spark_state_ext.peers.serving import SnapshotFile
 from spark_state_ext.standby.members import write_settings
 from spark_state_ext.standby.metrics import StandbyCollector
 from spark_state_ext.standby.roots import ReplicaShelf
@@ -147,7 +147,7 @@ def test_what_hosts_tell_is_read_once_and_beside_batches(world: PeerWorld, monke
         looks.append(host)
         return peers_below(root, host)
 
-    monkeypatch.setattr("spark_state_ext.peers.asking.peers_below", look)
+    monkeypatch.setattr("spark_state_ext.peers.piece_requests.peers_below", look)
     bucket = world.task()
     for _ in range(3):
         world.look_up(bucket, KEYS)
@@ -577,7 +577,7 @@ client.close()
 def test_nothing_imports_flight_that_does_not_need_it() -> None:
     script = """
 import sys
-import spark_state_ext.engine.bucket, spark_state_ext.engine.shared, spark_state_ext.standby.roots
+import spark_state_ext.engine.bucket, spark_state_ext.engine.process_state, spark_state_ext.standby.roots
 import spark_state_ext.standby.metrics, spark_state_ext.cli.standby_service
 found = [it for it in sys.modules if "flight" in it]
 assert not found, found

@@ -23,7 +23,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.retention import CleanUp, clean_up
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.reading import bodies
-from spark_state_ext.reading.holding import ReaderHold
+from spark_state_ext.reading.reader_hold import ReaderHold
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Row, canonicalise
 from spark_state_ext.timeline import bucket_files
 

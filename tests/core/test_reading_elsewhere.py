@@ -23,8 +23,8 @@ from spark_state_ext import open_state
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.reading.opening import open_pointers
-from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.reading.state_opener import open_pointers
+from spark_state_ext.savepoints.bucket_copy import save_bucket
 from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.testing.model import SCHEMA
 

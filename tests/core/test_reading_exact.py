@@ -13,7 +13,7 @@ from test_reading import EVERYWHERE, lived
 
 from spark_state_ext import OpenState, open_state
 from spark_state_ext.errors import ChangedJobError, CorruptFileError, MissingCheckpointError, StorageError, UsageError
-from spark_state_ext.reading.exact import ExactBatch, QueryOfOperator, open_exact
+from spark_state_ext.reading.exact_batch import ExactBatch, QueryOfOperator, open_exact
 from spark_state_ext.testing.model import Row
 
 TOLD = QueryOfOperator("counts", "query", "/checkpoints/counts")

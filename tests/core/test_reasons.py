@@ -16,7 +16,7 @@ from arrow_schemas.row import RowSchema
 from spark_state_ext.cli.values import parse_value
 from spark_state_ext.errors import CorruptFileError, StateError
 from spark_state_ext.functions.arguments import to_milliseconds
-from spark_state_ext.functions.reasons import explain_conversion_error
+from spark_state_ext.functions.conversion_errors import explain_conversion_error
 from spark_state_ext.functions.tables import as_table
 from spark_state_ext.reading.lookup import LookupKey
 

@@ -16,7 +16,7 @@ from spark_state_ext.commit.ledger import UploadRecord
 from spark_state_ext.commit.tally import Tally
 from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.errors import UploadFailedError
-from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.files.sealed_file import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import SCHEMA
 from spark_state_ext.worker.background import Background

@@ -36,12 +36,12 @@ from spark_state_ext.errors import LiveRunError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import PARENTS_FOLDER
-from spark_state_ext.rescale.finishing import Finishing, may_remove
-from spark_state_ext.rescale.notes import FREE, NEEDED, ParentsNote, note_free, parse_notes
 from spark_state_ext.rescale.origin import Origin, read_rows_of_parent
 from spark_state_ext.rescale.parents import Parent, note_parent, parent_files
-from spark_state_ext.savepoints.records import StartRecord, note_start
-from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.rescale.parents_notes import FREE, NEEDED, ParentsNote, note_free, parse_notes
+from spark_state_ext.rescale.removal import Finishing, may_remove
+from spark_state_ext.savepoints.bucket_copy import save_bucket
+from spark_state_ext.savepoints.start_records import StartRecord, note_start
 from spark_state_ext.store import View
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, find_expired, make_model
 from tests.helpers.soak import examples

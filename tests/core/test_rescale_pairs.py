@@ -22,7 +22,7 @@ from spark_state_ext.commit.uploads import Upload, WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import STARTING_FOLDER
-from spark_state_ext.savepoints.captured import Captured
+from spark_state_ext.savepoints.captured_pointers import Captured
 from spark_state_ext.store import View
 from spark_state_ext.testing.model import KEYS, Key, Model, Row, find_expired, make_model, scan
 from tests.helpers.soak import SOAK

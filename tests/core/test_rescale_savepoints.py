@@ -46,10 +46,10 @@ from spark_state_ext.files import checkpoint
 from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.rescale.digests import RowsDigest
+from spark_state_ext.savepoints.bucket_copy import save_bucket
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint
 from spark_state_ext.savepoints.manifest_file import encode_manifest, read_manifest
-from spark_state_ext.savepoints.reading import read_saved_rows
-from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.savepoints.saved_rows import read_saved_rows
 from spark_state_ext.savepoints.writer import write_manifest, write_snapshot
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, make_model
 from tests.helpers.soak import examples, whole

@@ -18,7 +18,7 @@ from arrow_schemas.checksum import seal_document
 from arrow_schemas.operator import operator_file_name
 from arrow_schemas.savepoint import NATIVE, SavedBucket, SavedFile, SavepointHeader, SavepointManifest
 from spark_state_ext.__main__ import main
-from spark_state_ext.beginning.detaching import detach
+from spark_state_ext.beginning.detachment import detach
 from spark_state_ext.engine.job import Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
@@ -33,7 +33,7 @@ from spark_state_ext.savepoints.claims import (
     read_claim,
     release_claim,
 )
-from spark_state_ext.savepoints.records import StartRecord, note_detached, note_start
+from spark_state_ext.savepoints.start_records import StartRecord, note_detached, note_start
 from spark_state_ext.savepoints.writer import write_manifest
 from tests.helpers.jobs import job_of
 

@@ -19,7 +19,7 @@ from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.savepoints.placement import refuse_in_state
-from spark_state_ext.spark.executor import saving
+from spark_state_ext.spark.executor import savepoint_tasks
 
 QUERY = "6f1d7f0e-0000-4000-8000-000000000001"
 REFUSED = "cannot be at .*contains the state of a query"
@@ -117,7 +117,7 @@ def rescale(source: Folder, target: Folder) -> None:
 
 def look_in_a_task(source: Folder, target: Folder) -> None:
     """As `stop_with_savepoint`, `write_savepoint` and `import_native` do first, and `take_savepoint` in `begin`."""
-    list(saving.refuse({"savepoint": target.root, "savepoint_options": {}}, []))
+    list(savepoint_tasks.refuse({"savepoint": target.root, "savepoint_options": {}}, []))
 
 
 @pytest.mark.parametrize("write", [copy, transform, rescale, look_in_a_task])

@@ -24,8 +24,8 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.copying import CopyMethod, copy_file, refuse_incomplete
-from spark_state_ext.savepoints.taking import BucketCopy, ReadOptions, save_bucket
+from spark_state_ext.savepoints.bucket_copy import BucketCopy, ReadOptions, save_bucket
+from spark_state_ext.savepoints.file_copy import CopyMethod, copy_file, refuse_incomplete
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, scan
 from tests.helpers.soak import examples

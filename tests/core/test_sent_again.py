@@ -23,7 +23,7 @@ from spark_state_ext.commit.uploads import WorkerUploads
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed import SealedFile, seal
+from spark_state_ext.files.sealed_file import SealedFile, seal
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Row, scan
 from spark_state_ext.worker.threads import CallerExecutor

@@ -31,9 +31,9 @@ from spark_state_ext.errors import (
     StorageError,
     StoreFullError,
 )
-from spark_state_ext.files import sealed
+from spark_state_ext.files import sealed_file
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.files.sealed_file import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import SCHEMA
 from tests.helpers.waiting import WAIT_S
@@ -70,7 +70,7 @@ def test_a_backend_catches_up_after_its_first_snapshot_failed(
         if header.kind == SNAPSHOT and fails:
             fails.clear()
             raise StoreFullError("the disk is full, once")
-        return sealed.seal(header, *rest)
+        return sealed_file.seal(header, *rest)
 
     def upload(ref: CheckpointRef, markers: Markers) -> Future[Markers]:
         monkeypatch.undo()

@@ -11,7 +11,7 @@ import pytest
 
 from arrow_schemas.bucket_map import BucketMap
 from spark_state_ext.__main__ import main
-from spark_state_ext.reports.choosing import BUCKET_BATCH_S
+from spark_state_ext.reports.recommendation import BUCKET_BATCH_S
 from spark_state_ext.reports.skew import (
     HEAVY_RANGE,
     HOT_KEY,

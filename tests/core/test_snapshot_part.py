@@ -25,12 +25,12 @@ from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
 from spark_state_ext.files import sealed_body
 from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.files.sealed import seal
+from spark_state_ext.files.sealed_file import seal
 from spark_state_ext.rescale.origin import Origin, read_rows_of_parent
 from spark_state_ext.rescale.parents import Parent, compute_origin, note_parent, parent_files
 from spark_state_ext.restore.lazy import LazySnapshot, read_ends
 from spark_state_ext.restore.part import read_part
-from spark_state_ext.savepoints.copying import put_whole
+from spark_state_ext.savepoints.file_copy import put_whole
 from spark_state_ext.store import LocalStore, View
 from spark_state_ext.store.runs import CHUNK_ROWS
 

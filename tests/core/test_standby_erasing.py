@@ -13,7 +13,7 @@ from test_erase_scan import TEXT
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.erasing.past import rewrite
+from spark_state_ext.erasing.checkpoint_files import rewrite
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.standby.roots import RootFollower

@@ -19,8 +19,8 @@ from spark_state_ext.commit import cadence
 from spark_state_ext.errors import (
     StateError,
 )
-from spark_state_ext.standby.following import BucketFollower
-from spark_state_ext.standby.listed import Listing
+from spark_state_ext.standby.bucket_listing import Listing
+from spark_state_ext.standby.follower import BucketFollower
 from spark_state_ext.store import compaction
 from spark_state_ext.testing.model import Key, Row
 from tests.helpers.soak import examples

@@ -21,8 +21,8 @@ from spark_state_ext.errors import (
     StorageError,
 )
 from spark_state_ext.files.listing import Entry
-from spark_state_ext.standby.following import BucketFollower, SharedStores
-from spark_state_ext.standby.metered import Bandwidth
+from spark_state_ext.standby.follower import BucketFollower, SharedStores
+from spark_state_ext.standby.metered_reads import Bandwidth
 from spark_state_ext.standby.values import Lag
 from spark_state_ext.store import LocalStore
 from tests.helpers.clock import VirtualClock

@@ -27,13 +27,13 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, StorageError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.savepoints.records import note_detached
-from spark_state_ext.standby.finding import Finder, select_query_folders
-from spark_state_ext.standby.following import BucketFollower
+from spark_state_ext.savepoints.start_records import note_detached
+from spark_state_ext.standby.buckets_below_root import Finder, select_query_folders
+from spark_state_ext.standby.follower import BucketFollower
 from spark_state_ext.standby.roots import Pace, RootFollower, next_wait_s
 from spark_state_ext.standby.values import FollowedRoot
 from spark_state_ext.store import LocalStore
-from spark_state_ext.store.committed import CommittedRecord, read_committed, write_committed
+from spark_state_ext.store.committed_record import CommittedRecord, read_committed, write_committed
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, scan
 from tests.helpers.clock import VirtualClock
 from tests.helpers.waiting import WAIT_S

@@ -18,7 +18,7 @@ import pytest
 
 from arrow_schemas.columns import aggregate_groups
 from arrow_schemas.errors import StateValueError
-from spark_state_ext.functions.missing import to_column
+from spark_state_ext.functions.missing_values import to_column
 from spark_state_ext.functions.tables import as_table, cast_column, conform_table, is_table, refuse_nulls
 
 TABLE = pa.table({"k": ["a", "b"], "n": [1, None]})

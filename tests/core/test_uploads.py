@@ -26,7 +26,7 @@ from spark_state_ext.commit.ledger import DONE, FAILED, RUNNING, UploadRecord, r
 from spark_state_ext.commit.tally import Tally
 from spark_state_ext.commit.uploads import THREADS_MAX, Upload, WorkerUploads
 from spark_state_ext.errors import CommitTimeoutError, StorageError, UploadFailedError
-from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.files.sealed_file import SealedFile
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
 from spark_state_ext.testing.model import SCHEMA, Refs

@@ -22,9 +22,9 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.savepoints.bucket_copy import save_bucket
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.reading import read_saved_rows
-from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.savepoints.saved_rows import read_saved_rows
 from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.store import LocalStore
 from spark_state_ext.store.runs import sort_by_hash

@@ -16,7 +16,7 @@ from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.ledger import DONE, UploadRecord, record_name
 from spark_state_ext.commit.snapshots import _LOST, Snapshots
 from spark_state_ext.errors import MissingCheckpointError, UploadFailedError
-from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.files.sealed_file import SealedFile
 
 __all__ = ["BROKEN_UPLOADS"]
 

@@ -6,7 +6,7 @@ from sim_asking import Asking
 from sim_erasure_parts import Kept, Task
 from sim_parts import WrongStateError
 
-from spark_state_ext.engine.erase_turn import HandledRequests
+from spark_state_ext.engine.erase_requests import HandledRequests
 
 __all__ = ["carried_by", "check_kept", "check_mark", "waits"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 from sim_parts import SCHEMA, Config, Held, Partition
 
-from spark_state_ext.engine.erase_turn import EraseWatch
-from spark_state_ext.engine.erasing import ErasedRows
+from spark_state_ext.engine.erase_requests import EraseWatch
+from spark_state_ext.engine.erased_rows import ErasedRows
 
 __all__ = ["ErasureConfig", "Kept", "Memory", "Process", "Run", "Task", "rows_of_keys"]
 

@@ -36,7 +36,7 @@ from sim_search import replaced
 from sim_spark import Made, StateFiles
 
 from arrow_schemas import CheckpointRef, LineageEntry, Pointer
-from spark_state_ext.engine.erase_turn import EraseTurn
+from spark_state_ext.engine.erase_requests import EraseTurn
 from spark_state_ext.errors import LiveRunError, StateError
 from spark_state_ext.files.horizon import count_call, recent_heartbeats
 

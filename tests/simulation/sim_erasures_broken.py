@@ -11,8 +11,8 @@ from sim_search import replaced
 
 from arrow_schemas import Pointer
 from arrow_schemas.erase import EraseMark, EraseRequest, format_request_name
-from spark_state_ext.engine import erase_turn
-from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch, HandledRequests, NewRequests, mark_pointer
+from spark_state_ext.engine import erase_requests
+from spark_state_ext.engine.erase_requests import EraseTurn, EraseWatch, HandledRequests, NewRequests, mark_pointer
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError, StorageError
 from spark_state_ext.files.erase_requests import EraseFolder, EraseNumbers, encode_request
 from spark_state_ext.files.folder import Folder
@@ -109,7 +109,7 @@ def _proven_by_the_mark(
 
 BROKEN_ERASURES: dict[str, tuple[Patch, ...]] = {
     "listed once by each process": ((EraseWatch, "list_requests", _listed_once),),
-    "a gap passed by": ((erase_turn, "find_new_requests", _through_gaps),),
+    "a gap passed by": ((erase_requests, "find_new_requests", _through_gaps),),
     "a mark trusted by its number": ((EraseTurn, "_is_mark_known", lambda self: True),),
     "done with the first bucket": ((EraseMark, "done", _done_with_the_mark),),
     "dealt with earlier, in one heartbeat": ((EraseMark, "raised", _settled_at_once),),
@@ -117,7 +117,7 @@ BROKEN_ERASURES: dict[str, tuple[Patch, ...]] = {
     "taken back by the mark": ((EraseWatch, "update_requests", _proven_by_the_mark),),
     "removed when it is done": ((EraseWatch, "_is_over", _over_when_done),),
     "removed by what is remembered": ((EraseWatch, "_is_over", _over_as_remembered),),
-    "removed before a pointer is too old": ((erase_turn, "recent_heartbeats", lambda retained: retained - 2),),
+    "removed before a pointer is too old": ((erase_requests, "recent_heartbeats", lambda retained: retained - 2),),
     "a number used twice": ((EraseFolder, "add", _numbered_by_what_is_there),),
     "proven by who does not look": ((EraseTurn, "marked", _as_it_was),),
     "noted though one before it waits": ((EraseWatch, "_note_done", _noted_whatever_waits),),

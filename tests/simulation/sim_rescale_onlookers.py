@@ -16,12 +16,12 @@ from sim_rescale_parts import ALL_KEYS
 from sim_yard import OPERATOR
 
 from arrow_schemas.erase import EraseDone
-from spark_state_ext.erasing.asking import erase_keys, erase_status
+from spark_state_ext.erasing.requests import erase_keys, erase_status
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.reading.bodies import Scratch
-from spark_state_ext.reading.finding import find_state
-from spark_state_ext.reading.opening import open_pointers
+from spark_state_ext.reading.state_folder import find_state
+from spark_state_ext.reading.state_opener import open_pointers
 
 if TYPE_CHECKING:
     from sim_rescales import RescaleWorld

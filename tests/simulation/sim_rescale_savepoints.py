@@ -22,14 +22,14 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket, CommitResult
 from spark_state_ext.engine.folders import operator_folders
 from spark_state_ext.engine.job import Job
-from spark_state_ext.engine.shared import Shared
+from spark_state_ext.engine.process_state import Shared
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import CorruptError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.files.layout import PARENTS_FOLDER
-from spark_state_ext.rescale.finishing import Finishing
-from spark_state_ext.savepoints.taking import save_bucket
+from spark_state_ext.rescale.removal import Finishing
+from spark_state_ext.savepoints.bucket_copy import save_bucket
 from spark_state_ext.savepoints.writer import write_manifest
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.background import Inline

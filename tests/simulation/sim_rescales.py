@@ -70,18 +70,18 @@ from spark_state_ext.engine.bucket import CommitResult
 from spark_state_ext.engine.folders import operator_folders
 from spark_state_ext.engine.job import ARROW, Job
 from spark_state_ext.engine.options import StateOptions
-from spark_state_ext.engine.shared import Shared
+from spark_state_ext.engine.process_state import Shared
 from spark_state_ext.errors import ChangedJobError, LineageError, LiveRunError, MissingCheckpointError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.files.operator_catalog import OperatorCatalog, newest_operator
-from spark_state_ext.rescale import in_force
-from spark_state_ext.rescale.finishing import Finishing
+from spark_state_ext.rescale import folder_in_force
 from spark_state_ext.rescale.folders import make_rescaled_name
 from spark_state_ext.rescale.origin import Origin, find_origin
 from spark_state_ext.rescale.parents import has_parents, read_parent
-from spark_state_ext.restore import resolving
-from spark_state_ext.savepoints.captured import Captured, make_captured_name
+from spark_state_ext.rescale.removal import Finishing
+from spark_state_ext.restore import resolution
+from spark_state_ext.savepoints.captured_pointers import Captured, make_captured_name
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.worker import Worker
 from tests.helpers.jobs import job_of
@@ -236,7 +236,7 @@ class RescaleWorld(World):
         happens = "" if self._calm or self._steady else ("dies", "fails", "", "")[numbers.below(4)]
         try:
             with trapped(Trap(numbers.below(4), happens)) if happens else nullcontext():
-                in_force.put_in_force(
+                folder_in_force.put_in_force(
                     operator_folders(job), pointer.query_folder, job.plan_id, lambda: self._check_ours(job)
                 )
         except (LiveRunError, StorageError):
@@ -854,7 +854,7 @@ def _count(partition: Partition) -> int:
 
 def beside_rescaling(built: Built) -> AbstractContextManager[None]:
     """What is put in the place of threads, of folders' methods, and of what is broken."""
-    return replaced([*in_pieces(), *traps(), (resolving, "map_in_parallel", in_turn), *built.patches])
+    return replaced([*in_pieces(), *traps(), (resolution, "map_in_parallel", in_turn), *built.patches])
 
 
 def simulate_rescales(history: History, built: Built = DEFAULT) -> RescaleWorld:

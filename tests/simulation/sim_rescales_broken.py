@@ -20,19 +20,19 @@ from spark_state_ext.beginning.rescaling import Rescaling
 from spark_state_ext.commit import cadence, committer, decisions, snapshot_writer
 from spark_state_ext.engine.folders import operator_folder, operator_folders
 from spark_state_ext.engine.job import Job
-from spark_state_ext.erasing import folders
+from spark_state_ext.erasing import query_folders
 from spark_state_ext.errors import LineageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import PARENTS_FOLDER
-from spark_state_ext.reading import finding
-from spark_state_ext.rescale import finishing, in_force, origin, parents
-from spark_state_ext.rescale.finishing import Finishing, may_remove
+from spark_state_ext.reading import state_folder
+from spark_state_ext.rescale import folder_in_force, origin, parents, removal
 from spark_state_ext.rescale.folders import first_folder, make_rescaled_name
-from spark_state_ext.rescale.notes import FREE, ParentsNote, parse_notes
 from spark_state_ext.rescale.parents import Parent
-from spark_state_ext.savepoints import taking
-from spark_state_ext.savepoints.reading import read_saved_rows
-from spark_state_ext.savepoints.records import note_detached
+from spark_state_ext.rescale.parents_notes import FREE, ParentsNote, parse_notes
+from spark_state_ext.rescale.removal import Finishing, may_remove
+from spark_state_ext.savepoints import bucket_copy
+from spark_state_ext.savepoints.saved_rows import read_saved_rows
+from spark_state_ext.savepoints.start_records import note_detached
 from spark_state_ext.store.runs import get_hashes
 
 __all__ = ["BROKEN_RESCALES"]
@@ -144,7 +144,7 @@ def _inline_left_behind(pointer: Pointer, replicas: Any, *args: Any, **kwargs: A
     return _SAVE(replace(pointer, inline=()), replicas, *args, **kwargs)
 
 
-_SAVE = taking.save_bucket
+_SAVE = bucket_copy.save_bucket
 
 
 def _here(query_folder: Folder) -> bool:
@@ -298,16 +298,16 @@ BROKEN_RESCALES: dict[str, Built] = {
     "dropped without a note": _patched((Finishing, "noted", _without_a_note)),
     "notes that stay when the query goes back": _patched((Finishing, "noted", _notes_stay)),
     "notes looked for once": _patched((Finishing, "noted", _looked_for_once)),
-    "parents removed without a horizon": _patched((finishing, "may_remove", _without_horizon)),
-    "the first bucket's note counted for all": _patched((finishing, "may_remove", _by_the_first_bucket)),
-    "notes that parents are needed not counted": _patched((finishing, "may_remove", _by_free_notes)),
-    "notes taken back": _patched((finishing, "note_needed", _taken_back)),
+    "parents removed without a horizon": _patched((removal, "may_remove", _without_horizon)),
+    "the first bucket's note counted for all": _patched((removal, "may_remove", _by_the_first_bucket)),
+    "notes that parents are needed not counted": _patched((removal, "may_remove", _by_free_notes)),
+    "notes taken back": _patched((removal, "note_needed", _taken_back)),
     "a refused rescaling is taken for the query": _patched(
-        *((module, "folders_in_force", _with_an_operator_file) for module in (finding, folders))
+        *((module, "folders_in_force", _with_an_operator_file) for module in (state_folder, query_folders))
     ),
     "in force with the first call": _patched((first_call, "bring_files", _put_in_force_when_begun)),
     "erase requests left behind": _patched(
-        *((module, "take_requests", _left_behind) for module in (finishing, in_force))
+        *((module, "take_requests", _left_behind) for module in (removal, folder_in_force))
     ),
     "refused rescalings never removed": _patched((Finishing, "_remove_failed", _dead_stay)),
     "finishing blind to holds": _patched((Finishing, "_remove_parents", _blind_to_holds)),

@@ -38,12 +38,12 @@ from spark_state_ext.engine.start_from import CLAIM, NO_CLAIM
 from spark_state_ext.errors import CorruptError, MissingCheckpointError, NotClaimableError, StateError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import HOLDS_FOLDER
-from spark_state_ext.restore import resolving
+from spark_state_ext.restore import resolution
 from spark_state_ext.savepoints import claims
 from spark_state_ext.savepoints.claims import is_consumed, read_claim
+from spark_state_ext.savepoints.deletion import delete_files
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.records import is_detached
-from spark_state_ext.savepoints.removing import delete_files
+from spark_state_ext.savepoints.start_records import is_detached
 from spark_state_ext.savepoints.status import find_started_queries, judge, read_claim_status
 from spark_state_ext.spark.client import savepoints
 from spark_state_ext.spark.client.state import ArrowState
@@ -377,7 +377,7 @@ def in_turn(_: str, __: int, work: Callable[[Any], Any], items: Sequence[Any]) -
 
 def beside(patches: Sequence[tuple[Any, str, Any]]) -> AbstractContextManager[None]:
     """What is put in the place of Spark, and of what is broken."""
-    values = [*spark_parts(), *traps(), (resolving, "map_in_parallel", in_turn)]
+    values = [*spark_parts(), *traps(), (resolution, "map_in_parallel", in_turn)]
     # Who is late looks only where that cannot be avoided.
     return replaced([*values, (claims, "_CHECK_S", math.inf), *patches])
 

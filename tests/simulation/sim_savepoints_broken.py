@@ -14,21 +14,21 @@ from sim_taking import HOLD_S, SimReader
 from arrow_schemas.lineage import SNAPSHOT
 from arrow_schemas.pointer import Pointer
 from arrow_schemas.savepoint import SavedFile, SavepointManifest
-from spark_state_ext.beginning import detaching, first_call
+from spark_state_ext.beginning import detachment, first_call
 from spark_state_ext.engine.start_from import CLAIM
 from spark_state_ext.errors import MissingCheckpointError, NotClaimableError
 from spark_state_ext.files import retention
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import HOLDS_FOLDER
 from spark_state_ext.ownership.holds import Hold, HoldRecord, HoldWatch
-from spark_state_ext.restore.needed import Needed, find_needed_files
+from spark_state_ext.restore.needed_files import Needed, find_needed_files
 from spark_state_ext.restore.sources import Sources
-from spark_state_ext.savepoints import claims, records, taking
+from spark_state_ext.savepoints import bucket_copy, claims, start_records
 from spark_state_ext.savepoints.claims import SavepointClaim
-from spark_state_ext.savepoints.copying import CopyMethod, copy_file
+from spark_state_ext.savepoints.deletion import delete_files
+from spark_state_ext.savepoints.file_copy import CopyMethod, copy_file
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.records import StartRecord, read_start
-from spark_state_ext.savepoints.removing import delete_files
+from spark_state_ext.savepoints.start_records import StartRecord, read_start
 from spark_state_ext.spark.client import savepoints
 
 __all__ = ["BROKEN_SAVEPOINTS"]
@@ -173,7 +173,7 @@ def _consumed_whoever_started(job: Any, query_folder: Folder, still_ours: Callab
             return
 
 
-_DETACH = detaching.detach
+_DETACH = detachment.detach
 
 
 def _all_below(
@@ -206,10 +206,10 @@ _DELETE = delete_files
 def _detached_at_once(folder: Folder, record: StartRecord) -> None:
     """The first call says that the query is detached, and not the first that gets a committed pointer."""
     _NOTE_START(folder, record)
-    records.note_detached(folder)
+    start_records.note_detached(folder)
 
 
-_NOTE_START = records.note_start
+_NOTE_START = start_records.note_start
 
 
 def _let_go_at_once(state: Any, job: Any, query_folder: str, *others: Any) -> Any:
@@ -268,20 +268,20 @@ BROKEN_SAVEPOINTS: dict[str, Built] = {
     "a hold that is never over": Built(patches=((HoldWatch, "living", _never_over),)),
     "a lost hold unnoticed by its maker": Built(patches=((Hold, "renew", _renewed_anew),)),
     "a renewal that writes nothing": Built(patches=((Hold, "renew", _not_renewed),)),
-    "an unconfirmed snapshot believed": Built(patches=((taking, "find_needed_files", _unconfirmed),)),
-    "inline deltas forgotten": Built(patches=((taking, "find_needed_files", _without_inline),)),
+    "an unconfirmed snapshot believed": Built(patches=((bucket_copy, "find_needed_files", _unconfirmed),)),
+    "inline deltas forgotten": Built(patches=((bucket_copy, "find_needed_files", _without_inline),)),
     "uncommitted pointers saved": Built(patches=((savepoints, "StateReader", Uncommitted),)),
     "files that start a query left behind": Built(patches=((first_call, "copy_file", _files_left_where_they_are),)),
     "a claim that the last one has": Built(patches=((first_call, "claim_savepoint", _claimed_by_looking),)),
     "a claim not checked before deleting": Built(
-        patches=((detaching, "delete_claimed_savepoint", _consumed_by_anybody),)
+        patches=((detachment, "delete_claimed_savepoint", _consumed_by_anybody),)
     ),
-    "a savepoint deleted that nobody claimed": Built(patches=((detaching, "detach", _consumed_whoever_started),)),
+    "a savepoint deleted that nobody claimed": Built(patches=((detachment, "detach", _consumed_whoever_started),)),
     "more deleted than the manifest names": Built(patches=((claims, "delete_files", _all_below),)),
     "the manifest deleted first": Built(patches=((claims, "delete_files", _manifest_first),)),
     "detached at the first call": Built(patches=((first_call, "note_start", _detached_at_once),)),
     "let go at the first call": Built(patches=((first_call, "bring_files", _let_go_at_once),)),
     "released by a look": Built(patches=((claims, "release_claim", _released_by_a_look),)),
-    "deleted by a look": Built(patches=((detaching, "delete_claimed_savepoint", _deleted_by_a_look),)),
+    "deleted by a look": Built(patches=((detachment, "delete_claimed_savepoint", _deleted_by_a_look),)),
     "released after something was deleted": Built(patches=((claims, "release_claim", _released_anyway),)),
 }

@@ -10,7 +10,7 @@ from sim_standby import HEARTBEAT_S, Patch, StandbyWorld
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbySettings
 from spark_state_ext.standby import assignment
 from spark_state_ext.standby.members import Members, Membership, MemberWatch, RecordName, Seen
-from spark_state_ext.standby.placing import Placing
+from spark_state_ext.standby.placement import Placing
 
 __all__ = ["BROKEN_STANDBY"]
 

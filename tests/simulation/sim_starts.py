@@ -18,7 +18,7 @@ from sim_world import DEFAULT, FIRST_BUCKET
 from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Query, Taken, Yard
 
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.beginning.detaching import Detaching
+from spark_state_ext.beginning.detachment import Detaching
 from spark_state_ext.beginning.first_call import begin_bucket, claim_source
 from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.commit.committer import Committer
@@ -27,12 +27,12 @@ from spark_state_ext.engine.bucket import CommitResult
 from spark_state_ext.engine.first_query_folder import FirstQueryFolders
 from spark_state_ext.engine.job import ARROW, Job
 from spark_state_ext.engine.options import StateOptions
-from spark_state_ext.engine.shared import Shared
+from spark_state_ext.engine.process_state import Shared
 from spark_state_ext.engine.start_from import CLAIM, Savepoint
 from spark_state_ext.errors import OwnershipError
 from spark_state_ext.files.operator_catalog import OperatorCatalog
 from spark_state_ext.savepoints.claims import read_claim
-from spark_state_ext.savepoints.records import is_detached, read_start
+from spark_state_ext.savepoints.start_records import is_detached, read_start
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.worker import Worker
 from tests.helpers.jobs import job_of

@@ -22,7 +22,7 @@ from spark_state_ext.errors import StateError
 from spark_state_ext.ownership.holds import HOLD_MS, Hold
 from spark_state_ext.spark.client import savepoints, tasks
 from spark_state_ext.spark.client.state_reader import CommittedBatch, StoreOfState
-from spark_state_ext.spark.executor import saving
+from spark_state_ext.spark.executor import savepoint_tasks
 
 if TYPE_CHECKING:
     from sim_savepoints import SavepointWorld
@@ -87,7 +87,7 @@ class Taking:
 
     def run(self, task: Task, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """A task. Who lost the hold must be told before anything is copied."""
-        work = getattr(saving, task.what)
+        work = getattr(savepoint_tasks, task.what)
         if task.what != "save":
             for row in work(task.plain, batches):
                 if task.what == "begin":

@@ -23,7 +23,7 @@ from arrow_schemas.lineage import DELTA, CheckpointRef, LineageHeader, Writer, f
 from arrow_schemas.pointer import LineageEntry, Pointer
 from spark_state_ext.errors import MissingCheckpointError
 from spark_state_ext.files.folder import Entry, Folder
-from spark_state_ext.reading.committed import BATCH, START, Timeline, read_timeline
+from spark_state_ext.reading.committed_checkpoints import BATCH, START, Timeline, read_timeline
 from spark_state_ext.timeline import epochs as epochs_module
 from spark_state_ext.timeline.bucket_files import BucketFiles
 from spark_state_ext.timeline.epochs import Epochs, Position

@@ -23,7 +23,7 @@ from spark_state_ext.backends.registry import Backend
 from spark_state_ext.errors import StateError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.holds import HoldWatch
-from spark_state_ext.savepoints.reading import read_saved_rows
+from spark_state_ext.savepoints.saved_rows import read_saved_rows
 
 __all__ = ["KEY_SCHEMA", "OPERATOR", "STATE_SCHEMA", "Query", "Taken", "Yard", "rows_in"]
 

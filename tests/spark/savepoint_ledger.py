@@ -38,13 +38,13 @@ _ROLES = (
     ("timeline.records", "epochs"),
     ("files.retention.clean_up", "clean-up"),
     ("cli.savepoint.", "savepoint command"),
-    ("beginning.detaching.", "detaching"),
-    ("spark.executor.saving.", "taking"),
+    ("beginning.detachment.", "detaching"),
+    ("spark.executor.savepoint_tasks.", "taking"),
     ("savepoints.writer.", "taking"),
     ("savepoints.", "start"),
-    ("files.sealed.publish", "upload"),
+    ("files.sealed_file.publish", "upload"),
 )
-_PASSED_OVER = ("files.folder.", "files.publishing.", "files.duplicating.", "worker.")
+_PASSED_OVER = ("files.folder.", "files.publication.", "files.duplication.", "worker.")
 # Below which folders of this machine, and where that is written down.
 _watched: dict[str, str] = {}
 _hooked = threading.Lock()

@@ -35,7 +35,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import LEASE_FOLDER
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.records import is_detached
+from spark_state_ext.savepoints.start_records import is_detached
 from tests.helpers.waiting import eventually
 
 __all__ = ["Trial"]

@@ -23,7 +23,7 @@ from spark_state_ext.ownership.holds import Hold
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.savepoints.claims import SavepointClaim, claim_savepoint, delete_claimed_savepoint
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.records import is_detached
+from spark_state_ext.savepoints.start_records import is_detached
 from tests.helpers.waiting import eventually
 
 pytestmark = [pytest.mark.spark, reads_state]

@@ -35,7 +35,7 @@ from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import LeaseRecord
 from spark_state_ext.savepoints.claims import read_claim
 from spark_state_ext.savepoints.manifest_file import read_manifest
-from spark_state_ext.savepoints.records import is_detached, read_start
+from spark_state_ext.savepoints.start_records import is_detached, read_start
 from spark_state_ext.spark.client import savepoints as client_savepoints
 from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState
 from tests.helpers.soak import examples

@@ -19,7 +19,7 @@ from spark_state_ext.backends import BackendContext, Checkpoint, CleanUp, Marker
 from spark_state_ext.errors import ChangedJobError, InterruptedRestoreError, MissingCheckpointError, StorageError
 from spark_state_ext.files.folder import Entry
 from spark_state_ext.files.retention import clean_up
-from spark_state_ext.files.sealed import SealedFile
+from spark_state_ext.files.sealed_file import SealedFile
 
 __all__ = ["SqliteBackend"]
 

@@ -14,7 +14,7 @@ from pyspark.sql.types import DataType, StructField, StructType, TimestampType
 
 from arrow_schemas.columns import combine_chunks
 from arrow_schemas.spark_types import state_fields
-from spark_state_ext.functions.missing import is_missing
+from spark_state_ext.functions.missing_values import is_missing
 from spark_state_ext.spark.callers.state_values import to_text
 from spark_state_ext.spark.compat import PANDAS_MAJOR
 

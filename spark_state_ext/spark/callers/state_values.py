@@ -33,8 +33,8 @@ from pyspark.sql.types import (
 )
 
 from spark_state_ext.errors import StateValueError
-from spark_state_ext.functions.missing import is_missing
-from spark_state_ext.functions.reasons import explain_conversion_error
+from spark_state_ext.functions.conversion_errors import explain_conversion_error
+from spark_state_ext.functions.missing_values import is_missing
 from spark_state_ext.spark.compat import STATE_BINARY
 
 __all__ = ["find_mutable_columns", "column_to_values", "make_row_copier", "to_text", "values_to_column"]

@@ -22,7 +22,6 @@ from spark_state_ext.engine.job import PANDAS, Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.spark.client.capturing import capture_rescaling, capture_start
 from spark_state_ext.spark.client.columns import (
     WATERMARK_KEY,
     KeyLike,
@@ -34,14 +33,15 @@ from spark_state_ext.spark.client.columns import (
     select_partition_columns,
 )
 from spark_state_ext.spark.client.lease_keeper import LeaseKeeper
-from spark_state_ext.spark.client.neighbours import log_other_queries
+from spark_state_ext.spark.client.other_queries import log_other_queries
 from spark_state_ext.spark.client.plain import use_spark_state
-from spark_state_ext.spark.client.shim import bucket_entry, pack_entry, unpack_entry
+from spark_state_ext.spark.client.start_capture import capture_rescaling, capture_start
 from spark_state_ext.spark.client.start_check import check_start
+from spark_state_ext.spark.client.task_functions import bucket_entry, pack_entry, unpack_entry
 from spark_state_ext.spark.shuffle.combine import Combiner, Combining
-from spark_state_ext.spark.shuffle.observed import observe_sizes, observe_start
 from spark_state_ext.spark.shuffle.output import OUTPUT_SCHEMA
 from spark_state_ext.spark.shuffle.payload import NO_ROW_LIMIT, PAYLOAD_SCHEMA
+from spark_state_ext.spark.shuffle.progress_numbers import observe_sizes, observe_start
 from spark_state_ext.worker.worker import Worker
 
 if TYPE_CHECKING:

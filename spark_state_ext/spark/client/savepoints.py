@@ -17,10 +17,10 @@ from spark_state_ext.engine.limits import check_flags
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.folder import refuse_relative
-from spark_state_ext.savepoints.rows import ANSWER, SAVED, parse_copies
-from spark_state_ext.spark.client.shim import task_entry
+from spark_state_ext.savepoints.task_rows import ANSWER, SAVED, parse_copies
 from spark_state_ext.spark.client.state import ArrowState
 from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState, use_batch
+from spark_state_ext.spark.client.task_functions import task_entry
 from spark_state_ext.spark.client.tasks import release_hold, request_for, run_task
 
 if TYPE_CHECKING:

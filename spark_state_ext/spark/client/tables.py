@@ -23,10 +23,10 @@ from spark_state_ext.engine.limits import check_sizes
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.start_from import Savepoint
 from spark_state_ext.errors import SchemaChangedError, UnsupportedPlanError, UsageError
-from spark_state_ext.savepoints.rows import SAVED
+from spark_state_ext.savepoints.task_rows import SAVED
 from spark_state_ext.spark.client.columns import parse_schema, refuse_equal_names, select_packed_columns
 from spark_state_ext.spark.client.savepoints import TakenSavepoint, finish_savepoint
-from spark_state_ext.spark.client.shim import task_entry
+from spark_state_ext.spark.client.task_functions import task_entry
 from spark_state_ext.spark.client.tasks import run_task
 
 if TYPE_CHECKING:

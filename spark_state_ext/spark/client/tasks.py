@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from spark_state_ext.engine.job import BUILD
 from spark_state_ext.engine.options import StateOptions
-from spark_state_ext.savepoints.rows import ANSWER
-from spark_state_ext.spark.client.shim import task_entry
+from spark_state_ext.savepoints.task_rows import ANSWER
+from spark_state_ext.spark.client.task_functions import task_entry
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -14,30 +14,30 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from arrow_schemas.import_mark import ImportMark
 from arrow_schemas.labels import label_bucket
 from arrow_schemas.pointer import Pointer
-from spark_state_ext.beginning.detaching import Detaching
+from spark_state_ext.beginning.detachment import Detaching
 from spark_state_ext.beginning.rescaling import is_dropped_bucket
 from spark_state_ext.beginning.starts import Starts
 from spark_state_ext.engine.aligned_timeouts import compute_next_call_ms, has_nothing_due
 from spark_state_ext.engine.bucket import CommitResult
 from spark_state_ext.engine.deferral import Partitioning, TaskEnd
-from spark_state_ext.engine.erase_turn import EraseTurn, EraseWatch
+from spark_state_ext.engine.erase_requests import EraseTurn, EraseWatch
 from spark_state_ext.engine.folders import operator_folders
 from spark_state_ext.engine.housekeeping import CleanUps
 from spark_state_ext.engine.job import PANDAS, Job
-from spark_state_ext.engine.shared import Shared
+from spark_state_ext.engine.process_state import Shared
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.files.retention import clean_up_due
 from spark_state_ext.ownership.claim_notes import note_handed_over
-from spark_state_ext.rescale.finishing import Finishing
+from spark_state_ext.rescale.removal import Finishing
 from spark_state_ext.spark.executor.call_info import CallInfo
-from spark_state_ext.spark.executor.decoding import Decoded, decode_batch
-from spark_state_ext.spark.executor.going_on import Begin, End, Resume, decide, look
+from spark_state_ext.spark.executor.decision import Begin, End, Resume, decide, look
+from spark_state_ext.spark.executor.decoded_batch import Decoded, decode_batch
 from spark_state_ext.spark.executor.key_work import KeyWork
-from spark_state_ext.spark.executor.opening import CallFolders, OpenBucket, open_bucket
+from spark_state_ext.spark.executor.opened_bucket import CallFolders, OpenBucket, open_bucket
 from spark_state_ext.spark.executor.packing_notes import KnownCounts
-from spark_state_ext.spark.shuffle.observed import encode_numbers
+from spark_state_ext.spark.shuffle.progress_numbers import encode_numbers
 from spark_state_ext.spark.task import current_task
-from spark_state_ext.store.committed import CommittedRecord, write_committed
+from spark_state_ext.store.committed_record import CommittedRecord, write_committed
 from spark_state_ext.worker.memory import tune_memory
 from spark_state_ext.worker.metrics import CallMetrics, CpuTime, time_block, to_whole_ms
 from spark_state_ext.worker.process import get_pid_namespace

@@ -16,7 +16,7 @@ from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
 from arrow_schemas.equality import BoolArray, HashArray, IndexArray
 from arrow_schemas.row import KEY_HASH, TIMEOUT_MS, RowSchema
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.engine.erasing import ErasedRows
+from spark_state_ext.engine.erased_rows import ErasedRows
 from spark_state_ext.engine.job import Job
 from spark_state_ext.errors import StateValueError
 from spark_state_ext.functions.ttl import EXPIRES_COLUMN, Expiry

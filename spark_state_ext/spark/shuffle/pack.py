@@ -20,12 +20,11 @@ from arrow_schemas.labels import bucket_label
 from arrow_schemas.row import RowSchema
 from arrow_schemas.spark_types import key_fields
 from spark_state_ext.engine.folders import operator_folder
-from spark_state_ext.engine.in_transit import spill_folder
 from spark_state_ext.engine.job import Job
+from spark_state_ext.engine.spill_folders import spill_folder
 from spark_state_ext.engine.task import TaskInfo
 from spark_state_ext.files.operator_catalog import list_other_queries
 from spark_state_ext.spark.shuffle.combine import Combiner, combine_rows
-from spark_state_ext.spark.shuffle.observed import OTHERS_COLUMN
 from spark_state_ext.spark.shuffle.payload import (
     HASH_COLUMN,
     PARTITION_COLUMN,
@@ -36,6 +35,7 @@ from spark_state_ext.spark.shuffle.payload import (
     heartbeat,
     payload_bytes_max,
 )
+from spark_state_ext.spark.shuffle.progress_numbers import OTHERS_COLUMN
 from spark_state_ext.spark.shuffle.source_counts import check_partition_counts
 from spark_state_ext.spark.task import current_task
 from spark_state_ext.worker.local_folders import scratch_folder

@@ -13,7 +13,7 @@ from pyspark.sql.types import StructType
 
 from spark_state_ext.errors import UsageError
 from spark_state_ext.spark.source.options import SourceOptions
-from spark_state_ext.spark.source.parts import plan_read, read_part
+from spark_state_ext.spark.source.read_plan import plan_read, read_part
 
 __all__ = ["ArrowStateSource", "NAME", "make_read_only_error"]
 

@@ -138,7 +138,7 @@ def _plan_exactly(
 ) -> Any:
     """Plan a read of committed batches in a task, because a client of Spark Connect may not reach the root."""
     from spark_state_ext.spark.client.state_reader import use_batch
-    from spark_state_ext.spark.source.exact import choose_store, identify_query, make_reader, read_exact_batch
+    from spark_state_ext.spark.source.committed_state import choose_store, identify_query, make_reader, read_exact_batch
 
     if source_options.unproven:
         raise UsageError("unproven cannot be used with checkpoint_location, which only reads committed state")
@@ -181,7 +181,7 @@ def _make_planner(
     # Nested, so that Spark pickles it by value.
     def plan_state(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from spark_state_ext.spark.source.options import SourceOptions
-        from spark_state_ext.spark.source.parts import decode_exact, plan_read
+        from spark_state_ext.spark.source.read_plan import decode_exact, plan_read
 
         rows = [row for batch in batches for row in batch.to_pylist()]
         exact = None if origin is None else decode_exact(origin, ranges, rows)
@@ -193,7 +193,7 @@ def _make_planner(
 
 def _make_reader(storage_options: dict[str, Any]) -> Any:
     def read_parts(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        from spark_state_ext.spark.source.parts import read_part
+        from spark_state_ext.spark.source.read_plan import read_part
 
         for batch in batches:
             for part in batch.column(1).to_pylist():
