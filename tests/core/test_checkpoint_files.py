@@ -215,13 +215,13 @@ _FORKS = """
 import os, sys
 from pathlib import Path
 from core_support import WRITER
-from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, run_of
+from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, make_run
 from arrow_schemas import LineageHeader
-from spark_state_ext.files import sealed
-sealed.MEMORY_BYTES_MAX = 0
+from spark_state_ext.files import sealed_file
+sealed_file.MEMORY_BYTES_MAX = 0
 ref = Refs().next(1)
 header = LineageHeader("delta", "counts", 3, ref, None, (), 0, WRITER, "0.1.0")
-file = sealed.seal(header, SCHEMA, [run_of({KEYS[0]: Row(1)})], Path(sys.argv[1]))
+file = sealed_file.seal(header, SCHEMA, [make_run({KEYS[0]: Row(1)})], Path(sys.argv[1]))
 assert file.path.exists()
 child = os.fork()
 if not child:

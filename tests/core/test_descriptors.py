@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="what
 _BEGIN = """
 import os, resource, socket, sys, threading
 from pathlib import Path
-from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, run_of, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, make_run, scan
 from spark_state_ext.errors import StateError, StorageError, TooManyOpenFilesError
 from spark_state_ext.store import LocalStore
 from spark_state_ext.worker import descriptors
@@ -40,11 +40,11 @@ def opened():
 
 def written(number):
     store = LocalStore.at(folder / str(number), SCHEMA)
-    store.apply([run_of({KEYS[0]: Row(number)})], ref, None)
+    store.apply([make_run({KEYS[0]: Row(number)})], ref, None)
     return store
 
 def right(store, number):
-    return scanned(store.view(ref)) == {KEYS[0]: Row(number)}
+    return scan(store.view(ref)) == {KEYS[0]: Row(number)}
 
 def hog(leave=0):
     held = []
@@ -206,7 +206,7 @@ def test_what_others_hold_is_said_with_the_limit(tmp_path: Path) -> None:
 
 _FIRST = """
 from spark_state_ext.files.folder import Folder
-from spark_state_ext.worker.spill import local_errors
+from spark_state_ext.worker.spill import translate_local_errors
 from spark_state_ext.store.local_disk import storage_error
 from spark_state_ext.worker import boot
 from spark_state_ext.worker.boot import boot_id
@@ -220,7 +220,7 @@ limited(64)
 held = hog()
 for work in (boot_id, lambda: LocalStore.at(folder / "1", SCHEMA), lambda: open_in(folder), lambda: root.put("a", b"b")):
     def open_in(folder):
-        with local_errors(folder):
+        with translate_local_errors(folder):
             open(folder / "file", "wb")
     try:
         work()

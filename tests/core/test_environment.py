@@ -204,7 +204,7 @@ def test_closing_and_using_at_once(tmp_path: Path) -> None:
 _CUT_SHORT = """
 import os, sys
 from pathlib import Path
-from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, run_of, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, make_run, scan
 from spark_state_ext.store import LocalStore
 folder, part = Path(sys.argv[1]), float(sys.argv[2])
 refs = Refs()
@@ -212,15 +212,15 @@ store = LocalStore.at(folder, SCHEMA)
 ref = None
 for version in range(1, 6):
     parent, ref = ref, refs.next(version)
-    store.apply([run_of({(f"key {i}", None): Row(i, "x" * 100) for i in range(300)})], ref, parent)
+    store.apply([make_run({(f"key {i}", None): Row(i, "x" * 100) for i in range(300)})], ref, parent)
 store.close()
 (file,) = folder.glob("*/data.mdb")
 os.truncate(file, max(round(file.stat().st_size * part), 2 * os.sysconf("SC_PAGE_SIZE")))
 again = LocalStore.at(folder, SCHEMA)
 assert again.runs() == [], "set aside"
 ref = refs.next(1)
-again.apply([run_of({KEYS[0]: Row(1)})], ref, None)
-assert scanned(again.view(ref)) == {KEYS[0]: Row(1)}
+again.apply([make_run({KEYS[0]: Row(1)})], ref, None)
+assert scan(again.view(ref)) == {KEYS[0]: Row(1)}
 assert len(list(folder.iterdir())) == 1, "nothing is left behind"
 print("as expected")
 """

@@ -17,14 +17,14 @@ from tests.helpers.waiting import WAIT_S
 _BEGIN = """
 import gc, hashlib, multiprocessing, os, sys, threading
 from pathlib import Path
-from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, run_of, scanned
+from spark_state_ext.testing.model import KEYS, SCHEMA, Refs, Row, make_run, scan
 from spark_state_ext.errors import StateError
 from spark_state_ext.store import LocalStore
 
 folder, refs = Path(sys.argv[1]), Refs()
 store = LocalStore.at(folder, SCHEMA)
 ref = refs.next(1)
-store.apply([run_of({KEYS[0]: Row(1)})], ref, None)
+store.apply([make_run({KEYS[0]: Row(1)})], ref, None)
 opened = store._environment.environment
 
 def files():
@@ -47,10 +47,10 @@ def child(work):
 """
 
 _END = """
-assert scanned(store.view(ref)) == {KEYS[0]: Row(1)}
+assert scan(store.view(ref)) == {KEYS[0]: Row(1)}
 after = refs.next(2)
-store.apply([run_of({KEYS[0]: Row(2)})], after, ref)
-assert scanned(store.view(after)) == {KEYS[0]: Row(2)}
+store.apply([make_run({KEYS[0]: Row(2)})], after, ref)
+assert scan(store.view(after)) == {KEYS[0]: Row(2)}
 store.close()
 print("as expected")
 """
@@ -74,7 +74,7 @@ def run(tmp_path: Path, script: str) -> list[str]:
 USES = {
     "read": "store.runs()",
     "write": "store.record({'child': b'1'})",
-    "a run": "store.apply([run_of({KEYS[0]: Row(9)})], refs.next(9), None)",
+    "a run": "store.apply([make_run({KEYS[0]: Row(9)})], refs.next(9), None)",
     "size": "store.map_bytes",
     "prune": "store.prune(ref)",
     "rebuild": "store.rebuild()",
@@ -141,8 +141,8 @@ def test_a_forked_child_may_have_a_store_of_its_own(tmp_path: Path) -> None:
     script = """
 def own():
     mine = LocalStore.at(folder.parent / "own", SCHEMA)
-    mine.apply([run_of({KEYS[0]: Row(3)})], ref, None)
-    assert scanned(mine.view(ref)) == {KEYS[0]: Row(3)}
+    mine.apply([make_run({KEYS[0]: Row(3)})], ref, None)
+    assert scan(mine.view(ref)) == {KEYS[0]: Row(3)}
     mine.close()
 
 child(own)

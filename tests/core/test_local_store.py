@@ -257,14 +257,14 @@ class TestLocalStore(LocalStoreContract):
 import resource, sys
 from pathlib import Path
 import numpy as np
-from spark_state_ext.testing.model import SCHEMA, run_of, Row, scanned, KEYS
+from spark_state_ext.testing.model import SCHEMA, make_run, Row, scan, KEYS
 from arrow_schemas import CheckpointRef
 from spark_state_ext.errors import StoreFullError
 from spark_state_ext.store import LocalStore
 store = LocalStore.at(Path(sys.argv[1]), SCHEMA)
 first = CheckpointRef(1, "1" * 32)
-store.apply([run_of({KEYS[0]: Row(1)})], first, None)
-batch = run_of({(str(i), None): Row(i, "x" * 100) for i in range(50_000)})
+store.apply([make_run({KEYS[0]: Row(1)})], first, None)
+batch = make_run({(str(i), None): Row(i, "x" * 100) for i in range(50_000)})
 used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
 resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20),) * 2)
 parent = first
@@ -280,7 +280,7 @@ else:
     sys.exit("the limit was never met")
 # The process can go on with what it has.
 again = LocalStore.at(Path(sys.argv[1]), SCHEMA)
-assert len(scanned(again.view(first))) == 1
+assert len(scan(again.view(first))) == 1
 assert again.has(parent)
 print("as expected")
 """

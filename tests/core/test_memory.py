@@ -15,7 +15,7 @@ _GNU_MEMORY = """
     import ctypes
     from pathlib import Path
 
-    from spark_state_ext.worker.memory import give_back
+    from spark_state_ext.worker.memory import release_memory
 
     def anonymous_kib():
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -32,7 +32,7 @@ _GNU_MEMORY = """
         if at % 10:
             c.free(piece)
     before = anonymous_kib()
-    give_back(after_bytes=1 << 30)
+    release_memory(after_bytes=1 << 30)
     print(before, anonymous_kib())
 """
 
@@ -57,14 +57,14 @@ _STORES = """
 
     from arrow_schemas.row import RowSchema
     from spark_state_ext.store import LocalStore
-    from spark_state_ext.worker.memory import settle
+    from spark_state_ext.worker.memory import tune_memory
 
     def anonymous_kib():
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
     if sys.argv[1] == "settled":
-        settle()
+        tune_memory()
     # What a worker does: large arrays come and go, and the C library keeps their memory for the next ones.
     np.ones(3 << 20)
     before = anonymous_kib()

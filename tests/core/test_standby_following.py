@@ -112,10 +112,10 @@ import sys
 from pathlib import Path
 from reading_support import operator_file
 from spark_state_ext.store import LocalStore
-from spark_state_ext.testing.model import scanned
+from spark_state_ext.testing.model import scan
 from arrow_schemas.lineage import CheckpointRef
 store = LocalStore.at(Path({str(world.follower.store_folder)!r}), operator_file("counts", "query", 8).row_schema())
-print(len(scanned(store.view(CheckpointRef(int(sys.argv[1]), sys.argv[2])))))
+print(len(scan(store.view(CheckpointRef(int(sys.argv[1]), sys.argv[2])))))
 sys.stdin.read()
 """
     ref = world.pointer.ref
