@@ -37,7 +37,7 @@ def _result(name: str) -> dict[str, Any]:
     return result
 
 
-# The rows of the summary that the README shows: speed against Spark's operator and against its JVM aggregation, and Nexmark.
+# The rows of the summary that the README shows: against Spark's operator, its JVM aggregation, and Nexmark.
 _README_ROWS = (0, 3, 4, 5, 8)
 
 
