@@ -240,7 +240,7 @@ class Committer:
             if left_s <= 0:
                 self._context.uploads.give_up(own)
                 waiting = [(name, delta.name) for name, delta in list_pending(pointer)]
-                # The next run starts the uploads again; another attempt at this task is late already.
+                # A later call, in any process, starts the uploads again; another attempt at this task is late already.
                 self._store.record({}, [record_name(*backend_and_file) for backend_and_file in waiting])
                 self._failed_stage.note(self._context.run)
                 raise _build_timeout_error(waiting, self._context.clock_s() - since_s, self._context.options)

@@ -131,8 +131,8 @@ def assume_confirmed(pointer: Pointer, markers: Mapping[str, Markers]) -> Pointe
 def has_overdue_delta(pointer: Pointer, batches_retained: int) -> bool:
     """True if the current call would make an unconfirmed delta too old for clean-up to rely on.
 
-    A pointer that Spark may hand out needs a backend's files only up to its oldest inline delta. Clean-up keeps these
-    files for `batches_retained` heartbeats.
+    A pointer that Spark may hand out needs only those files of a backend that are older than its oldest inline delta.
+    Clean-up keeps these files for `batches_retained` heartbeats.
     """
     return any(delta.heartbeat + batches_retained <= pointer.heartbeats for _, delta in list_pending(pointer))
 

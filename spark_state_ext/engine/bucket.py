@@ -258,7 +258,7 @@ class Bucket:
             _LOGGER.warning("%s; it is rebuilt from the checkpoint files", error)
             self._store.rebuild()
         except StorageError as error:
-            _LOGGER.warning("the local store was not compacted and pruned: %s; the next commit tries again", error)
+            _LOGGER.warning("the local store was not fully compacted or pruned: %s; the next commit tries again", error)
 
     # -- snapshots ---------------------------------------------------------------------------------
 

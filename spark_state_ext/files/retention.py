@@ -354,7 +354,7 @@ def clean_up(
                 f"{files.root} cannot give back {head}, which it had: files that it needs were deleted or damaged"
             )
         if decision.doubt:
-            _LOGGER.warning("nothing is cleaned up in %s: %s", files.root, decision.doubt)
+            _LOGGER.warning("no files are cleaned up in %s: %s", files.root, decision.doubt)
             return 0
         newly_damaged = {ref for ref in decision.lean_on if not known.is_whole(files, ref, scratch)}
         if not newly_damaged:

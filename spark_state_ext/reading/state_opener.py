@@ -187,7 +187,7 @@ def _unreadable_error(folder: Folder, history: Timeline, batch: int, newest: int
     except StateError as error:
         oldest = f"(unknown: {error})"
     return MissingCheckpointError(
-        f"{history.clock.unit} {batch} of {folder.root} cannot be read: the files prove {history.clock.unit} {oldest} "
+        f"{history.clock.unit} {batch} of {folder.root} cannot be read: the files have {history.clock.unit} {oldest} "
         f"to {newest}. Choose one of these. Later ones may be committed too, but only Spark knows: read them with "
         "open_committed (--checkpoint)."
         + (

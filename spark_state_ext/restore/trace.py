@@ -79,8 +79,8 @@ class Trace:
         if unreached is not None:
             # The backends that answered do not have what is needed; the one that did not answer may have it.
             unreached_error = StorageError(
-                f"{problem}{unreached}; and the others do not have it: {'; '.join(map(str, relevant))}. The state may "
-                "not be lost: try again when that backend answers."
+                f"{problem}{unreached}; and the others do not have it: {'; '.join(map(str, relevant))}. Perhaps no "
+                "state is lost: try again when that backend answers."
             )
             unreached_error.__cause__ = unreached
             return unreached_error

@@ -23,7 +23,7 @@ GAUGES: dict[str, str] = {
     "replicas": "Buckets that this host follows.",
     "replicas_in_sync": "Followed buckets of which this host has everything that it has seen.",
     "replica_bytes": "Size of the local stores of followed buckets, bytes.",
-    "replica_rows": "Maximum number of live rows in these local stores.",
+    "replica_rows": "Upper bound of the number of live rows in these local stores.",
     "lag_versions_max": "Most checkpoints that one replica is missing.",
     "lag_bytes": "Bytes of missing deltas of all replicas.",
     "lag_seconds_max": "Longest lag of one replica by the store's clock, seconds.",

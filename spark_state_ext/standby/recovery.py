@@ -113,7 +113,7 @@ def estimate_recovery_s(replica: StandbyReplica, bytes_per_s: float | None) -> f
 
 
 def estimate_host_recovery_s(replicas: Iterable[StandbyReplica], bytes_per_s: float | None) -> float | None:
-    """Return estimated seconds until all of a host's replicas have caught up, one after the other; None if unknown."""
+    """Return estimated seconds until all of a host's replicas have caught up, which share its rate; None if unknown."""
     total_s = 0.0
     for replica in replicas:
         each_s = estimate_recovery_s(replica, bytes_per_s)

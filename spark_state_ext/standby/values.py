@@ -103,7 +103,7 @@ class Followed:
     begun_s, spent_s
         When the step began, by its follower's clock, and how long it took, seconds.
     size_bytes, rows
-        Bytes of the copy's runs, and the maximum number of live rows in them.
+        Bytes of the copy's runs, and an upper bound of the number of live rows in them.
     is_new
         True if there were files that the previous step had not seen.
     error

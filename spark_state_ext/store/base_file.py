@@ -84,7 +84,7 @@ def read_chunks(
         raise CorruptFileError(f"{where} is not the Arrow file that its header describes: {error}") from error
     rows_found = sum(chunk.rows for chunk in chunks)
     if at != length or rows_found != rows:
-        raise CorruptFileError(f"{where} holds {rows_found} rows in {at} bytes, but its header says {rows} in {length}")
+        raise CorruptFileError(f"{where} holds {rows_found} rows in {at} bytes, but its footer says {rows} in {length}")
     return tuple(chunks)
 
 

@@ -86,7 +86,7 @@ def test_state_is_read_from_the_first_batch_of_a_rescaling_on(
             assert as_model(state.get(key)).items() <= models[1].items()
     with open_state(root, batch=1, unproven=True) as state:
         assert state_of(state) == models[1]
-    with pytest.raises(MissingCheckpointError, match=r"batch 0 of .* cannot be read: the files prove batch 1 to 1"):
+    with pytest.raises(MissingCheckpointError, match=r"batch 0 of .* cannot be read: the files have batch 1 to 1"):
         open_state(root, batch=0)
 
     # What changes nothing leaves no file: the bucket is as it began.

@@ -74,7 +74,7 @@ def test_each_older_batch_that_files_reach_is_read(job: Job) -> None:
         with open_state(job.root, batch=batch) as state:
             assert state.batch == batch
             assert state_of(state) == job.models[batch], batch
-    with pytest.raises(MissingCheckpointError, match="the files prove batch -1 to 38"):
+    with pytest.raises(MissingCheckpointError, match="the files have batch -1 to 38"):
         open_state(job.root, batch=39)
 
 
@@ -380,7 +380,7 @@ def test_a_clean_up_waits_while_somebody_reads(job: Job, tmp_path: Path) -> None
         assert state_of(state) == job.models[20]
     assert job.folder.child("holds").names() == []
     assert cleaned() > 0
-    with pytest.raises(MissingCheckpointError, match=r"batch 20 .* the files prove batch \d+ to 58"):
+    with pytest.raises(MissingCheckpointError, match=r"batch 20 .* the files have batch \d+ to 58"):
         open_state(job.root, batch=20)
     with open_state(job.root) as state:
         assert state_of(state) == job.models[58]

@@ -103,7 +103,7 @@ def test_what_cannot_be_read_is_told(job: Job, spark: Any) -> None:
     for options, said in wrong:
         with pytest.raises(UsageError, match=said):
             read_state(spark, job.root, **options)
-    with pytest.raises(PySparkException, match="the files prove batch"):
+    with pytest.raises(PySparkException, match="the files have batch"):
         read_state(spark, job.root, batch=99)
     if SPARK < (4, 0):
         with pytest.raises(UsageError, match="read_state"):

@@ -112,7 +112,7 @@ def take_savepoint(
     MissingCheckpointError
         When Spark does not retain the batch.
     PySparkException
-        Errors in tasks arrive as Spark's own error, with ours in its text: ``UsageError`` when the path exists already,
+        Errors in tasks arrive as Spark's own error, with ours in its text: ``UsageError`` when the path is not empty,
         ``MissingCheckpointError`` when files of the state are missing, ``StorageError`` when a store fails. Files that
         were copied before the error are not a savepoint.
 

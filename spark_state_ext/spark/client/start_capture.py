@@ -171,9 +171,9 @@ def _capture(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple[
         if not stores:
             raise MissingCheckpointError(f"{start.checkpoint_location} has no state of spark_state_ext")
         raise OperatorChangedError(
-            f"the query with the checkpoint location {start.checkpoint_location} has no operator {name!r}, only "
-            f"{', '.join(candidate.operator for candidate in stores)}. Choose one of these with operator=…, or start "
-            "without state with allow_non_restored=True"
+            f"the query with the checkpoint location {start.checkpoint_location} has no operator {name!r}; it "
+            f"has {', '.join(candidate.operator for candidate in stores)}. Choose one of these with operator=…, or "
+            "start without state with allow_non_restored=True"
         )
     options = StateOptions(root=start.root, operator=name, storage_options=start.storage_options, backends=start.places)
     request = {

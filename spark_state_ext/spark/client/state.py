@@ -232,7 +232,9 @@ class ArrowState:
         output_mode: str = "update",
         timeout_conf: str = GroupStateTimeout.NoTimeout,
     ) -> DataFrame:
-        """Call a function over Arrow tables, once per bucket and batch, with the state of the bucket's keys as a table.
+        """Call a function over Arrow tables: the rows of a bucket's keys in a batch, and the keys' state as a table.
+
+        A bucket gets several calls in a batch, with different keys, if one would take too much memory.
 
         Parameters
         ----------

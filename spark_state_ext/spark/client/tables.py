@@ -86,7 +86,7 @@ def write_savepoint(
     UnsupportedTypeError
         When a key or state column has a type that cannot be stored.
     PySparkException
-        Errors in tasks arrive as Spark's own error, with ours in its text: ``UsageError`` when the path exists already,
+        Errors in tasks arrive as Spark's own error, with ours in its text: ``UsageError`` when the path is not empty,
         ``StateValueError`` when a key is there twice, or a column that must not be NULL is NULL, ``StorageError`` when
         a store fails. Files that were written before the error are not a savepoint.
 

@@ -134,7 +134,7 @@ def import_native(
         When Spark cannot read the old state, or cannot write the new query's state.
     PySparkException
         Errors in tasks arrive as Spark's own error, with ours in its text: ``UsageError`` when a folder that must be
-        new exists already, ``MissingCheckpointError`` when no batch is committed, ``CorruptFileError`` when files of
+        new is not empty, ``MissingCheckpointError`` when no batch is committed, ``CorruptFileError`` when files of
         the checkpoint are missing, ``LiveRunError`` when the job continued meanwhile, ``StorageError`` when a store
         fails.
         Files that were written before the error are useless: remove them.
