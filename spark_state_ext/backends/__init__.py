@@ -130,7 +130,7 @@ class BackupManager(Protocol):
     def upload(self, ref: CheckpointRef, markers: Markers) -> Future[Markers]:
         """Store the files that `snapshot` took, in the background.
 
-        When the future is done, any machine can restore the files: the backend has read them back and compared them.
+        When the future is done, any machine can restore the files: the backend has compared what it stored with them.
 
         Parameters
         ----------
@@ -226,7 +226,7 @@ class BackendFactory(Protocol):
         ...
 
     def restore_manager(self, context: BackendContext) -> RestoreManager:
-        """Make the manager that reads a bucket's files back. This is called right after `backup_manager`.
+        """Make the manager that reads a bucket's files back: called right after `backup_manager`, with the same context.
 
         Parameters
         ----------
