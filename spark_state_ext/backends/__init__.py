@@ -226,7 +226,7 @@ class BackendFactory(Protocol):
         ...
 
     def restore_manager(self, context: BackendContext) -> RestoreManager:
-        """Make the manager that reads a bucket's files back: called right after `backup_manager`, with the same context.
+        """Make the manager that reads a bucket's files back, right after `backup_manager` and with the same context.
 
         Parameters
         ----------

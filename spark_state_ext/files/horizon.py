@@ -31,8 +31,8 @@ def recent_heartbeats(batches_retained: int) -> int:
     """Return the retention horizon: the age in heartbeats of the oldest file that a pointer from Spark may name.
 
     With R batches retained, such a pointer is at most R batches old, and R + 1 while a late attempt at the oldest batch
-    is at work. Its oldest inline delta, which is not a file yet, is at most R heartbeats older (`commit.lags`). The
-    checkpoint before that delta, or the pointer's own if it has no inline delta, was made or renewed at most R + 1
+    is at work. Its oldest inline delta, which is not a file yet, is at most R heartbeats older (`commit.decisions`).
+    The checkpoint before that delta, or the pointer's own if it has no inline delta, was made or renewed at most R + 1
     heartbeats earlier.
     """
     return 3 * batches_retained + 2
