@@ -481,7 +481,7 @@ here = "spark_state_ext.cli."
 print(" ".join(sorted(name.removeprefix(here) for name in sys.modules if name.startswith(here))), file=sys.stderr)
 sys.exit(status)
 """
-    always = ["app", "exits", "options", "output"]
+    always = ["app", "exit_codes", "options", "output"]
     for words, more in (
         ([], []),
         (["get"], ["paths", "state", "values"]),
