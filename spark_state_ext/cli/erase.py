@@ -182,8 +182,8 @@ def scan(
 ) -> None:
     """Search for keys, and print a receipt: what holds a key, what was searched, and what is out of reach.
 
-    Reads every file and changes none. Exits with 1 if a key was found. The receipt does not contain the keys. Keys are
-    written as for get; put -- before a key that starts with a dash.
+    Reads every file and changes none. Exits with 1 if a key was found or a file could not be read. The receipt does not
+    contain the keys. Keys are written as for get; put -- before a key that starts with a dash.
     """
     target = _Operator.at(root, operator, storage_options)
     receipt = erase_scan(
