@@ -33,6 +33,8 @@ CONF = {
     **_BY_LENGTH,
     "spark.sql.shuffle.partitions": "2",
     "spark.ui.enabled": "false",
+    # The default of Spark 4: 3.5 refuses times before 1900 in Parquet files.
+    "spark.sql.parquet.datetimeRebaseModeInRead": "CORRECTED",
     "spark.driver.memory": "1g",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.streaming.pollingDelay": "5ms",

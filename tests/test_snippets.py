@@ -143,8 +143,15 @@ def test_a_page_runs_as_pasted(
     ):
         if used in code:
             pytest.importorskip(package)
-    if ("take_savepoint" in code or "import_native" in code) and SPARK < (4, 0):
-        pytest.skip("PySpark 3.5 has no reader of state")
+    if SPARK < (4, 0):
+        for used, missing in (
+            ("take_savepoint", "reader of state"),
+            ("import_native", "reader of state"),
+            ("stop_with_savepoint", "reader of state"),
+            ("register(", "Python data sources"),
+        ):
+            if used in code:
+                pytest.skip(f"PySpark 3.5 has no {missing}")
     spark = request.getfixturevalue("spark") if "SparkSession" in code else None
     partitions = None if spark is None else spark.conf.get("spark.sql.shuffle.partitions")
     queries = request.getfixturevalue("waited")

@@ -144,7 +144,10 @@ def _replace_nan(column: Any, kind: pa.DataType) -> Any:
     types = pa.types
     if not types.is_floating(column.type) or types.is_floating(kind):
         return column
-    return pc.if_else(pc.is_nan(column.cast(pa.float64())), pa.scalar(None, column.type), column)
+    if types.is_float16(column.type):
+        # Some releases of Arrow have no `if_else` for this type. As doubles its values have the same text.
+        column = column.cast(pa.float64())
+    return pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)
 
 
 def _can_cast(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> bool:

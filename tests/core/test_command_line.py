@@ -24,6 +24,7 @@ from spark_state_ext.__main__ import main
 from spark_state_ext.cli import app
 from spark_state_ext.cli.app import COMMANDS, GROUPS, build_application
 from spark_state_ext.cli.output import Output, format_value, to_json_value, write_table
+from spark_state_ext.spark.compat import SPARK_VERSION
 from spark_state_ext.worker.metrics import CallMetrics, MetricsLog
 from tests.helpers.waiting import WAIT_S
 
@@ -334,8 +335,11 @@ def test_what_can_be_checked_is_checked_before_spark_starts(tmp_path: Path) -> N
         first = f"import os, sys\nos.environ['JAVA_HOME'] = {str(java.parent.parent)!r}\n"
         told = list(_each([*commands, *last], f"{first}from spark_state_ext.__main__ import main"))
         for (words, code, said), text in zip(told, texts, strict=False):
-            assert (code, text in said) == (2, True), (words, said)
+            is_right = text in said or (SPARK_VERSION < (4, 0) and re.search("use (Py)?Spark 4", said) is not None)
+            assert (code, is_right) == (2, True), (words, said)
             assert "Traceback" not in said
+        if SPARK_VERSION < (4, 0):
+            return  # it has no reader of state, so the last commands end before Spark starts
         lines = [line for _, code, line in told[len(texts) :] if (code, line.count("\n")) == (3, 1)]
         assert len(lines) == len(last)
         failed = r"spark-state-ext show: StorageError: Spark does not start: .*\(this is no Java\)\. Set"

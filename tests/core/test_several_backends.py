@@ -258,7 +258,7 @@ def test_a_snapshot_from_another_machine_that_cannot_be_read_is_read_again_by_th
 def test_a_snapshot_is_read_back_anew_when_the_process_that_read_it_has_ended(life: Life) -> None:
     pointer, name = _sent_from_another_machine(life)
     ended = subprocess.run(
-        [sys.executable, "-c", "from spark_state_ext.worker import process; print(process.token())"],
+        [sys.executable, "-c", "from spark_state_ext.worker import process; print(process.get_process_token())"],
         capture_output=True,
         text=True,
         check=True,

@@ -229,7 +229,7 @@ def test_what_waits_behind_a_file_that_was_given_up_is_begun_anew(store: LocalSt
 def test_a_note_tells_whether_its_process_lives(store: LocalStore) -> None:
     uploads = WorkerUploads()
     assert uploads.is_alive(uploads.owner)
-    script = "from spark_state_ext.worker import process; print(process.token(), flush=True); input()"
+    script = "from spark_state_ext.worker import process; print(process.get_process_token(), flush=True); input()"
     child = subprocess.Popen(
         [sys.executable, "-c", script],
         stdin=subprocess.PIPE,

@@ -209,7 +209,7 @@ class Started(Query):
         with trapped(trap) if trap else nullcontext():
             found = process.starts.of(job, number)
             assert found is not None, "it is in the savepoint"
-            nonce = run.stage.to_bytes(16)
+            nonce = run.stage.to_bytes(16, "big")
             folder = process.folders.of(root, self._folder_name, self.batch_ms, nonce)
             assert folder == self._folder_name, "tasks are told it"
             _, state = claim_source(found, job, root, folder, self.batch_ms)

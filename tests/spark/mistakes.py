@@ -384,7 +384,7 @@ MISTAKES = [
     Mistake(
         "a timeout without timeoutConf",
         lambda place: place.pandas(timeout_without_its_conf),
-        rf"UserFunctionError: the function failed for {KEY} \({PLACE}\): PySpark\w*Error: .*[Tt]imeout",
+        rf"UserFunctionError: the function failed for {KEY} \({PLACE}\): (PySpark\w*|Runtime)Error: .*[Tt]imeout",
         "state.setTimeoutDuration(1_000)",
     ),
     Mistake(

@@ -127,9 +127,9 @@ def test_bytes_that_are_no_text_in_a_string_column(session: Any, operator: str, 
 def test_names_of_a_structs_fields(
     session: Any, operator: str, tmp_path: Path, given: Any, sparks: str, ours: str
 ) -> None:
-    """Spark looks for the fields of a dict by their names in lower case."""
+    """From 4.0 on Spark looks for the fields of a dict by their names in lower case."""
     found = stored(session, operator, tmp_path, "v struct<Ab: int, cd: int>", (given,))
-    assert found == (sparks if operator == "spark" else ours)
+    assert found == (sparks if operator == "spark" and SPARK >= (4, 0) else ours)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,8 @@ def test_a_number_for_a_date(session: Any, operator: str, tmp_path: Path) -> Non
 def test_a_tuple_of_the_wrong_length(session: Any, operator: str, tmp_path: Path, values: tuple[int, ...]) -> None:
     told = refused(session, operator, tmp_path, "a int, b int", values)
     if operator == "spark":
-        assert "STRUCT_ARRAY_LENGTH_MISMATCH" in told
+        expected = "STRUCT_ARRAY_LENGTH_MISMATCH" if SPARK >= (4, 0) else "expected number of values"
+        assert expected in told
         assert "in keep" not in told
         assert "('a',)" not in told
     else:
