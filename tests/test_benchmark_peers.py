@@ -17,6 +17,9 @@ from benchmarks.peers.protocol import Task, leave, write_batches
 from benchmarks.report import BenchmarkError, Report
 from tests.helpers.waiting import WAIT_S
 
+# Benchmarks and the demo are not part of the package, so the suite leaves their tests to `make soak`.
+pytestmark = pytest.mark.soak
+
 _SMALL = Workload("few events", 300, 50)
 
 

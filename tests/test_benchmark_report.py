@@ -15,6 +15,9 @@ from benchmarks.entry_store import VALUE, EntryStore
 from benchmarks.floor import Floor
 from benchmarks.report import Bar, BenchmarkError, Report
 
+# Benchmarks and the demo are not part of the package, so the suite leaves their tests to `make soak`.
+pytestmark = pytest.mark.soak
+
 
 def _report() -> Report:
     made = Report("sample", {"rows": 10, "seed": 7})

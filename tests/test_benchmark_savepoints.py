@@ -16,6 +16,9 @@ from benchmarks import rescale
 from benchmarks.rescale import Tree, tree_of
 from benchmarks.savepoint import told_apart
 
+# Benchmarks and the demo are not part of the package, so the suite leaves their tests to `make soak`.
+pytestmark = pytest.mark.soak
+
 
 def test_a_link_and_a_copy_are_told_apart(tmp_path: Path) -> None:
     job, savepoint = tmp_path / "job" / "0", tmp_path / "savepoint" / "operator" / "0"

@@ -9,6 +9,9 @@ import pytest
 from benchmarks.charts import charts_of
 from benchmarks.report import RESULTS
 
+# Benchmarks and the demo are not part of the package, so the suite leaves their tests to `make soak`.
+pytestmark = pytest.mark.soak
+
 _SIZE = "1,000 events of 10 keys"
 
 

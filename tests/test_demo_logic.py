@@ -29,6 +29,9 @@ from benchmarks.demo.flights import (
     sorted_legs,
 )
 
+# Benchmarks and the demo are not part of the package, so the suite leaves their tests to `make soak`.
+pytestmark = pytest.mark.soak
+
 NOON = 1_357_041_600_000
 HOUR_MS = 60 * MINUTE_MS
 DELAY = pd.Timedelta("1 hour")

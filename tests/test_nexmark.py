@@ -16,6 +16,9 @@ import pytest
 
 from benchmarks.nexmark.generator import KINDS, Config, EventFeed, Events, events, schema, spark_schema
 
+# Benchmarks and the demo are not part of the package, so the suite leaves their tests to `make soak`.
+pytestmark = pytest.mark.soak
+
 FIRST, COUNT = 1_000_000, 500_000
 
 

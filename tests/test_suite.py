@@ -9,6 +9,9 @@ import pytest
 
 from benchmarks import suite
 
+# Benchmarks and the demo are not part of the package, so the suite leaves their tests to `make soak`.
+pytestmark = pytest.mark.soak
+
 _TINY = ("--rows", "2000", "--batch", "100", "--repeats", "2", "--loads", "1", "--growth-batches", "2")
 
 
