@@ -1,4 +1,4 @@
-"""Of which kind a file of a query folder is, by its path."""
+"""The kind of each file of a query folder follows from its path."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ID = "0123456789abcdef" * 2
         ("spill/a/b", SPILL),
     ],
 )
-def test_our_files(path: str, kind: FileKind) -> None:
+def test_the_path_gives_the_kind_of_a_file(path: str, kind: FileKind) -> None:
     assert kind_of(path) is kind
 
 
@@ -69,5 +69,5 @@ def test_our_files(path: str, kind: FileKind) -> None:
         "notes.txt",
     ],
 )
-def test_what_is_none_of_ours_or_not_finished(path: str) -> None:
+def test_foreign_and_unfinished_files_have_no_kind(path: str) -> None:
     assert kind_of(path) is None

@@ -1,4 +1,5 @@
-"""Lazy restore: a lookup has of a snapshot elsewhere what it needs, and what comes of it is never other than the state."""
+"""Lazy restore: a lookup fetches only the pieces of a remote snapshot that it needs, and always returns the right
+state."""
 
 from __future__ import annotations
 
@@ -61,14 +62,14 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore.at(tmp_path / "store", SCHEMA)
 
 
-def test_a_lookup_fetches_a_part(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+def test_a_lookup_fetches_only_a_part_of_the_snapshot(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
     bucket, keys = bucket_on(store, remote, tmp_path), [5, 12_000]
     assert bucket.read(lambda view: looked_up(view, keys, remote)) == expected(keys, remote)
     assert 0 < remote.folder.fetched_bytes < len(remote.snapshot) / 2
     assert base_suffixes(store) == [".arrow", ".lazy"]
     (lazy,) = lazy_files(store)
     assert 0 < len(lazy.absent()) < lazy.pieces
-    # The same again costs nothing.
+    # The same lookup again fetches nothing.
     before = remote.folder.requests
     assert bucket.read(lambda view: looked_up(view, keys, remote)) == expected(keys, remote)
     assert remote.folder.requests == before
@@ -77,7 +78,9 @@ def test_a_lookup_fetches_a_part(remote: Remote, store: LocalStore, tmp_path: Pa
 
 
 @pytest.mark.parametrize("bad_hashes", [False, True], ids=["even", "clustered"])
-def test_any_keys_are_found_whatever_their_hashes(store: LocalStore, tmp_path: Path, bad_hashes: bool) -> None:
+def test_a_lookup_finds_all_keys_for_any_distribution_of_hashes(
+    store: LocalStore, tmp_path: Path, bad_hashes: bool
+) -> None:
     remote = Remote.made(tmp_path, bad_hashes=bad_hashes)
     bucket, rng = bucket_on(store, remote, tmp_path), np.random.default_rng(7)
     for count in (1, 3, 40, 2_000):
@@ -85,15 +88,15 @@ def test_any_keys_are_found_whatever_their_hashes(store: LocalStore, tmp_path: P
         assert bucket.read(partial(looked_up, keys=keys, remote=remote)) == expected(keys, remote)
     assert lazy_files(store)
     assert bucket.read(lambda view: looked_up(view, [], remote)) == {}
-    # All keys of one hash, on both sides of where a chunk ends too.
+    # Keys that share the hash at the end of one chunk and the beginning of the next.
     chunks = store.runs()[0].chunks
     border = {int(chunk.hash_max) for chunk in chunks[:-1]} | {int(chunk.hash_min) for chunk in chunks[1:]}
     keys = [int(key) for key, hashed in zip(remote.keys, remote.hashed, strict=True) if int(hashed) in border]
     assert bucket.read(lambda view: looked_up(view, keys, remote)) == expected(keys, remote)
 
 
-def test_the_keys_of_one_hash_are_in_two_chunks(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
-    """So that the test above means something."""
+def test_the_fixture_has_one_hash_in_two_chunks(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    """The test above needs such a hash."""
     bucket_on(store, remote, tmp_path).read(Sizes.of)
     chunks = store.runs()[0].chunks
     assert len(chunks) == 4
@@ -103,7 +106,7 @@ def test_the_keys_of_one_hash_are_in_two_chunks(remote: Remote, store: LocalStor
 def test_values_of_a_column_of_nulls_are_not_fetched(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Timeouts have eight bytes a row also where no row has one."""
+    """A column of timeouts takes eight bytes a row even if no row has a timeout."""
     monkeypatch.setattr(lazy_restore, "_GAP_PIECES", 0)
     remote = Remote.made(tmp_path, chunk_rows=12_000)
     keys = np.random.default_rng(3).choice(12_000, 1_000, replace=False).tolist()
@@ -119,16 +122,16 @@ def test_values_of_a_column_of_nulls_are_not_fetched(
     assert not fetched
 
 
-def test_what_needs_all_rows_completes_the_run(store: LocalStore, tmp_path: Path) -> None:
+def test_a_scan_fetches_the_rest_of_the_snapshot(store: LocalStore, tmp_path: Path) -> None:
     remote = Remote.made(tmp_path, timeouts=True)
     bucket = bucket_on(store, remote, tmp_path)
     assert bucket.read(lambda view: looked_up(view, [5], remote)) == expected([5], remote)
-    # Timeouts before the first one, and behind the last one: the index tells.
+    # Times before the first timeout and after the last one: the index suffices.
     assert bucket.read(lambda view: view.expired(0).num_rows) == 0
     assert bucket.read(lambda view: view.earliest_timeout(0)) == 0
     assert bucket.read(lambda view: view.earliest_timeout(10**9)) is None
     assert base_suffixes(store) == [".arrow", ".lazy"]
-    assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == len(remote.keys)
+    assert bucket.read(lambda view: sum(batch.num_rows for batch in view.scan())) == len(remote.keys)
     assert base_suffixes(store) == [".arrow"]
     assert lazy_files(store) == []
     (path,) = store._environment.folder.glob("base-*.arrow")
@@ -139,23 +142,24 @@ def test_what_needs_all_rows_completes_the_run(store: LocalStore, tmp_path: Path
 
 
 @pytest.mark.parametrize("what", ["scan", "piece"])
-def test_each_look_at_all_rows_is_right(store: LocalStore, tmp_path: Path, what: str) -> None:
+def test_a_scan_as_first_access_returns_all_rows(store: LocalStore, tmp_path: Path, what: str) -> None:
     remote = Remote.made(tmp_path, timeouts=True)
     bucket = bucket_on(store, remote, tmp_path)
     if what == "scan":
-        assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == len(remote.keys)
+        assert bucket.read(lambda view: sum(batch.num_rows for batch in view.scan())) == len(remote.keys)
     else:
         assert sum(batch.num_rows for batch in bucket.scan()) == len(remote.keys)
     assert base_suffixes(store) == [".arrow"]
 
 
-def _below(hashed: HashArray, keys: list[int], after: int, upto: int) -> list[int]:
+def select_keys(hashed: HashArray, keys: list[int], after: int, upto: int) -> list[int]:
     return [key for key in keys if after < int(hashed[key]) <= upto]
 
 
 @pytest.mark.parametrize("bad_hashes", [False, True])
-def test_timeouts_are_found_by_their_column(store: LocalStore, tmp_path: Path, bad_hashes: bool) -> None:
-    """Of a run that is restored lazily: two columns of it, and the rows that time out."""
+def test_finding_timeouts_fetches_only_two_columns_and_the_expired_rows(
+    store: LocalStore, tmp_path: Path, bad_hashes: bool
+) -> None:
     remote = Remote.made(tmp_path, timeouts=True, bad_hashes=bad_hashes)
     bucket = bucket_on(store, remote, tmp_path)
     before = remote.folder.fetched_bytes
@@ -169,34 +173,36 @@ def test_timeouts_are_found_by_their_column(store: LocalStore, tmp_path: Path, b
     middle = int(np.median(remote.hashed))
     for after, upto in ((-1, middle), (middle, 2**64 - 1)):
         rows = bucket.read(methodcaller("expired", 9_000, 0, 0, after, upto))
-        assert are_rows_of(rows, _below(remote.hashed, list(range(0, 9_000, 10)), after, upto))
+        assert are_rows_of(rows, select_keys(remote.hashed, list(range(0, 9_000, 10)), after, upto))
     stale = bucket.read(lambda view: view.stale("state.n", 30, -1, 2**64 - 1))
     assert are_rows_of(stale, list(range(11)))
     assert base_suffixes(store) == [".arrow", ".lazy"]
-    # Each batch that times them out again finds them here.
+    # Later batches find these rows in the local store.
     before = remote.folder.requests
     assert are_rows_of(bucket.read(lambda view: view.expired(200)), due)
     assert remote.folder.requests == before
 
 
-def test_the_rest_is_fetched_beside_batches(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+def test_the_rest_of_the_snapshot_is_fetched_in_the_background(
+    remote: Remote, store: LocalStore, tmp_path: Path
+) -> None:
     later = Later()
     bucket = bucket_on(store, remote, tmp_path, later=later)
     bucket.read(lambda view: looked_up(view, [5], remote))
-    assert len(later.work) == 1, "asked for once"
+    assert len(later.work) == 1, "the work is scheduled once"
     later.run()
     assert base_suffixes(store) == [".arrow"]
     remote.folder.remove(SNAPSHOT_NAME)
     assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
     bucket.read(Sizes.of)
-    assert not later.work, "it is whole"
+    assert not later.work, "the run is complete"
 
 
-def test_filling_keeps_to_its_limit_and_ends_with_the_store(
+def test_filling_respects_its_rate_limit_and_stops_when_the_store_closes(
     remote: Remote, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    # Not that of the process, in which other threads sleep.
+    # Patch only this module's `time`: other threads of the process sleep too.
     monkeypatch.setattr(
         "spark_state_ext.restore.lazy.time", SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
     )
@@ -207,74 +213,74 @@ def test_filling_keeps_to_its_limit_and_ends_with_the_store(
     bucket._lazy._options = replace(bucket._lazy._options, fill_bytes_per_s_max=10 * PIECE_BYTES)  # type: ignore[type-var]
     store._closed = True
     bucket._lazy.fill(run)
-    assert not slept, "nobody fills the store of a call that is over"
+    assert not slept, "a closed store is not filled"
     store._closed = False
     bucket._lazy.fill(run)
-    # Ten pieces a second.
+    # The limit is ten pieces a second.
     seconds = -(-run.file_bytes // PIECE_BYTES) / 10
     assert seconds * 0.5 < sum(slept) <= seconds
     assert base_suffixes(store) == [".arrow"]
 
 
-def test_filling_stands_back_for_what_batches_wait_for(
+def test_filling_yields_to_fetches_that_a_batch_waits_for(
     remote: Remote, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreground, later = Foreground(), Later()
-    said: list[int | str] = []
+    events: list[int | str] = []
     bucket = bucket_on(store, remote, tmp_path, later=later)
     assert bucket._lazy._options is not None
     bucket._lazy._options = replace(bucket._lazy._options, foreground=foreground)
     get_range, stand_back = remote.folder.get_range, foreground.stand_back
 
-    def got(name: str, start: int, end: int) -> bytes:
-        said.append(foreground.waiting)
+    def record_get_range(name: str, start: int, end: int) -> bytes:
+        events.append(foreground.waiting)
         return get_range(name, start, end)
 
-    def stood_back(quiet_s: float, s_max: float) -> None:
-        said.append("stand back")
+    def record_stand_back(quiet_s: float, s_max: float) -> None:
+        events.append("stand back")
         stand_back(0.0, 0.0)
 
-    monkeypatch.setattr(type(remote.folder), "get_range", lambda _, *given: got(*given))
-    monkeypatch.setattr(foreground, "stand_back", stood_back)
+    monkeypatch.setattr(type(remote.folder), "get_range", lambda _, *arguments: record_get_range(*arguments))
+    monkeypatch.setattr(foreground, "stand_back", record_stand_back)
     bucket.read(lambda view: looked_up(view, [5], remote))
-    assert set(said) == {1}, "both ends, and pieces for the lookup"
-    said.clear()
+    assert set(events) == {1}, "the file's two ends, and pieces for the lookup"
+    events.clear()
     later.run()
-    assert said[0] == "stand back"
-    assert set(said) == {"stand back", 0}
+    assert events[0] == "stand back"
+    assert set(events) == {"stand back", 0}
 
 
-def test_a_lookup_that_waits_renews_the_lease_and_ends_without_it(
+def test_a_waiting_lookup_renews_the_lease_and_fails_if_it_is_lost(
     remote: Remote, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("spark_state_ext.worker.threads._LOOK_S", 0.001)
     answer, get_range = threading.Event(), remote.folder.get_range
-    kept: list[str] = []
+    renewals: list[str] = []
 
     def hold() -> None:
-        kept.append("renewed")
-        if len(kept) > 3 and not answer.is_set():
+        renewals.append("renewed")
+        if len(renewals) > 3 and not answer.is_set():
             raise LiveRunError("another run has taken over")
 
     bucket = bucket_on(store, remote, tmp_path, while_waiting=hold)
     bucket.read(Sizes.of)
-    kept.clear()
+    renewals.clear()
 
-    def got(_: object, name: str, start: int, end: int) -> bytes:
+    def delayed_get_range(_: object, name: str, start: int, end: int) -> bytes:
         assert answer.wait(WAIT_S)
         return get_range(name, start, end)
 
-    monkeypatch.setattr(type(remote.folder), "get_range", got)
+    monkeypatch.setattr(type(remote.folder), "get_range", delayed_get_range)
     with pytest.raises(LiveRunError, match="another run has taken over"):
         bucket.read(lambda view: looked_up(view, [5], remote))
-    assert len(kept) == 4
-    assert not caplog.records, "it is no failure of the store"
+    assert len(renewals) == 4
+    assert not caplog.records, "a lost lease is not logged as a failure of the store"
     answer.set()
     assert bucket.read(lambda view: looked_up(view, [5], remote)) == expected([5], remote)
 
 
-def test_another_call_goes_on_with_what_one_began(remote: Remote, tmp_path: Path) -> None:
-    """Also where it restores nothing lazily itself, in a process of its own or not."""
+def test_a_later_call_continues_an_unfinished_lazy_restore(remote: Remote, tmp_path: Path) -> None:
+    """This includes a call that does not restore lazily itself."""
     for lazily in (True, False):
         store = LocalStore.at(tmp_path / "store", SCHEMA)
         bucket = bucket_on(store, remote, tmp_path, lazily=lazily)
@@ -286,7 +292,7 @@ def test_another_call_goes_on_with_what_one_began(remote: Remote, tmp_path: Path
 
 
 @pytest.mark.parametrize("why", ["small", "format 2", "another schema", "local disk", "no options"])
-def test_what_is_restored_whole(tmp_path: Path, why: str) -> None:
+def test_a_snapshot_is_restored_whole_if_it_cannot_be_restored_lazily(tmp_path: Path, why: str) -> None:
     remote = Remote.made(tmp_path, form=2 if why == "format 2" else 0)
     schema = RowSchema(SCHEMA.keys, (*SCHEMA.state, pa.field("new", pa.int8()))) if why == "another schema" else SCHEMA
     store = LocalStore.at(tmp_path / "store", schema)
@@ -305,21 +311,21 @@ def test_what_is_restored_whole(tmp_path: Path, why: str) -> None:
     assert lazy_files(store) == []
 
 
-# -- with what else there is ------------------------------------------------------------------------
+# -- together with other runs ------------------------------------------------------------------------
 
 
-def _rows(keys: list[int], tmp_path: Path, remote: Remote) -> SpillBuffer:
+def make_buffer(keys: list[int], tmp_path: Path, remote: Remote) -> SpillBuffer:
     buffer = SpillBuffer(tmp_path, 1 << 30)
     if keys:
         buffer.append(rows_of(keys, remote.hashed[keys]))
     return buffer
 
 
-def test_commits_lie_over_it_and_merging_leaves_it_alone(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+def test_compaction_merges_the_deltas_and_keeps_the_lazy_run(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
     pointer = remote.pointer
     for at in range(12):
         bucket = bucket_on(store, remote, tmp_path, pointer=pointer)
-        pointer = replace(bucket.commit(_rows([at], tmp_path, remote)).pointer, batch=pointer.batch + 1)
+        pointer = replace(bucket.commit(make_buffer([at], tmp_path, remote)).pointer, batch=pointer.batch + 1)
     bucket = bucket_on(store, remote, tmp_path, pointer=pointer)
     assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
     runs = store.view(pointer.ref).runs
@@ -328,7 +334,7 @@ def test_commits_lie_over_it_and_merging_leaves_it_alone(remote: Remote, store: 
     assert [store.lazy.file(run) for run in runs[:-1]] == [None] * (len(runs) - 1)
 
 
-def test_dropping_it_removes_both_files(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+def test_dropping_a_lazy_run_removes_both_of_its_files(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
     bucket_on(store, remote, tmp_path).read(lambda view: looked_up(view, [5], remote))
     newer = CheckpointRef(3, "3" * 32)
     store.restore([rows_of([1], remote.hashed[[1]])], newer, None, snapshot=True)
@@ -336,7 +342,7 @@ def test_dropping_it_removes_both_files(remote: Remote, store: LocalStore, tmp_p
     assert base_suffixes(store) == []
 
 
-def test_what_a_dead_process_began_is_removed(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+def test_files_of_a_dead_process_are_removed(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
     bucket_on(store, remote, tmp_path).read(lambda view: looked_up(view, [5], remote))
     folder = store._environment.folder
     (marks,) = folder.glob("base-*.lazy")
@@ -349,14 +355,16 @@ def test_what_a_dead_process_began_is_removed(remote: Remote, store: LocalStore,
     again.close()
 
 
-def test_a_store_that_is_not_told_where_the_rest_is(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+def test_a_view_without_access_to_the_backend_reports_missing_pieces(
+    remote: Remote, store: LocalStore, tmp_path: Path
+) -> None:
     bucket_on(store, remote, tmp_path).read(lambda view: looked_up(view, [5], remote))
     view = store.view(LAST)
     assert looked_up(view, [5], remote) == expected([5], remote)
     for look in (
         lambda: looked_up(view, KEYS, remote),
         lambda: list(view.scan()),
-        # As another process asks a running job.
+        # The lookup of queryable state, which comes from another process.
         lambda: view.row(int(remote.hashed[5]), lambda row: True),
     ):
         with pytest.raises(MissingRunError, match="lazily") as error:
@@ -364,27 +372,29 @@ def test_a_store_that_is_not_told_where_the_rest_is(remote: Remote, store: Local
         assert error.value.ref == LAST
 
 
-def test_pieces_near_each_other_are_one_request() -> None:
+def test_neighbouring_pieces_are_fetched_in_one_request() -> None:
     assert group_pieces(np.array([], dtype=np.int64)) == []
     assert group_pieces(np.array([0, 1, 6, 12, 300])) == [(0, 7), (12, 13), (300, 301)]
     assert group_pieces(np.arange(600)) == [(0, 256), (256, 512), (512, 600)]
 
 
-def test_what_the_environment_says() -> None:
+def test_environment_variables_set_the_options() -> None:
     runner = Inline()
-    found = lazy_options(runner, {})
-    assert (found.bytes_min, found.fill_bytes_per_s_max) == (BYTES_MIN, FILL_BYTES_PER_S_MAX) == (32 << 20, 64_000_000)
+    options = lazy_options(runner, {})
+    assert (
+        (options.bytes_min, options.fill_bytes_per_s_max) == (BYTES_MIN, FILL_BYTES_PER_S_MAX) == (32 << 20, 64_000_000)
+    )
     names = ("SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN", "SPARK_STATE_EXT_LAZY_FILL_BYTES_PER_S_MAX")
-    found = lazy_options(runner, dict(zip(names, ("7", "8"), strict=True)))
-    assert (found.bytes_min, found.fill_bytes_per_s_max) == (7, 8)
+    options = lazy_options(runner, dict(zip(names, ("7", "8"), strict=True)))
+    assert (options.bytes_min, options.fill_bytes_per_s_max) == (7, 8)
     for name in names:
         for text in ("", "0", "-1", "many", "1.5", "²"):
             with pytest.raises(UsageError, match=name):
                 lazy_options(runner, {name: text})
 
 
-def test_a_file_whose_index_leads_nowhere(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
-    """Bytes with right checksums that are no record batch: an error of the store, and no crash."""
+def test_an_index_with_wrong_offsets_raises_an_error(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    """Bytes with a valid checksum that are not a record batch raise CorruptError and do not crash the process."""
     bucket = bucket_on(store, remote, tmp_path)
     bucket.read(Sizes.of)
     (run,) = store.runs()

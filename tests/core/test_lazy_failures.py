@@ -1,4 +1,5 @@
-"""A lazy restore that goes wrong: stores that fail or have another file, damage, deaths; and processes that share one."""
+"""Lazy restore under failures: backends that fail or have another file, damaged data, killed processes, shared
+stores."""
 
 from __future__ import annotations
 
@@ -54,18 +55,20 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore.at(tmp_path / "store", SCHEMA)
 
 
-def test_a_file_that_is_gone_is_made_up_for_by_others(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+def test_delta_files_replace_a_snapshot_that_was_deleted(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
     bucket = bucket_on(store, remote, tmp_path)
     bucket.read(lambda view: looked_up(view, [5], remote))
     remote.folder.remove(SNAPSHOT_NAME)
-    assert bucket.read(lambda view: looked_up(view, [5], remote)) == expected([5], remote), "what is here is here"
+    assert bucket.read(lambda view: looked_up(view, [5], remote)) == expected([5], remote), (
+        "pieces that were fetched are still usable"
+    )
     assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
-    assert bucket.fetched_files == 3, "the two deltas, from the beginning"
+    assert bucket.fetched_files == 3, "the snapshot and the two deltas that replace it"
     assert base_suffixes(store) == []
     assert {run.newest for run in store.runs()} == {FIRST, LAST}
 
 
-def test_a_file_that_is_gone_and_nothing_in_its_place(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+def test_a_lookup_fails_if_all_files_were_deleted(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
     bucket = bucket_on(store, remote, tmp_path)
     bucket.read(lambda view: looked_up(view, [5], remote))
     for name in remote.folder.names():
@@ -76,7 +79,9 @@ def test_a_file_that_is_gone_and_nothing_in_its_place(remote: Remote, store: Loc
 
 
 @pytest.mark.parametrize("harm", ["damage", "cut", "another"])
-def test_a_file_that_is_another_one_now(remote: Remote, store: LocalStore, tmp_path: Path, harm: str) -> None:
+def test_a_lookup_succeeds_after_the_snapshot_has_changed(
+    remote: Remote, store: LocalStore, tmp_path: Path, harm: str
+) -> None:
     bucket = bucket_on(store, remote, tmp_path)
     bucket.read(lambda view: looked_up(view, [5], remote))
     if harm == "damage":
@@ -88,15 +93,17 @@ def test_a_file_that_is_another_one_now(remote: Remote, store: LocalStore, tmp_p
     else:
         data = bytearray(Remote.made(tmp_path, chunk_rows=2_000).snapshot)
     remote.folder.put(SNAPSHOT_NAME, bytes(data))
-    # Another call, which does not know that it was the same file once.
+    # The second call does not know which file the first one saw.
     for again in (bucket, bucket_on(store, remote, tmp_path)):
         assert again.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
-    # Rows that are laid out otherwise are whole, and loaded so.
+    # A snapshot with other chunks is complete in itself, and is loaded whole.
     assert base_suffixes(store) == ([".arrow"] if harm == "another" else [])
 
 
 @pytest.mark.parametrize("first", ["gone", "damaged", "another", "unreachable"])
-def test_the_next_backend_is_asked(remote: Remote, store: LocalStore, tmp_path: Path, first: str) -> None:
+def test_pieces_come_from_the_next_backend_if_the_first_one_fails(
+    remote: Remote, store: LocalStore, tmp_path: Path, first: str
+) -> None:
     other = Throttled(f"memory://{tmp_path.name}-second-{first}")
     for name in remote.folder.names():
         other.put(name, remote.folder.get(name))
@@ -115,18 +122,18 @@ def test_the_next_backend_is_asked(remote: Remote, store: LocalStore, tmp_path: 
         remote.folder.fails_after, remote.folder.failure = 0, StorageError("it does not answer")
     bucket = bucket_on(store, remote, tmp_path, replicas=replicas)
     assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
-    assert base_suffixes(store) == [".arrow", ".lazy"], "nothing was begun anew"
+    assert base_suffixes(store) == [".arrow", ".lazy"], "the lazy restore continued"
     assert other.fetched_bytes
 
 
-def test_a_store_that_fails_loses_nothing(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+def test_a_failing_backend_does_not_undo_a_lazy_restore(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
     bucket_on(store, remote, tmp_path).read(lambda view: looked_up(view, [5], remote))
     remote.folder.failure = StorageError("it does not answer")
-    # The two that see whether it is the same file, and some of those for its pieces.
+    # The first two requests check that the file is still the same one; the others are for its pieces.
     for requests in range(5):
         remote.folder.fails_after = requests
         with pytest.raises(StorageError, match="does not answer"):
-            bucket_on(store, remote, tmp_path).read(lambda view: sum(it.num_rows for it in view.scan()))
+            bucket_on(store, remote, tmp_path).read(lambda view: sum(batch.num_rows for batch in view.scan()))
         assert base_suffixes(store) == [".arrow", ".lazy"]
     remote.folder.fails_after = None
     bucket = bucket_on(store, remote, tmp_path)
@@ -134,7 +141,7 @@ def test_a_store_that_fails_loses_nothing(remote: Remote, store: LocalStore, tmp
     assert bucket.fetched_files == 0
 
 
-def test_damage_on_the_local_disk_is_noticed_and_mended(remote: Remote, tmp_path: Path) -> None:
+def test_damage_on_the_local_disk_is_detected_and_repaired(remote: Remote, tmp_path: Path) -> None:
     for what in ("data", "marks too many", "marks cut", "index", "size of the index", "removed"):
         store = LocalStore.at(tmp_path / what, SCHEMA)
         bucket_on(store, remote, tmp_path).read(lambda view: looked_up(view, KEYS, remote))
@@ -162,20 +169,20 @@ def test_damage_on_the_local_disk_is_noticed_and_mended(remote: Remote, tmp_path
         store = LocalStore.at(tmp_path / what, SCHEMA)
         bucket = bucket_on(store, remote, tmp_path)
         assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote), what
-        assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == len(remote.keys), what
+        assert bucket.read(lambda view: sum(batch.num_rows for batch in view.scan())) == len(remote.keys), what
         assert bucket.fetched_files == 1, what
         store.close()
 
 
-def test_filling_ends_at_a_file_that_was_cut_between_pieces(
+def test_filling_stops_if_the_file_was_cut_between_pieces(
     remote: Remote, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies beyond a file's end reads as nothing, of which every byte is right."""
+    """A range beyond the end of the file reads as empty bytes, and these pass every checksum."""
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
-        assert len(slept) < 100, "it would go on for ever"
+        assert len(slept) < 100, "filling does not end"
 
     monkeypatch.setattr("spark_state_ext.restore.lazy.time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     bucket = bucket_on(store, remote, tmp_path)
@@ -187,7 +194,7 @@ def test_filling_ends_at_a_file_that_was_cut_between_pieces(
     assert base_suffixes(store) == []
 
 
-def test_a_file_that_was_cut_between_pieces_costs_its_run_only(
+def test_a_file_that_was_cut_between_pieces_drops_only_its_own_run(
     remote: Remote, store: LocalStore, tmp_path: Path
 ) -> None:
     bucket = bucket_on(store, remote, tmp_path)
@@ -195,13 +202,14 @@ def test_a_file_that_was_cut_between_pieces_costs_its_run_only(
     other = store.restore([rows_of([1], remote.hashed[[1]])], CheckpointRef(9, "9" * 32), None, snapshot=True)
     remote.folder.put(SNAPSHOT_NAME, remote.snapshot[: 3 * PIECE_BYTES])
     assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
-    assert {run.newest for run in store.runs()} == {FIRST, LAST, other.newest}, "the store was not built anew"
+    assert {run.newest for run in store.runs()} == {FIRST, LAST, other.newest}, "the store was not rebuilt"
 
 
-def test_what_was_lost_while_it_was_filled_is_not_begun_again(
+def test_a_run_that_filling_found_damaged_is_not_lazily_restored_again(
     remote: Remote, store: LocalStore, tmp_path: Path
 ) -> None:
-    """No batch may ask for the damaged part, so each would fetch all that lies before it, beside it."""
+    """Otherwise, each batch would start the same restore, and fail at the damaged piece: lookups may never need that
+    piece."""
     data, (bucket, keys) = bytearray(remote.snapshot), (bucket_on(store, remote, tmp_path), [5])
     bucket.read(Sizes.of)
     (run,) = store.runs()
@@ -214,25 +222,27 @@ def test_what_was_lost_while_it_was_filled_is_not_begun_again(
     bucket = bucket_on(store, remote, tmp_path, later=later)
     assert bucket.read(lambda view: looked_up(view, keys, remote)) == expected(keys, remote)
     assert not later.work
-    assert {run.newest for run in store.runs()} == {FIRST, LAST}, "the deltas, from the beginning"
+    assert {run.newest for run in store.runs()} == {FIRST, LAST}, "the runs come from the deltas"
 
 
 class _Forgetful(dict[str, LazyFile | None]):
-    """As another thread that forgets each run at once makes it look."""
+    """Mimics another thread that forgets each run immediately."""
 
     def __setitem__(self, key: str, value: LazyFile | None) -> None:
         pass
 
 
-def test_runs_are_forgotten_while_another_thread_looks(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+def test_a_lookup_works_while_another_thread_forgets_the_runs(
+    remote: Remote, store: LocalStore, tmp_path: Path
+) -> None:
     store._chunks._lazy_files = _Forgetful()
     bucket = bucket_on(store, remote, tmp_path)
     assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
-    assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == len(remote.keys)
+    assert bucket.read(lambda view: sum(batch.num_rows for batch in view.scan())) == len(remote.keys)
 
 
-def test_tombstones_are_rows(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
-    """As in any other run: none of a snapshot is one, but the index could say so."""
+def test_tombstones_of_a_lazy_run_do_not_count_as_rows(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    """A snapshot has no tombstones, but the index has a field for their number."""
     bucket_on(store, remote, tmp_path).read(Sizes.of)
     (lazy,) = lazy_files(store)
     ref = CheckpointRef(3, "3" * 32)
@@ -241,8 +251,8 @@ def test_tombstones_are_rows(remote: Remote, store: LocalStore, tmp_path: Path) 
     assert store.view(ref).rows_max == len(remote.keys) - 10
 
 
-def test_marks_without_their_data_are_not_believed(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
-    """As nothing but the machine's death could leave them, after which the store is not used anyway."""
+def test_a_mark_without_its_data_raises_an_error(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
+    """Only a crash of the machine can leave such marks, and a store is not used after one."""
     bucket_on(store, remote, tmp_path).read(Sizes.of)
     (lazy,) = lazy_files(store)
     os.pwrite(lazy._marks.fileno(), b"\1" * lazy.pieces, lazy._marks_at)
@@ -265,7 +275,7 @@ store = LocalStore.at(scratch / "store", SCHEMA)
 real, writes = lazy_file._write, 0
 
 def dying(file, data, at):
-    # In the middle of a write of data, before its marks, and in the middle of marks.
+    # Dies in the middle of a write: of data before its marks, or of the marks.
     global writes
     writes += 1
     if writes == seed:
@@ -280,7 +290,7 @@ print("done")
 
 
 @pytest.mark.parametrize("write", [1, 2, 5, 6])
-def test_a_process_that_is_killed_leaves_nothing_wrong(remote: Remote, tmp_path: Path, write: int) -> None:
+def test_another_process_continues_after_a_kill_in_a_write(remote: Remote, tmp_path: Path, write: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _KILLED, str(tmp_path), str(write)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -293,8 +303,8 @@ def test_a_process_that_is_killed_leaves_nothing_wrong(remote: Remote, tmp_path:
     store = LocalStore.at(tmp_path / "store", SCHEMA)
     bucket = bucket_on(store, remote, tmp_path)
     assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
-    assert bucket.fetched_files == 0, "it goes on with what the other process has begun"
-    assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == len(remote.keys)
+    assert bucket.fetched_files == 0, "it continues what the other process has begun"
+    assert bucket.read(lambda view: sum(batch.num_rows for batch in view.scan())) == len(remote.keys)
     store.close()
 
 
@@ -311,14 +321,14 @@ store = LocalStore.at(scratch / "store", SCHEMA)
 bucket = bucket_on(store, remote, scratch)
 for at in range(seed, 12_000, 1_201):
     keys = list(range(at, at + 3))
-    found = bucket.read(lambda view: looked_up(view, keys, remote))
-    assert found == {key: values_of(key) for key in keys if key < 12_000}, at
-assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == 12_000
+    rows = bucket.read(lambda view: looked_up(view, keys, remote))
+    assert rows == {key: values_of(key) for key in keys if key < 12_000}, at
+assert bucket.read(lambda view: sum(batch.num_rows for batch in view.scan())) == 12_000
 print(len(store.runs()), bucket.fetched_files)
 """
 
 
-def test_processes_share_what_each_has_fetched(tmp_path: Path) -> None:
+def test_processes_share_the_pieces_that_each_has_fetched(tmp_path: Path) -> None:
     children = [
         subprocess.Popen(
             [sys.executable, "-c", _SHARING, str(tmp_path), str(seed)],
@@ -329,8 +339,8 @@ def test_processes_share_what_each_has_fetched(tmp_path: Path) -> None:
         )
         for seed in (1, 7, 100)
     ]
-    told = [child.communicate(timeout=WAIT_S) for child in children]
-    assert [out.split()[:1] for out, _ in told] == [["1"]] * 3, told
+    outputs = [child.communicate(timeout=WAIT_S) for child in children]
+    assert [out.split()[:1] for out, _ in outputs] == [["1"]] * 3, outputs
     store = LocalStore.at(tmp_path / "store", SCHEMA)
-    assert base_suffixes(store) == [".arrow"], "one run, and what other processes began is removed"
+    assert base_suffixes(store) == [".arrow"], "one run, without files of the other processes"
     store.close()

@@ -1,4 +1,4 @@
-"""Any order of lookups, losses, failures and deaths over a bucket that is restored lazily, beside a plain dictionary."""
+"""Compare a lazily restored bucket with a plain dictionary over random lookups, losses, failures and deaths."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _KEYS = st.lists(st.integers(0, 12_400), min_size=1, max_size=40, unique=True)
 
 
 class _Died(BaseException):
-    """The process ends here."""
+    """Stands for the death of the process."""
 
 
 class LazyMachine(RuleBasedStateMachine):
     """One bucket, and one store object at a time."""
 
-    # Who is asked before the store.
+    # Source of pieces that is used before the backend.
     peers: PieceSource | None = None
 
     @initialize(bad_hashes=st.booleans())
@@ -73,14 +73,14 @@ class LazyMachine(RuleBasedStateMachine):
 
     @rule(pieces=st.lists(st.integers(0, 10_000), max_size=20))
     def lose_marks(self, pieces: list[int]) -> None:
-        """As a process leaves them that died before it set them."""
+        """Clear marks, as if a process had died before it set them."""
         for lazy in lazy_files(self.store):
             for piece in pieces:
                 os.pwrite(lazy._marks.fileno(), b"\0", lazy._marks_at + piece % lazy.pieces)
 
     @rule(keys=_KEYS, write=st.integers(0, 6))
     def die(self, keys: list[int], write: int) -> None:
-        """In one of the writes, with half of it done; another process goes on."""
+        """Kill the process halfway through one of its writes; another process continues."""
         real, left = lazy_file._write, [write]
 
         def dying(file: Any, data: bytes, at: int) -> None:
@@ -104,7 +104,7 @@ class LazyMachine(RuleBasedStateMachine):
 
     @rule(keys=_KEYS, requests=st.integers(0, 8))
     def fail(self, keys: list[int], requests: int) -> None:
-        """The store gives so many answers, and no more: an error, or the right rows."""
+        """Let the backend fail after some requests: the lookup raises an error, or returns the right rows."""
         self.remote.folder.failure = StorageError("it does not answer")
         self.remote.folder.fails_after = requests
         try:
@@ -118,7 +118,7 @@ class LazyMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.is_there)
     @rule()
     def clean_up(self) -> None:
-        """The snapshot goes; the deltas are the same state."""
+        """Remove the snapshot; the deltas hold the same state."""
         self.remote.folder.remove(SNAPSHOT_NAME)
         self.is_there = False
 
@@ -152,8 +152,8 @@ class LazyMachine(RuleBasedStateMachine):
         assert found == (earliest if earliest < 12_000 else None)
 
     @invariant()
-    def what_is_marked_is_what_was_there(self) -> None:
-        """Of every piece that counts as present, the bytes are the snapshot's."""
+    def marked_pieces_match_the_snapshot(self) -> None:
+        """Each piece that is marked as present has the bytes of the snapshot."""
         if not hasattr(self, "store"):
             return
         for lazy in lazy_files(self.store):
