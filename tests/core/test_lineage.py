@@ -1,4 +1,4 @@
-"""The examples of SPARK-49374, with its file names, and every way in which files can contradict a lineage."""
+"""The examples of SPARK-49374, with its file names, and each way in which files can contradict a lineage."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, app
 
 
 def ref(name: str) -> CheckpointRef:
-    """A checkpoint by the name that the seed gives it: ``20_d8e2ca47``."""
+    """The checkpoint with the name that SPARK-49374 gives it, such as ``20_d8e2ca47``."""
     version, short = name.split("_")
     return CheckpointRef(int(version), short.ljust(32, "0"))
 
 
-# What each checkpoint changed.
+# The rows that each checkpoint changed.
 CHANGES: dict[str, Changes] = {
     "20_d8e2ca47": {KEYS[0]: Row(20), KEYS[1]: Row(20), KEYS[2]: Row(20)},
     "21_ef6618c2": {KEYS[0]: Row(-21), KEYS[5]: Row(-21)},
@@ -48,20 +48,20 @@ CHANGES: dict[str, Changes] = {
 
 
 class Recorder(LocalStore):
-    """Notes which files are applied, in order."""
+    """Records which files are applied, in order."""
 
     applied: list[str]
 
     def restore(
         self, batches: Iterable[pa.RecordBatch], ref: CheckpointRef, parent: CheckpointRef | None, *, snapshot: bool
     ) -> Any:
-        made = super().restore(batches, ref, parent, snapshot=snapshot)
+        run = super().restore(batches, ref, parent, snapshot=snapshot)
         self.applied.append(f"{ref.version}_{ref.id[:8]}.{'zip' if snapshot else 'delta'}")
-        return made
+        return run
 
 
 class SeedFiles:
-    """A bucket's files, written as the seed lists them."""
+    """The files of a bucket, written as SPARK-49374 lists them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class SeedFiles:
         self._stores = 0
 
     def put(self, name: str, lineage: Sequence[str], **header: Any) -> None:
-        """``23_689aa6bd.delta (lineage in file: …)``, the lineage oldest first."""
+        """Write a file such as ``23_689aa6bd.delta (lineage in file: …)``, with its lineage oldest first."""
         checkpoint, kind = name.split(".")
         kinds = {"delta": DELTA, "zip": SNAPSHOT}
         path = [*lineage, checkpoint]
@@ -80,16 +80,17 @@ class SeedFiles:
                 model = apply_changes(model, CHANGES[step])
             changes = {key: row for key, row in model.items() if row is not None}
         refs = tuple(ref(step) for step in lineage)
-        made = LineageHeader(
+        metadata = LineageHeader(
             kinds[kind], "counts", 3, ref(checkpoint), refs[-1] if refs else None, refs, 0, WRITER, "0.1.0"
         )
-        made = replace(made, **header)
+        metadata = replace(metadata, **header)
         self.path.joinpath("3").mkdir(exist_ok=True)
         with (self.path / "3" / file_name(ref(checkpoint), kinds[kind])).open("wb") as file:
-            write_checkpoint(file, made, SCHEMA, [make_run(changes)] if changes else [])
+            write_checkpoint(file, metadata, SCHEMA, [make_run(changes)] if changes else [])
 
     def load(self, *lineage: str, parent: str | None = None) -> tuple[Model, list[str]]:
-        """The state at a pointer of this lineage, on an empty disk, and which files it took."""
+        """Return the state at a pointer with this lineage, loaded on an empty disk, and the files that the load
+        used."""
         store = Recorder.at(self.path / f"local-{self._stores}", SCHEMA)
         store.applied = []
         self._stores += 1
@@ -118,50 +119,52 @@ MAIN = ("20_d8e2ca47", "21_f4d05ac9", "22_4489578d", "23_689aa6bd")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> SeedFiles:
-    """The seed's second listing, before any later snapshot."""
-    made = SeedFiles(tmp_path)
-    made.put("20_d8e2ca47.delta", [])
-    made.put("20_d8e2ca47.zip", [])
-    made.put("21_ef6618c2.delta", ["20_d8e2ca47"])
-    made.put("21_f4d05ac9.delta", ["20_d8e2ca47"])
-    made.put("22_4489578d.delta", ["20_d8e2ca47", "21_f4d05ac9"])
-    made.put("23_689aa6bd.delta", ["20_d8e2ca47", "21_f4d05ac9", "22_4489578d"])
-    return made
+    """The second listing in SPARK-49374, before any later snapshot."""
+    files = SeedFiles(tmp_path)
+    files.put("20_d8e2ca47.delta", [])
+    files.put("20_d8e2ca47.zip", [])
+    files.put("21_ef6618c2.delta", ["20_d8e2ca47"])
+    files.put("21_f4d05ac9.delta", ["20_d8e2ca47"])
+    files.put("22_4489578d.delta", ["20_d8e2ca47", "21_f4d05ac9"])
+    files.put("23_689aa6bd.delta", ["20_d8e2ca47", "21_f4d05ac9", "22_4489578d"])
+    return files
 
 
 DELTAS = ["20_d8e2ca47.zip", "21_f4d05ac9.delta", "22_4489578d.delta", "23_689aa6bd.delta"]
 
 
-def test_example_1_the_checkpoint_has_a_snapshot(folder: SeedFiles) -> None:
+def test_example_1_a_load_uses_the_snapshot_of_its_checkpoint(folder: SeedFiles) -> None:
     folder.put("23_689aa6bd.zip", MAIN[:3])
     assert folder.load("23_689aa6bd", parent="22_4489578d") == (state(*MAIN), ["23_689aa6bd.zip"])
 
 
 @pytest.mark.parametrize("sibling", [False, True])
-def test_example_2_the_checkpoint_has_a_delta_only(folder: SeedFiles, sibling: bool) -> None:
+def test_example_2_a_load_uses_deltas_if_its_checkpoint_has_no_snapshot(folder: SeedFiles, sibling: bool) -> None:
     if sibling:
         folder.put("23_8205c96f.delta", MAIN[:3])
         folder.put("23_8205c96f.zip", MAIN[:3])
-    # As the pointer lists it; and where it presumes a snapshot that is not there.
+    # With the whole lineage in the pointer, and with a pointer that presumes a snapshot that does not exist.
     assert folder.load(*MAIN) == (state(*MAIN), DELTAS)
     assert folder.load("23_689aa6bd", parent="22_4489578d") == (state(*MAIN), DELTAS)
 
 
 @pytest.mark.parametrize("sibling", [False, True])
-def test_example_3_no_snapshot_where_one_is_presumed(folder: SeedFiles, sibling: bool) -> None:
+def test_example_3_a_load_goes_further_back_if_a_presumed_snapshot_is_missing(folder: SeedFiles, sibling: bool) -> None:
     folder.put("24_32e3cc2a.delta", ["23_689aa6bd"])
     if sibling:
-        # Two executors made a full snapshot; the one that was picked failed.
+        # Two executors made a snapshot; Spark picked the one whose upload failed.
         folder.put("23_8205c96f.delta", MAIN[:3])
         folder.put("23_8205c96f.zip", MAIN[:3])
     expected = state(*MAIN, "24_32e3cc2a")
     assert folder.load("23_689aa6bd", "24_32e3cc2a") == (expected, [*DELTAS, "24_32e3cc2a.delta"])
-    # The snapshot shows up later.
+    # The missing snapshot arrives later.
     folder.put("23_689aa6bd.zip", MAIN[:3])
     assert folder.load("23_689aa6bd", "24_32e3cc2a") == (expected, ["23_689aa6bd.zip", "24_32e3cc2a.delta"])
 
 
-def test_a_damaged_snapshot_falls_back_and_is_logged(folder: SeedFiles, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_falls_back_from_a_damaged_snapshot_and_logs_it(
+    folder: SeedFiles, caplog: pytest.LogCaptureFixture
+) -> None:
     folder.put("23_689aa6bd.zip", MAIN[:3])
     path = folder.path / "3" / file_name(ref("23_689aa6bd"), SNAPSHOT)
     data = bytearray(path.read_bytes())
@@ -173,18 +176,18 @@ def test_a_damaged_snapshot_falls_back_and_is_logged(folder: SeedFiles, caplog: 
     assert "fails its checksum" in caplog.text
 
 
-def test_a_snapshot_further_up_stands_in_for_a_lost_delta(folder: SeedFiles) -> None:
+def test_a_newer_snapshot_replaces_a_lost_delta(folder: SeedFiles) -> None:
     folder.put("22_4489578d.zip", MAIN[:2])
     (folder.path / "3" / file_name(ref("21_f4d05ac9"), DELTA)).unlink()
-    # What was applied before the loss was found is right, and of no use.
+    # The file that was applied before the loss was noticed is right, but not needed.
     assert folder.load(*MAIN) == (state(*MAIN), ["20_d8e2ca47.zip", "22_4489578d.zip", "23_689aa6bd.delta"])
 
 
-def _truncated(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-20])
 
 
-def _altered(path: Path) -> None:
+def alter(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 3] ^= 0x40
     path.write_bytes(data)
@@ -192,10 +195,10 @@ def _altered(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("harm", "error"),
-    [(Path.unlink, MissingCheckpointError), (_truncated, CorruptFileError), (_altered, CorruptFileError)],
+    [(Path.unlink, MissingCheckpointError), (truncate, CorruptFileError), (alter, CorruptFileError)],
 )
 @pytest.mark.parametrize("name", ["21_f4d05ac9", "22_4489578d", "23_689aa6bd"])
-def test_a_delta_on_the_only_path_is_never_guessed(
+def test_a_load_fails_if_a_delta_on_the_only_path_is_lost(
     folder: SeedFiles, harm: Callable[[Path], None], error: type[Exception], name: str
 ) -> None:
     path = folder.path / "3" / file_name(ref(name), DELTA)
@@ -205,8 +208,8 @@ def test_a_delta_on_the_only_path_is_never_guessed(
     assert f"checkpoint {ref(MAIN[-1])} of bucket 3" in str(raised.value)
 
 
-def test_a_delta_of_a_sibling_under_the_right_name(folder: SeedFiles) -> None:
-    """The delta was built on the other 21: the history that the tracker is about."""
+def test_a_delta_that_was_built_on_a_sibling_is_refused(folder: SeedFiles) -> None:
+    """The delta was built on the other version 21, which is the case that SPARK-49374 is about."""
     folder.put("22_4489578d.delta", ["20_d8e2ca47", "21_ef6618c2"])
     with pytest.raises(LineageError) as raised:
         folder.load(*MAIN)
@@ -216,30 +219,32 @@ def test_a_delta_of_a_sibling_under_the_right_name(folder: SeedFiles) -> None:
     assert f"but in the lineage on {ref('21_f4d05ac9')}" in text
 
 
-def test_an_ancestor_that_is_not_ours(folder: SeedFiles) -> None:
+def test_a_file_with_a_wrong_ancestor_is_refused(folder: SeedFiles) -> None:
     folder.put("23_689aa6bd.delta", ["20_d8e2ca47", "21_ef6618c2", "22_4489578d"])
     with pytest.raises(LineageError, match=f"names {ref('21_ef6618c2')} among its ancestors.*{ref('21_f4d05ac9')}"):
         folder.load(*MAIN)
 
 
 @pytest.mark.parametrize(
-    ("header", "found"),
+    ("header", "owner"),
     [({"bucket": 5}, "bucket 5 of operator 'counts'"), ({"operator": "o"}, "bucket 3 of operator 'o'")],
 )
-def test_files_of_other_buckets_and_operators(folder: SeedFiles, header: dict[str, Any], found: str) -> None:
+def test_files_of_other_buckets_and_operators_are_refused(
+    folder: SeedFiles, header: dict[str, Any], owner: str
+) -> None:
     folder.put("22_4489578d.delta", MAIN[:2], **header)
-    with pytest.raises(LineageError, match=f"{ref('22_4489578d')}.*{found}.*bucket 3 of 'counts' was expected"):
+    with pytest.raises(LineageError, match=f"{ref('22_4489578d')}.*{owner}.*bucket 3 of 'counts' was expected"):
         folder.load(*MAIN)
 
 
-def test_a_file_under_the_name_of_another(folder: SeedFiles) -> None:
-    there = folder.path / "3" / file_name(ref("21_ef6618c2"), DELTA)
-    there.replace(folder.path / "3" / file_name(ref("21_f4d05ac9"), DELTA))
+def test_a_file_under_the_name_of_another_is_refused(folder: SeedFiles) -> None:
+    path = folder.path / "3" / file_name(ref("21_ef6618c2"), DELTA)
+    path.replace(folder.path / "3" / file_name(ref("21_f4d05ac9"), DELTA))
     with pytest.raises(LineageError, match=f"holds the delta of checkpoint {ref('21_ef6618c2')}"):
         folder.load(*MAIN)
 
 
-def test_cycles_cannot_be_written_nor_read(folder: SeedFiles) -> None:
+def test_lineages_with_cycles_can_be_neither_written_nor_read(folder: SeedFiles) -> None:
     with pytest.raises(LineageError, match="versions must ascend"):
         folder.put("21_f4d05ac9.delta", ["22_4489578d"])
     with pytest.raises(LineageError, match="versions must ascend"):
@@ -251,7 +256,7 @@ def test_cycles_cannot_be_written_nor_read(folder: SeedFiles) -> None:
         LineageHeader.decode({b"spark_state_ext.header": text, b"spark_state_ext.header_checksum": digest}, "x")
 
 
-def test_a_pointer_that_contradicts_itself() -> None:
+def test_a_pointer_that_contradicts_itself_is_refused() -> None:
     lineage = tuple(LineageEntry(ref(name), 1) for name in MAIN)
     good = replace(first_pointer(), lineage=lineage, parent=ref(MAIN[2]))
     assert Pointer.decode(good.encode()) == good
@@ -262,7 +267,7 @@ def test_a_pointer_that_contradicts_itself() -> None:
 
 
 def test_the_local_store_must_agree_with_the_pointer(folder: SeedFiles) -> None:
-    """The id that a checkpoint was built on is passed on too, and the next load compares."""
+    """The pointer names the id that the checkpoint was built on, and the next load compares it."""
     store = LocalStore.at(folder.path / "local", SCHEMA)
     store.apply([make_run(CHANGES["20_d8e2ca47"])], ref("20_d8e2ca47"), None)
     store.apply([make_run(CHANGES["21_f4d05ac9"])], ref("21_f4d05ac9"), ref("20_d8e2ca47"))
@@ -277,15 +282,15 @@ def test_the_local_store_must_agree_with_the_pointer(folder: SeedFiles) -> None:
 # -- decisions -------------------------------------------------------------------------------------
 
 
-def test_what_a_load_fetches() -> None:
+def test_plan_load_chooses_the_files_that_a_load_fetches() -> None:
     a, b, c, d = (ref(name) for name in MAIN)
     chain = Chain((a, b, c, d))
     deltas = [Fetch(r, DELTA) for r in (b, c, d)]
     assert plan_load(chain, [], ()) == [Fetch(a, SNAPSHOT), *deltas]
-    # The unconfirmed snapshot is gone: the chain has to reach further back, and then does.
+    # The unconfirmed snapshot is missing: only a longer chain can be loaded.
     assert plan_load(chain, [], {Fetch(a, SNAPSHOT)}) is None
     assert plan_load(Chain((a, b, c, d), rooted=True), [], {Fetch(a, SNAPSHOT)}) == [Fetch(a, DELTA), *deltas]
-    # A delta is gone: snapshots from there on are tried, the deepest first.
+    # A delta is missing: snapshots from there on are tried, the oldest first.
     gone = {Fetch(c, DELTA)}
     assert plan_load(chain, [], gone) == [Fetch(c, SNAPSHOT), Fetch(d, DELTA)]
     assert plan_load(chain, [], {*gone, Fetch(c, SNAPSHOT)}) == [Fetch(d, SNAPSHOT)]
@@ -297,29 +302,30 @@ def test_a_pruned_pointer_begins_with_its_own_checkpoint() -> None:
     pointer = replace(first_pointer(), lineage=tuple(LineageEntry(r, 1, r.version) for r in refs), parent=refs[1])
     pruned = with_unconfirmed_snapshot(pointer)
     assert [e.ref for e in pruned.lineage] == refs[2:]
-    # It says still what it was built on: a store that is there needs the delta only.
+    # The pointer still names its parent: a local store that has the parent needs only the delta.
     chain = Chain.of(pruned)
     assert (chain.refs, chain.start, chain.rooted) == (tuple(refs[1:]), 1, False)
     assert plan_load(chain, [], ()) == [Fetch(refs[2], SNAPSHOT)]
     assert plan_load(chain, [], {Fetch(refs[2], SNAPSHOT)}) is None
 
 
-def test_calls_and_beats_are_counted() -> None:
+def test_a_pointer_counts_calls_and_heartbeats() -> None:
     pointer = count_call(first_pointer(), True, 5)
     assert (pointer.calls, pointer.heartbeats) == (1, 1)
     pointer = count_call(pointer, False, 5)
     assert (pointer.calls, pointer.heartbeats) == (2, 1)
 
 
-def test_more_batches_to_retain_count_at_once_and_fewer_when_nothing_retained_is_from_before() -> None:
+def test_more_retained_batches_apply_at_once_and_fewer_ones_later() -> None:
     pointer = replace(first_pointer(), heartbeats=50, retained=10, retained_heartbeat=50)
     raised = count_call(pointer, True, 12)
     assert (raised.retained, raised.retained_heartbeat) == (12, 51)
     lowered = [pointer]
     for _ in range(40):
         lowered.append(count_call(lowered[-1], True, 3))
-    # Those of heartbeats up to 50 may be named by what was retained, sent late, and renewed under 10.
+    # Retained pointers may still refer to checkpoints of heartbeats up to 50, which were made with 10 retained
+    # batches.
     assert [p.retained for p in lowered] == [10] * 33 + [3] * 8
-    # Raised again in between, it counts from there.
+    # Raised again in between, the number counts from that heartbeat.
     again = count_call(count_call(lowered[5], True, 10), True, 3)
     assert (again.retained, again.retained_heartbeat) == (10, 56)

@@ -1,4 +1,4 @@
-"""Symbolic links, and folders that others could write to: nothing is written or removed behind them."""
+"""No file is written or removed behind symbolic links or in folders that other users could write to."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _ELSEWHERE = 54_321
 LIBRARY = Path(removal.__file__).parent.parent
 
 
-def _mode(folder: Path) -> int:
+def get_mode(folder: Path) -> int:
     return folder.stat().st_mode & 0o777
 
 
 @pytest.fixture
 def precious(tmp_path: Path) -> Path:
-    """A file that is old, in folders as deep as those of a bucket."""
+    """An old file, in folders as deep as those of a bucket."""
     file = tmp_path / "elsewhere" / "a" / "b" / "sources" / "work" / "thesis.txt"
     file.parent.mkdir(parents=True)
     file.write_text("years")
@@ -46,7 +46,7 @@ def precious(tmp_path: Path) -> Path:
 # -- the local folder ------------------------------------------------------------------------------
 
 
-def test_a_link_in_the_place_of_the_local_folder_is_refused(tmp_path: Path, precious: Path) -> None:
+def test_a_link_instead_of_the_local_folder_is_refused(tmp_path: Path, precious: Path) -> None:
     (tmp_path / _OURS).symlink_to(tmp_path / "elsewhere")
     for use in (stores_folder, scratch_folder, lambda folder: open_live(folder, "counts")):
         with pytest.raises(UnsafeFolderError, match="is a symbolic link, which another user may have made"):
@@ -71,7 +71,7 @@ def test_a_link_to_scratch_is_refused(tmp_path: Path, precious: Path) -> None:
     assert precious.exists()
 
 
-def test_others_lose_their_rights_in_a_folder_that_was_made_before(
+def test_other_users_lose_their_rights_in_an_existing_local_folder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = tmp_path / _OURS
@@ -80,7 +80,7 @@ def test_others_lose_their_rights_in_a_folder_that_was_made_before(
         ours.chmod(mode)
         (ours / "scratch").mkdir(exist_ok=True)
         assert stores_folder(str(tmp_path)) == ours
-        assert _mode(ours) == 0o700
+        assert get_mode(ours) == 0o700
         assert f"(mode {mode:o}); this was revoked" in caplog.text
     caplog.clear()
     assert stores_folder(str(tmp_path)) == ours
@@ -88,7 +88,7 @@ def test_others_lose_their_rights_in_a_folder_that_was_made_before(
 
 
 @pytest.mark.parametrize("planted", ["a link", "another user's file"])
-def test_what_others_may_have_put_into_it_is_refused_each_time(tmp_path: Path, planted: str) -> None:
+def test_a_local_folder_with_planted_entries_is_refused_each_time(tmp_path: Path, planted: str) -> None:
     ours = tmp_path / _OURS
     ours.mkdir()
     ours.chmod(0o777)
@@ -96,44 +96,44 @@ def test_what_others_may_have_put_into_it_is_refused_each_time(tmp_path: Path, p
         (ours / "root-counts").symlink_to(tmp_path)
     else:
         (ours / "root-counts").touch()
-        _give_away(ours / "root-counts")
+        give_to_other_user(ours / "root-counts")
     for _ in range(2):
         with pytest.raises(UnsafeFolderError, match="'root-counts' in it is a link or belongs to another user"):
             stores_folder(str(tmp_path))
-        assert _mode(ours) == 0o777, "the next task finds it too"
+        assert get_mode(ours) == 0o777, "the next task can see the mode too"
     (ours / "root-counts").unlink()
     assert stores_folder(str(tmp_path)) == ours
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / _OURS).mkdir()
-    _give_away(tmp_path / _OURS)
+    give_to_other_user(tmp_path / _OURS)
     with pytest.raises(UnsafeFolderError, match=rf"belongs to another user \(uid {_ELSEWHERE}\); set local_dir to"):
         stores_folder(str(tmp_path))
 
 
-def _give_away(path: Path) -> None:
+def give_to_other_user(path: Path) -> None:
     try:
         os.chown(path, _ELSEWHERE, _ELSEWHERE)
     except PermissionError:
         pytest.skip("only root may give a file to another user")
 
 
-def test_folders_that_are_made_are_not_for_others_whatever_the_umask(tmp_path: Path) -> None:
+def test_the_local_folder_is_private_for_any_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         ours = stores_folder(str(tmp_path / "made" / "local"))
     finally:
         os.umask(before)
-    assert (_mode(ours), _mode(ours.parent), _mode(ours.parent.parent)) == (0o700, 0o755, 0o755)
+    assert (get_mode(ours), get_mode(ours.parent), get_mode(ours.parent.parent)) == (0o700, 0o755, 0o755)
 
 
 # -- removing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", range(1, 5))
-def test_stores_that_nobody_used_are_not_looked_for_behind_links(tmp_path: Path, depth: int, precious: Path) -> None:
-    """A link in the place of the operator's, the query's, the schema's or the bucket's folder."""
+def test_removing_unused_stores_does_not_follow_links(tmp_path: Path, depth: int, precious: Path) -> None:
+    """The link takes the place of the operator's, the query's, the schema's or the bucket's folder."""
     stores = tmp_path / "stores"
     names = ("root-counts", "query", "sources", "work")
     link = stores.joinpath(*names[:depth])
@@ -145,7 +145,7 @@ def test_stores_that_nobody_used_are_not_looked_for_behind_links(tmp_path: Path,
     assert precious.exists()
 
 
-def test_old_links_in_scratch_go_and_what_they_lead_to_stays(tmp_path: Path, precious: Path) -> None:
+def test_old_links_in_scratch_are_removed_and_their_targets_are_not(tmp_path: Path, precious: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     for name, target in (("folder", precious.parent), ("file", precious), ("nothing", tmp_path / "nothing")):
@@ -156,8 +156,8 @@ def test_old_links_in_scratch_go_and_what_they_lead_to_stays(tmp_path: Path, pre
     assert precious.exists()
 
 
-def test_a_link_beside_an_environment_is_removed_as_a_link(tmp_path: Path, precious: Path) -> None:
-    """Folders of earlier boots are removed when a store is opened."""
+def test_opening_a_store_removes_a_link_and_not_its_target(tmp_path: Path, precious: Path) -> None:
+    """Opening a store removes the folders of earlier boots."""
     (tmp_path / "bucket").mkdir()
     (tmp_path / "bucket" / "an earlier boot").symlink_to(precious.parent)
     LocalStore.at(tmp_path / "bucket", SCHEMA).close()
@@ -165,14 +165,14 @@ def test_a_link_beside_an_environment_is_removed_as_a_link(tmp_path: Path, preci
     assert precious.exists()
 
 
-def test_erasing_drops_no_stores_behind_a_link(tmp_path: Path, precious: Path) -> None:
+def test_erasing_removes_no_stores_behind_a_link(tmp_path: Path, precious: Path) -> None:
     operators = tmp_path / "local" / _OURS / f"{'0' * 16}-counts"
     operators.mkdir(parents=True)
     (operators / "query").symlink_to(precious.parent.parent)
     with pytest.raises(UnsafeFolderError, match="query is a symbolic link, and files behind a link are not removed"):
         _remove_stores(tmp_path / "local", "root", "counts", "query")
     assert precious.exists()
-    assert (operators / "query").is_symlink(), "nor is it renamed"
+    assert (operators / "query").is_symlink(), "the link is not renamed"
 
 
 @pytest.mark.parametrize("linked", ["counts", "counts/1"])
@@ -183,10 +183,10 @@ def test_a_savepoint_with_a_linked_folder_is_not_deleted(tmp_path: Path, linked:
     before = sorted(path for path in tmp_path.rglob("*"))
     with pytest.raises(UnsafeFolderError, match=f"savepoint/{linked} is a symbolic link, and files behind"):
         delete_files(savepoint, read_manifest(savepoint))
-    assert sorted(path for path in tmp_path.rglob("*")) == before, "also of the buckets before it"
+    assert sorted(path for path in tmp_path.rglob("*")) == before, "no bucket loses files"
 
 
-def test_a_savepoint_that_the_user_names_by_a_link_is_deleted(tmp_path: Path) -> None:
+def test_a_savepoint_is_deleted_through_a_link_that_the_user_names(tmp_path: Path) -> None:
     savepoint_at(tmp_path / "savepoint")
     (tmp_path / "link").symlink_to(tmp_path / "savepoint")
     savepoint = Folder(str(tmp_path / "link"))
@@ -205,11 +205,11 @@ def test_a_folder_removes_nothing_behind_a_link(tmp_path: Path, precious: Path) 
         Folder(str(tmp_path / "root")).remove("operator/query/thesis.txt")
     query_folder.remove_if_empty("thesis.txt")
     assert precious.exists()
-    # What the query wrote by the same path, such as its lease, it may remove.
+    # Files that the query itself wrote through this path, such as its lease, can be removed.
     query_folder.put("lease", b"record")
     query_folder.as_named().remove("lease")
     assert [*precious.parent.iterdir()] == [precious]
-    # The link itself may go.
+    # The link itself can be removed.
     Folder(str(tmp_path / "root")).child("operator").remove_tree("query")
     assert precious.exists()
     assert list((tmp_path / "root" / "operator").iterdir()) == []
@@ -224,7 +224,7 @@ def test_the_duplicate_of_a_linked_file_has_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "disk" / "real").write_bytes(b"rows")
     (tmp_path / "source" / "file").symlink_to(tmp_path / "disk" / "real")
     target, source = Folder(str(tmp_path / "target")), Folder(str(tmp_path / "source"))
-    # As an earlier release made it.
+    # Older versions of the library made links.
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "file").symlink_to(tmp_path / "disk" / "real")
     assert target.duplicate("file", source)
@@ -235,21 +235,21 @@ def test_the_duplicate_of_a_linked_file_has_its_bytes(tmp_path: Path) -> None:
 
 # -- the rule --------------------------------------------------------------------------------------
 
-# Each removes files itself: the rule, and what hands paths of all file systems to fsspec.
+# Only these modules remove files: the rule itself, and those that pass paths of any file system to fsspec.
 _REMOVE_THEMSELVES = {"worker/removal.py", "files/folder.py", "files/publication.py"}
 _REMOVING = {"rm_file", "rmdir", "rmtree", "unlink", "removedirs"}
 
 
-def test_files_are_removed_by_one_module() -> None:
-    found = set()
+def test_only_three_modules_remove_files() -> None:
+    modules = set()
     for path in LIBRARY.rglob("*.py"):
         text = path.read_text()
-        # Parsing all of them takes long.
+        # Parsing every file would take long.
         for node in (
             ast.walk(ast.parse(text)) if any(name in text for name in (*_REMOVING, "os.remove", ".rm(")) else ()
         ):
             if isinstance(node, ast.Attribute):
                 of_os = isinstance(node.value, ast.Name) and node.value.id == "os" and node.attr == "remove"
                 if node.attr in _REMOVING or of_os or node.attr == "rm":
-                    found.add(path.relative_to(LIBRARY).as_posix())
-    assert found == _REMOVE_THEMSELVES
+                    modules.add(path.relative_to(LIBRARY).as_posix())
+    assert modules == _REMOVE_THEMSELVES

@@ -1,4 +1,4 @@
-"""The LMDB store: the contract, and what is LMDB's own."""
+"""The LMDB store: the contract of local stores, and what is specific to LMDB."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from spark_state_ext.testing.model import KEYS, SCHEMA, Row, apply_changes, make
 from tests.helpers.waiting import WAIT_S
 
 
-def numbered(hashes: HashArray, version: int) -> pa.RecordBatch:
-    """A run of distinct keys."""
+def make_numbered_run(hashes: HashArray, version: int) -> pa.RecordBatch:
+    """Return a run of distinct keys."""
     at = np.arange(len(hashes))
     columns = {
         "key.name": pc.binary_join_element_wise(f"version {version} row ", pa.array(at).cast(pa.string()), ""),
@@ -48,16 +48,16 @@ def numbered(hashes: HashArray, version: int) -> pa.RecordBatch:
     )
 
 
-def test_what_was_joined_is_let_go() -> None:
-    def fresh() -> Iterator[pa.RecordBatch]:
+def test_split_batches_frees_the_batches_that_it_has_joined() -> None:
+    def make_batches() -> Iterator[pa.RecordBatch]:
         for _ in range(20):
-            yield pa.record_batch({"x": pc.add(pa.array(np.arange(50_000)), 1)})  # memory of Arrow's, not NumPy's
+            yield pa.record_batch({"x": pc.add(pa.array(np.arange(50_000)), 1)})  # allocated by Arrow, not by NumPy
 
     before = pa.total_allocated_bytes()
-    for batch in split_batches(fresh(), 200_000):
-        held = pa.total_allocated_bytes() - before
+    for batch in split_batches(make_batches(), 200_000):
+        held_bytes = pa.total_allocated_bytes() - before
         assert batch.num_rows == 200_000
-        assert held < 1.5 * batch.nbytes, "the batch, and of its parts at most the last"
+        assert held_bytes < 1.5 * batch.nbytes, "the batch, and at most its last part"
 
 
 class TestLocalStore(LocalStoreContract):
@@ -67,11 +67,11 @@ class TestLocalStore(LocalStoreContract):
         return LocalStore.at(folder, schema, **options)
 
     def data_file(self) -> Path:
-        (found,) = self.folder.glob("*/data.mdb")
-        return found
+        (path,) = self.folder.glob("*/data.mdb")
+        return path
 
-    def test_another_boot_means_a_new_store(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With sync=False only the machine's own crash can damage the file, so files of another boot are not used."""
+    def test_a_store_of_another_boot_is_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With sync=False, only a crash of the machine can damage the file, so files of another boot are not used."""
         store = self.store()
         self.chain(store, 3)
         old_folder = self.data_file().parent
@@ -104,9 +104,9 @@ class TestLocalStore(LocalStoreContract):
         assert again.runs() == []
         refs, models = self.chain(again, 3)
         assert scan(again.view(refs[2])) == models[2]
-        assert [p.name for p in self.folder.iterdir()] == [path.parent.name], "nothing is left behind"
+        assert [p.name for p in self.folder.iterdir()] == [path.parent.name], "the damaged file was removed"
 
-    def test_a_damaged_chunk_is_noticed_and_rebuilt(self) -> None:
+    def test_a_damaged_chunk_raises_an_error_and_a_rebuild_repairs_the_store(self) -> None:
         store = self.store()
         ref = self.add(store, None, {(f"key {i}", None): Row(i, "needle in the hay") for i in range(500)})
         store.close()
@@ -122,7 +122,7 @@ class TestLocalStore(LocalStoreContract):
         ref = self.add(again, None, {KEYS[0]: Row(1)})
         assert scan(again.view(ref)) == apply_changes({}, {KEYS[0]: Row(1)})
 
-    def test_a_damaged_manifest_is_noticed(self) -> None:
+    def test_a_damaged_manifest_raises_an_error(self) -> None:
         store = self.store()
         ref = self.add(store, None, {KEYS[0]: Row(1)})
         store._environment.write(lambda txn: txn.put(b"runs", b"run/" + b"0" * 32, b"{nonsense"))
@@ -130,8 +130,8 @@ class TestLocalStore(LocalStoreContract):
             store.view(ref)
 
     @pytest.mark.parametrize("table", [b"runs", b"pins", b"records"])
-    def test_no_bit_of_an_entry_changes_unnoticed(self, table: bytes) -> None:
-        """A smaller hash_max would hide rows, a smaller number of tombstones would bring deleted ones back."""
+    def test_each_changed_bit_of_an_entry_is_detected(self, table: bytes) -> None:
+        """A smaller hash_max would hide rows, and a smaller number of tombstones would bring deleted rows back."""
         store = self.store()
         ref = self.add(store, None, {KEYS[0]: Row(1)})
         ref = self.add(store, ref, {KEYS[1]: Row(2)})
@@ -160,21 +160,21 @@ class TestLocalStore(LocalStoreContract):
         store.renew(pin, 60)
 
     @pytest.mark.parametrize("buckets", [1, 64])
-    def test_a_scan_holds_little_at_once_however_large_chunks_are(self, buckets: int) -> None:
+    def test_a_scan_of_large_chunks_needs_little_memory(self, buckets: int) -> None:
         store = self.store()
         ref: CheckpointRef | None = None
         rows = 100_000
         for version in range(1, 4):
-            # A bucket's hashes are a part of all; this is the last bucket.
+            # A bucket has a part of all hashes; this is the last bucket.
             hashes = np.random.default_rng(version).integers(2**64 - 2**64 // buckets, 2**64, rows, dtype=np.uint64)
             parent, ref = ref, self.refs.next(version)
-            store.apply([numbered(np.sort(hashes), version)], ref, parent)
+            store.apply([make_numbered_run(np.sort(hashes), version)], ref, parent)
         view = store.view(ref)
         assert all(len(run.chunks) == 1 for run in view.runs)
         before = pa.total_allocated_bytes()
         last, seen = np.uint64(0), 0
         for batch in view.scan():
-            # One part in the generator's hands, and what came of it.
+            # The generator holds one part, and the batch made of it.
             assert pa.total_allocated_bytes() - before < 3 * view_module._SCAN_BYTES < view.size_bytes
             hashes = get_hashes(batch)
             assert hashes[0] >= last
@@ -182,7 +182,7 @@ class TestLocalStore(LocalStoreContract):
             last, seen = hashes[-1], seen + len(hashes)
         assert seen == 3 * rows
 
-    def test_abandoned_chunks_go_and_live_ones_stay(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_pruning_removes_abandoned_chunks_and_keeps_live_ones(self, monkeypatch: pytest.MonkeyPatch) -> None:
         store = self.store(chunk_rows=1)
         ref = self.add(store, None, {KEYS[0]: Row(1)})
 
@@ -198,41 +198,41 @@ class TestLocalStore(LocalStoreContract):
         flush(40, 4000.0)
         flush(3, 10.0)
         store.prune(ref)
-        left = store._environment.read(lambda txn: [key for key, _ in txn.items(b"runs", b"new/")])
+        waiting = store._environment.read(lambda txn: [key for key, _ in txn.items(b"runs", b"new/")])
         chunks = store._environment.read(lambda txn: sum(1 for _ in txn.items(b"chunks")))
-        # Each chunk with its checksums.
-        assert (len(left), chunks) == (3, 2 * 4)
+        # Each chunk has an entry for its checksums.
+        assert (len(waiting), chunks) == (3, 2 * 4)
 
-    def test_a_writer_taken_for_abandoned_does_not_finish(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_writer_whose_chunks_were_pruned_as_abandoned_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(local, "_TRANSACTION_BYTES", 1)
         store = self.store(chunk_rows=1)
         ref = self.add(store, None, {KEYS[0]: Row(1)})
 
-        def slow() -> Any:
+        def yield_slowly() -> Any:
             yield make_run({KEYS[0]: Row(1)})
             yield make_run({KEYS[1]: Row(1)})
             monkeypatch.setattr(local, "_ABANDONED_AFTER_S", -1.0)
             store.prune(ref)
 
         with pytest.raises(StorageError, match="abandoned"):
-            store.apply(slow(), self.refs.next(2), ref)
+            store.apply(yield_slowly(), self.refs.next(2), ref)
         assert [run.newest for run in store.runs()] == [ref]
 
-    def test_growth_waits_for_readers_of_its_process(self) -> None:
-        """Resizing the map under an open transaction would end the process."""
+    def test_growing_the_map_waits_for_readers_of_the_process(self) -> None:
+        """Resizing the map during a transaction would crash the process."""
         store = self.store()
         (ref,), (model,) = self.chain(store, 1)
         stop = threading.Event()
         failures: list[BaseException] = []
 
-        def read_on() -> None:
+        def keep_reading() -> None:
             try:
                 while not stop.is_set():
                     assert scan(store.view(ref)) == model
             except BaseException as error:
                 failures.append(error)
 
-        threads = [threading.Thread(target=read_on) for _ in range(2)]
+        threads = [threading.Thread(target=keep_reading) for _ in range(2)]
         for thread in threads:
             thread.start()
         before = store.map_bytes
@@ -246,13 +246,13 @@ class TestLocalStore(LocalStoreContract):
         assert not failures
         assert store.map_bytes > 4 * before
 
-    def test_a_folder_that_cannot_be_used(self, tmp_path: Path) -> None:
+    def test_a_store_below_a_file_cannot_be_opened(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("in the way")
         with pytest.raises((StorageError, OSError)):
             self.store(tmp_path / "file" / "bucket")
 
-    def test_address_space_limit(self) -> None:
-        """spark.executor.pyspark.memory limits the address space; a map that cannot grow is a clear error."""
+    def test_an_address_space_limit_raises_store_full_error(self) -> None:
+        """spark.executor.pyspark.memory limits the address space, so the map may be unable to grow."""
         script = """
 import resource, sys
 from pathlib import Path
@@ -278,7 +278,7 @@ except StoreFullError as error:
     pass
 else:
     sys.exit("the limit was never met")
-# The process can go on with what it has.
+# The process can continue with its stored runs.
 again = LocalStore.at(Path(sys.argv[1]), SCHEMA)
 assert len(scan(again.view(first))) == 1
 assert again.has(parent)
@@ -294,7 +294,7 @@ print("as expected")
         )
         assert done.stdout.strip() == "as expected", done.stderr[-3000:]
 
-    def test_a_full_disk(self, tmp_path: Path) -> None:
+    def test_a_full_disk_raises_an_error_and_keeps_the_store(self, tmp_path: Path) -> None:
         with small_disk(tmp_path) as disk:
             store = self.store(disk / "bucket")
             (ref,), (model,) = self.chain(store, 1)
@@ -307,8 +307,8 @@ print("as expected")
             assert scan(store.view(after)) == apply_changes(model, {KEYS[0]: Row(7)})
             store.close()
 
-    def test_a_disk_without_room_for_a_new_store(self, tmp_path: Path) -> None:
-        """LMDB would write its lock file by a map, and the system end the process."""
+    def test_a_disk_without_room_for_a_new_store_raises_an_error(self, tmp_path: Path) -> None:
+        """LMDB would write its lock file through a memory map, and the operating system would kill the process."""
         with small_disk(tmp_path) as disk:
             with (disk / "fill").open("wb", buffering=0) as fill, contextlib.suppress(OSError):
                 while fill.write(bytes(4096)):
@@ -320,7 +320,7 @@ print("as expected")
             self.chain(store, 1)
             store.close()
 
-    def test_environments_are_opened_once(self) -> None:
+    def test_two_stores_of_one_folder_share_an_environment(self) -> None:
         first, second = self.store(), self.store()
         assert first._environment.environment is second._environment.environment
         assert Environment._environments[first._environment.folder] is first._environment.environment

@@ -1,4 +1,4 @@
-"""Commands that look at files: verify, gc, why, log, lineage and export."""
+"""Commands that inspect files: verify, gc, why, log, lineage and export."""
 
 from __future__ import annotations
 
@@ -43,37 +43,37 @@ from spark_state_ext.testing.model import Row
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[SmallRoot]:
-    with small_root(tmp_path) as made:
-        yield made
+    with small_root(tmp_path) as root:
+        yield root
 
 
 @pytest.fixture
-def lived(tmp_path: Path) -> Iterator[SmallRoot]:
-    """One of which old files may go."""
-    with small_root(tmp_path, batches=60) as made:
-        yield made
+def aged(tmp_path: Path) -> Iterator[SmallRoot]:
+    """A root with files that a clean-up may delete."""
+    with small_root(tmp_path, batches=60) as root:
+        yield root
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> list[dict[str, Any]]:
-    """Rows that a command prints."""
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> list[dict[str, Any]]:
+    """Run a command and return the rows that it prints."""
     assert main([*map(str, arguments), "-o", "jsonl"]) == code
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.parametrize("words", [["log"], ["log", "--files"], ["gc", "--dry-run"], ["lineage", "--bucket", "1"]])
-def test_a_root_will_do_where_its_query_folder_is_found(
+def test_commands_accept_a_root_and_find_its_query_folder(
     small: SmallRoot, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As for show: of several query folders the one that was written last, or the one that is named."""
-    rows = said(capsys, *words, small.query_folder)
+    """Of several query folders they take the last written one, or the one that is named."""
+    rows = run_command(capsys, *words, small.query_folder)
     other = small.query_folder.with_name("1f" * 16)
     shutil.copytree(small.query_folder, other, ignore=shutil.ignore_patterns("1_*"))
     assert main([*words, str(small.root), "-o", "jsonl"]) == 0
     printed = capsys.readouterr()
     assert [json.loads(line) for line in printed.out.splitlines()] == rows
     assert printed.err.startswith(f"query folder: {small.query_folder}\n")
-    others = said(capsys, *words, small.root, "--operator", "counts", "--query-folder", other.name)
-    assert others == said(capsys, *words, other) != rows
+    others = run_command(capsys, *words, small.root, "--operator", "counts", "--query-folder", other.name)
+    assert others == run_command(capsys, *words, other) != rows
     assert main([*words, str(small.root), "--query-folder", "none"]) == 2
     assert main([*words, savepoint_of(small.job, tmp_path / "savepoint").root]) == 2
     assert "is a savepoint: give the root" in capsys.readouterr().err
@@ -82,18 +82,18 @@ def test_a_root_will_do_where_its_query_folder_is_found(
 # -- verify ---------------------------------------------------------------------------------------
 
 
-def test_what_is_whole_is_verified(small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_accepts_undamaged_files(small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     savepoint = savepoint_of(small.job, tmp_path / "savepoint")
     for path in (small.root, small.query_folder, Path(savepoint.root)):
-        assert said(capsys, "verify", path) == []
-        rows = said(capsys, "verify", path, "--all")
+        assert run_command(capsys, "verify", path) == []
+        rows = run_command(capsys, "verify", path, "--all")
         assert {row["status"] for row in rows} == {"whole"}
-        assert sorted(row["path"] for row in rows) == sorted(str(it) for it in path.rglob("*") if it.is_file())
+        assert sorted(row["path"] for row in rows) == sorted(str(file) for file in path.rglob("*") if file.is_file())
         assert all(row["bytes"] == os.path.getsize(row["path"]) for row in rows)
 
 
-def test_a_folder_without_state_is_not_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is most likely a mistyped path, and no error would say that all is well."""
+def test_verify_refuses_a_folder_without_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The path is most likely mistyped, and a command without errors would suggest that all is well."""
     letters = tmp_path / "documents" / "counts" / "letters"
     letters.mkdir(parents=True)
     for files in range(2):
@@ -106,11 +106,11 @@ def test_a_folder_without_state_is_not_verified(tmp_path: Path, capsys: pytest.C
     ("streams", "group_by", "several"),
     [
         ({"": 4}, "partition", 3),
-        # A key may have a state in each stream: two of these three have one in either.
+        # A key may have state in each stream: two of these three keys have state in both.
         ({"a": 2, "b": 2}, "stream_and_partition", 1),
     ],
 )
-def test_a_key_in_two_buckets_is_found(
+def test_verify_finds_keys_that_are_in_two_buckets(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -118,7 +118,7 @@ def test_a_key_in_two_buckets_is_found(
     group_by: str,
     several: int,
 ) -> None:
-    """As of a source that has grown to a number which the state cannot follow."""
+    """The source has grown to a number of partitions that the bucket map cannot follow."""
     bucket_map = BucketMap.of_partitions(streams, group_by)
     job = Job(tmp_path / "root", tmp_path)
     job.folder.put(operator_file_name(0), operator_file("counts", "query", 4).with_map(bucket_map).encode())
@@ -130,10 +130,10 @@ def test_a_key_in_two_buckets_is_found(
     job.batch({key: Row(1) for key in keys})
     job.batch({key: Row(2) for key in keys[::3]})
     folder, savepoint = Path(job.folder.root), tmp_path / "savepoint"
-    assert said(capsys, "verify", folder) == []
+    assert run_command(capsys, "verify", folder) == []
     places |= grown
     job.batch({key: Row(1) for key in grown})
-    # Files tell of a batch once a later one has begun.
+    # Files prove a batch only once a later one has begun.
     job.batch({key: Row(3) for key in keys[:40]})
     savepoint_of(job, savepoint)
     manifest = read_manifest(Folder(str(savepoint)))
@@ -141,109 +141,111 @@ def test_a_key_in_two_buckets_is_found(
     named = SavepointManifest(replace(manifest.header, operators=operators), manifest.buckets)
     (savepoint / MANIFEST_NAME).write_bytes(encode_manifest(named))
     for path in (folder, tmp_path / "root", savepoint):
-        (row,) = said(capsys, "verify", path, code=1)
+        (row,) = run_command(capsys, "verify", path, code=1)
         assert (row["status"], row["kind"]) == ("damaged", "keys")
         assert row["path"] == str(savepoint / "counts" if path == savepoint else folder)
         assert f"{several} keys are in several buckets" in row["problem"]
         assert "such as {'name': 'user " in row["problem"]
-    # Its hold is gone, and a key that was removed from the wrong bucket is in one only.
+    # The command has removed its hold, and keys that were removed from one of the two buckets are no problem.
     assert list((folder / "holds").glob("*")) == []
     job.batch(dict.fromkeys(grown))
     job.batch({key: Row(4) for key in keys[:40]})
-    assert said(capsys, "verify", folder) == []
+    assert run_command(capsys, "verify", folder) == []
     job.close()
 
 
-def test_what_a_query_was_rescaled_from_is_its_own(
+def test_files_of_parent_buckets_belong_to_the_rescaled_query(
     small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As long as buckets begin with their parents, a file of a parent is a file of the state."""
+    """Files of parents are part of the state as long as buckets begin with them."""
     savepoint = savepoint_of(small.job, tmp_path / "savepoint")
     job = job_from(tmp_path / "new", small.job, BucketMap(3), Savepoint(savepoint.root))
     query = RescaledQuery(job, tmp_path, {})
     query.start()
     query.folder.put(operator_file_name(0), operator_file("counts", query.name, 3).encode())
     note_free(query.folder, 0, 7)
-    files = sorted(str(it) for it in Path(query.folder.root, PARENTS_FOLDER).rglob("*") if it.is_file())
-    assert {row["path"] for row in said(capsys, "verify", query.folder.root, "--all")}.issuperset(files)
-    assert said(capsys, "verify", query.folder.root) == []
+    files = sorted(str(file) for file in Path(query.folder.root, PARENTS_FOLDER).rglob("*") if file.is_file())
+    assert {row["path"] for row in run_command(capsys, "verify", query.folder.root, "--all")}.issuperset(files)
+    assert run_command(capsys, "verify", query.folder.root) == []
     for path in map(Path, files):
-        (row,) = said(capsys, "why", path)
+        (row,) = run_command(capsys, "why", path)
         assert (row["owner"], row["does"]) == (f"the query at {query.folder.root}", "stays")
         if ".free-" in path.name:
             continue
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :])
-        assert [(it["path"], it["status"]) for it in said(capsys, "verify", query.folder.root, code=1)] == [
+        assert [(row["path"], row["status"]) for row in run_command(capsys, "verify", query.folder.root, code=1)] == [
             (str(path), "damaged")
         ]
         path.unlink()
-        missing = said(capsys, "verify", query.folder.root, code=1 if path.suffix == ".arrow" else 0)
-        assert [it["path"] for it in missing] == ([str(path)] if path.suffix == ".arrow" else [])
+        missing = run_command(capsys, "verify", query.folder.root, code=1 if path.suffix == ".arrow" else 0)
+        assert [row["path"] for row in missing] == ([str(path)] if path.suffix == ".arrow" else [])
         path.write_bytes(whole)
 
 
-def test_each_damaged_file_of_a_root_is_named(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_each_damaged_file_of_a_root(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
     files = sorted(path for path in small.root.rglob("*") if path.is_file())
     assert len({path.suffix for path in files}) == 2
     for path in files:
         whole = path.read_bytes()
-        # In the middle: of a checkpoint file in its body, of a document in a field.
+        # The middle of a checkpoint file is in its body, that of a document in a field.
         at = len(whole) // 2
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        (row,) = said(capsys, "verify", small.root, code=1)
+        (row,) = run_command(capsys, "verify", small.root, code=1)
         assert (row["path"], row["status"]) == (str(path), "damaged")
         assert str(path) in row["problem"]
         path.write_bytes(whole)
-    assert said(capsys, "verify", small.root) == []
+    assert run_command(capsys, "verify", small.root) == []
 
 
-def test_what_a_running_query_removes_meanwhile_is_not_missed(
-    lived: SmallRoot, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_verify_does_not_report_files_that_a_running_query_deletes_meanwhile(
+    aged: SmallRoot, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    oldest = min(lived.root.rglob("1_*.arrow"))
+    oldest = min(aged.root.rglob("1_*.arrow"))
 
-    def listed(target: Target, scratch: Path) -> list[Check]:
+    def list_then_delete(target: Target, scratch: Path) -> list[Check]:
         checks = list_checks(target, scratch)
         oldest.unlink()
         return checks
 
-    monkeypatch.setattr(verify, "list_checks", listed)
-    rows = {row["path"]: row["status"] for row in said(capsys, "verify", lived.root, "--all")}
+    monkeypatch.setattr(verify, "list_checks", list_then_delete)
+    rows = {row["path"]: row["status"] for row in run_command(capsys, "verify", aged.root, "--all")}
     assert rows.pop(str(oldest)) == "gone"
     assert set(rows.values()) == {"whole"}
 
 
-def test_of_a_savepoint_each_file_must_be_the_one_that_is_named(
+def test_verify_compares_a_savepoints_files_with_its_manifest(
     small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     savepoint = Path(savepoint_of(small.job, tmp_path / "savepoint").root)
     first, second, *_ = sorted((savepoint / "counts" / "0").iterdir())
     first.unlink()
     (savepoint / "counts" / "0" / "notes.txt").write_text("mine")
-    rows = said(capsys, "verify", savepoint, code=1)
+    rows = run_command(capsys, "verify", savepoint, code=1)
     assert [(row["status"], row["path"]) for row in rows] == [
         ("missing", str(first)),
         ("unknown", str(first.parent / "notes.txt")),
     ]
-    # A file that is whole, and another one's.
+    # An undamaged file under the name of another one.
     second.write_bytes(sorted((savepoint / "counts" / "1").iterdir())[1].read_bytes())
-    found = {row["path"]: row for row in said(capsys, "verify", savepoint, code=1)}
-    assert found[str(second)]["status"] == "damaged"
-    assert "holds the delta of checkpoint" in found[str(second)]["problem"]
+    rows_by_path = {row["path"]: row for row in run_command(capsys, "verify", savepoint, code=1)}
+    assert rows_by_path[str(second)]["status"] == "damaged"
+    assert "holds the delta of checkpoint" in rows_by_path[str(second)]["problem"]
 
 
-def test_what_a_damaged_manifest_leaves_is_read_all_the_same(
+def test_verify_checks_the_files_of_a_savepoint_with_a_damaged_manifest(
     small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     savepoint = Path(savepoint_of(small.job, tmp_path / "savepoint").root)
     (savepoint / "savepoint.arrow").write_bytes(b"garbage")
-    rows = said(capsys, "verify", savepoint, "--all", code=1)
+    rows = run_command(capsys, "verify", savepoint, "--all", code=1)
     assert [row["status"] for row in rows if row["kind"] == "manifest"] == ["damaged"]
     assert len(rows) == len([path for path in savepoint.rglob("*") if path.is_file()])
 
 
-def test_erase_requests_and_notes_of_claims_are_known(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_and_why_know_erase_requests_and_notes_of_claims(
+    small: SmallRoot, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = EraseFolder(small.job.folder)
     request = EraseRequest("ab" * 16, "counts", 1, pa.record_batch({"name": ["Jane Doe"], "x": [0.5]}), "0.1.0")
     assert folder.add(request) == 1
@@ -255,27 +257,25 @@ def test_erase_requests_and_notes_of_claims_are_known(small: SmallRoot, capsys: 
         below / "erase" / "00000001.done.json": ("erase record", "record of an erase request"),
         below / "claims" / f"{'cd' * 16}.json": ("record", "note of a claim"),
     }
-    assert said(capsys, "verify", small.root) == []
-    rows = {Path(row["path"]): row for row in said(capsys, "verify", small.root, "--all")}
+    assert run_command(capsys, "verify", small.root) == []
+    rows = {Path(row["path"]): row for row in run_command(capsys, "verify", small.root, "--all")}
     for path, (kind, owned) in kinds.items():
         assert (rows[path]["kind"], rows[path]["status"]) == (kind, "whole")
-        (row,) = said(capsys, "why", path)
+        (row,) = run_command(capsys, "why", path)
         assert (row["kind"], row["owner"], row["does"]) == (owned, f"the query at {below}", "stays")
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2])
-        (row,) = said(capsys, "verify", small.root, code=1)
+        (row,) = run_command(capsys, "verify", small.root, code=1)
         assert (row["path"], row["kind"], row["status"]) == (str(path), kind, "damaged")
         path.write_bytes(data)
 
 
-def test_folders_and_files_that_are_none_of_ours_are_named(
-    small: SmallRoot, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_names_foreign_files_and_folders(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("backup", "erase", "lease"):
         (small.query_folder / name).mkdir(exist_ok=True)
     (small.query_folder / "backup" / "any.txt").write_text("mine")
     (small.query_folder / "erase" / "operator_0.json").write_text("mine")
-    rows = said(capsys, "verify", small.root)
+    rows = run_command(capsys, "verify", small.root)
     assert [(row["path"], row["status"]) for row in rows] == [
         (str(small.query_folder / "backup"), "unknown"),
         (str(small.query_folder / "erase" / "operator_0.json"), "unknown"),
@@ -285,50 +285,50 @@ def test_folders_and_files_that_are_none_of_ours_are_named(
 # -- clean-up -------------------------------------------------------------------------------------
 
 
-def test_the_next_clean_up_does_what_was_said(lived: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
-    told = said(capsys, "gc", lived.query_folder, "--dry-run", "--retained", lived.job.retained)
-    going = {(row["bucket"], row["file"]) for row in told if row["does"] == "goes"}
-    assert len(going) > 20
-    assert len(told) == len(list(lived.query_folder.glob("[0-9]*/*")))
-    assert all(row["why"] for row in told)
-    went = set()
-    for bucket, pointer in enumerate(lived.job.pointers[-1]):
+def test_the_next_clean_up_deletes_what_gc_has_planned(aged: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = run_command(capsys, "gc", aged.query_folder, "--dry-run", "--retained", aged.job.retained)
+    planned = {(row["bucket"], row["file"]) for row in plan if row["does"] == "goes"}
+    assert len(planned) > 20
+    assert len(plan) == len(list(aged.query_folder.glob("[0-9]*/*")))
+    assert all(row["why"] for row in plan)
+    deleted = set()
+    for bucket, pointer in enumerate(aged.job.pointers[-1]):
         assert pointer.ref is not None
-        folder = lived.job.folder.child(str(bucket))
+        folder = aged.job.folder.child(str(bucket))
         before = set(folder.names())
-        request = CleanUp(pointer, pointer.ref, lived.job.retained, lambda: None)
-        clean_up(folder, request, lived.job.scratch)
-        went |= {(bucket, name) for name in before - set(folder.names())}
-    assert going == went
+        request = CleanUp(pointer, pointer.ref, aged.job.retained, lambda: None)
+        clean_up(folder, request, aged.job.scratch)
+        deleted |= {(bucket, name) for name in before - set(folder.names())}
+    assert planned == deleted
     assert not any(
-        row["does"] == "goes" for row in said(capsys, "gc", lived.query_folder, "--dry-run", "--retained", 2)
+        row["does"] == "goes" for row in run_command(capsys, "gc", aged.query_folder, "--dry-run", "--retained", 2)
     )
 
 
-def test_more_batches_retained_keep_more(lived: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_keeps_more_files_for_more_retained_batches(aged: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
     few, many = (
         {
             row["file"]
-            for row in said(capsys, "gc", lived.query_folder, "--dry-run", "--retained", n)
+            for row in run_command(capsys, "gc", aged.query_folder, "--dry-run", "--retained", n)
             if row["does"] == "goes"
         }
         for n in (2, 10)
     )
     assert many < few
-    # Spark's own default.
-    assert not any(row["does"] == "goes" for row in said(capsys, "gc", lived.query_folder, "--dry-run"))
+    # The default is Spark's own.
+    assert not any(row["does"] == "goes" for row in run_command(capsys, "gc", aged.query_folder, "--dry-run"))
 
 
-def test_a_bucket_with_a_file_that_is_none_of_ours_says_so(
-    lived: SmallRoot, capsys: pytest.CaptureFixture[str]
+def test_gc_deletes_nothing_in_a_bucket_with_a_foreign_file(
+    aged: SmallRoot, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (lived.query_folder / "0" / "notes.txt").write_text("mine")
-    rows = said(capsys, "gc", lived.query_folder, "--dry-run", "--retained", 2, "--bucket", 0)
+    (aged.query_folder / "0" / "notes.txt").write_text("mine")
+    rows = run_command(capsys, "gc", aged.query_folder, "--dry-run", "--retained", 2, "--bucket", 0)
     assert {row["does"] for row in rows} == {"stays"}
     assert {row["why"] for row in rows} == {"nothing is deleted here, as notes.txt is not a file of spark_state_ext"}
 
 
-def test_only_a_query_deletes(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_refuse_to_delete_and_refuse_wrong_paths(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gc", str(small.query_folder)]) == 2
     assert "give --dry-run" in capsys.readouterr().err
     assert main(["gc", str(small.query_folder), "--dry-run", "--bucket", "9"]) == 2
@@ -339,15 +339,13 @@ def test_only_a_query_deletes(small: SmallRoot, capsys: pytest.CaptureFixture[st
     assert "is a folder: name a file in it" in capsys.readouterr().err
 
 
-def test_each_kind_of_file_says_whose_it_is(
-    lived: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_why_explains_each_kind_of_file(aged: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def why(path: Path) -> tuple[str, str, str]:
-        (row,) = said(capsys, "why", path, "--retained", 2)
+        (row,) = run_command(capsys, "why", path, "--retained", 2)
         assert row["file"] == str(path)
         return row["kind"], row["does"], row["why"]
 
-    bucket = lived.query_folder / "0"
+    bucket = aged.query_folder / "0"
     by_version = {int(path.name.partition("_")[0]): path for path in sorted(bucket.iterdir(), reverse=True)}
     kind, does, because = why(by_version[max(by_version)])
     assert (kind, does) == ("delta file", "stays")
@@ -355,20 +353,20 @@ def test_each_kind_of_file_says_whose_it_is(
     kind, does, because = why(by_version[1])
     assert (kind, does) == ("delta file", "goes")
     assert because.startswith("every batch that Spark retains loads from snapshot ")
-    snapshots = sorted(bucket.glob("*.snapshot.arrow"), key=lambda it: int(it.name.partition("_")[0]))
+    snapshots = sorted(bucket.glob("*.snapshot.arrow"), key=lambda path: int(path.name.partition("_")[0]))
     assert {why(path)[1] for path in snapshots} == {"goes", "stays"}
     assert any("snapshot from before heartbeat" in why(path)[2] for path in snapshots)
-    assert why(lived.query_folder / "operator_0.json")[0] == "operator file"
-    assert why(next((lived.query_folder / "lease").iterdir()))[0] == "lease"
-    Hold.place(lived.job.folder, "a savepoint at /backup")
-    (hold,) = (lived.query_folder / "holds").iterdir()
+    assert why(aged.query_folder / "operator_0.json")[0] == "operator file"
+    assert why(next((aged.query_folder / "lease").iterdir()))[0] == "lease"
+    Hold.place(aged.job.folder, "a savepoint at /backup")
+    (hold,) = (aged.query_folder / "holds").iterdir()
     assert why(hold)[0] == "hold"
     assert why(by_version[1])[1:] == ("stays", f"a hold protects the query folder: {hold.name}")
-    savepoint = savepoint_of(lived.job, tmp_path / "savepoint")
+    savepoint = savepoint_of(aged.job, tmp_path / "savepoint")
     (named, *_) = sorted(Path(savepoint.root, "counts", "1").iterdir())
     assert why(named)[2].startswith("the savepoint 5a5a")
     claim_savepoint(savepoint, SavepointClaim("5a" * 16, "/root/counts/mine", "mine"), ())
-    (row,) = said(capsys, "why", named)
+    (row,) = run_command(capsys, "why", named)
     assert row["owner"] == "the query at /root/counts/mine"
     assert why(Path(savepoint.root, "claim", "claim.json"))[0] == "claim"
     assert main(["why", str(bucket / "nothing")]) == 3
@@ -378,35 +376,35 @@ def test_each_kind_of_file_says_whose_it_is(
 # -- log and lineage ------------------------------------------------------------------------------
 
 
-def test_the_log_has_each_batch(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = said(capsys, "log", small.query_folder)
+def test_log_lists_each_batch(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run_command(capsys, "log", small.query_folder)
     assert [row["batch"] for row in rows] == list(range(8))
     assert [row["version_max"] for row in rows] == list(range(1, 9))
     assert rows[0]["written"] == "2024-02-01T12:01:00+00:00"
     assert {row["buckets"] for row in rows} == {2}
     assert {row["deltas"] for row in rows} == {2}
-    files = said(capsys, "log", small.query_folder, "--files")
+    files = run_command(capsys, "log", small.query_folder, "--files")
     assert sum(row["bytes"] for row in files) == sum(row["bytes"] for row in rows)
     assert len(files) == len(list(small.query_folder.glob("[0-9]*/*")))
-    one = said(capsys, "log", small.query_folder, "--files", "--bucket", 1)
+    one = run_command(capsys, "log", small.query_folder, "--files", "--bucket", 1)
     assert one == [row for row in files if row["bucket"] == 1]
     assert main(["log", str(small.query_folder), "--bucket", "7"]) == 2
     next((small.query_folder / "1").iterdir()).write_bytes(b"garbage")
-    rows = said(capsys, "log", small.query_folder, "--files", code=1)
+    rows = run_command(capsys, "log", small.query_folder, "--files", code=1)
     assert [row["batch"] for row in rows if row["problem"]] == [None]
 
 
-def test_attempts_are_branches_of_the_tree(
+def test_lineage_shows_attempts_as_branches(
     small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with fixed_ids():
-        # Of the batch that comes next, and was made twice.
+        # Two attempts at the next batch.
         for count in (1, 2):
             small.job.attempt({(name, 0.5 * at): Row(count) for at, name in enumerate(NAMES)})
     assert main(["lineage", str(small.query_folder), "--bucket", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("_")[0] for line in lines] == [*map(str, range(1, 9)), "├─ 9", "└─ 9"]
-    rows = said(capsys, "lineage", small.query_folder, "--bucket", 0)
+    rows = run_command(capsys, "lineage", small.query_folder, "--bucket", 0)
     newest = [row for row in rows if row["version"] == 9]
     assert len(newest) == 2
     assert {row["parent_id"] for row in newest} == {row["id"] for row in rows if row["version"] == 8}
@@ -425,7 +423,7 @@ def test_attempts_are_branches_of_the_tree(
 # -- export ---------------------------------------------------------------------------------------
 
 
-def test_a_savepoint_becomes_a_file_of_another_format(
+def test_export_writes_a_savepoint_as_parquet_and_arrow(
     small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     savepoint = savepoint_of(small.job, tmp_path / "savepoint").root
@@ -444,7 +442,7 @@ def test_a_savepoint_becomes_a_file_of_another_format(
     assert not (tmp_path / "other.parquet").exists()
 
 
-def test_rows_go_to_an_object_store_too(s3: Any, small: SmallRoot, tmp_path: Path) -> None:
+def test_export_writes_to_an_object_store(s3: Any, small: SmallRoot, tmp_path: Path) -> None:
     savepoint = savepoint_of(small.job, tmp_path / "savepoint").root
     to = s3.root("exported")
     options = json.dumps(s3.options)
@@ -460,10 +458,10 @@ def test_commands_read_object_stores(s3: Any, small: SmallRoot, capsys: pytest.C
             above = Folder(root, s3.options).child(*path.relative_to(small.root).parent.parts)
             above.put(path.name, path.read_bytes())
     options = ["--storage-options", json.dumps(s3.options)]
-    assert said(capsys, "verify", root, *options) == []
-    assert len(said(capsys, "log", f"{root}/counts/{QUERY}", *options)) == 8
-    (row,) = said(capsys, "why", f"{root}/counts/{QUERY}/operator_0.json", *options)
+    assert run_command(capsys, "verify", root, *options) == []
+    assert len(run_command(capsys, "log", f"{root}/counts/{QUERY}", *options)) == 8
+    (row,) = run_command(capsys, "why", f"{root}/counts/{QUERY}/operator_0.json", *options)
     assert row["kind"] == "operator file"
     began = time.time()
-    told = said(capsys, "gc", f"{root}/counts/{QUERY}", "--dry-run", *options)
-    assert {it["does"] for it in told} == {"stays"}, f"all is younger than {began}"
+    plan = run_command(capsys, "gc", f"{root}/counts/{QUERY}", "--dry-run", *options)
+    assert {row["does"] for row in plan} == {"stays"}, f"all files are younger than {began}"

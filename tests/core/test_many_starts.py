@@ -1,8 +1,6 @@
-"""Many jobs start from one savepoint, and share nothing but the bytes of files, which nobody writes to.
-
-The suite starts twenty, the long form a thousand. Their files are hard links to those of the savepoint, which are links
-to those of the job that it was taken of: whoever opened one for writing would change all of them.
-"""
+"""Many jobs start from one savepoint, and share only the bytes of files, which no job writes to. The suite starts 20
+jobs, the long form 1,000. Their files are hard links to the savepoint's files, which are links to those of the original
+job: writing to one would change them all."""
 
 from __future__ import annotations
 
@@ -49,17 +47,17 @@ OPERATOR = OperatorFile("counts", "", BUCKETS, _KEY, _STATE)
 
 
 def contents(*folders: Path) -> dict[tuple[str, int, int], str]:
-    """Digests of all files, by path, inode and time of the last write."""
-    found = {}
+    """Return digests of all files, by path, inode and time of the last write."""
+    digests = {}
     for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
-        told = path.stat()
-        found[str(path), told.st_ino, told.st_mtime_ns] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+        stat = path.stat()
+        digests[str(path), stat.st_ino, stat.st_mtime_ns] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests
 
 
 @dataclass
-class Started:
-    """A job that was started from a savepoint, batch after batch; it has its local store open only while it works."""
+class StartedJob:
+    """A job that was started from a savepoint. Its local store is open only during its batches."""
 
     number: int
     job: Job
@@ -69,23 +67,23 @@ class Started:
 
     @property
     def name(self) -> str:
-        """Of its query folder."""
+        """The name of its query folder."""
         return f"job-{self.number}"
 
     @property
     def files(self) -> Folder:
-        """Its bucket's."""
+        """The folder of its bucket."""
         return Folder(self.job.options.root).child(self.job.operator, self.name, str(BUCKET))
 
     def start(self, starts: Starts) -> None:
-        """What the first call of its bucket does; an attempt at it may have done so before."""
+        """Run the first call of the bucket; for half of the jobs, an earlier attempt has run it already."""
         state = starts.of(self.job, BUCKET)
         assert state is not None
         for _ in range(1 + self.number % 2):
             self.pointer, _ = bring_files(state, self.job, self.name, lambda parent: (), self.scratch)
 
     def batch(self, at: int) -> None:
-        """A batch that no other job has, and a clean-up."""
+        """Run a batch that no other job has, and a clean-up."""
         changes: Changes = {
             KEYS[(self.number + at) % 9]: Row(self.number, f"{self.name} {at}"),
             KEYS[(self.number * at + 4) % 9]: None if self.number % 3 else Row(-self.number),
@@ -96,12 +94,12 @@ class Started:
         self.model = apply_changes(self.model, changes)
         clean_up(self.files, clean_up_at(self.pointer, RETAINED), self.scratch, time.time() + 700)
 
-    def restored(self) -> Model:
-        """Its state on an empty disk."""
+    def restore_state(self) -> Model:
+        """Return the job's state, restore_state on an empty disk."""
         with self._bucket(self.scratch / "fresh") as bucket:
-            found = bucket.read(scan)
+            state = bucket.read(scan)
         shutil.rmtree(self.scratch / "fresh")
-        return found
+        return state
 
     @contextlib.contextmanager
     def _bucket(self, local: Path) -> Iterator[Bucket]:
@@ -129,8 +127,8 @@ def job_from(root: Path, savepoint: Path) -> Job:
     )
 
 
-def taken(life: Life, path: Path) -> None:
-    """A savepoint of the life's bucket; its operator has others, which have no state."""
+def write_savepoint(life: Life, path: Path) -> None:
+    """Write a savepoint of the bucket; the operator's other buckets have no state."""
     target = Folder(str(path))
     copy = save_bucket(
         life.pointers[-1], life.replicas(), target.child(OPERATOR.operator, str(BUCKET)), NATIVE, SCHEMA, life.local
@@ -142,7 +140,9 @@ def taken(life: Life, path: Path) -> None:
         if at != BUCKET
     ]
     header = SavepointHeader("12" * 16, NATIVE, 1_700_000_000_000, {OPERATOR.operator: OPERATOR}, "0.1.0", "q", 4, None)
-    write_manifest(target, SavepointManifest(header, tuple(sorted([*empty, copy.saved], key=lambda it: it.bucket))))
+    write_manifest(
+        target, SavepointManifest(header, tuple(sorted([*empty, copy.saved], key=lambda saved: saved.bucket)))
+    )
 
 
 @pytest.mark.parametrize("ingested", [False, True])
@@ -150,15 +150,15 @@ def taken(life: Life, path: Path) -> None:
 def test_jobs_that_start_from_one_savepoint_share_nothing(
     life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ingested: bool
 ) -> None:
-    """Whether a snapshot is put into the local store as it is, or read."""
-    # Clean-up goes by what the savepoint's pointers were made under, too.
+    """Jobs ingest a snapshot unchanged, or read its rows."""
+    # Clean-up also depends on the number of retained batches with which the savepoint's pointers were made.
     life.batches_retained = 1
     life.history(12)
     savepoint = tmp_path / "savepoint"
-    taken(life, savepoint)
+    write_savepoint(life, savepoint)
     shared = {path.stat().st_ino for path in savepoint.rglob("*.*.arrow")}
     before = contents(savepoint, tmp_path / "a")
-    # From here on each batch is due for a snapshot, so that clean-up deletes what came from the savepoint.
+    # From here on, each batch makes a snapshot, so that clean-up deletes the savepoint's files.
     monkeypatch.setattr(cadence, "DELTAS_MIN", 1)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 1)
     if ingested:
@@ -166,31 +166,31 @@ def test_jobs_that_start_from_one_savepoint_share_nothing(
     starts, scratch = Starts(), tmp_path / "scratch"
     scratch.mkdir()
     job = job_from(tmp_path / "root", savepoint)
-    jobs = [Started(number, job, scratch, life.models[-1]) for number in range(JOBS)]
-    for one in jobs:
-        one.start(starts)
-    # All are links to the same files: whoever wrote to one would write to all.
+    jobs = [StartedJob(number, job, scratch, life.models[-1]) for number in range(JOBS)]
+    for started_job in jobs:
+        started_job.start(starts)
+    # All links lead to the same files, so a write to one would change all.
     links = [path for path in (tmp_path / "root").rglob("*.*.arrow") if path.stat().st_ino in shared]
     assert len(links) == JOBS * len(shared)
     for at in range(BATCHES):
-        for one in jobs:
-            one.batch(at)
-    # Each has deleted names that it has no more use for, and nobody else's.
+        for started_job in jobs:
+            started_job.batch(at)
+    # Each job has deleted the links that it no longer needs, and only its own.
     assert not any(path.exists() for path in links)
     assert contents(savepoint, tmp_path / "a") == before
-    assert len({str(sorted(one.model.items(), key=repr)) for one in jobs}) == JOBS
-    # Each stands alone: without the savepoint, the job that it was taken of, and every other job.
+    assert len({str(sorted(started_job.model.items(), key=repr)) for started_job in jobs}) == JOBS
+    # Each job works without the savepoint, the original job and all other jobs.
     for gone in (savepoint, tmp_path / "a"):
         shutil.rmtree(gone)
-    for one in jobs:
-        assert one.restored() == one.model
-        shutil.rmtree(tmp_path / "root" / OPERATOR.operator / one.name)
+    for started_job in jobs:
+        assert started_job.restore_state() == started_job.model
+        shutil.rmtree(tmp_path / "root" / OPERATOR.operator / started_job.name)
 
 
-def test_a_link_that_is_written_to_would_be_seen(life: Life, tmp_path: Path) -> None:
-    """The test above could not fail otherwise."""
+def test_the_digests_detect_a_write_to_a_link(life: Life, tmp_path: Path) -> None:
+    """The test above relies on this."""
     life.history(5)
-    taken(life, tmp_path / "savepoint")
+    write_savepoint(life, tmp_path / "savepoint")
     before = contents(tmp_path / "savepoint")
     link = next((tmp_path / "a").rglob("*.*.arrow"))
     data = link.read_bytes()

@@ -1,4 +1,4 @@
-"""Memory given back to the system."""
+"""Returning unused memory to the operating system."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GNU_MEMORY = """
     pieces = [c.malloc(20_000) for _ in range(4_000)]
     for piece in pieces:
         ctypes.memset(piece, 1, 20_000)
-    # Every tenth stays: the free memory between them does not end the heap, and is kept by itself.
+    # Every tenth piece stays in use, so the free memory between them does not reach the end of the heap.
     for at, piece in enumerate(pieces):
         if at % 10:
             c.free(piece)
@@ -38,7 +38,7 @@ _GNU_MEMORY = """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no malloc_trim to be called")
-def test_memory_between_what_is_in_use_is_given_back() -> None:
+def test_release_memory_returns_free_memory_between_used_pieces() -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(_GNU_MEMORY)], capture_output=True, text=True, check=True
     )
@@ -63,9 +63,9 @@ _STORES = """
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
-    if sys.argv[1] == "settled":
+    if sys.argv[1] == "tuned":
         tune_memory()
-    # What a worker does: large arrays come and go, and the C library keeps their memory for the next ones.
+    # Like in a worker, large arrays come and go, and the C library keeps their memory.
     np.ones(3 << 20)
     before = anonymous_kib()
     used = [(np.ones(3 << 17), np.ones(1 << 14)) for _ in range(80)]
@@ -85,12 +85,12 @@ def test_an_open_store_takes_little_memory_after_large_arrays() -> None:
         code = [sys.executable, "-c", textwrap.dedent(_STORES), how]
         return float(subprocess.run(code, capture_output=True, text=True, check=True).stdout)
 
-    # LMDB asks for 3 MiB a store. The first line shows that this test can fail.
-    assert kib_a_store("as it comes") > 1_000
-    assert kib_a_store("settled") < 600
+    # LMDB requests 3 MiB for each store. The first assertion shows that the second one can fail.
+    assert kib_a_store("untuned") > 1_000
+    assert kib_a_store("tuned") < 600
 
 
-def test_a_c_library_that_cannot_trim_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_memory_does_nothing_without_malloc_trim(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: object) -> object:
         raise OSError("no such library")
 
@@ -103,35 +103,35 @@ def test_a_c_library_that_cannot_trim_is_left_alone(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """After how many bytes memory was given back, each time."""
-    found: list[int] = []
-    monkeypatch.setattr(memory, "release_memory", found.append)
-    return found
+def releases(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of bytes after which memory was released, for each release."""
+    releases: list[int] = []
+    monkeypatch.setattr(memory, "release_memory", releases.append)
+    return releases
 
 
-def test_memory_goes_back_once_large_calls_are_over(given: list[int]) -> None:
+def test_memory_is_released_once_after_large_calls(releases: list[int]) -> None:
     calls = memory.CallSizes()
     for size in [90, 90, 100, 25, 26, 25]:
         calls.note("a", size)
-    assert given == []
+    assert releases == []
     calls.note("a", 25)
-    assert given == [100]
+    assert releases == [100]
     for _ in range(1_000):
         calls.note("a", 25)
-    assert given == [100], "once"
+    assert releases == [100], "memory is released only once"
 
 
-def test_small_buckets_beside_a_large_one_give_nothing_back(given: list[int]) -> None:
+def test_calls_of_small_buckets_next_to_a_large_one_release_no_memory(releases: list[int]) -> None:
     calls = memory.CallSizes()
     for _ in range(100):
         for bucket, size in [("large", 100), *[(f"small {i}", 1) for i in range(20)]]:
             calls.note(bucket, size)
-    assert given == []
+    assert releases == []
 
 
-def test_calls_of_one_size_give_nothing_back(given: list[int]) -> None:
+def test_calls_of_similar_size_release_no_memory(releases: list[int]) -> None:
     calls = memory.CallSizes()
     for at in range(1_000):
         calls.note("a", 100 + at % 7)
-    assert given == []
+    assert releases == []

@@ -1,4 +1,4 @@
-"""What calls tell of themselves: on disk, summed up by batch, and through OpenTelemetry."""
+"""Metrics of calls: on disk, summed up by batch, and through OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from spark_state_ext.worker import metrics, telemetry
 from spark_state_ext.worker.metrics import SCHEMA, CallMetrics, MetricsLog, MetricsLogs, by_batch, read, to_whole_ms
 
 
-def _call(batch: int, bucket: int, **values: Any) -> CallMetrics:
+def make_call(batch: int, bucket: int, **values: Any) -> CallMetrics:
     return CallMetrics("query", "run", batch, "counts", bucket, ended_ms=1_000 * batch + bucket, **values)
 
 
-def _log(folder: Path, *calls: CallMetrics) -> None:
+def write_log(folder: Path, *calls: CallMetrics) -> None:
     log = MetricsLog(folder)
     for call in calls:
         log.add(call)
     log.flush()
 
 
-def test_calls_are_read_back_and_summed_up(tmp_path: Path) -> None:
-    _log(
+def test_metrics_of_calls_are_read_and_summed_by_batch(tmp_path: Path) -> None:
+    write_log(
         tmp_path,
-        _call(1, 0, rows=5, wait_ms=1.5, oldest_inline_ms=7, cache_hit=False, restored_files=3),
-        _call(1, 1, rows=2, wait_ms=2.0, oldest_inline_ms=9),
-        _call(2, 0, rows=1),
+        make_call(1, 0, rows=5, wait_ms=1.5, oldest_inline_ms=7, cache_hit=False, restored_files=3),
+        make_call(1, 1, rows=2, wait_ms=2.0, oldest_inline_ms=9),
+        make_call(2, 0, rows=1),
     )
-    # Another worker, which worked for bucket 1 of the next batch.
-    _log(tmp_path / "below", _call(2, 1, rows=10))
+    # Another worker, which had bucket 1 in the next batch.
+    write_log(tmp_path / "below", make_call(2, 1, rows=10))
     calls = read(tmp_path)
     assert calls.column("rows").to_pylist() == [5, 2, 1, 10]
     assert calls.schema == metrics.SCHEMA
@@ -49,59 +49,59 @@ def test_calls_are_read_back_and_summed_up(tmp_path: Path) -> None:
     assert (second["batch"], second["rows"], second["cache_hits"]) == (2, 11, 2)
 
 
-def test_of_calls_that_were_made_again_the_last_one_counts(tmp_path: Path) -> None:
-    again = replace(_call(1, 0, rows=6), ended_ms=5_000)
-    _log(tmp_path, _call(1, 0, rows=5), again, _call(1, 1, rows=1))
+def test_only_the_last_of_repeated_calls_counts(tmp_path: Path) -> None:
+    again = replace(make_call(1, 0, rows=6), ended_ms=5_000)
+    write_log(tmp_path, make_call(1, 0, rows=5), again, make_call(1, 1, rows=1))
     (row,) = by_batch(read(tmp_path)).to_pylist()
     assert (row["rows"], row["buckets"]) == (7, 2)
 
 
-def test_a_file_that_ends_in_the_middle_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    """A worker was killed while it wrote; and one file is of another release."""
+def test_a_truncated_file_is_read_up_to_its_end(tmp_path: Path) -> None:
+    """A worker was killed while it wrote. A file of another library version is ignored."""
     log = MetricsLog(tmp_path)
     for bucket in range(3):
-        log.add(_call(1, bucket, rows=1))
+        log.add(make_call(1, bucket, rows=1))
         log.flush()
     (path,) = tmp_path.glob("*.arrows")
     whole = path.read_bytes()
     with pa.OSFile(str(tmp_path / "other.arrows"), "w") as file, pa.ipc.new_stream(file, pa.schema([("x", pa.int8())])):
         pass
-    found = set()
+    counts = set()
     for length in [*range(0, len(whole), 7), len(whole)]:
         path.write_bytes(whole[:length])
-        found.add(read(tmp_path).num_rows)
-    assert found == {0, 1, 2, 3}
+        counts.add(read(tmp_path).num_rows)
+    assert counts == {0, 1, 2, 3}
 
 
 def test_files_of_processes_that_ended_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_FILES_MAX", 3)
     for batch in range(6):
-        _log(tmp_path, _call(batch, 0))
+        write_log(tmp_path, make_call(batch, 0))
     assert read(tmp_path).column("batch").to_pylist() == [3, 4, 5]
 
 
-def test_where_nothing_can_be_written_that_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "metrics").write_text("a file is in the way")
     with caplog.at_level(logging.WARNING, "spark_state_ext"):
         for batch in range(3):
-            _log(tmp_path / "metrics", _call(batch, 0))
-    assert len([it for it in caplog.messages if "metrics could not be written" in it]) == 1
+            write_log(tmp_path / "metrics", make_call(batch, 0))
+    assert len([message for message in caplog.messages if "metrics could not be written" in message]) == 1
 
 
-def _printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     assert main(["metrics", *arguments, "-o", "jsonl"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_the_command_prints_batches_and_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _log(tmp_path, _call(1, 0, rows=5, wait_ms=1.25), _call(1, 1, rows=2))
-    (row,) = _printed(capsys, str(tmp_path))
+    write_log(tmp_path, make_call(1, 0, rows=5, wait_ms=1.25), make_call(1, 1, rows=2))
+    (row,) = run_command(capsys, str(tmp_path))
     assert (row["batch"], row["rows"], row["wait_ms"]) == (1, 7, 1.25)
-    calls = _printed(capsys, str(tmp_path), "--calls")
-    assert [(it["bucket"], it["rows"]) for it in calls] == [(0, 5), (1, 2)]
+    calls = run_command(capsys, str(tmp_path), "--calls")
+    assert [(call["bucket"], call["rows"]) for call in calls] == [(0, 5), (1, 2)]
 
 
-def test_the_command_tells_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_missing_and_empty_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.arrows").write_text("")
     for name, text in (
@@ -116,44 +116,51 @@ def test_the_command_tells_where_there_is_nothing(tmp_path: Path, capsys: pytest
             assert main(["metrics", str(tmp_path / name), *arguments]) == 2
             out, err = capsys.readouterr()
             assert (out, err) == ("", f"spark-state-ext metrics: UsageError: {text}")
-    # Its process was killed before it had written a batch.
+    # The empty file belongs to a process that was killed before it had written a batch.
     assert main(["metrics", str(tmp_path)]) == 0
 
 
 @pytest.fixture
 def exported() -> Iterator[Any]:
-    """What OpenTelemetry's SDK has got, as the worker's process would set it up."""
+    """What OpenTelemetry's SDK receives, set up as in the worker's process."""
     api = pytest.importorskip("opentelemetry.metrics", reason="the SDK of OpenTelemetry is not installed")
     sdk = pytest.importorskip("opentelemetry.sdk.metrics", reason="the SDK of OpenTelemetry is not installed")
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
     reader = InMemoryMetricReader()
-    # A process has one provider for good; no other test has one.
+    # A process has one provider, permanently; no other test sets one.
     api.set_meter_provider(sdk.MeterProvider(metric_readers=[reader]))
     telemetry._create_instruments.cache_clear()
     yield reader
     telemetry._create_instruments.cache_clear()
 
 
-def test_calls_go_to_open_telemetry(exported: Any, tmp_path: Path) -> None:
-    _log(
+def test_metrics_of_calls_are_sent_to_open_telemetry(exported: Any, tmp_path: Path) -> None:
+    write_log(
         tmp_path,
-        _call(1, 0, rows=5, wait_ms=4.0, uploaded_bytes=100),
-        _call(1, 1, rows=2, wait_ms=2.0, cache_hit=False),
+        make_call(1, 0, rows=5, wait_ms=4.0, uploaded_bytes=100),
+        make_call(1, 1, rows=2, wait_ms=2.0, cache_hit=False),
     )
     (resource,) = exported.get_metrics_data().resource_metrics
     (scope,) = resource.scope_metrics
     assert scope.scope.name == "spark_state_ext"
-    found = {metric.name.removeprefix("spark_state_ext."): metric for metric in scope.metrics}
-    (rows,), (hits,), (sent,) = (found[name].data.data_points for name in ("rows", "cache_hits", "uploaded_bytes"))
+    metrics_by_name = {metric.name.removeprefix("spark_state_ext."): metric for metric in scope.metrics}
+    (rows,), (hits,), (sent,) = (
+        metrics_by_name[name].data.data_points for name in ("rows", "cache_hits", "uploaded_bytes")
+    )
     assert (rows.value, hits.value, sent.value) == (7, 1, 100)
     assert dict(rows.attributes) == {"operator": "counts", "query_id": "query"}
-    (waited,) = found["wait_ms"].data.data_points
-    assert (waited.sum, waited.count, found["wait_ms"].unit, found["uploaded_bytes"].unit) == (6.0, 2, "ms", "By")
+    (waited,) = metrics_by_name["wait_ms"].data.data_points
+    assert (waited.sum, waited.count, metrics_by_name["wait_ms"].unit, metrics_by_name["uploaded_bytes"].unit) == (
+        6.0,
+        2,
+        "ms",
+        "By",
+    )
 
 
 @pytest.mark.parametrize(("spent_s", "expected"), [(0.0, 0), (1.5, 1_500), (math.inf, 2**63 - 1), (1e300, 2**63 - 1)])
-def test_an_age_without_end_fits_its_column(spent_s: float, expected: int) -> None:
+def test_an_infinite_age_fits_its_column(spent_s: float, expected: int) -> None:
     assert pa.array([to_whole_ms(spent_s)], SCHEMA.field("lease_age_ms").type).to_pylist() == [expected]
 
 

@@ -1,4 +1,4 @@
-"""Missing values of pandas and NumPy in what functions give, in every API: NULL, and never text."""
+"""Missing values of pandas and NumPy in results of functions become NULL, never text, in every API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = [{"k": "a", "name": "x"}, {"k": "a", "name": None}, {"k": None, "name": N
 ZONE = "America/New_York"
 
 
-def of_frames(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+def process_frames(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
     (pdf,) = pdfs
     name = pdf["name"].iloc[-1]  # None with pandas 2, NaN with pandas 3
     seen = repr(state.getOption)
@@ -30,13 +30,13 @@ def of_frames(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
     return [(key[0], name, seen)]
 
 
-def of_rows(key: Any, rows: list[Any], state: GroupState) -> Any:
+def process_rows(key: Any, rows: list[Any], state: GroupState) -> Any:
     seen = repr(state.getOption)
     state.update((NAN, [pd.NA], {"k": pd.NaT}, key.k))
     yield key.k, np.datetime64("NaT"), seen
 
 
-def of_tables(batch: StateBatch) -> dict[str, Any]:
+def process_tables(batch: StateBatch) -> dict[str, Any]:
     count = len(batch)
     seen = [repr(None if name is None else ()) for name in batch.state["key"].to_pylist()]
     batch.update(
@@ -45,7 +45,9 @@ def of_tables(batch: StateBatch) -> dict[str, Any]:
     return {"k": pd.Series(batch.keys["k"]), "name": np.full(count, NAN), "seen": seen}
 
 
-@pytest.mark.parametrize(("api", "function"), [("pandas", of_frames), ("rows", of_rows), ("arrow", of_tables)])
+@pytest.mark.parametrize(
+    ("api", "function"), [("pandas", process_frames), ("rows", process_rows), ("arrow", process_tables)]
+)
 def test_missing_text_is_null_in_state_output_and_keys(api: Any, function: Any) -> None:
     state = "name string, names array<string>, by map<string, string>, key string"
     done = run(function, [ROWS, ROWS], "k", "k string, name string, seen string", state, api=api)
@@ -53,16 +55,16 @@ def test_missing_text_is_null_in_state_output_and_keys(api: Any, function: Any) 
     second = {row["k"]: row["seen"] for row in done.outputs[1].to_pylist()}
     if api != "arrow":
         assert second == {key: repr((None, [None], {"k": None}, key)) for key in ("a", None)}
-    kept = {row["k"]: row for row in done.state.to_pylist()}
-    assert set(kept) == {"a", None}
-    for key, row in kept.items():
+    stored = {row["k"]: row for row in done.state.to_pylist()}
+    assert set(stored) == {"a", None}
+    for key, row in stored.items():
         assert row["name"] is None
         assert row["names"][-1] is None
         assert row["key"] == key
 
 
-# A type of pandas, values, Spark's type, and what is stored.
-WHEN = dt.datetime(2024, 1, 2, 3, 4, 5, 6)  # noqa: DTZ001  # in the session's zone
+# Type in pandas, values, Spark's type, stored values.
+WHEN = dt.datetime(2024, 1, 2, 3, 4, 5, 6)  # noqa: DTZ001  # in the session's time zone
 IN_UTC = (WHEN + dt.timedelta(hours=5)).replace(tzinfo=dt.timezone.utc)
 ARROW = pd.ArrowDtype
 TYPES: list[tuple[Any, list[Any], str, list[Any]]] = [
@@ -92,17 +94,17 @@ TYPES: list[tuple[Any, list[Any], str, list[Any]]] = [
 
 @pytest.mark.parametrize("kind", [ARROW(pa.timestamp("us")), ARROW(pa.timestamp("us", "UTC"))], ids=str)
 @pytest.mark.parametrize("rows", [3, 30])
-def test_values_stay_in_their_rows_whatever_the_labels(kind: Any, rows: int) -> None:
-    """A filtered, sorted or labelled frame has other labels than 0, 1, 2."""
+def test_values_stay_in_their_rows_for_any_index_labels(kind: Any, rows: int) -> None:
+    """A filtered, sorted or labelled frame has other index labels than 0, 1, 2."""
     times = [WHEN + dt.timedelta(days=day) for day in range(rows)]
     frame = pd.DataFrame({"n": range(rows), "at": pd.Series(times[::-1], dtype=ARROW(pa.timestamp("us"))).astype(kind)})
     frames = [frame.tail(2), frame[frame.n % 2 == 1], frame.sort_values("at"), frame.set_axis(["x"] * rows)]
 
-    def give(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    def yield_frames(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         yield from frames
 
     done = run(
-        give,
+        yield_frames,
         [[{"k": 1}]],
         "k",
         "n long, at timestamp",
@@ -110,48 +112,49 @@ def test_values_stay_in_their_rows_whatever_the_labels(kind: Any, rows: int) -> 
         timezone=ZONE if kind.pyarrow_dtype.tz is None else "UTC",
     )
     ahead = dt.timedelta(hours=5 if kind.pyarrow_dtype.tz is None else 0)
-    expected = [(n, times[rows - 1 - n]) for one in frames for n in one.n]
-    found = zip(done.output["n"].to_pylist(), done.output["at"].to_pylist(), strict=True)
-    assert [(n, at.replace(tzinfo=None) - ahead) for n, at in found] == expected
+    expected = [(n, times[rows - 1 - n]) for part in frames for n in part.n]
+    values = zip(done.output["n"].to_pylist(), done.output["at"].to_pylist(), strict=True)
+    assert [(n, at.replace(tzinfo=None) - ahead) for n, at in values] == expected
 
 
-def test_nested_maps_of_arrow_frames_are_dicts() -> None:
+def test_nested_maps_in_frames_with_arrow_types_are_stored() -> None:
     kind = pa.struct([("m", pa.list_(pa.map_(pa.string(), pa.int64())))])
     frame = pd.DataFrame({"v": pd.Series([{"m": [[("x", 1)], None]}, None], dtype=ARROW(kind))})
 
-    def give(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    def yield_frames(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         yield frame
 
-    done = run(give, [[{"k": 1}]], "k", "v struct<m: array<map<string, bigint>>>", "n long")
+    done = run(yield_frames, [[{"k": 1}]], "k", "v struct<m: array<map<string, bigint>>>", "n long")
     assert done.output["v"].to_pylist() == [{"m": [[("x", 1)], None]}, None]
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_frames_of_any_types_as_output_and_input(rows: int) -> None:
-    """All columns in one frame, a small one and one that goes to Spark as a whole; and the same frame as a batch."""
-    given = {f"c{at}": pd.Series(values * rows, dtype=kind) for at, (kind, values, *_) in enumerate(TYPES)}
+def test_frames_of_all_types_work_as_output_state_and_input(rows: int) -> None:
+    """All types are in one frame, once small and once large enough to be sent as a whole, and also in an input
+    batch."""
+    columns_of_frame = {f"c{at}": pd.Series(values * rows, dtype=kind) for at, (kind, values, *_) in enumerate(TYPES)}
     schema = ", ".join(f"c{at} {spark}" for at, (_, _, spark, _) in enumerate(TYPES))
     stored = {f"c{at}": values * rows for at, (*_, values) in enumerate(TYPES)}
 
-    def give(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-        frame = pd.DataFrame(given)
+    def yield_frames(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        frame = pd.DataFrame(columns_of_frame)
         state.update(tuple(frame.iloc[-1]))
         yield frame
 
-    done = run(give, [[{"k": 1}]], "k", schema, schema, timezone=ZONE)
+    done = run(yield_frames, [[{"k": 1}]], "k", schema, schema, timezone=ZONE)
     assert done.output.to_pydict() == stored
     (state,) = done.state.to_pylist()
-    assert [state[name] for name in given] == [None] * len(TYPES)
+    assert [state[name] for name in columns_of_frame] == [None] * len(TYPES)
 
     def pass_on(batch: StateBatch) -> pa.Table:
         return batch.rows.drop_columns(["k"])
 
-    # Arrow's tables have no session: their times without a zone are in UTC.
-    frame = pd.DataFrame({"k": 1, **given}).drop(
-        columns=[f"c{at}" for at, it in enumerate(TYPES) if it[2] == "timestamp"]
+    # Arrow tables have no session time zone: their times without a zone are in UTC.
+    frame = pd.DataFrame({"k": 1, **columns_of_frame}).drop(
+        columns=[f"c{at}" for at, kind in enumerate(TYPES) if kind[2] == "timestamp"]
     )
     columns = {name: values for name, values in stored.items() if name in frame.columns}
-    schema = ", ".join(f"c{at} {it[2]}" for at, it in enumerate(TYPES) if f"c{at}" in columns)
+    schema = ", ".join(f"c{at} {kind[2]}" for at, kind in enumerate(TYPES) if f"c{at}" in columns)
     passed = run(pass_on, [frame], "k", schema, "n bigint", api="arrow", input_schema=f"k bigint, {schema}")
     assert passed.output.to_pydict() == columns
 
@@ -164,27 +167,27 @@ NO_TEXT = [dt.date(2024, 1, 1), pd.Timestamp("2024-01-01"), pd.Timedelta(1, "s")
 
 
 @pytest.mark.parametrize("form", ["row", "small frame", "large frame"])
-def test_no_text_is_made_of_other_values_in_output(form: str) -> None:
+def test_values_that_are_not_text_are_refused_in_a_string_column(form: str) -> None:
     for value in NO_TEXT:
 
-        def give(key: Any, pdfs: Any, state: GroupState, value: Any = value) -> Any:
-            given = value if key[0] == 3 else "x"
+        def yield_frames(key: Any, pdfs: Any, state: GroupState, value: Any = value) -> Any:
+            returned = value if key[0] == 3 else "x"
             if form == "row":
-                return [(key[0], given)]
-            return [pd.DataFrame({"k": key[0], "name": pd.Series([given] * (1 if form == "small frame" else 9))})]
+                return [(key[0], returned)]
+            return [pd.DataFrame({"k": key[0], "name": pd.Series([returned] * (1 if form == "small frame" else 9))})]
 
         with pytest.raises(StateValueError, match=r"output column 'name' of type string cannot hold .* \(key \(3,\)"):
-            run(give, [[{"k": k} for k in (1, 3, 5)]], "k", "k bigint, name string", "n bigint")
+            run(yield_frames, [[{"k": k} for k in (1, 3, 5)]], "k", "k bigint, name string", "n bigint")
 
 
-def test_missing_values_in_frames_of_objects() -> None:
+def test_missing_values_in_object_columns_become_null() -> None:
     missing = [pd.NA, pd.NaT, NAN, np.datetime64("NaT"), decimal.Decimal("NaN"), None]
 
-    def give(key: Any, pdfs: Any, state: GroupState) -> Any:
+    def yield_frames(key: Any, pdfs: Any, state: GroupState) -> Any:
         values = pd.Series(["x", *missing], dtype=object)
         return [pd.DataFrame({"k": key[0], "name": values, "names": [["x", *missing[:3]]] * len(values)})]
 
-    output = run(give, [[{"k": 1}]], "k", "k bigint, name string, names array<string>", "n bigint").output
+    output = run(yield_frames, [[{"k": 1}]], "k", "k bigint, name string, names array<string>", "n bigint").output
     assert output.column("name").to_pylist() == ["x"] + [None] * len(missing)
     assert set(map(tuple, output.column("names").to_pylist())) == {("x", None, None, None)}
     with pytest.raises(StateValueError, match=r"column 'names' of type list.* cannot hold .*date32"):

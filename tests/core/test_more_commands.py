@@ -1,4 +1,4 @@
-"""Commands for what functions of Python do: erasing keys, reports, metrics as they come, and executors."""
+"""Commands for functions of the Python API: erase, report, metrics and doctor."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.helpers.waiting import WAIT_S
 ROOT = Path(__file__).parent.parent.parent
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> list[dict[str, Any]]:
-    """The rows that a command prints."""
+def run_command(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> list[dict[str, Any]]:
+    """Run a command and return the rows that it prints."""
     assert main([*map(str, words), "-o", "jsonl"]) == code
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -37,16 +37,16 @@ def said(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> l
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[SmallRoot]:
-    with small_root(tmp_path) as made:
-        yield made
+    with small_root(tmp_path) as root:
+        yield root
 
 
-def test_keys_are_asked_for_and_told_of_until_they_are_done(
+def test_erase_keys_adds_a_request_and_erase_status_shows_its_state(
     small: SmallRoot, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(small.root)
-    assert said(capsys, "erase", "status", ".") == []
-    assert said(capsys, "erase", "status", small.root) == []
+    assert run_command(capsys, "erase", "status", ".") == []
+    assert run_command(capsys, "erase", "status", small.root) == []
     words = ["erase", "keys", small.root, "ann", "0", "bob", "0.5", "--json", '{"name": null, "x": 2}']
     assert main([*map(str, words), "-o", "jsonl"]) == 0
     out, err = capsys.readouterr()
@@ -56,26 +56,26 @@ def test_keys_are_asked_for_and_told_of_until_they_are_done(
     requests = EraseFolder(Folder(str(small.query_folder)))
     request = requests.request(1)
     assert request.keys.to_pydict() == {"name": ["ann", "bob", None], "x": [0.0, 0.5, 2.0]}
-    (status,) = said(capsys, "erase", "status", small.root, "--operator", "counts", code=1)
+    (status,) = run_command(capsys, "erase", "status", small.root, "--operator", "counts", code=1)
     assert (status["state"], status["keys"], status["done"], status["kept"]) == ("waiting", 3, None, True)
     requests.note_done(1, EraseDone(request.id, 3, 1, 1_706_788_800_000, heartbeat=9, batch=7))
-    (status,) = said(capsys, "erase", "status", small.root)
+    (status,) = run_command(capsys, "erase", "status", small.root)
     assert (status["state"], status["done"], status["batch"]) == ("done", "2024-02-01T12:00:00+00:00", 7)
 
 
-def test_a_request_is_withdrawn(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+def test_erase_withdraw_empties_a_request(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["erase", "keys", str(small.root), "ann", "0"]) == 0
     assert main(["erase", "withdraw", str(small.root), "2"]) == 2
     assert "has no erase request 2 to withdraw" in capsys.readouterr().err
     (request,) = (small.query_folder / "erase").iterdir()
     request.write_bytes(b"damaged")
-    (status,) = said(capsys, "erase", "status", small.root)
+    (status,) = run_command(capsys, "erase", "status", small.root)
     assert status["state"] == "unreadable"
     assert main(["erase", "withdraw", str(small.root), "1", "--operator", "counts"]) == 0
     assert capsys.readouterr().err == (
         "request 1 of operator counts is withdrawn: it is empty now, and is done after the next batches\n"
     )
-    (status,) = said(capsys, "erase", "status", small.root, code=1)
+    (status,) = run_command(capsys, "erase", "status", small.root, code=1)
     assert (status["state"], status["keys"]) == ("waiting", 0)
     assert main(["erase", "withdraw", str(small.root / "nothing"), "1"]) == 2
 
@@ -91,7 +91,7 @@ def test_a_request_is_withdrawn(small: SmallRoot, capsys: pytest.CaptureFixture[
         (["ann", "0", "--query-folder", "others"], "has no query folder 'others'"),
     ],
 )
-def test_what_is_no_key_is_refused(
+def test_erase_keys_refuses_invalid_keys_and_names(
     small: SmallRoot, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["erase", "keys", str(small.root), *words]) == 2
@@ -99,32 +99,30 @@ def test_what_is_no_key_is_refused(
     assert not (small.query_folder / "erase").exists()
 
 
-def test_a_key_is_erased_from_the_past_where_somebody_says_yes(
-    small: SmallRoot, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = said(capsys, "erase", "scan", small.root, "cid", "1", code=1)
+def test_erase_history_erases_a_key_only_with_yes(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run_command(capsys, "erase", "scan", small.root, "cid", "1", code=1)
     assert {row["verdict"] for row in rows} == {"found", "scanned", "out of reach"}
     history = ["erase", "history", str(small.root), "cid", "1", "--inline-batches", "0"]
     files = sorted(small.root.rglob("*.arrow"))
     before = [path.read_bytes() for path in files]
     assert main(history) == 2
     assert "look first with erase scan, then give --yes" in capsys.readouterr().err
-    # It came back in batch 5, so it is in the newest state.
+    # Batch 5 has written the key again, so it is in the newest state.
     assert main([*history, "--yes"]) == 2
     assert "newest state" in capsys.readouterr().err
     assert [path.read_bytes() for path in files] == before
-    # Later batches of the key's bucket prove the one that removed it.
+    # Later batches of the key's bucket prove that the batch which removed it is committed.
     others = {(name, 0.5 * at): Row(at) for at, name in enumerate(NAMES) if name != "cid"}
     for changes in ({**others, ("cid", 1.0): None}, others, others):
         small.job.batch(changes)
-    rows = said(capsys, *history, "--yes")
+    rows = run_command(capsys, *history, "--yes")
     assert {row["verdict"] for row in rows} == {"scanned", "out of reach"}
-    assert said(capsys, "erase", "scan", small.root, "cid", "1") == rows
+    assert run_command(capsys, "erase", "scan", small.root, "cid", "1") == rows
 
 
-def test_they_work_in_a_process_of_their_own(small: SmallRoot, tmp_path: Path) -> None:
-    """Which goes without pandas."""
-    _log(tmp_path / "metrics", 7)
+def test_commands_work_in_a_separate_process(small: SmallRoot, tmp_path: Path) -> None:
+    """They do not need pandas."""
+    write_log(tmp_path / "metrics", 7)
     root = str(small.root)
     commands: list[tuple[list[str], int, str]] = [
         (["erase", "keys", root, "ann", "0"], 0, "erase status shows when it is done"),
@@ -149,26 +147,26 @@ for words in json.loads(sys.argv[1]):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    told = done.stderr.split("exit code ")
+    outputs = done.stderr.split("exit code ")
     for at, (_, status, text) in enumerate(commands):
-        assert text in told[at]
-        assert told[at + 1].startswith(f"{status}\n")
+        assert text in outputs[at]
+        assert outputs[at + 1].startswith(f"{status}\n")
 
 
 # -- report -----------------------------------------------------------------------------------------
 
 
-def test_a_report_is_written(
+def test_report_writes_a_page(
     small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
     page = tmp_path / "page.html"
-    _log(tmp_path / "metrics", 7)
+    write_log(tmp_path / "metrics", 7)
     monkeypatch.chdir(small.root.parent)
     words = ["report", small.root.name, "--metrics", str(tmp_path / "metrics"), "--title", "Ours", "--out", str(page)]
     assert main(words) == 0
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("", f"file={page} bytes={page.stat().st_size}\n")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"file={page} bytes={page.stat().st_size}\n")
     text = page.read_text()
     assert "<title>Ours</title>" in text
     assert QUERY in text
@@ -178,7 +176,7 @@ def test_a_report_is_written(
     assert main(["report", str(small.root), "--out", str(tmp_path / "nowhere" / "page.html")]) == 3
 
 
-def _log(folder: Path, batch: int) -> None:
+def write_log(folder: Path, batch: int) -> None:
     log = MetricsLog(folder)
     log.add(CallMetrics(QUERY, "run", batch, "counts", 0, ended_ms=1_000 * batch, rows=3, job_buckets=1))
     log.flush()
@@ -187,9 +185,9 @@ def _log(folder: Path, batch: int) -> None:
 # -- metrics ----------------------------------------------------------------------------------------
 
 
-def test_metrics_are_watched_as_they_come(tmp_path: Path) -> None:
-    """In a process of its own, while another one writes."""
-    _log(tmp_path, 1)
+def test_metrics_watch_shows_new_calls(tmp_path: Path) -> None:
+    """The command runs in a separate process while this one writes metrics."""
+    write_log(tmp_path, 1)
     words = ["metrics", str(tmp_path), "--watch", "--every", "0.2", "--looks", "400"]
     watching = subprocess.Popen(
         [sys.executable, "-m", "spark_state_ext", *words],
@@ -203,11 +201,11 @@ def test_metrics_are_watched_as_they_come(tmp_path: Path) -> None:
         batch = 1
         while b" 77 " not in seen:
             line = watching.stdout.readline()
-            assert line, "it ended"
+            assert line, "the command ended"
             seen += line
             if b"counts" in seen and batch == 1:
                 batch = 77
-                _log(tmp_path / "below", batch)
+                write_log(tmp_path / "below", batch)
         assert b"rows/s" in seen
         watching.send_signal(signal.SIGINT)
         _, err = watching.communicate(timeout=WAIT_S)
@@ -220,11 +218,11 @@ def test_metrics_are_watched_as_they_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words", [["--every", "1"], ["--looks", "2"], ["--watch", "--calls"], ["--watch", "-o", "json"], ["--watch"]]
 )
-def test_what_cannot_be_watched_is_refused(
+def test_metrics_watch_refuses_invalid_options(
     tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     if words != ["--watch"]:
-        _log(tmp_path, 1)
+        write_log(tmp_path, 1)
     assert main(["metrics", str(tmp_path), *words]) == 2
     assert "UsageError: " in capsys.readouterr().err
 
@@ -247,15 +245,15 @@ _GOOD = {"host": "one", "executable": "/python", **_HERE, **dict.fromkeys(WORKER
         ({"fsspec": "2.0"}, "executors: fsspec", "executors differ", "one release of fsspec"),
     ],
 )
-def test_executors_that_differ_are_found(other: dict[str, Any], what: str, problem: str, change: str) -> None:
-    found = diagnose_executors([_GOOD, {**_GOOD, "host": "two", **other}], _HERE)
-    assert found[0].seen == "2 asked: one (/python), two (/python)"
-    assert [it.what for it in found if it.problem] == ([what] if what else [])
-    for it in found:
-        if it.problem:
-            assert problem in it.problem
-            assert change in it.change
-            assert "on one" in it.seen
+def test_doctor_reports_executors_that_differ(other: dict[str, Any], what: str, problem: str, change: str) -> None:
+    findings = diagnose_executors([_GOOD, {**_GOOD, "host": "two", **other}], _HERE)
+    assert findings[0].seen == "2 asked: one (/python), two (/python)"
+    assert [finding.what for finding in findings if finding.problem] == ([what] if what else [])
+    for finding in findings:
+        if finding.problem:
+            assert problem in finding.problem
+            assert change in finding.change
+            assert "on one" in finding.seen
 
 
 @pytest.mark.parametrize(
@@ -266,5 +264,5 @@ def test_executors_that_differ_are_found(other: dict[str, Any], what: str, probl
         ("", "it does not say why"),
     ],
 )
-def test_the_reason_is_at_the_bottom(text: str, reason: str | None) -> None:
+def test_the_reason_of_a_failure_is_its_last_cause(text: str, reason: str | None) -> None:
     assert extract_reason(text) == (reason or "java.io.IOException: error=2")

@@ -1,4 +1,4 @@
-"""A state larger than compactions may be: its snapshots become runs, and the store stays small."""
+"""If state exceeds the size of a compaction, its snapshots become runs, and the store stays small."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rows_of(keys: np.ndarray, value: int, live: bool = True) -> pa.RecordBatch:
     hashes = keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     values = np.full(n, value) if live else pa.nulls(n, pa.int64())
     columns = [hashes, keys, values, pa.nulls(n, pa.int64()), np.full(n, live), np.full(n, not live)]
-    return sort_by_hash(pa.RecordBatch.from_arrays([pa.array(it) for it in columns], schema=SCHEMA.arrow))
+    return sort_by_hash(pa.RecordBatch.from_arrays([pa.array(column) for column in columns], schema=SCHEMA.arrow))
 
 
 def buffer_with(rows: pa.RecordBatch, folder: Path) -> SpillBuffer:
@@ -49,7 +49,7 @@ def buffer_with(rows: pa.RecordBatch, folder: Path) -> SpillBuffer:
 
 
 class Job:
-    """A bucket whose keys change at random; after each batch its values are known."""
+    """A bucket whose keys change at random, with the values expected after each batch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -81,8 +81,8 @@ class Job:
             each()
 
     def snapshots(self) -> set[CheckpointRef]:
-        found = [parse_file_name(path.name) for path in (self.folder / "root" / "3").iterdir()]
-        return {it[0] for it in found if it is not None and it[1] == SNAPSHOT}
+        names = [parse_file_name(path.name) for path in (self.folder / "root" / "3").iterdir()]
+        return {name[0] for name in names if name is not None and name[1] == SNAPSHOT}
 
     def check(self) -> None:
         table = pa.Table.from_batches(self.bucket().scan()).sort_by("key.k")
@@ -96,7 +96,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(tmp_path)
 
 
-def test_the_store_stays_in_proportion_to_the_state(job: Job) -> None:
+def test_the_size_of_the_store_stays_proportional_to_the_state(job: Job) -> None:
     sizes: list[int] = []
     runs: list[int] = []
     on_disk: list[int] = []
@@ -109,22 +109,22 @@ def test_the_store_stays_in_proportion_to_the_state(job: Job) -> None:
 
     job.history(400, record)
     assert max(sizes) < 4 * STATE_BYTES
-    assert max(sizes[200:]) <= 1.2 * max(sizes[:200]), "it does not grow with the batches"
+    assert max(sizes[200:]) <= 1.2 * max(sizes[:200]), "the store does not grow with the batches"
     assert max(runs) < 25
     assert max(on_disk) < 4 * STATE_BYTES
     job.check()
 
 
-def test_merging_alone_would_not_do(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the test above can fail."""
+def test_compaction_alone_lets_the_store_grow(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above relies on this."""
     monkeypatch.setattr(LocalStore, "outgrown", lambda store, view: False)
     job.history(300)
     assert job.store.view(job.pointer.ref).size_bytes > 6 * STATE_BYTES
     job.check()
 
 
-def test_where_snapshots_come_late(job: Job) -> None:
-    """Written in the background, while the batches go on and merge what they may."""
+def test_snapshots_become_runs_even_if_they_are_written_late(job: Job) -> None:
+    """They are written in the background, while batches continue and runs are compacted."""
     job.background = Background()
     ends: set[CheckpointRef] = set()
 
@@ -135,42 +135,42 @@ def test_where_snapshots_come_late(job: Job) -> None:
     assert job.background.wait(WAIT_S)
     job.batch(np.arange(9))
     record()
-    assert len(ends) > 1, "a snapshot lies on the way from the head down, whatever was merged meanwhile"
+    assert len(ends) > 1, "compaction does not merge across a snapshot"
     assert ends == job.snapshots()
     job.check()
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "error", "told"),
+    ("where", "name", "error", "reason"),
     [
         (LocalStore, "ingest", StoreFullError("no room"), "no room"),
-        # What PyArrow says under a limit such as spark.executor.pyspark.memory.
+        # PyArrow's error under a limit such as spark.executor.pyspark.memory.
         (pa, "memory_map", OSError("Memory mapping file failed: Cannot allocate memory"), "no address space"),
     ],
     ids=["a full disk", "no address space"],
 )
-def test_a_snapshot_that_does_not_fit_is_sent_all_the_same(
+def test_a_snapshot_that_does_not_fit_into_the_store_is_still_uploaded(
     job: Job,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     where: object,
     name: str,
     error: Exception,
-    told: str,
+    reason: str,
 ) -> None:
-    def fails(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(where, name, fails)
+    monkeypatch.setattr(where, name, fail)
     job.history(120)
-    assert f"keeps its old runs: {told}" in caplog.text
+    assert f"keeps its old runs: {reason}" in caplog.text
     assert job.snapshots()
     assert not list(job.store._environment.folder.glob("incoming-*"))
     job.check()
 
 
-def test_a_state_that_shrinks_leaves_nothing_behind(job: Job) -> None:
-    """Many keys come and go; what is left of them must not wait for so many others to come."""
+def test_the_store_shrinks_with_the_state(job: Job) -> None:
+    """Rows of removed keys must not stay until as many other keys have been added."""
     job.history(1)
     removed = buffer_with(rows_of(np.arange(3, KEYS), 1, live=False), job.folder)
     job.pointer = job.bucket().commit(removed).pointer
@@ -182,7 +182,7 @@ def test_a_state_that_shrinks_leaves_nothing_behind(job: Job) -> None:
 
 
 @given(st.lists(st.integers(1, 1_000), max_size=30), st.integers(1, 5_000), st.integers(0, 30))
-def test_no_merge_crosses_the_border(sizes: list[int], bytes_max: int, border: int) -> None:
+def test_no_compaction_crosses_the_border(sizes: list[int], bytes_max: int, border: int) -> None:
     border = min(border, len(sizes))
     chosen = choose_compaction(sizes, bytes_max, border)
     if chosen is not None:

@@ -1,4 +1,4 @@
-"""Which bucket a source's partition is in: mappings, assignments and tables, against a plain model of a producer."""
+"""The bucket of each source partition: mappings, assignments and tables, compared with a model of a producer."""
 
 from __future__ import annotations
 
@@ -38,28 +38,29 @@ from spark_state_ext.files.partition_files import (
 )
 from tests.helpers.soak import examples
 
-# However slow the machine is.
-_UNHURRIED = settings(max_examples=examples(100), deadline=None)
-# A count, and by what it was multiplied, each time that the source grew.
+# No deadline: machines may be slow.
+_NO_DEADLINE = settings(max_examples=examples(100), deadline=None)
+# A first number of partitions, and the numbers that the source grows to.
 _GROWTH = st.tuples(st.integers(1, 12), st.lists(st.integers(2, 4), max_size=3)).map(
-    lambda it: [it[0] * int(np.prod(it[1][:at])) for at in range(len(it[1]) + 1)]
+    lambda pair: [pair[0] * int(np.prod(pair[1][:at])) for at in range(len(pair[1]) + 1)]
 )
 _NAMES = st.text(min_size=1, max_size=3)
 _HASHES = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=60)
 
 
 def by_halves(current_index: int, current_count: int, initial_count: int) -> int:
-    """Of a producer whose partitions split: 0 and 1 began, and each new one has keys of partition 1."""
+    """Mapping of a producer that splits partitions: it began with 0 and 1, and new partitions have keys of partition
+    1."""
     return min(current_index, initial_count - 1)
 
 
 def to_itself(current_index: int, current_count: int, initial_count: int) -> int:
-    """A mapping with a mistake: a new partition is taken for a bucket of its own."""
+    """A wrong mapping: a new partition becomes a bucket of its own."""
     return current_index
 
 
 def by_count(current_index: int, current_count: int, initial_count: int) -> int:
-    """A mapping that cannot be told from rows."""
+    """A mapping that depends on the current number of partitions, which rows do not show."""
     return current_index if current_index < initial_count else current_count % initial_count
 
 
@@ -81,57 +82,59 @@ HERE = "tests.core.test_partitions"
 # -- a producer ------------------------------------------------------------------------------------
 
 
-def _counted_by_bucket(rows: Sequence[tuple[int, int]], bucket_of: Callable[[int], int]) -> list[int]:
-    """How often a key has come, as an operator tells with each row that has its state in buckets."""
+def count_by_bucket(rows: Sequence[tuple[int, int]], bucket_of: Callable[[int], int]) -> list[int]:
+    """Return how often each row's key has come so far, counted with state by bucket."""
     state: dict[tuple[int, int], int] = {}
-    told = []
+    counts = []
     for key, partition in rows:
         place = bucket_of(partition), key
         state[place] = state.get(place, 0) + 1
-        told.append(state[place])
-    return told
+        counts.append(state[place])
+    return counts
 
 
-def _produced(counts: Sequence[int], hashes: Sequence[int]) -> list[tuple[int, int]]:
-    """Key and partition of all keys, written once for each count."""
+def produce_rows(counts: Sequence[int], hashes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return key and partition of all keys, written once for each number of partitions."""
     return [(key, key % count) for count in counts for key in hashes]
 
 
-@_UNHURRIED
+@_NO_DEADLINE
 @given(_GROWTH, _HASHES)
-def test_a_key_keeps_its_state_whatever_the_source_grows_to(counts: list[int], hashes: list[int]) -> None:
+def test_a_key_keeps_its_state_when_the_source_grows(counts: list[int], hashes: list[int]) -> None:
     hashes = sorted(set(hashes))
     source = SourcePartition("partition", counts)
-    rows = _produced(counts, hashes)
+    rows = produce_rows(counts, hashes)
     table = source.assignment.streams[0].buckets
-    right = [at + 1 for at in range(len(counts)) for _ in hashes]
-    assert _counted_by_bucket(rows, lambda partition: table[partition]) == right
+    expected = [at + 1 for at in range(len(counts)) for _ in hashes]
+    assert count_by_bucket(rows, lambda partition: table[partition]) == expected
     assert source.bucket_map.buckets == counts[0]
 
 
-def test_broken_mappings_lose_counts() -> None:
-    """What the model finds of mappings that nobody checks: the very example of Samza's proposal, 2 partitions to 4."""
-    rows = _produced([2, 4], range(8))
-    assert _counted_by_bucket(rows, lambda partition: partition)[8:] == [2, 2, 1, 1, 2, 2, 1, 1]
-    assert set(_counted_by_bucket(rows, lambda partition: min(partition, 1))[8:]) == {1, 2}
-    assert set(_counted_by_bucket(rows, lambda partition: partition % 2)[8:]) == {2}
-    # 3 is no multiple of 2, and no mapping helps.
-    grown = _produced([2, 3], range(6))
+def test_wrong_mappings_lose_counts() -> None:
+    """The model detects wrong mappings that are not validated. The example is that of Samza's proposal, 2 partitions to
+    4."""
+    rows = produce_rows([2, 4], range(8))
+    assert count_by_bucket(rows, lambda partition: partition)[8:] == [2, 2, 1, 1, 2, 2, 1, 1]
+    assert set(count_by_bucket(rows, lambda partition: min(partition, 1))[8:]) == {1, 2}
+    assert set(count_by_bucket(rows, lambda partition: partition % 2)[8:]) == {2}
+    # 3 is not a multiple of 2, and no mapping helps.
+    grown = produce_rows([2, 3], range(6))
     for table in ((0, 1, 0), (0, 1, 1)):
-        assert set(_counted_by_bucket(grown, table.__getitem__)[6:]) == {1, 2}
+        assert set(count_by_bucket(grown, table.__getitem__)[6:]) == {1, 2}
     with pytest.raises(UsageError, match="3, which is not a multiple of the first number, 2"):
         SourcePartition("partition", [2, 3])
 
 
-@_UNHURRIED
+@_NO_DEADLINE
 @given(st.integers(1, 4), st.lists(st.integers(1, 40), max_size=6, unique=True).map(sorted), _HASHES)
-def test_whatever_a_source_grows_to_no_count_is_wrong(first: int, grown: list[int], hashes: list[int]) -> None:
-    """Offsets let only a number pass that goes right, and rows none that the source has not had."""
-    counts = [first, *(first * it for it in (2, 4, 8))]
+def test_counts_stay_right_for_each_size_that_is_not_refused(first: int, grown: list[int], hashes: list[int]) -> None:
+    """The source's offsets allow only sizes that can be followed, and rows never prove a size that the source has not
+    had."""
+    counts = [first, *(first * times for times in (2, 4, 8))]
     source = SourcePartition("p", counts, checkpoint_location="/checkpoint")
     table, known = source.assignment.streams[0].buckets, source.assignment
     state: Counter[tuple[int, int]] = Counter()
-    for times, count in enumerate([first, *(it for it in grown if first < it <= counts[-1])], 1):
+    for times, count in enumerate([first, *(size for size in grown if first < size <= counts[-1])], 1):
         partitions = [key % count for key in set(hashes)]
         _, new = source.buckets_of(pa.chunked_array([pa.array(partitions, pa.int64())]), None)
         try:
@@ -151,14 +154,16 @@ def test_whatever_a_source_grows_to_no_count_is_wrong(first: int, grown: list[in
 # -- assignments and tables ------------------------------------------------------------------------
 
 
-@_UNHURRIED
+@_NO_DEADLINE
 @given(st.dictionaries(_NAMES, _GROWTH, min_size=1, max_size=4), st.sampled_from([BY_PARTITION, "s"]), st.data())
-def test_tables_of_rows(counts: dict[str, list[int]], group_by: str, data: st.DataObject) -> None:
+def test_rows_are_assigned_to_the_buckets_of_their_partitions(
+    counts: dict[str, list[int]], group_by: str, data: st.DataObject
+) -> None:
     group_by = BY_PARTITION if group_by == BY_PARTITION else BY_STREAM_AND_PARTITION
     if group_by == BY_PARTITION:
-        # They began alike, and have grown each by itself.
+        # The streams began with the same number of partitions, and have grown independently.
         began = next(iter(counts.values()))[0]
-        counts = {name: [began * it // mine[0] for it in mine] for name, mine in counts.items()}
+        counts = {name: [began * count // mine[0] for count in mine] for name, mine in counts.items()}
     source = SourcePartition("p", counts, stream="s", group_by=group_by)
     names, first = sorted(counts), 0
     model: dict[tuple[str, int], int] = {}
@@ -179,47 +184,47 @@ def test_tables_of_rows(counts: dict[str, list[int]], group_by: str, data: st.Da
     assert carried.source_partition is not None
     assert carried.source_partition.buckets_of(partitions, streams)[0].tolist() == [model[row] for row in rows]
     assert carried.bucket_map == source.bucket_map
-    assert carried.buckets == (max if group_by == BY_PARTITION else sum)(it[0] for it in counts.values())
+    assert carried.buckets == (max if group_by == BY_PARTITION else sum)(of_stream[0] for of_stream in counts.values())
 
 
-@_UNHURRIED
+@_NO_DEADLINE
 @given(st.dictionaries(_NAMES, _GROWTH, min_size=1, max_size=3))
-def test_assignments_are_read_as_they_were_written(counts: dict[str, list[int]]) -> None:
+def test_assignments_round_trip(counts: dict[str, list[int]]) -> None:
     reached = {name: mine[-1] for name, mine in list(counts.items())[1:]}
     options: dict[str, Any] = {"stream": "s", "group_by": BY_STREAM_AND_PARTITION, "reached": reached}
-    found = SourcePartition("p", counts, **options).assignment
-    data = found.encode()
-    assert PartitionAssignment.decode(data, "partitions_0.json") == found
+    assignment = SourcePartition("p", counts, **options).assignment
+    data = assignment.encode()
+    assert PartitionAssignment.decode(data, "partitions_0.json") == assignment
     assert SourcePartition("p", dict(reversed(counts.items())), **options).assignment.encode() == data
-    assert PartitionAssignment.from_plain(json.loads(json.dumps(found.to_plain()))) == found
+    assert PartitionAssignment.from_plain(json.loads(json.dumps(assignment.to_plain()))) == assignment
 
 
-@_UNHURRIED
+@_NO_DEADLINE
 @given(_GROWTH, st.data())
-def test_growing_is_the_same_in_one_step_and_in_many(counts: list[int], data: st.DataObject) -> None:
-    def told(some: Sequence[int]) -> PartitionAssignment:
+def test_growth_gives_the_same_assignment_in_one_step_and_in_many(counts: list[int], data: st.DataObject) -> None:
+    def assign(some: Sequence[int]) -> PartitionAssignment:
         return SourcePartition("p", list(some)).assignment
 
-    recorded = told(counts[:1])
+    recorded = assign(counts[:1])
     for at in range(len(counts)):
-        # A plan may leave out counts that the source had for a while.
+        # A plan may omit sizes that the source had in between.
         between = data.draw(st.sets(st.sampled_from(counts[: at + 1])))
-        recorded = recorded.grown_to(told(sorted({counts[0], *between, counts[at]})))
-        assert recorded.streams[0].buckets == told(counts[: at + 1]).streams[0].buckets
-        assert recorded.grown_to(told(sorted({counts[0], counts[at]}))) is recorded
+        recorded = recorded.grown_to(assign(sorted({counts[0], *between, counts[at]})))
+        assert recorded.streams[0].buckets == assign(counts[: at + 1]).streams[0].buckets
+        assert recorded.grown_to(assign(sorted({counts[0], counts[at]}))) is recorded
         if at:
             with pytest.raises(PartitionsChangedError, match=f"{counts[at]} partitions"):
-                recorded.grown_to(told(counts[:at]))
-    assert recorded == told(sorted(recorded.streams[0].counts))
+                recorded.grown_to(assign(counts[:at]))
+    assert recorded == assign(sorted(recorded.streams[0].counts))
 
 
 def test_a_partition_never_goes_to_another_bucket() -> None:
-    by_rest = SourcePartition("p", [2, 4]).assignment
+    by_modulo = SourcePartition("p", [2, 4]).assignment
     by_function = SourcePartition("p", [2, 4], before_expansion=f"{HERE}:by_halves").assignment
     with pytest.raises(PartitionsChangedError, match=r"partition 2 has its keys in bucket 0, but .* in bucket 1"):
-        by_rest.grown_to(by_function)
+        by_modulo.grown_to(by_function)
     with pytest.raises(PartitionsChangedError, match="streams and first counts"):
-        by_rest.grown_to(SourcePartition("p", 4).assignment)
+        by_modulo.grown_to(SourcePartition("p", 4).assignment)
     assert by_function.grown_to(SourcePartition("p", [2, 5], before_expansion=f"{HERE}:by_halves").assignment) == (
         SourcePartition("p", [2, 4, 5], before_expansion=f"{HERE}:by_halves").assignment
     )
@@ -255,14 +260,14 @@ def test_a_partition_never_goes_to_another_bucket() -> None:
         ([2, 4], "HERE", "which is not a function"),
     ],
 )
-def test_there_is_no_such_source(counts: object, function: str | None, text: str) -> None:
+def test_invalid_counts_and_mappings_are_refused(counts: object, function: str | None, text: str) -> None:
     path = None if function is None else f"{HERE}:{function}"
     with pytest.raises(UsageError, match=text):
         SourcePartition("p", counts, before_expansion=path)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("arguments", "text"),
     [
         ({"column": ""}, "name of a column"),
         ({"stream": ""}, "name of a column"),
@@ -300,9 +305,9 @@ def test_there_is_no_such_source(counts: object, function: str | None, text: str
         ({"before_expansion": "no_such_package:f"}, "cannot be imported here"),
     ],
 )
-def test_arguments_are_checked(given: dict[str, object], text: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, object], text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        SourcePartition(**{"column": "p", "counts": 2, **given})  # type: ignore[arg-type]
+        SourcePartition(**{"column": "p", "counts": 2, **arguments})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -322,7 +327,7 @@ def test_arguments_are_checked(given: dict[str, object], text: str) -> None:
         ([0, 0], ["a", None], UsageError, "'s' is NULL in 1 rows"),
     ],
 )
-def test_rows_of_no_such_partition(
+def test_rows_with_unknown_partitions_or_streams_are_refused(
     partitions: list[int | None], streams: list[str | None], error: type[Exception], text: str
 ) -> None:
     source = SourcePartition("p", {"a": [2, 4], "b": 1}, stream="s", group_by=BY_STREAM_AND_PARTITION)
@@ -339,7 +344,9 @@ _GROWN = StreamPartitions("", (2, 4, 8), (0, 1) * 4)
     ("reached", "largest", "proven"),
     [(2, 1, 2), (2, 3, 4), (4, 0, 4), (4, 3, 4), (2, 7, 8), (8, 6, 8), (2, 2, None), (2, 4, None), (4, 6, None)],
 )
-def test_the_last_partition_proves_a_count(reached: int, largest: int, proven: int | None) -> None:
+def test_rows_of_the_last_partition_prove_the_number_of_partitions(
+    reached: int, largest: int, proven: int | None
+) -> None:
     before = PartitionAssignment((replace(_GROWN, reached=reached),))
     if proven is not None:
         after = before.reached_by({"": largest})
@@ -360,7 +367,7 @@ def test_the_last_partition_proves_a_count(reached: int, largest: int, proven: i
     [
         ({"t": 2}, None, ""),
         ({"t": 4, "u": 8}, None, ""),
-        # Right without being declared: its rows go to the buckets of their keys.
+        # Valid without being declared: its rows go to the buckets of their keys.
         ({"t": 6}, None, ""),
         (
             {"t": 3},
@@ -373,7 +380,7 @@ def test_the_last_partition_proves_a_count(reached: int, largest: int, proven: i
         ({}, UsageError, "does not name the source's partitions.*Omit checkpoint_location"),
     ],
 )
-def test_a_real_number_is_compared_with_the_plan(
+def test_the_sources_number_of_partitions_is_compared_with_the_plan(
     topics: dict[str, int], error: type[Exception] | None, text: str
 ) -> None:
     source = SourcePartition("p", [2, 4, 8], checkpoint_location="file:/checkpoint/")
@@ -387,7 +394,7 @@ def test_a_real_number_is_compared_with_the_plan(
     assert "offsets/7" in str(caught.value)
 
 
-def test_real_numbers_of_streams() -> None:
+def test_the_number_of_partitions_is_compared_for_each_stream() -> None:
     source = SourcePartition("p", {"a": [3, 6], "b": 3}, stream="s", checkpoint_location="/checkpoint")
     source.refuse_counts({"a": 6, "b": 3, "of another source": 5}, False, "offsets/7")
     source.refuse_counts({"a": 6}, True, "offsets/7")
@@ -395,14 +402,14 @@ def test_real_numbers_of_streams() -> None:
         source.refuse_counts({"a": 3, "b": 6}, False, "offsets/7")
     with pytest.raises(UsageError, match=r"does not name a stream 'b', .* Kafka topics: a, c\. .* column 'topic'"):
         source.refuse_counts({"a": 3, "c": 3}, False, "offsets/7")
-    # Only the function knows what other numbers are right.
+    # Only the function knows which other numbers are valid.
     by_halves = SourcePartition("p", [2, 5], before_expansion=f"{HERE}:by_halves", checkpoint_location="/checkpoint")
     by_halves.refuse_counts({"t": 5}, False, "offsets/7")
     with pytest.raises(PartitionsChangedError, match=r"If before_expansion is right for 4, .*counts=\[2, 4, 5\]"):
         by_halves.refuse_counts({"t": 4}, False, "offsets/7")
 
 
-def test_an_option_is_a_map_or_a_source() -> None:
+def test_bucket_by_must_be_a_bucket_map_or_a_source_partition() -> None:
     with pytest.raises(UsageError, match="a BucketMap of hashes, or a SourcePartition"):
         StateOptions(root="/state", bucket_by=BucketMap.of_partitions({"": 2}))
     with pytest.raises(UsageError, match="a BucketMap of hashes, or a SourcePartition"):
@@ -412,20 +419,20 @@ def test_an_option_is_a_map_or_a_source() -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_damaged_assignments() -> None:
+def test_damaged_assignment_files_are_refused() -> None:
     counts: dict[str, int | list[int]] = {"a": [2, 4], "b": 3}
     reached = {"a": 4}
-    made = SourcePartition("p", counts, stream="s", group_by=BY_STREAM_AND_PARTITION, reached=reached)
-    data = made.assignment.encode()
+    source = SourcePartition("p", counts, stream="s", group_by=BY_STREAM_AND_PARTITION, reached=reached)
+    data = source.assignment.encode()
     for at in range(len(data)):
         for bit in (0x01, 0x20):
             damaged = bytearray(data)
             damaged[at] ^= bit
             try:
-                same = PartitionAssignment.decode(bytes(damaged), "partitions_0.json")
+                decoded = PartitionAssignment.decode(bytes(damaged), "partitions_0.json")
             except (CorruptFileError, VersionSkewError):
                 continue
-            assert same.encode() == data
+            assert decoded.encode() == data
     for end in range(len(data)):
         with pytest.raises(CorruptFileError):
             PartitionAssignment.decode(data[:end], "partitions_0.json")
@@ -448,14 +455,14 @@ def test_damaged_assignments() -> None:
         [],
     ],
 )
-def test_files_with_no_assignment(streams: object) -> None:
+def test_files_without_a_valid_assignment_are_refused(streams: object) -> None:
     fields = {"format": PARTITIONS_FORMAT, "streams": streams}
     data = json.dumps({**fields, "checksum": compute_checksum(fields)}).encode()
     with pytest.raises(CorruptFileError, match="partitions_0"):
         PartitionAssignment.decode(data, "partitions_0.json")
 
 
-def test_names_of_files() -> None:
+def test_names_of_assignment_files_are_parsed() -> None:
     assert [parse_partitions_name(partitions_name(number)) for number in (0, 1, 10, 999_999_999)] == [
         *(0, 1, 10, 999_999_999)
     ]
@@ -469,72 +476,72 @@ def test_names_of_files() -> None:
         assert parse_partitions_name(name) is None
 
 
-def _told(*counts: int, function: BeforeExpansion | None = None) -> PartitionAssignment:
+def make_assignment(*counts: int, function: BeforeExpansion | None = None) -> PartitionAssignment:
     return PartitionAssignment.declared(BucketMap.of_partitions({"": counts[0]}), {"": counts}, function)
 
 
-def test_numbered_files(tmp_path: Path) -> None:
+def test_each_change_of_the_assignment_writes_a_new_file(tmp_path: Path) -> None:
     files = Folder(str(tmp_path))
     assert newest_assignment(files) is None
     with pytest.raises(PartitionsChangedError, match=r"but partitions_0\.json"):
-        record_assignment(files, _told(2), has_state=True)
+        record_assignment(files, make_assignment(2), has_state=True)
     assert list(tmp_path.iterdir()) == []
-    assert record_assignment(files, _told(2), has_state=False) == _told(2)
-    # What another process of the first batch finds is what it would have written.
-    assert record_assignment(files, _told(2), has_state=False) == _told(2)
-    assert record_assignment(files, _told(2, 4), has_state=True) == _told(2, 4)
-    assert record_assignment(files, _told(2, 8), has_state=True) == _told(2, 4, 8)
-    assert sorted(it.name for it in tmp_path.iterdir()) == [f"partitions_{n}.json" for n in range(3)]
-    for refused in (_told(2, 4), _told(2), _told(2, 8, function=by_halves)):
-        for ask in (refuse_assignment, lambda *them: record_assignment(*them, has_state=True)):
+    assert record_assignment(files, make_assignment(2), has_state=False) == make_assignment(2)
+    # Another process of the first batch finds the file that it would have written.
+    assert record_assignment(files, make_assignment(2), has_state=False) == make_assignment(2)
+    assert record_assignment(files, make_assignment(2, 4), has_state=True) == make_assignment(2, 4)
+    assert record_assignment(files, make_assignment(2, 8), has_state=True) == make_assignment(2, 4, 8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"partitions_{n}.json" for n in range(3)]
+    for refused in (make_assignment(2, 4), make_assignment(2), make_assignment(2, 8, function=by_halves)):
+        for check in (refuse_assignment, lambda *arguments: record_assignment(*arguments, has_state=True)):
             with pytest.raises(PartitionsChangedError):
-                ask(files, refused)
-    # Of the operator file's business.
-    refuse_assignment(files, _told(4))
+                check(files, refused)
+    # The operator file checks another first number of partitions.
+    refuse_assignment(files, make_assignment(4))
     with pytest.raises(PartitionsChangedError, match="streams and first counts"):
-        record_assignment(files, _told(4, 8), has_state=True)
-    assert sorted(it.name for it in tmp_path.iterdir()) == [f"partitions_{n}.json" for n in range(3)]
-    # What rows prove is recorded once, and stays in force whatever a plan says.
+        record_assignment(files, make_assignment(4, 8), has_state=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"partitions_{n}.json" for n in range(3)]
+    # Growth that rows prove is recorded once, and stays in force for every later plan.
     for _ in range(2):
         assert record_growth(files, {"": 3}).streams[0].reached == 4
     with pytest.raises(PartitionsChangedError, match="from partition 4, but not from partition 7"):
         record_growth(files, {"": 4})
-    assert record_assignment(files, _told(2, 8), has_state=True).streams[0].reached == 4
-    assert sorted(it.name for it in tmp_path.iterdir()) == [f"partitions_{n}.json" for n in range(4)]
+    assert record_assignment(files, make_assignment(2, 8), has_state=True).streams[0].reached == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"partitions_{n}.json" for n in range(4)]
     (tmp_path / "partitions_3.json").unlink()
     (tmp_path / "partitions_2.json").write_bytes(b"{}")
     with pytest.raises(CorruptFileError, match=r"partitions_2.json is not a valid assignment .* Bring it back"):
         newest_assignment(files)
 
 
-def test_two_writers_at_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one comes in between: what it wrote is compared, whatever it was."""
+def test_concurrent_writers_merge_their_assignments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process writes its assignment first, and it is compared with this one."""
     files, create = Folder(str(tmp_path)), Folder.create
-    others: list[PartitionAssignment] = [_told(2, 4)]
+    others: list[PartitionAssignment] = [make_assignment(2, 4)]
 
-    def beaten(self: Folder, name: str, data: bytes) -> bool:
+    def create_after_other(self: Folder, name: str, data: bytes) -> bool:
         if others:
             create(self, name, others.pop().encode())
         return create(self, name, data)
 
-    monkeypatch.setattr(Folder, "create", beaten)
-    assert record_assignment(files, _told(2, 8), has_state=False) == _told(2, 4, 8)
-    others.append(_told(2, 4, 8, 16))
+    monkeypatch.setattr(Folder, "create", create_after_other)
+    assert record_assignment(files, make_assignment(2, 8), has_state=False) == make_assignment(2, 4, 8)
+    others.append(make_assignment(2, 4, 8, 16))
     with pytest.raises(PartitionsChangedError, match="up to 16 partitions"):
-        record_assignment(files, _told(2, 4, 8, 12, function=lambda at, _, first: at % first), has_state=True)
+        record_assignment(files, make_assignment(2, 4, 8, 12, function=lambda at, _, first: at % first), has_state=True)
 
 
-def test_streams_that_are_no_assignment() -> None:
-    one = StreamPartitions("a", (2,), (0, 1))
+def test_invalid_assignments_of_streams_are_refused() -> None:
+    stream = StreamPartitions("a", (2,), (0, 1))
     with pytest.raises(UsageError, match="ascend by name"):
-        PartitionAssignment((one, one))
+        PartitionAssignment((stream, stream))
     with pytest.raises(UsageError, match="cannot be in buckets"):
-        replace(one, buckets=(0,))
+        replace(stream, buckets=(0,))
     with pytest.raises(UsageError, match="cannot be assigned to 2 buckets"):
         PartitionAssignment.declared(BucketMap(2), {"": [2]}, None)
 
 
-def test_what_the_public_names_are() -> None:
+def test_the_package_exports_source_partition() -> None:
     import spark_state_ext
 
     assert spark_state_ext.SourcePartition is SourcePartition
