@@ -322,7 +322,7 @@ def test_a_replaced_run_stops_even_while_its_renewal_hangs(tmp_path: Path, clock
     first.hold()
     hang = start_hanging_renewal(first, files, clock)
     second.hold()
-    # The first run reads the lease while its renewal read_or_hang.
+    # The first run reads the lease while its renewal hangs.
     with pytest.raises(LiveRunError, match=r"was take_lease over by .* other application"):
         first.hold()
     # Its late write changes nothing.
@@ -337,7 +337,7 @@ def test_a_replaced_run_stops_even_while_its_renewal_hangs(tmp_path: Path, clock
 
 @pytest.mark.parametrize("requests", [2, 9])
 def test_hanging_requests_stop_neither_renewals_nor_checks(tmp_path: Path, requests: int) -> None:
-    """Another thread repeats a renewal or a check that has take_lease as long as the lease lasts."""
+    """Another thread repeats a renewal or a check that has taken as long as the lease lasts."""
     never, hung = threading.Event(), [requests]
     first = Lease(Folder(str(tmp_path)), RunIdentity("one", "plan of one"), 100)
     first.hold()

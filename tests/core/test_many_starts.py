@@ -95,7 +95,7 @@ class StartedJob:
         clean_up(self.files, clean_up_at(self.pointer, RETAINED), self.scratch, time.time() + 700)
 
     def restore_state(self) -> Model:
-        """Return the job's state, restore_state on an empty disk."""
+        """Return the job's state, restored on an empty disk."""
         with self._bucket(self.scratch / "fresh") as bucket:
             state = bucket.read(scan)
         shutil.rmtree(self.scratch / "fresh")

@@ -1,4 +1,4 @@
-"""What goes between peers, what decides who is asked, and what a service and a task are told of it."""
+"""Messages between peers, the choice between peers and the backend, and the settings of services and tasks."""
 
 from __future__ import annotations
 
@@ -37,22 +37,24 @@ ANOTHER = PeerSecret.of("another secret, of which nobody knows")
 NONCE = QUESTION.nonce
 
 
-def test_a_question_goes_over_the_line() -> None:
+def test_a_question_round_trips_without_its_secret() -> None:
     data = QUESTION.encode(SECRET)
     assert PeerQuestion.decode(data, SECRET) == QUESTION
     assert SECRET_TEXT.encode() not in data
     assert SECRET.key not in data
-    assert replace(QUESTION, nonce=PeerQuestion(*_fields(QUESTION)).nonce) != QUESTION, "each has a nonce of its own"
+    assert replace(QUESTION, nonce=PeerQuestion(*get_fields(QUESTION)).nonce) != QUESTION, (
+        "each question has its own nonce"
+    )
     with pytest.raises(CorruptFileError, match="different secrets"):
         PeerQuestion.decode(data, ANOTHER)
 
 
-def _fields(it: PeerQuestion) -> tuple[Any, ...]:
-    return it.key, it.ref, it.body_digest, it.ranges
+def get_fields(question: PeerQuestion) -> tuple[Any, ...]:
+    return question.key, question.ref, question.body_digest, question.ranges
 
 
 @given(at=st.integers(0, len(QUESTION.encode(SECRET)) - 1), bit=st.integers(0, 7))
-def test_a_question_of_which_a_bit_was_changed_is_refused(at: int, bit: int) -> None:
+def test_a_question_with_a_changed_bit_is_refused(at: int, bit: int) -> None:
     data = bytearray(QUESTION.encode(SECRET))
     data[at] ^= 1 << bit
     with pytest.raises(CorruptFileError):
@@ -60,27 +62,27 @@ def test_a_question_of_which_a_bit_was_changed_is_refused(at: int, bit: int) -> 
 
 
 @given(st.binary(max_size=100))
-def test_no_bytes_are_a_question(data: bytes) -> None:
+def test_random_bytes_are_refused_as_a_question(data: bytes) -> None:
     with pytest.raises(CorruptFileError):
         PeerQuestion.decode(data, SECRET)
 
 
 @given(status=st.sampled_from([GIVEN, GONE, BUSY]), data=st.binary(max_size=50), number=st.integers(0, 2**32 - 1))
-def test_an_answer_goes_over_the_line(status: int, data: bytes, number: int) -> None:
-    made = memoryview(PeerAnswer(status, data).encode(SECRET, NONCE, number))
-    found = PeerAnswer.decode(made, SECRET, NONCE, number)
-    assert (found.status, bytes(found.data)) == (status, data)
+def test_an_answer_round_trips_for_its_secret_nonce_and_number(status: int, data: bytes, number: int) -> None:
+    data_of_answer = memoryview(PeerAnswer(status, data).encode(SECRET, NONCE, number))
+    answer = PeerAnswer.decode(data_of_answer, SECRET, NONCE, number)
+    assert (answer.status, bytes(answer.data)) == (status, data)
     for secret, nonce, at in (
         (ANOTHER, NONCE, number),
         (SECRET, bytes(16), number),
         (SECRET, NONCE, (number + 1) % 2**32),
     ):
         with pytest.raises(CorruptFileError):
-            PeerAnswer.decode(made, secret, nonce, at)
+            PeerAnswer.decode(data_of_answer, secret, nonce, at)
 
 
 @given(at=st.integers(0, 26), bit=st.integers(0, 7))
-def test_an_answer_of_which_a_bit_was_changed_is_refused(at: int, bit: int) -> None:
+def test_an_answer_with_a_changed_bit_is_refused(at: int, bit: int) -> None:
     data = bytearray(PeerAnswer(GIVEN, b"0123456789").encode(SECRET, NONCE, 3))
     data[at] ^= 1 << bit
     with pytest.raises(CorruptFileError):
@@ -111,30 +113,30 @@ def test_an_answer_of_which_a_bit_was_changed_is_refused(at: int, bit: int) -> N
         {"format": None},
     ],
 )
-def test_a_question_that_cannot_be_right_is_refused(change: dict[str, Any]) -> None:
+def test_a_question_with_invalid_fields_is_refused(change: dict[str, Any]) -> None:
     fields = {**json.loads(QUESTION.encode(SECRET)[16:]), **change}
     data = json.dumps(fields).encode()
     with pytest.raises(CorruptFileError, match="question"):
         PeerQuestion.decode(SECRET.proof(b"a question", data) + data, SECRET)
 
 
-def test_a_question_of_a_newer_release_is_told() -> None:
+def test_a_question_of_a_newer_format_raises_version_skew() -> None:
     data = json.dumps({**json.loads(QUESTION.encode(SECRET)[16:]), "format": 2}).encode()
     with pytest.raises(VersionSkewError, match="format 2"):
         PeerQuestion.decode(SECRET.proof(b"a question", data) + data, SECRET)
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 256)), max_size=3_000))
-def test_ranges_are_asked_for_in_questions(sizes: list[tuple[int, int]]) -> None:
+def test_ranges_are_split_into_questions_of_limited_size(sizes: list[tuple[int, int]]) -> None:
     ranges = [(first, first + count) for first, count in sizes]
-    found = list(split_into_questions(ranges))
-    assert [it for some in found for it in some] == ranges
-    for some in found:
-        assert PeerQuestion(KEY, QUESTION.ref, "0" * 32, some).ranges == some
-        assert sum(end - first for first, end in some) * PIECE_BYTES <= ANSWER_BYTES_MAX
+    questions = list(split_into_questions(ranges))
+    assert [piece_range for question in questions for piece_range in question] == ranges
+    for question in questions:
+        assert PeerQuestion(KEY, QUESTION.ref, "0" * 32, question).ranges == question
+        assert sum(end - first for first, end in question) * PIECE_BYTES <= ANSWER_BYTES_MAX
 
 
-def test_no_text_shows_a_secret() -> None:
+def test_the_text_of_settings_and_questions_shows_no_secret() -> None:
     settings = peer_settings({"SPARK_STATE_EXT_PEER_SECRET": SECRET_TEXT})
     assert settings == PeerSettings(SECRET, None, 1.0)
     for text in (repr(settings), str(settings), repr(SECRET), f"{QUESTION.encode(SECRET)!r}"):
@@ -143,32 +145,32 @@ def test_no_text_shows_a_secret() -> None:
         assert repr(SECRET.key) not in text
 
 
-def test_what_the_environment_says(tmp_path: Path) -> None:
+def test_peer_settings_come_from_the_environment(tmp_path: Path) -> None:
     assert peer_settings({}) is None
     assert peer_settings({"SPARK_STATE_EXT_PEER_SECRET": ""}) is None
     with pytest.raises(UsageError, match="has 5 characters: take at least 16"):
         peer_settings({"SPARK_STATE_EXT_PEER_SECRET": " short "})
-    given_both = {"SPARK_STATE_EXT_PEER_SECRET": SECRET_TEXT, "SPARK_STATE_EXT_PEER_CA": str(tmp_path / "ca.pem")}
+    environment = {"SPARK_STATE_EXT_PEER_SECRET": SECRET_TEXT, "SPARK_STATE_EXT_PEER_CA": str(tmp_path / "ca.pem")}
     with pytest.raises(UsageError, match=r"SPARK_STATE_EXT_PEER_CA names .* cannot be read"):
-        peer_settings(given_both)
+        peer_settings(environment)
     (tmp_path / "ca.pem").write_bytes(b"no certificate")
     with pytest.raises(UsageError, match="not a PEM file"):
-        peer_settings(given_both)
+        peer_settings(environment)
     (tmp_path / "ca.pem").write_bytes(certified().certificate)
-    found = peer_settings(given_both)
-    assert found is not None
-    assert found.ca == (tmp_path / "ca.pem").read_bytes()
+    peer_settings_found = peer_settings(environment)
+    assert peer_settings_found is not None
+    assert peer_settings_found.ca == (tmp_path / "ca.pem").read_bytes()
 
 
-def test_a_process_has_the_peers_of_each_root_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_has_one_peers_object_for_each_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPARK_STATE_EXT_PEER_SECRET", raising=False)
     assert PeersByRoot().of("memory://peers-of", {}) is None
     monkeypatch.setenv("SPARK_STATE_EXT_PEER_SECRET", SECRET_TEXT)
     known = PeersByRoot()
-    one = known.of("memory://peers-of", {})
-    assert one is not None
-    assert known.of("memory://peers-of", {}) is one
-    assert known.of("memory://peers-of", {"use_listings_cache": False}) is not one
+    peers = known.of("memory://peers-of", {})
+    assert peers is not None
+    assert known.of("memory://peers-of", {}) is peers
+    assert known.of("memory://peers-of", {"use_listings_cache": False}) is not peers
     known.close()
 
 
@@ -176,7 +178,7 @@ def test_a_process_has_the_peers_of_each_root_once(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("peer_s", "store_s", "batch", "beside"),
+    ("peer_s", "store_s", "batch", "background"),
     [
         (None, None, True, True),
         (1.0, None, True, False),
@@ -186,20 +188,20 @@ def test_a_process_has_the_peers_of_each_root_once(monkeypatch: pytest.MonkeyPat
         (1.0, 1.0, True, True),
     ],
 )
-def test_who_is_asked(peer_s: float | None, store_s: float | None, batch: bool, beside: bool) -> None:
+def test_the_faster_source_is_used(peer_s: float | None, store_s: float | None, batch: bool, background: bool) -> None:
     peer, store = (None if it is None else Measure(it, 0.0) for it in (peer_s, store_s))
     assert asks_peers(peer, store, 1.0, in_background=False) is batch
-    assert asks_peers(peer, store, 1.0, in_background=True) is beside
+    assert asks_peers(peer, store, 1.0, in_background=True) is background
 
 
-def test_what_is_old_is_measured_anew_where_nobody_waits() -> None:
+def test_old_measurements_are_repeated_only_in_the_background() -> None:
     peer, store = Measure(2.0, 0.0), Measure(1.0, 50.0)
     assert asks_peers(peer, store, 61.0, in_background=True)
     assert not asks_peers(peer, store, 61.0, in_background=False)
     assert not asks_peers(Measure(1.0, 61.0), Measure(2.0, 0.0), 61.0, in_background=True)
 
 
-def test_measures_follow_what_changes() -> None:
+def test_measurements_follow_changes_of_speed() -> None:
     clock = VirtualClock()
     choice = Choice(clock)
     choice.note_peer(1, 1 << 20, 0.1)
@@ -209,10 +211,10 @@ def test_measures_follow_what_changes() -> None:
         choice.note_peer(1, 1 << 20, 0.4)
     assert not choice.asks_peers(in_background=False)
     clock.sleep(61.0)
-    # What was long ago says nothing.
+    # Old measurements do not count.
     choice.note_peer(1, 1 << 20, 0.1)
     assert choice.asks_peers(in_background=False)
-    # Requests count as 64 KiB: many small ones are not slow because they bring few bytes.
+    # A request counts as at least 64 KiB, so many small requests do not appear slow.
     other = Choice(clock)
     other.note_peer(16, 16 * PIECE_BYTES, 0.1)
     other.note_store(1, 1 << 20, 0.11)
@@ -223,7 +225,7 @@ def test_measures_follow_what_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "environ", "told"),
+    ("options", "environ", "problem"),
     [
         (PeerOptions(address="b"), {}, "need --peer-listen"),
         (PeerOptions("9465"), {"SPARK_STATE_EXT_PEER_SECRET": SECRET_TEXT}, "give HOST:PORT"),
@@ -244,16 +246,20 @@ def test_measures_follow_what_changes() -> None:
         ),
     ],
 )
-def test_options_that_cannot_be_used(options: PeerOptions, environ: dict[str, str], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_invalid_service_options_are_refused(options: PeerOptions, environ: dict[str, str], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
         serve_peers(options, [], environ)
 
 
-def test_options_that_can_be_used(tmp_path: Path) -> None:
+def test_a_service_listens_and_publishes_its_address(tmp_path: Path) -> None:
     assert serve_peers(PeerOptions(), [], {}) is None
     assert build_addresses(None, PeerOptions()) == {}
-    mine = certified()
-    for name, data in (("secret", f"{SECRET_TEXT}\n".encode()), ("cert", mine.certificate), ("key", mine.key)):
+    certificate = certified()
+    for name, data in (
+        ("secret", f"{SECRET_TEXT}\n".encode()),
+        ("cert", certificate.certificate),
+        ("key", certificate.key),
+    ):
         (tmp_path / name).write_bytes(data)
     options = PeerOptions("127.0.0.1:0", None, tmp_path / "secret", tmp_path / "cert", tmp_path / "key")
     server = serve_peers(options, [], {})

@@ -1,4 +1,4 @@
-"""Any order of what a peer and the store do while a bucket is restored lazily: a task always has the right rows."""
+"""A task has the right rows after any sequence of actions of a peer and the backend during a lazy restore."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WAYS = ["gives", "gone", "busy", "other bytes", "other secret", "ends", "fails"
 
 
 class ScriptedPeer(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no types
-    """Gives some answers, and does something else then."""
+    """Gives some answers, then misbehaves in a chosen way."""
 
     def __init__(self, body: bytes) -> None:
         super().__init__("grpc://127.0.0.1:0")
@@ -55,13 +55,13 @@ class ScriptedPeer(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has
 
 
 class PeerMachine(LazyMachine):
-    """As that one, with a peer that is asked before the store."""
+    """`LazyMachine` with a peer that is asked before the backend."""
 
     @initialize(bad_hashes=st.booleans())
     def begin(self, bad_hashes: bool) -> None:
         super().begin(bad_hashes)
         self.remote.pointer = replace(self.remote.pointer, query_folder=KEY.query_folder)
-        self.bucket.read(len_of)
+        self.bucket.read(count_runs)
         (run,) = self.store.runs()
         self.peer = ScriptedPeer(self.remote.snapshot[: run.file_bytes])
         root = Folder(str(self.scratch / "root"))
@@ -73,12 +73,12 @@ class PeerMachine(LazyMachine):
         self._call()
 
     @rule(way=st.sampled_from(_WAYS), after=st.integers(0, 3))
-    def the_peer_changes(self, way: str, after: int) -> None:
+    def change_peer(self, way: str, after: int) -> None:
         self.peer.way, self.peer.after = way, after
 
     @rule(seconds=st.sampled_from([11.0, 61.0, 601.0]))
     def pass_time(self, seconds: float) -> None:
-        """Whom it was left alone for, is asked again."""
+        """Let time pass, after which a peer that was left alone is asked again."""
         self.clock.sleep(seconds)
 
     @rule(peer_s=st.sampled_from([0.1, 10.0]))
@@ -93,8 +93,8 @@ class PeerMachine(LazyMachine):
         super().teardown()
 
 
-def len_of(view: Any) -> int:
-    """What reads no row."""
+def count_runs(view: Any) -> int:
+    """Return the number of runs, which needs no rows."""
     return len(view.runs)
 
 
@@ -103,17 +103,18 @@ TestPeerMachine.settings = settings(max_examples=examples(15, 300), stateful_ste
 
 
 @pytest.mark.parametrize("way", _WAYS)
-def test_each_way_of_a_peer_is_gone_through(way: str) -> None:
-    """So that the machine means something: each begins to give, and all but one leave something to the store."""
+def test_each_misbehaviour_of_the_peer_takes_effect(way: str) -> None:
+    """`PeerMachine` relies on this: in each way the peer gives some pieces, and only a peer that gives them all leaves
+    none to the backend."""
     machine = PeerMachine()
     try:
         machine.begin(bad_hashes=False)
-        machine.the_peer_changes(way, 1)
+        machine.change_peer(way, 1)
         machine.look_up([5, 6_001, 11_111])
         machine.look_up([77, 8_001])
-        given_bytes, asked_of_store = machine.asking.given_bytes, machine.remote.folder.fetched_bytes
+        given_bytes, store_bytes = machine.asking.given_bytes, machine.remote.folder.fetched_bytes
         machine.scan()
         assert given_bytes > 0
-        assert (machine.remote.folder.fetched_bytes == asked_of_store) == (way == "gives")
+        assert (machine.remote.folder.fetched_bytes == store_bytes) == (way == "gives")
     finally:
         machine.teardown()

@@ -1,4 +1,4 @@
-"""Peers: what they give is what the store has, and whatever they do, a task has the right rows."""
+"""Peers give the same pieces as the backend, and a task has the right rows whatever a peer does."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from spark_state_ext.store import LocalStore
 from tests.helpers.waiting import WAIT_S, eventually
 
 KEYS, OTHERS, MORE = [5, 777, 11_111, 12_000], [9, 2_345, 9_876], [3_210, 6_543, 7_890]
-# Requests of the store for both ends of a snapshot.
+# Number of requests for the two ends of a snapshot in the backend.
 ENDS = 4
 
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[PeerWorld]:
-    made = PeerWorld(tmp_path)
-    yield made
-    made.close()
+    peer_world = PeerWorld(tmp_path)
+    yield peer_world
+    peer_world.close()
 
 
 def test_a_peer_gives_what_a_lookup_needs(world: PeerWorld) -> None:
@@ -64,16 +64,16 @@ def test_a_peer_gives_what_a_lookup_needs(world: PeerWorld) -> None:
     assert bucket.fetched_files == 1
 
 
-def test_the_rest_comes_from_whoever_is_faster(world: PeerWorld) -> None:
+def test_the_rest_comes_from_the_faster_source(world: PeerWorld) -> None:
     world.serves()
-    # The clock of who asks stands still, so that the peer takes no time at all.
+    # The task's clock stands still, so the peer appears to take no time.
     bucket = world.task()
     world.look_up(bucket, KEYS)
     before = world.remote.folder.fetched_bytes
     world.later.run()
-    assert 0 < world.remote.folder.fetched_bytes - before <= BLOCK_BYTES, "the store was measured once"
-    (mine,) = (world.base / "a").rglob("base-*.arrow")
-    body = mine.read_bytes()
+    assert 0 < world.remote.folder.fetched_bytes - before <= BLOCK_BYTES, "the backend was measured once"
+    (base_file,) = (world.base / "a").rglob("base-*.arrow")
+    body = base_file.read_bytes()
     assert world.replica().read_bytes().startswith(body)
     assert world.given_bytes() > len(body) / 2
     assert lazy_files(world.store) == []
@@ -91,27 +91,27 @@ def test_a_peer_that_is_slower_than_the_store_is_not_asked(world: PeerWorld) -> 
     assert lazy_files(world.store) == []
 
 
-def test_what_needs_all_rows_comes_from_a_peer(world: PeerWorld) -> None:
+def test_a_scan_fetches_from_a_peer(world: PeerWorld) -> None:
     world.serves()
     bucket, before = world.task(), world.remote.folder.fetched_bytes
-    assert bucket.read(lambda view: sum(it.num_rows for it in view.scan())) == len(world.remote.keys)
-    (mine,) = (world.base / "a").rglob("base-*.arrow")
-    assert world.given_bytes() == mine.stat().st_size
-    assert world.remote.folder.fetched_bytes - before < 1 << 20, "both ends"
+    assert bucket.read(lambda view: sum(batch.num_rows for batch in view.scan())) == len(world.remote.keys)
+    (base_file,) = (world.base / "a").rglob("base-*.arrow")
+    assert world.given_bytes() == base_file.stat().st_size
+    assert world.remote.folder.fetched_bytes - before < 1 << 20, "the backend served only the two ends"
 
 
-def test_a_restore_that_is_told_to_stop_asks_no_more(world: PeerWorld) -> None:
+def test_an_interrupted_restore_sends_no_more_questions(world: PeerWorld) -> None:
     server = world.serves()
     bucket = world.task()
     world.look_up(bucket, KEYS)
     before = sum(server.work.questions.values())
     bucket.close()
     with pytest.raises(InterruptedRestoreError):
-        bucket.read(lambda view: sum(it.num_rows for it in view.scan()))
+        bucket.read(lambda view: sum(batch.num_rows for batch in view.scan()))
     assert sum(server.work.questions.values()) == before
 
 
-def test_a_peer_has_what_the_store_has_lost(world: PeerWorld) -> None:
+def test_a_peer_gives_pieces_that_the_backend_has_lost(world: PeerWorld) -> None:
     world.serves()
     bucket = world.task()
     world.look_up(bucket, KEYS)
@@ -120,8 +120,8 @@ def test_a_peer_has_what_the_store_has_lost(world: PeerWorld) -> None:
     assert bucket.fetched_files == 1
 
 
-def test_peers_are_asked_only_where_they_are_known(world: PeerWorld) -> None:
-    """No record, one without an address, one of another bucket, this host's own, one that is damaged."""
+def test_only_peers_with_a_usable_record_are_asked(world: PeerWorld) -> None:
+    """The record is missing, this host's own, damaged, or has no version for the bucket."""
     server = world.serves()
     members = Path(world.root.root) / "_standby" / "members"
     (path,) = members.iterdir()
@@ -140,49 +140,51 @@ def test_peers_are_asked_only_where_they_are_known(world: PeerWorld) -> None:
     assert sum(server.work.questions.values()) == 0
 
 
-def test_what_hosts_tell_is_read_once_and_beside_batches(world: PeerWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[str] = []
+def test_records_of_members_are_read_once_and_then_in_the_background(
+    world: PeerWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
 
-    def look(root: Folder, host: str) -> Mapping[BucketKey, tuple[str, ...]]:
-        looks.append(host)
+    def record_read(root: Folder, host: str) -> Mapping[BucketKey, tuple[str, ...]]:
+        reads.append(host)
         return peers_below(root, host)
 
-    monkeypatch.setattr("spark_state_ext.peers.piece_requests.peers_below", look)
+    monkeypatch.setattr("spark_state_ext.peers.piece_requests.peers_below", record_read)
     bucket = world.task()
     for _ in range(3):
         world.look_up(bucket, KEYS)
         world.look_up(bucket, OTHERS)
         world.clock.sleep(100.0)
-    assert looks == ["a"]
-    # A peer that comes is found by who fills the rest.
+    assert reads == ["a"]
+    # The background fill finds a new peer.
     world.serves()
     world.later.run()
-    assert looks == ["a", "a"]
+    assert reads == ["a", "a"]
     assert world.given_bytes() > 0
     world.look_up(bucket, MORE)
-    assert len(looks) == 2, "what is here is here"
+    assert len(reads) == 2, "pieces that were fetched need no peer"
 
 
 # -- peers that do not give -----------------------------------------------------------------------------
 
 
-def test_another_secret_gets_nothing(world: PeerWorld, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_task_with_another_secret_gets_no_pieces(world: PeerWorld, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "spark_state_ext")
     server = world.serves()
     bucket = world.task(secret=PeerSecret.of("not the secret of that peer"))
     assert world.look_up(bucket, KEYS) > ENDS
     assert world.look_up(bucket, OTHERS) > 0
     assert server.work.questions == {"given": 0, "gone": 0, "busy": 0, "refused": 1, "failed": 0, "left": 0}
-    told = [it.getMessage() for it in caplog.records]
-    assert sum("needs the secret" in it for it in told) == 1
-    assert not any("not the secret of that peer" in it or SECRET_TEXT in it for it in told)
-    # It may have got the right one since.
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("needs the secret" in message for message in messages) == 1
+    assert not any("not the secret of that peer" in message or SECRET_TEXT in message for message in messages)
+    # The peer may have received the right secret since.
     world.clock.sleep(61.0)
     world.look_up(bucket, MORE)
     assert server.work.questions["refused"] == 2
 
 
-def test_a_peer_that_does_not_have_the_snapshot(world: PeerWorld) -> None:
+def test_a_peer_without_the_snapshot_is_asked_again_later(world: PeerWorld) -> None:
     class Empty:
         def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> SnapshotFile | None:
             return None
@@ -194,19 +196,19 @@ def test_a_peer_that_does_not_have_the_snapshot(world: PeerWorld) -> None:
     assert server.work.questions["gone"] == 1
     world.clock.sleep(11.0)
     world.look_up(bucket, MORE)
-    assert server.work.questions["gone"] == 2, "it may have come"
+    assert server.work.questions["gone"] == 2, "the snapshot may have arrived"
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_replica_that_was_dropped(world: PeerWorld, when: str) -> None:
+def test_pieces_of_a_dropped_replica_come_from_the_backend(world: PeerWorld, when: str) -> None:
     shelf = ReplicaShelf([world.followed()])
     path = world.replica()
 
     class Dropping:
         def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> SnapshotFile | None:
-            found = shelf.find(key, ref, body_digest)
+            snapshot_file = shelf.find(key, ref, body_digest)
             path.unlink(missing_ok=True)
-            return found
+            return snapshot_file
 
     if when == "before":
         path.unlink()
@@ -216,16 +218,16 @@ def test_a_replica_that_was_dropped(world: PeerWorld, when: str) -> None:
     assert server.work.questions["gone"] == 1
 
 
-def test_the_next_peer_is_asked(world: PeerWorld) -> None:
+def test_the_next_peer_is_asked_if_the_first_one_fails(world: PeerWorld) -> None:
     world.serves()
-    # Nobody listens there; by its record it comes first.
+    # This peer's record comes first, but its address has no server.
     world.tells("grpc://127.0.0.1:1", host="c")
     world.tells("no address", host="d", in_sync=False)
     bucket = world.task()
     assert world.look_up(bucket, KEYS) <= ENDS
 
 
-def test_a_peer_with_too_much_to_do(world: PeerWorld) -> None:
+def test_a_busy_peer_is_asked_again_later(world: PeerWorld) -> None:
     server = world.serves()
     slots = server._actions.slots
     while slots.acquire(blocking=False):
@@ -236,10 +238,12 @@ def test_a_peer_with_too_much_to_do(world: PeerWorld) -> None:
     slots.release()
     world.clock.sleep(11.0)
     assert world.look_up(bucket, OTHERS) == 0
-    assert slots.acquire(blocking=False), "each answer gives its slot back"
+    assert slots.acquire(blocking=False), "each answer releases its slot"
 
 
-def test_bytes_that_are_damaged_on_the_peers_disk(world: PeerWorld, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_pieces_of_a_peer_are_refused_and_logged_once(
+    world: PeerWorld, caplog: pytest.LogCaptureFixture
+) -> None:
     server = world.serves()
     data = bytearray(world.replica().read_bytes())
     for at in range(100, len(data), PIECE_BYTES):
@@ -248,15 +252,15 @@ def test_bytes_that_are_damaged_on_the_peers_disk(world: PeerWorld, caplog: pyte
     bucket = world.task()
     assert world.look_up(bucket, KEYS) > ENDS
     assert server.work.questions["given"] + server.work.questions["left"] == 1
-    assert sum("fails its checksum from byte" in it.getMessage() for it in caplog.records) == 1
+    assert sum("fails its checksum from byte" in record.getMessage() for record in caplog.records) == 1
     world.clock.sleep(300.0)
     world.later.run()
-    assert sum(server.work.questions.values()) == 1, "it is left alone for long"
+    assert sum(server.work.questions.values()) == 1, "the peer is not asked again for a long time"
     assert lazy_files(world.store) == []
 
 
 class Broken(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no types
-    """A server that has the secret, and answers wrong."""
+    """A server that has the secret, and gives wrong answers."""
 
     def __init__(self, how: str, body: bytes) -> None:
         super().__init__("grpc://127.0.0.1:0")
@@ -276,20 +280,20 @@ class Broken(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no ty
                 data = data[:-1]
             elif self.how == "zeros":
                 data = bytes(len(data))
-            made = PeerAnswer(GIVEN, data).encode(secret, nonce, number + (self.how == "another number"))
+            answer = PeerAnswer(GIVEN, data).encode(secret, nonce, number + (self.how == "another number"))
             if self.how == "no answer":
                 return
             if self.how == "raises":
                 raise RuntimeError("it fails")
             if self.how == "nothing":
-                made = b""
+                answer = b""
             elif self.how == "no status":
-                made = made[:16] + b"\7" + made[17:]
+                answer = answer[:16] + b"\7" + answer[17:]
             elif self.how == "large":
-                made += bytes(8 << 20)
+                answer += bytes(8 << 20)
             elif self.how == "one byte":
-                made = made[:-1] + bytes([made[-1] ^ 1])
-            yield made
+                answer = answer[:-1] + bytes([answer[-1] ^ 1])
+            yield answer
         if self.how == "more":
             yield PeerAnswer(GIVEN, b"more").encode(SECRET, nonce, len(question.ranges))
         elif self.how == "busy at last":
@@ -314,7 +318,7 @@ class Broken(flight.FlightServerBase):  # type: ignore[misc] # PyArrow has no ty
         "busy at last",
     ],
 )
-def test_a_server_that_answers_wrong(world: PeerWorld, how: str) -> None:
+def test_a_server_with_wrong_answers_is_not_asked_again(world: PeerWorld, how: str) -> None:
     world.followed()
     server = Broken(how, world.replica().read_bytes())
     try:
@@ -322,7 +326,7 @@ def test_a_server_that_answers_wrong(world: PeerWorld, how: str) -> None:
         bucket = world.task()
         world.look_up(bucket, KEYS)
         world.look_up(bucket, OTHERS)
-        assert server.asked == 1, "it is left alone"
+        assert server.asked == 1, "the server is not asked again"
         for lazy in lazy_files(world.store):
             for piece in np.setdiff1d(np.arange(lazy.pieces), lazy.absent()).tolist():
                 lazy.index.check(piece, lazy._piece_bytes(piece), "the file")
@@ -330,13 +334,13 @@ def test_a_server_that_answers_wrong(world: PeerWorld, how: str) -> None:
         server.shutdown()
 
 
-# -- what is asked for ----------------------------------------------------------------------------------
+# -- questions ------------------------------------------------------------------------------------------
 
 
-def asked(server: Any, question: PeerQuestion) -> list[bytes]:
+def ask_server(server: Any, question: PeerQuestion) -> list[bytes]:
     client = PeerClient(f"grpc://127.0.0.1:{server.port}", None)
     try:
-        return [bytes(it) for it in client.ask(question.encode(SECRET), WAIT_S)]
+        return [bytes(answer) for answer in client.ask(question.encode(SECRET), WAIT_S)]
     finally:
         client.close()
 
@@ -353,19 +357,19 @@ def asked(server: Any, question: PeerQuestion) -> list[bytes]:
         (KEY, LAST, None, 10**18),
     ],
 )
-def test_what_is_not_there_is_not_given(
+def test_a_question_for_a_snapshot_that_is_not_there_is_refused(
     world: PeerWorld, key: BucketKey, ref: CheckpointRef, digest: str | None, first: int
 ) -> None:
     server = world.serves()
     world.look_up(world.task(), KEYS)
     (lazy,) = lazy_files(world.store)
     question = PeerQuestion(key, ref, digest or digest_crcs(lazy.run.blocks), ((first, first + 1),))
-    (answer,) = asked(server, question)
+    (answer,) = ask_server(server, question)
     assert len(answer) == 17
     assert server.work.questions["gone"] == 1
 
 
-def test_no_other_call_is_answered(world: PeerWorld) -> None:
+def test_a_server_answers_no_other_calls(world: PeerWorld) -> None:
     server = world.serves()
     client = flight.FlightClient(f"grpc://127.0.0.1:{server.port}")
     question = PeerQuestion(KEY, LAST, "0" * 32, ((0, 1),)).encode(SECRET)
@@ -374,18 +378,18 @@ def test_no_other_call_is_answered(world: PeerWorld) -> None:
             list(client.do_action(flight.Action(PIECES_ACTION, body)))
     with pytest.raises(flight.FlightUnauthenticatedError, match="needs the secret"):
         list(client.do_action(flight.Action("another", question)))
-    there = flight.FlightDescriptor.for_path("x")
+    descriptor = flight.FlightDescriptor.for_path("x")
     others: list[Callable[[], Any]] = [
         lambda: list(client.list_flights()),
         lambda: list(client.list_actions()),
-        lambda: client.get_flight_info(there),
-        lambda: client.get_schema(there),
+        lambda: client.get_flight_info(descriptor),
+        lambda: client.get_schema(descriptor),
         lambda: client.do_get(flight.Ticket(b"x")).read_all(),
-        lambda: client.do_put(there, SCHEMA.arrow)[1].read(),
-        lambda: client.do_exchange(there)[1].read_chunk(),
+        lambda: client.do_put(descriptor, SCHEMA.arrow)[1].read(),
+        lambda: client.do_exchange(descriptor)[1].read_chunk(),
     ]
     for call in others:
-        # PyArrow's client makes an OSError of it where it asks for a schema.
+        # For a schema, PyArrow's client raises OSError instead.
         with pytest.raises((pa.ArrowNotImplementedError, OSError), match="Method not found") as refused:
             call()
         assert "Traceback" not in str(refused.value)
@@ -394,26 +398,26 @@ def test_no_other_call_is_answered(world: PeerWorld) -> None:
     client.close()
 
 
-def test_connections_are_bounded(world: PeerWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes a file of the service, which needs files for its host's record and for local stores."""
+def test_the_number_of_connections_is_limited(world: PeerWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each connection needs a file descriptor, which the service also needs for its record and its local stores."""
     monkeypatch.setattr("spark_state_ext.peers.server._CONNECTIONS_MAX", 8)
     server = world.serves()
-    with contextlib.ExitStack() as opened:
-        idle = [opened.enter_context(socket.create_connection(("127.0.0.1", server.port), WAIT_S)) for _ in range(40)]
-        # The server sends its settings on a connection that it takes, and closes the others.
-        assert sum(bool(it.recv(1)) for it in idle) == 8
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), WAIT_S)) for _ in range(40)]
+        # The server sends its settings on each connection that it accepts, and closes the others.
+        assert sum(bool(connection.recv(1)) for connection in idle) == 8
 
     def is_answered() -> bool:
         try:
-            return len(asked(server, PeerQuestion(KEY, LAST, "0" * 32, ((0, 1),)))) == 1
+            return len(ask_server(server, PeerQuestion(KEY, LAST, "0" * 32, ((0, 1),)))) == 1
         except PeerError:
             return False
 
-    # As soon as the server has seen that the others are gone.
+    # The server first has to see that the other connections are closed.
     eventually(is_answered)
 
 
-def test_who_goes_away_in_the_middle_leaves_nothing_open(world: PeerWorld) -> None:
+def test_a_client_that_disconnects_frees_its_slot(world: PeerWorld) -> None:
     server = world.serves()
     world.look_up(world.task(), KEYS)
     (lazy,) = lazy_files(world.store)
@@ -426,31 +430,31 @@ def test_who_goes_away_in_the_middle_leaves_nothing_open(world: PeerWorld) -> No
         answers.close()
         client.close()
     eventually(lambda: server.work.questions["left"] + server.work.questions["given"] >= 20)
-    eventually(lambda: len(asked(server, question)) == 4)
+    eventually(lambda: len(ask_server(server, question)) == 4)
 
 
 # -- TLS ------------------------------------------------------------------------------------------------
 
 
-def test_tls(world: PeerWorld, caplog: pytest.LogCaptureFixture) -> None:
-    mine = certified()
-    server = world.serves(tls=mine)
-    assert world.look_up(world.task(ca=mine.certificate), KEYS) <= ENDS
+def test_peers_use_tls_only_with_a_trusted_certificate(world: PeerWorld, caplog: pytest.LogCaptureFixture) -> None:
+    base_file = certified()
+    server = world.serves(tls=base_file)
+    assert world.look_up(world.task(ca=base_file.certificate), KEYS) <= ENDS
     assert server.work.given_bytes > 0
-    assert "BEGIN" not in repr(mine).replace(repr(mine.certificate), "")
-    # Signed by somebody else; by nobody whom the system knows; and a peer without TLS where it is asked for.
+    assert "BEGIN" not in repr(base_file).replace(repr(base_file.certificate), "")
+    # Wrong certificate authority, one unknown to the system, and a peer without TLS.
     for ca in (certified().certificate, None):
         store = LocalStore.at(world.base / f"other{ca is None}", SCHEMA)
         assert world.look_up(world.task(ca=ca, store=store), KEYS) > ENDS
         store.close()
     world.tells(f"grpc://127.0.0.1:{server.port}")
     store = LocalStore.at(world.base / "plain", SCHEMA)
-    assert world.look_up(world.task(ca=mine.certificate, store=store), KEYS) > ENDS
+    assert world.look_up(world.task(ca=base_file.certificate, store=store), KEYS) > ENDS
     store.close()
-    assert any("has no TLS" in it.getMessage() for it in caplog.records)
+    assert any("has no TLS" in record.getMessage() for record in caplog.records)
 
 
-def test_a_server_that_cannot_listen(world: PeerWorld) -> None:
+def test_a_server_that_cannot_listen_raises_an_error(world: PeerWorld) -> None:
     server = world.serves()
     with pytest.raises(StorageError, match=r"cannot be answered on 999\.1\.1\.1:0.*--peer-listen"):
         PeerServer("999.1.1.1", 0, SECRET, ReplicaShelf([]))
@@ -462,7 +466,7 @@ def test_a_server_that_cannot_listen(world: PeerWorld) -> None:
 
 @pytest.fixture
 def service(world: PeerWorld) -> Iterator[subprocess.Popen[str]]:
-    """Host b's, which has its replica and tells so."""
+    """The standby service of host b, which has a replica and publishes it."""
     write_settings(world.root, StandbySettings(heartbeat_s=0.2))
     process = service_of(world, "--port", "0", "--address", "127.0.0.1")
     try:
@@ -476,8 +480,8 @@ def service(world: PeerWorld) -> Iterator[subprocess.Popen[str]]:
         process.stderr.close()
 
 
-def takes_no_large_request(pid: int, address: str) -> None:
-    """A client without the secret sends 16 MiB in a call, as they are or compressed, and the service reads none of it."""
+def check_large_requests_are_refused(pid: int, address: str) -> None:
+    """Send 16 MiB in calls without the secret, plain and compressed: the service must not read them."""
 
     def peak_mib() -> int:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -499,23 +503,23 @@ def takes_no_large_request(pid: int, address: str) -> None:
     compressing.close()
 
 
-def test_the_service_gives_to_peers(world: PeerWorld, service: subprocess.Popen[str]) -> None:
+def test_the_standby_service_gives_pieces_to_peers(world: PeerWorld, service: subprocess.Popen[str]) -> None:
     assert service.stderr is not None
-    told = service.stderr.readline()
-    assert "; peers ask grpc://127.0.0.1:" in told
-    assert SECRET_TEXT not in told
+    output = service.stderr.readline()
+    assert "; peers ask grpc://127.0.0.1:" in output
+    assert SECRET_TEXT not in output
     assert world.look_up(world.task(), KEYS) <= ENDS
-    takes_no_large_request(service.pid, told.split("grpc://")[1].split(";")[0])
-    port = told.split("port ")[-1].split()[0]
+    check_large_requests_are_refused(service.pid, output.split("grpc://")[1].split(";")[0])
+    port = output.split("port ")[-1].split()[0]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     assert f"spark_state_ext_standby_peer_bytes_total {float(world.given_bytes())}" in lines
-    assert any(it.startswith('spark_state_ext_standby_peer_questions_total{outcome="given"}') for it in lines)
+    assert any(line.startswith('spark_state_ext_standby_peer_questions_total{outcome="given"}') for line in lines)
     service.send_signal(signal.SIGTERM)
     assert service.wait(WAIT_S) == 0
 
 
-def test_a_peer_that_hangs(world: PeerWorld, service: subprocess.Popen[str]) -> None:
+def test_a_lookup_succeeds_if_a_peer_hangs(world: PeerWorld, service: subprocess.Popen[str]) -> None:
     bucket = world.task(answer_s_max=1.0)
     world.look_up(bucket, KEYS)
     os.kill(service.pid, signal.SIGSTOP)
@@ -524,24 +528,24 @@ def test_a_peer_that_hangs(world: PeerWorld, service: subprocess.Popen[str]) -> 
     assert lazy_files(world.store) == []
 
 
-def test_a_peer_that_is_killed_while_it_is_asked(
+def test_a_lookup_succeeds_if_a_peer_is_killed_during_a_question(
     world: PeerWorld, service: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, asked_it = PeerClient.ask, threading.Event()
+    real, question_sent = PeerClient.ask, threading.Event()
 
     def ask(client: PeerClient, question: bytes, timeout_s: float) -> Generator[memoryview, None, None]:
-        asked_it.set()
+        question_sent.set()
         return real(client, question, timeout_s)
 
     bucket = world.task()
     assert world.look_up(bucket, KEYS) <= ENDS
-    # It has been asked, and does not answer: then it dies.
+    # The peer receives the question, does not answer, and is killed.
     os.kill(service.pid, signal.SIGSTOP)
     monkeypatch.setattr(PeerClient, "ask", ask)
     done: list[int] = []
     thread = threading.Thread(target=lambda: done.append(world.look_up(bucket, OTHERS)))
     thread.start()
-    assert asked_it.wait(WAIT_S)
+    assert question_sent.wait(WAIT_S)
     service.kill()
     thread.join(WAIT_S)
     assert done
@@ -549,7 +553,7 @@ def test_a_peer_that_is_killed_while_it_is_asked(
     world.look_up(bucket, MORE)
 
 
-def test_a_forked_child_ends_though_its_parent_has_asked(world: PeerWorld) -> None:
+def test_a_forked_child_ends_after_its_parent_has_used_a_client(world: PeerWorld) -> None:
     server = world.serves()
     world.look_up(world.task(), KEYS)
     (lazy,) = lazy_files(world.store)
@@ -574,20 +578,20 @@ client.close()
     assert done.returncode == 0, done.stderr
 
 
-def test_nothing_imports_flight_that_does_not_need_it() -> None:
+def test_modules_without_peers_do_not_import_flight() -> None:
     script = """
 import sys
 import spark_state_ext.engine.bucket, spark_state_ext.engine.process_state, spark_state_ext.standby.roots
 import spark_state_ext.standby.metrics, spark_state_ext.cli.standby_service
-found = [it for it in sys.modules if "flight" in it]
-assert not found, found
+flight_modules = [name for name in sys.modules if "flight" in name]
+assert not flight_modules, flight_modules
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_metrics_of_peers(world: PeerWorld) -> None:
+def test_the_service_exports_metrics_of_its_peer_server(world: PeerWorld) -> None:
     server = world.serves()
     world.look_up(world.task(), KEYS)
     web = Web("127.0.0.1", 0, lambda: "", StandbyCollector(StandbyService([], 1.0), server.work))

@@ -1,4 +1,4 @@
-"""`open_state` against a dict: what is read is the state after one committed batch, whatever lies in the folder."""
+"""Compare `open_state` with a dict: it reads the state after one committed batch, whatever files the folder has."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from spark_state_ext.timeline import bucket_files
 
 
 def some_changes(random_: random.Random, at: int) -> Changes:
-    """Changes in all buckets and some more, removals and timeouts among them."""
+    """Make changes in all buckets, and some more, including removals and timeouts."""
     keys = [*EVERYWHERE, *random_.sample(KEYS, 5)]
-    made: dict[tuple[object, ...], Row | None] = {}
+    changes: dict[tuple[object, ...], Row | None] = {}
     for number, key in enumerate(keys):
         kind = random_.randrange(5)
         timeout_ms = random_.choice([None, 10, 20])
-        made[key] = None if kind == 0 else Row(at * 100 + number, f"n{at}", timeout_ms, defined=kind != 1)
-    return made
+        changes[key] = None if kind == 0 else Row(at * 100 + number, f"n{at}", timeout_ms, defined=kind != 1)
+    return changes
 
 
 # One key of each of four buckets.
@@ -45,9 +45,9 @@ EVERYWHERE = [next(key for key in KEYS if bucket_of(key, 4) == bucket) for bucke
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path / "root", tmp_path)
-    yield made
-    made.close()
+    new_job = Job(tmp_path / "root", tmp_path)
+    yield new_job
+    new_job.close()
 
 
 def lived(job: Job, batches: int, seed: int = 1) -> Job:
@@ -61,7 +61,7 @@ def lived(job: Job, batches: int, seed: int = 1) -> Job:
 def test_the_newest_proven_batch_is_read(job: Job, batches: int) -> None:
     lived(job, batches)
     with open_state(job.root) as state:
-        # The last one's files may be an attempt's that failed.
+        # The files of the last batch may come from a failed attempt.
         assert (state.batch, state.unit, state.begun_batch) == (batches - 2, "batch", batches - 1)
         assert state_of(state) == job.models[batches - 2]
         assert (state.operator, state.buckets, state.query_id) == ("counts", 4, "query")
@@ -78,42 +78,42 @@ def test_each_older_batch_that_files_reach_is_read(job: Job) -> None:
         open_state(job.root, batch=39)
 
 
-def test_each_key_is_found_by_itself(job: Job) -> None:
+def test_get_returns_the_row_of_each_key(job: Job) -> None:
     lived(job, 25)
     with open_state(job.root) as state:
         model = job.models[state.batch]
         for key in [*KEYS, ("a", -0.0), ("b", -float("nan")), ("nobody", 1.0)]:
-            found = state.get(key)
+            table = state.get(key)
             row = model.get(canonicalise(key))
-            assert found.num_rows == (row is not None), key
+            assert table.num_rows == (row is not None), key
             if row is not None and row.defined:
-                assert as_model(found) == {canonicalise(key): row}
+                assert as_model(table) == {canonicalise(key): row}
         assert state.get({"name": "a", "x": 1.5}).equals(state.get(("a", 1.5)))
         assert state.bucket_of(("a", 1.5)) == bucket_of(("a", 1.5), 4)
 
 
 @pytest.mark.parametrize("key", ["a", ("a",), ("a", 1.0, 2), {"name": "a"}, ("a", "no number")])
-def test_what_is_no_key_is_refused(job: Job, key: object) -> None:
+def test_get_refuses_invalid_keys(job: Job, key: object) -> None:
     lived(job, 2)
     with open_state(job.root) as state, pytest.raises(UsageError, match=r"name|key column"):
         state.get(key)
 
 
-def test_columns_filters_and_buckets_are_chosen(job: Job) -> None:
+def test_scan_selects_columns_rows_and_buckets(job: Job) -> None:
     lived(job, 15)
     with open_state(job.root) as state:
         model = job.models[state.batch]
         few = state.scan(["count"], filter=(pc.field("count") > 700) & (pc.field("bucket") < 3)).read_all()
         assert few.schema.names == ["count"]
-        wanted = [row.count or 0 for key, row in model.items() if bucket_of(_as_key(key), 4) < 3]
-        assert sorted(few["count"].to_pylist()) == sorted(count for count in wanted if count > 700)
-        one = state.scan(["name", "x", "bucket", "key_hash"], buckets=[2]).read_all().to_pylist()
-        assert {row["bucket"] for row in one} == {2}
-        hashes = [row["key_hash"] for row in one]
+        counts = [row.count or 0 for key, row in model.items() if bucket_of(make_key(key), 4) < 3]
+        assert sorted(few["count"].to_pylist()) == sorted(count for count in counts if count > 700)
+        in_bucket = state.scan(["name", "x", "bucket", "key_hash"], buckets=[2]).read_all().to_pylist()
+        assert {row["bucket"] for row in in_bucket} == {2}
+        hashes = [row["key_hash"] for row in in_bucket]
         assert hashes == sorted(hashes)
-        timed = state.timeouts().read_all()
-        assert timed.schema.names == ["name", "x", "timeout_ms"]
-        assert {(canonicalise(r["name"]), canonicalise(r["x"])): r["timeout_ms"] for r in timed.to_pylist()} == {
+        timeouts = state.timeouts().read_all()
+        assert timeouts.schema.names == ["name", "x", "timeout_ms"]
+        assert {(canonicalise(r["name"]), canonicalise(r["x"])): r["timeout_ms"] for r in timeouts.to_pylist()} == {
             key: row.timeout_ms for key, row in model.items() if row.timeout_ms is not None
         }
         for wrong in (["nothing"], "count"):
@@ -125,18 +125,18 @@ def test_columns_filters_and_buckets_are_chosen(job: Job) -> None:
             state.scan(filter=pc.field("nothing") > 1).read_all()
 
 
-def _as_key(canonical_key: tuple[object, ...]) -> tuple[object, ...]:
+def make_key(canonical_key: tuple[object, ...]) -> tuple[object, ...]:
     name, x = canonical_key
     return name, float("nan") if x == "NaN" else x
 
 
-def test_attempts_that_failed_are_not_read(job: Job) -> None:
+def test_failed_attempts_are_not_read(job: Job) -> None:
     lived(job, 6)
     job.attempt({key: Row(-1, "never") for key in EVERYWHERE})
     job.batch({key: Row(7, "kept") for key in EVERYWHERE})
     job.attempt({key: Row(-2, "never") for key in EVERYWHERE})
     with open_state(job.root) as state:
-        # Even an attempt that failed was handed what was committed before it.
+        # Even a failed attempt received the committed checkpoint before it.
         assert (state.batch, state.begun_batch) == (6, 7)
         assert state_of(state) == job.models[6]
     job.batch({key: Row(8, "kept") for key in EVERYWHERE})
@@ -149,7 +149,7 @@ def test_attempts_that_failed_are_not_read(job: Job) -> None:
         assert state_of(state) == job.models[7]
 
 
-def test_a_bucket_that_rests_holds_the_others_back(job: Job) -> None:
+def test_a_bucket_without_new_files_limits_the_proven_batch(job: Job) -> None:
     job.retained = 100
     lived(job, 5)
     for at in range(3):
@@ -162,30 +162,31 @@ def test_a_bucket_that_rests_holds_the_others_back(job: Job) -> None:
         assert state_of(state) == job.models[6]
 
 
-def test_what_a_query_gave_up_when_it_went_back_is_not_read(job: Job) -> None:
+def test_batches_that_a_restart_from_an_earlier_batch_discarded_are_not_read(job: Job) -> None:
     job.retained = 100
     lived(job, 10)
     job.run_id = "another run"
-    # Back to batch 4, by other code; one bucket rests.
+    # Restart from batch 4 with other code; one bucket gets no rows.
     for at in range(4, 7):
         job.batch({key: Row(at, "anew") for key in EVERYWHERE[:3]}, at=at)
     with open_state(job.root, unproven=True) as state:
         assert state.batch == 5
         assert state_of(state) == job.models[5]
     with open_state(job.root) as state:
-        # Of the bucket that rests, what batch 3 left of it may be an attempt's.
+        # Batch 3 of the bucket without rows may be a failed attempt's.
         assert state.batch == 2
         assert state_of(state) == job.models[2]
 
 
 @pytest.mark.parametrize("touched", [True, False])
-def test_what_a_query_gave_up_stays_given_up_after_a_restart(job: Job, touched: bool) -> None:
-    """The last run did not go back; the one before it did, and has changed the bucket that rests now, or has not."""
+def test_discarded_batches_stay_discarded_after_another_restart(job: Job, touched: bool) -> None:
+    """The last run began where the one before ended; that one had gone back, and has changed the bucket that is idle
+    now, or not."""
     job.retained = 100
     lived(job, 10)
-    rests, others = EVERYWHERE[3], EVERYWHERE[:3]
+    idle, others = EVERYWHERE[3], EVERYWHERE[:3]
     job.run_id = "went back"
-    job.batch({key: Row(4, "anew") for key in (*others, *([rests] if touched else []))}, at=4)
+    job.batch({key: Row(4, "anew") for key in (*others, *([idle] if touched else []))}, at=4)
     for at in (5, 6):
         job.batch({key: Row(at, "anew") for key in others})
     job.run_id = "restarted"
@@ -197,15 +198,15 @@ def test_what_a_query_gave_up_stays_given_up_after_a_restart(job: Job, touched: 
         assert (state.batch, state_of(state)) == ((3, job.models[3]) if touched else (2, job.models[2]))
 
 
-def test_a_query_that_returns_to_what_it_gave_up_is_read(job: Job) -> None:
-    """It went back, and then went on from a copy of the checkpoint that it had gone back from."""
+def test_a_query_that_returns_to_discarded_batches_is_read(job: Job) -> None:
+    """It went back, and then continued from a copy of the checkpoint with the discarded batches."""
     job.retained = 100
-    rests, changes = EVERYWHERE[3], EVERYWHERE[0]
+    idle, changes = EVERYWHERE[3], EVERYWHERE[0]
     for at in range(4):
         job.batch({changes: Row(at)})
     copy = ([*job.pointers], [*job.models])
     job.run_id = "went back"
-    job.batch({rests: Row(1, "given up")}, at=2)
+    job.batch({idle: Row(1, "given up")}, at=2)
     job.pointers, job.models = copy
     job.run_id = "the copy"
     for at in (4, 5):
@@ -221,7 +222,7 @@ def test_a_query_that_returns_to_what_it_gave_up_is_read(job: Job) -> None:
 
 
 def test_after_a_restart_few_headers_are_read(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest one of each bucket, and as many as it takes to find the checkpoint of a batch."""
+    """It reads the newest header of each bucket, and as many as it needs to find the checkpoint of a batch."""
     job.retained = 100
     batches = 40
     job.batch({key: Row(0) for key in EVERYWHERE})
@@ -232,18 +233,18 @@ def test_after_a_restart_few_headers_are_read(job: Job, monkeypatch: pytest.Monk
         job.batch({key: Row(at) for key in EVERYWHERE[:3]})
     read: list[object] = []
 
-    def counted(*given: Any) -> LineageHeader:
-        read.append(given)
-        return read_header(*given)
+    def record_call(*arguments: Any) -> LineageHeader:
+        read.append(arguments)
+        return read_header(*arguments)
 
-    monkeypatch.setattr(bucket_files, "read_header", counted)
+    monkeypatch.setattr(bucket_files, "read_header", record_call)
     with open_state(job.root, hold=False, unproven=True) as state:
         assert state_of(state) == job.models[state.batch]
     files = len(list(Path(job.folder.root).rglob("*.delta.arrow")))
     assert 3 < len(read) < files // 10, files
 
 
-def test_heartbeats_count_where_tasks_are_not_told_their_batch(tmp_path: Path) -> None:
+def test_heartbeats_count_if_tasks_do_not_know_their_batch(tmp_path: Path) -> None:
     job = lived(Job(tmp_path / "root", tmp_path, query_id="", told=False), 9)
     with open_state(job.root) as state:
         assert (state.unit, state.batch) == ("heartbeat", 8)
@@ -251,7 +252,7 @@ def test_heartbeats_count_where_tasks_are_not_told_their_batch(tmp_path: Path) -
     job.close()
 
 
-def test_one_batch_proves_nothing(job: Job) -> None:
+def test_a_single_batch_cannot_be_proven(job: Job) -> None:
     with pytest.raises(MissingCheckpointError, match="no checkpoint file"):
         open_state(job.root)
     lived(job, 1)
@@ -262,7 +263,7 @@ def test_one_batch_proves_nothing(job: Job) -> None:
 
 
 def test_a_snapshot_is_read_in_place(job: Job, tmp_path: Path) -> None:
-    """No bytes are allocated for its columns: they are in the map of the file."""
+    """No memory is allocated for its columns: they are in the mapped file."""
     lived(job, 14)
     snapshots = [
         (bucket, parsed[0].version)
@@ -278,32 +279,30 @@ def test_a_snapshot_is_read_in_place(job: Job, tmp_path: Path) -> None:
         assert pa.total_allocated_bytes() == allocated
 
 
-def test_a_file_that_is_mapped_is_compared_once_while_the_state_is_open(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_checksums_of_a_mapped_file_are_verified_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     lived(job, 14)
-    compared: list[str] = []
+    verified: list[str] = []
     real = bodies._check_body
 
-    def counted(data: pa.Buffer, where: str) -> Any:
-        compared.append(where)
+    def record_call(data: pa.Buffer, where: str) -> Any:
+        verified.append(where)
         return real(data, where)
 
-    monkeypatch.setattr(bodies, "_check_body", counted)
+    monkeypatch.setattr(bodies, "_check_body", record_call)
     with open_state(job.root) as state:
         first = state_of(state)
-        files = sorted(compared)
+        files = sorted(verified)
         assert len(files) == len(set(files)) > 0
         assert state_of(state) == first == job.models[state.batch]
-        assert sorted(compared) == files
-    compared.clear()
+        assert sorted(verified) == files
+    verified.clear()
     with open_state(job.root, memory_map=False) as state:
         assert [state_of(state), state_of(state)] == [first, first]
-    # Those that take memory are not kept.
-    assert sorted(compared) == sorted([*files, *files])
+    # Files that were read into memory are not kept.
+    assert sorted(verified) == sorted([*files, *files])
 
 
-def test_lineage_tells_of_each_file(job: Job) -> None:
+def test_lineage_lists_each_file(job: Job) -> None:
     lived(job, 14)
     job.attempt({key: Row(-1) for key in EVERYWHERE})
     with open_state(job.root) as state:
@@ -321,25 +320,25 @@ def test_lineage_tells_of_each_file(job: Job) -> None:
         assert pc.min(table["size_bytes"]).as_py() > 0
 
 
-def test_damaged_bytes_are_a_typed_error_and_gone_around_where_that_is_possible(job: Job) -> None:
+def test_damage_raises_an_error_unless_other_files_have_the_state(job: Job) -> None:
     lived(job, 14)
     with open_state(job.root) as state:
         bucket, ref = next((b, r) for b, r in state.checkpoints.items() if r)
-        wanted = job.models[state.batch]
+        model = job.models[state.batch]
     folder = Path(job.folder.root) / str(bucket)
     for snapshot in folder.glob("*.snapshot.arrow"):
-        _flip(snapshot)
+        damage(snapshot)
     with open_state(job.root) as state:
-        assert state_of(state) == wanted
-    _flip(folder / f"{ref}.delta.arrow")
+        assert state_of(state) == model
+    damage(folder / f"{ref}.delta.arrow")
     with open_state(job.root) as state, pytest.raises(CorruptFileError, match="fails its checksum"):
         state_of(state)
     with open_state(job.root, memory_map=False) as state, pytest.raises(CorruptFileError, match="fails its checksum"):
         state.scan(buckets=[bucket]).read_all()
 
 
-def test_a_file_in_the_place_of_another_leads_nowhere(job: Job) -> None:
-    """The lineage of the newest in the place of its oldest ancestor would lead back there for ever."""
+def test_a_file_in_the_place_of_another_is_refused(job: Job) -> None:
+    """If the newest file replaces its oldest ancestor, following the lineage would never end."""
     lived(job, 14)
     with open_state(job.root) as state:
         bucket, ref = next((b, r) for b, r in state.checkpoints.items() if r)
@@ -354,18 +353,18 @@ def test_a_file_in_the_place_of_another_leads_nowhere(job: Job) -> None:
         assert state.oldest_batch
 
 
-def _flip(path: Path) -> None:
+def damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    # In the last record batch, not in the header.
+    # The damage is in the last record batch, not in the header.
     data[len(data) // 2] ^= 0x20
     path.write_bytes(bytes(data))
 
 
-def test_a_clean_up_waits_while_somebody_reads(job: Job, tmp_path: Path) -> None:
+def test_a_clean_up_waits_for_readers(job: Job, tmp_path: Path) -> None:
     lived(job, 60)
     watch = HoldWatch()
 
-    def cleaned() -> int:
+    def clean_up_all() -> int:
         deleted = 0
         for bucket in range(4):
             pointer = adapt_to_backends(job.pointers[-2][bucket], ())
@@ -376,10 +375,10 @@ def test_a_clean_up_waits_while_somebody_reads(job: Job, tmp_path: Path) -> None
 
     with open_state(job.root, batch=20) as state:
         assert state.held
-        assert cleaned() == 0
+        assert clean_up_all() == 0
         assert state_of(state) == job.models[20]
     assert job.folder.child("holds").names() == []
-    assert cleaned() > 0
+    assert clean_up_all() > 0
     with pytest.raises(MissingCheckpointError, match=r"batch 20 .* the files have batch \d+ to 58"):
         open_state(job.root, batch=20)
     with open_state(job.root) as state:
@@ -389,7 +388,7 @@ def test_a_clean_up_waits_while_somebody_reads(job: Job, tmp_path: Path) -> None
         assert state_of(state) == job.models[oldest]
 
 
-def test_a_reader_that_slept_too_long_is_told(job: Job) -> None:
+def test_a_reader_that_lost_its_hold_gets_an_error(job: Job) -> None:
     lived(job, 3)
     now_s = [0.0]
     hold = ReaderHold(job.folder, 60_000, lambda: now_s[0])
@@ -404,7 +403,7 @@ def test_a_reader_that_slept_too_long_is_told(job: Job) -> None:
             hold.check()
 
 
-def test_a_hold_goes_with_its_reader(job: Job) -> None:
+def test_a_hold_is_removed_with_its_reader(job: Job) -> None:
     lived(job, 3)
     state = open_state(job.root)
     assert len(job.folder.child("holds").names()) == 1
@@ -417,7 +416,7 @@ def test_a_hold_goes_with_its_reader(job: Job) -> None:
 
 def test_a_root_that_cannot_be_written_to_is_read_without_a_hold(job: Job) -> None:
     lived(job, 3)
-    # Even root cannot make a folder where a file is.
+    # Even the root user cannot create a folder in place of a file.
     job.folder.put("holds", b"")
     with pytest.raises(CannotHoldError, match="hold=False"):
         open_state(job.root)
@@ -426,7 +425,7 @@ def test_a_root_that_cannot_be_written_to_is_read_without_a_hold(job: Job) -> No
         assert state_of(state) == job.models[1]
 
 
-def test_a_state_that_was_closed_says_so(job: Job) -> None:
+def test_a_closed_state_refuses_all_reads(job: Job) -> None:
     lived(job, 3)
     with open_state(job.root) as state:
         reader = state.scan()
@@ -440,7 +439,7 @@ def test_a_state_that_was_closed_says_so(job: Job) -> None:
         reader.read_all()
 
 
-def test_what_a_path_may_be(tmp_path: Path) -> None:
+def test_a_path_names_a_root_an_operator_or_a_query_folder(tmp_path: Path) -> None:
     first = lived(Job(tmp_path / "root", tmp_path), 4)
     other = lived(Job(tmp_path / "root", tmp_path, query_id="second"), 3, seed=2)
     more = lived(Job(tmp_path / "root", tmp_path, operator="sums", query_id="third"), 5, seed=3)
@@ -466,8 +465,8 @@ def test_what_a_path_may_be(tmp_path: Path) -> None:
         (tmp_path / "nowhere", {}, "there is no folder"),
         (root / "counts" / "query" / "0", {}, "no state of an operator"),
     ]
-    for path, named, said in wrong:
-        with pytest.raises(UsageError, match=said):
+    for path, named, text in wrong:
+        with pytest.raises(UsageError, match=text):
             open_state(path, **named)
     for job in (first, other, more):
         job.close()
@@ -484,7 +483,7 @@ def test_a_root_in_memory_is_read(tmp_path: Path) -> None:
     job.close()
 
 
-def test_schemas_are_told(job: Job) -> None:
+def test_a_state_has_its_key_and_state_schemas(job: Job) -> None:
     lived(job, 2)
     with open_state(job.root) as state:
         assert list(state.key_schema) == [field.with_nullable(True) for field in SCHEMA.keys]

@@ -1,4 +1,4 @@
-"""Commands that read state: show, get, scan, diff; values and filters as somebody writes them."""
+"""Commands that read state: show, get, scan and diff. Values and filters of their arguments."""
 
 from __future__ import annotations
 
@@ -29,48 +29,54 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[SmallRoot]:
-    with small_root(tmp_path) as made:
-        yield made
+    with small_root(tmp_path) as root:
+        yield root
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> list[dict[str, Any]]:
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> list[dict[str, Any]]:
     assert main([*map(str, arguments), "-o", "jsonl"]) == code
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_what_is_there_is_shown(small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = said(capsys, "show", small.root)
+def test_show_prints_operators_batches_and_columns(
+    small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (row,) = run_command(capsys, "show", small.root)
     assert (row["operator"], row["query"], row["buckets"], row["batch"]) == ("counts", QUERY, 2, 6)
     assert (row["oldest_batch"], row["newest_batch"], row["begun_batch"]) == (-1, 6, 7)
-    assert [(it["column"], it["type"], it["role"]) for it in row["columns"]] == [
+    assert [(column["column"], column["type"], column["role"]) for column in row["columns"]] == [
         ("name", "string", "key"),
         ("x", "double", "key"),
         ("count", "int64", "state"),
         ("note", "string", "state"),
     ]
-    (row,) = said(capsys, "show", small.root, "--unproven")
+    (row,) = run_command(capsys, "show", small.root, "--unproven")
     assert (row["batch"], row["proven"]) == (6, False)
     assert main(["get", str(small.root), "ann", "0.0", "--unproven"]) == 0
     assert "unproven: files do not prove that batch 6 is committed" in capsys.readouterr().err
-    (row,) = said(capsys, "show", savepoint_of(small.job, tmp_path / "savepoint").root)
+    (row,) = run_command(capsys, "show", savepoint_of(small.job, tmp_path / "savepoint").root)
     assert (row["batch"], row["oldest_batch"], row["proven"]) == (7, 7, True)
 
 
-def test_a_key_is_got_as_of_a_batch(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+def test_get_returns_a_key_as_of_a_batch(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
     for batch in range(7):
         model = small.job.models[batch]
         for key, row in model.items():
-            (found,) = said(capsys, "get", small.root, "--at", batch, *key)
-            assert (found["count"], found["note"], found["timeout_ms"]) == (row.count, row.record, row.timeout_ms)
-    assert said(capsys, "get", small.query_folder, "cid", "1.0", "--at", "4", code=1) == []
+            (found_row,) = run_command(capsys, "get", small.root, "--at", batch, *key)
+            assert (found_row["count"], found_row["note"], found_row["timeout_ms"]) == (
+                row.count,
+                row.record,
+                row.timeout_ms,
+            )
+    assert run_command(capsys, "get", small.query_folder, "cid", "1.0", "--at", "4", code=1) == []
     assert main(["get", str(small.root), "cid", "1.0", "--at", "4"]) == 1
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"no such key after batch 4 of {small.query_folder}\n")
     by_json = json.dumps({"name": "ann", "x": 0.0})
-    assert said(capsys, "get", small.root, "--json", by_json) == said(
+    assert run_command(capsys, "get", small.root, "--json", by_json) == run_command(
         capsys, "get", small.root, "ann", "-o", "json", "0"
     )
-    assert not list((small.query_folder / "holds").glob("*")), "nothing is left behind"
+    assert not list((small.query_folder / "holds").glob("*")), "the hold was removed"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +91,7 @@ def test_a_key_is_got_as_of_a_batch(small: SmallRoot, capsys: pytest.CaptureFixt
         (["ann", "1", "--operator", "sums"], 2, "UsageError: "),
     ],
 )
-def test_what_cannot_be_got_is_a_typed_line(
+def test_get_reports_a_wrong_key_in_one_line(
     small: SmallRoot, arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["get", str(small.root), *arguments]) == code
@@ -94,20 +100,22 @@ def test_what_cannot_be_got_is_a_typed_line(
     assert err.startswith(f"spark-state-ext get: {text}")
 
 
-def test_columns_filters_and_limits(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+def test_scan_selects_columns_rows_and_a_limit(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
     model = small.job.models[6]
-    rows = said(capsys, "scan", small.root)
+    rows = run_command(capsys, "scan", small.root)
     assert as_model(pa.Table.from_pylist(rows)) == model
-    rows = said(capsys, "scan", small.root, "--columns", "name, count", "--filter", "count > 50 and not name == 'eve'")
+    rows = run_command(
+        capsys, "scan", small.root, "--columns", "name, count", "--filter", "count > 50 and not name == 'eve'"
+    )
     assert {row["name"]: row["count"] for row in rows} == {
         key[0]: row.count for key, row in model.items() if (row.count or 0) > 50 and key[0] != "eve"
     }
     assert rows
     assert list(rows[0]) == ["name", "count"]
-    assert len(said(capsys, "scan", small.root, "--limit", 2)) == 2
-    assert said(capsys, "scan", small.root, "--limit", 0) == []
-    one = said(capsys, "scan", small.root, "--bucket", 1, "--columns", "bucket")
-    assert {row["bucket"] for row in one} <= {1}
+    assert len(run_command(capsys, "scan", small.root, "--limit", 2)) == 2
+    assert run_command(capsys, "scan", small.root, "--limit", 0) == []
+    in_bucket = run_command(capsys, "scan", small.root, "--bucket", 1, "--columns", "bucket")
+    assert {row["bucket"] for row in in_bucket} <= {1}
     assert main(["scan", str(small.root), "--filter", "nothing > 1"]) == 2
     assert "there is no column 'nothing' for the filter; there are name, x, count" in capsys.readouterr().err
     assert main(["scan", str(small.root), "--columns", "nothing"]) == 2
@@ -115,18 +123,22 @@ def test_columns_filters_and_limits(small: SmallRoot, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(("at", "other_at", "kinds"), [(3, 4, {"removed", "changed"}), (4, 6, {"added", "changed"})])
-def test_what_differs_is_told_by_key(
+def test_diff_prints_differences_by_key(
     small: SmallRoot, at: int, other_at: int, kinds: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, after = small.job.models[at], small.job.models[other_at]
     changes: dict[str, set[tuple[Any, ...]]] = {"added": set(), "removed": set(), "changed": set()}
-    for row in said(capsys, "diff", small.root, "--at", at, "--other-at", other_at, code=1):
+    for row in run_command(capsys, "diff", small.root, "--at", at, "--other-at", other_at, code=1):
         changes[row["change"]].add((row["name"], row["x"]))
         for model, side in ((before, "before"), (after, "after")):
-            there = model.get((row["name"], row["x"]))
-            assert (there is None) == (row[side] is None)
-            if there is not None:
-                assert row[side] == {"count": there.count, "note": there.record, "timeout_ms": there.timeout_ms}
+            expected = model.get((row["name"], row["x"]))
+            assert (expected is None) == (row[side] is None)
+            if expected is not None:
+                assert row[side] == {
+                    "count": expected.count,
+                    "note": expected.record,
+                    "timeout_ms": expected.timeout_ms,
+                }
     assert changes == {
         "added": after.keys() - before.keys(),
         "removed": before.keys() - after.keys(),
@@ -135,55 +147,61 @@ def test_what_differs_is_told_by_key(
     assert {kind for kind, keys in changes.items() if keys} == kinds
 
 
-def test_the_last_two_batches_are_compared_by_default(
+def test_diff_compares_the_last_two_batches_by_default(
     small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = said(capsys, "diff", small.root, code=1)
-    assert rows == said(capsys, "diff", small.root, "--at", 5, "--other-at", 6, code=1)
+    rows = run_command(capsys, "diff", small.root, code=1)
+    assert rows == run_command(capsys, "diff", small.root, "--at", 5, "--other-at", 6, code=1)
     assert rows
-    # Only the later one is named.
-    at_4 = said(capsys, "diff", small.root, "--other-at", 4, code=1)
-    assert at_4 == said(capsys, "diff", small.root, "--at", 3, "--other-at", 4, code=1) != rows
-    assert said(capsys, "diff", small.root, "--limit", 2, code=1) == rows[:2]
+    # Only the later batch is named.
+    at_4 = run_command(capsys, "diff", small.root, "--other-at", 4, code=1)
+    assert at_4 == run_command(capsys, "diff", small.root, "--at", 3, "--other-at", 4, code=1) != rows
+    assert run_command(capsys, "diff", small.root, "--limit", 2, code=1) == rows[:2]
     assert main(["diff", str(small.root), "--limit", "2"]) == 1
     assert "differences=2 (there are more: --limit) between batch 5" in capsys.readouterr().err
     assert main(["diff", str(small.root), "--limit", str(len(rows))]) == 1
     assert f"differences={len(rows)} between batch 5" in capsys.readouterr().err
-    assert said(capsys, "diff", small.root, "--limit", 0, code=1) == [], "the answer is what it is"
-    there = savepoint_of(small.job, tmp_path / "savepoint").root
-    assert main(["diff", there]) == 2
+    assert run_command(capsys, "diff", small.root, "--limit", 0, code=1) == [], (
+        "the exit code still shows that they differ"
+    )
+    savepoint = savepoint_of(small.job, tmp_path / "savepoint").root
+    assert main(["diff", savepoint]) == 2
     assert "can be read, batch 7, and no earlier one to compare it with" in capsys.readouterr().err
 
 
-def test_columns_that_are_compared_can_be_named(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = said(capsys, "diff", small.root, code=1)
-    named = said(capsys, "diff", small.root, "--columns", "timeout_ms, count", code=1)
+def test_diff_compares_only_named_columns(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run_command(capsys, "diff", small.root, code=1)
+    named = run_command(capsys, "diff", small.root, "--columns", "timeout_ms, count", code=1)
     for row, whole in zip(named, rows, strict=True):
         for side in ("before", "after"):
             assert row[side] == {name: whole[side][name] for name in ("timeout_ms", "count")}
-    # Of the keys that changed, one has a timeout.
-    timeouts = said(capsys, "diff", small.root, "--columns", "timeout_ms", code=1)
+    # Only one of the changed keys has a timeout.
+    timeouts = run_command(capsys, "diff", small.root, "--columns", "timeout_ms", code=1)
     assert [row["name"] for row in timeouts] == ["bob"]
     assert main(["diff", str(small.root), "--columns", "nothing"]) == 2
     assert "column 'nothing' is not in both states; these are: count, note, timeout_ms" in capsys.readouterr().err
 
 
-def test_equal_states_in_other_files_do_not_differ(
+def test_diff_finds_no_difference_between_equal_states_in_other_files(
     small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said(capsys, "diff", small.root, "--at", 6) == []
-    # Other buckets, the same rows; and a savepoint of it.
+    assert run_command(capsys, "diff", small.root, "--at", 6) == []
+    # The same rows in a different number of buckets, and a savepoint of them.
     with small_root(tmp_path / "more", buckets=5) as other:
-        assert said(capsys, "diff", small.root, other.root) == []
+        assert run_command(capsys, "diff", small.root, other.root) == []
         savepoint = savepoint_of(other.job, tmp_path / "savepoint", "canonical", batch=6)
-        assert said(capsys, "diff", small.query_folder, savepoint.root) == []
+        assert run_command(capsys, "diff", small.query_folder, savepoint.root) == []
         other.job.batch({("ann", 0.0): Row(-1)})
         later = savepoint_of(other.job, tmp_path / "later")
-        (row,) = [it for it in said(capsys, "diff", small.root, later.root, code=1) if it["name"] == "ann"]
+        (row,) = [
+            changed
+            for changed in run_command(capsys, "diff", small.root, later.root, code=1)
+            if changed["name"] == "ann"
+        ]
         assert (row["change"], row["after"]["count"]) == ("changed", -1)
 
 
-def test_the_output_is_read_by_others(small: SmallRoot) -> None:
+def test_duckdb_reads_the_arrow_output(small: SmallRoot) -> None:
     duckdb = pytest.importorskip("duckdb")
     done = subprocess.run(
         [sys.executable, "-m", "spark_state_ext", "scan", str(small.root), "-o", "arrow"],
@@ -198,16 +216,14 @@ def test_the_output_is_read_by_others(small: SmallRoot) -> None:
     assert done.stderr.decode() == "rows=6 batch=6\n"
 
 
-def test_a_root_that_may_only_be_read_is_read_without_a_hold(
-    small: SmallRoot, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_scan_without_a_hold_writes_no_file(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in small.root.rglob("*") if path.is_file()}
-    assert len(said(capsys, "scan", small.root, "--no-hold")) == 6
+    assert len(run_command(capsys, "scan", small.root, "--no-hold")) == 6
     assert {path: path.stat().st_mtime_ns for path in small.root.rglob("*") if path.is_file()} == before
 
 
-def test_get_imports_little(small: SmallRoot) -> None:
-    """Neither PySpark nor pandas, nor what other commands and forms of output need."""
+def test_get_does_not_import_slow_libraries(small: SmallRoot) -> None:
+    """It imports neither PySpark nor pandas, nor the libraries of other commands and output formats."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "spark_state_ext", "get", str(small.root), "ann", "0", "-o", "json"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -219,7 +235,7 @@ def test_get_imports_little(small: SmallRoot) -> None:
     assert json.loads(done.stdout)[0]["name"] == "ann"
     names = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "pyarrow.lib" in names
-    # (PyArrow tries to import pandas, and is told that there is none.)
+    # PyArrow's attempt to import pandas does not load `pandas.core`.
     slow = (
         "pyspark",
         "py4j",
@@ -290,12 +306,12 @@ _ROWS = pa.Table.from_pylist(
         ('["a", null]', "tags", ["a", None]),
     ],
 )
-def test_a_word_becomes_a_value_of_its_column(word: str, column: str, value: object) -> None:
+def test_a_word_is_parsed_as_a_value_of_its_column(word: str, column: str, value: object) -> None:
     field = _COLUMNS.field(column)
-    found = parse_value(word, field)
-    assert found == value or (found != found and value != value)
-    # It is what Arrow takes.
-    assert len(pa.array([found], field.type)) == 1
+    parsed = parse_value(word, field)
+    assert parsed == value or (parsed != parsed and value != value)
+    # Arrow accepts the value.
+    assert len(pa.array([parsed], field.type)) == 1
 
 
 @pytest.mark.parametrize(
@@ -314,12 +330,12 @@ def test_a_word_becomes_a_value_of_its_column(word: str, column: str, value: obj
         ("[1]", "tags"),
     ],
 )
-def test_a_word_that_is_no_value_is_refused(word: str, column: str) -> None:
+def test_a_word_that_is_not_a_value_is_refused(word: str, column: str) -> None:
     with pytest.raises(UsageError, match=f"is not a value of the column ('{column}'|'item')"):
         parse_value(word, _COLUMNS.field(column))
 
 
-def test_a_key_may_have_nulls() -> None:
+def test_a_key_in_json_may_have_nulls() -> None:
     schema = pa.schema([("name", pa.string()), ("x", pa.float64())])
     assert parse_key((), '{"name": null, "x": "NaN"}', schema)["name"] is None
     assert parse_key((), '{"x": 1, "name": "a"}', schema) == {"name": "a", "x": 1.0}
@@ -351,7 +367,7 @@ def test_a_key_may_have_nulls() -> None:
         ("n > ratio", ["ann"]),
     ],
 )
-def test_a_filter_is_what_it_says(text: str, names: list[str | None]) -> None:
+def test_a_filter_selects_matching_rows(text: str, names: list[str | None]) -> None:
     assert _ROWS.filter(parse_filter(text, _COLUMNS))["name"].to_pylist() == names
 
 
@@ -381,6 +397,6 @@ def test_a_filter_is_what_it_says(text: str, names: list[str | None]) -> None:
         "(" * 500 + "n" + ")" * 500,
     ],
 )
-def test_a_filter_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_filter_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_filter(text, _COLUMNS)

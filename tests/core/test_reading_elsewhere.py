@@ -1,5 +1,4 @@
-"""`open_state` on savepoints, on folders that a query began from another one's state, on S3, and at given pointers; and
-what other libraries read of it without a copy."""
+"""`open_state` on savepoints, folders that began with other state, S3 and given pointers, and zero-copy reads."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ from spark_state_ext.testing.model import SCHEMA
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    made = lived(Job(tmp_path / "root", tmp_path), 14)
-    yield made
-    made.close()
+    new_job = lived(Job(tmp_path / "root", tmp_path), 14)
+    yield new_job
+    new_job.close()
 
 
-def saved(job: Job, path: Path, form: str) -> Folder:
-    """A savepoint of the last committed batch."""
+def write_savepoint(job: Job, path: Path, form: str) -> Folder:
+    """Write a savepoint of the last committed batch."""
     target = Folder(str(path))
     buckets = [
         save_bucket(
@@ -58,8 +57,8 @@ def saved(job: Job, path: Path, form: str) -> Folder:
 
 
 @pytest.mark.parametrize("form", [NATIVE, CANONICAL])
-def test_a_savepoint_is_read_exactly(job: Job, tmp_path: Path, form: str) -> None:
-    folder = saved(job, tmp_path / "savepoint", form)
+def test_a_savepoint_has_exactly_its_batch(job: Job, tmp_path: Path, form: str) -> None:
+    folder = write_savepoint(job, tmp_path / "savepoint", form)
     with open_state(folder.root) as state:
         assert (state.batch, state.held, state.proven) == (13, False, True)
         assert state_of(state) == job.models[13]
@@ -73,16 +72,18 @@ def test_a_savepoint_is_read_exactly(job: Job, tmp_path: Path, form: str) -> Non
 
 
 def test_a_folder_that_began_with_a_savepoint_is_read(job: Job, tmp_path: Path) -> None:
-    """Its first files name another query, whose batches have nothing to do with its own."""
-    begun = saved(job, tmp_path / "savepoint", NATIVE)
+    """Its first files name another query, whose batches are unrelated to its own."""
+    begun = write_savepoint(job, tmp_path / "savepoint", NATIVE)
     new = Job(tmp_path / "root", tmp_path, query_id="new", run_id="new run")
     for bucket in range(4):
         for name in begun.child("counts", str(bucket)).names():
             new.folder.child(str(bucket)).put(name, begun.child("counts", str(bucket)).get(name))
-    whole = saved(job, tmp_path / "again", NATIVE)
+    whole = write_savepoint(job, tmp_path / "again", NATIVE)
     from spark_state_ext.savepoints.manifest_file import read_manifest
 
-    new.pointers = [[replace(it.pointer, query_folder="new") for it in read_manifest(whole).buckets]]
+    new.pointers = [
+        [replace(write_savepoint.pointer, query_folder="new") for write_savepoint in read_manifest(whole).buckets]
+    ]
     random_ = random.Random(5)
     models = [job.models[13]]
     changes = some_changes(random_, 20)
@@ -113,7 +114,7 @@ def test_a_mapped_snapshot_reaches_other_libraries_without_a_copy(job: Job) -> N
         assert frame["count"].to_list() == rows["count"].to_pylist()
 
 
-def test_pointers_that_spark_told_are_read_with_what_is_inline_in_them(life: Life) -> None:
+def test_given_pointers_are_read_with_their_inline_deltas(life: Life) -> None:
     life.batch()
     life.settle()
     life.batch({})
@@ -135,8 +136,8 @@ def test_a_root_on_s3_is_read(s3: Any, tmp_path: Path) -> None:
         assert state.held
         assert state_of(state) == job.models[1]
         key = EVERYWHERE[1]
-        wanted = {it: row for it, row in job.models[1].items() if it == key}
-        found = state.get(key)
-        assert found.num_rows == len(wanted)
+        expected = {model_key: row for model_key, row in job.models[1].items() if model_key == key}
+        table = state.get(key)
+        assert table.num_rows == len(expected)
     assert job.folder.child("holds").names() == []
     job.close()

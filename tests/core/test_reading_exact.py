@@ -1,4 +1,5 @@
-"""`open_exact`: the state at pointers that Spark told, without Spark. The batch before is all that files prove."""
+"""`open_exact` reads the state at the pointers that Spark has committed, without Spark. Files alone prove only the
+batch before."""
 
 from __future__ import annotations
 
@@ -16,27 +17,27 @@ from spark_state_ext.errors import ChangedJobError, CorruptFileError, MissingChe
 from spark_state_ext.reading.exact_batch import ExactBatch, QueryOfOperator, open_exact
 from spark_state_ext.testing.model import Row
 
-TOLD = QueryOfOperator("counts", "query", "/checkpoints/counts")
+QUERY = QueryOfOperator("counts", "query", "/checkpoints/counts")
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path / "root", tmp_path)
-    yield made
-    made.close()
+    new_job = Job(tmp_path / "root", tmp_path)
+    yield new_job
+    new_job.close()
 
 
-def exact(job: Job, batch: int) -> ExactBatch:
-    """What Spark tells of a batch, of which it retains those from 3 on."""
-    pointers = {it.bucket: replace(it, query_folder="query") for it in job.pointers[batch + 1]}
+def make_exact_batch(job: Job, batch: int) -> ExactBatch:
+    """Return what Spark knows of a batch. Spark retains batches from 3 on."""
+    pointers = {pointer.bucket: replace(pointer, query_folder="query") for pointer in job.pointers[batch + 1]}
     return ExactBatch(batch, 3, len(job.models) - 1, pointers)
 
 
-def opened(job: Job, batch: int, path: Path | None = None) -> OpenState:
-    return open_exact(path or Path(job.root), TOLD, lambda: exact(job, batch))
+def open_at(job: Job, batch: int, path: Path | None = None) -> OpenState:
+    return open_exact(path or Path(job.root), QUERY, lambda: make_exact_batch(job, batch))
 
 
-def test_the_last_batch_is_read_though_files_do_not_prove_it(job: Job) -> None:
+def test_open_exact_reads_the_last_batch_without_proof_by_files(job: Job) -> None:
     lived(job, 14)
     job.retained = 100
     for at in range(3):
@@ -44,7 +45,7 @@ def test_the_last_batch_is_read_though_files_do_not_prove_it(job: Job) -> None:
     with open_state(job.root) as state:
         assert state.batch == 12
     job.attempt({key: Row(-1, "never") for key in EVERYWHERE})
-    with opened(job, 16) as state:
+    with open_at(job, 16) as state:
         assert state_of(state) == job.models[16]
         assert (state.batch, state.oldest_batch, state.newest_batch, state.begun_batch) == (16, 3, 16, 16)
         assert (state.unit, state.proven, state.held) == ("batch", True, True)
@@ -52,54 +53,54 @@ def test_the_last_batch_is_read_though_files_do_not_prove_it(job: Job) -> None:
     assert job.folder.child("holds").names() == []
 
 
-def test_an_older_batch_is_read(job: Job) -> None:
+def test_open_exact_reads_older_batches(job: Job) -> None:
     lived(job, 14)
     for batch in (3, 8, 12):
-        with opened(job, batch, Path(job.folder.root)) as state:
+        with open_at(job, batch, Path(job.folder.root)) as state:
             assert (state.batch, state.newest_batch) == (batch, 13)
             assert state_of(state) == job.models[batch]
 
 
-def test_pointers_are_read_under_a_hold_which_goes_where_that_fails(job: Job) -> None:
+def test_pointers_are_read_under_a_hold_that_is_removed_after_an_error(job: Job) -> None:
     lived(job, 4)
-    held: list[int] = []
+    holds: list[int] = []
 
     def read() -> ExactBatch:
-        held.append(len(job.folder.child("holds").names()))
+        holds.append(len(job.folder.child("holds").names()))
         raise StorageError("Spark cannot read its state")
 
     for hold in (True, False):
         with pytest.raises(StorageError, match="Spark cannot read"):
-            open_exact(Path(job.root), TOLD, read, hold=hold)
-    assert held == [1, 0]
+            open_exact(Path(job.root), QUERY, read, hold=hold)
+    assert holds == [1, 0]
     assert job.folder.child("holds").names() == []
 
 
-def test_a_checkpoint_of_another_state_is_refused(job: Job, tmp_path: Path) -> None:
+def test_pointers_of_another_query_folder_are_refused(job: Job, tmp_path: Path) -> None:
     lived(job, 4)
     other = lived(Job(tmp_path / "root", tmp_path, query_id="second"), 4)
     with pytest.raises(UsageError, match=r"to the query with the folder query, not to .*second: give the root"):
-        opened(job, 3, Path(other.folder.root))
+        open_at(job, 3, Path(other.folder.root))
     savepoint = savepoint_of(job, tmp_path / "savepoint")
     with pytest.raises(UsageError, match="is a savepoint, which is always exact"):
-        opened(job, 3, Path(savepoint.root))
+        open_at(job, 3, Path(savepoint.root))
     with pytest.raises(UsageError, match="no operator 'sums'"):
-        open_exact(Path(job.root), replace(TOLD, operator="sums"), lambda: exact(job, 3))
+        open_exact(Path(job.root), replace(QUERY, operator="sums"), lambda: make_exact_batch(job, 3))
     other.close()
 
 
-def test_pointers_that_are_no_whole_state_are_refused(job: Job) -> None:
+def test_pointers_without_a_whole_state_are_refused(job: Job) -> None:
     lived(job, 4)
-    whole = exact(job, 3)
-    less = {bucket: it for bucket, it in whole.pointers.items() if bucket != 2}
-    mixed = {**less, 2: replace(whole.pointers[2], query_folder="another")}
+    whole = make_exact_batch(job, 3)
+    fewer = {bucket: pointer for bucket, pointer in whole.pointers.items() if bucket != 2}
+    mixed = {**fewer, 2: replace(whole.pointers[2], query_folder="another")}
     with pytest.raises(MissingCheckpointError, match=r"has no state of operator 'counts' yet.*Choose a later batch"):
-        open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers={}))
+        open_exact(Path(job.root), QUERY, lambda: replace(whole, pointers={}))
     with pytest.raises(CorruptFileError, match="pointers of 3 buckets, but operator 'counts' has 4"):
-        open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers=less))
+        open_exact(Path(job.root), QUERY, lambda: replace(whole, pointers=fewer))
     with pytest.raises(CorruptFileError, match="pointers to another and to query"):
-        open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers=mixed))
-    wider = {**whole.pointers, 2: replace(whole.pointers[2], schema_id=7)}
+        open_exact(Path(job.root), QUERY, lambda: replace(whole, pointers=mixed))
+    newer = {**whole.pointers, 2: replace(whole.pointers[2], schema_id=7)}
     with pytest.raises(ChangedJobError, match="a newer schema than the operator file"):
-        open_exact(Path(job.root), TOLD, lambda: replace(whole, pointers=wider))
+        open_exact(Path(job.root), QUERY, lambda: replace(whole, pointers=newer))
     assert job.folder.child("holds").names() == []

@@ -1,4 +1,4 @@
-"""Random histories of a query: attempts that fail, buckets that rest, restarts, going back, restarts after that. What
+"""Random histories of a query: failed attempts, idle buckets, restarts, also from earlier batches. Whatever
 `open_state` takes for committed was committed, and is the state after one batch."""
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _STEPS = 14
 
 
 def changes_of(random_: random.Random, at: int) -> Changes:
-    """In all buckets, in few, or in none."""
-    made = some_changes(random_, at)
-    kept = random_.choice([len(KEYS), len(KEYS), 2, 0])
-    return dict(random_.sample(list(made.items()), min(kept, len(made))))
+    """Make changes in all buckets, in a few, or in none."""
+    changes = some_changes(random_, at)
+    count = random_.choice([len(KEYS), len(KEYS), 2, 0])
+    return dict(random_.sample(list(changes.items()), min(count, len(changes))))
 
 
 @pytest.mark.parametrize("seed", range(examples(6, 200)))
-def test_what_is_read_was_committed(tmp_path: Path, seed: int) -> None:
+def test_open_state_reads_only_committed_batches(tmp_path: Path, seed: int) -> None:
     random_ = random.Random(seed)
     job = Job(tmp_path / "root", tmp_path, retained=random_.choice([2, 100]))
     read = 0
@@ -40,7 +40,7 @@ def test_what_is_read_was_committed(tmp_path: Path, seed: int) -> None:
             job.attempt(changes_of(random_, 1_000 + step))
         elif event == "back" and at > 2:
             job.run_id = f"run {step}"
-            # Other code: what comes now changes every bucket, so that files tell of it.
+            # The new run changes every bucket, so that files show that it went back.
             job.batch(some_changes(random_, 2_000 + step), at=random_.randrange(1, at))
         else:
             job.run_id = f"run {step}" if event == "restart" else job.run_id
@@ -57,45 +57,46 @@ def test_what_is_read_was_committed(tmp_path: Path, seed: int) -> None:
                 with open_state(job.root, batch=older, hold=False) as earlier:
                     assert state_of(earlier) == job.models[older], (seed, step, older)
             read += 1
-    assert read, "something was read"
+    assert read, "some state was read"
     job.close()
 
 
 def changes_of_few(random_: random.Random, at: int) -> Changes:
-    """In one bucket or two, so that the others rest."""
+    """Make changes in one bucket or two, so that the others are idle."""
     return {key: Row(at, "few") for key in random_.sample(EVERYWHERE, random_.choice([1, 1, 2]))}
 
 
-@pytest.mark.parametrize("times", ["kept", "of no use"])
+@pytest.mark.parametrize("times", ["kept", "equal"])
 @pytest.mark.parametrize("seed", range(examples(8, 400)))
-def test_restarts_after_going_back_bring_back_nothing(tmp_path: Path, seed: int, times: str) -> None:
-    """Several runs, each of which may go back, go on, or go on from before another went back; most buckets rest."""
+def test_restarts_never_bring_back_discarded_batches(tmp_path: Path, seed: int, times: str) -> None:
+    """Each of several runs may restart at the end, from an earlier batch, or from a discarded one; most buckets are
+    idle."""
     random_ = random.Random(seed)
     job = Job(tmp_path / "root", tmp_path, retained=100)
     job.run_id = "run"
     for at in range(5):
         job.batch({key: Row(at) for key in EVERYWHERE})
-    read, left = 0, None
+    read, discarded = 0, None
     for step in range(24):
         event = random_.choices(["batch", "failed", "restart", "back", "return"], [8, 2, 3, 2, 1])[0]
         if event == "failed":
             job.attempt(changes_of_few(random_, 1_000 + step))
             continue
-        if event == "return" and left is None:
+        if event == "return" and discarded is None:
             continue
         at = len(job.models)
         if event != "batch":
             job.run_id = f"run {step}"
         if event == "back":
             at = random_.randrange(max(1, at - 6), at)
-            # A copy of the checkpoint, which the user may start from later.
-            left = ([*job.pointers], [*job.models])
-        elif event == "return" and left is not None:
-            (job.pointers, job.models), left = left, None
+            # A copy of the checkpoint, from which the user may start later.
+            discarded = ([*job.pointers], [*job.models])
+        elif event == "return" and discarded is not None:
+            (job.pointers, job.models), discarded = discarded, None
             at = len(job.models)
         job.batch(changes_of_few(random_, step), at=at)
-        if times == "of no use":
-            _all_but_the_last_at_once(job)
+        if times == "equal":
+            equalize_file_times(job)
         for unproven in (False, True):
             try:
                 state = open_state(job.root, hold=False, unproven=unproven)
@@ -103,25 +104,26 @@ def test_restarts_after_going_back_bring_back_nothing(tmp_path: Path, seed: int,
                 continue
             with state:
                 assert state.batch < len(job.models), (seed, step, event, unproven)
-                # What is not proven may be of an attempt that failed.
+                # Unproven state may come from a failed attempt.
                 if state.proven:
                     assert state_of(state) == job.models[state.batch], (seed, step, event)
                     read += 1
-    assert read, "something was read"
+    assert read, "some state was read"
     job.close()
 
 
-def _all_but_the_last_at_once(job: Job) -> None:
-    """As a copy leaves them: which run wrote last is told, and no more."""
+def equalize_file_times(job: Job) -> None:
+    """Set equal file times, as a copy does; only the newest delta file keeps its time, which shows the last run."""
     deltas = sorted(Path(job.folder.root).rglob("*.delta.arrow"), key=lambda path: path.stat().st_mtime_ns)
     for path in (*deltas[:-1], *Path(job.folder.root).rglob("*.snapshot.arrow")):
         os.utime(path, (1, 1))
 
 
-def test_what_an_earlier_release_called_the_query_otherwise_is_not_taken_for_another_batch(
+def test_files_with_another_query_id_are_not_taken_for_other_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first batch was not told its query, and later ones were: they wrote Spark's id into their files."""
+    """In an older library version, the first batch did not know its query; later batches wrote Spark's id into their
+    files."""
     job = Job(tmp_path / "root", tmp_path, retained=100, run_id="before", query_id="t1-" + "0" * 32)
     with monkeypatch.context() as earlier:
         earlier.setattr(reading_support, "Writer", lambda _, *more, **named: Writer("its id", *more, **named))

@@ -1,4 +1,4 @@
-"""Why a value is refused is said in words that need no knowledge of Python's insides."""
+"""Errors explain why a value is refused without details of Python's implementation."""
 
 from __future__ import annotations
 
@@ -50,37 +50,39 @@ VALUES: list[Any] = [
     {"b": 5},
     object(),
 ]
-# What Python's own errors speak of: attributes, parsers, formats of `struct`, classes.
-INSIDES = re.compile(
+# Words of Python's own errors: attributes, parsers, formats of `struct`, classes.
+PYTHON_DETAILS = re.compile(
     r"attribute|<class|invalid literal|could not convert string|isoformat|interpreted as an integer|requires|argument"
     r"|ConversionSyntax|base 10|toordinal|Error\("
 )
 
 
-def _refused(call: Any, *given: Any) -> str:
-    """What a call says that refuses; empty: it does not."""
+def call_and_get_error(call: Any, *arguments: Any) -> str:
+    """Return the error message of a call, or an empty text if it succeeds."""
     try:
-        call(*given)
+        call(*arguments)
     except StateError as error:
         return str(error)
     return ""
 
 
-def test_what_is_no_value_of_a_column_is_told_without_pythons_insides() -> None:
-    said = []
+def test_errors_about_wrong_values_do_not_show_details_of_python() -> None:
+    messages = []
     for kind in TYPES:
         field = pa.field("k", kind)
-        said += [_refused(LookupKey.of, (value,), ["k"], RowSchema((field,), ())) for value in VALUES]
-        said += [
-            _refused(parse_value, word, field) for word in ("word", "1e", "[5", "2026-13-40", "99999999999999999999")
+        messages += [call_and_get_error(LookupKey.of, (value,), ["k"], RowSchema((field,), ())) for value in VALUES]
+        messages += [
+            call_and_get_error(parse_value, word, field)
+            for word in ("word", "1e", "[5", "2026-13-40", "99999999999999999999")
         ]
-    said += [
-        _refused(to_milliseconds, given, True) for given in ([dt.date(2026, 1, 31)], [object()], ["x"], "x", [1 << 70])
+    messages += [
+        call_and_get_error(to_milliseconds, value, True)
+        for value in ([dt.date(2026, 1, 31)], [object()], ["x"], "x", [1 << 70])
     ]
-    said += [_refused(as_table, given, "it was given") for given in ({"a": [1, "x"]}, {"a": [object()]})]
-    refused = [text for text in said if text]
+    messages += [call_and_get_error(as_table, rows, "it was given") for rows in ({"a": [1, "x"]}, {"a": [object()]})]
+    refused = [text for text in messages if text]
     assert len(refused) > 100
-    assert [text for text in refused if INSIDES.search(text)] == []
+    assert [text for text in refused if PYTHON_DETAILS.search(text)] == []
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_what_is_no_value_of_a_column_is_told_without_pythons_insides() -> None:
         (lambda: dt.date(0, 1, 1), "year 0 is out of range"),
     ],
 )
-def test_each_kind_of_reason(call: Any, reason: str) -> None:
+def test_conversion_errors_are_explained(call: Any, reason: str) -> None:
     with pytest.raises(Exception) as raised:  # whatever Python raises
         call()
     assert explain_conversion_error(raised.value, dt.date(2026, 1, 31)) == reason
@@ -110,7 +112,7 @@ def test_each_kind_of_reason(call: Any, reason: str) -> None:
         (lambda fields: fields["n"].to_bytes(1, "big"), "a number in it is out of range"),
     ],
 )
-def test_what_is_wrong_with_a_file(read: Any, damage: str) -> None:
+def test_report_damage_explains_what_is_wrong_with_a_file(read: Any, damage: str) -> None:
     with pytest.raises(CorruptFileError) as raised, report_damage("x.json", "record of a run"):
         read({"n": 300})
     assert str(raised.value) == f"x.json is not a valid record of a run: {damage}"

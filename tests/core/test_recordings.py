@@ -1,8 +1,6 @@
-"""What `docs/recordings` shows of each command is what it does, on a small root that is always the same.
-
-``SPARK_STATE_EXT_RECORD=1`` writes the files anew; look at what changed before you commit it. Numbers of four digits and
-more are sizes of files, which depend on the release of PyArrow: they are not compared, and neither is the room that
-they take in a table.
+"""Each recording in `docs/recordings` matches the output of its commands on a small root that is always the same.
+``SPARK_STATE_EXT_RECORD=1`` writes the recordings again; review the changes before you commit them. Numbers with four
+or more digits are file sizes, which depend on PyArrow's version: neither they nor their width in a table are compared.
 """
 
 from __future__ import annotations
@@ -110,7 +108,7 @@ _LINES: dict[str, list[str]] = {
         "savepoint delete copy --root STATE",
     ],
 }
-# They tell of the machine, or need Spark.
+# Their output depends on the machine, or they need Spark.
 _NOT_RECORDED = {"check", "doctor", "import-native", "export-native"}
 _NOT_RECORDED_OF_SAVEPOINTS = {"create"}
 
@@ -125,34 +123,34 @@ def test_each_command_is_recorded() -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with all that the lines name."""
-    with small_root(tmp_path / "made") as made, small_root(tmp_path / "made-old", batches=31) as old:
+def work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with everything that the command lines name."""
+    with small_root(tmp_path / "made") as root, small_root(tmp_path / "made-old", batches=31) as old:
         work = tmp_path / "work"
         work.mkdir()
-        made.root.rename(work / "state")
-        made.job.folder = made.job.folder.__class__(str(work / "state")).child("counts", QUERY)
+        root.root.rename(work / "state")
+        root.job.folder = root.job.folder.__class__(str(work / "state")).child("counts", QUERY)
         old.root.rename(work / "old")
-        savepoint_of(made.job, work / "savepoint")
+        savepoint_of(root.job, work / "savepoint")
         (work / "damaged").mkdir()
-        savepoint_of(made.job, work / "damaged")
-        (damaged, *_) = sorted((work / "damaged" / "counts" / "0").iterdir(), key=_version)
+        savepoint_of(root.job, work / "damaged")
+        (damaged, *_) = sorted((work / "damaged" / "counts" / "0").iterdir(), key=get_version)
         data = damaged.read_bytes()
-        # Not in place: the query has a hard link to it.
+        # Write a new file: the query has a hard link to the old one.
         damaged.unlink()
         damaged.write_bytes(data[:-1])
-        _spark_checkpoint(work / "checkpoint")
+        write_spark_checkpoint(work / "checkpoint")
         log = MetricsLog(work / "metrics")
         for bucket in range(2):
             log.add(CallMetrics(QUERY, "run", 7, "counts", bucket, ended_ms=BEGUN_S * 1000, rows=3, keys=2))
         log.flush()
-        _uneven(MetricsLog(work / "uneven"))
+        write_uneven_metrics(MetricsLog(work / "uneven"))
         monkeypatch.chdir(work)
         yield work
 
 
-def _uneven(log: MetricsLog) -> None:
-    """Four buckets, of which one has the rows of many keys, and one those of one key."""
+def write_uneven_metrics(log: MetricsLog) -> None:
+    """Write metrics of four buckets: one has many rows of many keys, one many rows of one key."""
     rows, of_one_key = (100, 900, 110, 800), (4, 5, 4, 720)
     for batch in range(3):
         for bucket in range(4):
@@ -164,12 +162,12 @@ def _uneven(log: MetricsLog) -> None:
     log.flush()
 
 
-def _version(path: Path) -> int:
+def get_version(path: Path) -> int:
     return int(path.name.partition("_")[0])
 
 
-def _spark_checkpoint(folder: Path) -> None:
-    """As Spark leaves it after three batches."""
+def write_spark_checkpoint(folder: Path) -> None:
+    """Write a checkpoint folder like Spark's after three batches."""
     files = {"metadata": json.dumps({"id": QUERY})}
     for batch in range(3):
         files |= {f"offsets/{batch}": "v1\n{}", f"commits/{batch}": 'v1\n{"nextBatchWatermarkMs":0}'}
@@ -180,32 +178,36 @@ def _spark_checkpoint(folder: Path) -> None:
     dated(folder)
 
 
-def _recorded(line: str, work: Path) -> str:
-    """A line, what it prints, and its exit code where that is not 0."""
-    (first, *_) = sorted((work / _FIRST).glob("*.delta.arrow"), key=_version)
-    told = {"FIRST": str(first.relative_to(work)), "CHECKPOINT": str(work / "checkpoint"), "STATE": str(work / "state")}
-    told["NOWHERE"] = str(work / "nowhere")
-    words = [told.get(word, word) for word in shlex.split(line)]
+def record_command(line: str, work: Path) -> str:
+    """Run a command line, and return it with its output, and with its exit code if that is not 0."""
+    (first, *_) = sorted((work / _FIRST).glob("*.delta.arrow"), key=get_version)
+    paths = {
+        "FIRST": str(first.relative_to(work)),
+        "CHECKPOINT": str(work / "checkpoint"),
+        "STATE": str(work / "state"),
+    }
+    paths["NOWHERE"] = str(work / "nowhere")
+    words = [paths.get(word, word) for word in shlex.split(line)]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(words)
     assert code not in (70,), err.getvalue()
-    said = "".join(f"{text}\n" for text in (out.getvalue() + err.getvalue()).splitlines())
-    shown = re.sub("|".join(told), lambda it: told[it[0]], line)
-    text = f"$ spark-state-ext {shown}\n{said}" + (f"(exit code {code})\n" if code else "")
-    # When files were moved aside.
+    output = "".join(f"{text}\n" for text in (out.getvalue() + err.getvalue()).splitlines())
+    shown = re.sub("|".join(paths), lambda match: paths[match[0]], line)
+    text = f"$ spark-state-ext {shown}\n{output}" + (f"(exit code {code})\n" if code else "")
+    # The time at which files were moved aside.
     return re.sub(r"\d{8}T\d{6}Z", "20240201T120000Z", text.replace(f"{work}/", "/"))
 
 
-def _without_sizes(text: str) -> str:
+def remove_sizes(text: str) -> str:
     return re.sub(r" {2,}", "  ", re.sub(r"\d{4,}", "N", text))
 
 
 @pytest.mark.parametrize("name", _LINES)
-def test_a_recording_is_what_the_command_does(name: str, here: Path) -> None:
-    text = "\n".join(_recorded(line, here) for line in _LINES[name])
+def test_a_recording_matches_the_output_of_its_commands(name: str, work_folder: Path) -> None:
+    text = "\n".join(record_command(line, work_folder) for line in _LINES[name])
     path = RECORDINGS / f"{name}.txt"
     if _RECORD:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    assert _without_sizes(path.read_text()) == _without_sizes(text)
+    assert remove_sizes(path.read_text()) == remove_sizes(text)

@@ -1,4 +1,4 @@
-"""Backends that refuse full snapshots: what is tried, what is counted, and when it is an error."""
+"""A backend that refuses snapshots gets new attempts, which are counted, and in the end it is an error."""
 
 from __future__ import annotations
 
@@ -36,144 +36,144 @@ class Clock:
 
 @pytest.fixture
 def clock(life: Life) -> Clock:
-    """That of a bucket with two backends, of which b refuses snapshots."""
-    made = life.clock_s = Clock()
+    """The clock of a bucket with two backends, of which b refuses snapshots."""
+    new_clock = life.clock_s = Clock()
     life.names = ("a", "b")
     life.manager("b").kinds = (SNAPSHOT,)
     life.manager("b").fails_with = PermissionError("no objects above 1 kB")
-    return made
+    return new_clock
 
 
-def _batch(life: Life, clock: Clock) -> Pointer:
+def run_batch(life: Life, clock: Clock) -> Pointer:
     pointer = life.batch()
     life.settle()
     clock.now_s += BATCH_S
     return pointer
 
 
-def _until_refused(life: Life, clock: Clock) -> float:
-    """When b refused the first snapshot."""
+def run_until_refusal(life: Life, clock: Clock) -> float:
+    """Run batches until b refuses a snapshot, and return the time of that batch."""
     for _ in range(40):
         began_s = clock.now_s
-        _batch(life, clock)
+        run_batch(life, clock)
         if life.bucket().committer.snapshots.read_refusals():
             return began_s
     raise AssertionError("no snapshot was due")
 
 
-def _until_error(life: Life, clock: Clock) -> UploadFailedError:
+def run_until_error(life: Life, clock: Clock) -> UploadFailedError:
     for _ in range(200):
         try:
-            _batch(life, clock)
+            run_batch(life, clock)
         except UploadFailedError as error:
             return error
-    raise AssertionError("b refuses snapshots, and nobody says so")
+    raise AssertionError("b refuses snapshots, and no batch fails")
 
 
-def _another_process(life: Life) -> None:
+def start_another_process(life: Life) -> None:
     life.uploads, life.background = WorkerUploads(), Background()
     before, life.managers = life.managers, {}
     for name, manager in before.items():
-        made = life.manager(name)
-        made.kinds, made.fails_with = manager.kinds, manager.fails_with
+        new_manager = life.manager(name)
+        new_manager.kinds, new_manager.fails_with = manager.kinds, manager.fails_with
     life.store.close()
     life.stores.remove(life.store)
     life.store = LocalStore.at(life.store.folder, SCHEMA)
     life.stores.append(life.store)
 
 
-def test_one_of_two_backends_that_refuses_snapshots_for_long_is_an_error(life: Life, clock: Clock) -> None:
-    first_s = _until_refused(life, clock)
-    error = _until_error(life, clock)
+def test_a_batch_fails_if_one_of_two_backends_has_refused_snapshots_for_long(life: Life, clock: Clock) -> None:
+    first_s = run_until_refusal(life, clock)
+    error = run_until_error(life, clock)
     assert TIMEOUT_S <= clock.now_s - first_s <= TIMEOUT_S + 3 * BATCH_S
     assert "the backend b has refused full snapshots for " in str(error)
     assert "no objects above 1 kB" in str(error)
     assert "No state is lost. Fix the cause and start the query again, or remove that backend." in str(error)
-    # Deltas went on, so both hold the state.
+    # Delta uploads continued, so both backends have the state.
     for name in ("a", "b"):
         assert life.restored(life.pointers[-1], name) == life.models[-1]
 
 
-def test_every_attempt_at_a_task_is_told_and_the_next_start_begins_anew(life: Life, clock: Clock) -> None:
-    _until_refused(life, clock)
-    _until_error(life, clock)
+def test_each_attempt_fails_and_the_next_run_starts_the_time_again(life: Life, clock: Clock) -> None:
+    run_until_refusal(life, clock)
+    run_until_error(life, clock)
     for _ in range(3):
-        _another_process(life)
+        start_another_process(life)
         with pytest.raises(UploadFailedError, match="the backend b has refused full snapshots"):
             life.batch()
-    # Started again and not mended: told again, as late as the first time.
+    # A new run without a fix fails again, after the same time.
     life.run = Run("another run", 1)
-    first_s = _until_refused(life, clock)
-    _until_error(life, clock)
+    first_s = run_until_refusal(life, clock)
+    run_until_error(life, clock)
     assert clock.now_s - first_s >= TIMEOUT_S
     life.run = Run("a third run", 1)
     life.manager("b").fails_with = None
     for _ in range(40):
-        _batch(life, clock)
+        run_batch(life, clock)
     assert life.files("b", SNAPSHOT)
 
 
-def test_the_clock_survives_processes(life: Life, clock: Clock) -> None:
-    first_s = _until_refused(life, clock)
+def test_the_time_of_the_first_refusal_survives_processes(life: Life, clock: Clock) -> None:
+    first_s = run_until_refusal(life, clock)
     for _ in range(int(TIMEOUT_S / BATCH_S) - 1):
-        _another_process(life)
-        _batch(life, clock)
-    _another_process(life)
-    _until_error(life, clock)
+        start_another_process(life)
+        run_batch(life, clock)
+    start_another_process(life)
+    run_until_error(life, clock)
     assert clock.now_s - first_s <= TIMEOUT_S + 3 * BATCH_S
 
 
-def test_a_backend_that_takes_a_snapshot_again_begins_anew(life: Life, clock: Clock) -> None:
-    first_s = _until_refused(life, clock)
+def test_an_accepted_snapshot_clears_the_refusals(life: Life, clock: Clock) -> None:
+    first_s = run_until_refusal(life, clock)
     while clock.now_s - first_s < TIMEOUT_S - 4 * BATCH_S:
-        _batch(life, clock)
+        run_batch(life, clock)
     life.manager("b").fails_with = None
     for _ in range(4):
-        _batch(life, clock)
-    # Not when the next one is due: it was sent again.
+        run_batch(life, clock)
+    # The refused snapshot was sent again, before the next one was due.
     assert not life.bucket().committer.snapshots.read_refusals()
     assert life.files("b", SNAPSHOT)
     for _ in range(40):
-        _batch(life, clock)
+        run_batch(life, clock)
 
 
-def test_what_was_refused_once_is_tried_again_before_it_is_an_error(life: Life, clock: Clock) -> None:
-    """The stream was quiet for a day, and the backend was mended meanwhile."""
-    _until_refused(life, clock)
+def test_a_refused_snapshot_is_sent_again_before_a_batch_fails(life: Life, clock: Clock) -> None:
+    """The stream had no data for a day, and the backend was repaired meanwhile."""
+    run_until_refusal(life, clock)
     clock.now_s += 86_400
     life.manager("b").fails_with = None
     for _ in range(3):
-        _batch(life, clock)
+        run_batch(life, clock)
     assert not life.bucket().committer.snapshots.read_refusals()
 
 
-def test_a_backend_that_never_gets_to_catch_up_is_an_error(life: Life, clock: Clock) -> None:
+def test_a_batch_fails_if_a_new_backend_never_completes_its_bootstrap(life: Life, clock: Clock) -> None:
     life.names = ("a",)
     for _ in range(3):
-        _batch(life, clock)
+        run_batch(life, clock)
     life.names = ("a", "b")
     began_s = clock.now_s
-    _until_error(life, clock)
+    run_until_error(life, clock)
     assert clock.now_s - began_s >= TIMEOUT_S
     assert not is_complete(life.pointers[-1].replication["b"])
 
 
-def test_a_sole_backend_that_refuses_snapshots_is_an_error(life: Life, clock: Clock) -> None:
+def test_a_batch_fails_if_the_only_backend_refuses_snapshots(life: Life, clock: Clock) -> None:
     life.names = ("a",)
     life.manager("a").kinds, life.manager("a").fails_with = (SNAPSHOT,), PermissionError("no large objects")
-    _until_refused(life, clock)
-    assert "the backend a has refused" in str(_until_error(life, clock))
+    run_until_refusal(life, clock)
+    assert "the backend a has refused" in str(run_until_error(life, clock))
 
 
-def test_snapshots_are_counted(life: Life, clock: Clock) -> None:
-    _until_refused(life, clock)
+def test_confirmed_and_failed_snapshots_are_counted(life: Life, clock: Clock) -> None:
+    run_until_refusal(life, clock)
     tally = life.uploads.tallies.take(life.store)
-    (name,) = (it for it in life.folder("a").names() if SNAPSHOT in it)
+    (name,) = (file for file in life.folder("a").names() if SNAPSHOT in file)
     assert (tally.confirmed, tally.size_bytes, tally.failures) == (1, life.folder("a").size(name), 1)
     assert life.uploads.tallies.take(life.store) == Tally()
 
 
-def test_a_snapshot_that_arrives_late_counts(life: Life) -> None:
+def test_a_late_snapshot_clears_its_refusal(life: Life) -> None:
     life.history(1)
     life.options = CommitOptions(commit_timeout_ms=1)
     manager, snapshots, ref = life.manager("a"), life.bucket().committer.snapshots, life.pointers[-1].ref
@@ -188,11 +188,13 @@ def test_a_snapshot_that_arrives_late_counts(life: Life) -> None:
     assert (tally.confirmed, tally.size_bytes, tally.failures) == (1, 5, 1)
 
 
-def test_notes_of_one_kind_are_not_taken_for_those_of_another() -> None:
+def test_records_of_one_kind_do_not_decode_as_another_kind() -> None:
     refused = Refusals(Run("a run", 3), 1.0, 2.0, 4, "full", 1.5)
     assert Refusals.decode(refused.encode()) == refused
     assert UploadRecord.decode(refused.encode()) is None
     assert UploadRecord.decode(b'["1_a", "2_b", "3_c", "4_d", "5_e"]') is None
     assert Refusals.decode(UploadRecord("done", "me", 1.0).encode()) is None
     assert Refusals.decode(None) is None
-    assert not Refusals(NO_RUN, 0.0, 1e9).have_lasted(1.0), "one alone may have been mended since"
+    assert not Refusals(NO_RUN, 0.0, 1e9).have_lasted(1.0), (
+        "a single refusal is not enough: the backend may have been repaired"
+    )

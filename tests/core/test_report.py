@@ -1,4 +1,4 @@
-"""The report of a job: what it tells, that it needs nothing else, and that it only reads."""
+"""The report of a job: its content, a page without external resources, and no writes to the job's files."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ HOSTILE = "<script>alert(1)</script> \"&amp;' $\\frac{1}{ {{x}} %s \u202e\x1b[31
 QUERY = "d544c5b9-9aa5-456d-9a52-63223beb0a86"
 
 
-def _log(folder: Path, *calls: CallMetrics) -> None:
+def write_log(folder: Path, *calls: CallMetrics) -> None:
     log = MetricsLog(folder)
     for call in calls:
         log.add(call)
     log.flush()
 
 
-def _call(batch: int, bucket: int, operator: str = "counts", **values: Any) -> CallMetrics:
+def make_call(batch: int, bucket: int, operator: str = "counts", **values: Any) -> CallMetrics:
     return CallMetrics(QUERY, "run", batch, operator, bucket, ended_ms=1_000 * batch + bucket, **values)
 
 
 class _Page(HTMLParser):
-    """What a browser would see: tags, what they would fetch, and text."""
+    """What a browser would see: tags, attributes and text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _Page(HTMLParser):
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A root with one query, of whose buckets one has a history."""
+    """A root with one query; one of its buckets has files."""
     life = Life(tmp_path)
     life.history(31)
     assert life.background.wait(WAIT_S)
@@ -79,90 +79,93 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "root"
 
 
-def _everything(folder: Path) -> dict[str, bytes]:
+def read_all_files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # -- the page --------------------------------------------------------------------------------------
 
 
-def test_a_report_of_a_root_and_its_metrics(root: Path, tmp_path: Path) -> None:
+def test_a_report_shows_files_and_metrics_and_changes_no_file(root: Path, tmp_path: Path) -> None:
     metrics = tmp_path / "local" / "metrics"
-    _log(metrics, *(_call(batch, bucket, rows=10, state_bytes=2048) for batch in range(6) for bucket in range(3)))
-    before = _everything(root)
-    made = report(root, tmp_path / "out.html", metrics=tmp_path / "local")
-    assert made == tmp_path / "out.html"
-    assert _everything(root) == before
-    page = _Page(made.read_text())
+    write_log(
+        metrics, *(make_call(batch, bucket, rows=10, state_bytes=2048) for batch in range(6) for bucket in range(3))
+    )
+    before = read_all_files(root)
+    path = report(root, tmp_path / "out.html", metrics=tmp_path / "local")
+    assert path == tmp_path / "out.html"
+    assert read_all_files(root) == before
+    page = _Page(path.read_text())
     text = " ".join(page.text)
-    for told in ("Operator counts: batches", "Operator counts: checkpoint files", "State size", "6 KiB", QUERY):
-        assert told in text
-    for told in ("Wait for uploads", "Commit time", "Restore time", "Deltas on top of the snapshot", "Rows"):
-        assert told in text
+    for heading in ("Operator counts: batches", "Operator counts: checkpoint files", "State size", "6 KiB", QUERY):
+        assert heading in text
+    for heading in ("Wait for uploads", "Commit time", "Restore time", "Deltas on top of the snapshot", "Rows"):
+        assert heading in text
     assert page.tags.count("svg") == 8 + 3 + 2
-    # One made twice is made twice, and the module of the name does not come in between.
-    assert spark_state_ext.report(root, tmp_path / "out.html", metrics=tmp_path / "local") == made
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp-")] == []
+    # A second report replaces the first one; `spark_state_ext.report` is the function, not the module of the same
+    # name.
+    assert spark_state_ext.report(root, tmp_path / "out.html", metrics=tmp_path / "local") == path
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".tmp-")] == []
 
 
-def test_a_page_needs_nothing_else(root: Path, tmp_path: Path) -> None:
-    _log(tmp_path / "local", *(_call(batch, 0) for batch in range(3)))
+def test_a_page_loads_no_external_resources(root: Path, tmp_path: Path) -> None:
+    write_log(tmp_path / "local", *(make_call(batch, 0) for batch in range(3)))
     text = report(root, tmp_path / "out.html", metrics=tmp_path / "local").read_text()
     page = _Page(text)
     assert {"script", "link", "img", "iframe", "object", "image", "use"} & set(page.tags) <= {"use"}
     fetched = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "data", "action")]
     assert all(value.startswith("#") for value in fetched)
-    assert all(it.startswith("#") for it in re.findall(r"url\(([^)]*)\)", text))
+    assert all(url.startswith("#") for url in re.findall(r"url\(([^)]*)\)", text))
     assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in page.attributes
     assert "@import" not in text
-    # Each reference leads to something of its own chart.
+    # Each reference leads to an element of its own chart.
     ids = page.ids()
     assert len(ids) == len(set(ids))
     assert {value[1:] for value in fetched} <= set(ids)
     assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
 
 
-def test_names_are_text_whatever_is_in_them(tmp_path: Path) -> None:
-    calls = [replace(_call(batch, 0, HOSTILE, rows=3, upload_failures=1), query_id=HOSTILE) for batch in range(3)]
-    _log(tmp_path / "metrics", *calls)
-    made = report(tmp_path / "metrics", tmp_path / "out.html", title=HOSTILE)
-    text = made.read_text()
+def test_names_with_markup_are_shown_as_text(tmp_path: Path) -> None:
+    calls = [replace(make_call(batch, 0, HOSTILE, rows=3, upload_failures=1), query_id=HOSTILE) for batch in range(3)]
+    write_log(tmp_path / "metrics", *calls)
+    path = report(tmp_path / "metrics", tmp_path / "out.html", title=HOSTILE)
+    text = path.read_text()
     page = _Page(text)
     assert "script" not in page.tags
     assert "<script" not in text
-    told = "".join(page.text)
-    assert told.count(printable(HOSTILE)) >= 4
-    # What it was before: the same page with another name has the same elements.
-    _log(tmp_path / "tame", *(replace(call, query_id="q", operator="tame") for call in calls))
+    shown = "".join(page.text)
+    assert shown.count(printable(HOSTILE)) >= 4
+    # The same page with a harmless name has the same elements.
+    write_log(tmp_path / "tame", *(replace(call, query_id="q", operator="tame") for call in calls))
     tame = _Page(report(tmp_path / "tame", tmp_path / "tame.html", title="t").read_text())
     assert page.tags == tame.tags
 
 
-def test_each_chart_can_be_read_without_seeing_it(tmp_path: Path) -> None:
-    _log(tmp_path / "metrics", *(_call(batch, 0, rows=batch) for batch in range(4)))
+def test_each_chart_has_a_title_a_description_and_a_table(tmp_path: Path) -> None:
+    write_log(tmp_path / "metrics", *(make_call(batch, 0, rows=batch) for batch in range(4)))
     text = report(tmp_path / "metrics", tmp_path / "out.html").read_text()
     drawings = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
     assert len(drawings) == 8 + 3
     for drawing in drawings:
         svg = ET.fromstring(drawing)
         space = "{http://www.w3.org/2000/svg}"
-        title, says = svg.find(f"{space}title"), svg.find(f"{space}desc")
+        title, description = svg.find(f"{space}title"), svg.find(f"{space}desc")
         assert title is not None
-        assert says is not None
+        assert description is not None
         assert svg.attrib["role"] == "img"
-        assert svg.attrib["aria-labelledby"] == f"{title.attrib['id']} {says.attrib['id']}"
-        assert ("Batch 0 to 3." in (says.text or "")) != ("Bucket 0 to 0." in (says.text or ""))
-    # And as a table.
+        assert svg.attrib["aria-labelledby"] == f"{title.attrib['id']} {description.attrib['id']}"
+        assert ("Batch 0 to 3." in (description.text or "")) != ("Bucket 0 to 0." in (description.text or ""))
+    # Each chart has a table too.
     assert text.count("<details>") == 8 + 3
-    # One of each chart, of the summary, and of the buckets.
+    # There is one table for each chart, for the summary, and for the buckets.
     assert _Page(text).tags.count("caption") == 8 + 3 + 1 + 1
 
 
-def test_what_there_is_nothing_to_report_of(tmp_path: Path, root: Path) -> None:
+def test_a_report_without_state_or_metrics_is_refused(tmp_path: Path, root: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for given in (str(tmp_path / "empty"), str(tmp_path / "missing"), "memory://nothing"):
+    for source in (str(tmp_path / "empty"), str(tmp_path / "missing"), "memory://nothing"):
         with pytest.raises(UsageError, match=r"nothing to report in .*Give the root"):
-            report(given, tmp_path / "out.html")
+            report(source, tmp_path / "out.html")
     with pytest.raises(UsageError, match="there are no metrics in"):
         report(root, tmp_path / "out.html", metrics=tmp_path / "empty")
     with pytest.raises(UsageError, match="absolute path"):
@@ -172,7 +175,7 @@ def test_what_there_is_nothing_to_report_of(tmp_path: Path, root: Path) -> None:
     assert not (tmp_path / "out.html").exists()
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, root: Path) -> None:
+def test_a_report_without_matplotlib_names_the_package_to_install(tmp_path: Path, root: Path) -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "from spark_state_ext import report\n"
@@ -180,93 +183,95 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, root: Path) 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 1
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith("spark_state_ext.errors.EnvironmentSetupError: a report needs matplotlib")
-    assert 'pip install "spark_state_ext[report]"' in said
+    last_line = done.stderr.splitlines()[-1]
+    assert last_line.startswith("spark_state_ext.errors.EnvironmentSetupError: a report needs matplotlib")
+    assert 'pip install "spark_state_ext[report]"' in last_line
 
 
 # -- batches ---------------------------------------------------------------------------------------
 
 
-def test_state_is_what_all_buckets_hold_also_those_that_a_batch_does_not_call(tmp_path: Path) -> None:
+def test_state_includes_buckets_that_a_batch_does_not_call(tmp_path: Path) -> None:
     calls = [
-        _call(0, 0, state_bytes=100),
-        _call(0, 1, state_bytes=10),
-        _call(1, 1, state_bytes=30),
-        _call(2, 0, state_bytes=50),
-        _call(3, 0, state_bytes=0),
+        make_call(0, 0, state_bytes=100),
+        make_call(0, 1, state_bytes=10),
+        make_call(1, 1, state_bytes=30),
+        make_call(2, 0, state_bytes=50),
+        make_call(3, 0, state_bytes=0),
     ]
-    _log(tmp_path, *calls)
-    (found,) = summarize_batches(read(tmp_path))
-    assert found.batches["batch"].to_pylist() == [0, 1, 2, 3]
-    assert found.batches["state_bytes"].to_pylist() == [110, 130, 80, 30]
-    assert found.batches["buckets"].to_pylist() == [2, 1, 1, 1]
+    write_log(tmp_path, *calls)
+    (summary,) = summarize_batches(read(tmp_path))
+    assert summary.batches["batch"].to_pylist() == [0, 1, 2, 3]
+    assert summary.batches["state_bytes"].to_pylist() == [110, 130, 80, 30]
+    assert summary.batches["buckets"].to_pylist() == [2, 1, 1, 1]
 
 
-def test_a_batch_that_a_later_run_made_again_counts_once(tmp_path: Path) -> None:
-    again = replace(_call(1, 0, rows=7, commit_ms=9.0), run_id="later", ended_ms=99_000)
-    _log(tmp_path, _call(1, 0, rows=5, commit_ms=50.0), again, _call(1, 1, rows=1, commit_ms=3.0))
-    (found,) = summarize_batches(read(tmp_path))
-    (row,) = found.batches.to_pylist()
-    assert (found.calls, row["rows"], row["commit_ms_max"]) == (2, 8, 9.0)
+def test_a_batch_that_a_later_run_repeats_counts_once(tmp_path: Path) -> None:
+    again = replace(make_call(1, 0, rows=7, commit_ms=9.0), run_id="later", ended_ms=99_000)
+    write_log(tmp_path, make_call(1, 0, rows=5, commit_ms=50.0), again, make_call(1, 1, rows=1, commit_ms=3.0))
+    (summary,) = summarize_batches(read(tmp_path))
+    (row,) = summary.batches.to_pylist()
+    assert (summary.calls, row["rows"], row["commit_ms_max"]) == (2, 8, 9.0)
 
 
-def test_operators_and_queries_are_told_apart(tmp_path: Path) -> None:
-    _log(tmp_path, _call(0, 0, "b"), _call(0, 0, "a"), replace(_call(0, 0, "a"), query_id="another"))
-    found = [(it.query_id, it.operator) for it in summarize_batches(read(tmp_path))]
-    assert found == [("another", "a"), (QUERY, "a"), (QUERY, "b")]
+def test_operators_and_queries_are_summed_separately(tmp_path: Path) -> None:
+    write_log(tmp_path, make_call(0, 0, "b"), make_call(0, 0, "a"), replace(make_call(0, 0, "a"), query_id="another"))
+    names = [(summary.query_id, summary.operator) for summary in summarize_batches(read(tmp_path))]
+    assert names == [("another", "a"), (QUERY, "a"), (QUERY, "b")]
 
 
 @pytest.mark.parametrize("batches", [1, 400, 401, 1_003])
-def test_a_long_history_keeps_its_peaks_and_its_sums(tmp_path: Path, batches: int) -> None:
-    _log(tmp_path, *(_call(it, 0, rows=2, commit_ms=500.0 if it == 201 else 1.0) for it in range(batches)))
-    (found,) = summarize_batches(read(tmp_path))
-    few, each = thin_batches(found.batches, 400)
-    assert few.num_rows <= 400
-    assert (few.num_rows - 1) * each < batches <= few.num_rows * each
-    assert sum(few["rows"].to_pylist()) == 2 * batches
-    assert max(few["commit_ms_max"].to_pylist()) == (500.0 if batches > 201 else 1.0)
-    assert few["batch"].to_pylist() == sorted(few["batch"].to_pylist())
-    assert few.column_names == found.batches.column_names
+def test_thinned_batches_keep_their_peaks_and_sums(tmp_path: Path, batches: int) -> None:
+    write_log(
+        tmp_path, *(make_call(batch, 0, rows=2, commit_ms=500.0 if batch == 201 else 1.0) for batch in range(batches))
+    )
+    (summary,) = summarize_batches(read(tmp_path))
+    thinned, batches_a_row = thin_batches(summary.batches, 400)
+    assert thinned.num_rows <= 400
+    assert (thinned.num_rows - 1) * batches_a_row < batches <= thinned.num_rows * batches_a_row
+    assert sum(thinned["rows"].to_pylist()) == 2 * batches
+    assert max(thinned["commit_ms_max"].to_pylist()) == (500.0 if batches > 201 else 1.0)
+    assert thinned["batch"].to_pylist() == sorted(thinned["batch"].to_pylist())
+    assert thinned.column_names == summary.batches.column_names
 
 
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_files_of_a_root(root: Path) -> None:
-    (found,) = list_query_files(Folder(str(root)))
-    (bucket,) = found.buckets
+def test_list_query_files_counts_the_files_of_each_bucket(root: Path) -> None:
+    (query_files,) = list_query_files(Folder(str(root)))
+    (bucket,) = query_files.buckets
     names = [path.name for path in (root / "counts" / QUERY / "3").iterdir()]
-    assert (found.operator, found.query_folder, found.other_files) == ("counts", QUERY, 1)
+    assert (query_files.operator, query_files.query_folder, query_files.other_files) == ("counts", QUERY, 1)
     assert bucket.deltas == len([name for name in names if ".delta." in name])
     assert bucket.snapshots == len([name for name in names if ".snapshot." in name]) > 0
     assert bucket.problem == ""
     newest_snapshot = max(int(name.split("_")[0]) for name in names if ".snapshot." in name)
     assert bucket.chain == bucket.version - newest_snapshot
-    assert found.size_bytes == sum((root / "counts" / QUERY / "3" / name).stat().st_size for name in names)
+    assert query_files.size_bytes == sum((root / "counts" / QUERY / "3" / name).stat().st_size for name in names)
 
 
-def test_what_is_damaged_is_told_and_ends_nothing(root: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported_in_the_page(root: Path, tmp_path: Path) -> None:
     folder = root / "counts" / QUERY / "3"
     newest = max(folder.iterdir(), key=lambda path: (int(path.name.split("_")[0]), ".snapshot." in path.name))
     newest.write_bytes(b"garbage")
-    ((bucket,),) = [it.buckets for it in list_query_files(Folder(str(root)))]
+    ((bucket,),) = [query_files.buckets for query_files in list_query_files(Folder(str(root)))]
     assert bucket.chain is None
     assert "is not an Arrow file" in bucket.problem
     text = report(root, tmp_path / "out.html").read_text()
     assert f"Bucket 3: {newest}" in "".join(_Page(text).text)
 
 
-def test_folders_that_are_nobodys_state_are_passed_over(root: Path) -> None:
+def test_folders_without_state_are_ignored(root: Path) -> None:
     other = root / "counts" / "backup" / "3"
     other.mkdir(parents=True)
     for path in (root / "counts" / QUERY / "3").iterdir():
         (other / path.name).write_bytes(path.read_bytes())
     (root / "README").write_text("ours")
-    assert [it.query_folder for it in list_query_files(Folder(str(root)))] == [QUERY]
+    assert [query_files.query_folder for query_files in list_query_files(Folder(str(root)))] == [QUERY]
 
 
-def test_deltas_upon_a_snapshot() -> None:
+def test_deltas_on_top_of_the_last_snapshot_are_counted() -> None:
     refs = [CheckpointRef(version, f"{version:032x}") for version in range(1, 6)]
     header = LineageHeader(DELTA, "counts", 0, refs[4], refs[3], tuple(refs[:4]), 0, Writer("q", "r", 1, "h"), "0")
     kinds = {ref: {DELTA} for ref in refs}
@@ -288,12 +293,12 @@ def test_values_of_all_kinds_can_be_drawn(kind: str, values: list[float]) -> Non
         assert "nan" not in "".join(svg.itertext()).lower()
 
 
-def test_a_chart_depends_on_no_colour_and_is_the_same_each_time() -> None:
+def test_a_chart_is_deterministic_and_does_not_rely_on_colours() -> None:
     two = (Series("longest", [1.0, 4.0, 2.0]), Series("median", [1.0, 2.0, 2.0]))
     chart = Chart("Commit", "S", "Batch", "ms", [0, 1, 2], two)
     svg = draw_svg(chart, "c0")
     assert svg == draw_svg(chart, "c0")
-    # One line is dashed and the other is not, and text and axes have the page's colour.
+    # Only one line is dashed, and text and axes have the page's colour.
     assert "stroke-dasharray" in svg
     assert "currentColor" in svg
     assert "#000000" not in re.sub(r"<defs>.*?</defs>", "", svg, flags=re.DOTALL)
@@ -303,7 +308,7 @@ def test_a_chart_depends_on_no_colour_and_is_the_same_each_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "told"),
+    ("value", "unit", "text"),
     [
         (0, "bytes", "0 B"),
         (1536, "bytes", "1.5 KiB"),
@@ -312,5 +317,5 @@ def test_a_chart_depends_on_no_colour_and_is_the_same_each_time() -> None:
         (1e6, "rows", "1,000,000 rows"),
     ],
 )
-def test_values_for_people(value: float, unit: str, told: str) -> None:
-    assert format_with_unit(value, unit) == told
+def test_values_are_formatted_with_their_unit(value: float, unit: str, text: str) -> None:
+    assert format_with_unit(value, unit) == text

@@ -1,4 +1,4 @@
-"""More or fewer buckets in the core: any number of them to any other, against a dict."""
+"""Rescaling from any number of buckets to any other, in the core and without Spark, compared with a dict."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ def expired_before(now_ms: int, view: View) -> Model:
     return make_model([view.expired(now_ms)])
 
 
-def same(query: RescaledQuery) -> None:
+def check_state(query: RescaledQuery) -> None:
     assert query.state() == query.model
     assert query.restored() == query.model
     for now_ms in (5, 18, 31):
-        found: Model = {}
+        expired: Model = {}
         for bucket in range(query.bucket_map.buckets):
-            found |= query.called(bucket, partial(Bucket.read, work=partial(expired_before, now_ms)))
-        assert found == find_expired(query.model, now_ms)
+            expired |= query.called(bucket, partial(Bucket.read, work=partial(expired_before, now_ms)))
+        assert expired == find_expired(query.model, now_ms)
 
 
 @given(COUNTS, COUNTS, st.lists(change_sets(), max_size=4), st.lists(change_sets(), max_size=3), st.data())
 @settings(max_examples=examples(12, 400), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
-def test_any_number_of_buckets_to_any_other(
+def test_a_query_can_be_rescaled_to_any_number_of_buckets(
     n: int, m: int, before: list[Any], after: list[Any], data: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -90,19 +90,19 @@ def test_any_number_of_buckets_to_any_other(
         old.close()
         shutil.rmtree(folder / "savepoint")
         shutil.rmtree(folder / "old")
-        same(query)
+        check_state(query)
         for changes in after:
             query.batch(changes, attempts=data.draw(st.integers(1, 2)))
             if data.draw(st.booleans()):
                 query.runner.do()
             if data.draw(st.booleans()):
                 query.lose_disks()
-            same(query)
+            check_state(query)
 
 
 @pytest.fixture
 def old(tmp_path: Path) -> OldJob:
-    """A job of three buckets with all keys, some of them changed twice, some gone, some with a timeout."""
+    """A job of three buckets with all keys: some changed twice, some removed, some with a timeout."""
     return old_job(
         tmp_path,
         3,
@@ -113,29 +113,31 @@ def old(tmp_path: Path) -> OldJob:
     )
 
 
-def test_a_bucket_stands_alone_once_it_has_a_snapshot(tmp_path: Path, old: OldJob) -> None:
+def test_a_bucket_no_longer_needs_its_parents_after_its_own_snapshot(tmp_path: Path, old: OldJob) -> None:
     query = rescaled(tmp_path, old, BucketMap(8))
     query.start()
     assert all(pointer.parents is not None for pointer in query.pointers)
     query.batch({key: Row(6) for key in KEYS})
-    # Nor in the background, which is on the first batch's cores.
+    # Not in the background either, because that would take cores from the first batch.
     query.runner.do()
-    assert not list((tmp_path / "new").rglob("*.snapshot.arrow")), "no row is written anew"
+    assert not list((tmp_path / "new").rglob("*.snapshot.arrow")), "no row was rewritten"
     query.batch({key: Row(7) for key in KEYS})
     assert all(pointer.parents is not None for pointer in query.pointers), "no snapshot has arrived"
     query.lose_disks()
-    same(query)
-    # The first snapshot was lost with its process; the next one is made when it is due.
+    check_state(query)
+    # The first snapshot was lost with its process; the next one is written when it is due.
     for at in range(14):
         query.batch({key: Row(at) for key in KEYS})
         query.runner.do()
     assert [pointer.parents for pointer in query.pointers] == [None] * 8
     shutil.rmtree(Path(query.folder.child(PARENTS_FOLDER).root))
     query.lose_disks()
-    same(query)
+    check_state(query)
 
 
-def test_clean_up_deletes_nothing_that_is_needed(tmp_path: Path, old: OldJob, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clean_up_keeps_all_files_that_the_state_needs(
+    tmp_path: Path, old: OldJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cadence, "DELTAS_MIN", 1)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
     query = rescaled(tmp_path, old, BucketMap(2))
@@ -152,50 +154,51 @@ def test_clean_up_deletes_nothing_that_is_needed(tmp_path: Path, old: OldJob, mo
     assert deleted > 0
 
 
-def test_one_bucket_alone_is_split_and_joined_again(tmp_path: Path, old: OldJob) -> None:
+def test_a_single_bucket_can_be_split(tmp_path: Path, old: OldJob) -> None:
     query = rescaled(tmp_path, old, BucketMap.split(3, {1: 4}))
     query.start()
-    same(query)
+    check_state(query)
     assert query.bucket_map.buckets == 6
 
 
-def test_a_bucket_without_state_has_none_and_the_watermark(tmp_path: Path) -> None:
+def test_buckets_without_parents_rows_begin_empty(tmp_path: Path) -> None:
     job = old_job(tmp_path, 4, [{KEYS[0]: Row(1)}])
     query = rescaled(tmp_path, job, BucketMap(64))
     query.start()
     assert sum(pointer.ref is not None for pointer in query.pointers) == 16
-    same(query)
+    check_state(query)
     query.batch({key: Row(2) for key in KEYS})
-    same(query)
+    check_state(query)
 
 
-def test_what_is_left_where_the_parents_are_out_of_reach_is_told(
+def test_an_old_folder_that_cannot_be_removed_after_a_rescale_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They lie with a backend that the query has not any more, so nobody knows when they are needed no more."""
-    place, ours = Folder(str(tmp_path)), [f"query.r{number * 12}" for number in "12"]
-    for name in ("query", *ours, "theirs"):
-        place.child(name, "0").put("1_a.delta.arrow", b"")
-    pointer = Pointer("counts", 0, 1, 0, 90, None, query_folder=ours[0], heartbeats=90)
+    """The parents are in a backend that the query no longer has, so clean-up cannot know when they become
+    unnecessary."""
+    operator_folder, own = Folder(str(tmp_path)), [f"query.r{number * 12}" for number in "12"]
+    for name in ("query", *own, "theirs"):
+        operator_folder.child(name, "0").put("1_a.delta.arrow", b"")
+    pointer = Pointer("counts", 0, 1, 0, 90, None, query_folder=own[0], heartbeats=90)
 
-    def told_of(name: str, plan: str = "plan") -> list[str]:
+    def list_reported(name: str, plan: str = "plan") -> list[str]:
         background, nothing, finishing = Later(), lambda *_: None, Finishing()
         caplog.clear()
-        # A folder in which somebody may write is looked at twice.
+        # A folder that could still be written to is checked twice.
         for _ in range(2):
-            finishing.in_turn([place], name, plan, pointer, 2, nothing, lambda _: False, background)
+            finishing.in_turn([operator_folder], name, plan, pointer, 2, nothing, lambda _: False, background)
             background.do()
         return sorted(it.getMessage().split(" remains after a rescaling")[0] for it in caplog.records)
 
-    # One that this plan rescales into is in use; of others that came to nothing none is.
-    assert told_of("query", f"{'1' * 12}{'0' * 20}") == []
-    assert place.names() == ["query", ours[0], "theirs"]
-    assert told_of(ours[0]) == [place.child("query").root]
-    assert told_of("theirs") == []
-    assert place.names() == ["query", ours[0], "theirs"]
+    # The folder of this plan's rescaling is in use; folders of failed rescalings are removed.
+    assert list_reported("query", f"{'1' * 12}{'0' * 20}") == []
+    assert operator_folder.names() == ["query", own[0], "theirs"]
+    assert list_reported(own[0]) == [operator_folder.child("query").root]
+    assert list_reported("theirs") == []
+    assert operator_folder.names() == ["query", own[0], "theirs"]
 
 
-def test_what_is_there_of_another_attempt_must_be_the_same(tmp_path: Path, old: OldJob) -> None:
+def test_a_second_attempt_must_read_the_same_state_as_the_first(tmp_path: Path, old: OldJob) -> None:
     query = rescaled(tmp_path, old, BucketMap(5))
     query.start()
     first = query.pointers
@@ -208,18 +211,18 @@ def test_what_is_there_of_another_attempt_must_be_the_same(tmp_path: Path, old: 
         other.start()
 
 
-def test_parents_go_when_no_pointer_that_spark_may_hand_out_needs_them(tmp_path: Path, old: OldJob) -> None:
+def test_parents_are_removed_once_no_pointer_that_spark_may_hand_out_needs_them(tmp_path: Path, old: OldJob) -> None:
     query = rescaled(tmp_path, old, BucketMap(5))
     query.start()
     parents = Path(query.folder.child(PARENTS_FOLDER).root)
-    # What was written before in a second backend, and another query's.
+    # An earlier attempt's folder in a second backend, and another query's folder.
     other = Folder(str(tmp_path / "other" / "counts"))
     before, theirs = (other.child(f"{name}.r{12 * '0'}", "0") for name in (query.name, "theirs"))
     for folder in (before, theirs):
         folder.put("1_a.delta.arrow", b"")
 
     def turn() -> bool:
-        """What the first bucket does in its turn; whether the parents are gone."""
+        """Run the first bucket's part of the clean-up, and return whether the parents are gone."""
         background = Later()
         query.finishing.in_turn(
             [Folder(query.job.options.root).child("counts"), other],
@@ -234,23 +237,23 @@ def test_parents_go_when_no_pointer_that_spark_may_hand_out_needs_them(tmp_path:
         background.do()
         return not parents.exists()
 
-    every = {key: Row(1) for key in KEYS}
+    changes = {key: Row(1) for key in KEYS}
     for _ in range(3 * query.retained + 9):
-        query.batch(every)
+        query.batch(changes)
         assert not turn(), "no bucket has a snapshot of its own"
     query.runner.do()
     older = query.pointers
-    query.batch(every)
-    query.batch(every)
+    query.batch(changes)
+    query.batch(changes)
     assert [pointer.parents for pointer in query.pointers] == [None] * 5
-    # Spark may still hand out older pointers: the query goes back to one.
+    # Spark may still hand out older pointers, for a restart from an earlier batch.
     assert not turn()
     query.pointers = older
     query.lose_disks()
     assert query.restored() == query.model
     batches = 0
     while not turn():
-        query.batch(every)
+        query.batch(changes)
         query.runner.do()
         batches += 1
     assert batches > 3 * query.retained + 3
@@ -258,14 +261,16 @@ def test_parents_go_when_no_pointer_that_spark_may_hand_out_needs_them(tmp_path:
     assert not before.names()
     assert theirs.names()
     query.lose_disks()
-    same(query)
+    check_state(query)
 
 
 NOTES = st.builds(ParentsNote, st.integers(0, 3), st.sampled_from([FREE, NEEDED]), st.integers(0, 30))
 
 
 @given(st.integers(0, 30), st.integers(0, 3), st.integers(1, 4), st.lists(NOTES, max_size=8))
-def test_when_parents_may_go(heartbeats: int, retained: int, buckets: int, notes: list[ParentsNote]) -> None:
+def test_parents_may_be_removed_only_if_all_buckets_are_free_of_them(
+    heartbeats: int, retained: int, buckets: int, notes: list[ParentsNote]
+) -> None:
     first_handed_out = heartbeats - (3 * (retained + 1) + 2)
     free = [any(note.bucket == bucket and note.kind == FREE for note in notes) for bucket in range(buckets)]
     recent = any(note.heartbeats >= first_handed_out for note in notes)
@@ -273,89 +278,92 @@ def test_when_parents_may_go(heartbeats: int, retained: int, buckets: int, notes
     assert parse_notes([*(note.name for note in notes), "0.parent.json", "0", "00.free-1", "0.free-"]) == notes
 
 
-def test_a_backend_that_no_pointer_names_gets_all_of_it(tmp_path: Path, old: OldJob) -> None:
+def test_a_new_backend_gets_the_whole_state_of_each_bucket(tmp_path: Path, old: OldJob) -> None:
     query = rescaled(tmp_path, old, BucketMap(5))
     query.start()
     query.batch({key: Row(1) for key in KEYS})
     assert all(pointer.parents for pointer in query.pointers)
-    # The plan names another backend than the one so far, or that one was found to have lost files.
-    query.pointers = [replace(it, replication={"gone": next(iter(it.replication.values()))}) for it in query.pointers]
+    # The plan has another backend than before, or that backend has lost files.
+    query.pointers = [
+        replace(pointer, replication={"gone": next(iter(pointer.replication.values()))}) for pointer in query.pointers
+    ]
     query.batch({KEYS[0]: Row(2)})
     for pointer in query.pointers:
         assert [is_complete(status) for status in pointer.replication.values()] == [True]
     query.lose_disks()
     shutil.rmtree(Path(query.folder.child(PARENTS_FOLDER).root))
-    query.pointers = [replace(it, parents=None) for it in query.pointers]
-    same(query)
+    query.pointers = [replace(pointer, parents=None) for pointer in query.pointers]
+    check_state(query)
 
 
-def test_a_parent_is_the_same_once_its_snapshot_has_arrived(tmp_path: Path, old: OldJob) -> None:
+def test_a_parent_stays_the_same_after_its_snapshot_has_arrived(tmp_path: Path, old: OldJob) -> None:
     pointer = replace(old.pointers[-1][0], query_folder="query")
     assert pointer.ref is not None
     assert pointer.version > 1
     source, target = old.folder.child("0"), Folder(str(tmp_path / "new"))
-    made = operator_file("counts", "query", 3)
+    operator = operator_file("counts", "query", 3)
 
-    def brought() -> Parent:
-        """What a call brings that looks now."""
+    def bring_parent() -> Parent:
+        """Return the parent that a call would bring now."""
         files = parent_files(target, 0)
         saved = save_bucket(pointer, sole_replica(source, tmp_path, source.root), files, NATIVE, SCHEMA, tmp_path).saved
-        return Parent(made, saved)
+        return Parent(operator, saved)
 
-    first = brought()
+    first = bring_parent()
     assert note_parent(target, first) == first
     whole = save_bucket(
         pointer, sole_replica(source, tmp_path, source.root), source, CANONICAL, SCHEMA, tmp_path
     ).saved.files
     pointer = replace(pointer, lineage=pointer.lineage[-1:])
-    second = brought()
+    second = bring_parent()
     assert second.saved.files == whole != first.saved.files
     assert note_parent(target, second).encode() == first.encode()
     files = parent_files(target, 0)
-    found = [make_model(read_rows_of_parent(files, it, 0, 1 << 32, SCHEMA, tmp_path)) for it in (first, second)]
-    assert found[0] == found[1]
-    assert found[0]
+    models = [
+        make_model(read_rows_of_parent(files, parent, 0, 1 << 32, SCHEMA, tmp_path)) for parent in (first, second)
+    ]
+    assert models[0] == models[1]
+    assert models[0]
 
 
-def test_a_query_that_goes_back_under_the_same_plan_needs_its_parents_again(tmp_path: Path, old: OldJob) -> None:
+def test_a_restart_from_an_earlier_batch_needs_its_parents_again(tmp_path: Path, old: OldJob) -> None:
     query = rescaled(tmp_path, old, BucketMap(5))
     query.start()
     finishing = Finishing()
 
-    def needed(committed: Pointer) -> list[int]:
+    def list_needed(committed: Pointer) -> list[int]:
         finishing.noted([query.folder], committed, committed, lambda: None)
         notes = parse_notes(query.folder.child(PARENTS_FOLDER).names())
         assert all(note.bucket == 0 for note in notes)
         return sorted(note.heartbeats for note in notes if note.kind == NEEDED)
 
     pointers = [replace(query.pointers[0], heartbeats=at) for at in range(10, 13)]
-    # Nobody has said that it needs none.
-    assert needed(pointers[0]) == []
-    # Another process of the query has been further, and it goes back.
+    # No note says that the bucket is free of its parents.
+    assert list_needed(pointers[0]) == []
+    # Another process of the query was further ahead, and the query restarts from an earlier batch.
     note_free(query.folder, 0, 15)
-    assert needed(pointers[1]) == [11]
-    assert needed(pointers[1]) == [11]
-    assert needed(pointers[2]) == [11, 12]
+    assert list_needed(pointers[1]) == [11]
+    assert list_needed(pointers[1]) == [11]
+    assert list_needed(pointers[2]) == [11, 12]
 
 
-def test_rows_of_parents_may_take_longer_than_a_backend_may_be_silent(
+def test_reading_parents_may_take_longer_than_the_commit_timeout(
     tmp_path: Path, old: OldJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query = rescaled(tmp_path, old, BucketMap(2))
     query.start()
     options, rows_of = CommitOptions(journal=False, commit_timeout_ms=400), Origin._read_rows
 
-    def slowly(origin: Origin, parents: list[Parent]) -> Iterator[pa.RecordBatch]:
-        """As on a large bucket."""
+    def read_slowly(origin: Origin, parents: list[Parent]) -> Iterator[pa.RecordBatch]:
         time.sleep(1)
         yield from rows_of(origin, parents)
 
-    monkeypatch.setattr(Origin, "_read_rows", slowly)
+    monkeypatch.setattr(Origin, "_read_rows", read_slowly)
     monkeypatch.setattr(rescaled_query, "CommitContext", partial(CommitContext, options=options))
     assert query.restored() == query.model
 
 
-def test_a_bucket_keeps_its_parents_when_the_backend_that_had_it_has_lost_it(tmp_path: Path, old: OldJob) -> None:
+def test_a_bucket_keeps_its_parents_if_a_complete_backend_is_removed(tmp_path: Path, old: OldJob) -> None:
     query = rescaled(tmp_path, old, BucketMap(5))
     query.start()
     begun = query.pointers[0]
@@ -364,29 +372,29 @@ def test_a_bucket_keeps_its_parents_when_the_backend_that_had_it_has_lost_it(tmp
     whole = replace(begun, replication=has_all | lags)
     finishing, notes = Finishing(), query.folder.child(PARENTS_FOLDER)
 
-    def ours() -> None:
-        """Nobody has taken the state over."""
+    def accept() -> None:
+        """This run still has the lease."""
 
-    def anothers() -> None:
+    def refuse() -> None:
         raise LiveRunError("another run has taken the state over")
 
     with pytest.raises(LiveRunError):
-        finishing.noted([query.folder], whole, whole, anothers)
-    assert finishing.noted([query.folder], whole, replace(begun, replication=lags), ours).parents == begun.parents
+        finishing.noted([query.folder], whole, whole, refuse)
+    assert finishing.noted([query.folder], whole, replace(begun, replication=lags), accept).parents == begun.parents
     assert not [name for name in notes.names() if ".free-" in name]
-    assert finishing.noted([query.folder], whole, whole, ours).parents is None
+    assert finishing.noted([query.folder], whole, whole, accept).parents is None
     assert notes.exists(f"0.free-{begun.heartbeats}")
-    # The query was started with other backends since, and its parents are with the one that came first then.
+    # The query now has other backends, and its parents are in the backend that was first at the time.
     other = replace(whole, bucket=1)
-    assert finishing.noted([Folder(str(tmp_path / "other")), query.folder], other, other, ours).parents is None
+    assert finishing.noted([Folder(str(tmp_path / "other")), query.folder], other, other, accept).parents is None
     assert notes.exists(f"1.free-{begun.heartbeats}")
-    # The query goes back once all is removed: there is nothing to note, and nobody would remove it.
+    # The query restarts from an earlier batch after all parents were removed: a note would never be removed.
     query.folder.remove_tree(PARENTS_FOLDER)
-    assert finishing.noted([query.folder], whole, whole, ours).parents is None
+    assert finishing.noted([query.folder], whole, whole, accept).parents is None
     assert notes.names() == []
 
 
-def test_what_cannot_keep_its_promise_is_refused(tmp_path: Path, old: OldJob) -> None:
+def test_a_rescale_with_erase_within_s_is_refused(tmp_path: Path, old: OldJob) -> None:
     query = rescaled(tmp_path, old, BucketMap(5))
     options = query.job.options
     strict = replace(options, commit=replace(options.commit, erase_window_ms=600_000, journal=False))
@@ -397,8 +405,8 @@ def test_what_cannot_keep_its_promise_is_refused(tmp_path: Path, old: OldJob) ->
         replace(strict, start_from=None, rescale="/checkpoint")
 
 
-def test_an_old_folder_goes_with_its_requests_taken_along(tmp_path: Path, old: OldJob) -> None:
-    """Somebody asked for keys to be erased in the midst of a rescaling. And a removal that was stopped goes on."""
+def test_an_old_folder_is_removed_after_its_erase_requests_are_copied(tmp_path: Path, old: OldJob) -> None:
+    """A request was added during the rescaling. An interrupted removal is completed."""
     query = rescaled(tmp_path, old, BucketMap(2))
     query.name = "query.r0123456789ab"
     query.start()
@@ -430,7 +438,7 @@ def test_an_old_folder_goes_with_its_requests_taken_along(tmp_path: Path, old: O
 
     for _ in range(3):
         turn()
-    assert "query" in operator.names(), "a request there cannot be read"
+    assert "query" in operator.names(), "one of its requests cannot be read"
     assert len(notes.names()) > 2
     requests.files.remove("00000002.keys.arrow")
     turn()

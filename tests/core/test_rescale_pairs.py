@@ -1,4 +1,4 @@
-"""Every number of buckets from 1 to 64 to every other one, from a query whose newest deltas are in its pointers only."""
+"""Rescale from each number of buckets to each other one, with the newest deltas only in pointers."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from spark_state_ext.testing.model import KEYS, Key, Model, Row, find_expired, m
 from tests.helpers.soak import SOAK
 
 NUMBERS = range(1, 65)
-# In the suite.
+# The numbers that the suite uses.
 SOME = (1, 5, 64)
 ALL: list[Key] = [*KEYS, *((f"k{at}", float(at)) for at in range(125))]
 CAPTURED = "1-plan.start.arrow"
 TIMES_MS = (5, 18, 31)
 
 
-def drawn(numbers: random.Random, part: float) -> dict[Key, Row | None]:
-    """Changes of a part of all keys: new counts, with and without a timeout, and removals."""
+def draw_changes(numbers: random.Random, part: float) -> dict[Key, Row | None]:
+    """Return changes of a part of all keys: new counts, with and without a timeout, and removals."""
     return {
         key: None
         if numbers.random() < 0.2
@@ -47,18 +47,18 @@ def drawn(numbers: random.Random, part: float) -> dict[Key, Row | None]:
 
 
 class _Stuck(WorkerUploads):
-    """No upload ever begins."""
+    """Starts no upload."""
 
     def submit(self, uploads: Iterable[Upload]) -> None:
-        """Leave them."""
+        """Ignore the uploads."""
 
 
-def old_query(folder: Path, buckets: int) -> OldJob:
-    """A query of four batches, of which the last two are in no file."""
+def run_old_query(folder: Path, buckets: int) -> OldJob:
+    """Run a query for four batches; the last two are in no file."""
     numbers = random.Random(buckets)
     job = OldJob(folder / "old", folder / "old-local", buckets=buckets)
     for part in (1.0, 0.4, 0.2, 0.2):
-        job.batch(drawn(numbers, part))
+        job.batch(draw_changes(numbers, part))
         if len(job.models) == 2:
             job.context = {"options": CommitOptions(), "uploads": _Stuck()}
     job.close()
@@ -66,53 +66,53 @@ def old_query(folder: Path, buckets: int) -> OldJob:
     return job
 
 
-def started(folder: Path, old: OldJob, buckets: int) -> RescaledQuery:
-    """Another query that starts from the old one's last batch, which its plan has read."""
-    pointers = {it.bucket: replace(it, query_folder=old.query_id) for it in old.pointers[-1]}
+def start_rescaled(folder: Path, old: OldJob, buckets: int) -> RescaledQuery:
+    """Start another query from the last batch of the old one, as its plan has read it."""
+    pointers = {pointer.bucket: replace(pointer, query_folder=old.query_id) for pointer in old.pointers[-1]}
     files = Folder(str(folder / "new")).child(old.operator, STARTING_FOLDER)
     files.put(CAPTURED, Captured(old.operator, 3, (), "hold", 0, pointers).encode())
     start = RetainedCheckpoint(str(old.root), "/checkpoint")
     job = job_from(folder / "new", old, BucketMap(buckets), start, captured=CAPTURED)
     query = RescaledQuery(job, folder, dict(old.models[-1]))
 
-    def replicas(pointer: Pointer) -> list[Replica]:
+    def open_replicas(pointer: Pointer) -> list[Replica]:
         return sole_replica(old.folder.child(str(pointer.bucket)), folder, "old")
 
-    query.start(replicas)
+    query.start(open_replicas)
     return query
 
 
-def looked_at(view: View) -> tuple[Model, list[Model]]:
-    """All of a bucket, and what has timed out by each of some times."""
+def read_bucket(view: View) -> tuple[Model, list[Model]]:
+    """Return all rows of a bucket, and those that have timed out at each of `TIMES_MS`."""
     return scan(view), [make_model([view.expired(now_ms)]) for now_ms in TIMES_MS]
 
 
-def same(query: RescaledQuery) -> None:
-    """Every bucket has its keys and no others, and says the same of their timeouts."""
-    found: Model = {}
+def check_state(query: RescaledQuery) -> None:
+    """Check that each bucket has exactly its own keys, with the right timeouts."""
+    model: Model = {}
     expired: list[Model] = [{} for _ in TIMES_MS]
     for bucket in range(query.bucket_map.buckets):
-        rows, timed_out = query.called(bucket, partial(Bucket.read, work=looked_at))
+        rows, timed_out = query.called(bucket, partial(Bucket.read, work=read_bucket))
         assert all(bucket_in(query.bucket_map, key) == bucket for key in rows)
-        found |= rows
-        for at, those in enumerate(timed_out):
-            expired[at] |= those
-    assert found == query.model
+        model |= rows
+        for at, rows_at in enumerate(timed_out):
+            expired[at] |= rows_at
+    assert model == query.model
     assert expired == [find_expired(query.model, now_ms) for now_ms in TIMES_MS]
 
 
 @pytest.mark.timeout(7_200 if SOAK else 900)
 @pytest.mark.parametrize("n", NUMBERS if SOAK else SOME)
-def test_all_pairs_of_numbers(n: int, tmp_path: Path) -> None:
-    old = old_query(tmp_path, n)
+def test_each_number_of_buckets_can_be_rescaled_to_each_other(n: int, tmp_path: Path) -> None:
+    old = run_old_query(tmp_path, n)
     for m in NUMBERS if SOAK else SOME:
         folder = tmp_path / str(m)
         folder.mkdir()
-        query = started(folder, old, m)
-        assert all((it.parents is None) == (it.ref is None or n == m) for it in query.pointers)
-        same(query)
-        query.batch(drawn(random.Random(f"{n} {m}"), 0.3))
+        query = start_rescaled(folder, old, m)
+        assert all((pointer.parents is None) == (pointer.ref is None or n == m) for pointer in query.pointers)
+        check_state(query)
+        query.batch(draw_changes(random.Random(f"{n} {m}"), 0.3))
         if (n + m) % 2:
             query.lose_disks()
-        same(query)
+        check_state(query)
         shutil.rmtree(folder)
