@@ -188,7 +188,7 @@ def test_an_old_folder_that_cannot_be_removed_after_a_rescale_is_reported(
         for _ in range(2):
             finishing.in_turn([operator_folder], name, plan, pointer, 2, nothing, lambda _: False, background)
             background.do()
-        return sorted(it.getMessage().split(" remains after a rescaling")[0] for it in caplog.records)
+        return sorted(record.getMessage().split(" remains after a rescaling")[0] for record in caplog.records)
 
     # The folder of this plan's rescaling is in use; folders of failed rescalings are removed.
     assert list_reported("query", f"{'1' * 12}{'0' * 20}") == []

@@ -1,4 +1,4 @@
-"""Clean-up: what it decides, over values; and what it deletes, on real folders."""
+"""Clean-up: which files it chooses, given as values, and what it deletes in real folders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, apply_change
 from tests.helpers.object_store import S3
 
 RETAINED = 3
-# Beats until nothing that Spark may hand out needs a file.
+# Number of heartbeats until no pointer that Spark may hand out needs a file.
 RECENT = 3 * RETAINED + 2
 NOW_S = 1e9
 DAY_S = 86_400.0
@@ -50,7 +50,7 @@ def ref(version: int, sibling: str = "a") -> CheckpointRef:
 
 
 def pointer_at(version: int, first: int, calls: int | None = None, heartbeats: int | None = None) -> Pointer:
-    """A pointer of a bucket whose version *v* was written in its call *v*."""
+    """Return a pointer of a bucket that wrote version *v* in its call *v*."""
     return replace(
         first_pointer(),
         lineage=tuple(LineageEntry(ref(v), 1, v) for v in range(first, version + 1)),
@@ -59,7 +59,7 @@ def pointer_at(version: int, first: int, calls: int | None = None, heartbeats: i
     )
 
 
-def listed(names: Sequence[str], age_s: float = 10 * DAY_S) -> list[Entry]:
+def make_entries(names: Sequence[str], age_s: float = 10 * DAY_S) -> list[Entry]:
     return [Entry(name, 1, NOW_S - age_s, False) for name in names]
 
 
@@ -76,134 +76,137 @@ def versions_of(names: Iterable[str]) -> list[int]:
 
 
 class Known(dict[CheckpointRef, LineageHeader]):
-    """Headers that are known."""
+    """Headers by checkpoint."""
 
-    def of(self, asked: CheckpointRef) -> LineageHeader:
-        return self[asked]
+    def of(self, refs: CheckpointRef) -> LineageHeader:
+        return self[refs]
 
-    def origins(self, asked: Sequence[CheckpointRef]) -> list[Origin]:
-        return [Origin(self[found].writer.heartbeat, self[found].parent) for found in asked]
+    def origins(self, refs: Sequence[CheckpointRef]) -> list[Origin]:
+        return [Origin(self[known].writer.heartbeat, self[known].parent) for known in refs]
 
-    def with_(self, *headers: LineageHeader) -> Known:
+    def with_headers(self, *headers: LineageHeader) -> Known:
         return Known({**self, **{h.ref: h for h in headers}})
 
 
-def line(first: int, last: int, unconfirmed: Sequence[int], sibling: str = "a") -> Known:
-    """Headers of consecutive versions, written at heartbeats of the same number."""
-    made = Known()
+def make_headers(first: int, last: int, unconfirmed: Sequence[int], sibling: str = "a") -> Known:
+    """Return headers of consecutive versions, each written at the heartbeat with its number."""
+    known = Known()
     for v in range(first, last + 1):
         start = max([1, *(p for p in unconfirmed if p < v)])
         lineage = tuple(ref(at, sibling if at >= first else "a") for at in range(start, v))
-        made[ref(v, sibling)] = header(ref(v, sibling), lineage, v)
-    return made
+        known[ref(v, sibling)] = make_header(ref(v, sibling), lineage, v)
+    return known
 
 
-def header(of: CheckpointRef, lineage: tuple[CheckpointRef, ...], heartbeat: int) -> LineageHeader:
+def make_header(of: CheckpointRef, lineage: tuple[CheckpointRef, ...], heartbeat: int) -> LineageHeader:
     writer = Writer("q", "r", 0, "h", heartbeat)
     return LineageHeader(DELTA, "counts", 3, of, lineage[-1] if lineage else None, lineage, 0, writer, "0")
 
 
 PRESUMED = [10, 20, 30, 35]
-# Two snapshots are older than what may be named still, for the pointer of version 42 and heartbeat 42.
+# With the pointer of version 42 and heartbeat 42, two snapshots are older than any that a pointer may still name.
 POINTER = pointer_at(42, 35)
-HEADERS = line(1, 42, PRESUMED)
+HEADERS = make_headers(1, 42, PRESUMED)
 LINEAR = [*deltas(*range(1, 43)), *snapshots(10, 20, 30, 35)]
 
 
-def decided(names: Sequence[str], headers: Known = HEADERS, pointer: Pointer = POINTER, **more: Any) -> Decision:
-    return classify(listed(names), pointer, RETAINED, NOW_S, headers, **more)
+def decide(names: Sequence[str], headers: Known = HEADERS, pointer: Pointer = POINTER, **more: Any) -> Decision:
+    return classify(make_entries(names), pointer, RETAINED, NOW_S, headers, **more)
 
 
-def test_what_is_older_than_two_settled_snapshots_goes() -> None:
-    decision = decided(LINEAR)
-    # 35 may be newer than what executors that go on from memory are at.
+def test_files_older_than_two_settled_snapshots_are_deleted() -> None:
+    decision = decide(LINEAR)
+    # Executors that continue from memory may be at a version before 35.
     assert decision.lean_on == (ref(30), ref(20))
     assert sorted(decision.delete) == sorted([*deltas(*range(1, 20)), *snapshots(10)])
     versions = versions_of(decision.delete)
-    assert versions == sorted(versions), "the oldest first"
+    assert versions == sorted(versions), "the oldest files are deleted first"
     assert not decision.doubt
 
 
-def test_snapshots_are_found_however_many_never_arrived() -> None:
-    """In the listing, by the headers' lineages: what the pointer presumes plays no part."""
-    decision = decided([*deltas(*range(1, 43)), *snapshots(10, 20)])
+def test_missing_snapshots_are_ignored() -> None:
+    """The listing and the headers' lineages determine the snapshots; those that the pointer presumes do not count."""
+    decision = decide([*deltas(*range(1, 43)), *snapshots(10, 20)])
     assert decision.lean_on == (ref(20), ref(10))
     assert sorted(decision.delete) == sorted(deltas(*range(1, 10)))
 
 
 @pytest.mark.parametrize(("heartbeats", "expected"), [(30 + RECENT, [20, 10]), (31 + RECENT, [30, 20])])
-def test_a_snapshot_that_executors_may_be_before_is_not_leaned_on(heartbeats: int, expected: list[int]) -> None:
-    """Rule 15: needed until so many batches after the one that replaced it."""
-    decision = decided(LINEAR, pointer=pointer_at(42, 35, heartbeats=heartbeats))
-    assert [found.version for found in decision.lean_on] == expected
+def test_a_snapshot_newer_than_an_executor_may_be_is_not_relied_on(heartbeats: int, expected: list[int]) -> None:
+    """Rule 15: files are needed for a number of batches after the one that replaced them."""
+    decision = decide(LINEAR, pointer=pointer_at(42, 35, heartbeats=heartbeats))
+    assert [snapshot.version for snapshot in decision.lean_on] == expected
 
 
-def test_a_quiet_bucket_counts_beats_and_not_versions() -> None:
-    """Its pointer is old but live: what counts is when it was replaced, not how many versions there are."""
+def test_heartbeats_count_in_a_bucket_without_new_versions() -> None:
+    """The pointer is old but live: files are deleted by the heartbeats since their replacement, not by the number of
+    versions."""
     names = [*deltas(*range(1, 32)), *snapshots(10, 20, 30)]
-    decision = decided(names, pointer=pointer_at(31, 30, heartbeats=100_000))
+    decision = decide(names, pointer=pointer_at(31, 30, heartbeats=100_000))
     assert decision.lean_on == (ref(30), ref(20))
 
 
-def test_calls_without_a_beat_do_not_count() -> None:
-    """A lineage in parallel may get none of them, and be where it was."""
-    decision = decided(LINEAR, pointer=pointer_at(42, 35, calls=100_000, heartbeats=31))
+def test_calls_without_a_heartbeat_do_not_count() -> None:
+    """A parallel lineage may get none of these calls, and still be at its old version."""
+    decision = decide(LINEAR, pointer=pointer_at(42, 35, calls=100_000, heartbeats=31))
     assert decision.delete == ()
 
 
-def test_files_from_before_beats_were_counted_go_too() -> None:
-    """They tell none, which is long ago once those that are counted are many."""
-    untold = Known({found: replace(h, writer=replace(h.writer, heartbeat=0)) for found, h in HEADERS.items()})
+def test_files_without_a_heartbeat_are_deleted_after_enough_heartbeats() -> None:
+    """They come from versions that did not count heartbeats, so they are old once enough heartbeats were counted."""
+    without_heartbeat = Known(
+        {known: replace(h, writer=replace(h.writer, heartbeat=0)) for known, h in HEADERS.items()}
+    )
     for heartbeats, expected in ((RECENT, ()), (RECENT + 1, (ref(35), ref(30)))):
-        assert decided(LINEAR, untold, pointer_at(42, 35, heartbeats, heartbeats)).lean_on == expected
+        assert decide(LINEAR, without_heartbeat, pointer_at(42, 35, heartbeats, heartbeats)).lean_on == expected
 
 
-def test_while_more_batches_were_retained_lately_that_counts() -> None:
-    """Pointers and renewals are of that time still."""
+def test_a_recently_higher_number_of_retained_batches_counts() -> None:
+    """Pointers from that time are still in use."""
     pointer = replace(POINTER, retained=5, retained_heartbeat=40)
-    assert decided(LINEAR, pointer=pointer).lean_on == (ref(20), ref(10))
+    assert decide(LINEAR, pointer=pointer).lean_on == (ref(20), ref(10))
 
 
 @pytest.mark.parametrize("present", [[], [30], [35]])
-def test_two_snapshots_must_be_there(present: list[int]) -> None:
-    assert decided([*deltas(*range(1, 43)), *snapshots(*present)]) == Decision()
+def test_nothing_is_deleted_without_two_snapshots(present: list[int]) -> None:
+    assert decide([*deltas(*range(1, 43)), *snapshots(*present)]) == Decision()
 
 
-def test_where_a_part_of_the_line_is_gone_all_below_stays() -> None:
-    assert decided([*(name for name in LINEAR if name not in (*deltas(32), *snapshots(35)))]) == Decision(lost=True)
+def test_nothing_is_deleted_below_a_gap_in_the_lineage() -> None:
+    assert decide([*(name for name in LINEAR if name not in (*deltas(32), *snapshots(35)))]) == Decision(lost=True)
 
 
-def test_a_damaged_snapshot_is_not_leaned_on() -> None:
-    decision = decided(LINEAR, damaged=frozenset([ref(30)]))
+def test_a_damaged_snapshot_is_not_relied_on() -> None:
+    decision = decide(LINEAR, damaged=frozenset([ref(30)]))
     assert decision.lean_on == (ref(20), ref(10))
     assert sorted(decision.delete) == sorted(deltas(*range(1, 10)))
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "1_abc.delta.arrow", "40_" + "a" * 32 + ".delta.arrow.bak"])
-def test_an_unknown_file_stops_it(name: str) -> None:
-    decision = decided([*LINEAR, name])
+def test_an_unknown_file_stops_the_clean_up(name: str) -> None:
+    decision = decide([*LINEAR, name])
     assert decision.delete == ()
     assert name in decision.doubt
 
 
-def test_the_wrong_folder_stops_it() -> None:
-    decision = decided(deltas(1, 2, 3))
+def test_a_folder_without_the_pointers_checkpoint_stops_the_clean_up() -> None:
+    decision = decide(deltas(1, 2, 3))
     assert decision.delete == ()
     assert str(ref(42)) in decision.doubt
 
 
-def test_temporary_files_go_by_age_only() -> None:
-    old, young = listed([".tmp-1-x"]), listed([".tmp-2-x"], age_s=60)
+def test_temporary_files_are_deleted_by_age() -> None:
+    old, young = make_entries([".tmp-1-x"]), make_entries([".tmp-2-x"], age_s=60)
     unknown = [Entry(".tmp-3-x", 1, None, False)]
     decision = classify([*old, *young, *unknown], first_pointer(), RETAINED, NOW_S, HEADERS)
     assert decision.delete == (".tmp-1-x",)
 
 
-def _with_sibling(heartbeat: int, version: int = 15) -> tuple[list[str], Known]:
-    """A version was written twice; the other one's heartbeat is given."""
+def add_sibling(heartbeat: int, version: int = 15) -> tuple[list[str], Known]:
+    """Add a second file of a version, written at a given heartbeat."""
     lineage = tuple(ref(v) for v in range(10 * ((version - 1) // 10), version))
-    sibling = header(ref(version, "b"), lineage, heartbeat)
-    return [*LINEAR, file_name(sibling.ref, DELTA)], HEADERS.with_(sibling)
+    sibling = make_header(ref(version, "b"), lineage, heartbeat)
+    return [*LINEAR, file_name(sibling.ref, DELTA)], HEADERS.with_headers(sibling)
 
 
 LONG_OVER = 42 - RECENT - 1
@@ -211,113 +214,113 @@ LONG_OVER = 42 - RECENT - 1
 
 @pytest.mark.parametrize("heartbeat", [15, LONG_OVER])
 @pytest.mark.parametrize("version", [15, 41])
-def test_a_sibling_goes_when_its_beat_is_long_over(heartbeat: int, version: int) -> None:
-    """Whatever its version: a lineage that is over may have had more of them."""
-    names, headers = _with_sibling(heartbeat, version)
-    decision = decided(names, headers)
+def test_a_sibling_with_an_old_heartbeat_is_deleted(heartbeat: int, version: int) -> None:
+    """Its version does not matter: a lineage that has ended may have had more versions."""
+    names, headers = add_sibling(heartbeat, version)
+    decision = decide(names, headers)
     assert file_name(ref(version, "b"), DELTA) in decision.delete
     assert len(decision.delete) == 21
 
 
-def test_a_sibling_goes_before_there_are_snapshots() -> None:
+def test_an_old_sibling_is_deleted_even_without_snapshots() -> None:
     names = [*deltas(*range(1, 43)), *deltas(15, sibling="b")]
-    decision = decided(names, _with_sibling(15)[1])
+    decision = decide(names, add_sibling(15)[1])
     assert decision == Decision(tuple(deltas(15, sibling="b")))
 
 
-def test_a_young_sibling_stays_whatever_its_beat_with_what_it_leans_on() -> None:
-    _, headers = _with_sibling(15)
-    young = listed(deltas(15, sibling="b"), age_s=60)
-    decision = classify([*listed([*LINEAR, *snapshots(5)]), *young], POINTER, RETAINED, NOW_S, headers)
+def test_a_young_sibling_is_kept_with_the_files_that_it_needs() -> None:
+    _, headers = add_sibling(15)
+    young = make_entries(deltas(15, sibling="b"), age_s=60)
+    decision = classify([*make_entries([*LINEAR, *snapshots(5)]), *young], POINTER, RETAINED, NOW_S, headers)
     assert set(decision.delete) == {*deltas(1, 2, 3, 4), *deltas(*range(15, 20))}
-    # It is not known to be of use, so nothing is read for it; and nothing is wrong where its ancestors are gone.
+    # The sibling may be useless, so no file is verified for it, and missing ancestors of it are not an error.
     assert decision.lean_on == (ref(30), ref(20))
-    less = [name for name in LINEAR if name not in deltas(13)]
-    assert len(classify([*listed(less), *young], POINTER, RETAINED, NOW_S, headers).delete) == 18
+    names = [name for name in LINEAR if name not in deltas(13)]
+    assert len(classify([*make_entries(names), *young], POINTER, RETAINED, NOW_S, headers).delete) == 18
 
 
-def test_a_sibling_from_between_the_two_snapshots_keeps_one_more() -> None:
-    """Of the two that the lineage leans on it has the older one only."""
-    names, headers = _with_sibling(38, 25)
-    decision = decided(names, headers)
+def test_a_sibling_between_the_two_snapshots_keeps_an_older_one() -> None:
+    """The sibling's lineage has only the older one of the two snapshots."""
+    names, headers = add_sibling(38, 25)
+    decision = decide(names, headers)
     assert decision.lean_on == (ref(30), ref(20), ref(10))
     assert set(decision.delete) == set(deltas(*range(1, 10)))
 
 
 @pytest.mark.parametrize("heartbeat", [38, LONG_OVER + 1])
-def test_age_alone_never_suffices(heartbeat: int) -> None:
-    """A sibling that may be followed still keeps all that it leans on, down to the second snapshot."""
-    names, headers = _with_sibling(heartbeat)
+def test_old_files_that_a_sibling_needs_are_kept(heartbeat: int) -> None:
+    """A sibling with possible successors keeps all that it needs, down to its second snapshot."""
+    names, headers = add_sibling(heartbeat)
     names += snapshots(5)
-    decision = classify(listed(names, age_s=1_000 * DAY_S), POINTER, RETAINED, NOW_S, headers)
-    kept = {file_name(ref(15, "b"), DELTA), *deltas(*range(5, 15)), *snapshots(5, 10)}
-    assert kept.isdisjoint(decision.delete)
+    decision = classify(make_entries(names, age_s=1_000 * DAY_S), POINTER, RETAINED, NOW_S, headers)
+    needed = {file_name(ref(15, "b"), DELTA), *deltas(*range(5, 15)), *snapshots(5, 10)}
+    assert needed.isdisjoint(decision.delete)
     assert set(decision.delete) == {*deltas(1, 2, 3, 4), *deltas(*range(15, 20))}
     assert decision.lean_on == (ref(30), ref(20), ref(10), ref(5))
 
 
-def test_a_sibling_of_late_costs_nothing_more() -> None:
-    """It leans on what its lineage leans on: no other snapshot has to be read."""
-    names, headers = _with_sibling(41, 41)
-    decision = decided(names, headers)
+def test_a_recent_sibling_needs_no_further_snapshots() -> None:
+    """It relies on the same snapshots as the lineage, so no other snapshot has to be verified."""
+    names, headers = add_sibling(41, 41)
+    decision = decide(names, headers)
     assert decision.lean_on == (ref(30), ref(20))
     assert len(decision.delete) == 20
 
 
-def test_a_sibling_does_not_lean_on_a_damaged_snapshot() -> None:
-    names, headers = _with_sibling(38)
-    decision = decided(names, headers, damaged=frozenset([ref(10)]))
-    assert set(decision.delete) == {*deltas(*range(15, 20))}, "its first delta is as good as a snapshot"
+def test_a_sibling_does_not_rely_on_a_damaged_snapshot() -> None:
+    names, headers = add_sibling(38)
+    decision = decide(names, headers, damaged=frozenset([ref(10)]))
+    assert set(decision.delete) == {*deltas(*range(15, 20))}, "its lineage goes back to the first delta"
     assert decision.lean_on == (ref(30), ref(20))
 
 
-def test_a_recent_sibling_without_its_ancestors_stops_it() -> None:
-    names, headers = _with_sibling(38)
-    decision = decided([n for n in names if n not in deltas(13)], headers)
+def test_a_recent_sibling_without_its_ancestors_stops_the_clean_up() -> None:
+    names, headers = add_sibling(38)
+    decision = decide([n for n in names if n not in deltas(13)], headers)
     assert decision.delete == ()
     assert str(ref(13)) in decision.doubt
 
 
-def test_an_unreadable_header_stops_it() -> None:
+def test_an_unreadable_header_stops_the_clean_up() -> None:
     class Unreadable(Known):
-        def origins(self, asked: Sequence[CheckpointRef]) -> list[Origin]:
-            raise CorruptFileError(f"the header of {asked} cannot be read")
+        def origins(self, refs: Sequence[CheckpointRef]) -> list[Origin]:
+            raise CorruptFileError(f"the header of {refs} cannot be read")
 
     with pytest.raises(CorruptFileError):
-        decided(_with_sibling(38)[0], Unreadable(HEADERS))
+        decide(add_sibling(38)[0], Unreadable(HEADERS))
 
 
-def test_buckets_take_turns() -> None:
+def test_buckets_take_turns_with_their_clean_up() -> None:
     due = [[bucket for bucket in range(100) if clean_up_due(call, bucket, 100)] for call in range(50)]
     assert max(map(len, due)) == 4
     assert all(sum(clean_up_due(call, bucket, 100) for call in range(100)) == 4 for bucket in range(100))
 
 
-def test_a_folder_that_nobody_cleans_is_noticed() -> None:
-    assert not is_crowded(listed(deltas(*range(1, 1_000))), 100)
-    assert is_crowded(listed(deltas(*range(1, 2_000))), 100)
-    # Where that did not help, reading all those headers must not hold up every batch.
-    assert not is_crowded(listed(deltas(*range(1, 9_000))), 100)
+def test_a_crowded_folder_is_detected() -> None:
+    assert not is_crowded(make_entries(deltas(*range(1, 1_000))), 100)
+    assert is_crowded(make_entries(deltas(*range(1, 2_000))), 100)
+    # If a clean-up has not helped, reading all these headers must not slow every batch.
+    assert not is_crowded(make_entries(deltas(*range(1, 9_000))), 100)
 
 
 # -- on folders --------------------------------------------------------------------------------------
 
 
 class Counting:
-    """Counts what is asked of a file system."""
+    """Records the calls to a file system."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._real, name)
-        if not callable(found):
-            return found
+        attribute = getattr(self._real, name)
+        if not callable(attribute):
+            return attribute
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(name)
-            return found(*args, **kwargs)
+            return attribute(*args, **kwargs)
 
         return call
 
@@ -356,7 +359,7 @@ class Scene:
         return classify(entries, self.pointers[-1], RETAINED, time.time(), headers)
 
     def check(self) -> None:
-        """Every pointer of the retained batches is whole, on an empty disk."""
+        """Check that each retained pointer can be restored on an empty disk."""
         for pointer, model in list(zip(self.pointers, self.models, strict=True))[-RETAINED - 1 :]:
             fresh = LocalStore.at(self.local / uuid.uuid4().hex, SCHEMA)
             assert state_at(fresh, self.files, pointer, self.local) == model
@@ -372,18 +375,18 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         files = Folder(s3.root(uuid.uuid4().hex), s3.options)
     else:
         files = Folder(str(tmp_path / "root") if request.param == "disk" else f"memory://{uuid.uuid4().hex}")
-    made = Scene(files, tmp_path)
-    yield made
-    made.store.close()
+    new_scene = Scene(files, tmp_path)
+    yield new_scene
+    new_scene.store.close()
 
 
-def test_files_stay_few_and_every_retained_pointer_whole(scene: Scene) -> None:
+def test_clean_up_keeps_few_files_and_all_retained_state(scene: Scene) -> None:
     before = len(scene.files.names())
     deleted = scene.clean()
     assert deleted > 15
     assert len(scene.files.names()) == before - deleted
     scene.check()
-    assert scene.clean() == 0, "idempotent"
+    assert scene.clean() == 0, "a second clean-up deletes nothing"
     for batch in range(40, 70):
         scene.batch(batch)
         scene.clean()
@@ -391,8 +394,8 @@ def test_files_stay_few_and_every_retained_pointer_whole(scene: Scene) -> None:
     scene.check()
 
 
-def test_it_costs_one_listing_where_nothing_ran_twice(scene: Scene) -> None:
-    # What was verified once is known.
+def test_a_clean_up_needs_only_one_listing_without_siblings(scene: Scene) -> None:
+    # Later clean-ups do not repeat a verification.
     scene.clean()
     counting = Counting(scene.files._fs)
     scene.files._fs = counting
@@ -400,16 +403,16 @@ def test_it_costs_one_listing_where_nothing_ran_twice(scene: Scene) -> None:
     assert [call for call in counting.calls if call != "invalidate_cache"] == ["ls"]
 
 
-def test_a_clean_up_that_stops_anywhere_goes_on_later(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_clean_up_continues_later(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     real = Folder.remove
     total = 0
     while True:
-        left = 2
+        remaining = 2
 
         def remove(self: Folder, name: str) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
+            nonlocal remaining
+            remaining -= 1
+            if remaining < 0:
                 raise KeyboardInterrupt("the process dies here")
             real(self, name)
 
@@ -425,7 +428,7 @@ def test_a_clean_up_that_stops_anywhere_goes_on_later(scene: Scene, monkeypatch:
     scene.check()
 
 
-def test_a_late_clean_up_of_an_earlier_batch_deletes_less(scene: Scene) -> None:
+def test_a_late_clean_up_of_an_earlier_batch_deletes_nothing_more(scene: Scene) -> None:
     earlier = scene.clean(scene.pointers[30])
     later = scene.clean()
     assert earlier > 0
@@ -434,7 +437,7 @@ def test_a_late_clean_up_of_an_earlier_batch_deletes_less(scene: Scene) -> None:
     scene.check()
 
 
-def test_a_damaged_snapshot_is_noticed_before_its_deltas_go(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_deltas_of_a_damaged_snapshot_are_kept(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     newest = scene.decision().lean_on[0]
     name = file_name(newest, SNAPSHOT)
     data = bytearray(scene.files.get(name))
@@ -444,26 +447,26 @@ def test_a_damaged_snapshot_is_noticed_before_its_deltas_go(scene: Scene, caplog
         scene.clean()
     assert f"{name} fails its checksum; older files are kept" in caplog.text
     scene.check()
-    # The deltas under it are still there.
+    # The snapshot's deltas are still there.
     assert file_name(newest, DELTA) in scene.files.names()
 
 
 @pytest.mark.parametrize("deleted", [0, 3])
-def test_a_run_that_was_replaced_deletes_nothing_more(scene: Scene, deleted: int) -> None:
-    """Also where that happens in the middle."""
+def test_a_replaced_run_stops_its_clean_up(scene: Scene, deleted: int) -> None:
+    """This includes a run that is replaced during its clean-up."""
     before = scene.files.names()
-    ours = iter(range(deleted))
+    checks = iter(range(deleted))
 
-    def lost() -> None:
-        if next(ours, None) is None:
+    def check_run() -> None:
+        if next(checks, None) is None:
             raise LiveRunError("another run has the state")
 
     with pytest.raises(LiveRunError):
-        scene.clean(still_ours=lost)
+        scene.clean(still_ours=check_run)
     assert len(scene.files.names()) == len(before) - deleted
 
 
-def test_no_more_is_deleted_than_asked_for(scene: Scene) -> None:
+def test_a_clean_up_deletes_at_most_deletes_max_files(scene: Scene) -> None:
     assert (
         clean_up(scene.files, clean_up_at(scene.pointers[-1], RETAINED, deletes_max=4), scene.local, known=scene.known)
         == 4
@@ -472,7 +475,7 @@ def test_no_more_is_deleted_than_asked_for(scene: Scene) -> None:
     scene.check()
 
 
-def test_doubt_is_logged_and_nothing_goes(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clean_up_in_doubt_logs_a_warning_and_deletes_nothing(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.files.put("somebody's notes", b"x")
     before = scene.files.names()
     with caplog.at_level(logging.WARNING, "spark_state_ext"):
@@ -481,17 +484,19 @@ def test_doubt_is_logged_and_nothing_goes(scene: Scene, caplog: pytest.LogCaptur
     assert scene.files.names() == before
 
 
-def test_file_systems_tell_when_files_were_written(scene: Scene) -> None:
+def test_file_systems_report_the_time_of_the_last_write(scene: Scene) -> None:
     now_s = time.time()
-    for found in scene.files.entries():
-        assert found.modified_s is not None
-        assert abs(found.modified_s - now_s) < 300
-        assert found.size_bytes > 0
-        assert not found.folder
+    for entry in scene.files.entries():
+        assert entry.modified_s is not None
+        assert abs(entry.modified_s - now_s) < 300
+        assert entry.size_bytes > 0
+        assert not entry.folder
 
 
-def test_what_is_known_of_one_store_is_not_believed_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bucket's name at two endpoints: a snapshot that is whole at one may be damaged at the other."""
+def test_a_verified_snapshot_of_one_store_is_not_trusted_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two endpoints have a bucket of the same name: a snapshot may be valid in one and damaged in the other."""
     life = Life(tmp_path / "life")
     for _ in range(40):
         life.batch()
@@ -504,22 +509,22 @@ def test_what_is_known_of_one_store_is_not_believed_of_another(tmp_path: Path, m
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
 
-    def at(endpoint: Path) -> Folder:
-        made = {"implementation": "fsspec.implementations.dirfs.DirFileSystem", "fs": LocalFileSystem()}
-        return Folder("store://bucket/3", {**made, "path": str(endpoint)})
+    def open_folder(endpoint: Path) -> Folder:
+        options = {"implementation": "fsspec.implementations.dirfs.DirFileSystem", "fs": LocalFileSystem()}
+        return Folder("store://bucket/3", {**options, "path": str(endpoint)})
 
     old = time.time() + 10_000
     known = KnownFiles()
     deleted = [
-        clean_up(at(endpoint), clean_up_at(life.pointers[-1], RETAINED), tmp_path, old, known=known)
+        clean_up(open_folder(endpoint), clean_up_at(life.pointers[-1], RETAINED), tmp_path, old, known=known)
         for endpoint in (east, west)
     ]
     assert deleted[0] > 0
-    assert deleted[1] == 0, "the deltas are the only way back there"
+    assert deleted[1] == 0, "only the deltas can restore the state there"
 
 
 class _Growing(dict[CheckpointRef, Origin]):
-    """Origins that another thread adds to while they are looked through."""
+    """Origins to which another thread adds during an iteration."""
 
     def items(self) -> Any:
         for item in super().items():
@@ -527,7 +532,7 @@ class _Growing(dict[CheckpointRef, Origin]):
             yield item
 
 
-def test_a_clean_up_does_not_mind_threads_of_one_that_failed(tmp_path: Path) -> None:
+def test_a_clean_up_works_while_threads_of_a_failed_one_still_run(tmp_path: Path) -> None:
     files = Folder(str(tmp_path))
     growing = _Growing({ref(1): Origin(1, None)})
     known = KnownFiles()

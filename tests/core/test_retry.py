@@ -1,4 +1,4 @@
-"""What is tried again: errors as real clients of object stores raise them."""
+"""Which errors are retried, with errors as real clients of object stores raise them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spark_state_ext.worker.retry import is_retriable
 
 
 @contextmanager
-def _server_that_hangs_up() -> Iterator[str]:
+def serve_and_hang_up() -> Iterator[str]:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(50)
@@ -44,7 +44,7 @@ def _server_that_hangs_up() -> Iterator[str]:
 
 
 @contextmanager
-def _nobody() -> Iterator[str]:
+def find_closed_port() -> Iterator[str]:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -52,31 +52,31 @@ def _nobody() -> Iterator[str]:
 
 
 @contextmanager
-def _no_such_name() -> Iterator[str]:
+def use_unknown_host() -> Iterator[str]:
     yield "http://no-such-host.invalid:9000"
 
 
-def _s3(url: str) -> Folder:
+def open_s3(url: str) -> Folder:
     options = {"key": "k", "secret": "s", "endpoint_url": url, "config_kwargs": {"retries": {"max_attempts": 1}}}
     folder = Folder("s3://states/jobs", {**options, "skip_instance_cache": True})
-    folder._fs.retries = 1  # s3fs has a patience of its own
+    folder._fs.retries = 1  # s3fs retries by itself
     return folder
 
 
-def _azure(url: str) -> Folder:
+def open_azure(url: str) -> Folder:
     key = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
     connection = f"DefaultEndpointsProtocol=http;AccountName=a;AccountKey={key};BlobEndpoint={url}/a;"
     folder = Folder("abfs://states/jobs", {"connection_string": connection, "skip_instance_cache": True})
-    # The client has a patience of its own, of a minute and more, and adlfs no option for it.
+    # The client retries by itself for a minute and more, and adlfs has no option for it.
     for policy in folder._fs.service_client._pipeline._impl_policies:
         if hasattr(policy, "total_retries"):
             policy.total_retries = 0
     return folder
 
 
-@pytest.mark.parametrize("outage", [_no_such_name, _server_that_hangs_up, _nobody])
-@pytest.mark.parametrize("store", [_s3, _azure])
-def test_a_network_that_fails_may_be_back_soon(store: Callable[[str], Folder], outage: Callable[[], object]) -> None:
+@pytest.mark.parametrize("outage", [use_unknown_host, serve_and_hang_up, find_closed_port])
+@pytest.mark.parametrize("store", [open_s3, open_azure])
+def test_network_failures_are_retriable(store: Callable[[str], Folder], outage: Callable[[], object]) -> None:
     with outage() as url:  # type: ignore[attr-defined]
         folder = store(url)
         for work in (lambda: folder.put("a", b"x"), lambda: folder.get("a"), lambda: folder.names()):
@@ -100,7 +100,7 @@ def test_a_network_that_fails_may_be_back_soon(store: Callable[[str], Folder], o
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_of_connections(error: Exception) -> None:
+def test_connection_errors_are_retriable(error: Exception) -> None:
     assert is_retriable(error)
 
 
@@ -119,11 +119,11 @@ def test_errors_of_connections(error: Exception) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_that_stay(error: Exception) -> None:
+def test_permanent_errors_are_not_retriable(error: Exception) -> None:
     assert not is_retriable(error)
 
 
-def test_what_the_server_said_counts_before_how_it_came() -> None:
+def test_the_servers_answer_counts_more_than_a_connection_error_behind_it() -> None:
     denied = PermissionError(13, "403")
     denied.__cause__ = ConnectionError("the connection was closed after that")
     assert not is_retriable(denied)
