@@ -280,7 +280,7 @@ def test_a_waiting_lookup_renews_the_lease_and_fails_if_it_is_lost(
 
 
 def test_a_later_call_continues_an_unfinished_lazy_restore(remote: Remote, tmp_path: Path) -> None:
-    """This includes a call that does not restore lazily itself."""
+    """The second call of the test does not restore lazily itself."""
     for lazily in (True, False):
         store = LocalStore.at(tmp_path / "store", SCHEMA)
         bucket = bucket_on(store, remote, tmp_path, lazily=lazily)
@@ -394,7 +394,7 @@ def test_environment_variables_set_the_options() -> None:
 
 
 def test_an_index_with_wrong_offsets_raises_an_error(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
-    """Bytes with a valid checksum that are not a record batch raise CorruptError and do not crash the process."""
+    """Bytes that are not a record batch raise CorruptError, even if their checksum is valid."""
     bucket = bucket_on(store, remote, tmp_path)
     bucket.read(Sizes.of)
     (run,) = store.runs()

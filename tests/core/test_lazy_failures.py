@@ -1,5 +1,4 @@
-"""Lazy restore under failures: backends that fail or have another file, damaged data, killed processes, shared
-stores."""
+"""Lazy restore with failing backends, changed or damaged files, killed processes and shared stores."""
 
 from __future__ import annotations
 
@@ -208,8 +207,7 @@ def test_a_file_that_was_cut_between_pieces_drops_only_its_own_run(
 def test_a_run_that_filling_found_damaged_is_not_lazily_restored_again(
     remote: Remote, store: LocalStore, tmp_path: Path
 ) -> None:
-    """Otherwise, each batch would start the same restore, and fail at the damaged piece: lookups may never need that
-    piece."""
+    """Otherwise, each batch would restore it again up to the damaged piece, which lookups may never need."""
     data, (bucket, keys) = bytearray(remote.snapshot), (bucket_on(store, remote, tmp_path), [5])
     bucket.read(Sizes.of)
     (run,) = store.runs()

@@ -32,7 +32,7 @@ class _Died(BaseException):
 
 
 class LazyMachine(RuleBasedStateMachine):
-    """One bucket, and one store object at a time."""
+    """Runs random steps on one bucket, with one open store at a time."""
 
     # Source of pieces that is used before the backend.
     peers: PieceSource | None = None

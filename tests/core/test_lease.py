@@ -126,8 +126,7 @@ def test_the_lease_of_a_dead_driver_on_this_host_is_free_at_once(tmp_path: Path,
 
 
 def test_the_end_of_an_executor_does_not_free_the_lease(tmp_path: Path, clock: Virtual) -> None:
-    """An executor renews and ends; the run continues on another host, and a query from a copied checkpoint is
-    refused."""
+    """An executor renews and ends, but its run continues: a query from a copied checkpoint is refused."""
     elsewhere = make_lease(tmp_path, replace(ME, host="other machine"), clock)
     elsewhere.hold()
     clock.now_s += 1.1 * THIRD_S
@@ -488,7 +487,7 @@ class Unsure(Folder):
 
 
 def test_runs_agree_on_the_holder_without_exclusive_creates(tmp_path: Path, clock: Virtual) -> None:
-    """Of two records with the same number, the one that replaced the other's writer counts."""
+    """If two records have the same number, the one that replaced the other's writer counts."""
     files = Unsure(str(tmp_path))
     first, second = (Lease(files, me, LEASE_MS, clock.clock) for me in (ME, OTHER))
     first.hold()
@@ -548,7 +547,7 @@ def test_folders_of_the_same_name_on_two_stores_have_separate_leases(tmp_path: P
 def test_each_process_reports_once_that_the_query_folder_was_removed(
     tmp_path: Path, clock: Virtual, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This includes a process that renews after another one has created the lease again."""
+    """A process also reports it if another one has already created the lease again."""
     first, second = make_lease(tmp_path, ME, clock), make_lease(tmp_path, ME, clock)
     for _ in range(4):
         renew_lease(first)

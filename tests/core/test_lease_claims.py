@@ -495,7 +495,7 @@ def test_a_release_undoes_only_the_last_claim_of_a_chain(chain: Path, clock: Vir
 
 
 def test_a_query_can_claim_again_after_a_release(chain: Path, clock: Virtual) -> None:
-    """Its second claim then replaces a different claim than its first one did."""
+    """The second claim of the query then replaces a different claim than its first one did."""
     release_claim(chain, clock)
     claim_in_first_batch(chain, clock, FOURTH, instead_of=CLAIM.id)
     stop_run(chain)

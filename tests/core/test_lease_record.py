@@ -54,8 +54,7 @@ def test_decide_follows_the_protocol(
 
 
 def test_a_job_group_does_not_identify_a_run() -> None:
-    """`foreachBatch` may set the same job group in two drivers, which are different runs, or a new one after a
-    restart."""
+    """Two drivers may have the same job group, and a driver's restart a new one, if `foreachBatch` sets it."""
     assert "job" not in " ".join(RunIdentity.__dataclass_fields__)
     assert not ME.is_same_run(OTHER)
     assert not replace(ME, application="app-1 10.0.0.1:7001").is_same_run(
@@ -100,7 +99,7 @@ def test_a_run_is_over_only_if_its_process_is_certainly_gone() -> None:
 
 
 def test_only_a_local_run_names_its_process() -> None:
-    """On a cluster, the worker's parent process is an executor, whose end is not the end of the run."""
+    """The worker's parent process on a cluster is an executor, whose end is not the end of the run."""
     on_cluster = RunIdentity.here("application", "plan", "query")
     assert (on_cluster.pid, on_cluster.pid_start) == (0, "")
     assert not on_cluster.is_over()

@@ -1,4 +1,4 @@
-"""Queryable state: another process reads the state of a running job at random times, and compares it with a model."""
+"""Queryable state: a process reads the state of another, running job, and compares it with a model."""
 
 from __future__ import annotations
 
@@ -135,8 +135,7 @@ def is_later(live: LiveState, batch: int) -> bool:
 def test_reads_leave_no_readers_in_the_jobs_stores(
     start_running: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    """The job's reader table has no entry of this process that holds pages, and no entry at all once it closes the
-    state."""
+    """No reader holds pages after a read, and none is left in the job's reader table after close()."""
     process = start_running()
     live = open_when_ready(tmp_path)
     eventually(lambda: live.buckets() == list(range(BUCKETS)))
@@ -394,8 +393,8 @@ def test_a_late_attempt_does_not_lower_the_committed_batch(tmp_path: Path) -> No
     folder, operator = local_job.store(0), local_job.job.operator_file("query")
 
     def write_and_read_batch(batch: int, plan: str) -> int | None:
-        record = CommittedRecord(CheckpointRef(1, "a" * 32), batch, 5, plan, get_pid_namespace())
-        write_committed(folder, record, operator)
+        new = CommittedRecord(CheckpointRef(1, "a" * 32), batch, 5, plan, get_pid_namespace())
+        write_committed(folder, new, operator)
         record = read_committed(folder)
         return None if record is None else record.batch
 

@@ -71,7 +71,7 @@ class TestLocalStore(LocalStoreContract):
         return path
 
     def test_a_store_of_another_boot_is_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """With sync=False, only a crash of the machine can damage the file, so files of another boot are not used."""
+        """Only a crash of the machine can damage files with sync=False, so files of another boot are not used."""
         store = self.store()
         self.chain(store, 3)
         old_folder = self.data_file().parent

@@ -64,7 +64,7 @@ def run_command(capsys: pytest.CaptureFixture[str], *arguments: object, code: in
 def test_commands_accept_a_root_and_find_its_query_folder(
     small: SmallRoot, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of several query folders they take the last written one, or the one that is named."""
+    """Commands take the query folder that was written last, or the one that is named."""
     rows = run_command(capsys, *words, small.query_folder)
     other = small.query_folder.with_name("1f" * 16)
     shutil.copytree(small.query_folder, other, ignore=shutil.ignore_patterns("1_*"))

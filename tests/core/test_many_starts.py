@@ -1,6 +1,8 @@
-"""Many jobs start from one savepoint, and share only the bytes of files, which no job writes to. The suite starts 20
-jobs, the long form 1,000. Their files are hard links to the savepoint's files, which are links to those of the original
-job: writing to one would change them all."""
+"""Many jobs start from one savepoint, and share only the bytes of files, which no job writes to.
+
+The suite starts 20 jobs, the long form 1,000. Their files are hard links to the savepoint's files, which are links to
+the original job's files: writing to one would change them all.
+"""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_the_command_reports_missing_and_empty_folders(tmp_path: Path, capsys: p
 
 @pytest.fixture
 def exported() -> Iterator[Any]:
-    """What OpenTelemetry's SDK receives, set up as in the worker's process."""
+    """A reader of the metrics that OpenTelemetry's SDK receives, set up as in a worker's process."""
     api = pytest.importorskip("opentelemetry.metrics", reason="the SDK of OpenTelemetry is not installed")
     sdk = pytest.importorskip("opentelemetry.sdk.metrics", reason="the SDK of OpenTelemetry is not installed")
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader

@@ -130,8 +130,7 @@ def test_nested_maps_in_frames_with_arrow_types_are_stored() -> None:
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_frames_of_all_types_work_as_output_state_and_input(rows: int) -> None:
-    """All types are in one frame, once small and once large enough to be sent as a whole, and also in an input
-    batch."""
+    """One frame has all types: a small one, one large enough to be sent as a whole, and an input batch."""
     columns_of_frame = {f"c{at}": pd.Series(values * rows, dtype=kind) for at, (kind, values, *_) in enumerate(TYPES)}
     schema = ", ".join(f"c{at} {spark}" for at, (_, _, spark, _) in enumerate(TYPES))
     stored = {f"c{at}": values * rows for at, (*_, values) in enumerate(TYPES)}

@@ -111,8 +111,7 @@ def test_a_key_keeps_its_state_when_the_source_grows(counts: list[int], hashes: 
 
 
 def test_wrong_mappings_lose_counts() -> None:
-    """The model detects wrong mappings that are not validated. The example is that of Samza's proposal, 2 partitions to
-    4."""
+    """The model detects wrong mappings, here with the example of Samza's proposal: 2 partitions to 4."""
     rows = produce_rows([2, 4], range(8))
     assert count_by_bucket(rows, lambda partition: partition)[8:] == [2, 2, 1, 1, 2, 2, 1, 1]
     assert set(count_by_bucket(rows, lambda partition: min(partition, 1))[8:]) == {1, 2}
@@ -128,8 +127,7 @@ def test_wrong_mappings_lose_counts() -> None:
 @_NO_DEADLINE
 @given(st.integers(1, 4), st.lists(st.integers(1, 40), max_size=6, unique=True).map(sorted), _HASHES)
 def test_counts_stay_right_for_each_size_that_is_not_refused(first: int, grown: list[int], hashes: list[int]) -> None:
-    """The source's offsets allow only sizes that can be followed, and rows never prove a size that the source has not
-    had."""
+    """Offsets allow only sizes that can be followed, and rows prove only sizes that the source has had."""
     counts = [first, *(first * times for times in (2, 4, 8))]
     source = SourcePartition("p", counts, checkpoint_location="/checkpoint")
     table, known = source.assignment.streams[0].buckets, source.assignment

@@ -157,9 +157,9 @@ def test_peer_settings_come_from_the_environment(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a PEM file"):
         peer_settings(environment)
     (tmp_path / "ca.pem").write_bytes(certified().certificate)
-    peer_settings_found = peer_settings(environment)
-    assert peer_settings_found is not None
-    assert peer_settings_found.ca == (tmp_path / "ca.pem").read_bytes()
+    settings = peer_settings(environment)
+    assert settings is not None
+    assert settings.ca == (tmp_path / "ca.pem").read_bytes()
 
 
 def test_a_process_has_one_peers_object_for_each_root(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,7 @@ TestPeerMachine.settings = settings(max_examples=examples(15, 300), stateful_ste
 
 @pytest.mark.parametrize("way", _WAYS)
 def test_each_misbehaviour_of_the_peer_takes_effect(way: str) -> None:
-    """`PeerMachine` relies on this: in each way the peer gives some pieces, and only a peer that gives them all leaves
-    none to the backend."""
+    """The peer always gives some pieces, and leaves others to the backend unless it gives all of them."""
     machine = PeerMachine()
     try:
         machine.begin(bad_hashes=False)

@@ -180,8 +180,7 @@ def test_batches_that_a_restart_from_an_earlier_batch_discarded_are_not_read(job
 
 @pytest.mark.parametrize("touched", [True, False])
 def test_discarded_batches_stay_discarded_after_another_restart(job: Job, touched: bool) -> None:
-    """The last run began where the one before ended; that one had gone back, and has changed the bucket that is idle
-    now, or not."""
+    """The previous run restarted from an earlier batch; it has changed the bucket that is idle now, or not."""
     job.retained = 100
     lived(job, 10)
     idle, others = EVERYWHERE[3], EVERYWHERE[:3]

@@ -72,7 +72,7 @@ def test_a_savepoint_has_exactly_its_batch(job: Job, tmp_path: Path, form: str) 
 
 
 def test_a_folder_that_began_with_a_savepoint_is_read(job: Job, tmp_path: Path) -> None:
-    """Its first files name another query, whose batches are unrelated to its own."""
+    """The folder's first files name another query, whose batches are unrelated to its own."""
     begun = write_savepoint(job, tmp_path / "savepoint", NATIVE)
     new = Job(tmp_path / "root", tmp_path, query_id="new", run_id="new run")
     for bucket in range(4):

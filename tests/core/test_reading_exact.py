@@ -1,5 +1,4 @@
-"""`open_exact` reads the state at the pointers that Spark has committed, without Spark. Files alone prove only the
-batch before."""
+"""`open_exact` reads the state at given committed pointers. Files alone prove only the batch before."""
 
 from __future__ import annotations
 

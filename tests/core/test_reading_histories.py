@@ -1,5 +1,4 @@
-"""Random histories of a query: failed attempts, idle buckets, restarts, also from earlier batches. Whatever
-`open_state` takes for committed was committed, and is the state after one batch."""
+"""`open_state` reads only committed state in random histories of failures, restarts and idle buckets."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ def changes_of_few(random_: random.Random, at: int) -> Changes:
 @pytest.mark.parametrize("times", ["kept", "equal"])
 @pytest.mark.parametrize("seed", range(examples(8, 400)))
 def test_restarts_never_bring_back_discarded_batches(tmp_path: Path, seed: int, times: str) -> None:
-    """Each of several runs may restart at the end, from an earlier batch, or from a discarded one; most buckets are
-    idle."""
+    """Each run may start at the end, at an earlier batch, or at a discarded one, while most buckets are idle."""
     random_ = random.Random(seed)
     job = Job(tmp_path / "root", tmp_path, retained=100)
     job.run_id = "run"
@@ -122,8 +120,7 @@ def equalize_file_times(job: Job) -> None:
 def test_files_with_another_query_id_are_not_taken_for_other_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In an older library version, the first batch did not know its query; later batches wrote Spark's id into their
-    files."""
+    """An older library version wrote Spark's query id into its files from the second batch on only."""
     job = Job(tmp_path / "root", tmp_path, retained=100, run_id="before", query_id="t1-" + "0" * 32)
     with monkeypatch.context() as earlier:
         earlier.setattr(reading_support, "Writer", lambda _, *more, **named: Writer("its id", *more, **named))

@@ -1,6 +1,7 @@
 """Each recording in `docs/recordings` matches the output of its commands on a small root that is always the same.
+
 ``SPARK_STATE_EXT_RECORD=1`` writes the recordings again; review the changes before you commit them. Numbers with four
-or more digits are file sizes, which depend on PyArrow's version: neither they nor their width in a table are compared.
+or more digits are file sizes, which depend on PyArrow's version. They are not compared, nor is their width in a table.
 """
 
 from __future__ import annotations

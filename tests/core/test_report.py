@@ -44,7 +44,7 @@ def make_call(batch: int, bucket: int, operator: str = "counts", **values: Any) 
 
 
 class _Page(HTMLParser):
-    """What a browser would see: tags, attributes and text."""
+    """Collects the tags, attributes and text that a browser would see."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

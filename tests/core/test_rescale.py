@@ -174,8 +174,7 @@ def test_buckets_without_parents_rows_begin_empty(tmp_path: Path) -> None:
 def test_an_old_folder_that_cannot_be_removed_after_a_rescale_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The parents are in a backend that the query no longer has, so clean-up cannot know when they become
-    unnecessary."""
+    """The parents are in a backend that the query no longer has, so no call can remove them in time."""
     operator_folder, own = Folder(str(tmp_path)), [f"query.r{number * 12}" for number in "12"]
     for name in ("query", *own, "theirs"):
         operator_folder.child(name, "0").put("1_a.delta.arrow", b"")

@@ -139,8 +139,7 @@ def test_a_snapshot_newer_than_an_executor_may_be_is_not_relied_on(heartbeats: i
 
 
 def test_heartbeats_count_in_a_bucket_without_new_versions() -> None:
-    """The pointer is old but live: files are deleted by the heartbeats since their replacement, not by the number of
-    versions."""
+    """Files are deleted by the number of heartbeats since their replacement, not by their versions."""
     names = [*deltas(*range(1, 32)), *snapshots(10, 20, 30)]
     decision = decide(names, pointer=pointer_at(31, 30, heartbeats=100_000))
     assert decision.lean_on == (ref(30), ref(20))
@@ -153,7 +152,7 @@ def test_calls_without_a_heartbeat_do_not_count() -> None:
 
 
 def test_files_without_a_heartbeat_are_deleted_after_enough_heartbeats() -> None:
-    """They come from versions that did not count heartbeats, so they are old once enough heartbeats were counted."""
+    """Library versions that did not count heartbeats wrote them, so they are old after enough heartbeats."""
     without_heartbeat = Known(
         {known: replace(h, writer=replace(h.writer, heartbeat=0)) for known, h in HEADERS.items()}
     )
@@ -215,7 +214,7 @@ LONG_OVER = 42 - RECENT - 1
 @pytest.mark.parametrize("heartbeat", [15, LONG_OVER])
 @pytest.mark.parametrize("version", [15, 41])
 def test_a_sibling_with_an_old_heartbeat_is_deleted(heartbeat: int, version: int) -> None:
-    """Its version does not matter: a lineage that has ended may have had more versions."""
+    """The version does not matter: a lineage that has ended may have had more versions."""
     names, headers = add_sibling(heartbeat, version)
     decision = decide(names, headers)
     assert file_name(ref(version, "b"), DELTA) in decision.delete

@@ -20,8 +20,7 @@ from arrow_schemas.equality import HashArray
 from spark_state_ext.testing.model import canonicalise
 
 _FLOATS = st.sampled_from([0.0, -0.0, 1.0, float("nan"), -float("nan"), float("inf")])
-# Text is given as bytes, and dates and times as numbers: Spark's text may not be UTF-8, and its years may be outside
-# 1 to 9999.
+# Text is bytes, and dates and times are numbers: Spark's text may not be UTF-8, nor its years within 1 to 9999.
 _TEXT = st.sampled_from([b"", b"a", b"ab", b"\xff", b"\xfe", b"a\xff"])
 _INT64 = st.sampled_from([0, 1, -1, 2**53, 2**53 + 1, 2**63 - 1, -(2**63)])
 _INT32 = st.sampled_from([0, 1, -1, 2**31 - 1, -(2**31)])
