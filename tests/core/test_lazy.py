@@ -78,9 +78,7 @@ def test_a_lookup_fetches_only_a_part_of_the_snapshot(remote: Remote, store: Loc
 
 
 @pytest.mark.parametrize("bad_hashes", [False, True], ids=["even", "clustered"])
-def test_a_lookup_finds_all_keys_for_any_distribution_of_hashes(
-    store: LocalStore, tmp_path: Path, bad_hashes: bool
-) -> None:
+def test_a_lookup_finds_keys_with_any_hashes(store: LocalStore, tmp_path: Path, bad_hashes: bool) -> None:
     remote = Remote.made(tmp_path, bad_hashes=bad_hashes)
     bucket, rng = bucket_on(store, remote, tmp_path), np.random.default_rng(7)
     for count in (1, 3, 40, 2_000):
@@ -106,7 +104,7 @@ def test_the_fixture_has_one_hash_in_two_chunks(remote: Remote, store: LocalStor
 def test_values_of_a_column_of_nulls_are_not_fetched(
     store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A column of timeouts takes eight bytes a row even if no row has a timeout."""
+    """A column of timeouts takes eight bytes for each row, even without any timeout."""
     monkeypatch.setattr(lazy_restore, "_GAP_PIECES", 0)
     remote = Remote.made(tmp_path, chunk_rows=12_000)
     keys = np.random.default_rng(3).choice(12_000, 1_000, replace=False).tolist()
@@ -157,9 +155,7 @@ def select_keys(hashed: HashArray, keys: list[int], after: int, upto: int) -> li
 
 
 @pytest.mark.parametrize("bad_hashes", [False, True])
-def test_finding_timeouts_fetches_only_two_columns_and_the_expired_rows(
-    store: LocalStore, tmp_path: Path, bad_hashes: bool
-) -> None:
+def test_a_search_for_timeouts_fetches_few_pieces(store: LocalStore, tmp_path: Path, bad_hashes: bool) -> None:
     remote = Remote.made(tmp_path, timeouts=True, bad_hashes=bad_hashes)
     bucket = bucket_on(store, remote, tmp_path)
     before = remote.folder.fetched_bytes
@@ -183,9 +179,7 @@ def test_finding_timeouts_fetches_only_two_columns_and_the_expired_rows(
     assert remote.folder.requests == before
 
 
-def test_the_rest_of_the_snapshot_is_fetched_in_the_background(
-    remote: Remote, store: LocalStore, tmp_path: Path
-) -> None:
+def test_the_rest_is_fetched_in_the_background(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
     later = Later()
     bucket = bucket_on(store, remote, tmp_path, later=later)
     bucket.read(lambda view: looked_up(view, [5], remote))
@@ -355,9 +349,7 @@ def test_files_of_a_dead_process_are_removed(remote: Remote, store: LocalStore, 
     again.close()
 
 
-def test_a_view_without_access_to_the_backend_reports_missing_pieces(
-    remote: Remote, store: LocalStore, tmp_path: Path
-) -> None:
+def test_a_view_without_a_backend_reports_missing_pieces(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
     bucket_on(store, remote, tmp_path).read(lambda view: looked_up(view, [5], remote))
     view = store.view(LAST)
     assert looked_up(view, [5], remote) == expected([5], remote)

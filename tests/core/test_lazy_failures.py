@@ -58,9 +58,7 @@ def test_delta_files_replace_a_snapshot_that_was_deleted(remote: Remote, store: 
     bucket = bucket_on(store, remote, tmp_path)
     bucket.read(lambda view: looked_up(view, [5], remote))
     remote.folder.remove(SNAPSHOT_NAME)
-    assert bucket.read(lambda view: looked_up(view, [5], remote)) == expected([5], remote), (
-        "pieces that were fetched are still usable"
-    )
+    assert bucket.read(lambda view: looked_up(view, [5], remote)) == expected([5], remote), "fetched pieces stay usable"
     assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)
     assert bucket.fetched_files == 3, "the snapshot and the two deltas that replace it"
     assert base_suffixes(store) == []
@@ -78,9 +76,7 @@ def test_a_lookup_fails_if_all_files_were_deleted(remote: Remote, store: LocalSt
 
 
 @pytest.mark.parametrize("harm", ["damage", "cut", "another"])
-def test_a_lookup_succeeds_after_the_snapshot_has_changed(
-    remote: Remote, store: LocalStore, tmp_path: Path, harm: str
-) -> None:
+def test_a_lookup_survives_a_changed_snapshot(remote: Remote, store: LocalStore, tmp_path: Path, harm: str) -> None:
     bucket = bucket_on(store, remote, tmp_path)
     bucket.read(lambda view: looked_up(view, [5], remote))
     if harm == "damage":
@@ -100,9 +96,7 @@ def test_a_lookup_succeeds_after_the_snapshot_has_changed(
 
 
 @pytest.mark.parametrize("first", ["gone", "damaged", "another", "unreachable"])
-def test_pieces_come_from_the_next_backend_if_the_first_one_fails(
-    remote: Remote, store: LocalStore, tmp_path: Path, first: str
-) -> None:
+def test_the_next_backend_is_used_if_one_fails(remote: Remote, store: LocalStore, tmp_path: Path, first: str) -> None:
     other = Throttled(f"memory://{tmp_path.name}-second-{first}")
     for name in remote.folder.names():
         other.put(name, remote.folder.get(name))
@@ -230,9 +224,7 @@ class _Forgetful(dict[str, LazyFile | None]):
         pass
 
 
-def test_a_lookup_works_while_another_thread_forgets_the_runs(
-    remote: Remote, store: LocalStore, tmp_path: Path
-) -> None:
+def test_a_lookup_works_while_another_thread_forgets_runs(remote: Remote, store: LocalStore, tmp_path: Path) -> None:
     store._chunks._lazy_files = _Forgetful()
     bucket = bucket_on(store, remote, tmp_path)
     assert bucket.read(lambda view: looked_up(view, KEYS, remote)) == expected(KEYS, remote)

@@ -56,8 +56,8 @@ class LazyMachine(RuleBasedStateMachine):
         return self.bucket.read(work)
 
     def _check(self, keys: list[int]) -> None:
-        found = self._read(lambda view: looked_up(view, keys, self.remote))
-        assert found == {key: values_of(key) for key in keys if key < 12_000}
+        result = self._read(lambda view: looked_up(view, keys, self.remote))
+        assert result == {key: values_of(key) for key in keys if key < 12_000}
 
     @rule(keys=_KEYS)
     def look_up(self, keys: list[int]) -> None:
@@ -148,8 +148,8 @@ class LazyMachine(RuleBasedStateMachine):
     @rule(now_ms=st.integers(-1, 12_000))
     def next_timeout(self, now_ms: int) -> None:
         earliest = -(-max(now_ms, 0) // 10) * 10
-        found = self._read(lambda view: view.earliest_timeout(now_ms))
-        assert found == (earliest if earliest < 12_000 else None)
+        result = self._read(lambda view: view.earliest_timeout(now_ms))
+        assert result == (earliest if earliest < 12_000 else None)
 
     @invariant()
     def marked_pieces_match_the_snapshot(self) -> None:

@@ -88,12 +88,12 @@ def test_a_silent_run_loses_its_lease_and_is_then_refused(tmp_path: Path, clock:
     second.hold()
     assert clock.now_s >= LEASE_S
     assert newest_in(tmp_path).owner == OTHER
-    with pytest.raises(LiveRunError, match="was take_lease over by query query of application other application"):
+    with pytest.raises(LiveRunError, match="was taken over by query query of application other application"):
         first.hold()
     assert first.state is LeaseState.LOST
     # The first run cannot return either, not even in a new process after the second run has ended.
     release_lease(tmp_path)
-    with pytest.raises(LiveRunError, match="was take_lease over"):
+    with pytest.raises(LiveRunError, match="was taken over"):
         make_lease(tmp_path, ME, clock).hold()
     # A new plan of the query is another run.
     make_lease(tmp_path, replace(ME, plan="planned again"), clock).hold()
@@ -264,7 +264,7 @@ def test_background_work_checks_the_lease_and_never_renews_it(tmp_path: Path, cl
         old.check()
     assert newest_in(tmp_path) == record
     make_lease(tmp_path, OTHER, clock).hold()
-    with pytest.raises(LiveRunError, match=r"was take_lease over by .* in the background is not done"):
+    with pytest.raises(LiveRunError, match=r"was taken over by .* in the background is not done"):
         old.check()
 
 
@@ -322,7 +322,7 @@ def test_a_replaced_run_stops_even_while_its_renewal_hangs(tmp_path: Path, clock
     hang = start_hanging_renewal(first, files, clock)
     second.hold()
     # The first run reads the lease while its renewal hangs.
-    with pytest.raises(LiveRunError, match=r"was take_lease over by .* other application"):
+    with pytest.raises(LiveRunError, match=r"was taken over by .* other application"):
         first.hold()
     # Its late write changes nothing.
     hang.go_on.set()
@@ -370,7 +370,7 @@ def test_hanging_requests_stop_neither_renewals_nor_checks(tmp_path: Path, reque
         return True
 
     eventually(take_lease)
-    with pytest.raises(LiveRunError, match="was take_lease over by"):
+    with pytest.raises(LiveRunError, match="was taken over by"):
         eventually(first.hold, 0.02)
     never.set()
     eventually(lambda: first._pool.threads_max == 2)
@@ -427,7 +427,7 @@ def test_a_store_that_does_not_answer_delays_no_call(tmp_path: Path, clock: Virt
     assert log.append(latest, latest.record.take_over(OTHER, 0, 100))
     hang.go_on.set()
     eventually(lambda: lease.state is LeaseState.LOST)
-    with pytest.raises(LiveRunError, match="was take_lease over by"):
+    with pytest.raises(LiveRunError, match="was taken over by"):
         lease.hold()
 
 

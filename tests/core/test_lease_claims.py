@@ -410,7 +410,7 @@ def make_identity(claim: Claim) -> RunIdentity:
     return replace(OTHER, query=claim.id, plan=f"plan of {claim.id}")
 
 
-def claim_in_first_batch(root: Path, clock: Virtual, claim: Claim, **also: Any) -> Lease:
+def make_claim(root: Path, clock: Virtual, claim: Claim, **also: Any) -> Lease:
     """Run a query's first batch, which makes a claim."""
     me = replace(make_identity(claim), plan=uuid.uuid4().hex)
     lease = Lease(Folder(str(root)), me, LEASE_MS, clock.clock, claim=replace(claim, **also), claims=True)
@@ -440,10 +440,10 @@ def chain(tmp_path: Path, clock: Virtual) -> Path:
     """A second query claimed the first one's folder and built upon it; a third one claimed it, and its first batch
     failed."""
     end_old_query(tmp_path)
-    claim_in_first_batch(tmp_path, clock, CLAIM)
+    make_claim(tmp_path, clock, CLAIM)
     stop_run(tmp_path)
     restart_query(tmp_path, clock, CLAIM)
-    claim_in_first_batch(tmp_path, clock, THIRD)
+    make_claim(tmp_path, clock, THIRD)
     stop_run(tmp_path)
     return tmp_path
 
@@ -472,10 +472,10 @@ def test_a_release_gives_the_folder_back_to_the_query_it_was_claimed_from(
 def test_a_query_that_committed_one_batch_gets_its_folder_back(tmp_path: Path, clock: Virtual) -> None:
     """The second batch would mark the claim as built upon, but the next claim shows that a batch is committed."""
     end_old_query(tmp_path)
-    claim_in_first_batch(tmp_path, clock, CLAIM)
+    make_claim(tmp_path, clock, CLAIM)
     stop_run(tmp_path)
     assert newest_in(tmp_path).claim == CLAIM
-    claim_in_first_batch(tmp_path, clock, THIRD)
+    make_claim(tmp_path, clock, THIRD)
     stop_run(tmp_path)
     release_claim(tmp_path, clock)
     assert newest_in(tmp_path).claim == BUILT
@@ -485,7 +485,7 @@ def test_a_query_that_committed_one_batch_gets_its_folder_back(tmp_path: Path, c
 
 def test_a_release_undoes_only_the_last_claim_of_a_chain(chain: Path, clock: Virtual) -> None:
     restart_query(chain, clock, THIRD)
-    claim_in_first_batch(chain, clock, FOURTH)
+    make_claim(chain, clock, FOURTH)
     stop_run(chain)
     assert release_claim(chain, clock) == FOURTH
     assert newest_in(chain).claim == replace(THIRD, built=True)
@@ -497,10 +497,10 @@ def test_a_release_undoes_only_the_last_claim_of_a_chain(chain: Path, clock: Vir
 def test_a_query_can_claim_again_after_a_release(chain: Path, clock: Virtual) -> None:
     """The second claim of the query then replaces a different claim than its first one did."""
     release_claim(chain, clock)
-    claim_in_first_batch(chain, clock, FOURTH, instead_of=CLAIM.id)
+    make_claim(chain, clock, FOURTH, instead_of=CLAIM.id)
     stop_run(chain)
     restart_query(chain, clock, FOURTH)
-    claim_in_first_batch(chain, clock, THIRD, instead_of=FOURTH.id)
+    make_claim(chain, clock, THIRD, instead_of=FOURTH.id)
     stop_run(chain)
     release_claim(chain, clock)
     claim = newest_in(chain).claim
@@ -511,9 +511,9 @@ def test_a_query_can_claim_again_after_a_release(chain: Path, clock: Virtual) ->
 def test_a_release_stops_the_first_batch(tmp_path: Path, clock: Virtual) -> None:
     """The claim or its release, whichever comes first, writes the next record, and the other one sees it."""
     end_old_query(tmp_path)
-    claim_in_first_batch(tmp_path, clock, CLAIM)
+    make_claim(tmp_path, clock, CLAIM)
     after = stop_run(tmp_path)
-    owner = claim_in_first_batch(tmp_path, clock, THIRD, after=after)
+    owner = make_claim(tmp_path, clock, THIRD, after=after)
     release_query_folder(Folder(str(tmp_path)), clock=Virtual().clock)
     clock.now_s += LEASE_S
     for method in (owner.check, owner.hold):
@@ -521,7 +521,7 @@ def test_a_release_stops_the_first_batch(tmp_path: Path, clock: Virtual) -> None
             method()
     # Another attempt at the batch has a task that has not claimed yet.
     with pytest.raises(LiveRunError, match="was written since its checkpoint was read"):
-        claim_in_first_batch(tmp_path, clock, THIRD, after=after)
+        make_claim(tmp_path, clock, THIRD, after=after)
     assert newest_in(tmp_path).claim == BUILT
 
 
@@ -533,10 +533,10 @@ def test_a_release_checks_a_claim_that_was_made_while_it_waited(chain: Path, clo
         assert log.append(latest, replace(latest.record, nonce=str(clock.now_s)))
 
     def claim_during_release() -> None:
-        claim_in_first_batch(chain, Virtual(), FOURTH)
+        make_claim(chain, Virtual(), FOURTH)
         clock.meanwhile = renew_record
 
-    claim_in_first_batch(chain, clock, THIRD)
+    make_claim(chain, clock, THIRD)
     clock.meanwhile = claim_during_release
     with pytest.raises(LiveRunError, match="its owner is alive"):
         release_claim(chain, clock)
@@ -551,20 +551,20 @@ def repeat_release(root: Path, clock: Virtual, done: type[StateError]) -> None:
         release_claim(root, clock)
 
 
-def check_release_in_chain(root: Path, clock: Virtual) -> None:
+def check_chain(root: Path, clock: Virtual) -> None:
     repeat_release(root, clock, NotClaimableError)
     assert newest_in(root).claim == BUILT
     restart_query(root, clock, CLAIM)
 
 
-def check_first_release(root: Path, clock: Virtual) -> None:
+def check_first(root: Path, clock: Virtual) -> None:
     repeat_release(root, clock, MissingCheckpointError)
     assert newest_in(root).claim is None
     restart_query(root, clock, None)
     assert not (root / "lease.json").exists()
 
 
-def check_claim_in_chain(root: Path, clock: Virtual) -> None:
+def check_claim(root: Path, clock: Virtual) -> None:
     if newest_in(root).claim != CLAIM:
         assert release_claim(root, clock) == THIRD
         assert newest_in(root).claim == BUILT
@@ -573,11 +573,7 @@ def check_claim_in_chain(root: Path, clock: Virtual) -> None:
 
 @pytest.mark.parametrize(
     ("claims", "kills_release", "check_and_continue"),
-    [
-        ([CLAIM, THIRD], True, check_release_in_chain),
-        ([CLAIM], True, check_first_release),
-        ([CLAIM], False, check_claim_in_chain),
-    ],
+    [([CLAIM, THIRD], True, check_chain), ([CLAIM], True, check_first), ([CLAIM], False, check_claim)],
 )
 def test_a_release_or_claim_killed_at_any_file_change_can_be_repeated(
     claims: list[Claim],
@@ -591,13 +587,9 @@ def test_a_release_or_claim_killed_at_any_file_change_can_be_repeated(
         root = tmp_path / str(step)
         end_old_query(root)
         for claim in claims:
-            claim_in_first_batch(root, clock, claim)
+            make_claim(root, clock, claim)
             stop_run(root)
-        work = (
-            (lambda at: release_claim(at, clock))
-            if kills_release
-            else (lambda at: claim_in_first_batch(at, clock, THIRD))
-        )
+        work = (lambda at: release_claim(at, clock)) if kills_release else (lambda at: make_claim(at, clock, THIRD))
         if not killed_at(step, monkeypatch, partial(work, root)):
             break
         check_and_continue(root, clock)

@@ -47,7 +47,7 @@ _WATCHED = Watch(found_of(OTHER), 10.0)
         (found_of(OTHER, replaced=("plan",), released=True), None, 0.0, True, Decision.REPLACED),
     ],
 )
-def test_decide_follows_the_protocol(
+def test_decide_returns_what_a_run_may_do_about_a_lease(
     latest: NumberedRecord | None, watch: Watch | None, now_s: float, over: bool, expected: Decision
 ) -> None:
     assert decide(latest, ME, watch, now_s, 500, over) is expected

@@ -149,7 +149,7 @@ def test_example_2_a_load_uses_deltas_if_its_checkpoint_has_no_snapshot(folder: 
 
 
 @pytest.mark.parametrize("sibling", [False, True])
-def test_example_3_a_load_goes_further_back_if_a_presumed_snapshot_is_missing(folder: SeedFiles, sibling: bool) -> None:
+def test_example_3_a_load_goes_back_from_a_missing_snapshot(folder: SeedFiles, sibling: bool) -> None:
     folder.put("24_32e3cc2a.delta", ["23_689aa6bd"])
     if sibling:
         # Two executors made a snapshot; Spark picked the one whose upload failed.
@@ -323,8 +323,7 @@ def test_more_retained_batches_apply_at_once_and_fewer_ones_later() -> None:
     lowered = [pointer]
     for _ in range(40):
         lowered.append(count_call(lowered[-1], True, 3))
-    # Retained pointers may still refer to checkpoints of heartbeats up to 50, which were made with 10 retained
-    # batches.
+    # Retained pointers may refer to checkpoints up to heartbeat 50, made with 10 retained batches.
     assert [p.retained for p in lowered] == [10] * 33 + [3] * 8
     # Raised again in between, the number counts from that heartbeat.
     again = count_call(count_call(lowered[5], True, 10), True, 3)

@@ -50,7 +50,7 @@ def make_environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def start_running(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+def restart_job(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
     """Start the job, after killing the previous one."""
     jobs: list[subprocess.Popen[bytes]] = []
 
@@ -92,18 +92,18 @@ def bucket_of(key: int) -> int:
 
 
 def test_random_reads_return_committed_state(
-    start_running: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
+    restart_job: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     """The job writes, compacts and drops runs, loses its stores, and is killed and restarted meanwhile."""
     chosen, asks = random.Random(11), examples(300, 10_000)
-    process = start_running()
+    process = restart_job()
     newest: dict[int, int] = {}
     seen: set[int] = set()
     with open_when_ready(tmp_path) as live:
         for number in range(asks):
             if number % (asks // 4) == asks // 8:
                 # Kill the job at an arbitrary moment.
-                process = start_running()
+                process = restart_job()
             if number % 6 == 0:
                 # Let the job proceed, so that its stores are compacted and lost in between.
                 eventually(lambda: is_later(live, max(seen, default=-1)))
@@ -133,10 +133,10 @@ def is_later(live: LiveState, batch: int) -> bool:
 
 
 def test_reads_leave_no_readers_in_the_jobs_stores(
-    start_running: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
+    restart_job: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     """No reader holds pages after a read, and none is left in the job's reader table after close()."""
-    process = start_running()
+    process = restart_job()
     live = open_when_ready(tmp_path)
     eventually(lambda: live.buckets() == list(range(BUCKETS)))
     process.kill()
@@ -193,13 +193,11 @@ class LocalJob:
 
 def test_a_batch_becomes_visible_when_the_next_one_receives_its_pointer(tmp_path: Path) -> None:
     local_job = LocalJob(tmp_path)
-    with pytest.raises(StateGoneError, match="no local store of operator 'local_job-for'"):
+    with pytest.raises(StateGoneError, match="no local store of operator 'asked-for'"):
         local_job.live()
     for batch in range(6):
         local_job.batch()
-        with pytest.raises(
-            StateGoneError, match=r"operator 'askedfor' in .*, which has stores of local_job-for: no task"
-        ):
+        with pytest.raises(StateGoneError, match=r"operator 'askedfor' in .*, which has stores of asked-for: no task"):
             open_live(str(tmp_path / "local"), "askedfor")
         with local_job.live() as live:
             assert live.buckets() == list(range(BUCKETS))

@@ -84,7 +84,7 @@ class TestLocalStore(LocalStoreContract):
         assert scan(again.view(refs[1])) == models[1]
 
     @pytest.mark.parametrize("damage", ["zeros", "garbage", "truncated", "empty", "other version"])
-    def test_a_damaged_file_is_set_aside(self, damage: str) -> None:
+    def test_a_damaged_file_is_replaced_by_a_new_store(self, damage: str) -> None:
         store = self.store()
         self.chain(store, 3)
         store.close()

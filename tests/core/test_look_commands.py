@@ -54,7 +54,7 @@ def aged(tmp_path: Path) -> Iterator[SmallRoot]:
         yield root
 
 
-def run_command(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> list[dict[str, Any]]:
+def run(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> list[dict[str, Any]]:
     """Run a command and return the rows that it prints."""
     assert main([*map(str, arguments), "-o", "jsonl"]) == code
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -65,15 +65,15 @@ def test_commands_accept_a_root_and_find_its_query_folder(
     small: SmallRoot, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Commands take the query folder that was written last, or the one that is named."""
-    rows = run_command(capsys, *words, small.query_folder)
+    rows = run(capsys, *words, small.query_folder)
     other = small.query_folder.with_name("1f" * 16)
     shutil.copytree(small.query_folder, other, ignore=shutil.ignore_patterns("1_*"))
     assert main([*words, str(small.root), "-o", "jsonl"]) == 0
     printed = capsys.readouterr()
     assert [json.loads(line) for line in printed.out.splitlines()] == rows
     assert printed.err.startswith(f"query folder: {small.query_folder}\n")
-    others = run_command(capsys, *words, small.root, "--operator", "counts", "--query-folder", other.name)
-    assert others == run_command(capsys, *words, other) != rows
+    others = run(capsys, *words, small.root, "--operator", "counts", "--query-folder", other.name)
+    assert others == run(capsys, *words, other) != rows
     assert main([*words, str(small.root), "--query-folder", "none"]) == 2
     assert main([*words, savepoint_of(small.job, tmp_path / "savepoint").root]) == 2
     assert "is a savepoint: give the root" in capsys.readouterr().err
@@ -85,8 +85,8 @@ def test_commands_accept_a_root_and_find_its_query_folder(
 def test_verify_accepts_undamaged_files(small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     savepoint = savepoint_of(small.job, tmp_path / "savepoint")
     for path in (small.root, small.query_folder, Path(savepoint.root)):
-        assert run_command(capsys, "verify", path) == []
-        rows = run_command(capsys, "verify", path, "--all")
+        assert run(capsys, "verify", path) == []
+        rows = run(capsys, "verify", path, "--all")
         assert {row["status"] for row in rows} == {"whole"}
         assert sorted(row["path"] for row in rows) == sorted(str(file) for file in path.rglob("*") if file.is_file())
         assert all(row["bytes"] == os.path.getsize(row["path"]) for row in rows)
@@ -130,7 +130,7 @@ def test_verify_finds_keys_that_are_in_two_buckets(
     job.batch({key: Row(1) for key in keys})
     job.batch({key: Row(2) for key in keys[::3]})
     folder, savepoint = Path(job.folder.root), tmp_path / "savepoint"
-    assert run_command(capsys, "verify", folder) == []
+    assert run(capsys, "verify", folder) == []
     places |= grown
     job.batch({key: Row(1) for key in grown})
     # Files prove a batch only once a later one has begun.
@@ -141,7 +141,7 @@ def test_verify_finds_keys_that_are_in_two_buckets(
     named = SavepointManifest(replace(manifest.header, operators=operators), manifest.buckets)
     (savepoint / MANIFEST_NAME).write_bytes(encode_manifest(named))
     for path in (folder, tmp_path / "root", savepoint):
-        (row,) = run_command(capsys, "verify", path, code=1)
+        (row,) = run(capsys, "verify", path, code=1)
         assert (row["status"], row["kind"]) == ("damaged", "keys")
         assert row["path"] == str(savepoint / "counts" if path == savepoint else folder)
         assert f"{several} keys are in several buckets" in row["problem"]
@@ -150,7 +150,7 @@ def test_verify_finds_keys_that_are_in_two_buckets(
     assert list((folder / "holds").glob("*")) == []
     job.batch(dict.fromkeys(grown))
     job.batch({key: Row(4) for key in keys[:40]})
-    assert run_command(capsys, "verify", folder) == []
+    assert run(capsys, "verify", folder) == []
     job.close()
 
 
@@ -165,20 +165,20 @@ def test_files_of_parent_buckets_belong_to_the_rescaled_query(
     query.folder.put(operator_file_name(0), operator_file("counts", query.name, 3).encode())
     note_free(query.folder, 0, 7)
     files = sorted(str(file) for file in Path(query.folder.root, PARENTS_FOLDER).rglob("*") if file.is_file())
-    assert {row["path"] for row in run_command(capsys, "verify", query.folder.root, "--all")}.issuperset(files)
-    assert run_command(capsys, "verify", query.folder.root) == []
+    assert {row["path"] for row in run(capsys, "verify", query.folder.root, "--all")}.issuperset(files)
+    assert run(capsys, "verify", query.folder.root) == []
     for path in map(Path, files):
-        (row,) = run_command(capsys, "why", path)
+        (row,) = run(capsys, "why", path)
         assert (row["owner"], row["does"]) == (f"the query at {query.folder.root}", "stays")
         if ".free-" in path.name:
             continue
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :])
-        assert [(row["path"], row["status"]) for row in run_command(capsys, "verify", query.folder.root, code=1)] == [
+        assert [(row["path"], row["status"]) for row in run(capsys, "verify", query.folder.root, code=1)] == [
             (str(path), "damaged")
         ]
         path.unlink()
-        missing = run_command(capsys, "verify", query.folder.root, code=1 if path.suffix == ".arrow" else 0)
+        missing = run(capsys, "verify", query.folder.root, code=1 if path.suffix == ".arrow" else 0)
         assert [row["path"] for row in missing] == ([str(path)] if path.suffix == ".arrow" else [])
         path.write_bytes(whole)
 
@@ -191,11 +191,11 @@ def test_verify_names_each_damaged_file_of_a_root(small: SmallRoot, capsys: pyte
         # The middle of a checkpoint file is in its body, that of a document in a field.
         at = len(whole) // 2
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        (row,) = run_command(capsys, "verify", small.root, code=1)
+        (row,) = run(capsys, "verify", small.root, code=1)
         assert (row["path"], row["status"]) == (str(path), "damaged")
         assert str(path) in row["problem"]
         path.write_bytes(whole)
-    assert run_command(capsys, "verify", small.root) == []
+    assert run(capsys, "verify", small.root) == []
 
 
 def test_verify_does_not_report_files_that_a_running_query_deletes_meanwhile(
@@ -209,7 +209,7 @@ def test_verify_does_not_report_files_that_a_running_query_deletes_meanwhile(
         return checks
 
     monkeypatch.setattr(verify, "list_checks", list_then_delete)
-    rows = {row["path"]: row["status"] for row in run_command(capsys, "verify", aged.root, "--all")}
+    rows = {row["path"]: row["status"] for row in run(capsys, "verify", aged.root, "--all")}
     assert rows.pop(str(oldest)) == "gone"
     assert set(rows.values()) == {"whole"}
 
@@ -221,14 +221,14 @@ def test_verify_compares_a_savepoints_files_with_its_manifest(
     first, second, *_ = sorted((savepoint / "counts" / "0").iterdir())
     first.unlink()
     (savepoint / "counts" / "0" / "notes.txt").write_text("mine")
-    rows = run_command(capsys, "verify", savepoint, code=1)
+    rows = run(capsys, "verify", savepoint, code=1)
     assert [(row["status"], row["path"]) for row in rows] == [
         ("missing", str(first)),
         ("unknown", str(first.parent / "notes.txt")),
     ]
     # An undamaged file under the name of another one.
     second.write_bytes(sorted((savepoint / "counts" / "1").iterdir())[1].read_bytes())
-    rows_by_path = {row["path"]: row for row in run_command(capsys, "verify", savepoint, code=1)}
+    rows_by_path = {row["path"]: row for row in run(capsys, "verify", savepoint, code=1)}
     assert rows_by_path[str(second)]["status"] == "damaged"
     assert "holds the delta of checkpoint" in rows_by_path[str(second)]["problem"]
 
@@ -238,7 +238,7 @@ def test_verify_checks_the_files_of_a_savepoint_with_a_damaged_manifest(
 ) -> None:
     savepoint = Path(savepoint_of(small.job, tmp_path / "savepoint").root)
     (savepoint / "savepoint.arrow").write_bytes(b"garbage")
-    rows = run_command(capsys, "verify", savepoint, "--all", code=1)
+    rows = run(capsys, "verify", savepoint, "--all", code=1)
     assert [row["status"] for row in rows if row["kind"] == "manifest"] == ["damaged"]
     assert len(rows) == len([path for path in savepoint.rglob("*") if path.is_file()])
 
@@ -257,15 +257,15 @@ def test_verify_and_why_know_erase_requests_and_notes_of_claims(
         below / "erase" / "00000001.done.json": ("erase record", "record of an erase request"),
         below / "claims" / f"{'cd' * 16}.json": ("record", "note of a claim"),
     }
-    assert run_command(capsys, "verify", small.root) == []
-    rows = {Path(row["path"]): row for row in run_command(capsys, "verify", small.root, "--all")}
+    assert run(capsys, "verify", small.root) == []
+    rows = {Path(row["path"]): row for row in run(capsys, "verify", small.root, "--all")}
     for path, (kind, owned) in kinds.items():
         assert (rows[path]["kind"], rows[path]["status"]) == (kind, "whole")
-        (row,) = run_command(capsys, "why", path)
+        (row,) = run(capsys, "why", path)
         assert (row["kind"], row["owner"], row["does"]) == (owned, f"the query at {below}", "stays")
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2])
-        (row,) = run_command(capsys, "verify", small.root, code=1)
+        (row,) = run(capsys, "verify", small.root, code=1)
         assert (row["path"], row["kind"], row["status"]) == (str(path), kind, "damaged")
         path.write_bytes(data)
 
@@ -275,7 +275,7 @@ def test_verify_names_foreign_files_and_folders(small: SmallRoot, capsys: pytest
         (small.query_folder / name).mkdir(exist_ok=True)
     (small.query_folder / "backup" / "any.txt").write_text("mine")
     (small.query_folder / "erase" / "operator_0.json").write_text("mine")
-    rows = run_command(capsys, "verify", small.root)
+    rows = run(capsys, "verify", small.root)
     assert [(row["path"], row["status"]) for row in rows] == [
         (str(small.query_folder / "backup"), "unknown"),
         (str(small.query_folder / "erase" / "operator_0.json"), "unknown"),
@@ -286,7 +286,7 @@ def test_verify_names_foreign_files_and_folders(small: SmallRoot, capsys: pytest
 
 
 def test_the_next_clean_up_deletes_what_gc_has_planned(aged: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = run_command(capsys, "gc", aged.query_folder, "--dry-run", "--retained", aged.job.retained)
+    plan = run(capsys, "gc", aged.query_folder, "--dry-run", "--retained", aged.job.retained)
     planned = {(row["bucket"], row["file"]) for row in plan if row["does"] == "goes"}
     assert len(planned) > 20
     assert len(plan) == len(list(aged.query_folder.glob("[0-9]*/*")))
@@ -300,30 +300,28 @@ def test_the_next_clean_up_deletes_what_gc_has_planned(aged: SmallRoot, capsys: 
         clean_up(folder, request, aged.job.scratch)
         deleted |= {(bucket, name) for name in before - set(folder.names())}
     assert planned == deleted
-    assert not any(
-        row["does"] == "goes" for row in run_command(capsys, "gc", aged.query_folder, "--dry-run", "--retained", 2)
-    )
+    assert not any(row["does"] == "goes" for row in run(capsys, "gc", aged.query_folder, "--dry-run", "--retained", 2))
 
 
 def test_gc_keeps_more_files_for_more_retained_batches(aged: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
     few, many = (
         {
             row["file"]
-            for row in run_command(capsys, "gc", aged.query_folder, "--dry-run", "--retained", n)
+            for row in run(capsys, "gc", aged.query_folder, "--dry-run", "--retained", n)
             if row["does"] == "goes"
         }
         for n in (2, 10)
     )
     assert many < few
     # The default is Spark's own.
-    assert not any(row["does"] == "goes" for row in run_command(capsys, "gc", aged.query_folder, "--dry-run"))
+    assert not any(row["does"] == "goes" for row in run(capsys, "gc", aged.query_folder, "--dry-run"))
 
 
 def test_gc_deletes_nothing_in_a_bucket_with_a_foreign_file(
     aged: SmallRoot, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (aged.query_folder / "0" / "notes.txt").write_text("mine")
-    rows = run_command(capsys, "gc", aged.query_folder, "--dry-run", "--retained", 2, "--bucket", 0)
+    rows = run(capsys, "gc", aged.query_folder, "--dry-run", "--retained", 2, "--bucket", 0)
     assert {row["does"] for row in rows} == {"stays"}
     assert {row["why"] for row in rows} == {"nothing is deleted here, as notes.txt is not a file of spark_state_ext"}
 
@@ -341,7 +339,7 @@ def test_commands_refuse_to_delete_and_refuse_wrong_paths(small: SmallRoot, caps
 
 def test_why_explains_each_kind_of_file(aged: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def why(path: Path) -> tuple[str, str, str]:
-        (row,) = run_command(capsys, "why", path, "--retained", 2)
+        (row,) = run(capsys, "why", path, "--retained", 2)
         assert row["file"] == str(path)
         return row["kind"], row["does"], row["why"]
 
@@ -366,7 +364,7 @@ def test_why_explains_each_kind_of_file(aged: SmallRoot, tmp_path: Path, capsys:
     (named, *_) = sorted(Path(savepoint.root, "counts", "1").iterdir())
     assert why(named)[2].startswith("the savepoint 5a5a")
     claim_savepoint(savepoint, SavepointClaim("5a" * 16, "/root/counts/mine", "mine"), ())
-    (row,) = run_command(capsys, "why", named)
+    (row,) = run(capsys, "why", named)
     assert row["owner"] == "the query at /root/counts/mine"
     assert why(Path(savepoint.root, "claim", "claim.json"))[0] == "claim"
     assert main(["why", str(bucket / "nothing")]) == 3
@@ -377,20 +375,20 @@ def test_why_explains_each_kind_of_file(aged: SmallRoot, tmp_path: Path, capsys:
 
 
 def test_log_lists_each_batch(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = run_command(capsys, "log", small.query_folder)
+    rows = run(capsys, "log", small.query_folder)
     assert [row["batch"] for row in rows] == list(range(8))
     assert [row["version_max"] for row in rows] == list(range(1, 9))
     assert rows[0]["written"] == "2024-02-01T12:01:00+00:00"
     assert {row["buckets"] for row in rows} == {2}
     assert {row["deltas"] for row in rows} == {2}
-    files = run_command(capsys, "log", small.query_folder, "--files")
+    files = run(capsys, "log", small.query_folder, "--files")
     assert sum(row["bytes"] for row in files) == sum(row["bytes"] for row in rows)
     assert len(files) == len(list(small.query_folder.glob("[0-9]*/*")))
-    one = run_command(capsys, "log", small.query_folder, "--files", "--bucket", 1)
+    one = run(capsys, "log", small.query_folder, "--files", "--bucket", 1)
     assert one == [row for row in files if row["bucket"] == 1]
     assert main(["log", str(small.query_folder), "--bucket", "7"]) == 2
     next((small.query_folder / "1").iterdir()).write_bytes(b"garbage")
-    rows = run_command(capsys, "log", small.query_folder, "--files", code=1)
+    rows = run(capsys, "log", small.query_folder, "--files", code=1)
     assert [row["batch"] for row in rows if row["problem"]] == [None]
 
 
@@ -404,7 +402,7 @@ def test_lineage_shows_attempts_as_branches(
     assert main(["lineage", str(small.query_folder), "--bucket", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("_")[0] for line in lines] == [*map(str, range(1, 9)), "├─ 9", "└─ 9"]
-    rows = run_command(capsys, "lineage", small.query_folder, "--bucket", 0)
+    rows = run(capsys, "lineage", small.query_folder, "--bucket", 0)
     newest = [row for row in rows if row["version"] == 9]
     assert len(newest) == 2
     assert {row["parent_id"] for row in newest} == {row["id"] for row in rows if row["version"] == 8}
@@ -458,10 +456,10 @@ def test_commands_read_object_stores(s3: Any, small: SmallRoot, capsys: pytest.C
             above = Folder(root, s3.options).child(*path.relative_to(small.root).parent.parts)
             above.put(path.name, path.read_bytes())
     options = ["--storage-options", json.dumps(s3.options)]
-    assert run_command(capsys, "verify", root, *options) == []
-    assert len(run_command(capsys, "log", f"{root}/counts/{QUERY}", *options)) == 8
-    (row,) = run_command(capsys, "why", f"{root}/counts/{QUERY}/operator_0.json", *options)
+    assert run(capsys, "verify", root, *options) == []
+    assert len(run(capsys, "log", f"{root}/counts/{QUERY}", *options)) == 8
+    (row,) = run(capsys, "why", f"{root}/counts/{QUERY}/operator_0.json", *options)
     assert row["kind"] == "operator file"
     began = time.time()
-    plan = run_command(capsys, "gc", f"{root}/counts/{QUERY}", "--dry-run", *options)
+    plan = run(capsys, "gc", f"{root}/counts/{QUERY}", "--dry-run", *options)
     assert {row["does"] for row in plan} == {"stays"}, f"all files are younger than {began}"

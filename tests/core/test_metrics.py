@@ -88,16 +88,16 @@ def test_a_folder_that_cannot_be_written_is_logged_once(tmp_path: Path, caplog: 
     assert len([message for message in caplog.messages if "metrics could not be written" in message]) == 1
 
 
-def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     assert main(["metrics", *arguments, "-o", "jsonl"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_the_command_prints_batches_and_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_log(tmp_path, make_call(1, 0, rows=5, wait_ms=1.25), make_call(1, 1, rows=2))
-    (row,) = run_command(capsys, str(tmp_path))
+    (row,) = run(capsys, str(tmp_path))
     assert (row["batch"], row["rows"], row["wait_ms"]) == (1, 7, 1.25)
-    calls = run_command(capsys, str(tmp_path), "--calls")
+    calls = run(capsys, str(tmp_path), "--calls")
     assert [(call["bucket"], call["rows"]) for call in calls] == [(0, 5), (1, 2)]
 
 
@@ -144,19 +144,12 @@ def test_metrics_of_calls_are_sent_to_open_telemetry(exported: Any, tmp_path: Pa
     (resource,) = exported.get_metrics_data().resource_metrics
     (scope,) = resource.scope_metrics
     assert scope.scope.name == "spark_state_ext"
-    metrics_by_name = {metric.name.removeprefix("spark_state_ext."): metric for metric in scope.metrics}
-    (rows,), (hits,), (sent,) = (
-        metrics_by_name[name].data.data_points for name in ("rows", "cache_hits", "uploaded_bytes")
-    )
+    by_name = {metric.name.removeprefix("spark_state_ext."): metric for metric in scope.metrics}
+    (rows,), (hits,), (sent,) = (by_name[name].data.data_points for name in ("rows", "cache_hits", "uploaded_bytes"))
     assert (rows.value, hits.value, sent.value) == (7, 1, 100)
     assert dict(rows.attributes) == {"operator": "counts", "query_id": "query"}
-    (waited,) = metrics_by_name["wait_ms"].data.data_points
-    assert (waited.sum, waited.count, metrics_by_name["wait_ms"].unit, metrics_by_name["uploaded_bytes"].unit) == (
-        6.0,
-        2,
-        "ms",
-        "By",
-    )
+    (waited,) = by_name["wait_ms"].data.data_points
+    assert (waited.sum, waited.count, by_name["wait_ms"].unit, by_name["uploaded_bytes"].unit) == (6.0, 2, "ms", "By")
 
 
 @pytest.mark.parametrize(("spent_s", "expected"), [(0.0, 0), (1.5, 1_500), (math.inf, 2**63 - 1), (1e300, 2**63 - 1)])

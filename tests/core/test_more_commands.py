@@ -26,7 +26,7 @@ from tests.helpers.waiting import WAIT_S
 ROOT = Path(__file__).parent.parent.parent
 
 
-def run_command(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> list[dict[str, Any]]:
+def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> list[dict[str, Any]]:
     """Run a command and return the rows that it prints."""
     assert main([*map(str, words), "-o", "jsonl"]) == code
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -45,8 +45,8 @@ def test_erase_keys_adds_a_request_and_erase_status_shows_its_state(
     small: SmallRoot, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(small.root)
-    assert run_command(capsys, "erase", "status", ".") == []
-    assert run_command(capsys, "erase", "status", small.root) == []
+    assert run(capsys, "erase", "status", ".") == []
+    assert run(capsys, "erase", "status", small.root) == []
     words = ["erase", "keys", small.root, "ann", "0", "bob", "0.5", "--json", '{"name": null, "x": 2}']
     assert main([*map(str, words), "-o", "jsonl"]) == 0
     out, err = capsys.readouterr()
@@ -56,10 +56,10 @@ def test_erase_keys_adds_a_request_and_erase_status_shows_its_state(
     requests = EraseFolder(Folder(str(small.query_folder)))
     request = requests.request(1)
     assert request.keys.to_pydict() == {"name": ["ann", "bob", None], "x": [0.0, 0.5, 2.0]}
-    (status,) = run_command(capsys, "erase", "status", small.root, "--operator", "counts", code=1)
+    (status,) = run(capsys, "erase", "status", small.root, "--operator", "counts", code=1)
     assert (status["state"], status["keys"], status["done"], status["kept"]) == ("waiting", 3, None, True)
     requests.note_done(1, EraseDone(request.id, 3, 1, 1_706_788_800_000, heartbeat=9, batch=7))
-    (status,) = run_command(capsys, "erase", "status", small.root)
+    (status,) = run(capsys, "erase", "status", small.root)
     assert (status["state"], status["done"], status["batch"]) == ("done", "2024-02-01T12:00:00+00:00", 7)
 
 
@@ -69,13 +69,13 @@ def test_erase_withdraw_empties_a_request(small: SmallRoot, capsys: pytest.Captu
     assert "has no erase request 2 to withdraw" in capsys.readouterr().err
     (request,) = (small.query_folder / "erase").iterdir()
     request.write_bytes(b"damaged")
-    (status,) = run_command(capsys, "erase", "status", small.root)
+    (status,) = run(capsys, "erase", "status", small.root)
     assert status["state"] == "unreadable"
     assert main(["erase", "withdraw", str(small.root), "1", "--operator", "counts"]) == 0
     assert capsys.readouterr().err == (
         "request 1 of operator counts is withdrawn: it is empty now, and is done after the next batches\n"
     )
-    (status,) = run_command(capsys, "erase", "status", small.root, code=1)
+    (status,) = run(capsys, "erase", "status", small.root, code=1)
     assert (status["state"], status["keys"]) == ("waiting", 0)
     assert main(["erase", "withdraw", str(small.root / "nothing"), "1"]) == 2
 
@@ -100,7 +100,7 @@ def test_erase_keys_refuses_invalid_keys_and_names(
 
 
 def test_erase_history_erases_a_key_only_with_yes(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = run_command(capsys, "erase", "scan", small.root, "cid", "1", code=1)
+    rows = run(capsys, "erase", "scan", small.root, "cid", "1", code=1)
     assert {row["verdict"] for row in rows} == {"found", "scanned", "out of reach"}
     history = ["erase", "history", str(small.root), "cid", "1", "--inline-batches", "0"]
     files = sorted(small.root.rglob("*.arrow"))
@@ -115,9 +115,9 @@ def test_erase_history_erases_a_key_only_with_yes(small: SmallRoot, capsys: pyte
     others = {(name, 0.5 * at): Row(at) for at, name in enumerate(NAMES) if name != "cid"}
     for changes in ({**others, ("cid", 1.0): None}, others, others):
         small.job.batch(changes)
-    rows = run_command(capsys, *history, "--yes")
+    rows = run(capsys, *history, "--yes")
     assert {row["verdict"] for row in rows} == {"scanned", "out of reach"}
-    assert run_command(capsys, "erase", "scan", small.root, "cid", "1") == rows
+    assert run(capsys, "erase", "scan", small.root, "cid", "1") == rows
 
 
 def test_commands_work_in_a_separate_process(small: SmallRoot, tmp_path: Path) -> None:

@@ -42,9 +42,7 @@ def test_a_question_round_trips_without_its_secret() -> None:
     assert PeerQuestion.decode(data, SECRET) == QUESTION
     assert SECRET_TEXT.encode() not in data
     assert SECRET.key not in data
-    assert replace(QUESTION, nonce=PeerQuestion(*get_fields(QUESTION)).nonce) != QUESTION, (
-        "each question has its own nonce"
-    )
+    assert replace(QUESTION, nonce=PeerQuestion(*get_fields(QUESTION)).nonce) != QUESTION, "each has its own nonce"
     with pytest.raises(CorruptFileError, match="different secrets"):
         PeerQuestion.decode(data, ANOTHER)
 
@@ -254,12 +252,8 @@ def test_invalid_service_options_are_refused(options: PeerOptions, environ: dict
 def test_a_service_listens_and_publishes_its_address(tmp_path: Path) -> None:
     assert serve_peers(PeerOptions(), [], {}) is None
     assert build_addresses(None, PeerOptions()) == {}
-    certificate = certified()
-    for name, data in (
-        ("secret", f"{SECRET_TEXT}\n".encode()),
-        ("cert", certificate.certificate),
-        ("key", certificate.key),
-    ):
+    tls = certified()
+    for name, data in (("secret", f"{SECRET_TEXT}\n".encode()), ("cert", tls.certificate), ("key", tls.key)):
         (tmp_path / name).write_bytes(data)
     options = PeerOptions("127.0.0.1:0", None, tmp_path / "secret", tmp_path / "cert", tmp_path / "key")
     server = serve_peers(options, [], {})

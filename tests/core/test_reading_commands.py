@@ -33,15 +33,13 @@ def small(tmp_path: Path) -> Iterator[SmallRoot]:
         yield root
 
 
-def run_command(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> list[dict[str, Any]]:
+def run(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> list[dict[str, Any]]:
     assert main([*map(str, arguments), "-o", "jsonl"]) == code
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_show_prints_operators_batches_and_columns(
-    small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (row,) = run_command(capsys, "show", small.root)
+def test_show_prints_batches_and_columns(small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = run(capsys, "show", small.root)
     assert (row["operator"], row["query"], row["buckets"], row["batch"]) == ("counts", QUERY, 2, 6)
     assert (row["oldest_batch"], row["newest_batch"], row["begun_batch"]) == (-1, 6, 7)
     assert [(column["column"], column["type"], column["role"]) for column in row["columns"]] == [
@@ -50,11 +48,11 @@ def test_show_prints_operators_batches_and_columns(
         ("count", "int64", "state"),
         ("note", "string", "state"),
     ]
-    (row,) = run_command(capsys, "show", small.root, "--unproven")
+    (row,) = run(capsys, "show", small.root, "--unproven")
     assert (row["batch"], row["proven"]) == (6, False)
     assert main(["get", str(small.root), "ann", "0.0", "--unproven"]) == 0
     assert "unproven: files do not prove that batch 6 is committed" in capsys.readouterr().err
-    (row,) = run_command(capsys, "show", savepoint_of(small.job, tmp_path / "savepoint").root)
+    (row,) = run(capsys, "show", savepoint_of(small.job, tmp_path / "savepoint").root)
     assert (row["batch"], row["oldest_batch"], row["proven"]) == (7, 7, True)
 
 
@@ -62,20 +60,14 @@ def test_get_returns_a_key_as_of_a_batch(small: SmallRoot, capsys: pytest.Captur
     for batch in range(7):
         model = small.job.models[batch]
         for key, row in model.items():
-            (found_row,) = run_command(capsys, "get", small.root, "--at", batch, *key)
-            assert (found_row["count"], found_row["note"], found_row["timeout_ms"]) == (
-                row.count,
-                row.record,
-                row.timeout_ms,
-            )
-    assert run_command(capsys, "get", small.query_folder, "cid", "1.0", "--at", "4", code=1) == []
+            (values,) = run(capsys, "get", small.root, "--at", batch, *key)
+            assert (values["count"], values["note"], values["timeout_ms"]) == (row.count, row.record, row.timeout_ms)
+    assert run(capsys, "get", small.query_folder, "cid", "1.0", "--at", "4", code=1) == []
     assert main(["get", str(small.root), "cid", "1.0", "--at", "4"]) == 1
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"no such key after batch 4 of {small.query_folder}\n")
     by_json = json.dumps({"name": "ann", "x": 0.0})
-    assert run_command(capsys, "get", small.root, "--json", by_json) == run_command(
-        capsys, "get", small.root, "ann", "-o", "json", "0"
-    )
+    assert run(capsys, "get", small.root, "--json", by_json) == run(capsys, "get", small.root, "ann", "-o", "json", "0")
     assert not list((small.query_folder / "holds").glob("*")), "the hold was removed"
 
 
@@ -102,19 +94,17 @@ def test_get_reports_a_wrong_key_in_one_line(
 
 def test_scan_selects_columns_rows_and_a_limit(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
     model = small.job.models[6]
-    rows = run_command(capsys, "scan", small.root)
+    rows = run(capsys, "scan", small.root)
     assert as_model(pa.Table.from_pylist(rows)) == model
-    rows = run_command(
-        capsys, "scan", small.root, "--columns", "name, count", "--filter", "count > 50 and not name == 'eve'"
-    )
+    rows = run(capsys, "scan", small.root, "--columns", "name, count", "--filter", "count > 50 and not name == 'eve'")
     assert {row["name"]: row["count"] for row in rows} == {
         key[0]: row.count for key, row in model.items() if (row.count or 0) > 50 and key[0] != "eve"
     }
     assert rows
     assert list(rows[0]) == ["name", "count"]
-    assert len(run_command(capsys, "scan", small.root, "--limit", 2)) == 2
-    assert run_command(capsys, "scan", small.root, "--limit", 0) == []
-    in_bucket = run_command(capsys, "scan", small.root, "--bucket", 1, "--columns", "bucket")
+    assert len(run(capsys, "scan", small.root, "--limit", 2)) == 2
+    assert run(capsys, "scan", small.root, "--limit", 0) == []
+    in_bucket = run(capsys, "scan", small.root, "--bucket", 1, "--columns", "bucket")
     assert {row["bucket"] for row in in_bucket} <= {1}
     assert main(["scan", str(small.root), "--filter", "nothing > 1"]) == 2
     assert "there is no column 'nothing' for the filter; there are name, x, count" in capsys.readouterr().err
@@ -128,17 +118,13 @@ def test_diff_prints_differences_by_key(
 ) -> None:
     before, after = small.job.models[at], small.job.models[other_at]
     changes: dict[str, set[tuple[Any, ...]]] = {"added": set(), "removed": set(), "changed": set()}
-    for row in run_command(capsys, "diff", small.root, "--at", at, "--other-at", other_at, code=1):
+    for row in run(capsys, "diff", small.root, "--at", at, "--other-at", other_at, code=1):
         changes[row["change"]].add((row["name"], row["x"]))
         for model, side in ((before, "before"), (after, "after")):
-            expected = model.get((row["name"], row["x"]))
-            assert (expected is None) == (row[side] is None)
-            if expected is not None:
-                assert row[side] == {
-                    "count": expected.count,
-                    "note": expected.record,
-                    "timeout_ms": expected.timeout_ms,
-                }
+            state = model.get((row["name"], row["x"]))
+            assert (state is None) == (row[side] is None)
+            if state is not None:
+                assert row[side] == {"count": state.count, "note": state.record, "timeout_ms": state.timeout_ms}
     assert changes == {
         "added": after.keys() - before.keys(),
         "removed": before.keys() - after.keys(),
@@ -150,33 +136,31 @@ def test_diff_prints_differences_by_key(
 def test_diff_compares_the_last_two_batches_by_default(
     small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = run_command(capsys, "diff", small.root, code=1)
-    assert rows == run_command(capsys, "diff", small.root, "--at", 5, "--other-at", 6, code=1)
+    rows = run(capsys, "diff", small.root, code=1)
+    assert rows == run(capsys, "diff", small.root, "--at", 5, "--other-at", 6, code=1)
     assert rows
     # Only the later batch is named.
-    at_4 = run_command(capsys, "diff", small.root, "--other-at", 4, code=1)
-    assert at_4 == run_command(capsys, "diff", small.root, "--at", 3, "--other-at", 4, code=1) != rows
-    assert run_command(capsys, "diff", small.root, "--limit", 2, code=1) == rows[:2]
+    at_4 = run(capsys, "diff", small.root, "--other-at", 4, code=1)
+    assert at_4 == run(capsys, "diff", small.root, "--at", 3, "--other-at", 4, code=1) != rows
+    assert run(capsys, "diff", small.root, "--limit", 2, code=1) == rows[:2]
     assert main(["diff", str(small.root), "--limit", "2"]) == 1
     assert "differences=2 (there are more: --limit) between batch 5" in capsys.readouterr().err
     assert main(["diff", str(small.root), "--limit", str(len(rows))]) == 1
     assert f"differences={len(rows)} between batch 5" in capsys.readouterr().err
-    assert run_command(capsys, "diff", small.root, "--limit", 0, code=1) == [], (
-        "the exit code still shows that they differ"
-    )
+    assert run(capsys, "diff", small.root, "--limit", 0, code=1) == [], "the exit code remains 1"
     savepoint = savepoint_of(small.job, tmp_path / "savepoint").root
     assert main(["diff", savepoint]) == 2
     assert "can be read, batch 7, and no earlier one to compare it with" in capsys.readouterr().err
 
 
 def test_diff_compares_only_named_columns(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = run_command(capsys, "diff", small.root, code=1)
-    named = run_command(capsys, "diff", small.root, "--columns", "timeout_ms, count", code=1)
+    rows = run(capsys, "diff", small.root, code=1)
+    named = run(capsys, "diff", small.root, "--columns", "timeout_ms, count", code=1)
     for row, whole in zip(named, rows, strict=True):
         for side in ("before", "after"):
             assert row[side] == {name: whole[side][name] for name in ("timeout_ms", "count")}
     # Only one of the changed keys has a timeout.
-    timeouts = run_command(capsys, "diff", small.root, "--columns", "timeout_ms", code=1)
+    timeouts = run(capsys, "diff", small.root, "--columns", "timeout_ms", code=1)
     assert [row["name"] for row in timeouts] == ["bob"]
     assert main(["diff", str(small.root), "--columns", "nothing"]) == 2
     assert "column 'nothing' is not in both states; these are: count, note, timeout_ms" in capsys.readouterr().err
@@ -185,19 +169,15 @@ def test_diff_compares_only_named_columns(small: SmallRoot, capsys: pytest.Captu
 def test_diff_finds_no_difference_between_equal_states_in_other_files(
     small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_command(capsys, "diff", small.root, "--at", 6) == []
+    assert run(capsys, "diff", small.root, "--at", 6) == []
     # The same rows in a different number of buckets, and a savepoint of them.
     with small_root(tmp_path / "more", buckets=5) as other:
-        assert run_command(capsys, "diff", small.root, other.root) == []
+        assert run(capsys, "diff", small.root, other.root) == []
         savepoint = savepoint_of(other.job, tmp_path / "savepoint", "canonical", batch=6)
-        assert run_command(capsys, "diff", small.query_folder, savepoint.root) == []
+        assert run(capsys, "diff", small.query_folder, savepoint.root) == []
         other.job.batch({("ann", 0.0): Row(-1)})
         later = savepoint_of(other.job, tmp_path / "later")
-        (row,) = [
-            changed
-            for changed in run_command(capsys, "diff", small.root, later.root, code=1)
-            if changed["name"] == "ann"
-        ]
+        (row,) = [row for row in run(capsys, "diff", small.root, later.root, code=1) if row["name"] == "ann"]
         assert (row["change"], row["after"]["count"]) == ("changed", -1)
 
 
@@ -218,7 +198,7 @@ def test_duckdb_reads_the_arrow_output(small: SmallRoot) -> None:
 
 def test_scan_without_a_hold_writes_no_file(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in small.root.rglob("*") if path.is_file()}
-    assert len(run_command(capsys, "scan", small.root, "--no-hold")) == 6
+    assert len(run(capsys, "scan", small.root, "--no-hold")) == 6
     assert {path: path.stat().st_mtime_ns for path in small.root.rglob("*") if path.is_file()} == before
 
 

@@ -102,8 +102,7 @@ def test_a_report_shows_files_and_metrics_and_changes_no_file(root: Path, tmp_pa
     for heading in ("Wait for uploads", "Commit time", "Restore time", "Deltas on top of the snapshot", "Rows"):
         assert heading in text
     assert page.tags.count("svg") == 8 + 3 + 2
-    # A second report replaces the first one; `spark_state_ext.report` is the function, not the module of the same
-    # name.
+    # A second report replaces the first one; `spark_state_ext.report` is the function, not the module.
     assert spark_state_ext.report(root, tmp_path / "out.html", metrics=tmp_path / "local") == path
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".tmp-")] == []
 

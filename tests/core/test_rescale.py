@@ -135,9 +135,7 @@ def test_a_bucket_no_longer_needs_its_parents_after_its_own_snapshot(tmp_path: P
     check_state(query)
 
 
-def test_clean_up_keeps_all_files_that_the_state_needs(
-    tmp_path: Path, old: OldJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clean_up_keeps_needed_files(tmp_path: Path, old: OldJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cadence, "DELTAS_MIN", 1)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
     query = rescaled(tmp_path, old, BucketMap(2))
@@ -161,7 +159,7 @@ def test_a_single_bucket_can_be_split(tmp_path: Path, old: OldJob) -> None:
     assert query.bucket_map.buckets == 6
 
 
-def test_buckets_without_parents_rows_begin_empty(tmp_path: Path) -> None:
+def test_buckets_of_empty_parents_begin_without_state(tmp_path: Path) -> None:
     job = old_job(tmp_path, 4, [{KEYS[0]: Row(1)}])
     query = rescaled(tmp_path, job, BucketMap(64))
     query.start()
@@ -174,7 +172,7 @@ def test_buckets_without_parents_rows_begin_empty(tmp_path: Path) -> None:
 def test_an_old_folder_that_cannot_be_removed_after_a_rescale_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The parents are in a backend that the query no longer has, so no call can remove them in time."""
+    """The parents are in a backend that the query no longer has, so it is unknown when they are no longer needed."""
     operator_folder, own = Folder(str(tmp_path)), [f"query.r{number * 12}" for number in "12"]
     for name in ("query", *own, "theirs"):
         operator_folder.child(name, "0").put("1_a.delta.arrow", b"")
@@ -267,9 +265,7 @@ NOTES = st.builds(ParentsNote, st.integers(0, 3), st.sampled_from([FREE, NEEDED]
 
 
 @given(st.integers(0, 30), st.integers(0, 3), st.integers(1, 4), st.lists(NOTES, max_size=8))
-def test_parents_may_be_removed_only_if_all_buckets_are_free_of_them(
-    heartbeats: int, retained: int, buckets: int, notes: list[ParentsNote]
-) -> None:
+def test_may_remove_needs_free_buckets(heartbeats: int, retained: int, buckets: int, notes: list[ParentsNote]) -> None:
     first_handed_out = heartbeats - (3 * (retained + 1) + 2)
     free = [any(note.bucket == bucket and note.kind == FREE for note in notes) for bucket in range(buckets)]
     recent = any(note.heartbeats >= first_handed_out for note in notes)

@@ -190,9 +190,7 @@ def test_a_job_starts_from_a_savepoint_with_a_split_bucket(job: Job, savepoint: 
         )
 
 
-def test_files_with_many_record_batches_are_split_within_batches(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_of_large_files_are_split(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "CHUNK_ROWS", 2)
     savepoint = savepoint_of(job, tmp_path / "savepoint", CANONICAL)
     checksums = set()
@@ -299,9 +297,7 @@ def test_other_operators_are_copied_unchanged(tmp_path: Path) -> None:
         assert sum(table.num_rows for table in tables) == len(KEYS) - 1
 
 
-def test_a_savepoint_can_be_rescaled_to_an_object_store_and_back(
-    s3: Any, job: Job, savepoint: Folder, tmp_path: Path
-) -> None:
+def test_savepoints_are_rescaled_in_object_stores(s3: Any, job: Job, savepoint: Folder, tmp_path: Path) -> None:
     target = s3.root(f"rescaled-{tmp_path.name}")
     with pytest.raises(StoppedError):
         rescale_savepoint(savepoint.root, target, BucketMap(4), storage_options=s3.options, on_bucket=stop_after(2))
@@ -386,9 +382,7 @@ def stop_after(buckets: int) -> Callable[[SavedBucket], None]:
 
 
 @pytest.mark.parametrize("buckets", [1, 3, 5])
-def test_an_interrupted_rescale_continues_without_rewriting_buckets(
-    buckets: int, job: Job, savepoint: Folder, tmp_path: Path
-) -> None:
+def test_an_interrupted_rescale_can_be_continued(buckets: int, job: Job, savepoint: Folder, tmp_path: Path) -> None:
     to = tmp_path / "to"
     rescale_savepoint(savepoint.root, str(tmp_path / "at once"), BucketMap(5))
     with pytest.raises(StoppedError):
@@ -401,9 +395,7 @@ def test_an_interrupted_rescale_continues_without_rewriting_buckets(
     written = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in to.rglob("*.snapshot.arrow")}
     assert len(written) == buckets
     rescale_savepoint(savepoint.root, str(to), BucketMap(5))
-    assert all((path.stat().st_ino, path.stat().st_mtime_ns) == stat for path, stat in written.items()), (
-        "not written again"
-    )
+    assert all((path.stat().st_ino, path.stat().st_mtime_ns) == stat for path, stat in written.items()), "unchanged"
     files = {name: data for name, data in read_contents(to).items() if "half" not in name}
     assert files == read_contents(tmp_path / "at once")
     assert read_model(to, tmp_path) == job.models[-1]
@@ -439,7 +431,7 @@ def test_an_existing_file_with_other_rows_is_detected(savepoint: Folder, tmp_pat
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def check_refusal(
+def refuse(
     savepoint: Folder, to: Path, error: type[StateError], text: str, bucket_map: BucketMap | None = None
 ) -> None:
     with pytest.raises(error, match=text):
@@ -447,7 +439,7 @@ def check_refusal(
     assert not (to / "savepoint.arrow").exists()
 
 
-def change_operator(savepoint: Folder, **fields: Any) -> None:
+def set_operator(savepoint: Folder, **fields: Any) -> None:
     manifest = read_manifest(savepoint)
     operators = {name: replace(operator, **fields) for name, operator in manifest.header.operators.items()}
     os.unlink(savepoint.where("savepoint.arrow"))
@@ -457,20 +449,16 @@ def change_operator(savepoint: Folder, **fields: Any) -> None:
 
 def test_invalid_arguments_are_refused(savepoint: Folder, tmp_path: Path) -> None:
     to = tmp_path / "to"
-    check_refusal(savepoint, to, UsageError, "already has 3 buckets", bucket_map=BucketMap(3))
-    check_refusal(
-        savepoint, to, UsageError, "to a BucketMap of hashes, not", bucket_map=BucketMap.of_partitions({"": 2})
-    )
-    check_refusal(savepoint, to, UsageError, "from 1 to 32768, not 40000", bucket_map=BucketMap(40_000))
+    refuse(savepoint, to, UsageError, "already has 3 buckets", bucket_map=BucketMap(3))
+    refuse(savepoint, to, UsageError, "to a BucketMap of hashes, not", bucket_map=BucketMap.of_partitions({"": 2}))
+    refuse(savepoint, to, UsageError, "from 1 to 32768, not 40000", bucket_map=BucketMap(40_000))
     with pytest.raises(UsageError, match="has no operator 'sums'; it has counts"):
         rescale_savepoint(savepoint.root, str(to), BucketMap(2), operator="sums")
     with pytest.raises(UsageError, match="must be a URL or an absolute path"):
         rescale_savepoint(savepoint.root, "to", BucketMap(2))
-    check_refusal(Folder(str(tmp_path / "nothing")), to, MissingCheckpointError, "there is no savepoint at")
-    change_operator(savepoint, mapped=BucketMap.of_partitions({"": 3}))
-    check_refusal(
-        savepoint, to, UsageError, "has 3 buckets by source partition: its buckets do not depend on key hashes"
-    )
+    refuse(Folder(str(tmp_path / "nothing")), to, MissingCheckpointError, "there is no savepoint at")
+    set_operator(savepoint, mapped=BucketMap.of_partitions({"": 3}))
+    refuse(savepoint, to, UsageError, "has 3 buckets by source partition: its buckets do not depend on key hashes")
     assert not to.exists()
 
 
@@ -494,7 +482,7 @@ def test_an_existing_savepoint_is_not_overwritten(savepoint: Folder, tmp_path: P
 
 def test_a_claimed_savepoint_is_refused(savepoint: Folder, tmp_path: Path) -> None:
     claim_savepoint(savepoint, SavepointClaim(read_manifest(savepoint).header.id, "/root/counts/mine", "mine"), ())
-    check_refusal(savepoint, tmp_path / "to", ClaimedError, "is claimed by the query at /root/counts/mine")
+    refuse(savepoint, tmp_path / "to", ClaimedError, "is claimed by the query at /root/counts/mine")
 
 
 def copy(source: Folder, target: Folder, over: Callable[[], None]) -> None:
@@ -567,14 +555,14 @@ def test_damaged_files_are_detected(form: str, damage: Callable[[Path], Any], jo
         path.unlink()
         path.write_bytes(data)
         damage(path)
-        check_refusal(savepoint, tmp_path / "to", CorruptFileError, path.name.split("_")[0])
+        refuse(savepoint, tmp_path / "to", CorruptFileError, path.name.split("_")[0])
         path.write_bytes(data)
         shutil.rmtree(tmp_path / "to", ignore_errors=True)
 
 
 def test_rows_of_another_bucket_are_detected(savepoint: Folder, tmp_path: Path) -> None:
-    change_operator(savepoint, mapped=BucketMap.between([0, 1 << 30, 1 << 31]))
-    check_refusal(savepoint, tmp_path / "to", CorruptFileError, "has rows of another bucket")
+    set_operator(savepoint, mapped=BucketMap.between([0, 1 << 30, 1 << 31]))
+    refuse(savepoint, tmp_path / "to", CorruptFileError, "has rows of another bucket")
 
 
 # -- the command -----------------------------------------------------------------------------------

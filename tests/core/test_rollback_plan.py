@@ -43,7 +43,7 @@ def list_removed(
     return [file.path for file in plan.files]
 
 
-def test_state_is_removed_first_and_the_newest_files_of_each_kind_before_others() -> None:
+def test_state_files_are_removed_first_and_in_each_kind_the_newest_first() -> None:
     assert list_removed([*_LOGS, *_HDFS, "metadata"], 1) == [
         *("state/0/0/4.delta", "state/0/1/4.delta", "state/0/0/3.delta", "state/0/1/3.delta"),
         *("commits/3", "commits/2", "offsets/3", "offsets/2"),
