@@ -1,4 +1,4 @@
-"""Members: who lives by the names of records alone, what a host reads and writes, and what it says of what is wrong."""
+"""Members: which hosts are alive, what a heartbeat reads and writes, and which problems are reported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Clock:
 
 
 class Counted(Folder):
-    """A folder that counts what it asks of its store, and in which a file can be gone when it is read."""
+    """A folder that counts the requests to its store."""
 
     asked: dict[str, int]
     before_get: Any = None
@@ -106,7 +106,7 @@ def _hosts(membership: Membership) -> list[str]:
     st.text(min_size=1, max_size=12) | st.from_regex(r"\.?[a-z.=%/]{1,8}(\.[0-9]{1,4}){0,3}", fullmatch=True),
     st.integers(0, 10**17),
 )
-def test_every_host_has_a_name_of_its_own_that_is_safe(host: str, number: int) -> None:
+def test_a_record_name_is_a_safe_file_name_and_parses_back(host: str, number: int) -> None:
     name = RecordName(host, number, number // 2)
     assert re.fullmatch(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*", name.text)
     assert RecordName.parse(name.text) == name
@@ -125,7 +125,7 @@ def test_every_host_has_a_name_of_its_own_that_is_safe(host: str, number: int) -
         "=FF.1.1.json",
     ],
 )
-def test_other_names_are_none(name: str) -> None:
+def test_other_file_names_are_not_record_names(name: str) -> None:
     assert RecordName.parse(name) is None
 
 
@@ -135,7 +135,7 @@ def test_hosts_without_a_possible_name_are_refused(root: Counted, clock: Clock) 
             _member(root, host, clock)
 
 
-# -- who lives -------------------------------------------------------------------------------------
+# -- liveness --------------------------------------------------------------------------------------
 
 
 def _name(host: str, heartbeat: int, generation: int = 1) -> str:
@@ -146,25 +146,25 @@ def test_a_host_lives_for_three_heartbeats_after_its_last_change() -> None:
     watch = MemberWatch(HEARTBEAT_S)
     seen = [sorted(watch.observe([_name("a", at), _name("b", min(at, 2))], 10.0 * at).alive) for at in range(8)]
     assert seen == [["a", "b"]] * 5 + [["a"]] * 3
-    # And comes back with its next record, whatever its number.
+    # The host is alive again with its next record, whatever its number.
     assert sorted(watch.observe([_name("a", 8), _name("b", 1)], 80.0).alive) == ["a", "b"]
 
 
-def test_who_has_just_started_counts_everybody_as_alive() -> None:
+def test_a_new_watch_counts_every_host_as_alive_at_first() -> None:
     watch = MemberWatch(HEARTBEAT_S)
     dead = [_name(f"dead-{at}", 10**9) for at in range(3)]
     assert [len(watch.observe(dead, 7.0 + 10 * at).alive) for at in range(5)] == [3, 3, 3, 0, 0]
 
 
-def test_time_counts_only_while_somebody_looks() -> None:
-    """Who stood still for an hour, or whose store did, does not take everybody for dead."""
+def test_time_between_observations_far_apart_does_not_count() -> None:
+    """A host that stalled for an hour, or whose store did, does not take all others for dead."""
     watch = MemberWatch(HEARTBEAT_S)
     names = [_name("a", 1), _name("b", 1)]
     watch.observe(names, 0.0)
     assert sorted(watch.observe(names, 3_600.0).alive) == ["a", "b"]
     assert sorted(watch.observe(names, 3_610.0).alive) == ["a", "b"]
     assert sorted(watch.observe(names, 3_620.0).alive) == []
-    # A clock that goes back is broken, and counts for nothing.
+    # Time that goes backwards is ignored.
     assert sorted(watch.observe([_name("a", 2)], 10.0).alive) == ["a"]
 
 
@@ -178,7 +178,7 @@ def test_a_listing_that_misses_a_record_does_not_end_a_host() -> None:
 
 @_UNHURRIED
 @given(st.lists(st.integers(0, 3), min_size=4, max_size=30), st.integers(0, 10**6))
-def test_the_order_and_the_time_of_day_do_not_matter(written: list[int], begin_s: int) -> None:
+def test_liveness_does_not_depend_on_listing_order_or_start_time(written: list[int], begin_s: int) -> None:
     numbers, listings = [1, 1], []
     for which in written:
         numbers = [it + (which >> at & 1) for at, it in enumerate(numbers)]
@@ -188,7 +188,7 @@ def test_the_order_and_the_time_of_day_do_not_matter(written: list[int], begin_s
         assert one.observe(names, 10.0 * at) == other.observe(names[::-1], begin_s + 10.0 * at)
 
 
-def test_records_that_nobody_renews_are_removed_after_long() -> None:
+def test_records_not_renewed_for_100_heartbeats_are_old() -> None:
     watch = MemberWatch(HEARTBEAT_S)
     for at in range(100):
         assert watch.observe([_name("a", 1), _name("b", at), _name("b", 10**6)], 10.0 * at).old == ()
@@ -198,14 +198,14 @@ def test_records_that_nobody_renews_are_removed_after_long() -> None:
     )
 
 
-def test_two_services_under_one_name_are_found() -> None:
+def test_two_services_under_one_name_are_detected() -> None:
     watch = MemberWatch(HEARTBEAT_S)
     found = []
     for at in range(6):
         names = [_name("a", at), _name("two", 2 + at, 41_200_530_118), _name("two", at, 902_113_774_025)]
         found.append(watch.observe(names, 10.0 * at).doubled)
     assert found == [(), (), ("two",), ("two",), ("two",), ("two",)]
-    # One ends: after a few looks nothing is said any more.
+    # One service ends: after a few observations the name is no longer reported.
     later = [
         watch.observe([_name("a", at), _name("two", 2 + at, 41_200_530_118)], 10.0 * at).doubled for at in range(6, 11)
     ]
@@ -213,12 +213,12 @@ def test_two_services_under_one_name_are_found() -> None:
 
 
 def test_one_service_is_not_taken_for_two() -> None:
-    """Once seen between writing one record and deleting the other, once started again beside what was left."""
+    """A service may be observed between writing and deleting, or restarted with an old record left."""
     watch = MemberWatch(HEARTBEAT_S)
     listings = [[1], [2, 3], [4], [5], [5, 6], [5, 7], [5, 8], [9], [9, 10]]
     for at, numbers in enumerate(listings):
         assert watch.observe([_name("a", it) for it in numbers], 10.0 * at).doubled == ()
-    # On a busy host each look may find it between the two, and more of them where it cannot delete.
+    # On a busy host every observation may fall in between, with several records if deletes fail.
     for at in range(20):
         names = [_name("a", 100 + 3 * at + of, 7 + at + of // 2) for of in range(3)]
         assert watch.observe(names, 100.0 + 10 * at).doubled == ()
@@ -238,18 +238,18 @@ def test_a_heartbeat_costs_a_listing_a_write_and_a_delete(root: Counted, clock: 
         clock.now_s += HEARTBEAT_S
         if number > 1:
             assert root.asked == {"put": 5, "remove": 5, "list": 5}
-    # Lags change with every batch, and nobody reads anything for that.
+    # Lags change with every batch: no host reads a record for that.
     root.asked.clear()
     members[0].heartbeat(MemberRecord(records[0].host, replicas=(_replica(0, version=9, lag_versions=1),)))
     assert members[1].look().records[0] == members[2].look().records[0]
     assert "get" not in root.asked
-    # But all do for a change by which they decide.
+    # A change that affects decisions makes every host read the record.
     members[0].heartbeat(MemberRecord(records[0].host, replicas=(_replica(0, version=9, in_sync=True),)))
     assert [it.look().records[0].replicas[0].in_sync for it in members] == [True] * 5
     assert root.asked["get"] == 4
 
 
-def test_everybody_sees_the_same(root: Counted, clock: Clock) -> None:
+def test_all_hosts_see_the_same_records(root: Counted, clock: Clock) -> None:
     members = {host: _member(root, host, clock) for host in ("b.1.2", "a/..", "ü 7")}
     for host, member in members.items():
         member.heartbeat(MemberRecord(host, "rack", replicas=(_replica(3, version=5),), addresses={"flight": "x:1"}))
@@ -260,7 +260,7 @@ def test_everybody_sees_the_same(root: Counted, clock: Clock) -> None:
     assert len(_files(root).names()) == 3
 
 
-def test_who_leaves_is_gone_after_three_heartbeats(root: Counted, clock: Clock) -> None:
+def test_a_host_that_leaves_is_dead_after_three_heartbeats(root: Counted, clock: Clock) -> None:
     a, b = _member(root, "a", clock), _member(root, "b", clock)
     a.heartbeat(MemberRecord("a"))
     b.heartbeat(MemberRecord("b"))
@@ -275,8 +275,8 @@ def test_who_leaves_is_gone_after_three_heartbeats(root: Counted, clock: Clock) 
         assert _hosts(a) == expected
 
 
-def test_a_service_that_is_started_again_goes_on(root: Counted, clock: Clock) -> None:
-    """It deletes what was left, its numbers go on, and nobody takes its new record for the old one."""
+def test_a_restarted_service_continues_its_heartbeat_numbers(root: Counted, clock: Clock) -> None:
+    """It deletes its old record, and other hosts read the new one instead of the old one."""
     other = _member(root, "b", clock)
     other.heartbeat(MemberRecord("b"))
     first = _member(root, "a", clock)
@@ -290,7 +290,7 @@ def test_a_service_that_is_started_again_goes_on(root: Counted, clock: Clock) ->
     assert again.look().problems == ()
 
 
-def test_two_services_of_one_host_tell_it(root: Counted, clock: Clock) -> None:
+def test_two_services_of_one_host_are_reported_by_the_others(root: Counted, clock: Clock) -> None:
     one, two, other = (_member(root, host, clock) for host in ("a", "a", "b"))
     said = []
     for _ in range(5):
@@ -299,11 +299,11 @@ def test_two_services_of_one_host_tell_it(root: Counted, clock: Clock) -> None:
         said.append([member.look().problems for member in (one, two, other)])
         clock.now_s += HEARTBEAT_S
     assert all("two standby services run under the host name 'a'" in problem for problem in (it[0] for it in said[-1]))
-    # Its own sees it at once.
+    # The first service with the shared name reports it at once.
     assert said[0][0]
 
 
-def test_a_damaged_record_is_told_and_its_host_counts_without_replicas(root: Counted, clock: Clock) -> None:
+def test_a_damaged_record_is_reported_and_its_host_has_no_replicas(root: Counted, clock: Clock) -> None:
     me, other, newer = (_member(root, host, clock) for host in ("a", "b", "c"))
     for member, host in ((me, "a"), (other, "b"), (newer, "c")):
         member.heartbeat(MemberRecord(host, "rack", replicas=(_replica(1),)))
@@ -319,15 +319,15 @@ def test_a_damaged_record_is_told_and_its_host_counts_without_replicas(root: Cou
     assert damaged in b
     assert "fails its checksum" in b
     assert "format 3" in c
-    # The next one is right again.
+    # The repaired record is read again.
     _files(root).put(damaged, whole)
     assert [(it.host, len(it.replicas)) for it in me.look().records][:2] == [("a", 1), ("b", 1)]
-    # Another host's record under this name, as a copy of the folder may have.
+    # A copied folder may hold another host's record under this name.
     _files(root).put("d.1.1.json", whole)
     assert any("is the record of b" in it for it in me.look().problems)
 
 
-def test_a_record_that_is_gone_when_it_is_read_is_caught_at_its_next_name(
+def test_a_record_renamed_before_it_is_read_is_read_under_its_next_name(
     root: Counted, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     me, other = _member(root, "a", clock), _member(root, "b", clock)
@@ -342,7 +342,7 @@ def test_a_record_that_is_gone_when_it_is_read_is_caught_at_its_next_name(
 
     monkeypatch.setattr(Counted, "get", moves_on)
     assert [(it.host, len(it.replicas)) for it in me.look().records] == [("b", 1)]
-    # Twice in a row: then it is told that nothing is known of it.
+    # If that fails twice in a row, the host is reported as unread.
     stranger = _member(root, "c", clock)
 
     def never_there(self: Counted, name: str) -> bytes:
@@ -355,13 +355,15 @@ def test_a_record_that_is_gone_when_it_is_read_is_caught_at_its_next_name(
         (),
         (MemberRecord("b", generation=look.records[0].generation),),
     )
-    # What was read of it before stays.
+    # Another host keeps the record that it read before.
     other.heartbeat(MemberRecord("b", replicas=(_replica(1), _replica(2))))
     assert [(it.host, len(it.replicas)) for it in me.look().records] == [("b", 1)]
     assert me.look().unread == ()
 
 
-def test_a_write_that_fails_is_made_up_for(root: Counted, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heartbeat_after_a_failed_write_removes_both_older_records(
+    root: Counted, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     me = _member(root, "a", clock)
     me.heartbeat(MemberRecord("a"))
     put = Counted.put
@@ -388,17 +390,17 @@ def test_records_of_hosts_that_died_long_ago_are_removed(root: Counted, clock: C
         me.look()
         clock.now_s += HEARTBEAT_S
     assert [RecordName.parse(it)[0] for it in _files(root).names()] == ["me"]  # type: ignore[index]
-    # A zombie goes on where it was.
+    # A host that was taken for dead comes back with its next record.
     dead.heartbeat(MemberRecord("dead"))
     assert _hosts(me) == ["dead", "me"]
 
 
-def test_nobody_writes_another_hosts_record(root: Counted, clock: Clock) -> None:
+def test_a_host_cannot_write_the_record_of_another_host(root: Counted, clock: Clock) -> None:
     with pytest.raises(UsageError, match="record of b"):
         _member(root, "a", clock).heartbeat(MemberRecord("b"))
 
 
-def test_commands_do_not_take_the_records_for_an_operator(root: Counted, clock: Clock) -> None:
+def test_commands_do_not_list_the_standby_folder_as_an_operator(root: Counted, clock: Clock) -> None:
     _member(root, "a", clock).heartbeat(MemberRecord("a"))
     root.child("counts", "q").put("operator_0.json", b"{}")
     assert list(list_operators(root)) == ["counts"]
@@ -407,7 +409,7 @@ def test_commands_do_not_take_the_records_for_an_operator(root: Counted, clock: 
 # -- settings --------------------------------------------------------------------------------------
 
 
-def test_settings(root: Counted) -> None:
+def test_settings_are_read_back_and_damaged_ones_are_refused(root: Counted) -> None:
     assert read_settings(root) == StandbySettings(True, 1, 10.0)
     write_settings(root, StandbySettings(False, 3, 2.5))
     assert read_settings(root) == StandbySettings(False, 3, 2.5)

@@ -1,4 +1,4 @@
-"""The standby service: hosts that agree on who follows what, and what each tells and answers."""
+"""The standby service: how hosts share the replicas, report problems and answer HTTP requests."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def job(tmp_path: Path) -> Iterator[Job]:
         yield made
 
 
-def adopted(host: Host, job: Job, bucket: int) -> tuple[Model, int]:
-    """What a task on a host reads of a bucket, and how many files it fetches for it."""
+def read_bucket(host: Host, job: Job, bucket: int) -> tuple[Model, int]:
+    """Read a bucket as a task on the host; return its rows and the number of files fetched."""
     key = BucketKey(job.operator, job.folder.name, bucket)
     store = LocalStore.at(host.root.store_folder(key, 0), SCHEMA)
     try:
@@ -55,7 +55,7 @@ def adopted(host: Host, job: Job, bucket: int) -> tuple[Model, int]:
         store.close()
 
 
-def test_every_bucket_has_its_replica_elsewhere(tmp_path: Path, job: Job) -> None:
+def test_every_bucket_has_a_replica_on_a_host_that_is_not_active(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "a", "b", "c")
     hosts.pass_heartbeats(5)
@@ -66,7 +66,7 @@ def test_every_bucket_has_its_replica_elsewhere(tmp_path: Path, job: Job) -> Non
     assert held["a"] == set()
     assert held["b"] | held["c"] == set(range(BUCKETS))
     assert len(held["b"]) == len(held["c"])
-    models = [adopted(hosts.running[name], job, bucket) for name in "bc" for bucket in held[name]]
+    models = [read_bucket(hosts.running[name], job, bucket) for name in "bc" for bucket in held[name]]
     assert all(fetched == 0 for _, fetched in models)
     assert {key: row for model, _ in models for key, row in model.items()} == job.models[-1]
     status = hosts.survey(keys_of(job))
@@ -76,7 +76,7 @@ def test_every_bucket_has_its_replica_elsewhere(tmp_path: Path, job: Job) -> Non
     assert [status.removal(name).safe for name in "abc"] == [True, True, True]
 
 
-def test_a_host_dies_and_its_replicas_are_made_elsewhere(tmp_path: Path, job: Job) -> None:
+def test_the_replicas_of_a_dead_host_move_to_another_host(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "b", "c")
     hosts.pass_heartbeats(4)
@@ -88,7 +88,7 @@ def test_a_host_dies_and_its_replicas_are_made_elsewhere(tmp_path: Path, job: Jo
     assert status.silent == ("c",)
     assert status.lacking() == {}
     assert hosts.running["b"].part.failovers.members_lost == {"standby": 1}
-    # With its disk, it knows at once what it had.
+    # Restarted with its disk, the host has its replicas at once.
     c = hosts.start("c")
     c.turn()
     assert len(c.held()) == BUCKETS // 2
@@ -111,8 +111,8 @@ def test_standby_can_be_turned_off_and_on(tmp_path: Path, job: Job) -> None:
     assert any("too few hosts" in it for it in hosts.running["b"].part.last.problems)
 
 
-def test_a_shorter_heartbeat_kills_nobody(tmp_path: Path, job: Job) -> None:
-    """Hosts read it one after the other, and those that have not yet write a record as seldom as before."""
+def test_a_shorter_heartbeat_does_not_make_hosts_look_dead(tmp_path: Path, job: Job) -> None:
+    """Hosts read the new setting at different times; until then they write at the old interval."""
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "b")
     hosts.pass_heartbeats(1)
@@ -138,7 +138,7 @@ def test_a_shorter_heartbeat_kills_nobody(tmp_path: Path, job: Job) -> None:
     assert hosts.running["b"].held() == set(range(BUCKETS))
 
 
-def test_a_store_that_fails_ends_nothing(tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_store_does_not_end_the_service(tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "b", options=FAULTY)
     hosts.pass_heartbeats(3)
@@ -155,13 +155,13 @@ def test_a_store_that_fails_ends_nothing(tmp_path: Path, job: Job, caplog: pytes
     assert b.service.ails() == ""
     hosts.pass_heartbeats(8)
     assert b.service.errors == {}
-    assert [adopted(b, job, bucket)[1] for bucket in range(BUCKETS)] == [0] * BUCKETS
+    assert [read_bucket(b, job, bucket)[1] for bucket in range(BUCKETS)] == [0] * BUCKETS
     told = [it.getMessage() for it in caplog.records]
     assert sum("trying again" in it for it in told) == 1
     assert sum("works again" in it for it in told) == 1
 
 
-def test_a_damaged_file_that_nobody_follows_keeps_no_host_from_telling(tmp_path: Path, job: Job) -> None:
+def test_a_damaged_file_of_an_unassigned_bucket_does_not_stop_heartbeats(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "a")
     hosts.pass_heartbeats(5)
@@ -177,7 +177,7 @@ def test_a_damaged_file_that_nobody_follows_keeps_no_host_from_telling(tmp_path:
     assert sum("not an Arrow file" in it for it in a.part.last.problems) == 1
 
 
-def test_stores_that_cannot_be_removed_end_nothing(
+def test_failing_to_remove_local_stores_does_not_end_the_service(
     tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.batch(changes(0))
@@ -193,7 +193,7 @@ def test_stores_that_cannot_be_removed_end_nothing(
     assert sum("the disk fails" in it.getMessage() for it in caplog.records) == 1
 
 
-def test_a_replica_of_which_a_look_does_not_end_is_not_in_sync(tmp_path: Path, job: Job) -> None:
+def test_a_replica_whose_check_hangs_is_not_in_sync(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "b")
     hosts.pass_heartbeats(5)
@@ -217,12 +217,12 @@ def test_a_replica_of_which_a_look_does_not_end_is_not_in_sync(tmp_path: Path, j
     assert in_sync(2) == [True] * BUCKETS
 
 
-def test_a_root_without_state_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_root_without_state_is_logged_and_not_created(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hosts = Hosts(tmp_path, "b")
     hosts.pass_heartbeats(3)
     (told,) = [it.getMessage() for it in caplog.records if "standby of" in it.getMessage()]
     assert f"there is nothing in {tmp_path / 'root'}: no job has written there yet" in told
-    # Nor is one made where a name was mistyped.
+    # The service must not create a folder for a mistyped root.
     assert not (tmp_path / "root").exists()
     write_settings(Folder(str(tmp_path / "root")), StandbySettings())
     hosts.pass_heartbeats(3)
@@ -230,7 +230,7 @@ def test_a_root_without_state_is_told(tmp_path: Path, caplog: pytest.LogCaptureF
     assert sum("nothing to follow yet" in it.getMessage() for it in caplog.records) == 1
 
 
-def test_a_root_that_goes_away_is_not_made_anew(tmp_path: Path, job: Job) -> None:
+def test_a_root_that_disappears_is_not_recreated(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "b")
     hosts.pass_heartbeats(5)
@@ -251,11 +251,11 @@ def test_a_root_that_goes_away_is_not_made_anew(tmp_path: Path, job: Job) -> Non
     hosts.pass_heartbeats(2)
     assert up() == [1.0]
     assert b.held() == set(range(BUCKETS))
-    assert [adopted(b, job, bucket)[1] for bucket in range(BUCKETS)] == [0] * BUCKETS
+    assert [read_bucket(b, job, bucket)[1] for bucket in range(BUCKETS)] == [0] * BUCKETS
 
 
-def test_replicas_that_fail_are_told_with_the_reason(tmp_path: Path, job: Job) -> None:
-    """One never loaded anything, as its only file is damaged; one has all but its newest file; two are as they should be."""
+def test_the_status_gives_the_reason_of_each_failing_replica(tmp_path: Path, job: Job) -> None:
+    """Replica 0 has only a damaged file, replica 1 a damaged newest file; the other two are healthy."""
     job.batch(changes(0))
     folders = [Path(job.folder.root) / str(bucket) for bucket in range(BUCKETS)]
     (only,) = folders[0].glob("*.delta.arrow")
@@ -274,7 +274,7 @@ def test_replicas_that_fail_are_told_with_the_reason(tmp_path: Path, job: Job) -
     assert "CorruptFileError: " in never["failing"]
     assert str(only) in never["failing"]
     assert late["version"] == 1
-    # It has lacked all for as long as it is held.
+    # It lags since the host was given the replica.
     assert never["lag_s"] >= 60.0
     assert [it["failing"] for it in build_host_rows(status)] == [0, 2]
     assert not status.is_well()
@@ -289,7 +289,7 @@ def test_replicas_that_fail_are_told_with_the_reason(tmp_path: Path, job: Job) -
     ]
 
 
-def test_two_services_of_one_name_are_told(tmp_path: Path, job: Job) -> None:
+def test_two_services_with_one_host_name_are_reported(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "b")
     hosts.running["other"] = Host(tmp_path, "b", hosts.clock)
@@ -305,7 +305,7 @@ def test_two_services_of_one_name_are_told(tmp_path: Path, job: Job) -> None:
     assert hosts.survey(keys_of(job)).is_well()
 
 
-def test_a_service_that_stands_still_ails(tmp_path: Path, job: Job) -> None:
+def test_a_service_that_made_no_turn_for_100_s_is_unhealthy(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "b")
     hosts.pass_heartbeats(1)
@@ -315,7 +315,7 @@ def test_a_service_that_stands_still_ails(tmp_path: Path, job: Job) -> None:
     assert hosts.running["b"].service.ails() == "it has stood still for 101 s"
 
 
-def test_metrics_and_health(tmp_path: Path, job: Job) -> None:
+def test_the_web_server_answers_metrics_and_health(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     hosts = Hosts(tmp_path, "b")
     hosts.pass_heartbeats(3)
@@ -345,7 +345,7 @@ def test_metrics_and_health(tmp_path: Path, job: Job) -> None:
         web.close()
 
 
-def test_idle_connections_keep_nobody_from_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_do_not_block_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     web = Web("127.0.0.1", 0, lambda: "", StandbyCollector(StandbyService([], 1.0)))
     try:
         with contextlib.ExitStack() as opened:
@@ -353,7 +353,7 @@ def test_idle_connections_keep_nobody_from_an_answer(monkeypatch: pytest.MonkeyP
             idle = [opened.enter_context(socket.create_connection(where, WAIT_S)) for _ in range(60)]
             with urllib.request.urlopen(f"http://127.0.0.1:{web.port}/healthz") as answer:
                 assert answer.read() == b"ok\n"
-            # The oldest were closed for newer ones.
+            # The server closed the oldest connections for newer ones.
             assert [it.recv(1) for it in idle[:29]] == [b""] * 29
             idle[-1].settimeout(0.05)
             with pytest.raises(TimeoutError):
@@ -365,14 +365,14 @@ def test_idle_connections_keep_nobody_from_an_answer(monkeypatch: pytest.MonkeyP
         web.close()
 
 
-def test_who_can_be_taken_away() -> None:
+def test_the_status_says_which_hosts_can_be_removed_safely() -> None:
     keys = [BucketKey("counts", "query", at) for at in range(3)]
     has = [StandbyReplica(key, 7, in_sync=True, active="a") for key in keys]
     records = [MemberRecord("b", replicas=(has[0], has[1])), MemberRecord("c", replicas=(has[1],))]
     status = StandbyStatus.of(StandbySettings(), records, {"d"}, keys)
     assert status.lacking() == {keys[2]: 1}
     removal = status.removal("a")
-    # Nobody knows who is active for the last one.
+    # The active host of the last bucket is unknown.
     assert (removal.safe, removal.exposed, removal.replicas) == (False, (keys[2],), 0)
     late = replace(has[2], in_sync=False)
     status = StandbyStatus.of(StandbySettings(), [*records, MemberRecord("e", replicas=(late,))], {"d"}, keys)

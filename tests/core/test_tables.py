@@ -1,4 +1,4 @@
-"""Tables as users' functions give them."""
+"""Conversion and validation of the tables that users' functions return."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ MOMENT = dt.datetime(2024, 5, 6, 7, 8, 9, 1, dt.timezone.utc)
 
 
 class Stream:
-    """Something with Arrow's C stream that nobody here knows."""
+    """An object of an unknown class that has Arrow's C stream interface."""
 
     def __arrow_c_stream__(self, requested_schema: object = None) -> object:
         return TABLE.__arrow_c_stream__(requested_schema)
 
 
 class Older:
-    """A table of a library from before Arrow's C stream."""
+    """A table of a library that has `to_arrow` but not Arrow's C stream interface."""
 
     def __init__(self, given: Any) -> None:
         self._given = given
@@ -62,13 +62,13 @@ def forms() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", forms())
-def test_what_is_a_table(form: str) -> None:
+def test_every_form_of_table_is_accepted(form: str) -> None:
     given = forms()[form]
     assert is_table(given)
     assert conform_table(given, FIELDS, "the function gave").to_pydict() == {"k": ["a", "b"], "n": [1, None]}
 
 
-def test_tables_of_polars_and_duckdb() -> None:
+def test_polars_frames_and_duckdb_relations_are_tables() -> None:
     polars, duckdb = pytest.importorskip("polars"), pytest.importorskip("duckdb")
     frame = polars.DataFrame({"n": [1, None], "k": ["a", "b"]})
     relation = duckdb.sql("SELECT * FROM (VALUES ('a', 1), ('b', NULL)) AS t(k, n)")
@@ -84,13 +84,13 @@ def test_tables_of_polars_and_duckdb() -> None:
     [pa.array([1]), pa.chunked_array([[1]]), pd.Series([True]), np.array([1]), [TABLE], iter([TABLE]), "k", None, 5],
     ids=lambda given: type(given).__name__,
 )
-def test_what_is_no_table(given: Any) -> None:
+def test_other_values_are_refused_as_tables(given: Any) -> None:
     assert not is_table(given)
     with pytest.raises(StateValueError, match=rf"the function gave a value of type {type(given).__name__}: a table is"):
         as_table(given, "the function gave")
 
 
-def test_a_frame_may_have_any_column_names() -> None:
+def test_a_pandas_frame_may_have_a_column_named_dtype() -> None:
     assert is_table(pd.DataFrame({"dtype": [1]}))
 
 
@@ -110,7 +110,7 @@ def test_a_frame_may_have_any_column_names() -> None:
         ({"k": [object()], "n": [1]}, "the function gave something that is not a table: "),
     ],
 )
-def test_tables_that_do_not_conform(given: Any, text: str) -> None:
+def test_tables_that_do_not_match_the_fields_are_refused(given: Any, text: str) -> None:
     with pytest.raises(StateValueError, match=text):
         conform_table(given, FIELDS, "the function gave")
 
@@ -123,8 +123,8 @@ def test_tables_that_do_not_conform(given: Any, text: str) -> None:
     ],
     ids=repr,
 )
-def test_a_value_is_no_column(value: Any) -> None:
-    """Text, which can be iterated over, would be as many rows as it has letters."""
+def test_a_single_value_is_refused_as_a_column(value: Any) -> None:
+    """Text is iterable: if it were accepted, each letter would become a row."""
     text = r"the function gave a dict whose column 'k' is .*\): a dict holds columns, give a list for each"
     with pytest.raises(StateValueError, match=text) as raised:
         as_table({"k": value, "n": value}, "the function gave")
@@ -136,7 +136,7 @@ def test_a_value_is_no_column(value: Any) -> None:
     [[7], (7,), np.array([7]), pd.Series([7]), pa.array([7]), pa.chunked_array([[7]]), range(7, 8)],
     ids=lambda column: type(column).__name__,
 )
-def test_what_a_column_may_be(column: Any) -> None:
+def test_sequences_and_arrays_are_columns(column: Any) -> None:
     assert as_table({"n": column}, "it gave").to_pydict() == {"n": [7]}
 
 
@@ -153,19 +153,19 @@ def test_missing_values_of_pandas_and_numpy_are_null(form: Callable[[Any], Any])
             assert table.to_pydict() == {"v": [present, None]}, (present, missing)
     nested = as_table({"v": form([["x", float("nan"), pd.NA], None])}, "the function gave")
     assert nested.to_pydict() == {"v": [["x", None, None], None]}
-    # Of which PyArrow alone would make the first day of the year 1.
+    # PyArrow alone converts NaT in a nested list to the first day of the year 1.
     dates = as_table({"v": form([[dt.date(2024, 1, 2), pd.NaT], None])}, "the function gave")
     assert dates.to_pydict() == {"v": [[dt.date(2024, 1, 2), None], None]}
 
 
-def test_values_that_can_be_gone_through_once_are_all_there() -> None:
+def test_a_one_shot_iterator_loses_no_values() -> None:
     days = ["2024-01-01", "2024-01-02"]
     assert to_column(map(dt.date.fromisoformat, days)).to_pylist() == [
         dt.date(2024, 1, 1),
         dt.date(2024, 1, 2),
     ]
     first, second = to_column([{"d": dt.date(2024, 1, 1), "x": float("nan")}, {"d": pd.NaT, "x": 1.0}]).to_pylist()
-    assert math.isnan(first["x"]), "NaN of a float stays NaN beside a date"
+    assert math.isnan(first["x"]), "a float NaN stays NaN if the same struct has a date"
     assert second == {"d": None, "x": 1.0}
 
 
@@ -174,7 +174,7 @@ def test_nan_among_numbers_stays_nan() -> None:
     assert repr(column.to_pylist()) == "[1.5, nan, None]"
 
 
-def test_columns_are_found_by_name_and_two_of_one_name_by_place() -> None:
+def test_columns_match_by_name_and_duplicate_names_by_position() -> None:
     found = conform_table(TABLE.select(["n", "k"]), FIELDS, "it gave")
     assert found.schema == pa.schema(FIELDS)
     twice = [pa.field("k", pa.string()), pa.field("k", pa.int64())]
@@ -182,7 +182,7 @@ def test_columns_are_found_by_name_and_two_of_one_name_by_place() -> None:
     assert [column.to_pylist() for column in conform_table(given, twice, "it gave").columns] == [["a"], [1]]
 
 
-def test_no_rows_conform_whatever_their_types() -> None:
+def test_a_table_without_rows_conforms_whatever_its_types() -> None:
     found = conform_table({"k": [], "n": []}, FIELDS, "it gave")
     assert found.schema == pa.schema(FIELDS)
     assert found.num_rows == 0
@@ -215,8 +215,8 @@ DEEP = pa.list_(pa.list_(POINT))
 
 
 @pytest.mark.parametrize("of", [pa.list_, pa.large_list], ids=["lists", "large lists"])
-def test_structs_at_any_depth(of: Any) -> None:
-    """Their fields are found by name; nothing is left out, nothing is made up."""
+def test_structs_are_cast_at_any_depth_of_lists(of: Any) -> None:
+    """Struct fields match by name; a missing or an additional field is an error."""
     loose = pa.struct([("tags", of(pa.large_string())), ("x", pa.int64())])
     points = [{"tags": ["a", None], "x": 1}, {"tags": None, "x": 2}]
     values: list[Any] = [
@@ -249,8 +249,8 @@ MAP = pa.map_(POINT, pa.map_(pa.string(), LINE))
 
 
 @pytest.mark.parametrize("of", [pa.list_, pa.large_list], ids=["lists", "large lists"])
-def test_structs_in_maps_at_any_depth(of: Any) -> None:
-    """In keys and values, of maps in maps, in lists and in structs."""
+def test_structs_are_cast_at_any_depth_of_maps(of: Any) -> None:
+    """Structs are cast in keys and values of maps that are nested in maps, lists and structs."""
     loose = pa.struct([("tags", of(pa.large_string())), ("x", pa.int64())])
     line = pa.struct([("points", of(loose)), ("name", pa.string())])
     given_type = pa.map_(loose, pa.map_(pa.large_string(), line))
@@ -279,7 +279,7 @@ def test_structs_in_maps_at_any_depth(of: Any) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"x": 1}, {"x": 1, "tags": [], "more": 1}, {"x": 1, "Tags": []}], ids=str)
-def test_structs_in_maps_neither_lose_nor_gain_fields(fields: dict[str, Any]) -> None:
+def test_a_struct_in_a_map_with_other_fields_is_refused(fields: dict[str, Any]) -> None:
     point = pa.array([fields]).type
     for kind, given_type, value in (
         (pa.map_(pa.string(), POINT), pa.map_(pa.string(), point), [("a", fields)]),
@@ -298,7 +298,7 @@ def test_structs_in_maps_neither_lose_nor_gain_fields(fields: dict[str, Any]) ->
                 cast_column(column, pa.field("v", kind), "output column")
 
 
-def test_what_lies_under_a_null_map_is_not_looked_at() -> None:
+def test_values_hidden_by_a_null_map_are_ignored() -> None:
     values = pa.array([{"x": 5.0}, {"x": 1.5}, {"x": 6.0}])
     entries = pa.StructArray.from_arrays([pa.array(["a", "b", "c"]), values], ["key", "value"])
     kind = pa.map_(pa.string(), values.type)
@@ -310,7 +310,7 @@ def test_what_lies_under_a_null_map_is_not_looked_at() -> None:
     refuse_nulls(found, wanted, "output column")
 
 
-DAY = dt.datetime(2020, 1, 1)  # noqa: DTZ001  # as a timestamp without a zone has it
+DAY = dt.datetime(2020, 1, 1)  # noqa: DTZ001  # like a timestamp without a time zone
 REFUSED_VALUES = [
     (
         "a decimal",
@@ -330,7 +330,7 @@ REFUSED_VALUES = [
     ("values", "kind", "text"), [c[1:] for c in REFUSED_VALUES], ids=[c[0] for c in REFUSED_VALUES]
 )
 @pytest.mark.parametrize("chunks", [0, 2])
-def test_the_first_value_that_does_not_fit_is_named(
+def test_the_error_names_the_first_value_that_does_not_fit(
     values: list[Any], kind: pa.DataType, text: str, chunks: int
 ) -> None:
     whole = pa.array(values)
@@ -343,7 +343,7 @@ def test_the_first_value_that_does_not_fit_is_named(
 @pytest.mark.parametrize(
     "kind", [pa.list_, pa.large_list, lambda item: pa.list_(item, 1)], ids=["list", "large", "fixed"]
 )
-def test_what_is_outside_of_a_slice_is_not_looked_at(kind: Callable[[pa.DataType], pa.DataType]) -> None:
+def test_values_outside_a_slice_are_ignored(kind: Callable[[pa.DataType], pa.DataType]) -> None:
     values = [[2**40], [1], None, [2], [-(2**40)]]
     column = pa.array(values, kind(pa.int64())).slice(1, 3)
     found = cast_column(column, pa.field("v", pa.list_(pa.int32())), "output column")
@@ -356,7 +356,7 @@ def test_values_that_fit_are_cast(column: pa.Array, kind: pa.DataType, value: An
         try:
             column.cast(kind)
         except pa.ArrowException:
-            # Not every release of PyArrow has this cast: then it is an error with the column's name.
+            # Some releases of PyArrow do not have this cast: the error then names the column.
             with pytest.raises(StateValueError, match="output column 'v' of type string cannot hold string_view"):
                 cast_column(column, pa.field("v", kind), "output column")
             return
@@ -369,8 +369,8 @@ def test_values_that_fit_are_cast(column: pa.Array, kind: pa.DataType, value: An
 VIEWS = ["list_view", "large_list_view"]
 
 
-def views_of(name: str, values: list[Any], value_type: pa.DataType) -> pa.Array:
-    """Views of lists, where the installed PyArrow can look into them."""
+def make_views(name: str, values: list[Any], value_type: pa.DataType) -> pa.Array:
+    """Make an array of list views; skip the test if the installed PyArrow does not support them."""
     if not hasattr(pa, name):
         pytest.skip(f"this PyArrow has no {name}")
     kind = getattr(pa, name)(value_type)
@@ -378,11 +378,11 @@ def views_of(name: str, values: list[Any], value_type: pa.DataType) -> pa.Array:
         pc.list_flatten(pa.nulls(1, kind))
         return pa.array(values, kind)
     except pa.ArrowException as error:
-        pytest.skip(f"this PyArrow does little with a {name}: {error}")
+        pytest.skip(f"this PyArrow does not support {name}: {error}")
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_of_lists(view: str) -> None:
+def test_list_views_are_cast_to_lists(view: str) -> None:
     cases: list[tuple[list[Any], pa.DataType]] = [
         ([[1, 2], None, [3], []] * 5, pa.int64()),
         ([None, [], None], pa.int64()),
@@ -391,7 +391,7 @@ def test_views_of_lists(view: str) -> None:
         ([], pa.int64()),
     ]
     for values, element in cases:
-        column = views_of(view, values, element)
+        column = make_views(view, values, element)
         for given, expected in ((column, values), (column.slice(1), values[1:]), (column.slice(1, 1), values[1:2])):
             for one in (given, pa.chunked_array([given, given])):
                 found = cast_column(one, pa.field("v", pa.list_(element)), "output column")
@@ -401,8 +401,8 @@ def test_views_of_lists(view: str) -> None:
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_of_lists_that_overlap_in_any_order(view: str) -> None:
-    column = views_of(view, [[0]], pa.int16())
+def test_list_views_that_overlap_in_any_order_are_cast(view: str) -> None:
+    column = make_views(view, [[0]], pa.int16())
     index = column.offsets.type
     mask = pa.array([False, True, False, False])
     column = type(column).from_arrays(
@@ -412,13 +412,13 @@ def test_views_of_lists_that_overlap_in_any_order(view: str) -> None:
     found.validate(full=True)
     assert found.to_pylist() == [[3], None, [2, 3], [1, 2]]
     with pytest.raises(StateValueError, match=r"output column 'v' of type list<.*int8> cannot hold .*list_view"):
-        cast_column(views_of(view, [[300]], pa.int64()), pa.field("v", pa.list_(pa.int8())), "output column")
+        cast_column(make_views(view, [[300]], pa.int64()), pa.field("v", pa.list_(pa.int8())), "output column")
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_of_lists_within_others(view: str) -> None:
+def test_list_views_nested_in_other_types_are_cast(view: str) -> None:
     lists: list[Any] = [[1, 2], None, [3], []]
-    column = views_of(view, lists, pa.int64())
+    column = make_views(view, lists, pa.int64())
     kind = pa.list_(pa.int64())
     offsets = pa.array([0, 1, 1, 4], pa.int32())
     mask = pa.array([False, True, False, False])
@@ -445,8 +445,7 @@ def test_views_of_lists_within_others(view: str) -> None:
             assert found.to_pylist() == expected[first:]
 
 
-def test_maps_of_structs() -> None:
-    """Their values are cast as they are elsewhere."""
+def test_structs_that_are_values_of_a_map_are_cast() -> None:
     given_type = pa.map_(pa.large_string(), pa.struct([("tags", pa.large_list(pa.string())), ("x", pa.int64())]))
     values: list[Any] = [[("a", {"tags": ["t"], "x": 1}), ("b", None)], None, [], [("c", {"tags": None, "x": 2})]]
     wanted = pa.map_(pa.string(), pa.field("value", POINT))
@@ -490,7 +489,7 @@ def test_values_that_do_not_fit_are_refused(column: pa.Array, kind: pa.DataType)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_no_number_becomes_infinite(chunked: bool) -> None:
+def test_a_number_too_large_for_a_float_is_refused(chunked: bool) -> None:
     largest = float(np.finfo(np.float32).max)
     values = [largest, None, float("inf"), float("-inf"), float("nan"), -0.0]
     cases: list[tuple[pa.Array, pa.DataType, Any]] = [
@@ -515,7 +514,7 @@ def test_no_number_becomes_infinite(chunked: bool) -> None:
                 cast_column(column, pa.field("v", kind), "output column")
 
 
-def test_dictionaries_are_cast_by_the_same_rules() -> None:
+def test_dictionary_arrays_are_cast_by_the_same_rules() -> None:
     late = dt.datetime(2020, 1, 1, 13, tzinfo=dt.timezone.utc)
     cases: list[tuple[pa.Array, pa.DataType]] = [
         (pa.array([1e300, 1.0]).dictionary_encode(), pa.float32()),
@@ -534,7 +533,7 @@ def test_dictionaries_are_cast_by_the_same_rules() -> None:
 INSTANT = pa.timestamp("us", "UTC")
 
 
-def test_a_time_of_day_is_not_cut_off() -> None:
+def test_a_timestamp_with_a_time_of_day_is_refused_as_a_date() -> None:
     day = pa.field("v", pa.date32())
     for kind in (pa.timestamp("ns"), pa.timestamp("us", "UTC"), pa.timestamp("s", "Asia/Tokyo")):
         offset_s = 9 * 3_600 if kind.tz == "Asia/Tokyo" else 0
@@ -545,7 +544,7 @@ def test_a_time_of_day_is_not_cut_off() -> None:
             cast_column(late, day, "output column")
 
 
-def test_a_name_that_begins_with_a_dot_is_no_path() -> None:
+def test_a_column_name_with_a_leading_dot_is_not_a_path() -> None:
     inner = [pa.field("b", pa.int64()), pa.field(".b", pa.int64(), nullable=False)]
     column = pa.array([{"b": 1, ".b": None}], pa.struct([pa.field("b", pa.int64()), pa.field(".b", pa.int64())]))
     with pytest.raises(StateValueError, match=r"'v': its '\.b' is declared without NULLs"):
@@ -555,7 +554,7 @@ def test_a_name_that_begins_with_a_dot_is_no_path() -> None:
         aggregate_groups(table, "id", [(".v", "sum")])
 
 
-def test_columns_of_one_name_go_by_place_and_not_by_another_order() -> None:
+def test_duplicate_column_names_in_another_order_are_refused() -> None:
     fields = [pa.field(name, pa.int64()) for name in ("a", "b", "a")]
     columns = [pa.array([n]) for n in (1, 2, 3)]
     given = pa.table(columns, names=["a", "b", "a"])
@@ -597,8 +596,8 @@ READ: list[tuple[str, pa.Array, pa.DataType, str]] = [
 
 
 @pytest.mark.parametrize(("column", "kind", "text"), [r[1:] for r in READ], ids=[r[0] for r in READ])
-def test_values_are_not_read_as_something_else(column: pa.Array, kind: pa.DataType, text: str) -> None:
-    """As in the APIs with Python's values: what a number's text says is for the function to find out."""
+def test_values_of_another_kind_are_not_converted_automatically(column: pa.Array, kind: pa.DataType, text: str) -> None:
+    """The function must cast such values itself, as in the APIs that take Python values."""
     for given in (column, pa.chunked_array([column.slice(0, 0), column])):
         with pytest.raises(
             StateValueError, match=r"output column 'v' of type .* cannot hold .*: .*cast it in"
@@ -646,12 +645,12 @@ def test_values_are_not_read_as_something_else(column: pa.Array, kind: pa.DataTy
         "no rows",
     ],
 )
-def test_what_is_cast_nevertheless(column: pa.Array, kind: pa.DataType, values: list[Any]) -> None:
-    """Text of anything, as for columns of Spark; and what has no value in it."""
+def test_numbers_text_dates_and_missing_values_are_cast(column: pa.Array, kind: pa.DataType, values: list[Any]) -> None:
+    """Numbers become text as in Spark; NULL, NaN and empty columns convert to any type."""
     assert cast_column(column, pa.field("v", kind), "output column").to_pylist() == values
 
 
-def test_nulls_where_none_may_be_are_told_with_their_row() -> None:
+def test_the_error_for_a_null_in_a_column_without_nulls_names_its_row() -> None:
     fields = [pa.field("k", pa.string()), pa.field("n", pa.int64(), nullable=False)]
     with pytest.raises(StateValueError, match="output column 'n' is declared without NULLs and row 1 is NULL"):
         conform_table(TABLE, fields, "it gave")
@@ -662,7 +661,7 @@ def test_nulls_where_none_may_be_are_told_with_their_row() -> None:
     refuse_nulls(chunks.slice(0, 3), fields[1], "output column")
 
 
-def test_nulls_inside_of_lists_and_structs() -> None:
+def test_forbidden_nulls_inside_lists_and_structs_are_refused() -> None:
     point = pa.struct([pa.field("x", pa.int64(), nullable=False), pa.field("y", pa.int64())])
     strict = pa.field("v", pa.list_(pa.field("element", point, nullable=False)))
     good: list[Any] = [[{"x": 1, "y": None}], [], None, [{"x": 2, "y": 3}, {"x": 4, "y": None}]]
@@ -693,19 +692,19 @@ INSIDE: list[tuple[str, pa.DataType, Any, Any, str]] = [
 ]  # fmt: skip
 
 
-def nullable(kind: pa.DataType) -> pa.DataType:
-    """The type as an engine gives it that knows of no values that may not be NULL."""
+def make_nullable(kind: pa.DataType) -> pa.DataType:
+    """Return the type with every nested field nullable."""
     if pa.types.is_list(kind):
-        return pa.list_(nullable(kind.value_type))
+        return pa.list_(make_nullable(kind.value_type))
     if pa.types.is_map(kind):
-        return pa.map_(nullable(kind.key_type), nullable(kind.item_type))
-    return pa.struct([(it.name, nullable(it.type)) for it in kind]) if pa.types.is_struct(kind) else kind
+        return pa.map_(make_nullable(kind.key_type), make_nullable(kind.item_type))
+    return pa.struct([(it.name, make_nullable(it.type)) for it in kind]) if pa.types.is_struct(kind) else kind
 
 
 @pytest.mark.parametrize("cast", [False, True], ids=["of the type", "cast"])
 @pytest.mark.parametrize(("kind", "good", "bad", "text"), [it[1:] for it in INSIDE], ids=[it[0] for it in INSIDE])
-def test_nulls_inside_of_maps(kind: pa.DataType, good: Any, bad: Any, text: str, cast: bool) -> None:
-    given = nullable(kind) if cast else kind
+def test_forbidden_nulls_inside_maps_are_refused(kind: pa.DataType, good: Any, bad: Any, text: str, cast: bool) -> None:
+    given = make_nullable(kind) if cast else kind
     field = pa.field("v", kind)
     for chunks in ([good, None, good], [good, bad]), ([None, good], [bad]):
         columns = (
