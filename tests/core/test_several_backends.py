@@ -88,7 +88,7 @@ def test_a_backend_catches_up_after_its_first_snapshot_failed(
     assert life.restored(pointer, "b") == life.models[-1]
 
 
-def test_a_backend_catches_up_though_the_end_of_its_first_snapshot_could_not_be_noted(
+def test_a_backend_catches_up_if_the_end_of_its_first_upload_was_not_recorded(
     life: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(4):
@@ -111,7 +111,7 @@ def test_a_backend_catches_up_though_the_end_of_its_first_snapshot_could_not_be_
     assert "is failed: the disk is full" in caplog.text
     life.manager("b").fails_with = None
     monkeypatch.setattr(life.store, "record", record)
-    # It stands as under way, in a process that lives. That is believed for a while only.
+    # The upload record says running, in a live process. It is trusted only for a while.
     snapshots = life.told.count("b snapshot 5")
     life.batch()
     life.settle()
@@ -125,10 +125,10 @@ def test_a_backend_catches_up_though_the_end_of_its_first_snapshot_could_not_be_
     assert life.restored(pointer, "b") == life.models[-1]
 
 
-def test_a_backend_that_catches_up_and_cannot_be_asked_keeps_no_commit(
+def test_a_bootstrapping_backend_that_does_not_answer_blocks_no_commit(
     life: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On another machine than that which sends its snapshot, and so knows whether it has come."""
+    """The machine is not the one that sends the snapshot, and cannot know whether it arrived."""
     for _ in range(3):
         life.batch()
     life.settle()
@@ -158,7 +158,7 @@ def test_a_backend_that_catches_up_and_cannot_be_asked_keeps_no_commit(
 
 
 def _sent_from_another_machine(life: Life) -> tuple[Pointer, str]:
-    """A backend b that awaits a snapshot which is there, and a machine that knows nothing of it; the snapshot's name."""
+    """Let backend b wait for a snapshot that another machine has written; return its name."""
     for _ in range(3):
         life.batch()
     life.settle()
@@ -204,10 +204,10 @@ def test_a_snapshot_from_another_machine_that_is_damaged_is_replaced(
         assert life.restored(pointer, "b") == model
 
 
-def test_a_snapshot_from_another_machine_counts_when_it_was_read_back(
+def test_a_snapshot_from_another_machine_is_confirmed_by_reading_it(
     life: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once for all calls, and beside them: nothing waits for it."""
+    """It is read once for all calls, in the background: no call waits for it."""
     _, name = _sent_from_another_machine(life)
     may_read, reads = threading.Event(), []
 
@@ -231,7 +231,7 @@ def test_a_snapshot_from_another_machine_counts_when_it_was_read_back(
     assert life.restored(pointer, "b") == life.models[-1]
 
 
-def test_a_snapshot_from_another_machine_that_cannot_be_read_is_read_again_by_the_next_call(
+def test_the_next_call_retries_a_failed_read_of_another_machines_snapshot(
     life: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, name = _sent_from_another_machine(life)
@@ -255,7 +255,7 @@ def test_a_snapshot_from_another_machine_that_cannot_be_read_is_read_again_by_th
     assert life.files("b", SNAPSHOT) == [4]
 
 
-def test_a_snapshot_is_read_back_anew_when_the_process_that_read_it_has_ended(life: Life) -> None:
+def test_a_snapshot_is_read_again_if_the_reading_process_ended(life: Life) -> None:
     pointer, name = _sent_from_another_machine(life)
     ended = subprocess.run(
         [sys.executable, "-c", "from spark_state_ext.worker import process; print(process.get_process_token())"],
@@ -270,10 +270,10 @@ def test_a_snapshot_is_read_back_anew_when_the_process_that_read_it_has_ended(li
     assert is_complete(pointer.replication["b"])
 
 
-def test_a_backend_that_cannot_be_asked_is_not_taken_for_one_that_has_lost_what_another_has_lost(
+def test_a_backend_that_does_not_answer_is_not_taken_for_one_without_files(
     life: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody has deleted the files of a; those of b, which began with a snapshot, are all there is."""
+    """The files of a were deleted; only those of b, which began with a snapshot, are left."""
     for _ in range(4):
         life.batch()
     life.names = ("a", "b")
@@ -300,7 +300,7 @@ def test_a_backend_that_cannot_be_asked_is_not_taken_for_one_that_has_lost_what_
     assert life.restored(pointer) == life.models[-1]
 
 
-def test_a_quiet_bucket_is_copied_too(life: Life) -> None:
+def test_a_bucket_without_changes_is_also_copied_to_a_new_backend(life: Life) -> None:
     life.batch()
     life.names = ("a", "b")
     for _ in range(2):
@@ -310,7 +310,7 @@ def test_a_quiet_bucket_is_copied_too(life: Life) -> None:
     assert life.restored(pointer, "b") == life.models[-1]
 
 
-def test_a_backend_that_is_left_out_is_forgotten_and_its_files_stay(life: Life) -> None:
+def test_a_removed_backend_is_forgotten_but_its_files_stay(life: Life) -> None:
     life.names = ("a", "b")
     for _ in range(3):
         life.batch()
@@ -328,8 +328,8 @@ def test_a_backend_that_is_left_out_is_forgotten_and_its_files_stay(life: Life) 
     assert pointer.replication["a"].since == pointer.ref
 
 
-def test_one_place_for_another_at_once(life: Life) -> None:
-    """Without a time in which both are kept: the local store has the state, so it is written in full within the call."""
+def test_one_backend_can_replace_another_at_once(life: Life) -> None:
+    """Both are never configured together: the call writes the whole state from the local store."""
     for _ in range(3):
         life.batch()
     life.settle()
@@ -339,7 +339,7 @@ def test_one_place_for_another_at_once(life: Life) -> None:
     assert life.restored(pointer, "b") == life.models[-1]
 
 
-def test_files_that_are_all_gone_are_told_with_what_to_do(life: Life) -> None:
+def test_the_error_for_lost_files_says_what_to_do(life: Life) -> None:
     life.history(3)
     for name in life.folder("a").names():
         life.folder("a").remove(name)
@@ -348,13 +348,13 @@ def test_files_that_are_all_gone_are_told_with_what_to_do(life: Life) -> None:
         life.restored(life.pointers[-1], "a")
 
 
-def test_a_state_that_lies_elsewhere_says_where(life: Life) -> None:
+def test_the_error_names_the_backend_that_has_the_state(life: Life) -> None:
     life.history(3)
     with pytest.raises(MissingCheckpointError, match="The state lies in a, which is not among the job's backends"):
         life.restored(life.pointers[-1], "b")
 
 
-def test_the_preferred_backend_is_asked_first_and_the_next_one_where_it_fails(
+def test_the_preferred_backend_is_read_first_and_the_next_one_if_it_fails(
     life: Life, caplog: pytest.LogCaptureFixture
 ) -> None:
     life.names, life.restore_from = ("a", "b"), "b"
@@ -368,7 +368,7 @@ def test_the_preferred_backend_is_asked_first_and_the_next_one_where_it_fails(
     assert life.restored(life.pointers[-1]) == life.models[-1]
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert "cannot be restored from the backend b" in record.getMessage()
-    # And one that has nothing at all.
+    # A preferred backend may also have no file at all.
     caplog.clear()
     life.restore_from = "c"
     life.names = ("a", "c")
@@ -376,7 +376,7 @@ def test_the_preferred_backend_is_asked_first_and_the_next_one_where_it_fails(
     assert "the backend c: it does not have the whole state at" in caplog.text
 
 
-def test_what_neither_backend_has_whole_is_put_together_from_both(life: Life) -> None:
+def test_a_restore_combines_two_backends_that_are_both_incomplete(life: Life) -> None:
     life.names = ("a", "b")
     life.history(4)
     for at, name in enumerate(life.folder("a").names()):
@@ -391,22 +391,22 @@ def test_what_neither_backend_has_whole_is_put_together_from_both(life: Life) ->
 
 
 def _old_release(data: bytes) -> Pointer:
-    """What a release that knows format 1 only makes of a pointer: it looks at none of the other fields."""
+    """Decode a pointer as a release that knows only format 1: it ignores all other fields."""
     return Pointer.decode(data, V1)
 
 
 def test_the_five_steps_of_the_reference(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write both, read the old; read the new; stop writing the old. And back again, up to the last step."""
+    """Write both formats, then read the new one, then stop writing the old one; go back at each step."""
     monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 4)
     stages: list[tuple[str, Callable[[bytes], Pointer], int]] = [
-        (V1, _old_release, 8),  # as it always was
-        (BOTH, _old_release, 8),  # 1, 2: both are written, the old one is read
-        (BOTH, Pointer.decode, 8),  # 3: the new one is read
-        (V1, _old_release, 5),  # and back, as nothing new was needed
+        (V1, _old_release, 8),  # before the migration
+        (BOTH, _old_release, 8),  # 1, 2: write both, read the old one
+        (BOTH, Pointer.decode, 8),  # 3: read the new one
+        (V1, _old_release, 5),  # go back: nothing new was needed
         (BOTH, Pointer.decode, 8),  # 4: is it stable?
-        (V2, Pointer.decode, 8),  # 5: the old one is written no more
-        (V1, Pointer.decode, 3),  # by configuration there is a way back even so
+        (V2, Pointer.decode, 8),  # 5: no longer write the old one
+        (V1, Pointer.decode, 3),  # the configuration can still go back
         (V1, _old_release, 8),
         (V2, Pointer.decode, 3),
     ]
@@ -419,7 +419,7 @@ def test_the_five_steps_of_the_reference(life: Life, monkeypatch: pytest.MonkeyP
             if write != V2:
                 old = _old_release(data)
                 life.settle()
-                # What old releases rely on: files at the root, and a lineage that begins with a snapshot that is there.
+                # Old releases need files at the root and a lineage that begins with an existing snapshot.
                 first = old.lineage[0].ref
                 assert first.version == 1 or first.version in life.files("a", SNAPSHOT)
                 assert {entry.ref.version for entry in old.lineage[1:]} <= set(life.files("a", DELTA))
@@ -433,7 +433,7 @@ def test_the_five_steps_of_the_reference(life: Life, monkeypatch: pytest.MonkeyP
 def test_a_batch_without_changes_goes_back_to_the_first_format(
     life: Life, monkeypatch: pytest.MonkeyPatch, write: str
 ) -> None:
-    """It needs a snapshot that is there, and none is: what format 2 counted on has been lost."""
+    """Format 1 needs an existing snapshot, but the one that format 2 relied on was lost."""
     monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 4)
     life.history(9)
@@ -442,7 +442,7 @@ def test_a_batch_without_changes_goes_back_to_the_first_format(
         if name.endswith(f".{SNAPSHOT}.arrow"):
             life.folder("a").remove(name)
     assert life.pointers[-1].lineage[0].ref.version > 1
-    # On another machine, where nothing says that it was sent.
+    # On another machine there is no upload record of it.
     life.store = LocalStore.at(life.local / "another", SCHEMA)
     life.stores.append(life.store)
     life.options = replace(life.options, pointer_write=write)

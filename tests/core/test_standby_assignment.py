@@ -1,4 +1,4 @@
-"""The assignment: what must hold of every decision, and that deciding again and again comes to rest."""
+"""The standby assignment: properties of every decision, and that repeated decisions become stable."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Assignment = Mapping[BucketKey, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Scene:
-    """Hosts, some of which have something, and buckets."""
+    """Generate buckets, and hosts of which some have replicas."""
 
     buckets: dict[BucketKey, str | None]
     members: tuple[MemberRecord, ...]
@@ -43,7 +43,7 @@ class Scene:
         return assign(self.buckets, self.members, self.settings)
 
     def obeyed(self, assignment: Assignment) -> Scene:
-        """The same with every host holding exactly what is assigned to it, in sync."""
+        """Return the scene in which each host has exactly its assigned replicas, in sync."""
         members = []
         for member in self.members:
             held = (StandbyReplica(key, 5, in_sync=True) for key, hosts in assignment.items() if member.host in hosts)
@@ -51,7 +51,7 @@ class Scene:
         return replace(self, members=tuple(members))
 
     def settled(self) -> Scene:
-        """As it is when it has come to rest."""
+        """Return the scene after the assignment has become stable."""
         scene = self
         for _ in range(50):
             following = scene.obeyed(scene.assigned())
@@ -73,7 +73,7 @@ class Scene:
         return replace(self, members=tuple(it for it in self.members if it.host != host))
 
     def bound(self) -> int:
-        """By the words of the design, counted anew."""
+        """Compute the result independently, as the design defines it."""
         hosts = self.hosts
         total = sum(
             min(self.settings.replicas, len([it for it in hosts if it != active])) for active in self.buckets.values()
@@ -86,7 +86,7 @@ def scenes(draw: st.DrawFn, hosts_min: int = 0) -> Scene:
     count, buckets = draw(st.integers(hosts_min, 9)), draw(st.integers(0, 40))
     racks, chance = draw(st.integers(0, 3)), random.Random(draw(st.integers(0, 2**32)))
     hosts = [f"host-{at}" for at in range(count)]
-    # Some actives are of hosts without a standby service, and some are not known; some hosts have most of them.
+    # Some active hosts have no standby service or are unknown; some hosts are active for most buckets.
     places = [*hosts, *hosts[: draw(st.integers(0, 2))] * 20, "elsewhere", None]
     keys = [BucketKey(chance.choice("ab"), "q", at) for at in range(buckets)]
     share = draw(st.sampled_from([0.0, 0.1, 0.5]))
@@ -113,7 +113,7 @@ def _moved(before: Mapping[BucketKey, set[str]], after: Assignment) -> int:
 
 @_UNHURRIED
 @given(scenes())
-def test_every_bucket_has_as_many_replicas_as_can_be_and_none_beside_its_active(scene: Scene) -> None:
+def test_each_bucket_has_all_possible_replicas_but_none_on_its_active_host(scene: Scene) -> None:
     assignment = scene.assigned()
     assert list(assignment) == sorted(scene.buckets)
     short = 0
@@ -131,7 +131,7 @@ def test_every_bucket_has_as_many_replicas_as_can_be_and_none_beside_its_active(
 
 @_UNHURRIED
 @given(scenes(1))
-def test_no_host_has_more_than_the_bound_while_another_one_has_room(scene: Scene) -> None:
+def test_no_host_exceeds_its_bound_while_another_has_room(scene: Scene) -> None:
     scene = scene.settled()
     held, load, bound = scene.held, _load(scene.assigned()), scene.bound()
     for host in (host for host in load if load[host] > bound):
@@ -143,7 +143,7 @@ def test_no_host_has_more_than_the_bound_while_another_one_has_room(scene: Scene
 
 @_UNHURRIED
 @given(scenes(2))
-def test_no_host_stays_poor_while_it_could_take_something(scene: Scene) -> None:
+def test_no_host_stays_underused_if_it_could_take_a_replica(scene: Scene) -> None:
     scene = replace(scene, members=tuple(replace(it, rack=None) for it in scene.members)).settled()
     held, load = scene.held, _load(scene.assigned())
     total = sum(load.values())
@@ -157,7 +157,7 @@ def test_no_host_stays_poor_while_it_could_take_something(scene: Scene) -> None:
 
 @_UNHURRIED
 @given(scenes(), st.randoms())
-def test_equal_records_give_equal_decisions_in_whatever_order_they_come(scene: Scene, chance: random.Random) -> None:
+def test_the_decision_does_not_depend_on_the_order_of_records(scene: Scene, chance: random.Random) -> None:
     buckets, members = list(scene.buckets.items()), list(scene.members)
     chance.shuffle(buckets)
     chance.shuffle(members)
@@ -172,7 +172,7 @@ def test_equal_records_give_equal_decisions_in_whatever_order_they_come(scene: S
 
 @_UNHURRIED
 @given(scenes(1))
-def test_what_is_decided_stays_until_something_changes(scene: Scene) -> None:
+def test_a_decision_stays_until_its_input_changes(scene: Scene) -> None:
     scene = scene.settled()
     assert scene.obeyed(scene.assigned()) == scene
 
@@ -182,7 +182,7 @@ def test_what_is_decided_stays_until_something_changes(scene: Scene) -> None:
 
 @_UNHURRIED
 @given(scenes(1), st.data())
-def test_of_all_replicas_at_most_one_nth_moves_when_the_nth_host_comes(scene: Scene, data: st.DataObject) -> None:
+def test_at_most_one_nth_of_the_replicas_moves_to_an_nth_host(scene: Scene, data: st.DataObject) -> None:
     scene = scene.settled()
     rack = data.draw(st.sampled_from([None, "rack-0", "rack-7"]))
     grown = replace(scene, members=(*scene.members, MemberRecord(data.draw(st.sampled_from(["a", "z"])), rack)))
@@ -194,8 +194,8 @@ def test_of_all_replicas_at_most_one_nth_moves_when_the_nth_host_comes(scene: Sc
 
 @_UNHURRIED
 @given(scenes(2), st.data())
-def test_when_a_host_goes_only_its_replicas_move(scene: Scene, data: st.DataObject) -> None:
-    """And what balance takes, which is seldom anything."""
+def test_if_a_host_leaves_only_its_replicas_move(scene: Scene, data: st.DataObject) -> None:
+    """Balancing may move a few more replicas, which is rare."""
     scene = scene.settled()
     host = data.draw(st.sampled_from(scene.hosts))
     left = scene.without(host)
@@ -205,12 +205,12 @@ def test_when_a_host_goes_only_its_replicas_move(scene: Scene, data: st.DataObje
     moved = sum(len(set(hosts) - scene.held[key]) for key, hosts in after.items() if key not in its)
     load = _load({key: tuple(hosts - {host}) for key, hosts in scene.held.items()})
     poor = sum(total // len(left.hosts) - load[it] for it in left.hosts if load[it] < 0.8 * total / len(left.hosts))
-    # Where the others are full, one that can go elsewhere may make room.
+    # If all other hosts are full, a replica that can move may make room.
     assert moved <= max(0, poor) + len(its)
 
 
-def test_hosts_that_come_and_go_among_many() -> None:
-    """No slack here: 1,000 buckets on 20 hosts of 5 racks."""
+def test_few_replicas_move_between_many_hosts() -> None:
+    """1,000 buckets on 20 hosts in 5 racks, with exact limits."""
     keys = [BucketKey("counts", "q", at) for at in range(1_000)]
     hosts = [f"host-{at}" for at in range(20)]
     members = tuple(MemberRecord(host, f"rack-{at % 5}") for at, host in enumerate(hosts))
@@ -227,8 +227,8 @@ def test_hosts_that_come_and_go_among_many() -> None:
     assert _moved(back.held, came) == _load(came)["new"] == 100
 
 
-def test_what_is_held_is_kept_when_a_bucket_is_called_elsewhere() -> None:
-    """Its replica on the new active's host is replaced, and nothing else moves."""
+def test_replicas_stay_if_a_bucket_gets_another_active_host() -> None:
+    """Only the replica on the new active host is replaced; all others stay."""
     keys = [BucketKey("counts", "q", at) for at in range(60)]
     members = tuple(MemberRecord(f"host-{at}") for at in range(6))
     scene = Scene(dict.fromkeys(keys, "elsewhere"), members, StandbySettings()).settled()
@@ -243,8 +243,8 @@ def test_what_is_held_is_kept_when_a_bucket_is_called_elsewhere() -> None:
 
 @_UNHURRIED
 @given(scenes(1))
-def test_new_replicas_stand_in_other_racks_where_these_have_room(scene: Scene) -> None:
-    """Of buckets that nobody holds, by one bucket a time: then the others do not fill the room."""
+def test_new_replicas_go_to_other_racks_that_have_room(scene: Scene) -> None:
+    """Assign one new bucket at a time, so that others do not use up the room."""
     rack = {it.host: it.rack for it in scene.members}
     empty = replace(scene, members=tuple(replace(it, replicas=()) for it in scene.members))
     for key, active in scene.buckets.items():
@@ -252,7 +252,7 @@ def test_new_replicas_stand_in_other_racks_where_these_have_room(scene: Scene) -
         (hosts,) = assign({key: active}, empty.members, scene.settings).values()
         used.update(rack[host] for host in hosts if rack[host])
         free = {rack[it] for it in empty.hosts if it != active and it not in hosts and rack[it] not in used}
-        # Where two stand in one rack, no rack was left; a host without a rack counts as one of its own.
+        # Two share a rack only if no rack was left; a host without a rack counts as its own rack.
         assert max(used.values(), default=1) == 1 or not free
 
 
@@ -269,19 +269,19 @@ def _has(host: str, version: int = 7, in_sync: bool = True, active: str | None =
 @pytest.mark.parametrize(
     ("members", "assigned", "holding"),
     [
-        # It moves from a to b, which has not begun, is on its way, and is there.
+        # The replica moves from a to b, which has not begun, is catching up, and is in sync.
         ([_has("a"), MemberRecord("b")], ("b",), "ab"),
         ([_has("a"), _has("b", 3, in_sync=False)], ("b",), "ab"),
         ([_has("a"), _has("b")], ("b",), "b"),
-        # Of two that gave it up, the one that has more of it stays.
+        # Of two hosts that should give it up, the one with more of it keeps it.
         ([_has("a", 3, in_sync=False), _has("b", 5, in_sync=False), MemberRecord("c")], ("c",), "bc"),
         ([_has("a", 9, in_sync=False), _has("b", 5), MemberRecord("c")], ("c",), "bc"),
         ([_has("a"), _has("b"), MemberRecord("c"), MemberRecord("d")], ("c", "d"), "abcd"),
         ([_has("a"), _has("b"), _has("c"), MemberRecord("d")], ("c", "d"), "acd"),
-        # The host of the active task has it anyway.
+        # The active host has the state in any case.
         ([_has("a", active="a"), MemberRecord("b")], ("b",), "b"),
         ([_has("a", active="x"), _has("b", 8, in_sync=False, active="a")], ("b",), "b"),
-        # Nobody is to have it any more.
+        # No host should have it any longer.
         ([_has("a"), _has("b")], (), ""),
     ],
 )
@@ -290,13 +290,13 @@ def test_a_replica_stays_until_the_new_one_is_in_sync(
 ) -> None:
     for order in itertools.permutations(members):
         assert "".join(it for it in "abcd" if _KEY in buckets_to_hold(it, {_KEY: assigned}, order)) == holding
-    # A bucket that there is no more is given up.
+    # The replica of a bucket that no longer exists is given up.
     assert buckets_to_hold("a", {}, members) == frozenset()
 
 
 @_UNHURRIED
 @given(scenes())
-def test_hosts_hold_what_is_assigned_and_at_most_as_much_more_as_is_not_in_sync(scene: Scene) -> None:
+def test_hosts_keep_extra_replicas_only_while_assigned_ones_are_not_in_sync(scene: Scene) -> None:
     assignment = scene.assigned()
     holding = {host: buckets_to_hold(host, assignment, scene.members) for host in scene.hosts}
     synced = {(it.host, replica.key) for it in scene.members for replica in it.replicas if replica.in_sync}
@@ -305,7 +305,7 @@ def test_hosts_hold_what_is_assigned_and_at_most_as_much_more_as_is_not_in_sync(
         assert set(hosts) <= holders
         waited_for = sum((host, key) not in synced for host in hosts)
         assert len(holders) <= len(hosts) + waited_for
-        # Nobody gives a replica up before there are others.
+        # No host gives up a replica before others exist.
         usable = {host for host in scene.held[key] if (host, key) in synced}
         assert len(usable & holders) >= min(len(usable), len(hosts))
     assert all(key in assignment for held in holding.values() for key in held)
@@ -319,28 +319,28 @@ def test_the_active_host_is_that_of_the_newest_file() -> None:
     members = [seen("a", 9, 0, "x"), seen("b", 2, 8, "y"), seen("c", 99, 0, None)]
     for order in itertools.permutations(members):
         assert find_active_hosts([other, _KEY], order) == {_KEY: "y", other: None}
-    # Two attempts at one version: every host takes the same.
+    # Two attempts wrote the same version: every host chooses the same.
     assert find_active_hosts([_KEY], [seen("a", 5, 0, "x"), seen("b", 5, 0, "z")])[_KEY] == "z"
 
 
-def test_a_host_tells_what_it_is_active_for_though_nobody_follows_it() -> None:
-    """Else the only host would follow, see that it is the active one, give up, forget that, and begin again."""
+def test_a_host_reports_its_active_buckets_even_if_no_host_follows_them() -> None:
+    """Otherwise an only host would follow its bucket, see that it is active, give up, and repeat."""
     alone = MemberRecord("a", replicas=(StandbyReplica(_KEY, 5, active="a"),))
     told = MemberRecord("a", active=find_active_buckets("a", [_KEY], [alone]))
     assert told.active == {_KEY: 5}
     assert find_active_buckets("a", [_KEY], [told]) == told.active
     assert assign(find_active_hosts([_KEY], [told]), [told], StandbySettings()) == {_KEY: ()}
-    # Until somebody sees a newer file of another host; and not of a bucket that there is no more.
+    # This ends with a newer file of another host, or if the bucket no longer exists.
     other = MemberRecord("b", replicas=(StandbyReplica(_KEY, 6, active="c"),))
     assert find_active_buckets("a", [_KEY], [told, other]) == {}
     assert find_active_buckets("a", [], [told]) == {}
     assert find_active_buckets("c", [_KEY], [told, other]) == {_KEY: 6}
-    # While nobody follows it, nobody else sees that.
+    # While no host follows the bucket, no other host sees that.
     assert find_unfollowed("a", [_KEY], [told, MemberRecord("b")]) == {_KEY}
     assert find_unfollowed("a", [_KEY], [told, _has("b", 5, active="a")]) == frozenset()
 
 
-def test_standby_that_is_off_has_no_replicas() -> None:
+def test_disabled_standby_assigns_no_replicas() -> None:
     buckets, members = {_KEY: None}, [_has("a"), MemberRecord("b")]
     off = StandbySettings(enabled=False)
     assert assign(buckets, members, off) == {_KEY: ()}

@@ -1,4 +1,4 @@
-"""A follower whose store, disk or files fail, or that is told to stop, and what bounds it."""
+"""Followers with a failing store, disk or file, stopping a follower, and its resource limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.close()
 
 
-def test_a_damaged_file_is_told_and_the_next_step_goes_on(world: World) -> None:
+def test_a_damaged_file_is_reported_and_the_next_step_continues(world: World) -> None:
     world.batch(changes(0))
     world.follower.step()
     world.batch(changes(1))
@@ -56,7 +56,7 @@ def test_a_damaged_file_is_told_and_the_next_step_goes_on(world: World) -> None:
     assert world.adopted() == 0
 
 
-def test_a_damaged_attempt_keeps_nobody_from_the_other_one(world: World) -> None:
+def test_a_damaged_attempt_does_not_block_the_other_attempt(world: World) -> None:
     world.batch(changes(0))
     bad = world.attempt(changes(1))[0].ref
     assert bad is not None
@@ -67,13 +67,13 @@ def test_a_damaged_attempt_keeps_nobody_from_the_other_one(world: World) -> None
     assert isinstance(found.error, CorruptFileError)
     assert found.newest == world.pointer.ref
     assert world.adopted() == 0
-    # And is forgotten once there is something newer.
+    # The damaged file is forgotten once there is a newer one.
     world.batch(changes(2))
     assert world.follower.step().is_caught_up
 
 
 @pytest.mark.parametrize("at", range(1, 9))
-def test_a_store_that_fails_at_any_read(world: World, at: int) -> None:
+def test_a_follower_recovers_from_a_failure_of_any_read(world: World, at: int) -> None:
     for number in range(3):
         world.batch(changes(number))
     world.follow(storage_options=FAULTY)
@@ -87,7 +87,7 @@ def test_a_store_that_fails_at_any_read(world: World, at: int) -> None:
     assert world.adopted() == 0
 
 
-def test_every_read_of_a_step_is_among_those(world: World) -> None:
+def test_the_failing_reads_include_every_read_of_a_step(world: World) -> None:
     for number in range(3):
         world.batch(changes(number))
     world.follow(storage_options=FAULTY)
@@ -96,23 +96,23 @@ def test_every_read_of_a_step_is_among_those(world: World) -> None:
     assert 4 <= Faults.reads < 9
 
 
-def test_a_store_that_was_removed_or_replaced_is_filled_again(world: World) -> None:
+def test_a_removed_or_replaced_local_store_is_filled_again(world: World) -> None:
     for number in range(3):
         world.batch(changes(number))
     world.follower.step()
-    # Taken for unused, as by `reclaim`.
+    # Removed as unused, as `reclaim` does.
     shutil.rmtree(world.follower.store_folder)
     found = world.follower.step()
     assert (found.is_caught_up, found.files_read) == (True, 3)
     assert world.adopted() == 0
-    # Taken for damaged, by a task.
+    # Removed as damaged, as a task does.
     world.task().rebuild()
     assert world.follower.step().files_read == 3
     assert world.adopted() == 0
 
 
 def test_a_replica_whose_pages_are_damaged_is_rebuilt(tmp_path: Path) -> None:
-    """In processes of their own, as LMDB ends one that meets some of the pages, which it decides."""
+    """Each case runs in its own process, because LMDB aborts the process on some damaged pages."""
     page, ended, read = 2, 0, 0
     while True:
         done = subprocess.run(
@@ -134,7 +134,7 @@ def test_a_replica_whose_pages_are_damaged_is_rebuilt(tmp_path: Path) -> None:
     assert ended < page // 2
 
 
-def test_a_step_that_is_told_to_stop(world: World) -> None:
+def test_a_step_ends_early_if_asked_to_stop(world: World) -> None:
     world.batch(changes(0))
     world.follower._stop.set()
     found = world.follower.step()
@@ -142,7 +142,7 @@ def test_a_step_that_is_told_to_stop(world: World) -> None:
     assert not found.is_caught_up
 
 
-def test_nothing_is_written_in_the_query_folder(world: World) -> None:
+def test_a_follower_never_writes_in_the_query_folder(world: World) -> None:
     for number in range(5):
         world.batch(changes(number))
     before = world.query_folder.tree()
@@ -150,7 +150,7 @@ def test_nothing_is_written_in_the_query_folder(world: World) -> None:
     assert world.query_folder.tree() == before
 
 
-def test_a_folder_that_did_not_change_is_not_listed_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_folder_is_not_listed_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = VirtualClock()
     world.follower = BucketFollower(world.at, world.key, world.operator, world.stores, clock=clock)
     listings: list[float] = []
@@ -167,9 +167,9 @@ def test_a_folder_that_did_not_change_is_not_listed_again(world: World, monkeypa
             found = world.follower.step()
             assert (found.is_caught_up, found.newest) == (True, world.pointer.ref)
             clock.sleep(1.0)
-    # A change that has the time of the one before it is seen, as a time counts once it is 2 s old.
+    # A change with the same time as the previous one is seen: a time is trusted once it is 2 s old.
     assert listings == [0, 1, 2, 10, 11, 12, 20, 21, 22]
-    # What is not whole is looked at each time.
+    # An incomplete replica is checked each time.
     ref = world.attempt(changes(3))[0].ref
     assert ref is not None
     world.files.put(file_name(ref, DELTA), b"nothing")
@@ -179,7 +179,7 @@ def test_a_folder_that_did_not_change_is_not_listed_again(world: World, monkeypa
     assert listings[9:] == [30, 31, 32, 33, 34]
 
 
-def test_a_copy_that_tidying_found_damaged_is_filled_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_found_damaged_while_tidying_is_filled_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = VirtualClock()
     world.follower = BucketFollower(world.at, world.key, world.operator, world.stores, clock=clock)
     world.batch(changes(0))
@@ -192,14 +192,14 @@ def test_a_copy_that_tidying_found_damaged_is_filled_again(world: World, monkeyp
         patch.setattr(LocalStore, "compact", damaged)
         assert world.follower.step().newest is None
     assert world.task().runs() == []
-    # However late the next look is, and though nobody writes.
+    # This holds however late the next step is, and without new files.
     clock.sleep(60.0)
     found = world.follower.step()
     assert (found.is_caught_up, found.newest) == (True, world.pointer.ref)
     assert world.adopted() == 0
 
 
-def test_bandwidth_bounds_bytes_by_the_second(world: World) -> None:
+def test_the_bandwidth_limits_the_bytes_of_each_second(world: World) -> None:
     for number in range(10):
         world.batch(changes(number))
     clock = VirtualClock()
@@ -210,7 +210,7 @@ def test_bandwidth_bounds_bytes_by_the_second(world: World) -> None:
     assert found.is_caught_up
     assert found.bytes_read > 20_000
     assert found.bytes_read / 1_000 - 1 <= clock.now_s <= found.bytes_read / 1_000
-    # What is not used for long does not add up.
+    # Unused bandwidth does not accumulate.
     clock.sleep(1_000)
     began_s = clock.now_s
     world.batch(changes(11))
@@ -218,7 +218,7 @@ def test_bandwidth_bounds_bytes_by_the_second(world: World) -> None:
     assert clock.now_s - began_s == pytest.approx(found.bytes_read / 1_000 - 1)
 
 
-def test_lag_is_told_by_the_stores_clock(world: World) -> None:
+def test_lag_is_measured_by_the_clock_of_the_store(world: World) -> None:
     world.batch(changes(0))
     world.follower.step()
     for number in range(1, 4):
@@ -230,7 +230,7 @@ def test_lag_is_told_by_the_stores_clock(world: World) -> None:
     assert world.follower.step().behind == Lag()
 
 
-def test_stores_of_followers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_open_stores_of_followers_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from spark_state_ext.worker import descriptors
 
     monkeypatch.setattr(descriptors, "stores_max", lambda: 2)
