@@ -168,10 +168,10 @@ def save_table(table: DataFrame, target: TableSavepoint) -> TakenSavepoint:
     keys = len(file.row_schema().keys)
     fields = StructType([table.schema[position] for position in range(keys)])
     hashed = select_packed_columns(table, table.schema, fields, tuple(range(keys)), [])
-    packed = hashed.mapInArrow(task_entry("pack_rows", request, "tables"), "label int, payload binary")
+    packed = hashed.mapInArrow(task_entry("pack_rows", request, "table_tasks"), "label int, payload binary")
     spread = packed.repartition(min(file.buckets, _count_partitions(spark)), "label")
     return finish_savepoint(
-        spark, request, spread.mapInArrow(task_entry("write_buckets", request, "tables"), SAVED).collect()
+        spark, request, spread.mapInArrow(task_entry("write_buckets", request, "table_tasks"), SAVED).collect()
     )
 
 
@@ -226,7 +226,7 @@ def read_saved_table(spark: SparkSession, savepoint: Savepoint, with_defined: bo
     if with_defined:
         fields = [*table_type.fields, StructField(DEFINED, BooleanType())]
         table_type = StructType([StructField(f"c{position}", field.dataType) for position, field in enumerate(fields)])
-    return numbers.mapInArrow(task_entry("read_rows", request, "tables"), table_type)
+    return numbers.mapInArrow(task_entry("read_rows", request, "table_tasks"), table_type)
 
 
 def _make_operator_file(

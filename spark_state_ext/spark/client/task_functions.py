@@ -51,7 +51,7 @@ def unpack_entry() -> Callable[[Any], Any]:
     return unpack_rows
 
 
-def task_entry(what: str, plain: dict[str, Any], module: str = "saving") -> Callable[[Any], Any]:
+def task_entry(what: str, plain: dict[str, Any], module: str = "savepoint_tasks") -> Callable[[Any], Any]:
     """Return a function for `mapInArrow` that runs `what`, a function of a module in `spark.executor`."""
     load = _make_loader()
 

@@ -24,7 +24,7 @@ def request_for(options: StateOptions) -> dict[str, Any]:
     return {"package_version": BUILD, "options": options.to_plain()}
 
 
-def run_task(spark: SparkSession, what: str, request: dict[str, Any], module: str = "saving") -> Any:
+def run_task(spark: SparkSession, what: str, request: dict[str, Any], module: str = "savepoint_tasks") -> Any:
     """Run a function of a module in `spark.executor` in one task, and return its answer."""
     frame = spark.range(1).coalesce(1).mapInArrow(task_entry(what, request, module), ANSWER)
     return json.loads(frame.collect()[0].answer)
