@@ -130,7 +130,7 @@ def test_tasks_that_the_client_names_exist() -> None:
                 and isinstance(node.func, ast.Name)
                 and node.func.id in ("run_task", "task_entry")
             ):
-                texts = [it.value for it in node.args if isinstance(it, ast.Constant)]
+                texts = [str(it.value) for it in node.args if isinstance(it, ast.Constant)]
                 if texts:
                     named.append((texts[1] if len(texts) > 1 else default, texts[0]))
     assert len(named) > 10

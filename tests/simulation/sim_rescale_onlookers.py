@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 
 from sim_parts import Numbers, WrongStateError
 from sim_rescale_parts import ALL_KEYS
+from sim_search import replaced
 from sim_yard import OPERATOR
 
 from arrow_schemas.erase import EraseDone
 from spark_state_ext.erasing.requests import erase_keys, erase_status
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.files.erase_requests import EraseFolder
+from spark_state_ext.reading import state_folder
 from spark_state_ext.reading.bodies import Scratch
 from spark_state_ext.reading.state_folder import find_state
 from spark_state_ext.reading.state_opener import open_pointers
@@ -42,6 +44,8 @@ class Onlookers:
         self._world = world
         # Folders in which Spark has committed a batch.
         self.committed = {"q0"}
+        # This world has no leases. A reader takes the query folder whose lease was renewed last: the one that committed last.
+        self._renewals: dict[str, int] = {}
         # Ids of requests; and the batch that has carried each out, as far as the query did not go back since.
         self._asked: set[str] = set()
         self._done: dict[str, int] = {}
@@ -68,7 +72,8 @@ class Onlookers:
         """Somebody reads the state by the root."""
         world = self._world
         try:
-            found = find_state(world.yard.root("a"), OPERATOR, None)
+            with replaced([(state_folder, "last_renewed_ms", lambda folder: self._renewals.get(folder.name))]):
+                found = find_state(world.yard.root("a"), OPERATOR, None)
         except UsageError as error:
             raise WrongStateError(f"a reader does not find the state: {error}") from error
         if found.folder.name not in self.committed:
@@ -94,6 +99,7 @@ class Onlookers:
         """A batch is committed: what its folder was asked for before is done in it."""
         name = self._folder
         self.committed.add(name)
+        self._renewals[name] = max(self._renewals.values(), default=0) + 1
         folder = EraseFolder(self._world.operator.child(name))
         numbers = folder.numbers()
         there = {folder.request(number).id: number for number in numbers.requests}

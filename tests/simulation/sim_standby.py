@@ -178,6 +178,9 @@ class StandbyWorld:
 
     def heal(self) -> None:
         for service in self.running.values():
+            if service.files.frozen:
+                # Records that were frozen change now, also those of dead hosts, which looks like a sign of life.
+                service.looks = 0
             service.files.frozen.clear()
 
     def task(self) -> None:
