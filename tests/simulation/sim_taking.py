@@ -198,14 +198,14 @@ def _batch(pointers: Iterable[Pointer]) -> pa.RecordBatch:
 
 @dataclass(frozen=True)
 class Task:
-    """What `shim.task_entry` makes, without the border to Spark's worker, which tells errors anew."""
+    """What `task_functions.task_entry` makes, without the border to Spark's worker, which tells errors anew."""
 
     what: str
     plain: dict[str, Any]
-    module: str = "saving"
+    module: str = "savepoint_tasks"
 
     def __post_init__(self) -> None:
-        if self.module != "saving":
+        if self.module != "savepoint_tasks":
             raise AssertionError(f"no history has a task of {self.module}")
 
 
