@@ -81,9 +81,7 @@ def test_a_folder_that_began_with_a_savepoint_is_read(job: Job, tmp_path: Path) 
     whole = write_savepoint(job, tmp_path / "again", NATIVE)
     from spark_state_ext.savepoints.manifest_file import read_manifest
 
-    new.pointers = [
-        [replace(write_savepoint.pointer, query_folder="new") for write_savepoint in read_manifest(whole).buckets]
-    ]
+    new.pointers = [[replace(saved.pointer, query_folder="new") for saved in read_manifest(whole).buckets]]
     random_ = random.Random(5)
     models = [job.models[13]]
     changes = some_changes(random_, 20)
