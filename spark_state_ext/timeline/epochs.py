@@ -13,9 +13,10 @@ from __future__ import annotations
 import enum
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from arrow_schemas.checksum import read_whole_number
@@ -406,12 +407,10 @@ def begin_epoch(epochs: Epochs, start: Start) -> tuple[Epochs, int]:
     number = max(epochs.numbers_to, 0 if made_at is None else made_at.epoch) + 1
     parents: tuple[int, ...] = (0 if newest is None else newest.number,)
     if made_at is not None and newest is not None:
-        # One of the last epochs may have been begun by a late task.
-        recent = [
-            epoch.number for epoch in epochs.entries[-_RECENT:] if epoch.number > made_at.epoch and not epoch.withdrawn
-        ]
+        # A late task may have begun one of the last epochs, or the run returns to what later runs gave up.
+        recent = islice(_find_fitting(epochs, start, number, made_at), _RECENT)
         parents = _replace_failed_parents(
-            epochs, start, (*recent[::-1], made_at.epoch if epochs.get(made_at.epoch) is not None else 0)
+            epochs, start, (*recent, made_at.epoch if epochs.get(made_at.epoch) is not None else 0)
         )
     elif newest is None and number > 1:
         # The records are gone, so leave a gap for the numbers of runs after the input's run. The hash separates this
@@ -421,6 +420,16 @@ def begin_epoch(epochs: Epochs, start: Start) -> tuple[Epochs, int]:
     same_plan = newest is not None and newest.plan_id == start.plan_id
     new_epoch = Epoch(number, parents, start.plan_id, start.run_id, start.after, same_plan)
     return epochs.with_epoch(_narrow_parents(epochs, new_epoch, made_at)), number
+
+
+def _find_fitting(epochs: Epochs, start: Start, number: int, made_at: MadeAt) -> Iterator[int]:
+    """Iterate over epochs after the input's that a run with this number may go on from, the newest first."""
+    for epoch in reversed(epochs.entries):
+        if epoch.number <= made_at.epoch:
+            return
+        run = Epoch(number, (epoch.number,), start.plan_id, start.run_id, start.after)
+        if not epoch.withdrawn and _fits(epochs.with_epoch(run), made_at):
+            yield epoch.number
 
 
 def _replace_failed_parents(epochs: Epochs, start: Start, numbers: Iterable[int]) -> tuple[int, ...]:

@@ -69,6 +69,15 @@ def test_who_returns_to_what_was_given_up_is_on_that_line() -> None:
     assert epochs.judge(MadeAt(2, at(4))) is Verdict.GIVEN_UP
 
 
+def test_runs_that_cannot_have_made_the_input_leave_room_for_those_that_can() -> None:
+    # Run b made batch 2. Runs c, d and e went back to batch 0; run f goes on from a copy of b's checkpoint, and its first
+    # call is of a bucket that has rested since batch 1.
+    epochs = begun(start("a", -1, 0), start("b", 1, 1), *(start(plan, 0, 1) for plan in "cde"))
+    epochs, _ = begin_epoch(epochs, start("f", 2, 1, batch=1))
+    assert epochs.entries[-1].parents == (2, 1)
+    assert epochs.judge(MadeAt(2, at(2))) is Verdict.UNKNOWN
+
+
 def test_an_old_input_leaves_open_what_was_gone_on_from_until_one_tells() -> None:
     before = begun(start("a", -1, 0), start("b", 3, 1))
     open_yet, _ = begin_epoch(before, start("c", 9, 1, batch=2))

@@ -30,6 +30,16 @@ def test_no_history_has_readers_take_what_was_given_up(steps: tuple[Step, ...]) 
     simulate_timeline(steps)
 
 
+def test_a_run_returns_after_several_others_to_what_they_gave_up() -> None:
+    """Found by chance: the first call was of a bucket that had rested since before what was given up."""
+    kinds = ("batch", "crashes", "batch", "back", "crashes", "batch", "return", "begin")
+    numbers = ("", "0000000100000000", "0000000000010000", "", "0001000000000001", "", "", "0001000000000000")
+    steps = [
+        bytes([TIMELINE_STEPS.index(kind), *bytes.fromhex(given)]) for kind, given in zip(kinds, numbers, strict=True)
+    ]
+    simulate_timeline((b"\0\1", *steps))
+
+
 def test_histories_are_of_the_kind_that_matters() -> None:
     seen: Counter[str] = Counter()
     searched(timeline_histories(), lambda steps: seen.update(simulate_timeline(steps).counted), 300, SEED)
