@@ -200,7 +200,12 @@ class Asking:
             before.withdrawn, before.dropped = before.withdrawn or not keys, False
             return
         self.asked += 1
-        self.requests[number] = Asked(number, request.id, keys, self._clock(), withdrawn=not keys)
+        withdrawn = not keys
+        if before is not None and withdrawn:
+            # Withdrawing a request that cannot be read writes one with another id. A call may still carry out what its
+            # process has read before, as it may with a request that was withdrawn while it could be read.
+            keys = before.keys
+        self.requests[number] = Asked(number, request.id, keys, self._clock(), withdrawn=withdrawn)
 
     def _removed(self, name: str) -> None:
         number, done = parse_erase_name(name) or (0, False)

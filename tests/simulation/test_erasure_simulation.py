@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, given, settings
 from sim_erasure_scenes import ERASURE_SCENES, ErasureScene, played_erasures
-from sim_erasures import simulate_erasures
+from sim_erasures import ERASURE_STEPS, ErasureConfig, simulate_erasures
 from sim_erasures_broken import BROKEN_ERASURES
 from sim_histories import erasure_histories
 from sim_parts import History, WrongStateError
@@ -47,6 +47,37 @@ def test_no_history_keeps_a_key_that_is_said_to_be_erased(history: History) -> N
 @pytest.mark.parametrize("script", ERASURE_SCENES, ids=lambda script: script.__name__)
 def test_no_scene_keeps_a_key_that_is_said_to_be_erased(script: Callable[[ErasureScene], None]) -> None:
     played_erasures(script)
+
+
+def test_an_attempt_carries_out_what_it_read_before_the_request_was_damaged_and_withdrawn() -> None:
+    """Found by chance: the withdrawn request has another id then, as that of the damaged file cannot be read."""
+    config = ErasureConfig(
+        checkpoint_v2=False,
+        last_wins=False,
+        changelog=False,
+        timeouts=True,
+        switches=False,
+        retained=1,
+        partitions=1,
+        buckets=3,
+        ingests=False,
+    )
+    steps = (
+        ("batch", "00000000000000000000000000010000"),
+        ("batch", "00000000000000010000000000000000"),
+        ("go", ""),
+        ("go", ""),
+        ("ask", "010002"),
+        ("zombie", "0001"),
+        ("batch", "0005110100000000059700000001000a"),
+        ("spoil", ""),
+        ("batch", ""),
+        ("go", ""),
+        ("withdraw", "01"),
+        ("zombie", "01"),
+    )
+    history = [bytes([ERASURE_STEPS.index(kind), *bytes.fromhex(given.ljust(32, "0"))]) for kind, given in steps]
+    simulate_erasures(History(config, tuple(history)))
 
 
 @pytest.mark.parametrize("name", BROKEN_ERASURES)
