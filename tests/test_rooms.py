@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from spark_state_ext.cli.app import COMMANDS, GROUPS
-from spark_state_ext.spark.client.task_functions import task_entry
 from tests.helpers.waiting import WAIT_S
 
 ROOT = Path(__file__).parent.parent
@@ -121,7 +119,6 @@ def test_what_a_process_has_once_is_owned_by_its_worker() -> None:
 
 def test_tasks_that_the_client_names_exist() -> None:
     """The client names the functions that tasks run by strings, which no type checker compares with the modules."""
-    default = inspect.signature(task_entry).parameters["module"].default
     named = []
     for _, tree in _modules():
         for node in ast.walk(tree):
@@ -130,9 +127,7 @@ def test_tasks_that_the_client_names_exist() -> None:
                 and isinstance(node.func, ast.Name)
                 and node.func.id in ("run_task", "task_entry")
             ):
-                texts = [str(it.value) for it in node.args if isinstance(it, ast.Constant)]
-                if texts:
-                    named.append((texts[1] if len(texts) > 1 else default, texts[0]))
+                named += [str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)]
     assert len(named) > 10
-    for module, name in named:
+    for module, _, name in (task.partition(".") for task in named):
         assert callable(getattr(importlib.import_module(f"spark_state_ext.spark.executor.{module}"), name))

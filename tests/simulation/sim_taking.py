@@ -200,13 +200,15 @@ def _batch(pointers: Iterable[Pointer]) -> pa.RecordBatch:
 class Task:
     """What `task_functions.task_entry` makes, without the border to Spark's worker, which tells errors anew."""
 
-    what: str
+    task: str
     plain: dict[str, Any]
-    module: str = "savepoint_tasks"
 
-    def __post_init__(self) -> None:
-        if self.module != "savepoint_tasks":
-            raise AssertionError(f"no history has a task of {self.module}")
+    @property
+    def what(self) -> str:
+        module, _, function = self.task.partition(".")
+        if module != "savepoint_tasks":
+            raise AssertionError(f"no history has a task of {module}")
+        return function
 
 
 def spark_parts(reader: type[SimReader] = SimReader) -> list[tuple[Any, str, Any]]:

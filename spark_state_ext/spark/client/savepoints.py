@@ -153,7 +153,7 @@ def _take_under_hold(
     ]
     try:
         for part in parts:
-            part["hold"] = run_task(spark, "begin", part)["hold"]
+            part["hold"] = run_task(spark, "savepoint_tasks.begin", part)["hold"]
         return _take(spark, reader, [store for store, _ in stores], parts, common, batch)
     finally:
         for part in parts:
@@ -199,7 +199,8 @@ def _take(
 def finish_savepoint(spark: SparkSession, request: Mapping[str, Any], rows: Sequence[Any]) -> TakenSavepoint:
     """Run a task that writes the manifest of the saved buckets; return the savepoint."""
     frame = spark.createDataFrame([(row.saved, bytes(row.pointer)) for row in rows], SAVED).coalesce(1)
-    answer = json.loads(frame.mapInArrow(task_entry("finish", dict(request)), ANSWER).collect()[0].answer)
+    finish = task_entry("savepoint_tasks.finish", dict(request))
+    answer = json.loads(frame.mapInArrow(finish, ANSWER).collect()[0].answer)
     copies = parse_copies((row.saved, row.pointer) for row in rows)
     sizes = [file.size_bytes for copy in copies for file in copy.saved.files]
     return TakenSavepoint(
@@ -223,7 +224,7 @@ def _save(
     for store, part in zip(stores, parts, strict=True):
         request = {**part, "query_id": committed.query_id, "batch": committed.batch, "parts": list(parts)}
         with reader.pointers(store, committed.batch) as pointers:
-            rows += pointers.mapInArrow(task_entry("save", request), SAVED).collect()
+            rows += pointers.mapInArrow(task_entry("savepoint_tasks.save", request), SAVED).collect()
     return rows
 
 
@@ -269,7 +270,7 @@ def stop_with_savepoint(
     # Detect as many errors as possible while the query still runs.
     common = _make_request(_check_path(path), storage_options, form, verify)
     reader, stores = _open_reader(spark, os.fspath(checkpoint_location), state, form=form, verify=verify)
-    run_task(spark, "refuse", common)
+    run_task(spark, "savepoint_tasks.refuse", common)
     query.stop()
     query.awaitTermination()
     return _take_under_hold(spark, reader, stores, common, None)

@@ -129,7 +129,7 @@ def _capture_for_rescaling(spark: SparkSession, job: Job, reader: StateReader) -
             "operator": job.operator,
         },
     }
-    answer = run_task(spark, "begin", request)
+    answer = run_task(spark, "savepoint_tasks.begin", request)
     if "nothing_in" in answer:
         raise MissingCheckpointError(
             f"there is no state in {answer['nothing_in']}, where it should be: set rescale to the checkpointLocation "
@@ -145,7 +145,7 @@ def _capture_for_rescaling(spark: SparkSession, job: Job, reader: StateReader) -
         committed = reader.batch()
         request |= {"batch": committed.batch, "later": []}
         with reader.pointers(store, committed.batch) as pointers:
-            pointers.coalesce(1).mapInArrow(task_entry("capture", request), ANSWER).collect()
+            pointers.coalesce(1).mapInArrow(task_entry("savepoint_tasks.capture", request), ANSWER).collect()
     except BaseException:
         # Otherwise the query's own clean-up would wait for an hour.
         release_hold(spark, request)
@@ -191,7 +191,7 @@ def _capture(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple[
             "operator": job.operator,
         },
     }
-    request |= run_task(spark, "begin", request)
+    request |= run_task(spark, "savepoint_tasks.begin", request)
     try:
         committed = reader.batch(start.batch)
         _LOGGER.info(
@@ -202,7 +202,7 @@ def _capture(spark: SparkSession, job: Job, start: RetainedCheckpoint) -> tuple[
         )
         request |= {"batch": committed.batch, "later": list(committed.later)}
         with reader.pointers(store, committed.batch) as pointers:
-            pointers.coalesce(1).mapInArrow(task_entry("capture", request), ANSWER).collect()
+            pointers.coalesce(1).mapInArrow(task_entry("savepoint_tasks.capture", request), ANSWER).collect()
     except BaseException:
         # The query will not start from it, and the other query's clean-up would wait for an hour.
         release_hold(spark, request)

@@ -33,7 +33,7 @@ def check_start(spark: SparkSession, job: Job) -> None:
     try:
         if is_connect(spark):
             # The client may not reach the folder.
-            _raise_answer(run_task(spark, "check_start", {"job": job.to_plain()}))
+            _raise_answer(run_task(spark, "savepoint_tasks.check_start", {"job": job.to_plain()}))
         else:
             refuse_unfit_start(job)
     except OperatorChangedError:

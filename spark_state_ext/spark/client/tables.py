@@ -164,14 +164,14 @@ class TableSavepoint:
 def save_table(table: DataFrame, target: TableSavepoint) -> TakenSavepoint:
     """Make a savepoint of a table whose columns go by position: keys, state, and the further ones of `target`."""
     spark, request, file = table.sparkSession, target.to_request(), target.operator_file
-    run_task(spark, "refuse", request)
+    run_task(spark, "savepoint_tasks.refuse", request)
     keys = len(file.row_schema().keys)
     fields = StructType([table.schema[position] for position in range(keys)])
     hashed = select_packed_columns(table, table.schema, fields, tuple(range(keys)), [])
-    packed = hashed.mapInArrow(task_entry("pack_rows", request, "table_tasks"), "label int, payload binary")
+    packed = hashed.mapInArrow(task_entry("table_tasks.pack_rows", request), "label int, payload binary")
     spread = packed.repartition(min(file.buckets, _count_partitions(spark)), "label")
     return finish_savepoint(
-        spark, request, spread.mapInArrow(task_entry("write_buckets", request, "table_tasks"), SAVED).collect()
+        spark, request, spread.mapInArrow(task_entry("table_tasks.write_buckets", request), SAVED).collect()
     )
 
 
@@ -211,7 +211,7 @@ def read_saved_table(spark: SparkSession, savepoint: Savepoint, with_defined: bo
         "operator": savepoint.operator,
         "with_defined": with_defined,
     }
-    description = run_task(spark, "describe", request)
+    description = run_task(spark, "savepoint_tasks.describe", request)
     request["operator"] = description["operator"]
     columns = (
         StructType.fromJson(description["key_schema"]).fields + StructType.fromJson(description["state_schema"]).fields
@@ -226,7 +226,7 @@ def read_saved_table(spark: SparkSession, savepoint: Savepoint, with_defined: bo
     if with_defined:
         fields = [*table_type.fields, StructField(DEFINED, BooleanType())]
         table_type = StructType([StructField(f"c{position}", field.dataType) for position, field in enumerate(fields)])
-    return numbers.mapInArrow(task_entry("read_rows", request, "table_tasks"), table_type)
+    return numbers.mapInArrow(task_entry("table_tasks.read_rows", request), table_type)
 
 
 def _make_operator_file(

@@ -51,12 +51,13 @@ def unpack_entry() -> Callable[[Any], Any]:
     return unpack_rows
 
 
-def task_entry(what: str, plain: dict[str, Any], module: str = "savepoint_tasks") -> Callable[[Any], Any]:
-    """Return a function for `mapInArrow` that runs `what`, a function of a module in `spark.executor`."""
+def task_entry(task: str, plain: dict[str, Any]) -> Callable[[Any], Any]:
+    """Return a function for `mapInArrow` that runs a task: ``<module>.<function>`` in `spark.executor`."""
     load = _make_loader()
+    module, _, function = task.partition(".")
 
     def savepoint(batches: Any) -> Any:
-        work = getattr(load(f"spark_state_ext.spark.executor.{module}"), what)
+        work = getattr(load(f"spark_state_ext.spark.executor.{module}"), function)
         return load("spark_state_ext.spark.executor.error_border").run_and_rewrite_errors(None, work, plain, batches)
 
     return savepoint
@@ -95,7 +96,7 @@ def _make_loader() -> Callable[[str], Any]:
             what = f"has no module {error.name!r}. Install it there ({sys.executable} -m pip install spark_state_ext)"
             if missing == "spark_state_ext" and error.name != missing:
                 what = f"has another release of spark_state_ext, without {error.name!r}: install the client's release"
-            # As in `border`, which is in the missing package: print the message without a traceback.
+            # As in `error_border`, which is in the missing package: print the message without a traceback.
             os.environ["SPARK_HIDE_TRACEBACK"] = "1"
             sys.tracebacklimit = 0
             # The error classes are in the missing package, so a class of the same name stands in.

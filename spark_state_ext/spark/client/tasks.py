@@ -24,16 +24,16 @@ def request_for(options: StateOptions) -> dict[str, Any]:
     return {"package_version": BUILD, "options": options.to_plain()}
 
 
-def run_task(spark: SparkSession, what: str, request: dict[str, Any], module: str = "savepoint_tasks") -> Any:
-    """Run a function of a module in `spark.executor` in one task, and return its answer."""
-    frame = spark.range(1).coalesce(1).mapInArrow(task_entry(what, request, module), ANSWER)
+def run_task(spark: SparkSession, task: str, request: dict[str, Any]) -> Any:
+    """Run a task (as `task_entry` names it) once, and return its answer."""
+    frame = spark.range(1).coalesce(1).mapInArrow(task_entry(task, request), ANSWER)
     return json.loads(frame.collect()[0].answer)
 
 
 def release_hold(spark: SparkSession, request: dict[str, Any]) -> None:
     """Release a hold; if that fails, log it and leave the hold to expire."""
     try:
-        run_task(spark, "end", request)
+        run_task(spark, "savepoint_tasks.end", request)
     except Exception as error:
         # The hold expires by itself, and the caller's own result or error matters more.
         _LOGGER.warning("could not release the hold of %s, so it stays until it expires: %s", request["holder"], error)

@@ -157,7 +157,7 @@ def import_native(
     options = StateOptions(root="/", operator=operator)
     check_sizes(buckets, options.memory_bytes_max, 0, 0)
     request = _make_request(checkpoint_location, new_checkpoint_location, storage_options)
-    job = run_task(spark, "look", request, "import_tasks")
+    job = run_task(spark, "import_tasks.look", request)
     _refuse_running(spark, request["checkpoint"], job, idle_s)
     offsets = {int(number): text for number, text in job["offsets"].items()}
     logged = parse_batch(job["batch"], job["planned"], offsets, job["commit"], request["checkpoint"])
@@ -199,7 +199,7 @@ def _import(
     rows, get_sum = observe_sum(state.rows)
     with translate_errors(location):
         savepoint = _save_rows(rows, file, target.savepoint, logged, job)
-    run_task(spark, "reserve", dict(request), "import_tasks")
+    run_task(spark, "import_tasks.reserve", dict(request))
     before, after = get_sum(), sum_table(read_saved_table(spark, target.savepoint, with_defined=True))
     if before != after:
         # A task that ran twice may have been counted twice by the observation; a separate count is exact.
@@ -212,7 +212,7 @@ def _import(
         )
     places = f"{location}/commits", f"{request['new_checkpoint']}/{_IMPORTING}"
     write_marks(spark, ImportMark(path, savepoint.id), target.buckets, logged, state.has_timeout, places)
-    answer = run_task(spark, "write_checkpoint", {**request, **job}, "import_tasks")
+    answer = run_task(spark, "import_tasks.write_checkpoint", {**request, **job})
     if answer["unknown"]:
         _LOGGER.warning(
             "%s has files in sources/ that are not logs of Spark; they were copied unchanged: %s",

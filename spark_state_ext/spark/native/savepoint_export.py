@@ -59,7 +59,7 @@ def export_native(
         "savepoint_options": dict(source.storage_options),
         "operator": source.operator,
     }
-    description = run_task(spark, "describe", request)
+    description = run_task(spark, "savepoint_tasks.describe", request)
     if not description["one_state"]:
         raise UnsupportedPlanError(
             f"the savepoint at {source.path} has a state for each stream of a key, but Spark's operator takes one per "
