@@ -1,4 +1,4 @@
-"""Which folders of queries are abandoned, and that nothing else is ever removed."""
+"""Which query folders are abandoned, and that no other folder is ever removed."""
 
 from __future__ import annotations
 
@@ -38,102 +38,104 @@ _SCHEMA = json.dumps({"type": "struct", "fields": [{"name": "k", "type": "long",
 
 
 def main(arguments: list[str], later_s: float = 0.0) -> int:
-    """The command, some time later."""
+    """Run the command at a later time."""
     now = time.time
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(time, "time", lambda: now() + later_s)
         return command_line(["abandoned", *arguments, "-o", "jsonl"])
 
 
-def _lease(claim: str = "") -> bytes:
+def _encode_lease(claim: str = "") -> bytes:
     return replace(_LEASE, claim=Claim(claim, claim, 1) if claim else None).encode()
 
 
-def _query(root: Path, query_folder: str, days: float = 100.0, operator: str = "count", claim: str = "") -> Path:
-    """A folder with state that was last written some days ago."""
+def _write_query(root: Path, query_folder: str, days: float = 100.0, operator: str = "count", claim: str = "") -> Path:
+    """Write a query folder whose files are some days old."""
     folder = root / operator / query_folder
     (folder / "0").mkdir(parents=True)
     file = OperatorFile(operator, query_folder, 1, _SCHEMA, _SCHEMA)
     (folder / operator_file_name(0)).write_bytes(file.encode())
     (folder / "lease").mkdir()
-    (folder / "lease" / f"{1:016d}.json").write_bytes(_lease(claim))
+    (folder / "lease" / f"{1:016d}.json").write_bytes(_encode_lease(claim))
     (folder / "0" / f"1_{'0' * 32}.delta.arrow").write_bytes(b"rows")
-    _age(folder, days)
+    _set_age(folder, days)
     return folder
 
 
-def _age(folder: Path, days: float) -> None:
+def _set_age(folder: Path, days: float) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             os.utime(path, (time.time() - days * _DAY_S,) * 2)
 
 
-def _checkpoint(folder: Path, query: str) -> str:
+def _write_checkpoint(folder: Path, query: str) -> str:
     folder.mkdir()
     (folder / "metadata").write_text(json.dumps({"id": query}))
     return str(folder)
 
 
-def _found(newest_s: float | None, ours: bool = True) -> FolderInfo:
+def _make_info(newest_s: float | None, ours: bool = True) -> FolderInfo:
     return FolderInfo("count", "a", ours, 3, 10, newest_s, newest_s)
 
 
 @pytest.mark.parametrize(
-    ("found", "names", "complete", "verdict"),
+    ("info", "names", "complete", "verdict"),
     [
-        (_found(0.0), {"a"}, False, NAMED),
-        (_found(0.0), {"b"}, False, ABANDONED),
-        (_found(0.0, ours=False), {"b"}, False, UNKNOWN),
-        (_found(71 * _DAY_S), {"b"}, False, RECENT),
-        (_found(71 * _DAY_S), {"b"}, True, ABANDONED),
-        (_found(99.5 * _DAY_S), {"b"}, True, RECENT),
-        # Written in the future, as clocks differ; and of an unknown age.
-        (_found(101 * _DAY_S), {"b"}, True, RECENT),
-        (_found(None), {"b"}, True, RECENT),
+        (_make_info(0.0), {"a"}, False, NAMED),
+        (_make_info(0.0), {"b"}, False, ABANDONED),
+        (_make_info(0.0, ours=False), {"b"}, False, UNKNOWN),
+        (_make_info(71 * _DAY_S), {"b"}, False, RECENT),
+        (_make_info(71 * _DAY_S), {"b"}, True, ABANDONED),
+        (_make_info(99.5 * _DAY_S), {"b"}, True, RECENT),
+        # Clocks differ, so a file may come from the future. The age may also be unknown.
+        (_make_info(101 * _DAY_S), {"b"}, True, RECENT),
+        (_make_info(None), {"b"}, True, RECENT),
     ],
 )
-def test_each_folder_is_judged(found: FolderInfo, names: set[str], complete: bool, verdict: str) -> None:
-    assert judge_folder(found, QueryFolders(frozenset(names), complete), 100 * _DAY_S, 30 * _DAY_S) == verdict
+def test_a_query_folder_is_judged_by_its_name_and_age(
+    info: FolderInfo, names: set[str], complete: bool, verdict: str
+) -> None:
+    assert judge_folder(info, QueryFolders(frozenset(names), complete), 100 * _DAY_S, 30 * _DAY_S) == verdict
 
 
-def test_a_folder_that_only_pointers_can_name_is_left_without_spark(
+def test_a_folder_that_only_pointers_can_name_is_kept_without_spark(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Queries whose first tasks were not told their id have such folders, of checkpoints that were given, too."""
+    """A query whose first tasks did not know its id has such a folder, and its checkpoint may be among those given."""
     query_folder = new_query_folder(1_700_000_000_000, "a" * 32)
-    folder = _query(tmp_path / "root", query_folder)
-    command = [str(tmp_path / "root"), "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used"), "--remove"]
+    folder = _write_query(tmp_path / "root", query_folder)
+    command = [str(tmp_path / "root"), "--checkpoint", _write_checkpoint(tmp_path / "checkpoint", "used"), "--remove"]
     assert main(command) == 0
     assert folder.exists()
     row = json.loads(capsys.readouterr().out)
     assert (row["verdict"], row["operator"], row["query"]) == ("unknown", "count", query_folder)
     assert row["reason"] == "needs --spark"
-    (found,) = list_folders(Folder(str(tmp_path / "root")))
-    assert judge_folder(found, QueryFolders(frozenset(), complete=True), time.time(), 0.0) == ABANDONED
+    (info,) = list_folders(Folder(str(tmp_path / "root")))
+    assert judge_folder(info, QueryFolders(frozenset(), complete=True), time.time(), 0.0) == ABANDONED
 
 
-def test_what_is_abandoned_goes_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_abandoned_folders_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "root"
-    gone, other = _query(root, "gone"), _query(root, "gone", operator="sum")
-    kept = [_query(root, "used"), _query(root, "recent", days=20)]
+    abandoned, other = _write_query(root, "gone"), _write_query(root, "gone", operator="sum")
+    kept = [_write_query(root, "used"), _write_query(root, "recent", days=20)]
     (root / "count" / "notes").mkdir()
     (root / "count" / "notes" / "mine.txt").write_text("mine")
     (root / "elsewhere").mkdir()
-    # Beside the queries' folders, and none of them.
-    for beside in ("starting", "spill/t1700000000"):
-        (root / "count" / beside).mkdir(parents=True)
-        (root / "count" / beside / "file").write_text("used")
-    # An operator file that was copied here names another folder.
+    # These are next to the query folders, but are not query folders.
+    for not_a_query in ("starting", "spill/t1700000000"):
+        (root / "count" / not_a_query).mkdir(parents=True)
+        (root / "count" / not_a_query / "file").write_text("used")
+    # This folder's operator file is a copy, so it names another folder.
     kept.append(root / "count" / "copied")
     kept[-1].mkdir()
-    (kept[-1] / operator_file_name(0)).write_bytes((gone / operator_file_name(0)).read_bytes())
-    _age(root / "count" / "copied", 100)
+    (kept[-1] / operator_file_name(0)).write_bytes((abandoned / operator_file_name(0)).read_bytes())
+    _set_age(root / "count" / "copied", 100)
     kept.append(root / "count" / "notes")
-    command = [str(root), "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used")]
+    command = [str(root), "--checkpoint", _write_checkpoint(tmp_path / "checkpoint", "used")]
 
     assert main(command) == 0
-    said = capsys.readouterr()
-    assert [tuple(json.loads(line).values())[:3] for line in said.out.splitlines()] == [
+    output = capsys.readouterr()
+    assert [tuple(json.loads(line).values())[:3] for line in output.out.splitlines()] == [
         ("unknown", "count", "copied"),
         ("abandoned", "count", "gone"),
         ("unknown", "count", "notes"),
@@ -141,12 +143,12 @@ def test_what_is_abandoned_goes_and_nothing_else(tmp_path: Path, capsys: pytest.
         ("named", "count", "used"),
         ("abandoned", "sum", "gone"),
     ]
-    assert said.err.startswith("folders=6 abandoned=2 bytes=")
-    assert gone.exists(), "a dry run removes nothing"
+    assert output.err.startswith("folders=6 abandoned=2 bytes=")
+    assert abandoned.exists(), "a dry run removes nothing"
 
     assert main([*command, "--operator", "count", "--remove"]) == 0
-    assert not gone.exists()
-    assert other.exists(), "of another operator"
+    assert not abandoned.exists()
+    assert other.exists(), "it belongs to another operator"
     assert all(folder.exists() for folder in kept)
     assert main([*command, "--remove", "--older-than", "19"]) == 0
     assert not other.exists()
@@ -155,61 +157,63 @@ def test_what_is_abandoned_goes_and_nothing_else(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("file", ["lease/0000000000000001.json", "lease.json", "spill/3-1700000000/part.arrow"])
-def test_a_folder_whose_state_never_began_is_judged_like_others(tmp_path: Path, file: str) -> None:
-    """A run that failed early leaves its lease, or rows in transit, and no operator file."""
-    gone, used, recent = (str(UUID(int=number)) for number in range(3))
-    for query_folder in (gone, used, recent, "notes"):
+def test_a_query_folder_without_an_operator_file_is_judged_like_others(tmp_path: Path, file: str) -> None:
+    """A run that failed early leaves its lease or spilled rows, but no operator file."""
+    abandoned, used, recent = (str(UUID(int=number)) for number in range(3))
+    for query_folder in (abandoned, used, recent, "notes"):
         path = tmp_path / "root" / "count" / query_folder / file
         path.parent.mkdir(parents=True)
         path.write_bytes(_LEASE.encode_format_1(1) if path.name == "lease.json" else _LEASE.encode())
     other = tmp_path / "root" / "count" / str(UUID(int=9)) / "mine.txt"
     other.parent.mkdir()
     other.write_text("mine")
-    _age(tmp_path / "root", 100)
-    _age(tmp_path / "root" / "count" / recent, 2)
+    _set_age(tmp_path / "root", 100)
+    _set_age(tmp_path / "root" / "count" / recent, 2)
     root = Folder(str(tmp_path / "root"))
     query_folders = QueryFolders(frozenset([used]), complete=False)
-    found = {it.query_folder: judge_folder(it, query_folders, time.time(), 30 * _DAY_S) for it in list_folders(root)}
-    assert found == {gone: ABANDONED, used: NAMED, recent: RECENT, "notes": UNKNOWN, other.parent.name: UNKNOWN}
-    command = [root.root, "--checkpoint", _checkpoint(tmp_path / "checkpoint", used), "--remove"]
+    verdicts = {
+        info.query_folder: judge_folder(info, query_folders, time.time(), 30 * _DAY_S) for info in list_folders(root)
+    }
+    assert verdicts == {abandoned: ABANDONED, used: NAMED, recent: RECENT, "notes": UNKNOWN, other.parent.name: UNKNOWN}
+    command = [root.root, "--checkpoint", _write_checkpoint(tmp_path / "checkpoint", used), "--remove"]
     assert main(command) == 0
-    assert {it.query_folder for it in list_folders(root)} == found.keys() - {gone}
+    assert {info.query_folder for info in list_folders(root)} == verdicts.keys() - {abandoned}
 
 
-def test_a_folder_that_somebody_writes_to_meanwhile_is_left(tmp_path: Path) -> None:
-    folder = _query(tmp_path, "gone")
+def test_a_folder_whose_lease_is_renewed_after_the_listing_is_kept(tmp_path: Path) -> None:
+    folder = _write_query(tmp_path, "gone")
     root = Folder(str(tmp_path))
-    (found,) = list_folders(root)
-    assert found.lease_s is not None
-    (folder / "lease" / f"{2:016d}.json").write_bytes(_lease() + b"\n")
+    (info,) = list_folders(root)
+    assert info.lease_s is not None
+    (folder / "lease" / f"{2:016d}.json").write_bytes(_encode_lease() + b"\n")
     with pytest.raises(LiveRunError, match="a query uses it"):
-        remove_folder(root, found)
+        remove_folder(root, info)
     assert len(list(folder.rglob("*.*"))) == 4
 
 
-def test_a_removal_that_was_stopped_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = _query(tmp_path, "gone")
+def test_an_interrupted_removal_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = _write_query(tmp_path, "gone")
     root = Folder(str(tmp_path))
-    (found,) = list_folders(root)
+    (info,) = list_folders(root)
     removed: list[str] = []
 
-    def stopped(self: Folder, name: str) -> None:
+    def interrupt(self: Folder, name: str) -> None:
         removed.append(name)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Folder, "remove", stopped)
-        remove_folder(root, found)
+        patched.setattr(Folder, "remove", interrupt)
+        remove_folder(root, info)
     assert removed == [operator_file_name(0)]
-    (left,) = list_folders(root)
-    assert left.is_ours, "what tells whose folder it is goes last"
-    remove_folder(root, left)
+    (rest,) = list_folders(root)
+    assert rest.is_ours, "the file that identifies the folder is deleted last"
+    remove_folder(root, rest)
     assert not folder.exists()
 
 
-def test_a_location_that_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Else a misspelt one would make the state of its query look abandoned."""
-    folder = _query(tmp_path / "root", "used")
+def test_a_location_that_is_not_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt location would otherwise make the state of its query look abandoned."""
+    folder = _write_query(tmp_path / "root", "used")
     assert main([str(tmp_path / "root"), "--checkpoint", str(tmp_path / "none"), "--remove"]) == 2
     assert "UsageError" in capsys.readouterr().err
     assert folder.exists()
@@ -225,31 +229,31 @@ def test_a_location_that_is_no_checkpoint_is_refused(tmp_path: Path, capsys: pyt
         ("root", ["--operator", "cuont"], r"\S+/root has no operator 'cuont'; it has: count, sum\b"),
         ("root", ["--operator", "count", "--operator", "../x"], r"has no operator '../x'; it has: count, sum\b"),
         ("files", [], r"\S+/files has no folders, so it has no operators"),
-        # The folder of an operator, and of a query.
+        # The folders of an operator and of a query.
         ("root/count", [], r"give the root, not a folder below it: \S+/root/count/a has an operator file"),
         ("root/count", ["--operator", "count"], r"give the root, not a folder below it: "),
         ("root/count/a", [], r"give the root, not a folder below it: \S+/root/count/a has an operator file"),
     ],
 )
-def test_a_folder_that_is_no_root_is_refused(
+def test_a_folder_that_is_not_a_root_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], root: str, more: list[str], message: str
 ) -> None:
-    """Else there would be nothing that is abandoned, which is wrong; or buckets would be listed as queries."""
-    _query(tmp_path / "root", "a")
-    _query(tmp_path / "root", "b", operator="sum")
+    """The command would otherwise wrongly report no abandoned folders, or list buckets as queries."""
+    _write_query(tmp_path / "root", "a")
+    _write_query(tmp_path / "root", "b", operator="sum")
     for folder in ("empty", "files"):
         (tmp_path / folder).mkdir()
     (tmp_path / "files" / "notes.txt").write_text("mine")
-    command = [str(tmp_path / root), "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used"), *more]
+    command = [str(tmp_path / root), "--checkpoint", _write_checkpoint(tmp_path / "checkpoint", "used"), *more]
     assert main(command) == 2
-    said = capsys.readouterr()
-    assert re.match("spark-state-ext abandoned: UsageError: .*" + message, said.err)
-    assert not said.out
+    output = capsys.readouterr()
+    assert re.match("spark-state-ext abandoned: UsageError: .*" + message, output.err)
+    assert not output.out
 
 
-def test_state_that_spark_cannot_list_is_refused(tmp_path: Path) -> None:
-    """Spark 3.5 writes no metadata of operators; Spark 4's reader then gives no rows, and no error."""
-    checkpoint = Folder(_checkpoint(tmp_path / "checkpoint", "used"))
+def test_a_checkpoint_whose_operators_spark_cannot_list_is_refused(tmp_path: Path) -> None:
+    """Spark 3.5 writes no operator metadata; Spark 4's reader then returns no rows and raises no error."""
+    checkpoint = Folder(_write_checkpoint(tmp_path / "checkpoint", "used"))
     refuse_operators_without_metadata(checkpoint)
     checkpoint.child("state", "0", "_metadata").put("metadata", b"v1")
     (tmp_path / "checkpoint" / "state" / "_notes").mkdir()
@@ -259,40 +263,40 @@ def test_state_that_spark_cannot_list_is_refused(tmp_path: Path) -> None:
         refuse_operators_without_metadata(checkpoint)
 
 
-def test_folders_of_an_object_store_are_found_and_removed(s3: Any, tmp_path: Path) -> None:
+def test_abandoned_folders_of_an_object_store_are_removed(s3: Any, tmp_path: Path) -> None:
     root = Folder(s3.root("abandoned"), s3.options)
     for query_folder in ("gone", "used"):
         file = OperatorFile("count", query_folder, 1, _SCHEMA, _SCHEMA)
         root.child("count", query_folder).put(operator_file_name(0), file.encode())
         root.child("count", query_folder, "0").put(f"1_{'0' * 32}.delta.arrow", b"rows")
-    command = [root.root, "--checkpoint", _checkpoint(tmp_path / "checkpoint", "used"), "--remove"]
+    command = [root.root, "--checkpoint", _write_checkpoint(tmp_path / "checkpoint", "used"), "--remove"]
     command += ["--storage-options", json.dumps(s3.options)]
     assert main(command) == 0
-    assert [found.query_folder for found in list_folders(root)] == ["gone", "used"], "they are of today"
+    assert [info.query_folder for info in list_folders(root)] == ["gone", "used"], "both were written today"
     assert main(command, later_s=40 * _DAY_S) == 0
-    assert [found.query_folder for found in list_folders(root)] == ["used"]
+    assert [info.query_folder for info in list_folders(root)] == ["used"]
 
 
-def test_a_folder_that_another_query_has_claimed_is_that_querys(tmp_path: Path) -> None:
+def test_a_claimed_folder_belongs_to_the_claiming_query(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    _query(root, "old", claim="new")
-    (found,) = list_folders(Folder(str(root)))
-    assert found.claim == "new"
-    assert judge_folder(found, QueryFolders(frozenset({"new"}), complete=True), time.time(), 0.0) == NAMED
-    assert judge_folder(found, QueryFolders(frozenset({"third"}), complete=True), time.time(), 0.0) == ABANDONED
+    _write_query(root, "old", claim="new")
+    (info,) = list_folders(Folder(str(root)))
+    assert info.claim == "new"
+    assert judge_folder(info, QueryFolders(frozenset({"new"}), complete=True), time.time(), 0.0) == NAMED
+    assert judge_folder(info, QueryFolders(frozenset({"third"}), complete=True), time.time(), 0.0) == ABANDONED
 
 
-def test_a_folder_whose_claim_only_pointers_tell_is_not_taken_for_abandoned(tmp_path: Path) -> None:
+def test_a_folder_claimed_by_a_query_that_only_pointers_can_name_is_not_abandoned(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    _query(root, "old", claim=new_query_folder(5, "0" * 32))
-    (found,) = list_folders(Folder(str(root)))
-    assert judge_folder(found, QueryFolders(frozenset(), complete=False), time.time(), 0.0) == UNKNOWN
+    _write_query(root, "old", claim=new_query_folder(5, "0" * 32))
+    (info,) = list_folders(Folder(str(root)))
+    assert judge_folder(info, QueryFolders(frozenset(), complete=False), time.time(), 0.0) == UNKNOWN
 
 
-def test_a_folder_whose_lease_cannot_be_read_is_not_taken_for_abandoned(tmp_path: Path) -> None:
+def test_a_folder_with_an_unreadable_lease_is_not_abandoned(tmp_path: Path) -> None:
     root = tmp_path / "root"
-    folder = _query(root, "old")
+    folder = _write_query(root, "old")
     (folder / "lease" / f"{1:016d}.json").write_text("{}")
-    _age(folder, 100.0)
-    (found,) = list_folders(Folder(str(root)))
-    assert judge_folder(found, QueryFolders(frozenset(), complete=True), time.time(), 0.0) == UNKNOWN
+    _set_age(folder, 100.0)
+    (info,) = list_folders(Folder(str(root)))
+    assert judge_folder(info, QueryFolders(frozenset(), complete=True), time.time(), 0.0) == UNKNOWN

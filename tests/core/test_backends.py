@@ -1,4 +1,4 @@
-"""The backend ``fsspec`` keeps the contract on every kind of store, over real HTTP where it is one."""
+"""The backend ``fsspec`` keeps the contract on every kind of store; requests to object stores are real HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spark_state_ext.worker.threads import CallerExecutor
 
 
 class FilesContract(BackendContract):
-    """The contract, with our factory."""
+    """Runs the contract with our factory."""
 
     @pytest.fixture
     def factory(self) -> BackendFactory:
@@ -30,7 +30,7 @@ class FilesContract(BackendContract):
 
     @pytest.fixture
     def elsewhere(self, options: Mapping[str, Any]) -> Folder:
-        """In the same store."""
+        """Return another folder of the same store."""
         return Folder(f"{options['root']}-elsewhere", options.get("storage_options", {}))
 
 
@@ -47,7 +47,7 @@ class TestMemory(FilesContract):
 
 
 class TestS3(FilesContract):
-    """s3fs, and the moto server."""
+    """Runs the contract with s3fs and the moto server."""
 
     @pytest.fixture
     def options(self, s3: Any) -> Mapping[str, Any]:
@@ -56,7 +56,7 @@ class TestS3(FilesContract):
 
 @pytest.mark.soak
 class TestObstore(FilesContract):
-    """Somebody else's implementation of fsspec, and the same server."""
+    """Runs the contract with another implementation of fsspec and the same server."""
 
     @pytest.fixture
     def options(self, s3: Any) -> Mapping[str, Any]:
@@ -65,7 +65,7 @@ class TestObstore(FilesContract):
 
 
 class TestAzure(FilesContract):
-    """adlfs, and Azurite."""
+    """Runs the contract with adlfs and Azurite."""
 
     @pytest.fixture
     def options(self, azure: Any) -> Mapping[str, Any]:
@@ -73,7 +73,7 @@ class TestAzure(FilesContract):
 
 
 class TestShare(FilesContract):
-    """A file system of which a renamed file never takes the place of another one."""
+    """Runs the contract on file systems where a rename never replaces an existing file."""
 
     @pytest.fixture(params=["Share", "ByNameNode"])
     def options(self, request: pytest.FixtureRequest, tmp_path: Path) -> Mapping[str, Any]:
@@ -81,7 +81,7 @@ class TestShare(FilesContract):
 
 
 class TestAnotherPackage(BackendContract):
-    """A backend that another package has registered by entry point."""
+    """Runs the contract with a backend that another package has registered as an entry point."""
 
     @pytest.fixture
     def factory(self) -> BackendFactory:
@@ -92,7 +92,7 @@ class TestAnotherPackage(BackendContract):
         return {"path": str(tmp_path / "states.sqlite")}
 
 
-def test_a_kind_that_no_package_has() -> None:
+def test_an_unknown_backend_kind_is_refused_when_its_factory_is_loaded() -> None:
     with pytest.raises(ExecutorPackageError, match="no installed package provides the backend kind 'tape'"):
         load_factory("tape")
     assert load_factory("fsspec") is load_factory("fsspec")
@@ -101,12 +101,12 @@ def test_a_kind_that_no_package_has() -> None:
 
 @pytest.mark.parametrize("root", ["state", "./state", "file:state", "file://state", "local://state", "file://~/state"])
 def test_a_relative_root_is_refused(root: str) -> None:
-    """It would be below each worker's own folder."""
+    """Each worker would resolve it against its own working folder."""
     with pytest.raises(
         UsageError, match=r"a backend's root must be .*absolute path.* executors have other working"
-    ) as it:
+    ) as error:
         Backend(root)
-    assert repr(root) in str(it.value)
+    assert repr(root) in str(error.value)
     with pytest.raises(UsageError, match=r"^root must be .*absolute path"):
         refuse_relative(f"simplecache::file://{root}", "root")
 
@@ -114,12 +114,12 @@ def test_a_relative_root_is_refused(root: str) -> None:
 @pytest.mark.parametrize(
     "root", ["/state", "/", "file:///state", "local:///state", "memory://state", "s3://bucket/state"]
 )
-def test_roots_that_are_the_same_everywhere(root: str) -> None:
+def test_an_absolute_root_is_accepted(root: str) -> None:
     assert Backend(root).root == root
     assert Backend(root, name="old name").root == root
 
 
-def test_what_is_sent_after_closing_is_not_confirmed(tmp_path: Path) -> None:
+def test_an_upload_after_closing_is_not_confirmed(tmp_path: Path) -> None:
     backup = FilesBackup(
         Folder(str(tmp_path / "root")), BackendContext("a", {}, "counts", "", 3, CallerExecutor(), tmp_path, 0.0)
     )

@@ -1,4 +1,4 @@
-"""Work that no batch waits for."""
+"""Work that runs in the background, so that batches need not wait for it."""
 
 from __future__ import annotations
 
@@ -25,109 +25,109 @@ from spark_state_ext.worker.background import Background, Foreground
 from tests.helpers.waiting import WAIT_S, eventually
 
 
-def test_work_runs_in_order_and_once_a_name() -> None:
+def test_work_runs_in_order_and_once_per_name() -> None:
     background, gate = Background(), threading.Event()
-    seen: list[int] = []
+    numbers: list[int] = []
 
-    def first() -> None:
+    def run_first() -> None:
         assert gate.wait(WAIT_S)
-        seen.append(1)
+        numbers.append(1)
 
-    assert background.submit("first", first)
+    assert background.submit("first", run_first)
     eventually(lambda: background.busy("first"))
-    assert background.submit("second", lambda: seen.append(2))
-    assert not background.submit("second", lambda: seen.append(3)), "it waits already"
+    assert background.submit("second", lambda: numbers.append(2))
+    assert not background.submit("second", lambda: numbers.append(3)), "work of this name is already waiting"
     assert background.busy("second")
     gate.set()
     assert background.wait(WAIT_S)
-    assert seen == [1, 2]
+    assert numbers == [1, 2]
     assert not background.busy("second")
 
 
-def test_work_that_hangs_does_not_hold_up_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_hangs_does_not_block_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_module, "HUNG_S", 0.2)
     background, gate, done = Background(), threading.Event(), threading.Event()
     assert background.submit("hangs", lambda: gate.wait(WAIT_S))
-    # An unconfirmed snapshot whose upload hangs counts as missed.
+    # Work that hangs is no longer busy, so an unconfirmed snapshot whose upload hangs counts as missed.
     eventually(lambda: not background.busy("hangs"))
     assert background.submit("goes on", done.set)
     assert done.wait(WAIT_S)
     gate.set()
     assert background.wait(WAIT_S)
-    # The thread that hung ends; the other one works on.
+    # The thread that hung has ended; the other one continues.
     done.clear()
-    assert background.submit("and on", done.set)
+    assert background.submit("goes on again", done.set)
     assert done.wait(WAIT_S)
 
 
-def test_work_that_hangs_before_a_full_queue_is_given_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_hangs_does_not_block_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_module, "HUNG_S", 0.5)
     monkeypatch.setattr(background_module, "_WAITING_MAX", 2)
-    background, gate, done, runs = Background(), threading.Event(), threading.Event(), threading.Event()
+    background, gate, done, running = Background(), threading.Event(), threading.Event(), threading.Event()
 
     def hang() -> None:
-        runs.set()
+        running.set()
         gate.wait(WAIT_S)
 
     assert background.submit("hangs", hang)
-    assert runs.wait(WAIT_S)
-    waiting = [background.submit(name, done.set) for name in ("first", "second", "third")]
-    assert waiting == [True, True, False]
+    assert running.wait(WAIT_S)
+    accepted = [background.submit(name, done.set) for name in ("first", "second", "third")]
+    assert accepted == [True, True, False]
 
-    # The call that is refused sees to it that the next one is not.
-    def came() -> bool:
+    # Each call replaces a thread that hangs, even if the work of the call itself is refused.
+    def submit_and_wait() -> bool:
         background.submit("first", done.set)
         return done.wait(0.05)
 
-    eventually(came)
+    eventually(submit_and_wait)
     gate.set()
     assert background.wait(WAIT_S)
 
 
-def test_failures_are_logged_and_the_thread_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_logged_and_the_thread_continues(caplog: pytest.LogCaptureFixture) -> None:
     background = Background()
 
-    def expected() -> None:
+    def fail() -> None:
         raise StorageError("the disk is gone")
 
-    def unexpected() -> None:
-        raise ZeroDivisionError("a fault of ours")
+    def fail_unexpectedly() -> None:
+        raise ZeroDivisionError("an unexpected fault")
 
     with caplog.at_level(logging.WARNING, "spark_state_ext"):
-        background.submit("one", expected)
-        background.submit("two", unexpected)
+        background.submit("one", fail)
+        background.submit("two", fail_unexpectedly)
         done = threading.Event()
         background.submit("three", done.set)
         assert done.wait(WAIT_S)
     assert "one: the disk is gone" in caplog.text
     assert "two failed" in caplog.text
-    assert "a fault of ours" in caplog.text
+    assert "an unexpected fault" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_ended_is_replaced() -> None:
     background, done = Background(), threading.Event()
 
-    def leaves() -> None:
+    def leave() -> None:
         raise KeyboardInterrupt
 
-    assert background.submit("leaves", leaves)
+    assert background.submit("leaves", leave)
     assert background.wait(WAIT_S)
     eventually(lambda: background._thread is None or not background._thread.is_alive())
     assert background.submit("goes on", done.set)
     assert done.wait(WAIT_S)
 
 
-def test_more_than_the_thread_keeps_up_with_is_refused() -> None:
+def test_work_is_refused_if_too_much_is_waiting() -> None:
     background, gate = Background(), threading.Event()
-    taken = [background.submit(str(i), lambda: (gate.wait(WAIT_S), None)[1]) for i in range(300)]
+    accepted = [background.submit(str(i), lambda: (gate.wait(WAIT_S), None)[1]) for i in range(300)]
     gate.set()
-    assert 200 < sum(taken) < 300
+    assert 200 < sum(accepted) < 300
     assert background.wait(WAIT_S)
 
 
-class Slow(Folder):
-    """A folder in which snapshots take until told."""
+class GatedFolder(Folder):
+    """A folder in which writing a file waits for a gate."""
 
     def __init__(self, root: str, gate: threading.Event) -> None:
         super().__init__(root)
@@ -138,12 +138,12 @@ class Slow(Folder):
         super().put_file(name, str(local_path))
 
 
-def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches go on, merge and prune while a snapshot is being written; what arrives late is what was pinned."""
+def test_a_slow_snapshot_does_not_block_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches continue, merge and prune while a snapshot is being written; the late snapshot has the pinned rows."""
     monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
     gate, background = threading.Event(), Background()
-    files = Slow(str(tmp_path / "root"), gate)
+    files = GatedFolder(str(tmp_path / "root"), gate)
     store = LocalStore.at(tmp_path / "store", SCHEMA, chunk_rows=4)
     pointers: list[Pointer] = [first_pointer()]
     models: list[Model] = [{}]
@@ -155,7 +155,7 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         pointers.append(bucket.commit(buffer_of(changes, tmp_path)).pointer)
         models.append(apply_changes(models[-1], changes))
     assert not [n for n in files.names() if n.endswith("snapshot.arrow")]
-    # All these were unconfirmed, and none is there: deltas lead back to the beginning.
+    # All snapshots are unconfirmed and missing, so a load follows the deltas back to the beginning.
     assert max(len(pointer.lineage) for pointer in pointers) <= 4
     fresh = LocalStore.at(tmp_path / "fresh", SCHEMA)
     assert state_at(fresh, files, pointers[-1], tmp_path) == models[-1]
@@ -175,22 +175,20 @@ def test_no_snapshot_blocks_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @dataclass(frozen=True)
-class Idle:
-    """A runner that never gets to anything; it takes all work, or none."""
+class IdleRunner:
+    """A runner that never executes any work; it accepts all of it or none."""
 
-    takes: bool
+    accepts: bool
 
     def submit(self, name: str, work: object) -> bool:
-        return self.takes
+        return self.accepts
 
     def busy(self, name: str) -> bool:
         return False
 
 
-def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where nothing in the background ever ends, the third snapshot is written by the call itself."""
+def test_a_call_writes_a_snapshot_itself_after_two_missed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If background work never ends, the call itself writes the third snapshot."""
     monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 2)
 
@@ -202,12 +200,16 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     for i in range(20):
         changes = {KEYS[i % 9]: Row(i)}
         bucket = Bucket(
-            store, sole_replica(files, tmp_path), pointer, WRITER, CommitContext(tmp_path, runner=Idle(takes=True))
+            store,
+            sole_replica(files, tmp_path),
+            pointer,
+            WRITER,
+            CommitContext(tmp_path, runner=IdleRunner(accepts=True)),
         )
         pointer = bucket.commit(buffer_of(changes, tmp_path)).pointer
         model = apply_changes(model, changes)
         counts.append(len([n for n in files.names() if n.endswith("snapshot.arrow")]))
-    # Unconfirmed at 3, 5 (one missed) and 7 (two missed, so written); and so on.
+    # The snapshots of batches 3 and 5 (one missed) are unconfirmed; batch 7 (two missed) writes its own, and so on.
     assert counts[5] == 0
     assert counts[6] == 1
     assert counts[-1] >= 2
@@ -217,10 +219,10 @@ def test_workers_that_die_too_young_write_snapshots_in_their_tasks(
     store.close()
 
 
-def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
+def test_a_call_writes_a_snapshot_itself_if_the_background_keeps_refusing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the lineage has become twice as long as it should be."""
+    """The call does so if the lineage has become twice as long as it should be."""
     monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
 
@@ -231,7 +233,11 @@ def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
     for i in range(12):
         changes = {KEYS[i % 9]: Row(i)}
         bucket = Bucket(
-            store, sole_replica(files, tmp_path), pointer, WRITER, CommitContext(tmp_path, runner=Idle(takes=False))
+            store,
+            sole_replica(files, tmp_path),
+            pointer,
+            WRITER,
+            CommitContext(tmp_path, runner=IdleRunner(accepts=False)),
         )
         pointer = bucket.commit(buffer_of(changes, tmp_path)).pointer
         lengths.append(len(pointer.lineage))
@@ -240,10 +246,10 @@ def test_a_background_that_refuses_for_long_makes_the_call_write_a_snapshot(
     store.close()
 
 
-def test_work_beside_batches_stands_back_while_one_waits() -> None:
+def test_background_work_pauses_while_a_batch_waits() -> None:
     foreground = Foreground()
     began, go, stood_back = threading.Event(), threading.Event(), threading.Event()
-    foreground.stand_back(60.0, 60.0)  # nobody has waited yet
+    foreground.stand_back(60.0, 60.0)  # returns at once: no batch has waited yet
 
     def wait() -> None:
         with foreground.awaited():
@@ -254,20 +260,20 @@ def test_work_beside_batches_stands_back_while_one_waits() -> None:
         foreground.stand_back(0.0, WAIT_S)
         stood_back.set()
 
-    batch, beside = threading.Thread(target=wait), threading.Thread(target=fill)
+    batch, filling = threading.Thread(target=wait), threading.Thread(target=fill)
     batch.start()
     assert began.wait(WAIT_S)
-    # No longer than it is told to.
+    # It waits no longer than its limit.
     foreground.stand_back(0.0, 0.001)
-    beside.start()
+    filling.start()
     assert not stood_back.wait(0.01)
     go.set()
     batch.join()
-    beside.join()
+    filling.join()
     assert stood_back.is_set()
 
 
-def test_a_wait_that_fails_is_over() -> None:
+def test_a_failed_wait_is_no_longer_counted() -> None:
     foreground = Foreground()
     with pytest.raises(StorageError), foreground.awaited():
         raise StorageError("the store is away")

@@ -1,4 +1,4 @@
-"""Large snapshots become runs as they are: a copied file beside the environment."""
+"""A large snapshot is ingested unchanged: its file is copied next to the environment and becomes a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REF, PARENT = CheckpointRef(7, "7" * 32), CheckpointRef(6, "6" * 32)
 POINTER = Pointer("counts", 3, 8, 0, 6, None, lineage=(LineageEntry(REF, 1, 6),), parent=PARENT, rows=ROWS)
 
 
-def rows_of(keys: np.ndarray, values: np.ndarray, gone: bool = False) -> pa.RecordBatch:
+def rows_of(keys: np.ndarray, values: np.ndarray, deleted: bool = False) -> pa.RecordBatch:
     n = len(keys)
     return sort_by_hash(
         pa.RecordBatch.from_arrays(
@@ -47,8 +47,8 @@ def rows_of(keys: np.ndarray, values: np.ndarray, gone: bool = False) -> pa.Reco
                 pa.array(keys),
                 pa.array(values),
                 pa.array(np.where(keys % 10 == 0, keys, 0), mask=keys % 10 != 0),
-                pa.array(np.full(n, not gone)),
-                pa.array(np.full(n, gone)),
+                pa.array(np.full(n, not deleted)),
+                pa.array(np.full(n, deleted)),
             ],
             schema=SCHEMA.arrow,
         )
@@ -57,16 +57,16 @@ def rows_of(keys: np.ndarray, values: np.ndarray, gone: bool = False) -> pa.Reco
 
 @pytest.fixture(params=["disk", "objects"])
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
-    """A bucket's folder with one snapshot."""
+    """Return a bucket's folder with one snapshot."""
     root = str(tmp_path / "root") if request.param == "disk" else f"memory://{tmp_path.name}-{id(request)}"
     return with_snapshot(Folder(root).child("3"), tmp_path)
 
 
 def with_snapshot(folder: Folder, tmp_path: Path) -> Folder:
-    """A bucket's folder, given one snapshot."""
+    """Write one snapshot to a bucket's folder, and return the folder."""
     keys = np.arange(ROWS)
     header = LineageHeader(SNAPSHOT, "counts", 3, REF, PARENT, (PARENT,), 0, WRITER, "0.1.0")
-    path = tmp_path / "made"
+    path = tmp_path / "snapshot"
     with path.open("wb") as file:
         write_checkpoint(file, header, SCHEMA, [rows_of(keys, keys * 2)])
     assert path.stat().st_size > 3 * BLOCK_BYTES
@@ -80,21 +80,21 @@ def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path)
 
 
 def values_at(view: View, keys: np.ndarray) -> list[int | None]:
-    found = view.lookup(keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), [pa.array(keys)])
-    values = found.rows.column("state.n").to_pylist()
-    return [None if at < 0 else values[at] for at in found.index.tolist()]
+    matches = view.lookup(keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), [pa.array(keys)])
+    values = matches.rows.column("state.n").to_pylist()
+    return [None if at < 0 else values[at] for at in matches.index.tolist()]
 
 
 def files_beside(store: LocalStore) -> list[str]:
-    beside = store._environment.folder.glob("*-*")
-    # Marks of what was compared are told of in `test_compared`.
-    return sorted(path.name.split("-")[0] for path in beside if path.suffix != ".compared")
+    paths = store._environment.folder.glob("*-*")
+    # `test_compared` tests the marks of verified blocks.
+    return sorted(path.name.split("-")[0] for path in paths if path.suffix != ".compared")
 
 
 KEYS = np.array([0, 5, 10, ROWS - 1, ROWS + 5])
 
 
-def test_a_large_snapshot_is_copied_and_read_where_it_lies(files: Folder, tmp_path: Path) -> None:
+def test_a_large_snapshot_is_copied_once_and_read_from_its_file(files: Folder, tmp_path: Path) -> None:
     store = LocalStore.at(tmp_path / "store", SCHEMA)
     bucket = bucket_on(store, files, POINTER, tmp_path)
     assert bucket.read(lambda view: values_at(view, KEYS)) == [0, 10, 20, 2 * (ROWS - 1), None]
@@ -104,18 +104,18 @@ def test_a_large_snapshot_is_copied_and_read_where_it_lies(files: Folder, tmp_pa
     assert run.rows == ROWS
     assert bucket.read(lambda view: view.expired(1_000).num_rows) == 100
     assert sum(batch.num_rows for batch in bucket.read(lambda view: list(view.scan()))) == ROWS
-    # Loaded again, it is there already.
+    # The next load finds the file on the local disk.
     again = bucket_on(store, files, POINTER, tmp_path)
     assert again.read(lambda view: view.rows_max) == ROWS
     assert again.fetched_files == 0
     store.close()
-    # A process that comes later maps it anew.
+    # A later process maps the same file.
     later = LocalStore.at(tmp_path / "store", SCHEMA)
     assert bucket_on(later, files, POINTER, tmp_path).read(lambda view: values_at(view, KEYS))[1] == 10
     later.close()
 
 
-def test_commits_lie_over_it_and_pruning_removes_it(files: Folder, tmp_path: Path) -> None:
+def test_commits_override_an_ingested_snapshot_and_pruning_removes_its_file(files: Folder, tmp_path: Path) -> None:
     store = LocalStore.at(tmp_path / "store", SCHEMA)
     pointer = POINTER
     for i in range(3):
@@ -125,8 +125,8 @@ def test_commits_lie_over_it_and_pruning_removes_it(files: Folder, tmp_path: Pat
         rows.append(rows_of(keys, keys * 100 + i, gone=i == 2))
         pointer = replace(bucket.commit(rows).pointer, batch=pointer.batch + 1)
     assert bucket_on(store, files, pointer, tmp_path).read(lambda view: values_at(view, KEYS))[:3] == [1, None, 1001]
-    old = store.view(REF)
-    # Everything as one run: what it was made of is dropped at the next prune.
+    old_view = store.view(REF)
+    # Merge everything into one run; the next prune drops the runs that it replaces.
     compacted = store._add(
         store.view(pointer.ref).scan(), pointer.lineage[-1].ref, REF, None, base=True, check=lambda txn: None
     )
@@ -136,12 +136,12 @@ def test_commits_lie_over_it_and_pruning_removes_it(files: Folder, tmp_path: Pat
     assert files_beside(store) == []
     assert compacted.key in {run.key for run in store.runs()}
     assert bucket_on(store, files, pointer, tmp_path).read(lambda view: values_at(view, KEYS))[:3] == [1, None, 1001]
-    assert old.rows_max == ROWS
+    assert old_view.rows_max == ROWS
     store.close()
 
 
 @pytest.mark.parametrize("harm", ["damage", "truncate", "remove"])
-def test_damage_on_the_local_disk_is_noticed_and_mended(files: Folder, tmp_path: Path, harm: str) -> None:
+def test_a_damaged_local_snapshot_file_is_fetched_again(files: Folder, tmp_path: Path, harm: str) -> None:
     store = LocalStore.at(tmp_path / "store", SCHEMA)
     assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: view.rows_max) == ROWS
     path = next(store._environment.folder.glob("base-*.arrow"))
@@ -151,18 +151,18 @@ def test_damage_on_the_local_disk_is_noticed_and_mended(files: Folder, tmp_path:
         data[len(data) // 2] ^= 1
     else:
         del data[len(data) // 2 :]
-    if harm == "remove":  # as cleaners of temporary folders do with what looks old
+    if harm == "remove":  # as cleaners of temporary folders do with old files
         path.unlink()
     else:
         path.write_bytes(data)
     later = LocalStore.at(tmp_path / "store", SCHEMA)
     bucket = bucket_on(later, files, POINTER, tmp_path)
     assert bucket.read(lambda view: sum(batch.num_rows for batch in view.scan())) == ROWS
-    assert bucket.fetched_files == 1, "the store was built anew"
+    assert bucket.fetched_files == 1, "the store was rebuilt"
     later.close()
 
 
-def test_a_damaged_snapshot_leaves_nothing_behind(files: Folder, tmp_path: Path) -> None:
+def test_a_damaged_snapshot_is_refused_and_its_copy_is_deleted(files: Folder, tmp_path: Path) -> None:
     name = file_name(REF, SNAPSHOT)
     data = bytearray(files.get(name))
     data[len(data) // 2] ^= 1
@@ -174,7 +174,7 @@ def test_a_damaged_snapshot_leaves_nothing_behind(files: Folder, tmp_path: Path)
     store.close()
 
 
-def test_an_evolved_schema_goes_the_long_way(files: Folder, tmp_path: Path) -> None:
+def test_a_snapshot_of_an_older_schema_is_loaded_into_the_environment(files: Folder, tmp_path: Path) -> None:
     store = LocalStore.at(tmp_path / "store", WIDER)
     bucket = bucket_on(store, files, POINTER, tmp_path)
     assert bucket.read(lambda view: values_at(view, KEYS))[:2] == [0, 10]
@@ -182,7 +182,7 @@ def test_an_evolved_schema_goes_the_long_way(files: Folder, tmp_path: Path) -> N
     store.close()
 
 
-_INGESTS = """
+_INGEST_SCRIPT = """
 import os, sys
 from pathlib import Path
 from test_base_file import POINTER, SCHEMA, bucket_on
@@ -194,40 +194,40 @@ folder, root, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 store = LocalStore.at(folder, SCHEMA)
 
 def stop(*args):
-    print("there", flush=True)
+    print("stopped", flush=True)
     sys.stdin.read()
 
 if when == "copied":
     local.file_path = stop
-else:  # renamed, and not named in the manifest yet
+else:  # renamed, but not yet in the manifest
     SharedEnvironment.write = stop
 bucket_on(store, Folder(root).child("3"), POINTER, folder.parent).read(lambda view: view.rows_max)
 """
 
 
 @pytest.mark.parametrize("files", ["disk"], indirect=True)
-@pytest.mark.parametrize(("when", "left"), [("copied", "incoming"), ("renamed", "base")])
-def test_what_a_killed_adoption_left_is_removed_at_the_next_opening(
-    files: Folder, tmp_path: Path, when: str, left: str
+@pytest.mark.parametrize(("when", "file"), [("copied", "incoming"), ("renamed", "base")])
+def test_the_file_of_a_killed_ingest_is_removed_when_the_store_is_opened_again(
+    files: Folder, tmp_path: Path, when: str, file: str
 ) -> None:
-    """And what one that lives has under way is not."""
+    """The file of a process that is still alive is kept."""
     store = LocalStore.at(tmp_path / "store", SCHEMA)
-    ingests = subprocess.Popen(
-        [sys.executable, "-c", _INGESTS, tmp_path / "store", tmp_path / "root", when],
+    process = subprocess.Popen(
+        [sys.executable, "-c", _INGEST_SCRIPT, tmp_path / "store", tmp_path / "root", when],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
-        assert ingests.stdout is not None
-        assert ingests.stdout.readline() == "there\n"
-        assert files_beside(store) == [left]
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stopped\n"
+        assert files_beside(store) == [file]
         assert LocalStore.at(tmp_path / "store", SCHEMA).runs() == []
-        assert files_beside(store) == [left], "its process lives"
+        assert files_beside(store) == [file], "its process is alive"
     finally:
-        ingests.kill()
-        ingests.wait()
+        process.kill()
+        process.wait()
     assert LocalStore.at(tmp_path / "store", SCHEMA).runs() == []
     assert files_beside(store) == []
     assert bucket_on(store, files, POINTER, tmp_path).read(lambda view: view.rows_max) == ROWS
@@ -237,13 +237,13 @@ def test_what_a_killed_adoption_left_is_removed_at_the_next_opening(
 
 
 @pytest.mark.parametrize("files", ["disk"], indirect=True)
-def test_on_a_disk_without_locks_what_is_old_is_removed(
+def test_old_unused_files_are_removed_on_a_disk_without_locks(
     files: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*args: Any) -> None:
+    def refuse(*args: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "flock", refused)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     store = LocalStore.at(tmp_path / "store", SCHEMA)
     folder = store._environment.folder
     for name in ("base-0123", "incoming-4567", "incoming-young"):
@@ -256,7 +256,7 @@ def test_on_a_disk_without_locks_what_is_old_is_removed(
     store.close()
 
 
-def test_small_snapshots_go_into_the_environment(
+def test_small_snapshots_are_loaded_into_the_environment(
     files: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_module, "_INGESTED_BYTES_MIN", 1 << 40)
@@ -267,7 +267,7 @@ def test_small_snapshots_go_into_the_environment(
     store.close()
 
 
-def test_any_arrow_reader_opens_it(files: Folder, tmp_path: Path) -> None:
+def test_any_arrow_reader_opens_a_snapshot_file(files: Folder, tmp_path: Path) -> None:
     path = tmp_path / "copy"
     files.get_file(file_name(REF, SNAPSHOT), path)
     with pa.memory_map(str(path)) as file:

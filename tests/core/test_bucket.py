@@ -33,7 +33,7 @@ from spark_state_ext.worker.spill import SpillBuffer
 
 
 class Replica:
-    """A root, and machines with a local store each."""
+    """A root, and machines that each have a local store."""
 
     def __init__(self, root: str, local: Path) -> None:
         self.files = Folder(root).child("3")
@@ -47,7 +47,7 @@ class Replica:
         return self.machines[name]
 
     def lose(self, name: str = "a") -> None:
-        """The machine is gone, and its local store with it."""
+        """Lose a machine with its local store."""
         self.machines.pop(name).close()
         shutil.rmtree(self.local / name)
 
@@ -85,20 +85,20 @@ class Replica:
 @pytest.fixture(params=["disk", "objects"])
 def replica(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replica]:
     root = str(tmp_path / "root") if request.param == "disk" else f"memory://{uuid.uuid4().hex}"
-    made = Replica(root, tmp_path / "local")
-    yield made
-    for store in made.machines.values():
+    new_replica = Replica(root, tmp_path / "local")
+    yield new_replica
+    for store in new_replica.machines.values():
         store.close()
 
 
 @pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots after few deltas."""
+def frequent_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a snapshot after every third delta."""
     monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
 
 
-def test_the_first_commits(replica: Replica) -> None:
+def test_each_commit_adds_a_checkpoint_to_the_lineage(replica: Replica) -> None:
     pointers, models = replica.history(3)
     assert [p.version for p in pointers] == [0, 1, 2, 3]
     assert [replica.state(p) for p in pointers] == models
@@ -107,16 +107,16 @@ def test_the_first_commits(replica: Replica) -> None:
     assert entry.size_bytes == replica.files.size(file_name(entry.ref, DELTA))
 
 
-def test_no_change_is_no_checkpoint(replica: Replica) -> None:
+def test_a_call_without_changes_makes_no_checkpoint(replica: Replica) -> None:
     pointers, _ = replica.history(1)
     names = replica.files.names()
-    again = replica.commit(pointers[1], {})
-    assert again == replace(pointers[1], calls=2, heartbeats=2, retained_heartbeat=2)
+    after = replica.commit(pointers[1], {})
+    assert after == replace(pointers[1], calls=2, heartbeats=2, retained_heartbeat=2)
     assert replica.files.names() == names
 
 
-def test_a_quiet_bucket_is_renewed_once_in_so_many_beats(replica: Replica) -> None:
-    """Clean-up takes what is older than two renewals for a lineage that nobody follows."""
+def test_an_unchanged_bucket_writes_a_new_file_after_a_number_of_heartbeats(replica: Replica) -> None:
+    """Clean-up regards a file that is older than two renewals as part of an unused lineage."""
     pointers, models = replica.history(1)
     pointer, renewed = pointers[1], []
     for call in range(2, 3 * BATCHES_RETAINED):
@@ -131,7 +131,7 @@ def test_a_quiet_bucket_is_renewed_once_in_so_many_beats(replica: Replica) -> No
     assert replica.state(pointer) == models[1]
 
 
-def test_calls_for_timeouts_only_are_no_beats(replica: Replica) -> None:
+def test_a_call_for_timeouts_only_is_not_a_heartbeat(replica: Replica) -> None:
     pointers, _ = replica.history(1)
     bucket = Bucket(
         replica.machine(), sole_replica(replica.files, replica.local), pointers[1], WRITER, CommitContext(replica.local)
@@ -140,7 +140,9 @@ def test_calls_for_timeouts_only_are_no_beats(replica: Replica) -> None:
     assert (after.calls, after.heartbeats, after.lineage[-1].heartbeat) == (2, 1, 1)
 
 
-def test_a_store_one_behind_a_fresh_snapshot_fetches_the_delta_only(replica: Replica, often: None) -> None:
+def test_a_store_one_version_behind_a_new_snapshot_fetches_only_the_delta(
+    replica: Replica, frequent_snapshots: None
+) -> None:
     pointers, models = replica.history(4)
     behind, fresh = pointers[3], pointers[4]
     assert (len(behind.lineage), len(fresh.lineage)) == (3, 1)
@@ -155,14 +157,14 @@ def test_a_store_one_behind_a_fresh_snapshot_fetches_the_delta_only(replica: Rep
     assert replica.state(fresh, "c") == models[4]
 
 
-def test_a_lost_machine(replica: Replica) -> None:
+def test_a_lost_local_store_is_restored(replica: Replica) -> None:
     pointers, models = replica.history(6)
     replica.lose()
     assert replica.state(pointers[6]) == models[6]
     assert replica.state(pointers[4], "other") == models[4]
 
 
-def test_only_what_is_absent_is_fetched(replica: Replica) -> None:
+def test_only_missing_versions_are_fetched(replica: Replica) -> None:
     pointers, models = replica.history(5)
     replica.state(pointers[3], "b")
     bucket = bucket_on(replica.machine("b"), replica.files, pointers[5], replica.local)
@@ -174,17 +176,17 @@ def test_only_what_is_absent_is_fetched(replica: Replica) -> None:
     assert replica.state(pointers[5], "b") == models[5]
 
 
-def test_a_retry_and_a_restart_give_what_the_first_try_gave(replica: Replica) -> None:
+def test_each_retry_makes_its_own_checkpoint_of_the_same_state(replica: Replica) -> None:
     pointers, models = replica.history(2)
     changes: Changes = {KEYS[0]: Row(7)}
     attempts = [replica.commit(pointers[2], changes, machine) for machine in ("a", "a", "b")]
-    assert len({p.ref for p in attempts}) == 3, "each invocation is a checkpoint of its own"
+    assert len({p.ref for p in attempts}) == 3, "each invocation makes its own checkpoint"
     for pointer in attempts:
         for machine in ("a", "b", "c"):
             assert replica.state(pointer, machine) == apply_changes(models[2], changes)
 
 
-def test_two_jobs_from_one_checkpoint(replica: Replica) -> None:
+def test_two_jobs_can_continue_from_one_checkpoint(replica: Replica) -> None:
     pointers, models = replica.history(3)
     left, right, left_model, right_model = pointers[3], pointers[3], models[3], models[3]
     for i in range(4):
@@ -197,12 +199,12 @@ def test_two_jobs_from_one_checkpoint(replica: Replica) -> None:
         assert replica.state(right, machine) == right_model
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("frequent_snapshots")
 def test_snapshots_shorten_the_lineage(replica: Replica) -> None:
     pointers, models = replica.history(12)
     assert max(len(p.lineage) for p in pointers) <= 4
     assert len(replica.snapshots()) >= 2
-    # Further back than the last snapshot the local store has merged, and files tell.
+    # The local store has merged the runs before the last snapshot, so older pointers are loaded from files.
     for pointer, model in reversed(list(zip(pointers, models, strict=True))):
         assert replica.state(pointer) == model
     replica.lose()
@@ -211,10 +213,10 @@ def test_snapshots_shorten_the_lineage(replica: Replica) -> None:
     assert bucket.fetched_files == len(pointers[12].lineage)
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("frequent_snapshots")
 @pytest.mark.parametrize("harm", ["remove", "damage"])
 @pytest.mark.parametrize("count", [1, 2, 99])
-def test_lost_snapshots_lead_further_back(replica: Replica, harm: str, count: int) -> None:
+def test_a_load_without_snapshots_goes_further_back_in_the_lineage(replica: Replica, harm: str, count: int) -> None:
     pointers, models = replica.history(14)
     by_version = sorted(replica.snapshots(), key=lambda n: parse_file_name(n)[0], reverse=True)  # type: ignore[index]
     for name in by_version[:count]:
@@ -225,8 +227,8 @@ def test_lost_snapshots_lead_further_back(replica: Replica, harm: str, count: in
     assert replica.state(after) == apply_changes(models[14], {KEYS[0]: None})
 
 
-@pytest.mark.usefixtures("often")
-def test_a_snapshot_lost_with_its_delta(replica: Replica) -> None:
+@pytest.mark.usefixtures("frequent_snapshots")
+def test_a_checkpoint_whose_snapshot_and_delta_are_lost_is_an_error(replica: Replica) -> None:
     pointers, models = replica.history(9)
     ref = pointers[9].lineage[0].ref
     replica.remove(file_name(ref, SNAPSHOT))
@@ -235,31 +237,31 @@ def test_a_snapshot_lost_with_its_delta(replica: Replica) -> None:
         MissingCheckpointError, match=f"checkpoint {pointers[9].ref} of bucket 3 of operator 'counts'.*{ref}"
     ):
         replica.state(pointers[9], "fresh")
-    # Where the local store has it all, no file is needed.
+    # The local store still has the whole state, so it needs no file.
     assert replica.state(pointers[9]) == models[9]
 
 
 @pytest.mark.parametrize("harm", ["remove", "damage"])
-def test_a_missing_version_in_between(replica: Replica, harm: str) -> None:
+def test_a_missing_or_damaged_delta_is_an_error_that_names_the_checkpoint(replica: Replica, harm: str) -> None:
     pointers, models = replica.history(5)
     name = replica.name(pointers[3], DELTA)
     data = replica.files.get(name)
     getattr(replica, harm)(name)
-    before = replica.files.names()
+    names = replica.files.names()
     expected = MissingCheckpointError if harm == "remove" else CorruptFileError
     with pytest.raises(expected, match=f"checkpoint {pointers[5].ref} of bucket 3.*{pointers[3].ref}"):
         replica.state(pointers[5], "fresh")
     with pytest.raises(expected):
         replica.commit(pointers[5], {KEYS[0]: Row(1)}, "fresh")
-    # State is untouched, and comes back with the file.
+    # The other state is intact, and the missing state is back once the file is restored.
     assert replica.state(pointers[2], "fresh") == models[2]
-    assert set(before) <= set(replica.files.names())
+    assert set(names) <= set(replica.files.names())
     replica.files.put(name, data)
     assert replica.state(pointers[5], "fresh") == models[5]
 
 
-def test_a_snapshot_stands_in_for_a_lost_delta(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot that was written though its pointer was never committed, or by another attempt, is as good."""
+def test_a_snapshot_replaces_a_lost_delta(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot by another attempt, or one whose pointer was never committed, has the same rows."""
     pointers, models = replica.history(4)
     bucket = bucket_on(replica.machine(), replica.files, pointers[3], replica.local)
     assert pointers[4].ref is not None
@@ -270,16 +272,16 @@ def test_a_snapshot_stands_in_for_a_lost_delta(replica: Replica, monkeypatch: py
     assert replica.state(pointers[4], "fresh") == models[4]
 
 
-def test_files_of_another_bucket_are_not_read(replica: Replica) -> None:
+def test_files_of_another_bucket_are_refused(replica: Replica) -> None:
     pointers, _ = replica.history(1)
     wrong = replace(pointers[1], bucket=4)
     with pytest.raises(LineageError, match="belongs to bucket 3 of operator 'counts'"):
         replica.state(wrong, "fresh")
 
 
-def test_a_late_delta_after_the_job_failed(replica: Replica) -> None:
+def test_a_delta_of_a_failed_attempt_does_not_change_the_state(replica: Replica) -> None:
     pointers, models = replica.history(2)
-    # An attempt wrote its delta and died; the restart commits another one; the late file changes nothing.
+    # An attempt writes its delta and dies; the restart commits another delta; the late file changes nothing.
     late = replica.commit(pointers[2], {KEYS[0]: Row(-1)}, "dying")
     new = replica.commit(pointers[2], {KEYS[0]: Row(1)}, "b")
     assert replica.files.exists(replica.name(late, DELTA))
@@ -287,9 +289,9 @@ def test_a_late_delta_after_the_job_failed(replica: Replica) -> None:
         assert replica.state(new, machine) == apply_changes(models[2], {KEYS[0]: Row(1)})
 
 
-@pytest.mark.usefixtures("often")
-def test_a_bucket_emptied_to_the_last_key(replica: Replica) -> None:
-    """A snapshot of no rows at all."""
+@pytest.mark.usefixtures("frequent_snapshots")
+def test_a_bucket_whose_keys_are_all_deleted_can_be_restored(replica: Replica) -> None:
+    """A snapshot may have no rows."""
     pointer = replica.commit(first_pointer(), {KEYS[0]: Row(1), KEYS[1]: Row(2)})
     model: Model = {}
     for changes in [{KEYS[0]: None, KEYS[1]: None}] * 5:
@@ -302,8 +304,8 @@ def test_a_bucket_emptied_to_the_last_key(replica: Replica) -> None:
     assert replica.state(pointer) == apply_changes(model, {KEYS[2]: Row(3)})
 
 
-@pytest.mark.usefixtures("often")
-def test_a_snapshot_that_cannot_be_written(
+@pytest.mark.usefixtures("frequent_snapshots")
+def test_a_batch_is_committed_even_if_its_snapshot_cannot_be_written(
     replica: Replica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Snapshots are optional: the batch is committed by its delta, and a later commit writes another one."""
@@ -320,7 +322,7 @@ def test_a_snapshot_that_cannot_be_written(
             models.append(apply_changes(models[-1], {KEYS[i]: Row(i)}))
     assert "snapshot.arrow: no" in caplog.text
     assert replica.snapshots() == []
-    # It was unconfirmed all the same; the lineage is traced further back.
+    # Pointers name the snapshot as unconfirmed although it failed; a load goes further back in the lineage.
     assert [len(pointer.lineage) for pointer in pointers] == [0, 1, 2, 3, 1, 2, 3]
     for pointer, model in zip(pointers, models, strict=True):
         assert replica.state(pointer, "fresh") == model
@@ -332,16 +334,16 @@ def test_a_snapshot_that_cannot_be_written(
         assert replica.state(pointer, "fresh") == model
 
 
-def test_memory_of_a_backlog_is_given_back(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(memory, "release_memory", given.append)
+def test_memory_is_released_once_after_a_large_batch(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    released_bytes: list[int] = []
+    monkeypatch.setattr(memory, "release_memory", released_bytes.append)
     calls, pointer = memory.CallSizes(), first_pointer()
     backlog: Changes = {key: Row(i, "n" * 10_000) for i, key in enumerate(KEYS)}
     for changes in (backlog, *({KEYS[0]: Row(i)} for i in range(5))):
         replicas = sole_replica(replica.files, replica.local)
         bucket = Bucket(replica.machine(), replicas, pointer, WRITER, CommitContext(replica.local), memory=calls)
         pointer = bucket.commit(buffer_of(changes, replica.local)).pointer
-    (after_bytes,) = given
+    (after_bytes,) = released_bytes
     assert after_bytes > len(KEYS) * 10_000
 
 
@@ -350,8 +352,8 @@ def _spoil_chunks(txn: Writer) -> None:
         txn.put(b"chunks", key, value[:-1] + bytes([value[-1] ^ 0xFF]))
 
 
-def test_a_damaged_local_store_does_not_stop_the_job(replica: Replica) -> None:
-    """The local store is a cache: whatever is wrong with it, the checkpoint files are whole."""
+def test_a_damaged_local_store_is_restored_from_files(replica: Replica) -> None:
+    """The local store is only a cache: if it is damaged, the checkpoint files are still intact."""
     pointers, models = replica.history(9)
     store = replica.machine()
 
@@ -361,15 +363,15 @@ def test_a_damaged_local_store_does_not_stop_the_job(replica: Replica) -> None:
         if step == "read":
             assert replica.state(pointers[-1]) == models[-1]
         else:
-            # A commit that only writes notices nothing unless it compacts.
+            # A commit that only writes does not read the damaged chunks unless it compacts.
             changes: Changes = {KEYS[i]: Row(i) for i in range(5 if step == "merge" else 1)}
             pointers.append(replica.commit(pointers[-1], changes))
             models.append(apply_changes(models[-1], changes))
             assert replica.state(pointers[-1]) == models[-1]
 
 
-@pytest.mark.usefixtures("often")
-def test_a_damaged_local_store_is_noticed_by_the_snapshot(replica: Replica) -> None:
+@pytest.mark.usefixtures("frequent_snapshots")
+def test_a_snapshot_of_a_damaged_local_store_has_the_right_rows(replica: Replica) -> None:
     pointers, models = replica.history(3)
     store = replica.machine()
     store._chunks.forget_all()
@@ -381,9 +383,9 @@ def test_a_damaged_local_store_is_noticed_by_the_snapshot(replica: Replica) -> N
     assert replica.state(pointer) == apply_changes(models[3], {KEYS[0]: Row(3)})
 
 
-@pytest.mark.usefixtures("often")
-def test_damage_that_only_a_snapshot_reads_is_mended(replica: Replica, caplog: pytest.LogCaptureFixture) -> None:
-    """Runs that are too large to be merged are not read by calls that change other keys."""
+@pytest.mark.usefixtures("frequent_snapshots")
+def test_damage_that_only_a_snapshot_reads_is_repaired(replica: Replica, caplog: pytest.LogCaptureFixture) -> None:
+    """Calls that change other keys do not read runs that are too large to be merged."""
     store = replica.machines["a"] = LocalStore.at(replica.local / "a", SCHEMA, chunk_rows=4, compaction_bytes_max=1)
     pointers, models = replica.history(3)
     store._chunks.forget_all()
@@ -392,11 +394,11 @@ def test_damage_that_only_a_snapshot_reads_is_mended(replica: Replica, caplog: p
     for number in range(4):
         changes: Changes = {KEYS[0]: Row(number)}
         pointer, model = replica.commit(pointer, changes), apply_changes(model, changes)
-    assert caplog.text.count("do not match the manifest") == 1, "the next snapshot was made"
+    assert caplog.text.count("do not match the manifest") == 1, "the next snapshot was written"
     assert replica.state(pointer, "fresh") == replica.state(pointer) == model
 
 
-def test_pruning_by_another_process_in_the_middle_of_a_read(replica: Replica) -> None:
+def test_a_read_is_repeated_if_its_runs_are_pruned_meanwhile(replica: Replica) -> None:
     pointers, models = replica.history(8)
     replica.state(pointers[8], "fresh")
     store = replica.machine("fresh")
@@ -416,14 +418,16 @@ def test_pruning_by_another_process_in_the_middle_of_a_read(replica: Replica) ->
     assert bucket.fetched_files == 0, "the merged run has everything"
 
 
-def test_large_changes_pass_through_a_local_file(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_deltas_pass_through_a_temporary_local_file(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sealed_module, "MEMORY_BYTES_MAX", 10)
     pointers, models = replica.history(3)
     assert replica.state(pointers[3], "fresh") == models[3]
     assert not [p for p in replica.local.iterdir() if p.is_file()]
 
 
-def test_a_scratch_folder_that_is_gone(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_scratch_folder_is_an_error_and_the_state_is_kept(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sealed_module, "MEMORY_BYTES_MAX", 10)
     pointers, models = replica.history(1)
     bucket = bucket_on(replica.machine(), replica.files, pointers[1], replica.local / "gone")
@@ -432,7 +436,7 @@ def test_a_scratch_folder_that_is_gone(replica: Replica, monkeypatch: pytest.Mon
     assert replica.state(pointers[1]) == models[1]
 
 
-def test_rows_that_were_spilled(replica: Replica) -> None:
+def test_spilled_rows_are_committed(replica: Replica) -> None:
     rows = SpillBuffer(replica.local, 1)
     model: Model = {}
     for i, key in enumerate(sorted(KEYS, key=good_hash)):
@@ -444,25 +448,27 @@ def test_rows_that_were_spilled(replica: Replica) -> None:
     assert replica.state(pointer, "fresh") == model
 
 
-def test_another_attempt_on_this_machine_restores_it_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While this one looks where a snapshot that never arrived may be found instead."""
+def test_two_attempts_can_restore_one_local_store_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another attempt restores the store while this attempt looks for a replacement of a missing snapshot."""
     replicas = sole_replica(Folder(str(tmp_path / "root")).child("3"), tmp_path)
     pointer = first_pointer()
     source = LocalStore.at(tmp_path / "source", SCHEMA)
     for n in range(3):
         buffer = buffer_of({KEYS[n]: Row(n)}, tmp_path)
         pointer = Bucket(source, replicas, pointer, WRITER, CommitContext(tmp_path)).commit(buffer).pointer
-    # The lineage begins at a checkpoint whose snapshot is still on its way.
+    # The lineage begins at a checkpoint whose snapshot has not arrived yet.
     pointer = replace(pointer, lineage=pointer.lineage[-1:])
     store = LocalStore.at(tmp_path / "store", SCHEMA)
     mine, other = (Bucket(store, replicas, pointer, WRITER, CommitContext(tmp_path)) for _ in range(2))
     trace_back = Trace.trace_back
 
-    def late(trace: Trace, chain: Any) -> Any:
-        found = trace_back(trace, chain)
+    def trace_late(trace: Trace, chain: Any) -> Any:
+        traced = trace_back(trace, chain)
         monkeypatch.setattr(Trace, "trace_back", trace_back)
         assert other.read(lambda view: view.rows_max) == 3
-        return found
+        return traced
 
-    monkeypatch.setattr(Trace, "trace_back", late)
+    monkeypatch.setattr(Trace, "trace_back", trace_late)
     assert mine.read(lambda view: view.rows_max) == 3

@@ -1,4 +1,4 @@
-"""A bucket against a dict while machines die, attempts race, zombies wake and files are lost."""
+"""Compares a bucket with a dict while machines die, attempts race, zombie tasks wake and files are lost."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _MACHINES = st.sampled_from(["a", "b"])
 
 
 class BucketMachine(RuleBasedStateMachine):
-    """Spark's part is played by `history`: the pointers that were committed, one a batch."""
+    """Plays Spark's part: `history` has the committed pointers, one for each batch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.local = Path(tempfile.mkdtemp(prefix="bucket-machine-"))
         self.stores: dict[str, LocalStore] = {}
         self.history: list[tuple[Pointer, Model]] = [(first_pointer(), {})]
-        # Pointers of attempts nobody committed: Spark may still hand one out after a late overwrite of its file.
+        # Pointers of uncommitted attempts: Spark may still hand one out after a late overwrite of its file.
         self.uncommitted: list[tuple[Pointer, Model]] = []
         self.contents: dict[str, bytes] = {}
         # Files that a rule removed or damaged.
@@ -68,7 +68,7 @@ class BucketMachine(RuleBasedStateMachine):
 
     @rule(changes=change_sets(max_size=6), machines=st.lists(_MACHINES, min_size=1, max_size=3), data=st.data())
     def batch(self, changes: dict[Key, Row | None], machines: list[str], data: st.DataObject) -> None:
-        """Retries and speculative attempts of one batch; any of them may be the one that Spark keeps."""
+        """Run retries and speculative attempts of one batch; Spark may keep any of them."""
         pointer, model = self.history[-1]
         attempts = [self.attempt(machine, pointer, model, changes) for machine in machines]
         kept = data.draw(st.integers(0, len(attempts) - 1))
@@ -78,7 +78,7 @@ class BucketMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.history) > 1)
     @rule(changes=change_sets(max_size=4), machine=_MACHINES, data=st.data())
     def zombie(self, changes: dict[Key, Row | None], machine: str, data: st.DataObject) -> None:
-        """A task of an earlier batch wakes up and does all it meant to do."""
+        """Let a task of an earlier batch wake up and do all its work."""
         at = data.draw(st.integers(0, len(self.history) - 2))
         if not self.loadable(at):
             return
@@ -93,7 +93,7 @@ class BucketMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.uncommitted)
     @rule(data=st.data(), machine=_MACHINES)
-    def an_attempt_that_nobody_kept_is_whole_too(self, data: st.DataObject, machine: str) -> None:
+    def read_an_uncommitted_attempt(self, data: st.DataObject, machine: str) -> None:
         pointer, model = data.draw(st.sampled_from(self.uncommitted))
         if not self.harmed:
             assert state_at(self.store(machine), self.files, pointer, self.local) == model
@@ -107,26 +107,26 @@ class BucketMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.snapshots())
     @rule(data=st.data(), removes=st.booleans())
     def lose_snapshot(self, data: st.DataObject, removes: bool) -> None:
-        """A snapshot is missing or damaged; the lineage of deltas leads further back."""
+        """Lose or damage a snapshot; a load then goes further back in the lineage."""
         self.harm(data.draw(st.sampled_from(self.snapshots())), removes)
 
     @rule(data=st.data(), removes=st.booleans())
     def lose_a_version_in_between(self, data: st.DataObject, removes: bool) -> None:
-        """A fresh machine gets a typed error that names the checkpoint; when the file is back, all is well."""
+        """A new machine raises an error that names the checkpoint; once the file is back, it has the state."""
         pointer, model = self.history[-1]
         inside = [entry.ref for entry in pointer.lineage[1:]]
         if not inside:
             return
         ref = data.draw(st.sampled_from(inside))
-        stand_in = file_name(ref, SNAPSHOT)
-        name, whole = file_name(ref, DELTA), self.contents[file_name(ref, DELTA)]
-        if stand_in in self.contents and stand_in not in self.harmed:
+        snapshot = file_name(ref, SNAPSHOT)
+        name, content = file_name(ref, DELTA), self.contents[file_name(ref, DELTA)]
+        if snapshot in self.contents and snapshot not in self.harmed:
             return
         self.harm(name, removes)
         self.lose_machine("fresh")
         with pytest.raises((MissingCheckpointError, CorruptFileError), match=str(ref)):
             state_at(self.store("fresh"), self.files, pointer, self.local)
-        self.files.put(name, whole)
+        self.files.put(name, content)
         self.harmed.discard(name)
         assert state_at(self.store("fresh"), self.files, pointer, self.local) == model
 
@@ -146,7 +146,7 @@ class BucketMachine(RuleBasedStateMachine):
                 assert self.contents.setdefault(name, data) == data, f"{name} was overwritten"
         assert set(self.contents) - set(names) <= self.harmed
         parsed = [parse_file_name(name) for name in names]
-        assert None not in parsed, "no temporary file is left"
+        assert None not in parsed, "no temporary file remains"
 
     # -- helpers ------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class BucketMachine(RuleBasedStateMachine):
         return sorted(n for n in self.contents if n not in self.harmed and n.endswith("snapshot.arrow"))
 
     def loadable(self, at: int) -> bool:
-        """Deltas are never lost for good, so everything is."""
+        """Return whether a batch can be loaded: all can, because rules put lost deltas back."""
         return not any(name.endswith("delta.arrow") for name in self.harmed) and at >= 0
 
     def harm(self, name: str, removes: bool) -> None:
@@ -168,7 +168,7 @@ class BucketMachine(RuleBasedStateMachine):
             self.files.put(name, bytes(data))
 
 
-def test_bucket_against_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_equals_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 4)
     run_state_machine_as_test(

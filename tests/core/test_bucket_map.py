@@ -1,4 +1,4 @@
-"""Which bucket a row belongs to: equal ranges, bounds and partitions, against arithmetic over whole numbers."""
+"""The bucket of a row by equal ranges, by bounds and by partition, compared with integer arithmetic."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tests.helpers.soak import examples
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "operator-format-3.json"
 _END = 1 << 32
-# However slow the machine is.
-_UNHURRIED = settings(max_examples=examples(100), deadline=None)
+# Without a deadline, so that a slow machine does not fail a test.
+_NO_DEADLINE = settings(max_examples=examples(100), deadline=None)
 _COUNTS = st.integers(1, 600) | st.sampled_from([1 << 15, (1 << 15) - 1])
-_BOUNDS = st.sets(st.integers(1, _END - 1), max_size=40).map(lambda them: (0, *sorted(them)))
+_BOUNDS = st.sets(st.integers(1, _END - 1), max_size=40).map(lambda bounds: (0, *sorted(bounds)))
 _STREAMS = st.dictionaries(st.text(min_size=1), st.integers(1, 50), min_size=1, max_size=4) | st.integers(1, 50).map(
     lambda count: {"": count}
 )
@@ -42,44 +42,44 @@ _BY_PARTITION = st.builds(BucketMap.of_partitions, _STREAMS, st.sampled_from([BY
 _MAPS = st.builds(BucketMap, _COUNTS) | _BOUNDS.map(BucketMap.between)
 
 
-def _edges(of: BucketMap) -> list[int]:
-    """Hashes where a bucket begins or ends, and some in the midst."""
-    some = [it for bucket in range(of.buckets) for it in of.range_of(bucket)]
-    high = sorted({it for at in some for it in (at - 1, at, at + 1) if 0 <= it < _END})
-    return [it << 32 | low for it in high for low in (0, 0xFFFFFFFF)]
+def _list_edges(of: BucketMap) -> list[int]:
+    """Return the hashes where a bucket begins or ends, and those next to them."""
+    bounds = [bound for bucket in range(of.buckets) for bound in of.range_of(bucket)]
+    high_words = sorted({word for bound in bounds for word in (bound - 1, bound, bound + 1) if 0 <= word < _END})
+    return [word << 32 | low for word in high_words for low in (0, 0xFFFFFFFF)]
 
 
-@_UNHURRIED
+@_NO_DEADLINE
 @given(_MAPS)
 def test_buckets_are_ranges_that_follow_each_other(of: BucketMap) -> None:
     ranges = [of.range_of(bucket) for bucket in range(of.buckets)]
     assert [low for low, _ in ranges] == [0, *(high for _, high in ranges[:-1])]
     assert ranges[-1][1] == _END
-    hashes = _edges(of)
-    found = of.of(np.array(hashes, np.uint64))
-    assert all(ranges[bucket][0] <= it >> 32 < ranges[bucket][1] for it, bucket in zip(hashes, found, strict=True))
-    assert [of.candidates(it) for it in hashes[:50]] == [range(b, b + 1) for b in found[:50].tolist()]
+    hashes = _list_edges(of)
+    buckets = of.of(np.array(hashes, np.uint64))
+    assert all(ranges[bucket][0] <= key >> 32 < ranges[bucket][1] for key, bucket in zip(hashes, buckets, strict=True))
+    assert [of.candidates(key) for key in hashes[:50]] == [range(b, b + 1) for b in buckets[:50].tolist()]
 
 
-@_UNHURRIED
+@_NO_DEADLINE
 @given(_COUNTS, st.lists(st.integers(0, 2**64 - 1), min_size=1))
-def test_equal_ranges_are_as_ever(buckets: int, hashes: list[int]) -> None:
-    found = BucketMap(buckets).of(np.array(hashes, np.uint64)).tolist()
-    assert found == find_buckets(np.array(hashes, np.uint64), buckets).tolist()
-    assert found == [(it >> 32) * buckets >> 32 for it in hashes]
+def test_equal_ranges_agree_with_integer_arithmetic(buckets: int, hashes: list[int]) -> None:
+    mapped = BucketMap(buckets).of(np.array(hashes, np.uint64)).tolist()
+    assert mapped == find_buckets(np.array(hashes, np.uint64), buckets).tolist()
+    assert mapped == [(key >> 32) * buckets >> 32 for key in hashes]
 
 
-@_UNHURRIED
+@_NO_DEADLINE
 @given(_MAPS, _MAPS)
-def test_overlapping_buckets(mine: BucketMap, other: BucketMap) -> None:
+def test_overlapping_buckets_are_those_whose_ranges_intersect(mine: BucketMap, other: BucketMap) -> None:
     theirs = [other.range_of(bucket) for bucket in range(other.buckets)]
     for bucket in {0, mine.buckets // 2, mine.buckets - 1}:
         low, high = mine.range_of(bucket)
-        wanted = [at for at, (begins, ends) in enumerate(theirs) if begins < high and low < ends]
-        assert list(mine.overlapping(other, bucket)) == wanted
+        expected = [at for at, (begins, ends) in enumerate(theirs) if begins < high and low < ends]
+        assert list(mine.overlapping(other, bucket)) == expected
 
 
-def test_one_bucket_alone_is_split() -> None:
+def test_only_the_given_buckets_are_split() -> None:
     split = BucketMap.split(4, {1: 2, 3: 3})
     assert split.kind == BOUNDS
     quarter = _END // 4
@@ -91,16 +91,16 @@ def test_one_bucket_alone_is_split() -> None:
     assert BucketMap.split(4, dict.fromkeys(range(4), 2)) == BucketMap(8)
 
 
-@_UNHURRIED
+@_NO_DEADLINE
 @given(st.integers(1, 40), st.dictionaries(st.integers(0, 39), st.integers(2, 7), max_size=3))
-def test_a_map_tells_the_argument_that_makes_it(buckets: int, into: dict[int, int]) -> None:
-    made = BucketMap.split(buckets, {bucket: parts for bucket, parts in into.items() if bucket < buckets})
-    name, text = made.argument.split("=", 1)
-    assert made == (BucketMap(int(text)) if name == "buckets" else eval(text, {"BucketMap": BucketMap}))
-    assert (name == "buckets") == (made.kind == HASH)
+def test_the_argument_of_a_map_makes_the_same_map(buckets: int, into: dict[int, int]) -> None:
+    bucket_map = BucketMap.split(buckets, {bucket: parts for bucket, parts in into.items() if bucket < buckets})
+    name, text = bucket_map.argument.split("=", 1)
+    assert bucket_map == (BucketMap(int(text)) if name == "buckets" else eval(text, {"BucketMap": BucketMap}))
+    assert (name == "buckets") == (bucket_map.kind == HASH)
 
 
-def test_what_has_no_short_argument() -> None:
+def test_a_map_without_a_short_argument_refers_to_the_previous_one() -> None:
     assert BucketMap.split(4, {2: 3}).argument == "bucket_by=BucketMap.split(4, {2: 3})"
     assert (
         BucketMap.between([0, 5, 7]).argument
@@ -111,7 +111,7 @@ def test_what_has_no_short_argument() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "text"),
+    ("make_map", "text"),
     [
         (lambda: BucketMap(0), "0 buckets"),
         (lambda: BucketMap(True), "True buckets"),
@@ -139,22 +139,22 @@ def test_what_has_no_short_argument() -> None:
         (lambda: BucketMap.of_partitions({"": 2}, "task"), "not 'task'"),
     ],
 )
-def test_there_is_no_such_map(made: object, text: str) -> None:
-    assert callable(made)
+def test_an_impossible_map_is_refused(make_map: object, text: str) -> None:
+    assert callable(make_map)
     with pytest.raises(UsageError, match=text):
-        made()
+        make_map()
 
 
-def test_no_hash_tells_the_bucket_of_a_partition() -> None:
+def test_a_map_by_partition_does_not_determine_buckets_by_hash() -> None:
     of = BucketMap.of_partitions({"": 3})
     assert of.candidates(7) == range(3)
     with pytest.raises(ValueError, match="not the hash of its key"):
         of.of(np.zeros(1, np.uint64))
 
 
-@_UNHURRIED
+@_NO_DEADLINE
 @given(_BY_PARTITION)
-def test_maps_by_partition(of: BucketMap) -> None:
+def test_a_map_by_partition_has_a_bucket_for_each_partition(of: BucketMap) -> None:
     counts = dict(of.streams)
     places = [(name, of.first_of(name) + index) for name, count in of.streams for index in range(count)]
     if of.group_by == BY_STREAM_AND_PARTITION:
@@ -167,38 +167,38 @@ def test_maps_by_partition(of: BucketMap) -> None:
     assert BucketMap.of_partitions(dict(reversed(of.streams)), of.group_by) == of
 
 
-def _operator(mapped: BucketMap | None, buckets: int = 5) -> OperatorFile:
+def _make_operator(mapped: BucketMap | None, buckets: int = 5) -> OperatorFile:
     key = '{"type":"struct","fields":[{"name":"k","type":"long","nullable":true,"metadata":{}}]}'
     state = key.replace('"k"', '"n"')
     return OperatorFile("counts", "q", buckets, key, state, mapped=mapped)
 
 
 @pytest.mark.parametrize("mapped", [BucketMap.split(4, {1: 2}), BucketMap.of_partitions({"": 5})])
-def test_operator_files_with_a_map(mapped: BucketMap) -> None:
-    data = _operator(mapped).encode()
-    found = OperatorFile.decode(data, "there")
-    assert (found.bucket_map, found.encode()) == (mapped, data)
+def test_an_operator_file_stores_its_map_and_refuses_another_one(mapped: BucketMap) -> None:
+    data = _make_operator(mapped).encode()
+    operator = OperatorFile.decode(data, "there")
+    assert (operator.bucket_map, operator.encode()) == (mapped, data)
     assert json.loads(data)["format"] == OPERATOR_FORMAT
     with pytest.raises(BucketMapChangedError, match=f"give {re.escape(mapped.argument)}, "):
-        found.succeeded_by(_operator(None))
+        operator.succeeded_by(_make_operator(None))
     with pytest.raises(BucketMapChangedError, match=r"with other bounds|by source partition"):
-        found.succeeded_by(_operator(BucketMap.split(4, {2: 2})))
-    assert found.succeeded_by(_operator(mapped)) is found
+        operator.succeeded_by(_make_operator(BucketMap.split(4, {2: 2})))
+    assert operator.succeeded_by(_make_operator(mapped)) is operator
     with pytest.raises(BucketCountChangedError):
-        _operator(None).succeeded_by(_operator(None, 4))
-    for at in range(len(data)):
+        _make_operator(None).succeeded_by(_make_operator(None, 4))
+    for position in range(len(data)):
         damaged = bytearray(data)
-        damaged[at] ^= 0x01
+        damaged[position] ^= 0x01
         try:
-            same = OperatorFile.decode(bytes(damaged), "operator_0.json")
+            decoded = OperatorFile.decode(bytes(damaged), "operator_0.json")
         except (CorruptFileError, VersionSkewError):
             continue
         # Only white space is outside the checksum.
-        assert same.encode() == data
+        assert decoded.encode() == data
 
 
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("arguments", "text"),
     [
         (({"": 4},), r"began with 2 partitions and the plan says 4: give counts=\[2, 4\], if"),
         (({"": 3},), r"began with 2 partitions and the plan says 3: give a list for counts that begins with 2"),
@@ -207,25 +207,25 @@ def test_operator_files_with_a_map(mapped: BucketMap) -> None:
         (({"a": 2},), "its streams were unnamed and are now a"),
     ],
 )
-def test_another_map_by_partition_is_told(asked: tuple[object, ...], text: str) -> None:
-    stored, wanted = BucketMap.of_partitions({"": 2}), BucketMap.of_partitions(*asked)  # type: ignore[arg-type]
+def test_an_operator_file_refuses_another_map_by_partition(arguments: tuple[object, ...], text: str) -> None:
+    stored, planned = BucketMap.of_partitions({"": 2}), BucketMap.of_partitions(*arguments)  # type: ignore[arg-type]
     with pytest.raises(BucketMapChangedError, match=text):
-        _operator(stored, 2).succeeded_by(_operator(wanted, wanted.buckets))
+        _make_operator(stored, 2).succeeded_by(_make_operator(planned, planned.buckets))
     with pytest.raises(BucketMapChangedError, match=r"has its state in 2 buckets and the job asks for 2 buckets by"):
-        _operator(None, 2).succeeded_by(_operator(stored, 2))
+        _make_operator(None, 2).succeeded_by(_make_operator(stored, 2))
 
 
-def test_a_stream_of_several_is_named() -> None:
-    stored, wanted = (BucketMap.of_partitions({"clicks": 3, "orders": orders}) for orders in (3, 6))
+def test_the_error_about_another_number_of_partitions_names_the_stream() -> None:
+    stored, planned = (BucketMap.of_partitions({"clicks": 3, "orders": orders}) for orders in (3, 6))
     with pytest.raises(
         BucketMapChangedError, match=r"of stream 'orders' and the plan says 6: give counts=\[3, 6\] of s"
     ):
-        _operator(stored, 3).succeeded_by(_operator(wanted, 6))
+        _make_operator(stored, 3).succeeded_by(_make_operator(planned, 6))
 
 
 @pytest.mark.parametrize("plain", [{"streams": {}}, {"streams": {"": 4}}, {"group_by": "none"}, {"kind": "bounds"}])
-def test_operator_files_with_no_such_map_by_partition(plain: dict[str, object]) -> None:
-    fields = json.loads(_operator(BucketMap.of_partitions({"": 5})).encode())
+def test_an_operator_file_with_an_impossible_map_by_partition_is_refused(plain: dict[str, object]) -> None:
+    fields = json.loads(_make_operator(BucketMap.of_partitions({"": 5})).encode())
     fields["bucket_map"] |= plain
     del fields["checksum"]
     fields["checksum"] = compute_checksum(fields)
@@ -234,8 +234,8 @@ def test_operator_files_with_no_such_map_by_partition(plain: dict[str, object]) 
 
 
 @pytest.mark.parametrize("plain", [{"buckets": 4}, {"bounds": [0, 9, 8, 10, 11]}, {"kind": "hash"}, {"kind": "other"}])
-def test_operator_files_with_no_such_map(plain: dict[str, object]) -> None:
-    fields = json.loads(_operator(BucketMap.split(4, {1: 2})).encode())
+def test_an_operator_file_with_an_impossible_map_is_refused(plain: dict[str, object]) -> None:
+    fields = json.loads(_make_operator(BucketMap.split(4, {1: 2})).encode())
     fields["bucket_map"] |= plain
     del fields["checksum"]
     fields["checksum"] = compute_checksum(fields)
@@ -243,11 +243,11 @@ def test_operator_files_with_no_such_map(plain: dict[str, object]) -> None:
         OperatorFile.decode(json.dumps(fields).encode(), "operator_0.json")
 
 
-def test_a_release_that_knows_no_map_refuses_it(tmp_path: Path) -> None:
-    """By the code of the project's wheel from before: it knows only the name of equal ranges."""
+def test_a_release_without_bucket_maps_refuses_an_operator_file_with_one(tmp_path: Path) -> None:
+    """Runs the code of an older wheel of the project, which knows only equal ranges."""
     (wheel,) = (ROOT / "tests" / "releases" / "part-1").glob("*.whl")
-    with zipfile.ZipFile(wheel) as packed:
-        packed.extractall(tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
     program = (
         "import sys; from arrow_schemas.operator import OperatorFile\n"
         "try: OperatorFile.decode(open(sys.argv[1], 'rb').read(), 'operator_0.json')\n"

@@ -1,4 +1,4 @@
-"""Two builds of one version are told apart, and the same sources are one build, however they reach a process."""
+"""Different sources of one version are different builds; the same sources are one build, however they are installed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.helpers.waiting import WAIT_S
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGES = ("arrow_schemas", "spark_state_ext")
-_ASK = "from spark_state_ext.version import build_id; print(build_id())"
+_PRINT_BUILD_ID = "from spark_state_ext.version import build_id; print(build_id())"
 
 
-def _in_process(code: str, path: Path) -> subprocess.CompletedProcess[str]:
-    """Run code in a process that has the package at a path, and not this tree."""
+def _run_in_process(code: str, path: Path) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that imports the packages from a path instead of this tree."""
     environment = {**os.environ, "PYTHONPATH": str(path)}
     command = [sys.executable, "-P", "-c", code] if sys.version_info >= (3, 11) else [sys.executable, "-c", code]
     return subprocess.run(
@@ -44,31 +44,31 @@ def _copy(folder: Path) -> Path:
 
 
 def _zip(folder: Path, within: str = "") -> Path:
-    """A zip as users make one for ``addPyFile``, with folders and files that are not Python's."""
+    """Write a zip as users make it for ``addPyFile``, including folders and files that are not Python code."""
     archive = folder.with_suffix(".zip")
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as opened:
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as writer:
         for path in sorted(folder.rglob("*")):
             if "__pycache__" not in path.parts:
-                opened.write(path, within + path.relative_to(folder).as_posix())
+                writer.write(path, within + path.relative_to(folder).as_posix())
     return archive
 
 
-def test_the_same_sources_are_one_build(tmp_path: Path) -> None:
-    """In this tree, in a copy of its packages, with compiled files beside them, and in a zip."""
+def test_the_same_sources_have_the_same_build_id(tmp_path: Path) -> None:
+    """This tree, a copy of its packages with compiled files, and a zip of the copy have the same build id."""
     copy = _copy(tmp_path / "copy")
     compiled = copy / "spark_state_ext" / "__pycache__" / "version.py"
     compiled.parent.mkdir()
-    compiled.write_text("what Python leaves there does not count")
+    compiled.write_text("compiled files are ignored")
     for path in (copy, _zip(copy)):
-        done = _in_process(_ASK, path)
+        done = _run_in_process(_PRINT_BUILD_ID, path)
         assert done.stdout.strip() == build_id(), done.stderr
     assert f"{__version__}+{build_id()}" == BUILD
 
 
-def test_other_sources_are_another_build(tmp_path: Path) -> None:
-    """A byte more, a module more, and a module of another name: in a folder and in a zip."""
+def test_other_sources_have_another_build_id(tmp_path: Path) -> None:
+    """An added byte, an added module and a renamed module change the build id of a folder and of a zip."""
     copy = _copy(tmp_path / "copy")
-    seen = [build_id()]
+    builds = [build_id()]
     changed, page = copy / "spark_state_ext" / "engine" / "bucket.py", copy / "spark_state_ext" / "reports" / "page.py"
     for change in (
         lambda: changed.write_text(changed.read_text() + "#"),
@@ -77,18 +77,18 @@ def test_other_sources_are_another_build(tmp_path: Path) -> None:
     ):
         change()
         for path in (copy, _zip(copy)):
-            seen.append(_in_process(_ASK, path).stdout.strip())
-    assert seen[1::2] == seen[2::2], "a zip is the same build as the folder that it was made from"
-    assert len(set(seen)) == 4
+            builds.append(_run_in_process(_PRINT_BUILD_ID, path).stdout.strip())
+    assert builds[1::2] == builds[2::2], "a zip is the same build as the folder that it was made from"
+    assert len(set(builds)) == 4
 
 
 def test_an_executor_with_another_build_refuses_the_plan(tmp_path: Path) -> None:
-    """The client's version, from other sources, as `addPyFile` ships them. The error names both builds."""
+    """The executor has the client's version, but from other sources shipped by `addPyFile`. The error names both builds."""
     copy = _copy(tmp_path / "copy")
     (copy / "spark_state_ext" / "more.py").touch()
     archive = _zip(copy)
     code = "from spark_state_ext.engine.job import BUILD, refuse_other_release as refuse; print(BUILD); "
-    done = _in_process(f"{code} refuse({{'package_version': {BUILD!r}}})", archive)
+    done = _run_in_process(f"{code} refuse({{'package_version': {BUILD!r}}})", archive)
     version, _, there = done.stdout.strip().partition("+")
     assert version == __version__
     assert (
@@ -99,14 +99,16 @@ def test_an_executor_with_another_build_refuses_the_plan(tmp_path: Path) -> None
     assert "Install the same wheel (or ship the same files) on the client and on all executors, then" in done.stderr
 
 
-def test_without_sources_the_version_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where only compiled files were installed there is no build id, and nothing is refused for that."""
+def test_an_installation_without_sources_is_compared_by_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installation of compiled files only has no build id; it is not refused for that reason."""
     copy = tmp_path / "copy"
     for name in ("arrow_schemas/__init__.py", "spark_state_ext/__init__.py", "spark_state_ext/version.py"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         py_compile.compile(str(ROOT / name), str(copy / f"{name}c"), doraise=True)
     code = "from spark_state_ext.version import build_id, version_and_build as both; print([build_id(), both()])"
-    assert _in_process(code, copy).stdout.strip() == str(["", __version__])
+    assert _run_in_process(code, copy).stdout.strip() == str(["", __version__])
     refuse_other_release({"package_version": __version__})
     monkeypatch.setattr("spark_state_ext.engine.job.BUILD", __version__)
     refuse_other_release({"package_version": f"{__version__}+0123456789ab"})
@@ -116,7 +118,7 @@ def test_without_sources_the_version_decides(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("planned_with", ["0.1.0", "0.2.0", "0.2.0+0123456789ab", f"{__version__}+0123456789ab"])
 def test_another_version_or_build_is_refused(planned_with: str) -> None:
-    """A release is compared as any other version: by its number, and by its build if both sides have one."""
+    """A release is compared like any other version: by its number, and by its build if both sides have one."""
     refuse_other_release({"package_version": BUILD})
     with pytest.raises(
         VersionSkewError, match=r"planned with spark_state_ext .* and this executor has .*Install the same"

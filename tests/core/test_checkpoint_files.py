@@ -1,4 +1,4 @@
-"""Delta and snapshot files: round trips, any Arrow reader, and damage at every byte."""
+"""Delta and snapshot files: round trips, reading with any Arrow reader, and damage to every byte."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.helpers.waiting import WAIT_S
 _CHANGES: Changes = {KEYS[0]: Row(1, "one", 5), KEYS[7]: Row(2), KEYS[9]: None}
 
 
-def _written(header: LineageHeader, batches: list[pa.RecordBatch], schema: RowSchema = SCHEMA) -> bytes:
+def _encode_checkpoint(header: LineageHeader, batches: list[pa.RecordBatch], schema: RowSchema = SCHEMA) -> bytes:
     file = io.BytesIO()
     write_checkpoint(file, header, schema, batches)
     return file.getvalue()
 
 
-def _header(ref: CheckpointRef, kind: str = DELTA, lineage: tuple[CheckpointRef, ...] = ()) -> LineageHeader:
+def _make_header(ref: CheckpointRef, kind: str = DELTA, lineage: tuple[CheckpointRef, ...] = ()) -> LineageHeader:
     parent = lineage[-1] if lineage else None
     return LineageHeader(kind, "counts", 3, ref, parent, lineage, 0, WRITER, "0.1.0")
 
@@ -46,18 +46,18 @@ def files(tmp_path: Path) -> Folder:
     return Folder(str(tmp_path / "root"))
 
 
-def test_round_trip_and_any_arrow_reader(files: Folder, tmp_path: Path) -> None:
+def test_our_reader_and_any_arrow_reader_read_a_checkpoint_file(files: Folder, tmp_path: Path) -> None:
     refs = Refs()
     parent, ref = refs.next(1), refs.next(2)
     batches = [make_run({KEYS[0]: Row(1)}), make_run(_CHANGES)]
-    header = _header(ref, lineage=(parent,))
-    data = _written(header, batches)
+    header = _make_header(ref, lineage=(parent,))
+    data = _encode_checkpoint(header, batches)
     files.put(file_name(ref, DELTA), data)
-    found = read_checkpoint(files, ref, DELTA, SCHEMA, tmp_path)
-    assert (found.header, found.size_bytes) == (header, len(data))
-    assert list(found.batches) == batches
+    checkpoint_file = read_checkpoint(files, ref, DELTA, SCHEMA, tmp_path)
+    assert (checkpoint_file.header, checkpoint_file.size_bytes) == (header, len(data))
+    assert list(checkpoint_file.batches) == batches
     assert read_header(files, ref, DELTA) == header
-    # As a file, with the footer that our reader never looks at, and as a stream.
+    # Arrow reads it as a file, with the footer that our reader ignores, and as a stream.
     with pa.ipc.open_file(pa.py_buffer(data)) as reader:
         assert reader.read_all() == pa.Table.from_batches(batches)
         assert LineageHeader.decode(reader.schema.metadata, "file") == header
@@ -65,12 +65,12 @@ def test_round_trip_and_any_arrow_reader(files: Folder, tmp_path: Path) -> None:
     assert pa.ipc.open_stream(data[8:]).read_all() == pa.Table.from_batches(batches)
 
 
-def test_a_file_without_rows(files: Folder, tmp_path: Path) -> None:
+def test_a_checkpoint_file_may_have_no_rows(files: Folder, tmp_path: Path) -> None:
     ref = Refs().next(1)
-    files.put(file_name(ref, SNAPSHOT), _written(_header(ref, SNAPSHOT), []))
-    found = read_checkpoint(files, ref, SNAPSHOT, SCHEMA, tmp_path)
-    assert [batch.num_rows for batch in found.batches] == [0]
-    assert read_header(files, ref, SNAPSHOT) == found.header
+    files.put(file_name(ref, SNAPSHOT), _encode_checkpoint(_make_header(ref, SNAPSHOT), []))
+    checkpoint_file = read_checkpoint(files, ref, SNAPSHOT, SCHEMA, tmp_path)
+    assert [batch.num_rows for batch in checkpoint_file.batches] == [0]
+    assert read_header(files, ref, SNAPSHOT) == checkpoint_file.header
 
 
 def test_large_files_pass_through_the_scratch_folder(
@@ -80,28 +80,28 @@ def test_large_files_pass_through_the_scratch_folder(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     ref = Refs().next(1)
-    files.put(file_name(ref, DELTA), _written(_header(ref), [make_run(_CHANGES)]))
-    found = read_checkpoint(files, ref, DELTA, SCHEMA, scratch)
-    assert list(scratch.iterdir()) == [], "the copy has no name any more"
-    assert list(found.batches) == [make_run(_CHANGES)]
+    files.put(file_name(ref, DELTA), _encode_checkpoint(_make_header(ref), [make_run(_CHANGES)]))
+    checkpoint_file = read_checkpoint(files, ref, DELTA, SCHEMA, scratch)
+    assert list(scratch.iterdir()) == [], "the copy no longer has a name"
+    assert list(checkpoint_file.batches) == [make_run(_CHANGES)]
 
 
-def test_a_long_header_is_read_whole(files: Folder) -> None:
+def test_a_long_header_is_read_completely(files: Folder) -> None:
     refs = Refs()
     lineage = tuple(refs.next(version) for version in range(1, 600))
     ref = refs.next(600)
-    data = _written(_header(ref, lineage=lineage), [make_run(_CHANGES)])
+    data = _encode_checkpoint(_make_header(ref, lineage=lineage), [make_run(_CHANGES)])
     assert len(data) > 2 * checkpoint._HEAD_BYTES
     files.put(file_name(ref, DELTA), data)
     assert read_header(files, ref, DELTA).lineage == lineage
 
 
 @pytest.mark.parametrize("flip", [0x01, 0xFF])
-def test_no_damaged_byte_yields_other_rows(tmp_path: Path, flip: int) -> None:
-    """Each byte is damaged in turn: a typed error, or (in the footer's unused parts) the same rows."""
+def test_a_damaged_byte_never_changes_the_rows(tmp_path: Path, flip: int) -> None:
+    """Damage to each byte is an error or, in the unused parts of the footer, leaves the rows unchanged."""
     files = Folder("memory://damage")
     ref = Refs().next(1)
-    data = _written(_header(ref), [make_run(_CHANGES)])
+    data = _encode_checkpoint(_make_header(ref), [make_run(_CHANGES)])
     body_end = data.rindex(b"\xff\xff\xff\xff\x00\x00\x00\x00", 0, len(data))
     name = file_name(ref, DELTA)
     harmless = 0
@@ -114,26 +114,26 @@ def test_no_damaged_byte_yields_other_rows(tmp_path: Path, flip: int) -> None:
         except CorruptFileError:
             continue
         assert rows == [make_run(_CHANGES)]
-        assert at >= body_end, f"byte {at} of the body is damaged and nothing was noticed"
+        assert at >= body_end, f"byte {at} of the body is damaged, but no error was raised"
         harmless += 1
     assert harmless, "the footer repeats the schema, which is not read"
 
 
-def test_no_cut_file_is_read(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     files = Folder("memory://cuts")
     ref = Refs().next(1)
-    data = _written(_header(ref), [make_run(_CHANGES)])
+    data = _encode_checkpoint(_make_header(ref), [make_run(_CHANGES)])
     for length in range(len(data)):
         files.put(file_name(ref, DELTA), data[:length])
         with pytest.raises(CorruptFileError):
             list(read_checkpoint(files, ref, DELTA, SCHEMA, tmp_path).batches)
 
 
-def test_no_damaged_byte_of_a_header_is_believed(tmp_path: Path) -> None:
+def test_a_damaged_byte_never_changes_the_header(tmp_path: Path) -> None:
     files = Folder("memory://headers")
     ref = Refs().next(1)
-    header = _header(ref)
-    data = _written(header, [make_run(_CHANGES)])
+    header = _make_header(ref)
+    data = _encode_checkpoint(header, [make_run(_CHANGES)])
     message_bytes = int.from_bytes(data[12:16], "little")
     for at in range(16 + message_bytes):
         damaged = bytearray(data)
@@ -149,10 +149,10 @@ def test_no_damaged_byte_of_a_header_is_believed(tmp_path: Path) -> None:
             read_header(files, ref, DELTA)
 
 
-def test_a_file_under_another_name_or_of_another_schema(files: Folder, tmp_path: Path) -> None:
+def test_a_file_with_another_name_or_schema_is_refused(files: Folder, tmp_path: Path) -> None:
     refs = Refs()
     ref, other = refs.next(1), refs.next(1)
-    data = _written(_header(ref), [make_run(_CHANGES)])
+    data = _encode_checkpoint(_make_header(ref), [make_run(_CHANGES)])
     for wrong_ref, kind in ((other, DELTA), (ref, SNAPSHOT)):
         files.put(file_name(wrong_ref, kind), data)
         with pytest.raises(LineageError, match=f"holds the delta of checkpoint {ref}"):
@@ -165,7 +165,7 @@ def test_a_file_under_another_name_or_of_another_schema(files: Folder, tmp_path:
 
 def test_rows_of_an_older_operator_file_are_widened(files: Folder, tmp_path: Path) -> None:
     ref = Refs().next(1)
-    files.put(file_name(ref, DELTA), _written(_header(ref), [make_run(_CHANGES)]))
+    files.put(file_name(ref, DELTA), _encode_checkpoint(_make_header(ref), [make_run(_CHANGES)]))
     wider = RowSchema(SCHEMA.keys, (*SCHEMA.state, pa.field("new", pa.float64())))
     (batch,) = read_checkpoint(files, ref, DELTA, wider, tmp_path).batches
     assert batch.schema.equals(wider.arrow)
@@ -174,10 +174,10 @@ def test_rows_of_an_older_operator_file_are_widened(files: Folder, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", [DELTA, SNAPSHOT])
-def test_a_small_file_that_would_take_a_machines_memory_is_refused(
+def test_a_compressed_file_is_refused_before_it_is_decompressed(
     kind: str, files: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its checksum is right. Arrow would decompress it before anything else could be compared."""
+    """Its checksum is right, and Arrow would decompress it before other checks."""
 
     class Compressed(pa.ipc.IpcWriteOptions):  # type: ignore[misc]
         def __init__(self, **options: Any) -> None:
@@ -186,7 +186,7 @@ def test_a_small_file_that_would_take_a_machines_memory_is_refused(
     ref = Refs().next(1)
     rows = make_run({key: Row(1, "0" * (1 << 20)) for key in KEYS})
     monkeypatch.setattr(pa.ipc, "IpcWriteOptions", Compressed)
-    files.put(file_name(ref, kind), _written(_header(ref, kind), [rows]))
+    files.put(file_name(ref, kind), _encode_checkpoint(_make_header(ref, kind), [rows]))
     assert files.size(file_name(ref, kind)) < 100_000 < 10_000_000 < rows.nbytes
     with pytest.raises(
         CorruptFileError, match="is compressed with Arrow's codec 1, which spark_state_ext does not use"
@@ -195,13 +195,13 @@ def test_a_small_file_that_would_take_a_machines_memory_is_refused(
 
 
 @given(data=st.binary(max_size=200))
-def test_any_other_bytes_are_no_head_of_a_message(data: bytes) -> None:
+def test_random_bytes_are_refused_or_decode_to_a_valid_message_head(data: bytes) -> None:
     for metadata in (data, struct.pack("<II", 4, 8) + data):
         with contextlib.suppress(CorruptFileError):
-            assert decode_message_head(metadata, "it").body_bytes >= 0
+            assert decode_message_head(metadata, "message").body_bytes >= 0
 
 
-def test_a_missing_file(files: Folder, tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_that_names_the_checkpoint(files: Folder, tmp_path: Path) -> None:
     ref = Refs().next(1)
     for read in (
         lambda: read_checkpoint(files, ref, DELTA, SCHEMA, tmp_path),
@@ -211,7 +211,7 @@ def test_a_missing_file(files: Folder, tmp_path: Path) -> None:
             read()
 
 
-_FORKS = """
+_FORK_SCRIPT = """
 import os, sys
 from pathlib import Path
 from core_support import WRITER
@@ -234,10 +234,10 @@ print("as expected")
 """
 
 
-def test_a_sealed_file_outlives_processes_forked_from_its_own(tmp_path: Path) -> None:
-    """Also those that end as Python ends, and not by `os._exit`."""
+def test_a_forked_process_does_not_remove_its_parents_sealed_file(tmp_path: Path) -> None:
+    """This includes processes that end by a normal exit of Python instead of `os._exit`."""
     done = subprocess.run(
-        [sys.executable, "-c", _FORKS, str(tmp_path)],
+        [sys.executable, "-c", _FORK_SCRIPT, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
