@@ -122,7 +122,7 @@ def test_commits_override_an_ingested_snapshot_and_pruning_removes_its_file(file
         bucket = bucket_on(store, files, pointer, tmp_path)
         rows = SpillBuffer(tmp_path, 1 << 30)
         keys = np.arange(ROWS) if i == 1 else np.array([5])
-        rows.append(rows_of(keys, keys * 100 + i, gone=i == 2))
+        rows.append(rows_of(keys, keys * 100 + i, deleted=i == 2))
         pointer = replace(bucket.commit(rows).pointer, batch=pointer.batch + 1)
     assert bucket_on(store, files, pointer, tmp_path).read(lambda view: values_at(view, KEYS))[:3] == [1, None, 1001]
     old_view = store.view(REF)

@@ -1,4 +1,4 @@
-"""Chunks of which only that is compared with its checksums which is looked at."""
+"""Chunks of which only the blocks that a lookup reads are compared with their checksums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCHEMA = RowSchema(
 )
 
 
-def a_chunk(rows: int, seed: int, hashes: Any = None) -> pa.RecordBatch:
+def make_chunk(rows: int, seed: int, hashes: Any = None) -> pa.RecordBatch:
     rng = np.random.default_rng(seed)
     if hashes is None:
         hashes = np.sort(rng.integers(0, 2**64, rows, dtype=np.uint64))
@@ -62,25 +62,25 @@ def a_chunk(rows: int, seed: int, hashes: Any = None) -> pa.RecordBatch:
 
 @pytest.fixture(params=[64, CHECK_BYTES])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Blocks of the real size hold all of a chunk that a test can afford."""
+    """Set the size of a block; one block of the real size is as large as a whole chunk of a test."""
     size: int = request.param
     monkeypatch.setattr(chunk_checksums, "CHECK_BYTES", size)
     return size
 
 
-def opened(data: pa.Buffer, batch: pa.RecordBatch, crcs: bytes) -> PartlyChecked:
+def open_chunk(data: pa.Buffer, batch: pa.RecordBatch, crcs: bytes) -> PartlyChecked:
     hashes = batch.column(KEY_HASH).to_numpy()
     return PartlyChecked(data, BlockChecks.none_checked(crcs), SCHEMA.arrow, int(hashes[0]), int(hashes[-1]))
 
 
-def test_rows_are_those_of_the_chunk(blocks: int) -> None:
-    batch = a_chunk(50, 1)
+def test_a_partly_checked_chunk_has_the_rows_of_the_chunk(blocks: int) -> None:
+    batch = make_chunk(50, 1)
     _, data, crcs = encode_chunk(batch)
     check_all(data, crcs)
-    chunk = opened(data, batch, crcs)
-    for at, wanted in enumerate(batch.column(KEY_HASH).to_pylist()):
-        assert chunk.first_at_least(wanted) == at
-        assert chunk.hash_at(at) == wanted
+    chunk = open_chunk(data, batch, crcs)
+    for at, key_hash in enumerate(batch.column(KEY_HASH).to_pylist()):
+        assert chunk.first_at_least(key_hash) == at
+        assert chunk.hash_at(at) == key_hash
         assert chunk.row(at).equals(batch.slice(at, 1))
     assert chunk.hash_at(50) is None
 
@@ -88,7 +88,7 @@ def test_rows_are_those_of_the_chunk(blocks: int) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(deadline=None, max_examples=10)
 @given(rows=st.integers(1, 3_000), seed=st.integers(0, 2**32 - 1), wanted=st.integers(0, 2**64 - 1))
-def test_any_spread_of_hashes(shape: str, rows: int, seed: int, wanted: int) -> None:
+def test_a_search_is_right_for_any_distribution_of_hashes(shape: str, rows: int, seed: int, wanted: int) -> None:
     schema = RowSchema((), ())
     hashes = np.sort(SHAPES[shape](np.random.default_rng(seed).integers(0, 2**64, rows, dtype=np.uint64)))
     n = len(hashes)
@@ -96,38 +96,40 @@ def test_any_spread_of_hashes(shape: str, rows: int, seed: int, wanted: int) -> 
     batch = pa.RecordBatch.from_arrays([pa.array(hashes), pa.nulls(n, pa.int64()), flags, flags], schema=schema.arrow)
     _, data, crcs = encode_chunk(batch)
     chunk = PartlyChecked(data, BlockChecks.none_checked(crcs), schema.arrow, int(hashes[0]), int(hashes[-1]))
-    for asked in {wanted, 0, 2**64 - 1, int(hashes[0]), int(hashes[-1]), int(hashes[n // 2])}:
-        assert chunk.first_at_least(asked) == int(np.searchsorted(hashes, np.uint64(asked)))
+    for key_hash in {wanted, 0, 2**64 - 1, int(hashes[0]), int(hashes[-1]), int(hashes[n // 2])}:
+        assert chunk.first_at_least(key_hash) == int(np.searchsorted(hashes, np.uint64(key_hash)))
 
 
-def test_no_damage_is_ever_read() -> None:
-    """Each byte is spoiled once: what is found is right, or an error."""
-    batch = a_chunk(40, 2)
+def test_a_damaged_byte_never_changes_what_a_lookup_finds() -> None:
+    """After damage to any byte, a lookup gives the right row or an error."""
+    batch = make_chunk(40, 2)
     refused = 0
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(chunk_checksums, "CHECK_BYTES", 64)
         _, data, crcs = encode_chunk(batch)
-        whole = data.to_pybytes()
-        for spoiled in range(len(whole)):
-            damaged = bytearray(whole)
-            damaged[spoiled] ^= 0xFF
+        intact = data.to_pybytes()
+        for damaged_at in range(len(intact)):
+            damaged = bytearray(intact)
+            damaged[damaged_at] ^= 0xFF
             with pytest.raises(CorruptStoreError):
                 check_all(pa.py_buffer(damaged), crcs)
-            at = spoiled % 40
-            wanted = batch.column(KEY_HASH)[at].as_py()
+            at = damaged_at % 40
+            key_hash = batch.column(KEY_HASH)[at].as_py()
             try:
-                chunk = opened(pa.py_buffer(bytes(damaged)), batch, crcs)
-                found = chunk.first_at_least(wanted)
-                assert (found, chunk.hash_at(found)) == (at, wanted)
-                assert chunk.row(found).equals(batch.slice(at, 1))
+                chunk = open_chunk(pa.py_buffer(bytes(damaged)), batch, crcs)
+                position = chunk.first_at_least(key_hash)
+                assert (position, chunk.hash_at(position)) == (at, key_hash)
+                assert chunk.row(position).equals(batch.slice(at, 1))
             except CorruptStoreError:
                 refused += 1
     assert refused > 0
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.large_binary()])
-def test_damage_beyond_the_row_does_not_reach_it(kind: pa.DataType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow makes room for as many bytes as the last offset says, where it takes a row out of all."""
+def test_a_damaged_offset_of_another_row_does_not_affect_a_row(
+    kind: pa.DataType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When Arrow takes one row, it allocates as many bytes as the last offset says."""
     monkeypatch.setattr(chunk_checksums, "CHECK_BYTES", 64)
     schema = RowSchema((), (pa.field("s", kind),))
     rows = 1_000
@@ -146,7 +148,7 @@ def test_damage_beyond_the_row_does_not_reach_it(kind: pa.DataType, monkeypatch:
     )
 
 
-def test_little_of_a_chunk_is_compared() -> None:
+def test_a_lookup_compares_few_blocks_of_a_chunk() -> None:
     schema = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
     rows = 100_000
     hashes = np.sort(np.random.default_rng(3).integers(0, 2**64, rows, dtype=np.uint64))
@@ -158,7 +160,7 @@ def test_little_of_a_chunk_is_compared() -> None:
     compared = BlockChecks.none_checked(crcs)
     chunk = PartlyChecked(data, compared, schema.arrow, int(hashes[0]), int(hashes[-1]))
     assert chunk.row(chunk.first_at_least(int(hashes[70_000]))).column("state.n").to_pylist() == [70_000]
-    # The header, the hashes around it, and a block of each column.
+    # It reads the header, the blocks with the hashes around the row, and one block of each column.
     assert 0 < sum(compared.done) < 12 < len(compared.done) // 3
 
 
@@ -175,10 +177,10 @@ Rows = dict[str, tuple[int | None, bool]]
     colliding=st.booleans(),
     chunk_rows=st.integers(1, 4),
 )
-def test_a_row_is_the_one_that_a_lookup_finds(
+def test_a_row_by_hash_equals_the_row_of_a_lookup(
     tmp_path_factory: pytest.TempPathFactory, runs: list[Rows], colliding: bool, chunk_rows: int
 ) -> None:
-    """In any number of runs, with keys removed, and keys that share a hash over the borders of chunks."""
+    """This holds for any number of runs, for removed keys, and for keys with equal hashes in different chunks."""
     schema = RowSchema((pa.field("k", pa.string()),), (pa.field("n", pa.int64()),))
     store = LocalStore.at(tmp_path_factory.mktemp("store"), schema, chunk_rows=chunk_rows)
     hash_of = (lambda key: ord(key) // 4) if colliding else ord
@@ -200,7 +202,7 @@ def test_a_row_is_the_one_that_a_lookup_finds(
         )
         store.apply([batch], ref, parent)
         parent = ref
-    # Another process's knowledge: nothing is taken for checked.
+    # As in a new process, no chunk counts as checked.
     store._chunks.forget_all()
     view = store.view(parent)
     for key in "abcdefghz":
@@ -215,7 +217,7 @@ def test_a_row_is_the_one_that_a_lookup_finds(
     store.close()
 
 
-def test_checksums_have_one_too(tmp_path: Path) -> None:
+def test_damaged_checksums_are_refused(tmp_path: Path) -> None:
     data = pa.py_buffer(b"x" * 200_000)
     crcs = block_crcs(data)
     assert len(crcs) == 4 * -(-200_000 // CHECK_BYTES)

@@ -1,4 +1,4 @@
-"""Columns of many chunks, event times in every form, and aggregates in the order of groups."""
+"""Columns of several chunks, event times of every type, and aggregates in the order of their groups."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ MOMENT_US = int(MOMENT.timestamp() * 1000) * 1000
     "kind", [pa.int64(), pa.string(), pa.list_(pa.int32()), pa.struct([("x", pa.int8())])], ids=str
 )
 @pytest.mark.parametrize("chunks", [0, 1, 2, 5])
-def test_a_column_becomes_one_array(kind: pa.DataType, chunks: int) -> None:
+def test_a_chunked_column_becomes_one_array(kind: pa.DataType, chunks: int) -> None:
     column = pa.chunked_array([pa.nulls(n + 1, kind) for n in range(chunks)], kind)
-    found = combine_chunks(column)
-    assert isinstance(found, pa.Array)
-    assert found.type == kind
-    assert found.to_pylist() == column.to_pylist()
+    array = combine_chunks(column)
+    assert isinstance(array, pa.Array)
+    assert array.type == kind
+    assert array.to_pylist() == column.to_pylist()
 
 
-def test_an_array_is_left_as_it_is() -> None:
+def test_a_single_array_is_not_copied() -> None:
     array = pa.array([1, 2])
     assert combine_chunks(array) is array
     assert combine_chunks(pa.chunked_array([array])).buffers()[1].address == array.buffers()[1].address
 
 
 @pytest.mark.slow
-def test_no_row_is_lost_beyond_two_gibibytes() -> None:
-    # Repeated, so that only the attempt to join them takes memory.
+def test_a_column_of_more_than_two_gibibytes_is_refused() -> None:
+    # The same piece is repeated, so that only the attempt to join the pieces takes memory.
     piece = pa.array(["x" * (1 << 27)])
     with pytest.raises(UnsupportedTypeError, match="more than 2 GiB of text or bytes in 17 rows"):
         combine_chunks(pa.chunked_array([piece] * 17))
@@ -46,7 +46,9 @@ def test_no_row_is_lost_beyond_two_gibibytes() -> None:
 @pytest.mark.parametrize("zone", [None, "UTC", "Asia/Tokyo"])
 @pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_event_times_of_every_form_are_microseconds(unit: str, zone: str | None, window: bool, chunked: bool) -> None:
+def test_event_times_of_every_type_become_microseconds(
+    unit: str, zone: str | None, window: bool, chunked: bool
+) -> None:
     values = [MOMENT if zone else MOMENT.replace(tzinfo=None), None]
     column: Any = pa.array(values, pa.timestamp(unit, zone))
     if window:
@@ -54,25 +56,25 @@ def test_event_times_of_every_form_are_microseconds(unit: str, zone: str | None,
         column = pa.StructArray.from_arrays([starts, column], names=["start", "end"])
     if chunked:
         column = pa.chunked_array([column.slice(0, 1), column.slice(1)])
-    found = event_times_us(column)
-    assert found.type == pa.int64()
-    assert found.to_pylist() == [MOMENT_US, None]
+    times = event_times_us(column)
+    assert times.type == pa.int64()
+    assert times.to_pylist() == [MOMENT_US, None]
 
 
-def test_a_window_that_is_null_has_no_time() -> None:
+def test_a_null_window_has_a_null_event_time() -> None:
     kind = pa.struct([("start", pa.timestamp("us")), ("end", pa.timestamp("us"))])
     assert event_times_us(pa.nulls(1, kind)).to_pylist() == [None]
 
 
 @pytest.mark.parametrize("groups", [0, 1, 50_000])
-def test_aggregates_come_in_the_order_of_groups(groups: int) -> None:
-    # More groups than Arrow's hash table holds without clashes.
+def test_aggregates_are_in_the_order_of_the_groups(groups: int) -> None:
+    # 50,000 groups are more than Arrow's hash table holds without collisions.
     ids = np.repeat(np.arange(groups), 2)
     table = pa.table({"id": ids, "value": np.arange(len(ids))})
-    found = aggregate_groups(table, "id", [("value", "sum"), ([], "count_all")])
-    assert found.column("id").to_pylist() == list(range(groups))
-    assert found.column("value_sum").to_pylist() == [4 * n + 1 for n in range(groups)]
-    assert found.column("count_all").to_pylist() == [2] * groups
+    aggregates = aggregate_groups(table, "id", [("value", "sum"), ([], "count_all")])
+    assert aggregates.column("id").to_pylist() == list(range(groups))
+    assert aggregates.column("value_sum").to_pylist() == [4 * n + 1 for n in range(groups)]
+    assert aggregates.column("count_all").to_pylist() == [2] * groups
 
 
 @pytest.mark.parametrize(
@@ -104,6 +106,6 @@ def test_aggregates_come_in_the_order_of_groups(groups: int) -> None:
         "a dictionary",
     ],
 )
-def test_any_value_can_be_shown(column: pa.Array, text: str) -> None:
+def test_any_value_can_be_formatted(column: pa.Array, text: str) -> None:
     assert str(format_value(column, 0)) == text
     assert str(format_value(pa.chunked_array([column]), 0)) == text

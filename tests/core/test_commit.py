@@ -1,4 +1,4 @@
-"""Commit phases as decisions: what a pointer may claim, and what becomes of a delta."""
+"""Decisions of a commit: what a pointer may claim, and how a delta is stored."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.testing.model import Refs
 
 _REFS = [Refs().next(1), *(CheckpointRef(version, f"{version:032x}") for version in range(2, 7))]
-SAID = {"state": "there"}
+MARKERS = {"state": "there"}
 
 
-def _replicas(*names: str) -> list[Replica]:
-    found: list[Replica] = []
+def _make_replicas(*names: str) -> list[Replica]:
+    replicas: list[Replica] = []
     for name in names:
         (replica,) = sole_replica(Folder(f"memory://{name}"), Path("nothing is written"), name)
-        found.append(replace(replica, root=name == "a"))
-    return found
+        replicas.append(replace(replica, root=name == "a"))
+    return replicas
 
 
-def _pointer(inline: range, **replication: ReplicationStatus) -> Pointer:
+def _make_pointer(inline: range, **replication: ReplicationStatus) -> Pointer:
     return replace(
         first_pointer(),
         lineage=tuple(LineageEntry(ref, 10) for ref in _REFS),
@@ -45,75 +45,77 @@ def _pointer(inline: range, **replication: ReplicationStatus) -> Pointer:
     )
 
 
-def _done(*confirmed: tuple[str, int]) -> dict[tuple[str, str], dict[str, str]]:
-    return {(name, InlineDelta(_REFS[version - 1], b"", 0, 0).name): SAID for name, version in confirmed}
+def _make_markers(*confirmed: tuple[str, int]) -> dict[tuple[str, str], dict[str, str]]:
+    return {(name, InlineDelta(_REFS[version - 1], b"", 0, 0).name): MARKERS for name, version in confirmed}
 
 
-def _versions(pointer: Pointer) -> list[int]:
+def _list_versions(pointer: Pointer) -> list[int]:
     return [delta.ref.version for delta in pointer.inline]
 
 
-def test_inline_copies_are_dropped_when_every_backend_has_confirmed_them() -> None:
-    pointer = _pointer(range(4, 7), a=ReplicationStatus(_REFS[2]), b=ReplicationStatus(_REFS[2]))
+def test_inline_deltas_are_dropped_once_every_backend_has_confirmed_them() -> None:
+    pointer = _make_pointer(range(4, 7), a=ReplicationStatus(_REFS[2]), b=ReplicationStatus(_REFS[2]))
     assert settle(pointer, {}) == pointer
-    after = settle(pointer, _done(("a", 4), ("a", 5)))
+    after = settle(pointer, _make_markers(("a", 4), ("a", 5)))
     assert after.replication == {"a": ReplicationStatus(_REFS[4]), "b": ReplicationStatus(_REFS[2])}
-    assert (_versions(after), after.markers) == ([4, 5, 6], {"a": SAID})
-    after = settle(after, _done(("b", 4)))
-    assert (_versions(after), after.replication["b"].through) == ([5, 6], _REFS[3])
-    after = settle(after, _done(("a", 6), ("b", 5), ("b", 6)))
-    assert _versions(after) == []
+    assert (_list_versions(after), after.markers) == ([4, 5, 6], {"a": MARKERS})
+    after = settle(after, _make_markers(("b", 4)))
+    assert (_list_versions(after), after.replication["b"].through) == ([5, 6], _REFS[3])
+    after = settle(after, _make_markers(("a", 6), ("b", 5), ("b", 6)))
+    assert _list_versions(after) == []
     assert after.replication == {"a": ReplicationStatus(_REFS[5]), "b": ReplicationStatus(_REFS[5])}
 
 
-def test_a_gap_stops_what_a_backend_is_known_to_have() -> None:
-    """That 5 and 6 are there says nothing of 4."""
-    pointer = _pointer(range(4, 7), a=ReplicationStatus(_REFS[2]))
-    after = settle(pointer, _done(("a", 5), ("a", 6)))
-    assert (after.replication["a"].through, _versions(after)) == (_REFS[2], [4, 5, 6])
+def test_a_backend_is_confirmed_only_up_to_the_first_gap() -> None:
+    """Confirmed deltas 5 and 6 do not imply that 4 has arrived."""
+    pointer = _make_pointer(range(4, 7), a=ReplicationStatus(_REFS[2]))
+    after = settle(pointer, _make_markers(("a", 5), ("a", 6)))
+    assert (after.replication["a"].through, _list_versions(after)) == (_REFS[2], [4, 5, 6])
 
 
-def test_a_backend_that_catches_up_holds_everything_once_its_snapshot_is_there() -> None:
-    pointer = _pointer(range(5, 7), a=ReplicationStatus(_REFS[4]), b=ReplicationStatus(_REFS[3], since=_REFS[3]))
-    after = settle(pointer, _done(("a", 6), ("b", 5), ("b", 6)))
-    # Its deltas count for what is kept inline; for a restore it does not count yet.
-    assert (_versions(after), after.replication["b"]) == ([], ReplicationStatus(_REFS[5], _REFS[3]))
+def test_a_bootstrapping_backend_is_complete_once_its_snapshot_arrives() -> None:
+    pointer = _make_pointer(range(5, 7), a=ReplicationStatus(_REFS[4]), b=ReplicationStatus(_REFS[3], since=_REFS[3]))
+    after = settle(pointer, _make_markers(("a", 6), ("b", 5), ("b", 6)))
+    # Its confirmed deltas need no inline copies, but a restore cannot use this backend yet.
+    assert (_list_versions(after), after.replication["b"]) == ([], ReplicationStatus(_REFS[5], _REFS[3]))
     assert not is_complete(after.replication["b"])
     after = settle(after, {("b", file_name(_REFS[3], SNAPSHOT)): {}})
     assert after.replication["b"] == ReplicationStatus(_REFS[5])
 
 
-def test_while_nobody_has_anything_all_that_is_inline_stays() -> None:
-    pointer = _pointer(range(4, 7))
+def test_inline_deltas_are_kept_while_no_backend_has_confirmed_any() -> None:
+    pointer = _make_pointer(range(4, 7))
     assert settle(pointer, {}) == pointer
     first = replace(
-        _pointer(range(1, 3), a=ReplicationStatus(None)), lineage=(LineageEntry(_REFS[0], 1), LineageEntry(_REFS[1], 1))
+        _make_pointer(range(1, 3), a=ReplicationStatus(None)),
+        lineage=(LineageEntry(_REFS[0], 1), LineageEntry(_REFS[1], 1)),
     )
     assert settle(first, {}) == first
-    assert settle(first, _done(("a", 1))).replication["a"] == ReplicationStatus(_REFS[0])
+    assert settle(first, _make_markers(("a", 1))).replication["a"] == ReplicationStatus(_REFS[0])
 
 
-def test_how_configured_backends_see_an_input_pointer() -> None:
+def test_a_pointer_is_adapted_to_the_configured_backends() -> None:
     new = first_pointer()
-    assert adapt_to_backends(new, _replicas("a", "b")).replication == {
+    assert adapt_to_backends(new, _make_replicas("a", "b")).replication == {
         "a": ReplicationStatus(None),
         "b": ReplicationStatus(None),
     }
-    # Before format 4 pointers name no backend: they mean the root.
-    old = _pointer(range(0))
-    assert adapt_to_backends(old, _replicas("b", "a")).replication == {"a": ReplicationStatus(_REFS[5])}
-    assert adapt_to_backends(old, _replicas("b")).replication == {}
+    # Before format 4, pointers do not name backends: they refer to the root.
+    old = _make_pointer(range(0))
+    assert adapt_to_backends(old, _make_replicas("b", "a")).replication == {"a": ReplicationStatus(_REFS[5])}
+    assert adapt_to_backends(old, _make_replicas("b")).replication == {}
     both = replace(
-        _pointer(range(0), a=ReplicationStatus(_REFS[5]), b=ReplicationStatus(_REFS[4])), markers={"a": SAID, "b": SAID}
+        _make_pointer(range(0), a=ReplicationStatus(_REFS[5]), b=ReplicationStatus(_REFS[4])),
+        markers={"a": MARKERS, "b": MARKERS},
     )
-    # What is configured no more loses its marker, and comes back as a stranger.
-    only = adapt_to_backends(both, _replicas("b", "c"))
-    assert (only.replication, only.markers) == ({"b": ReplicationStatus(_REFS[4])}, {"b": SAID})
-    assert adapt_to_backends(both, _replicas("c")).replication == {}
+    # A backend that is no longer configured loses its marker; if it returns, it is new.
+    remaining = adapt_to_backends(both, _make_replicas("b", "c"))
+    assert (remaining.replication, remaining.markers) == ({"b": ReplicationStatus(_REFS[4])}, {"b": MARKERS})
+    assert adapt_to_backends(both, _make_replicas("c")).replication == {}
 
 
-def test_what_is_pending_is_in_order_for_each_backend() -> None:
-    pointer = _pointer(range(4, 7), a=ReplicationStatus(_REFS[4]), b=ReplicationStatus(None))
+def test_pending_deltas_are_in_order_for_each_backend() -> None:
+    pointer = _make_pointer(range(4, 7), a=ReplicationStatus(_REFS[4]), b=ReplicationStatus(None))
     assert [(name, delta.ref.version) for name, delta in list_pending(pointer)] == [
         ("a", 6),
         ("b", 4),
@@ -122,15 +124,15 @@ def test_what_is_pending_is_in_order_for_each_backend() -> None:
     ]
 
 
-def test_what_all_have_confirmed() -> None:
-    pointer = _pointer(range(4, 7), a=ReplicationStatus(_REFS[4]), b=ReplicationStatus(_REFS[3], _REFS[3]))
-    after = assume_confirmed(pointer, {"a": SAID})
+def test_a_pointer_can_assume_that_every_backend_confirms() -> None:
+    pointer = _make_pointer(range(4, 7), a=ReplicationStatus(_REFS[4]), b=ReplicationStatus(_REFS[3], _REFS[3]))
+    after = assume_confirmed(pointer, {"a": MARKERS})
     assert after.replication == {"a": ReplicationStatus(_REFS[5]), "b": ReplicationStatus(_REFS[5], _REFS[3])}
-    assert (after.inline, after.markers) == ((), {"a": SAID, "b": {}})
+    assert (after.inline, after.markers) == ((), {"a": MARKERS, "b": {}})
 
 
 @pytest.mark.parametrize(
-    ("size", "inline", "room", "may_defer", "how"),
+    ("size", "inline", "room", "may_defer", "handling"),
     [
         (10, 0, 100, False, DeltaHandling.INLINE),
         (10, 90, 100, False, DeltaHandling.INLINE),
@@ -142,9 +144,11 @@ def test_what_all_have_confirmed() -> None:
         (0, 100, 0, False, DeltaHandling.INLINE),
     ],
 )
-def test_what_becomes_of_a_delta(size: int, inline: int, room: int, may_defer: bool, how: DeltaHandling) -> None:
-    assert choose_handling(size, inline, room, may_defer, CommitOptions(inline_bytes_max=100)) == how
-    # Without a journal, and in the old format, nothing but waiting will do.
+def test_a_delta_is_inline_deferred_or_waited_for_by_size(
+    size: int, inline: int, room: int, may_defer: bool, handling: DeltaHandling
+) -> None:
+    assert choose_handling(size, inline, room, may_defer, CommitOptions(inline_bytes_max=100)) == handling
+    # Without a journal, and in the old format, the call must wait.
     assert choose_handling(size, inline, room, may_defer, CommitOptions(journal=False)) == DeltaHandling.WAITED
     for write in (V1, BOTH):
         assert (

@@ -1,5 +1,8 @@
-"""The commit-order scenarios of Samza's asynchronous commit (TestTaskInstance, TestTaskStorageCommitManager,
-TestBlobStoreBackupManager), as scenarios of a bucket: real local stores, real files, and backends that hang or fail."""
+"""Scenarios of a bucket's commits with real local stores, real files, and backends that hang or fail.
+
+They follow the tests of Samza's asynchronous commit (TestTaskInstance, TestTaskStorageCommitManager,
+TestBlobStoreBackupManager).
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ from tests.helpers.waiting import WAIT_S
 # -- order -----------------------------------------------------------------------------------------
 
 
-def test_the_phases_come_in_order(life: Life) -> None:
+def test_a_commit_snapshots_then_uploads_then_confirms(life: Life) -> None:
     life.names = ("a", "b")
     gate_of_b = life.manager("b").gate
     gate_of_b.clear()
     pointer = life.batch()
-    # The call is over, and one backend has not even begun.
+    # The call ends before one backend has begun its upload.
     assert [delta.ref for delta in pointer.inline] == [pointer.ref]
     assert pointer.replication == {"a": ReplicationStatus(None), "b": ReplicationStatus(None)}
     assert life.told[:4] == ["a init", "b init", "a snapshot 1", "b snapshot 1"]
@@ -42,7 +45,7 @@ def test_the_phases_come_in_order(life: Life) -> None:
     life.settle()
     assert life.told.index("a snapshot 1") < life.told.index("a has 1.delta")
     assert {"a has 1.delta", "b has 1.delta"} <= set(life.told)
-    # The next pointer says so, and drops what it held.
+    # The next pointer confirms the uploads and drops the inline delta.
     after = life.batch({})
     assert after.replication == {"a": ReplicationStatus(pointer.ref), "b": ReplicationStatus(pointer.ref)}
     assert after.inline == ()
@@ -50,8 +53,8 @@ def test_the_phases_come_in_order(life: Life) -> None:
     assert after.markers == {name: {"state": file_name(pointer.ref, DELTA)} for name in ("a", "b")}
 
 
-def test_what_is_inline_is_enough(life: Life) -> None:
-    """The process dies before anything was sent."""
+def test_state_is_restored_from_inline_deltas(life: Life) -> None:
+    """The process dies before any upload."""
     life.manager("a").gate.clear()
     for _ in range(3):
         life.batch()
@@ -60,12 +63,12 @@ def test_what_is_inline_is_enough(life: Life) -> None:
     assert life.restored(life.pointers[-2]) == life.models[-2]
 
 
-def test_uploads_of_a_process_that_died_are_begun_anew(life: Life) -> None:
+def test_uploads_of_a_dead_process_are_restarted(life: Life) -> None:
     life.manager("a").gate.clear()
     for _ in range(2):
         life.batch()
-    died, life.uploads = life.uploads, WorkerUploads()
-    died.owner = life.uploads.owner = "1 0"  # a process that never was: nobody is at it any more
+    old_uploads, life.uploads = life.uploads, WorkerUploads()
+    old_uploads.owner = life.uploads.owner = "1 0"  # a process that does not exist, so the uploads have no owner
     life.uploads.owner = WorkerUploads().owner
     gate, life.managers = life.managers["a"].gate, {}
     life.batch()
@@ -75,13 +78,13 @@ def test_uploads_of_a_process_that_died_are_begun_anew(life: Life) -> None:
     gate.set()
 
 
-def test_another_process_that_lives_is_waited_for(life: Life) -> None:
-    """Two workers of one machine take turns; what one has under way the other does not send again."""
+def test_a_running_upload_of_another_live_process_is_not_repeated(life: Life) -> None:
+    """Two workers of one machine take turns; a worker does not repeat a running upload of the other."""
     life.manager("a").gate.clear()
     life.batch()
     first, life.uploads = life.uploads, WorkerUploads()
     gate, life.managers = life.managers["a"].gate, {}
-    # Both are this process, which lives; the second one does not know what the first one has.
+    # Both owners are this process, which is alive; the second one does not know the uploads of the first.
     life.uploads.owner = f"{life.uploads.owner} again"
     life.batch()
     assert "a snapshot 2" in life.told
@@ -95,7 +98,7 @@ def test_another_process_that_lives_is_waited_for(life: Life) -> None:
 # -- skip, block, fail -----------------------------------------------------------------------------
 
 
-def test_a_commit_goes_on_then_waits_then_fails(life: Life, clock: VirtualClock) -> None:
+def test_a_commit_continues_then_waits_then_fails_if_a_backend_hangs(life: Life, clock: VirtualClock) -> None:
     life.names = ("a", "b")
     life.options = CommitOptions(commit_delay_ms_max=1_500, commit_timeout_ms=4_000)
     life.batches_retained = 100
@@ -104,7 +107,7 @@ def test_a_commit_goes_on_then_waits_then_fails(life: Life, clock: VirtualClock)
     hung = life.manager("b")
     hung.gate.clear()
     began_s = clock.now_s
-    went_on = 0
+    committed = 0
     while True:
         started_s = clock.now_s
         try:
@@ -112,16 +115,16 @@ def test_a_commit_goes_on_then_waits_then_fails(life: Life, clock: VirtualClock)
         except CommitTimeoutError as error:
             failed_s, waited_s, text = clock.now_s - began_s, clock.now_s - started_s, str(error)
             break
-        assert clock.now_s == started_s, "goes on without waiting"
-        went_on += 1
+        assert clock.now_s == started_s, "the commit continues without waiting"
+        committed += 1
         clock.sleep(0.2)
-    assert went_on > 2
+    assert committed > 2
     assert "b: 2_" in text
     assert "commit_timeout_ms is 4000" in text
-    # It went on for one and a half seconds, and gave up after four, counted from when the upload began.
+    # Commits continue for 1.5 seconds, then wait, and fail four seconds after the upload began.
     assert failed_s == pytest.approx(4.0)
     assert waited_s == pytest.approx(2.4)
-    # Nothing is lost, and another start goes on; what hung comes back.
+    # No state is lost, and a restart continues once the backend responds again.
     assert life.restored(life.pointers[-1]) == life.models[-1]
     hung.gate.set()
     life.next_stage()
@@ -131,8 +134,8 @@ def test_a_commit_goes_on_then_waits_then_fails(life: Life, clock: VirtualClock)
     assert life.restored(life.pointers[-1], "b") == life.models[-1]
 
 
-def test_a_commit_waits_where_clean_up_would_not_know_of_what_is_late(life: Life, clock: VirtualClock) -> None:
-    """However patient it is: what is in Spark's own state only is as many batches old as Spark retains at most."""
+def test_a_commit_waits_if_an_inline_delta_is_as_old_as_spark_retains(life: Life, clock: VirtualClock) -> None:
+    """An inline delta is at most as many batches old as Spark retains, however long the delay may be."""
     life.batches_retained = 3
     life.manager("a").gate.clear()
     for _ in range(4):
@@ -144,7 +147,7 @@ def test_a_commit_waits_where_clean_up_would_not_know_of_what_is_late(life: Life
     assert clock.now_s - started_s >= 0.4
 
 
-def test_a_commit_waits_no_longer_than_the_upload_takes(life: Life, clock: VirtualClock) -> None:
+def test_a_commit_waits_only_until_the_upload_is_done(life: Life, clock: VirtualClock) -> None:
     life.options = CommitOptions(commit_delay_ms_max=100, commit_timeout_ms=20_000)
     life.manager("a").gate.clear()
     life.batch()
@@ -152,24 +155,24 @@ def test_a_commit_waits_no_longer_than_the_upload_takes(life: Life, clock: Virtu
     started_s = clock.now_s
     clock.after(0.4, life.manager("a").gate.set)
     pointer = life.batch()
-    # It looks about once a second.
+    # It checks about once a second.
     assert 0.4 <= clock.now_s - started_s < 2
-    # What went before is confirmed, and only the new one is inline.
+    # The previous delta is confirmed, so only the new one is inline.
     assert [delta.ref for delta in pointer.inline] == [pointer.ref]
 
 
-def test_a_job_that_was_down_for_long_is_not_late(life: Life, clock: VirtualClock) -> None:
-    """Age counts from when an upload began here."""
+def test_a_job_that_was_stopped_for_long_does_not_time_out(life: Life, clock: VirtualClock) -> None:
+    """The age of a delta counts from the start of its upload in this process."""
     life.options = CommitOptions(commit_delay_ms_max=200, commit_timeout_ms=400)
     life.manager("a").gate.clear()
     pointer = life.batch()
-    life.pointers[-1] = replace(pointer, inline=tuple(replace(it, made_ms=1) for it in pointer.inline))
+    life.pointers[-1] = replace(pointer, inline=tuple(replace(delta, made_ms=1) for delta in pointer.inline))
     life.store.record({}, list(life.store.records()))
     life.uploads, life.managers = WorkerUploads(), {}
     life.batch()
 
 
-def test_over_the_bound_a_commit_waits(life: Life, clock: VirtualClock) -> None:
+def test_a_commit_waits_if_inline_deltas_exceed_their_limit(life: Life, clock: VirtualClock) -> None:
     life.manager("a").gate.clear()
     size = len(life.batch().inline[0].data)
     life.options = CommitOptions(inline_bytes_max=int(2.5 * size))
@@ -183,11 +186,11 @@ def test_over_the_bound_a_commit_waits(life: Life, clock: VirtualClock) -> None:
     assert life.restored(pointer, "a") == life.models[-1]
 
 
-def test_the_last_call_of_a_task_waits_for_the_others(life: Life) -> None:
+def test_deferred_uploads_are_waited_for_at_the_end_of_a_task(life: Life) -> None:
     life.options = CommitOptions(inline_bytes_max=10)
     life.manager("a").gate.clear()
     pointer = life.batch(may_defer=True)
-    # It says that everything is there, which holds once what is left has been waited for.
+    # The pointer claims that every file has arrived, which is true after the task's last call has waited.
     assert (pointer.inline, pointer.replication) == ((), {"a": ReplicationStatus(pointer.ref)})
     assert [upload.file for upload in life.left] == [file_name(pointer.ref, DELTA)] if pointer.ref else []
     assert not any(upload.done.done() for upload in life.left)
@@ -196,7 +199,7 @@ def test_the_last_call_of_a_task_waits_for_the_others(life: Life) -> None:
     assert life.restored(pointer) == life.models[-1]
 
 
-def test_without_a_journal_the_call_waits(life: Life, clock: VirtualClock) -> None:
+def test_a_commit_without_a_journal_waits_for_its_upload(life: Life, clock: VirtualClock) -> None:
     life.options = CommitOptions(journal=False)
     clock.after(0.3, life.manager("a").gate.set)
     life.manager("a").gate.clear()
@@ -206,7 +209,7 @@ def test_without_a_journal_the_call_waits(life: Life, clock: VirtualClock) -> No
     assert (pointer.inline, pointer.replication) == ((), {"a": ReplicationStatus(pointer.ref)})
 
 
-def test_a_journal_that_is_left_out_is_emptied_first(life: Life, clock: VirtualClock) -> None:
+def test_inline_deltas_are_uploaded_after_the_journal_is_turned_off(life: Life, clock: VirtualClock) -> None:
     life.manager("a").gate.clear()
     assert len([life.batch() for _ in range(3)][-1].inline) == 3
     life.options = CommitOptions(journal=False)
@@ -218,13 +221,13 @@ def test_a_journal_that_is_left_out_is_emptied_first(life: Life, clock: VirtualC
 # -- failures --------------------------------------------------------------------------------------
 
 
-def test_a_failed_upload_surfaces_at_the_next_commit(life: Life) -> None:
+def test_a_failed_upload_is_raised_by_the_next_commit(life: Life) -> None:
     life.manager("a").fails_with = PermissionError("not yours")
     first = life.batch()
     life.settle()
     with pytest.raises(UploadFailedError, match=r"1_\w+\.delta\.arrow to the backend a failed: .*not yours.*not lost"):
         life.batch()
-    # The state is as it was, and another start sends it again.
+    # The state is unchanged, and a restart sends the file again.
     assert life.restored(first) == life.models[-1]
     life.manager("a").fails_with = None
     life.next_stage()
@@ -234,7 +237,7 @@ def test_a_failed_upload_surfaces_at_the_next_commit(life: Life) -> None:
     assert life.files("a", DELTA) == [1, 2]
 
 
-def test_a_failed_upload_that_is_waited_for_is_raised_as_it_is(life: Life) -> None:
+def test_a_commit_that_waits_raises_the_error_of_its_upload(life: Life) -> None:
     life.options = CommitOptions(journal=False)
     life.manager("a").fails_with = MissingCheckpointError("gone")
     with pytest.raises(MissingCheckpointError, match="gone"):
@@ -243,12 +246,12 @@ def test_a_failed_upload_that_is_waited_for_is_raised_as_it_is(life: Life) -> No
     life.batch()
 
 
-def test_a_pointer_that_was_not_committed(life: Life) -> None:
-    """Spark could not write it: the next attempt begins from the pointer before, and what was sent is swept away."""
+def test_an_uncommitted_pointer_does_not_change_the_state(life: Life) -> None:
+    """If Spark could not write a pointer, the next attempt starts from the previous one."""
     life.options = replace(life.options, commit_delay_ms_max=0)
     for _ in range(3):
         life.batch()
-    abandoned = life.batch()
+    uncommitted = life.batch()
     life.settle()
     life.pointers.pop()
     life.models.pop()
@@ -256,14 +259,12 @@ def test_a_pointer_that_was_not_committed(life: Life) -> None:
         life.batch()
     life.settle()
     life.batch({})
-    assert abandoned.ref is not None
-    assert abandoned.ref in [parsed[0] for it in life.folder("a").names() if (parsed := parse_file_name(it))]
+    assert uncommitted.ref is not None
+    assert uncommitted.ref in [parsed[0] for name in life.folder("a").names() if (parsed := parse_file_name(name))]
     assert life.restored(life.pointers[-1], "a") == life.models[-1]
 
 
-def test_files_that_somebody_deleted_are_answered_with_a_fresh_full_backup(
-    life: Life, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_backend_with_deleted_files_gets_a_new_full_backup(life: Life, caplog: pytest.LogCaptureFixture) -> None:
     life.names = ("a", "b")
     life.history(5)
     for name in life.folder("b").names()[:3]:
@@ -286,7 +287,7 @@ def test_files_that_somebody_deleted_are_answered_with_a_fresh_full_backup(
     assert len(life.files("b", SNAPSHOT)) == 1
 
 
-def test_where_all_was_deleted_the_backup_comes_before_the_pointer(life: Life) -> None:
+def test_a_sole_backend_that_lost_its_files_gets_a_full_backup_before_the_pointer(life: Life) -> None:
     life.options = replace(life.options, commit_delay_ms_max=0)
     for _ in range(3):
         life.batch()
@@ -300,14 +301,14 @@ def test_where_all_was_deleted_the_backup_comes_before_the_pointer(life: Life) -
 
 
 def _lose_all(life: Life, name: str) -> None:
-    """Somebody deletes a backend's files, and that is found out."""
+    """Delete a backend's files, and note that they are lost."""
     for file in life.folder(name).names():
         life.folder(name).remove(file)
     life.bucket().committer.snapshots.note_lost(name, life.pointers[-1].heartbeats)
 
 
 @pytest.mark.parametrize("names", [("a",), ("a", "b")])
-def test_what_is_lost_is_not_forgotten_by_a_commit_that_fails(life: Life, names: tuple[str, ...]) -> None:
+def test_lost_files_are_still_replaced_after_a_failed_commit(life: Life, names: tuple[str, ...]) -> None:
     life.names = names
     life.history(4)
     _lose_all(life, names[-1])
@@ -327,34 +328,34 @@ def test_what_is_lost_is_not_forgotten_by_a_commit_that_fails(life: Life, names:
     assert life.restored(life.batch({}), names[-1]) == life.models[-1]
 
 
-def test_what_is_lost_is_not_forgotten_by_the_pointer_of_another_attempt(life: Life) -> None:
-    """On another machine, which does not know of it, and whose pointer is the one that counts."""
+def test_lost_files_are_still_replaced_after_another_attempt_is_committed(life: Life) -> None:
+    """The other attempt runs on a machine that does not know of the loss, and Spark commits its pointer."""
     life.history(4)
-    before = life.pointers[-1]
+    previous = life.pointers[-1]
     _lose_all(life, "a")
-    answered = life.batch()
-    assert life.restored(answered) == life.models[-1]
+    repaired = life.batch()
+    assert life.restored(repaired) == life.models[-1]
     life.pointers.pop()
     life.models.pop()
     store = LocalStore.at(life.local / "elsewhere", SCHEMA)
     life.stores.append(store)
-    here, life.store = life.store, store
-    # It has the state, and takes what the pointer says for so.
-    for run in sorted(here.runs(), key=lambda run: run.newest.version):
-        rows = list(View(here, [run]).scan(keep_tombstones=not run.base))
+    own_store, life.store = life.store, store
+    # This store has the state, and its attempt trusts the pointer.
+    for run in sorted(own_store.runs(), key=lambda run: run.newest.version):
+        rows = list(View(own_store, [run]).scan(keep_tombstones=not run.base))
         store.restore(rows, run.newest, run.parent, snapshot=run.base)
-    counted = life.batch()
-    assert counted.parent == before.ref
-    assert counted.replication["a"].through != counted.ref, "nothing was sent in full"
+    committed = life.batch()
+    assert committed.parent == previous.ref
+    assert committed.replication["a"].through != committed.ref, "no full backup was sent"
     life.settle()
-    life.store = here
+    life.store = own_store
     after = life.batch()
     assert after.replication == {"a": ReplicationStatus(after.ref)}
     assert life.restored(after) == life.models[-1]
-    # Answered, and committed: that is all.
+    # The full backup is committed, so there are no further ones.
     snapshots = life.files("a", SNAPSHOT)
     for _ in range(3):
         life.batch()
         life.settle()
     assert life.files("a", SNAPSHOT) == snapshots
-    assert not [name for name in here.records() if "lost" in name or "answered" in name]
+    assert not [name for name in own_store.records() if "lost" in name or "answered" in name]

@@ -1,4 +1,4 @@
-"""Decisions of merging, over values."""
+"""The choice of the runs to merge, from their sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIZES = st.lists(st.integers(1, 1_000), max_size=30)
 
 @given(SIZES, st.integers(1, 5_000))
 def test_one_merge_reads_a_bounded_number_of_bytes(sizes: list[int], bytes_max: int) -> None:
-    """Rule 11."""
+    """This is rule 11."""
     chosen = choose_compaction(sizes, bytes_max)
     if chosen is not None:
         start, stop = chosen
@@ -21,8 +21,8 @@ def test_one_merge_reads_a_bounded_number_of_bytes(sizes: list[int], bytes_max: 
 
 
 @given(st.lists(st.integers(1, 100), min_size=200, max_size=400))
-def test_runs_stay_few_and_rows_are_rewritten_seldom(commits: list[int]) -> None:
-    """Tiers: with a commit after the other, the number of runs and the bytes rewritten grow with the logarithm."""
+def test_compaction_keeps_runs_few_and_rewrites_rows_rarely(commits: list[int]) -> None:
+    """With tiers, the number of runs and the rewrites of a row grow with the logarithm of the number of commits."""
     runs: list[int] = []
     rewritten = 0
     for size in commits:

@@ -1,4 +1,4 @@
-"""The core needs no PySpark."""
+"""The core does not need PySpark."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ def test_the_core_imports_without_pyspark() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "pyspark" in done.stdout, "what needs PySpark says so, and only when it is used"
+    assert "pyspark" in done.stdout, "ArrowState raises an error that names PySpark, but only when it is used"
