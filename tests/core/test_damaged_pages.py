@@ -1,6 +1,6 @@
-"""Each page of a local store's file is damaged in turn, and the next call goes on with what the checkpoint files have.
+"""After damage to any page of a local store's file, the next call has the right state, from the checkpoint files.
 
-The calls run in a child process, so that a fault of LMDB is a failed test; run as a script, this file is that child.
+The calls run in a child process, so that a crash of LMDB only fails the test. Run as a script, this file is the child.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ _BATCHES = 12
 _CHANGES: Changes = {KEYS[1]: Row(100), KEYS[2]: None}
 
 
-def _zero_header(page: bytes, choice: random.Random) -> bytes:
+def _zero_header_bytes(page: bytes, choice: random.Random) -> bytes:
     return bytes(_HEADER_BYTES) + page[_HEADER_BYTES:]
 
 
-def _all_ones(page: bytes, choice: random.Random) -> bytes:
+def _fill_with_ones(page: bytes, choice: random.Random) -> bytes:
     return b"\xff" * len(page)
 
 
-def _random_header(page: bytes, choice: random.Random) -> bytes:
+def _randomise_header(page: bytes, choice: random.Random) -> bytes:
     return choice.randbytes(_HEADER_BYTES) + page[_HEADER_BYTES:]
 
 
-def _random_page(page: bytes, choice: random.Random) -> bytes:
+def _randomise_page(page: bytes, choice: random.Random) -> bytes:
     return choice.randbytes(len(page))
 
 
 _DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
-    "zero header": _zero_header,
-    "all ones": _all_ones,
-    "random header": _random_header,
-    "random page": _random_page,
+    "zero header": _zero_header_bytes,
+    "all ones": _fill_with_ones,
+    "random header": _randomise_header,
+    "random page": _randomise_page,
 }
 
 
-def _spoil(path: Path, page: int, damage: str, seed: int = 0) -> None:
+def _damage_page(path: Path, page: int, damage: str, seed: int = 0) -> None:
     with path.open("r+b") as file:
         file.seek(page * _PAGE_BYTES)
         data = file.read(_PAGE_BYTES)
@@ -67,7 +67,7 @@ def _spoil(path: Path, page: int, damage: str, seed: int = 0) -> None:
 
 
 class _Job:
-    """A bucket after some batches, and the damage to copies of its local store."""
+    """A bucket after some batches; damages copies of its local store."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.files = folder, Folder(str(folder / "root"))
@@ -92,30 +92,30 @@ class _Job:
         (path,) = (self.folder / name).glob("*/data.mdb")
         return path
 
-    def failure(self, page: int, damage: str, seed: int, is_open: bool) -> str:
-        """Return what the next call gave instead of the right state; empty if that was right."""
-        # A name of its own: a store that cannot be opened may stay open in this process.
+    def find_failure(self, page: int, damage: str, seed: int, is_open: bool) -> str:
+        """Return what the next call gave instead of the right state; empty if its state is right."""
+        # Each case has its own name, because a store that cannot be opened may stay open in this process.
         name = f"{page} {damage} {seed} {is_open}"
         shutil.copytree(self.folder / "seed", self.folder / name)
         store = self.open(name) if is_open else None
-        _spoil(self.data_file(name), page, damage, seed)
+        _damage_page(self.data_file(name), page, damage, seed)
         try:
             store = store or self.open(name)
             pointer = self.commit(store, self.pointer, _CHANGES)
-            found: Model = state_at(store, self.files, pointer, self.folder / "scratch")
+            state: Model = state_at(store, self.files, pointer, self.folder / "scratch")
         except Exception as error:
             return repr(error)
         finally:
             if store is not None:
                 store.close()
             shutil.rmtree(self.folder / name)
-        return "" if found == apply_changes(self.model, _CHANGES) else "another state"
+        return "" if state == apply_changes(self.model, _CHANGES) else "another state"
 
 
-def _cases(pages: int, seeds: int) -> Iterator[tuple[int, str, int, bool]]:
+def _list_cases(pages: int, seeds: int) -> Iterator[tuple[int, str, int, bool]]:
     """Yield the page, the damage, a seed, and whether the store is open when the damage happens.
 
-    LMDB looks at the first two pages only while it opens the file.
+    LMDB reads the first two pages only while it opens the file.
     """
     for page in range(pages):
         yield page, "all ones", 0, False
@@ -128,18 +128,18 @@ def _cases(pages: int, seeds: int) -> Iterator[tuple[int, str, int, bool]]:
                     yield page, damage, seed, True
 
 
-def _failures(seeds: int) -> Iterator[str]:
+def _find_failures(seeds: int) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         job = _Job(Path(folder))
         yield f"{job.pages} pages"
-        for case in _cases(job.pages, seeds):
+        for case in _list_cases(job.pages, seeds):
             print(case, file=sys.stderr, flush=True)
-            failure = job.failure(*case)
+            failure = job.find_failure(*case)
             if failure:
                 yield f"{case}: {failure}"
 
 
-def test_every_damaged_page_is_mended() -> None:
+def test_a_call_repairs_a_local_store_with_any_damaged_page() -> None:
     done = subprocess.run(
         [sys.executable, __file__, str(examples(0, 20))],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -151,11 +151,11 @@ def test_every_damaged_page_is_mended() -> None:
     pages, *failures = done.stdout.splitlines() or [""]
     assert done.returncode == 0, f"the process ended at {done.stderr[-1000:]}"
     assert failures == []
-    assert int(pages.split()[0]) > 20, "tables of more than a page"
+    assert int(pages.split()[0]) > 20, "the tables have more than one page"
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "says"),
+    ("error", "kind", "advice"),
     [
         (lmdb.BadTxnError("mdb_get: MDB_BAD_TXN: Transaction must abort"), CorruptStoreError, "is damaged"),
         (lmdb.CursorFullError("MDB_CURSOR_FULL: Internal error"), CorruptStoreError, "is damaged"),
@@ -169,14 +169,16 @@ def test_every_damaged_page_is_mended() -> None:
         (lmdb.ReadonlyError("mdb_put: Permission denied"), StorageError, "to a writable local disk"),
     ],
 )
-def test_advice_is_for_what_happened(error: Exception, kind: type[Exception], says: str, tmp_path: Path) -> None:
-    found = storage_error(tmp_path, error)
-    assert type(found) is kind
-    assert says in str(found)
+def test_an_error_of_the_local_disk_gives_matching_advice(
+    error: Exception, kind: type[Exception], advice: str, tmp_path: Path
+) -> None:
+    translated = storage_error(tmp_path, error)
+    assert type(translated) is kind
+    assert advice in str(translated)
 
 
 if __name__ == "__main__":
-    # The last line of stderr names the case in which a fault ended the process.
+    # If LMDB crashes, the last line of stderr names the case.
     logging.disable()
-    for line in _failures(int(sys.argv[1])):
+    for line in _find_failures(int(sys.argv[1])):
         print(line, flush=True)

@@ -1,4 +1,4 @@
-"""The Grafana dashboard asks Prometheus for nothing that workers do not export, and all that they do is documented."""
+"""The Grafana dashboard queries only metrics that workers export, and all exported metrics are documented."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.helpers.waiting import WAIT_S
 ROOT = Path(__file__).parent.parent.parent
 OPERATING = ROOT / "docs" / "operating"
 _SAMPLE = re.compile(r"^(spark_state_ext_\w+)\{(.*)\} ", re.MULTILINE)
-# What the server adds.
-_BEHIND = re.compile(r"_(bucket|sum|count|created)$")
+# Suffixes that Prometheus adds to the names of metrics.
+_SUFFIX = re.compile(r"_(bucket|sum|count|created)$")
 
 
 @pytest.fixture(scope="module")
 def exposed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What Prometheus would scrape, by the library that knows its rules for names."""
+    """Return what Prometheus would scrape, written by its own client library, which applies its naming rules."""
     pytest.importorskip("opentelemetry.exporter.prometheus", reason="the exporter for Prometheus is not installed")
     folder = tmp_path_factory.mktemp("metrics")
     done = subprocess.run(
@@ -38,42 +38,44 @@ def exposed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def dashboard() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((OPERATING / "grafana-dashboard.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((OPERATING / "grafana-dashboard.json").read_text())
+    return content
 
 
-def _queries(dashboard: dict[str, Any]) -> list[str]:
+def _list_queries(dashboard: dict[str, Any]) -> list[str]:
     return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]] + [
-        it["query"]["query"] for it in dashboard["templating"]["list"] if it["type"] == "query"
+        variable["query"]["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"
     ]
 
 
-def test_every_name_in_a_query_is_exported(exposed: str, dashboard: dict[str, Any]) -> None:
+def test_every_metric_and_label_of_a_query_is_exported(exposed: str, dashboard: dict[str, Any]) -> None:
     exported = {match[1] for match in _SAMPLE.finditer(exposed)}
     labels = {label for match in _SAMPLE.finditer(exposed) for label in re.findall(r'(\w+)="', match[2])}
-    queries = _queries(dashboard)
-    asked = {name for query in queries for name in re.findall(r"\bspark_state_ext_\w+", query)}
-    assert len(asked) > 15
-    assert asked - exported == set()
-    grouped = {label for query in queries for it in re.findall(r"by \(([^)]*)\)", query) for label in it.split(", ")}
-    chosen = {label for query in queries for label in re.findall(r'(\w+)=~?"', query)}
+    queries = _list_queries(dashboard)
+    queried = {name for query in queries for name in re.findall(r"\bspark_state_ext_\w+", query)}
+    assert len(queried) > 15
+    assert queried - exported == set()
+    grouped = {
+        label for query in queries for names in re.findall(r"by \(([^)]*)\)", query) for label in names.split(", ")
+    }
+    filtered = {label for query in queries for label in re.findall(r'(\w+)=~?"', query)}
     assert grouped == {"operator", "query_id", "le"}
-    assert (grouped | chosen) - labels == set()
+    assert (grouped | filtered) - labels == set()
 
 
-def test_every_panel_tells_operators_apart(dashboard: dict[str, Any]) -> None:
+def test_every_panel_distinguishes_operators_and_has_a_description(dashboard: dict[str, Any]) -> None:
     for panel in dashboard["panels"]:
         assert panel["title"]
         assert panel["description"]
-        assert all("operator" in it["legendFormat"] for it in panel["targets"])
+        assert all("operator" in target["legendFormat"] for target in panel["targets"])
     titles = " ".join(panel["title"].lower() for panel in dashboard["panels"])
     for word in ("size", "rows", "commit", "wait", "restore", "deleted", "lease", "failures"):
         assert word in titles
 
 
-def test_every_name_is_documented(exposed: str) -> None:
+def test_every_exported_metric_is_documented(exposed: str) -> None:
     exported = {match[1] for match in _SAMPLE.finditer(exposed)}
-    families = {_BEHIND.sub("", name) if f"{_BEHIND.sub('', name)}_bucket" in exported else name for name in exported}
+    families = {_SUFFIX.sub("", name) if f"{_SUFFIX.sub('', name)}_bucket" in exported else name for name in exported}
     families = {name for name in families if not name.endswith("_created")}
     page = (OPERATING / "metrics.md").read_text()
     (block,) = re.findall(r"^```text\n((?:spark_state_ext_\w+\n)+)```$", page, re.MULTILINE)

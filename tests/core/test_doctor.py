@@ -1,4 +1,4 @@
-"""``doctor`` finds each mistake that is planted, and nothing where there is none."""
+"""``doctor`` finds each mistake in a configuration, and reports no problem in a right one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _GOOD = {
     "spark.sql.execution.arrow.maxBytesPerBatch": "2147483647",
     "spark.sql.shuffle.partitions": "16",
 }
-# What is set in place of what is right, and which finding tells of it.
-_PLANTED: dict[str, tuple[dict[str, str], str]] = {
+# Wrong settings, and the name of the finding that reports them.
+_MISTAKES: dict[str, tuple[dict[str, str], str]] = {
     "provider": (
         {"spark.sql.streaming.stateStore.providerClass": "org.example.Mine"},
         "spark.sql.streaming.stateStore.providerClass",
@@ -64,38 +64,38 @@ _PLANTED: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
-def _conf(settings: dict[str, str]) -> list[str]:
+def _conf_arguments(settings: dict[str, str]) -> list[str]:
     return [word for name, value in settings.items() for word in ("--conf", f"{name}={value}")]
 
 
-def _problems(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+def _find_problems(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
     status = main(["doctor", *arguments, "-o", "jsonl"])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert status == (1 if rows else 0)
-    assert all(row["problem"] and row["change"] for row in rows), "each says what to change"
+    assert all(row["problem"] and row["change"] for row in rows), "each finding says what to change"
     return rows
 
 
-def test_there_is_nothing_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_right_configuration_has_no_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "root"
-    assert _problems(capsys, str(root), *_conf(_GOOD)) == []
-    assert not root.exists(), "what it wrote is gone"
-    assert main(["doctor", str(root), "--all", "-o", "jsonl", *_conf(_GOOD)]) == 0
-    said = capsys.readouterr()
-    assert len(said.out.splitlines()) > 25
-    assert " checks: " in said.err
+    assert _find_problems(capsys, str(root), *_conf_arguments(_GOOD)) == []
+    assert not root.exists(), "doctor removed what it wrote"
+    assert main(["doctor", str(root), "--all", "-o", "jsonl", *_conf_arguments(_GOOD)]) == 0
+    output = capsys.readouterr()
+    assert len(output.out.splitlines()) > 25
+    assert " checks: " in output.err
 
 
-@pytest.mark.parametrize("name", _PLANTED)
-def test_a_setting_that_is_wrong_is_found(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings, what = _PLANTED[name]
-    (row,) = _problems(capsys, str(tmp_path / "root"), *_conf({**_GOOD, **settings}))
-    assert row["what"] == what
+@pytest.mark.parametrize("name", _MISTAKES)
+def test_a_wrong_setting_is_found(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings, finding = _MISTAKES[name]
+    (row,) = _find_problems(capsys, str(tmp_path / "root"), *_conf_arguments({**_GOOD, **settings}))
+    assert row["what"] == finding
 
 
-def test_all_mistakes_at_once_are_all_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Ten settings in a file, a root that is a file, and a local folder that is not there."""
-    planted = [
+def test_several_mistakes_are_found_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong settings in a file, a root that is a file, and a local folder that does not exist."""
+    mistakes = [
         "arrow bytes",
         "arrow rows",
         "partitions",
@@ -106,16 +106,16 @@ def test_all_mistakes_at_once_are_all_found(tmp_path: Path, capsys: pytest.Captu
         "no data",
         "misspelt",
     ]
-    lines = [f"{name}   {value}" for key in planted for name, value in _PLANTED[key][0].items()]
+    lines = [f"{name}   {value}" for key in mistakes for name, value in _MISTAKES[key][0].items()]
     defaults = tmp_path / "spark-defaults.conf"
     defaults.write_text("\n".join(["# ours", "", *lines, f"spark.sql.streaming.stateStore.providerClass={_ROCKSDB}"]))
     (tmp_path / "root").write_text("a file")
-    rows = _problems(
+    rows = _find_problems(
         capsys,
         *(str(tmp_path / "root"), "--local-dir", str(tmp_path / "nothing")),
         *("--properties-file", str(defaults)),
     )
-    expected = {_PLANTED[key][1] for key in [*planted, "format", "changelog"]} | {"root", "local store"}
+    expected = {_MISTAKES[key][1] for key in [*mistakes, "format", "changelog"]} | {"root", "local store"}
     assert {row["what"] for row in rows} == expected
     assert len(rows) == 13
 
@@ -123,46 +123,46 @@ def test_all_mistakes_at_once_are_all_found(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("root", "text"), [("relative", "must be a URL or an absolute path"), ("nothing://x", "cannot be opened")]
 )
-def test_a_root_that_is_none_is_found(root: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = _problems(capsys, root)
+def test_an_impossible_root_is_found(root: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = _find_problems(capsys, root)
     assert row["what"] == "root"
     assert text in row["problem"]
 
 
-def test_a_package_that_is_missing_is_named_with_its_extra(
+def test_a_missing_package_is_reported_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    # As Python has it of what is not installed.
+    # Python then regards these packages as not installed.
     for name in ("s3fs", "adlfs", "gcsfs"):
         monkeypatch.setitem(sys.modules, name, None)
     for scheme, extra in (("s3", "s3"), ("abfs", "azure"), ("gs", "gcs")):
-        # fsspec remembers the classes that it has imported.
+        # fsspec caches the classes that it has imported.
         monkeypatch.setattr(importlib.import_module("fsspec.registry"), "registry", {})
-        (row,) = _problems(capsys, f"{scheme}://bucket/root")
+        (row,) = _find_problems(capsys, f"{scheme}://bucket/root")
         assert f"pip install 'spark_state_ext[{extra}]', on the client and where the workers run" in row["problem"]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_folder_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a root that does not exist yet, what matters is whether it can be made."""
+def test_doctor_creates_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """doctor only checks whether a root that does not exist yet can be created."""
     there = tmp_path / "there"
     there.mkdir()
     for root in (f"{there}/new/root", f"file://{there}/new/root", str(there)):
-        assert _problems(capsys, root) == []
+        assert _find_problems(capsys, root) == []
         assert list(tmp_path.rglob("*")) == [there]
     (there / "file").write_text("")
-    (row,) = _problems(capsys, f"{there}/file/root")
+    (row,) = _find_problems(capsys, f"{there}/file/root")
     assert "A root must be a folder that every executor can create" in row["problem"]
 
 
-def test_too_few_open_files_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_low_limit_of_open_files_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    (row,) = _problems(capsys, str(tmp_path / "root"), "--buckets", str(limit))
+    (row,) = _find_problems(capsys, str(tmp_path / "root"), "--buckets", str(limit))
     assert row["what"] == "open files of buckets"
 
 
-def test_a_bound_on_the_address_space_is_found(tmp_path: Path) -> None:
+def test_a_limit_of_the_address_space_is_found(tmp_path: Path) -> None:
     code = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30))
@@ -180,10 +180,10 @@ sys.exit(main(["doctor", sys.argv[1], "-o", "jsonl"]))
     assert [json.loads(line)["what"] for line in done.stdout.splitlines()] == ["address space"]
 
 
-def test_a_store_in_which_two_make_one_file_is_found(
+def test_a_store_whose_conditional_create_overwrites_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a server does that passes over If-None-Match: it says that each made the file."""
+    """A server that ignores If-None-Match tells each caller that it created the file."""
     from spark_state_ext.files.folder import Folder
 
     def create(self: Folder, name: str, data: bytes) -> bool:
@@ -191,12 +191,12 @@ def test_a_store_in_which_two_make_one_file_is_found(
         return True
 
     monkeypatch.setattr(Folder, "create", create)
-    (row,) = _problems(capsys, str(tmp_path / "root"))
+    (row,) = _find_problems(capsys, str(tmp_path / "root"))
     assert row["what"] == "conditional create"
 
 
-def test_s3_is_looked_at(s3: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = _problems(capsys, s3.root("doctor"), "--storage-options", json.dumps(s3.options))
+def test_a_root_in_s3_is_not_reported(s3: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = _find_problems(capsys, s3.root("doctor"), "--storage-options", json.dumps(s3.options))
     assert [row["what"] for row in rows if row["what"] == "root"] == []
 
 
