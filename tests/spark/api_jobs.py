@@ -1,4 +1,4 @@
-"""Jobs whose function is over Arrow tables, plain rows or pandas frames."""
+"""Jobs whose function takes Arrow tables, plain rows or pandas frames."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOUR_MS = 3_600_000
 
 @dataclass
 class ApiJob(Job):
-    """A job whose function is of one of the three kinds."""
+    """A job on Arrow state; `api` says what its function takes: `arrow`, `rows` or `pandas`."""
 
     api: str = "arrow"
     output: Any = COUNTS
@@ -43,8 +43,8 @@ class ApiJob(Job):
             "pandas": state.apply_in_pandas_with_state,
         }
         apply = methods[self.api]
-        given: Any = self.before(events), list(self.keys), self.function, self.output, self.state
-        return self.after(apply(*given, self.mode, self.timeout))
+        arguments: Any = self.before(events), list(self.keys), self.function, self.output, self.state
+        return self.after(apply(*arguments, self.mode, self.timeout))
 
 
 def count_arrow(batch: StateBatch) -> Any:
@@ -62,7 +62,7 @@ def count_rows(key: Any, rows: list[Any], state: GroupState) -> list[tuple[Any, 
 COUNTERS: dict[str, Callable[..., Any]] = {"arrow": count_arrow, "rows": count_rows, "pandas": count}
 
 
-def some_batches(number: int) -> list[Any]:
-    random = np.random.default_rng(number)
+def random_batches(number: int) -> list[Any]:
+    generator = np.random.default_rng(number)
     names = [None, *(f"key {i}" for i in range(20))]
-    return [keyed(*[names[i] for i in random.integers(21, size=30)]) for _ in range(number)]
+    return [keyed(*[names[i] for i in generator.integers(21, size=30)]) for _ in range(number)]

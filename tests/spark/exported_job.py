@@ -1,6 +1,7 @@
 """A query whose Python workers end with each task; run by test_exported.
 
-Usage: ``python tests/spark/exported_job.py FOLDER --batches 4``. Its metrics stay in ``FOLDER/local``, its state in ``FOLDER/root``.
+Usage: ``python tests/spark/exported_job.py FOLDER --batches 4``. It writes its metrics to ``FOLDER/local`` and its
+state to ``FOLDER/root``.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ def count_all(batch: StateBatch) -> pa.Table:
 
 
 def main() -> int:
-    """Run it; prints one line of JSON: what the files of metrics say."""
+    """Run the query and print one line of JSON: totals of its metrics files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--batches", type=int, default=4)
-    given = parser.parse_args()
-    folder = given.folder
+    arguments = parser.parse_args()
+    folder = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     spark = session(0, "hdfs", {"spark.python.worker.reuse": "false", "spark.sql.streaming.minBatchesToRetain": "2"})
     tables = [
         pa.table({"sensor": pa.array([(batch * 7 + row) % KEYS for row in range(ROWS)], pa.int64())})
-        for batch in range(given.batches)
+        for batch in range(arguments.batches)
     ]
     events = read(spark, write_batches(folder / "in", tables), "sensor long")
     state = ArrowState(str(folder / "root"), operator="count", buckets=4, local_dir=str(folder / "local"))

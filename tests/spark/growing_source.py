@@ -1,7 +1,7 @@
-"""A streaming source whose partitions become more while a query reads it, for PySpark 4.0 and newer.
+"""A streaming source that gets more partitions while a query reads it, for PySpark 4.0 and newer.
 
-Its producer writes a key to the partition of the key's hash, so that most keys have rows in another partition once there are
-more. Batches are read up to the number in the file `released` of the source's folder.
+Its producer chooses a key's partition by the key's hash, so most keys move to another partition if the number of partitions
+grows. The file `released` in the source's folder holds the number of batches that the query may read.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 __all__ = ["COLUMNS", "COUNTS_OF_PARTITIONS", "GrowingSource", "keys_of", "partition_of", "release"]
 
 COLUMNS = "key string, read_from int"
-# By batch.
+# The number of partitions of each batch.
 COUNTS_OF_PARTITIONS = (2, 2, 4, 4, 8, 8)
 _KEYS, _ROWS = 50, 120
 
 
 def keys_of(batch: int) -> list[str]:
-    """The keys of a batch's rows, the same in every process."""
-    drawn = random.Random(batch)
-    return [f"key {drawn.randrange(_KEYS)}" for _ in range(_ROWS)]
+    """Return the keys of a batch's rows, which are the same in every process."""
+    generator = random.Random(batch)
+    return [f"key {generator.randrange(_KEYS)}" for _ in range(_ROWS)]
 
 
 def partition_of(key: str, count: int) -> int:
-    """Where the producer writes a key."""
+    """Return the partition to which the producer writes a key."""
     return zlib.crc32(key.encode()) % count
 
 
 def release(folder: Path, batches: int) -> None:
-    """Have the query read up to so many batches."""
+    """Let the query read this number of batches."""
     hidden = folder / ".released"
     hidden.write_text(str(batches))
     hidden.rename(folder / "released")
 
 
-class _Part(InputPartition):
+class _Partition(InputPartition):
     def __init__(self, batch: int, partition: int) -> None:
         self.batch, self.partition = batch, partition
 
@@ -52,17 +52,17 @@ class _Reader(DataSourceStreamReader):
     def initialOffset(self) -> dict[str, int]:
         return {"batches": 0}
 
-    # Newer releases of Spark give a beginning and a limit, where a source takes them.
+    # Newer releases of Spark pass a start and a limit if the source accepts them.
     def latestOffset(self) -> dict[str, int]:  # type: ignore[override]
         released = Path(self._folder, "released")
         return {"batches": int(released.read_text()) if released.exists() else 0}
 
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> Sequence[InputPartition]:
         batches = range(start["batches"], end["batches"])
-        return [_Part(batch, partition) for batch in batches for partition in range(COUNTS_OF_PARTITIONS[batch])]
+        return [_Partition(batch, partition) for batch in batches for partition in range(COUNTS_OF_PARTITIONS[batch])]
 
     def read(self, partition: InputPartition) -> Iterator[tuple[Any, ...]]:
-        assert isinstance(partition, _Part)
+        assert isinstance(partition, _Partition)
         count = COUNTS_OF_PARTITIONS[partition.batch]
         for key in keys_of(partition.batch):
             if partition_of(key, count) == partition.partition:

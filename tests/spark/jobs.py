@@ -1,4 +1,4 @@
-"""A stateful job over several starts: its input files, its checkpoint, and what each of its batches emitted."""
+"""A stateful job that starts several times: its input files, its checkpoint, and the rows that each batch emitted."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ __all__ = [
 ]
 
 SPARK = (int(pyspark.__version__.split(".")[0]), int(pyspark.__version__.split(".")[1]))
-# Of tests that need a savepoint of a query, its retained checkpoint, or its pointers as Spark keeps them.
+# Marks tests that need a savepoint of a query, a retained checkpoint, or the pointers in Spark's own state.
 reads_state = pytest.mark.skipif(
     SPARK < (4, 0), reason="PySpark 3.5 has no reader of state, and savepoints of queries say so"
 )
 
-# Where a test runs. Spark's own operator on Connect would only test Spark; and most of what a task does is the same under
-# both kinds of session, so that Connect is for plans, for `foreachBatch`, for what travels from client to server, for errors.
+# The sessions and operators of a test. Spark's own operator on Connect would only test Spark. Most of what a task does is the
+# same under both kinds of session, so only tests of plans, `foreachBatch`, errors, and of what the client sends to the server
+# run on Connect.
 CLASSIC = pytest.mark.parametrize("session", ["classic"], indirect=True)
 
 
@@ -62,7 +63,7 @@ def _sessions(*connect: pytest.MarkDecorator) -> pytest.MarkDecorator:
 
 
 EVERYWHERE = _sessions(pytest.mark.connect)
-# On Connect in the soak only.
+# Runs on Connect in the soak only.
 CLASSIC_FIRST = _sessions(pytest.mark.connect, pytest.mark.soak)
 
 Row = tuple[Any, ...]
@@ -90,14 +91,14 @@ COUNTS = "key string, n bigint"
 
 
 def count(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    """How many rows a key has had; its output is `COUNTS`."""
+    """Count the rows of a key so far; the output is `COUNTS`."""
     n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
     state.update((n,))
     yield pd.DataFrame({"key": [key[0]], "n": [n]})
 
 
 def ddl(schema: Any) -> str:
-    """An Arrow schema as Spark's DDL."""
+    """Return an Arrow schema as Spark's DDL."""
     return ", ".join(f"`{column.name}` {_spark_name(column.type)}" for column in schema)
 
 
@@ -114,24 +115,24 @@ def _spark_name(kind: Any) -> str:
 
 
 def table(schema: Any, rows: Sequence[Row]) -> Any:
-    """Rows as an Arrow table."""
+    """Return rows as an Arrow table."""
     return pa.Table.from_pylist([dict(zip(schema.names, row, strict=True)) for row in rows], schema=schema)
 
 
 def keyed(*keys: str | None) -> Any:
-    """A batch of `KEYED` rows numbered from 0."""
+    """Return a batch of `KEYED` rows whose values count from 0."""
     return table(KEYED, list(zip(keys, range(len(keys)), strict=True)))
 
 
 def event_rows(*rows: tuple[str | None, int | None, int]) -> Any:
-    """A batch of `TIMED` rows: key, event time in seconds, value."""
+    """Return a batch of `TIMED` rows from keys, event times in seconds and values."""
     at = pa.array([None if s is None else s * 1_000_000 for _, s, _ in rows], pa.int64()).cast(TIMED.field("at").type)
     return pa.table([[k for k, _, _ in rows], at, pa.array([v for *_, v in rows], pa.int64())], schema=TIMED)
 
 
 @contextlib.contextmanager
 def configured(session: Any, conf: dict[str, str]) -> Iterator[None]:
-    """Set configuration of a session for a while."""
+    """Set configuration of a session for the duration of a block."""
     before = {name: session.conf.get(name, None) for name in conf}
     for name, value in conf.items():
         session.conf.set(name, value)
@@ -146,10 +147,10 @@ def configured(session: Any, conf: dict[str, str]) -> Iterator[None]:
 
 
 def emitted(sink: Path, since: int = 0) -> Batches:
-    """Rows that each batch has written through Spark's file sink, in no order; read without Spark."""
+    """Return the rows that each batch has written to Spark's file sink, sorted by their text; reads without Spark."""
     batches: Batches = {}
     seen: set[str] = set()
-    # Every tenth log, `9.compact` for instance, names the files of those before it, too.
+    # Every tenth log, for instance `9.compact`, also lists the files of the logs before it.
     for log in sorted((sink / "_spark_metadata").glob("[0-9]*"), key=lambda path: int(path.stem)):
         rows: list[Row] = []
         for line in log.read_text().splitlines()[1:]:
@@ -164,24 +165,24 @@ def emitted(sink: Path, since: int = 0) -> Batches:
 
 @dataclass
 class Job:
-    """A job ``read → groupBy(keys).applyInPandasWithState(function) → parquet``, on Spark's operator or on ours.
+    """A job ``read → groupBy(keys).applyInPandasWithState(function) → parquet`` on Spark's operator or on Arrow state.
 
     Parameters
     ----------
     session, operator
-        Where it runs, and whose operator runs it.
+        The session, and the operator: `spark` or `arrow`.
     folder
         Holds input, output, checkpoint and state.
     function, keys, output, state, timeout, mode
         As for `applyInPandasWithState`.
     schema
-        Of the input.
+        Arrow schema of the input.
     watermark
         Event-time column and delay.
     before, after
-        What comes between source and operator, and between operator and sink.
+        Change the DataFrame between source and operator, and between operator and sink.
     options
-        More for `ArrowState`.
+        More options of `ArrowState`.
     conf
         Configuration of the session while the query is planned and runs.
     """
@@ -204,20 +205,20 @@ class Job:
 
     @property
     def sink(self) -> Path:
-        """Folder of the output."""
+        """The output folder."""
         return self.folder / "out"
 
     @property
     def checkpoint(self) -> Path:
-        """Spark's checkpoint."""
+        """The checkpoint location."""
         return self.folder / "checkpoint"
 
     def feed(self, *batches: Any) -> None:
-        """Add input; each table is a file, and so a batch."""
+        """Add input: each table becomes one file, which one batch reads."""
         write_batches(self.folder / "in", batches)
 
     def planned(self) -> Any:
-        """The job's DataFrame."""
+        """Plan the job and return its DataFrame."""
         events = read(self.session, str(self.folder / "in"), ddl(self.schema))
         if self.watermark is not None:
             events = events.withWatermark(*self.watermark)
@@ -228,7 +229,7 @@ class Job:
             )
 
     def writer(self) -> Any:
-        """The query's writer, complete but for the trigger."""
+        """Return the query's writer, which needs only a trigger."""
         return (
             self.planned()
             .writeStream.format("parquet")
@@ -238,7 +239,7 @@ class Job:
         )
 
     def configured(self) -> contextlib.AbstractContextManager[None]:
-        """The job's configuration, and what lets `emitted` read the sink's log."""
+        """Set the job's configuration, and what `emitted` needs to read the sink's log, for the duration of a block."""
         return configured(
             self.session,
             {
@@ -249,7 +250,7 @@ class Job:
         )
 
     def run(self, *batches: Any) -> Batches:
-        """Add input, run to its end, and return what each batch of this start emitted."""
+        """Add input, run until all of it is read, and return the rows that each batch of this start emitted."""
         self.feed(*batches)
         since = max(emitted(self.sink), default=-1) + 1
         with self.configured():
@@ -258,7 +259,7 @@ class Job:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Any]:
-        """The query, running until the block is left."""
+        """Run the query until the block ends."""
         with self.configured():
             query = self.writer().trigger(processingTime="0 seconds").start()
             try:

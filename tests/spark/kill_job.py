@@ -1,4 +1,4 @@
-"""A job whose function kills its own Python worker at random points; run by test_worker_kill in a process of its own.
+"""A job whose function kills its own Python worker at random points; test_worker_kill runs it in a separate process.
 
 Usage: ``python kill_job.py FOLDER OPERATOR KILLS``. Prints the final counts as JSON.
 """
@@ -22,17 +22,17 @@ BATCHES, KEYS, ROWS = 8, 120, 400
 
 
 def values(batch: int) -> pa.Table:
-    """Rows of one batch, the same in every run."""
-    chosen = random.Random(batch)
-    return pa.table({"key": pa.array([chosen.randrange(KEYS) for _ in range(ROWS)], pa.int64())})
+    """Return the rows of one batch, which are the same in every run."""
+    generator = random.Random(batch)
+    return pa.table({"key": pa.array([generator.randrange(KEYS) for _ in range(ROWS)], pa.int64())})
 
 
 def main(folder: Path, operator: str, kills: int) -> None:
-    """Run the job over all batches, killing workers on the way, and print what it counted."""
-    spark, die_now_and_then = session(kills), killer(folder, kills, chance=0.05)
+    """Run the job over all batches, kill workers meanwhile, and print the counts."""
+    spark, maybe_die = session(kills), killer(folder, kills, chance=0.05)
 
-    def counting(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-        die_now_and_then()
+    def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        maybe_die()
         n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
         state.update((n,))
         yield pd.DataFrame({"key": [key[0]], "n": [n]})
@@ -40,9 +40,7 @@ def main(folder: Path, operator: str, kills: int) -> None:
     counts: dict[int, int] = {}
     events = read(spark, write_batches(folder / "in", [values(batch) for batch in range(BATCHES)]), "key long")
     with using(spark, operator, folder):
-        out = events.groupBy("key").applyInPandasWithState(
-            counting, "key long, n long", "n long", "update", "NoTimeout"
-        )
+        out = events.groupBy("key").applyInPandasWithState(count, "key long, n long", "n long", "update", "NoTimeout")
         finish(
             out.writeStream.outputMode("update")
             .foreachBatch(lambda df, batch: counts.update({row.key: row.n for row in df.collect()}))

@@ -1,4 +1,4 @@
-"""What jobs with killed workers share: a session that outlives the kills, and the worker's killing of itself."""
+"""Helpers of jobs whose workers die: a session that survives the kills, and a function with which a worker kills itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROVIDERS = {
 
 
 def session(kills: int, provider: str = "rocksdb", conf: Mapping[str, str] | None = None) -> SparkSession:
-    """A session on two local cores, where a task may fail as often as there are kills."""
+    """Return a session on two local cores in which a task may fail once for each kill."""
     builder = SparkSession.builder.master(f"local[2,{kills + 2}]")
     settings = {
         "spark.sql.shuffle.partitions": "2",
@@ -33,22 +33,22 @@ def session(kills: int, provider: str = "rocksdb", conf: Mapping[str, str] | Non
 
 
 def killer(folder: Path, kills: int, chance: float) -> Callable[[], None]:
-    """A function that ends the process that calls it, by chance, until there have been so many `kills` in all."""
+    """Return a function that ends its own process at random until there have been `kills` in all."""
     markers = folder / "kills"
     markers.mkdir()
 
-    # Nested, so that it travels to the workers by value: these need not find this module.
-    def die_now_and_then() -> None:
-        done = len(list(markers.iterdir()))
-        if done < kills and random.random() < chance:
-            # Exclusive: two workers never share a kill, so there are exactly as many as asked for.
+    # A nested function is pickled by value, so the workers need not find this module.
+    def maybe_die() -> None:
+        kills_so_far = len(list(markers.iterdir()))
+        if kills_so_far < kills and random.random() < chance:
+            # The open is exclusive: two workers never count as one kill.
             with contextlib.suppress(FileExistsError):
-                os.close(os.open(markers / str(done), os.O_CREAT | os.O_EXCL))
+                os.close(os.open(markers / str(kills_so_far), os.O_CREAT | os.O_EXCL))
                 os._exit(1)
 
-    return die_now_and_then
+    return maybe_die
 
 
 def killed(folder: Path) -> int:
-    """How often the `killer` of a folder struck."""
+    """Return how often the `killer` of a folder has ended a process."""
     return len(list((folder / "kills").iterdir()))

@@ -1,7 +1,7 @@
-"""Mistakes that users make, and the first three lines of what each is told, on a classic session or over Connect.
+"""Mistakes that users make, and the first three lines of each error message, on a classic session or over Connect.
 
-``python tests/spark/mistakes.py [--connect] [--only NUMBER …]`` prints them, and fails where one is told nothing. Each
-mistake is a small job, made and run until it fails.
+``python tests/spark/mistakes.py [--connect] [--only NUMBER …]`` prints them, and fails if a mistake has no message. Each
+mistake is a small job that runs until it fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if __name__ == "__main__":
     from tests import conftest
 
     if "--connect" in sys.argv:
-        # pyspark.sql.functions asks this variable which kind of Column to make, as tests/conftest.py says.
+        # pyspark.sql.functions asks this variable which kind of Column to make; see tests/conftest.py.
         os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
 
 import pandas as pd
@@ -40,33 +40,33 @@ from spark_state_ext.ownership.lease import Lease
 from spark_state_ext.ownership.lease_record import RunIdentity
 from tests.helpers.waiting import eventually
 
-__all__ = ["MISTAKES", "Mistake", "Place", "shown", "shown_all", "without_ids"]
+__all__ = ["MISTAKES", "Mistake", "Place", "message_of", "messages_of", "without_ids"]
 
 OUTPUT, STATE = "key string, n bigint", "n bigint"
 LEASE_MS = 500
-# Of a run that others must see alive, on a machine that is slow for a moment too.
+# Lease of a run that others must see alive even while the machine is slow.
 _LIVE_MS = 3_000
-# Jobs at a time: most of what so small a query takes is waiting.
+# Number of jobs at a time: such small queries mostly wait.
 _THREADS = 4
 
 
 @dataclass
 class Place:
-    """Where a job runs.
+    """The session and the folder of one job.
 
     Parameters
     ----------
     session
-        Its session.
+        Session of the job.
     folder
-        A folder of its own.
+        Folder that no other job uses.
     """
 
     session: Any
     folder: Path
 
     def state(self, **options: Any) -> ArrowState:
-        """Arrow state in the folder; `options` as for `ArrowState`."""
+        """Return Arrow state in the folder; `options` are those of `ArrowState`."""
         root = options.pop("root", str(self.folder / "root"))
         operator = options.pop("operator", "mistaken")
         return ArrowState(
@@ -74,11 +74,11 @@ class Place:
         )
 
     def input(self, *keys: str) -> Any:
-        """A stream, with a further batch of these keys."""
+        """Add a batch of keys to the input and return the stream."""
         return read(self.session, write_batches(self.folder / "in", [keyed(*(keys or ("a",)))]), ddl(KEYED))
 
     def run(self, out: Any, sink: Callable[[Any, int], None] | None = None) -> None:
-        """Run a query over all that there is."""
+        """Run a query over all input."""
         writer = out.writeStream.outputMode("update").option("checkpointLocation", str(self.folder / "checkpoint"))
         writer = writer.format("noop") if sink is None else writer.foreachBatch(sink)
         finish(writer.trigger(availableNow=True).start())
@@ -91,17 +91,18 @@ class Place:
         sink: Callable[[Any, int], None] | None = None,
         **options: Any,
     ) -> None:
-        """Run a function per key, with frames."""
-        made = self.state(**options)
-        out = made.apply_in_pandas_with_state(self.input(), "key", function, OUTPUT, state, "update", timeout)
+        """Run a function that gets pandas frames of one key."""
+        out = self.state(**options).apply_in_pandas_with_state(
+            self.input(), "key", function, OUTPUT, state, "update", timeout
+        )
         self.run(out, sink)
 
     def rows(self, function: Callable[..., Any]) -> None:
-        """Run a function per key, with rows."""
+        """Run a function that gets plain rows of one key."""
         self.run(self.state().apply_rows_with_state(self.input(), "key", function, OUTPUT, STATE))
 
     def arrow(self, function: Callable[..., Any]) -> None:
-        """Run a function over Arrow tables."""
+        """Run a function that gets Arrow tables."""
         self.run(self.state().apply_in_arrow_with_state(self.input(), "key", function, OUTPUT, STATE))
 
 
@@ -110,22 +111,22 @@ Run = Callable[[Place], None]
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake, and how it is told.
+    """A mistake and its error message.
 
     Parameters
     ----------
     name
-        What is wrong.
+        Short description.
     run
-        Makes it.
+        Makes the mistake.
     sentence
-        What the first line has behind whatever Spark puts there, a regular expression.
+        A regular expression of our sentence, which follows Spark's own words in the first line.
     own
-        The user's own line of code, which comes next; empty where none is to blame.
+        The user's line of code, which comes next; empty if no line is at fault.
     client
-        It is refused where it is made, before Spark runs anything.
+        True if the client refuses it before Spark runs anything.
     sink
-        An action of `foreachBatch` raises it, and Spark tells that first.
+        True if an action of `foreachBatch` raises it, which Spark reports first.
     """
 
     name: str
@@ -154,7 +155,7 @@ def state_of_the_wrong_type(key: Any, pdfs: Any, state: Any) -> Any:
     return []
 
 
-def state_that_is_no_tuple(key: Any, pdfs: Any, state: Any) -> Any:
+def state_that_is_not_a_tuple(key: Any, pdfs: Any, state: Any) -> Any:
     state.update(5)
     return []
 
@@ -180,16 +181,16 @@ def misnamed_column(key: Any, pdfs: Any, state: Any) -> Any:
     yield pd.DataFrame({"key": [key[0]], "N": [1]})
 
 
-def deep(table: dict[str, int], key: str) -> int:
+def look_up(table: dict[str, int], key: str) -> int:
     return table[key]
 
 
 def helper_that_fails(key: Any, pdfs: Any, state: Any) -> Any:
-    yield key[0], deep({"b": 1}, key[0])
+    yield key[0], look_up({"b": 1}, key[0])
 
 
 class OddError(Exception):
-    """What cannot be made of a text, nor pickled."""
+    """An exception that can be neither built from a text nor pickled."""
 
     def __init__(self, code: int, *, reason: str) -> None:
         self.code, self.reason = code, reason
@@ -225,7 +226,7 @@ def missing_output_column(batch: Any) -> Any:
     return {"key": batch.keys["key"]}
 
 
-def told_in_a_sink(place: Place) -> None:
+def misspelt_column_in_a_sink(place: Place) -> None:
     place.pandas(misspelt_column, sink=_collect)
 
 
@@ -267,7 +268,7 @@ def misspelt_storage_option(place: Place) -> None:
 def grouped_before_enable(place: Place) -> None:
     df = place.input()
     with contextlib.ExitStack() as undo:
-        # As before the first `enable` of a process, which here another test may have called.
+        # A user makes this mistake before the first `enable` of a process; here another test may have called it already.
         group_by = getattr(type(df).groupBy, "__wrapped__", type(df).groupBy)
         grouped = group_by(df, "key")
         enable(place.session, place.state())
@@ -335,7 +336,7 @@ MISTAKES = [
     ),
     Mistake(
         "update(5)",
-        lambda place: place.pandas(state_that_is_no_tuple),
+        lambda place: place.pandas(state_that_is_not_a_tuple),
         rf"StateValueError: update\(\) was given 5 and the state has the columns n: .*\({KEY}, {PLACE}\)",
         "state.update(5)",
     ),
@@ -358,7 +359,7 @@ MISTAKES = [
         "def output_that_is_too_short(key",
     ),
     Mistake(
-        "one row in place of a list of rows",
+        "one row instead of a list of rows",
         lambda place: place.pandas(one_row_alone),
         rf"ResultTypeError: the function gave 'a' \(str\) for a row: return, or yield, .*\({KEY}, {PLACE}\)",
         "def one_row_alone(key",
@@ -413,7 +414,7 @@ MISTAKES = [
     ),
     Mistake(
         "a misspelt column, and an action of foreachBatch",
-        told_in_a_sink,
+        misspelt_column_in_a_sink,
         rf"UserFunctionError: the function failed for {KEY} \({PLACE}\): KeyError: 'vlaue'",
         'pdf["vlaue"]',
         sink=True,
@@ -429,7 +430,7 @@ MISTAKES = [
         r"StorageError: the local folder .*local.* cannot be used: .*Set local_dir to a writable local disk",
     ),
     Mistake(
-        "other buckets at a restart",
+        "another number of buckets at a restart",
         other_buckets_at_a_restart,
         r"BucketCountChangedError: operator 'mistaken' has its state in 1 buckets and the job asks for 2: set buckets=1",
     ),
@@ -475,43 +476,45 @@ MISTAKES = [
 ]
 
 
-def shown(mistake: Mistake, place: Place) -> str:
-    """Make a mistake, and give what the client is shown; empty where nobody noticed it."""
+def message_of(mistake: Mistake, place: Place) -> str:
+    """Make a mistake and return the client's error message; empty if there is no error."""
     try:
         mistake.run(place)
     except Exception as error:
-        # Python shows the name of what is refused on the client. In what Spark raises the name is in the text.
+        # Python prints the class of an error that the client raises. Errors from Spark have the class in their text.
         ours = type(error).__module__.startswith("spark_state_ext")
         return f"{type(error).__module__}.{type(error).__qualname__}: {error}" if ours else str(error) or repr(error)
     return ""
 
 
 def without_ids(text: str) -> str:
-    """A text without the ids in it, which differ from run to run."""
+    """Return a text without ids, which differ from run to run."""
     return re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|[0-9a-f]{32}", "…", text)
 
 
-def shown_all(session: Any, folder: Path, mistakes: Sequence[Mistake] = MISTAKES) -> list[str]:
-    """Make mistakes, some at a time, each in a folder of its own; what is shown of each, in their order. What differs
-    from run to run is left out."""
+def messages_of(session: Any, folder: Path, mistakes: Sequence[Mistake] = MISTAKES) -> list[str]:
+    """Make mistakes in separate folders, several at a time, and return their messages in order.
+
+    The messages have neither ids nor folders, which differ from run to run.
+    """
     folders = [folder / f"mistake-{number}" for number in range(1, len(mistakes) + 1)]
 
-    def one(mistake: Mistake, place: Path) -> str:
+    def make(mistake: Mistake, place: Path) -> str:
         place.mkdir()
-        text = shown(mistake, Place(session, place)).replace(str(place), "…")
+        text = message_of(mistake, Place(session, place)).replace(str(place), "…")
         return without_ids(text)
 
-    # Alone, as on Connect Spark starts a process for the sink, and gives it few seconds.
+    # One at a time: on Connect, Spark starts a process for the sink and waits only a few seconds for it.
     alone = {
-        mistake.name: one(mistake, place) for mistake, place in zip(mistakes, folders, strict=True) if mistake.sink
+        mistake.name: make(mistake, place) for mistake, place in zip(mistakes, folders, strict=True) if mistake.sink
     }
     with ThreadPoolExecutor(_THREADS) as pool:
         others = {
-            mistake.name: pool.submit(one, mistake, place)
+            mistake.name: pool.submit(make, mistake, place)
             for mistake, place in zip(mistakes, folders, strict=True)
             if not mistake.sink
         }
-    return [alone[it.name] if it.sink else others[it.name].result() for it in mistakes]
+    return [alone[mistake.name] if mistake.sink else others[mistake.name].result() for mistake in mistakes]
 
 
 @contextlib.contextmanager
@@ -540,21 +543,23 @@ def _session(connect: bool, folder: Path) -> Iterator[Any]:
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--connect", action="store_true", help="over Spark Connect")
-    parser.add_argument("--lines", type=int, default=3, help="how many lines of each are printed")
-    parser.add_argument("--only", type=int, nargs="+", default=range(1, len(MISTAKES) + 1), help="their numbers")
+    parser.add_argument("--connect", action="store_true", help="use Spark Connect")
+    parser.add_argument("--lines", type=int, default=3, help="number of lines to print of each message")
+    parser.add_argument(
+        "--only", type=int, nargs="+", default=range(1, len(MISTAKES) + 1), help="numbers of the mistakes to make"
+    )
     arguments = parser.parse_args()
     mistakes = [MISTAKES[number - 1] for number in arguments.only]
     with tempfile.TemporaryDirectory() as base, _session(arguments.connect, Path(base)) as session:
-        texts = shown_all(session, Path(base), mistakes)
+        texts = messages_of(session, Path(base), mistakes)
     for number, mistake, text in zip(arguments.only, mistakes, texts, strict=True):
         print(f"{number}. {mistake.name}")
         for line in text.split("\n")[: arguments.lines]:
             print(f"    {line}")
         print(flush=True)
-    untold = [mistake.name for mistake, text in zip(mistakes, texts, strict=True) if not text.strip()]
-    if untold:
-        sys.exit(f"nothing was told of: {', '.join(untold)}")
+    silent = [mistake.name for mistake, text in zip(mistakes, texts, strict=True) if not text.strip()]
+    if silent:
+        sys.exit(f"no error message for: {', '.join(silent)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A job on Spark's own operator with timeouts, stopped at a batch, to be left alone or imported."""
+"""A job with timeouts on Spark's own operator, which tests stop at a batch, and then continue or import."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.spark import ROCKSDB
 from spark_state_ext import Savepoint
 from tests.helpers.waiting import eventually
 
-__all__ = ["FIRST", "HDFS", "NEXT", "NativeJob", "conf_of", "due", "spells"]
+__all__ = ["FIRST", "HDFS", "NEXT", "NativeJob", "conf_of", "count_for_20_s", "count_until_silent"]
 
 HDFS = "org.apache.spark.sql.execution.streaming.state.HDFSBackedStateStoreProvider"
 OUTPUT = "key string, n bigint, fired boolean"
 STATE = "n bigint, note string, share double"
-# Key, event time in seconds, value. Until the first stop: keys with a state, with a timeout, with nothing but a timeout,
-# and one without a name; afterwards some of them fall due, and one row is late.
+# Rows are key, event time in seconds, value. Before the first stop there are keys with a state, keys with a timeout, keys with
+# only a timeout, and a NULL key. After it, some of these time out, and one row is late.
 FIRST = [
     event_rows(("a", 10, 1), ("b", 11, 1), (None, 12, 1)),
     event_rows(("a", 20, 2), ("gone", 21, 1), ("kept", 22, 1)),
@@ -36,17 +36,17 @@ NEXT = [
 
 
 def conf_of(provider: str, checkpoint_format: int) -> dict[str, str]:
-    """Configuration of a session for a provider of state."""
+    """Return the session configuration for a state store provider."""
     store = "spark.sql.streaming.stateStore."
-    found = {f"{store}providerClass": {"hdfs": HDFS, "rocksdb": ROCKSDB}[provider]}
+    conf = {f"{store}providerClass": {"hdfs": HDFS, "rocksdb": ROCKSDB}[provider]}
     if checkpoint_format == 2:
-        found[f"{store}checkpointFormatVersion"] = "2"
-        found[f"{store}rocksdb.changelogCheckpointing.enabled"] = "true"
-    return found
+        conf[f"{store}checkpointFormatVersion"] = "2"
+        conf[f"{store}rocksdb.changelogCheckpointing.enabled"] = "true"
+    return conf
 
 
-def spells(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    """Count a key's rows until none has come for ten seconds of event time."""
+def count_until_silent(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
+    """Count a key's rows until the key has had no row for ten seconds of event time."""
     n = 0 if state.getOption is None else state.getOption[0]
     if state.hasTimedOut:
         state.remove()
@@ -64,8 +64,8 @@ def spells(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.Da
     yield pd.DataFrame({"key": [key[0]], "n": [n], "fired": [False]})
 
 
-def due(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    """Count a key's rows until twenty seconds have passed by the clock."""
+def count_for_20_s(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
+    """Count a key's rows until twenty seconds of processing time have passed."""
     n = 0 if state.getOption is None else state.getOption[0]
     if state.hasTimedOut:
         state.remove()
@@ -78,7 +78,7 @@ def due(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataF
 
 @dataclass
 class NativeJob:
-    """The job in a folder of its own: its input, its sink, and the checkpoint that it goes on from."""
+    """The job in its own folder, with its input, its sink, and the checkpoint from which it continues."""
 
     session: Any
     folder: Path
@@ -93,27 +93,27 @@ class NativeJob:
         return self.folder / "sink"
 
     def run(self, batches: Sequence[Any], start_from: Savepoint | None = None, checkpoint: str = "checkpoint") -> None:
-        """Run the job over more input: on Spark's operator, or on ours from a savepoint."""
+        """Run the job over more input: on Spark's operator, or on Arrow state from a savepoint."""
         source = write_batches(self.folder / "in", batches)
         with configured(self.session, self.conf):
             stream = read(self.session, source, ddl(TIMED)).withWatermark("at", "5 seconds")
             operator = "spark" if start_from is None else "arrow"
             with using(self.session, operator, self.folder, start_from=start_from):
                 out = stream.groupBy("key").applyInPandasWithState(
-                    spells, OUTPUT, STATE, "append", GroupStateTimeout.EventTimeTimeout
+                    count_until_silent, OUTPUT, STATE, "append", GroupStateTimeout.EventTimeTimeout
                 )
                 writer = out.writeStream.format("parquet").option("path", str(self.sink)).outputMode("append")
                 location = str(self.folder / checkpoint)
                 finish(writer.option("checkpointLocation", location).trigger(availableNow=True).start())
 
     def run_until(self, rows: int, start_from: Savepoint | None = None, checkpoint: str = "checkpoint") -> None:
-        """Run the job with `due`, whose batches do not end, until the sink has so many rows, and the next is planned."""
+        """Run the job with `count_for_20_s` until the sink has `rows` rows and batch 1 is planned."""
         with configured(self.session, self.conf):
             stream = read(self.session, str(self.folder / "in"), ddl(TIMED))
             operator = "spark" if start_from is None else "arrow"
             with using(self.session, operator, self.folder, start_from=start_from):
                 out = stream.groupBy("key").applyInPandasWithState(
-                    due, OUTPUT, STATE, "append", GroupStateTimeout.ProcessingTimeTimeout
+                    count_for_20_s, OUTPUT, STATE, "append", GroupStateTimeout.ProcessingTimeTimeout
                 )
                 writer = out.writeStream.format("parquet").option("path", str(self.sink)).outputMode("append")
                 query = writer.option("checkpointLocation", str(self.folder / checkpoint)).start()
@@ -131,24 +131,24 @@ class NativeJob:
         return max(int(path.name) for path in (self.checkpoint / "commits").glob("[0-9]*"))
 
     def cut_back(self, to_batch: int, planned: bool) -> None:
-        """As if it had been killed after a batch, or when it had planned the next one."""
-        gone = [path for path in (self.checkpoint / "commits").glob("[0-9]*") if int(path.stem) > to_batch]
-        gone += [path for path in (self.checkpoint / "offsets").glob("[0-9]*") if int(path.stem) > to_batch + planned]
-        gone += [path for path in (self.sink / "_spark_metadata").glob("[0-9]*") if int(path.stem) > to_batch]
-        for path in gone:
+        """Make the folder look as if the job had been killed after a batch or, with `planned`, after it planned the next one."""
+        newer = [path for path in (self.checkpoint / "commits").glob("[0-9]*") if int(path.stem) > to_batch]
+        newer += [path for path in (self.checkpoint / "offsets").glob("[0-9]*") if int(path.stem) > to_batch + planned]
+        newer += [path for path in (self.sink / "_spark_metadata").glob("[0-9]*") if int(path.stem) > to_batch]
+        for path in newer:
             path.unlink()
             path.with_name(f".{path.name}.crc").unlink(missing_ok=True)
 
-    def copied(self, folder: Path) -> NativeJob:
-        """The same job elsewhere, with the same input files, sink and checkpoint."""
+    def copy(self, folder: Path) -> NativeJob:
+        """Copy the job to another folder, with its input files, sink and checkpoint."""
         shutil.copytree(self.folder, folder)
-        made = NativeJob(self.session, folder, self.conf)
-        # What names the old folder: logs of the source, and of the sink.
+        job = NativeJob(self.session, folder, self.conf)
+        # The logs of the source and of the sink name the old folder.
         for log in [*(folder / "checkpoint/sources").rglob("*"), *(folder / "sink/_spark_metadata").rglob("*")]:
             if log.is_file() and not log.name.startswith("."):
                 log.write_text(log.read_text().replace(f"{self.folder}/", f"{folder}/"))
                 log.with_name(f".{log.name}.crc").unlink(missing_ok=True)
-        return made
+        return job
 
     def emitted(self) -> Batches:
         return emitted(self.sink)

@@ -22,7 +22,7 @@ from api_jobs import (
     PROCESSING_TIME,
     ApiJob,
     count_arrow,
-    some_batches,
+    random_batches,
 )
 from jobs import CLASSIC, COUNTS, KEYED, TIMED, ddl, event_rows, keyed, table
 from pyspark.errors import StreamingQueryException
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.spark
 @CLASSIC
 def test_a_count_is_the_same_whatever_it_is_written_in(session: Any, tmp_path: Path) -> None:
     """Over a restart, with a NULL among the keys."""
-    batches, found = some_batches(3), {}
+    batches, found = random_batches(3), {}
     for api, function in COUNTERS.items():
         (tmp_path / api).mkdir()
         job = ApiJob(session, "arrow", tmp_path / api, function, api=api)

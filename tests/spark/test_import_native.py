@@ -36,7 +36,7 @@ def _both(
     alone = NativeJob(spark, folder / "alone", conf_of(provider, version))
     alone.run(FIRST)
     alone.cut_back(alone.last_batch() - back, planned)
-    return alone, alone.copied(folder / "imported")
+    return alone, alone.copy(folder / "imported")
 
 
 @pytest.mark.parametrize(("provider", "version", "back", "planned"), whole(SUITE, MORE))

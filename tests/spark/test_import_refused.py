@@ -184,7 +184,7 @@ def test_places_that_cannot_work_are_refused(spark: Any, stopped: NativeJob, tmp
 def test_a_location_that_is_not_finished_and_one_without_its_savepoint_start_nothing(
     spark: Any, stopped: NativeJob, tmp_path: Path
 ) -> None:
-    job = stopped.copied(tmp_path / "job")
+    job = stopped.copy(tmp_path / "job")
     _import(spark, job.checkpoint, job.folder)
     _import(spark, job.checkpoint, tmp_path / "again")
 
@@ -201,7 +201,7 @@ def test_a_location_that_is_not_finished_and_one_without_its_savepoint_start_not
 def test_the_state_of_this_package_is_refused_and_goes_out_to_other_operators_only(
     spark: Any, stopped: NativeJob, tmp_path: Path
 ) -> None:
-    job = stopped.copied(tmp_path / "job")
+    job = stopped.copy(tmp_path / "job")
     _import(spark, job.checkpoint, job.folder)
     savepoint = Savepoint(str(job.folder / "savepoint"))
     job.run(NEXT, savepoint, "new")
