@@ -1,4 +1,4 @@
-"""Functions over Arrow tables and over plain rows, and time to live, on real Spark."""
+"""Functions that take Arrow tables and plain rows, on real Spark."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ pytestmark = pytest.mark.spark
 
 
 @CLASSIC
-def test_a_count_is_the_same_whatever_it_is_written_in(session: Any, tmp_path: Path) -> None:
-    """Over a restart, with a NULL among the keys."""
-    batches, found = random_batches(3), {}
+def test_functions_over_arrow_rows_and_pandas_give_the_same_counts(session: Any, tmp_path: Path) -> None:
+    """The query restarts once, and one key is NULL."""
+    batches, counts = random_batches(3), {}
     for api, function in COUNTERS.items():
         (tmp_path / api).mkdir()
         job = ApiJob(session, "arrow", tmp_path / api, function, api=api)
-        found[api] = job.run(*batches[:2]) | job.run(*batches[2:])
+        counts[api] = job.run(*batches[:2]) | job.run(*batches[2:])
     expected: dict[Any, int] = {}
     for at, batch in enumerate(batches):
         for key in batch.column(0).to_pylist():
             expected[key] = expected.get(key, 0) + 1
         rows = sorted(((key, expected[key]) for key in set(batch.column(0).to_pylist())), key=repr)
-        assert [found[api][at] for api in COUNTERS] == [rows] * 3
+        assert [counts[api][at] for api in COUNTERS] == [rows] * 3
 
 
 @pytest.mark.connect
-def test_connect_runs_them(connect: Any, tmp_path: Path) -> None:
+def test_functions_over_arrow_and_rows_run_on_connect(connect: Any, tmp_path: Path) -> None:
     for api in ("arrow", "rows"):
         (tmp_path / api).mkdir()
         job = ApiJob(connect, "arrow", tmp_path / api, COUNTERS[api], api=api)
@@ -64,83 +64,86 @@ def test_connect_runs_them(connect: Any, tmp_path: Path) -> None:
 # -- order of rows --------------------------------------------------------------------------------
 
 
-def descents(values: list[int]) -> int:
-    """How often a value is less than the one before."""
+def count_descents(values: list[int]) -> int:
+    """Return how often a value is less than the one before."""
     return sum(after < before for before, after in pairwise(values))
 
 
-def descents_arrow(batch: StateBatch) -> Any:
+def count_descents_arrow(batch: StateBatch) -> Any:
     return batch.keys.append_column(
-        "n", pa.array([descents(mine) for mine in batch.lists("value").to_pylist()], pa.int64())
+        "n", pa.array([count_descents(key_values) for key_values in batch.lists("value").to_pylist()], pa.int64())
     )
 
 
-def descents_rows(key: Any, rows: list[Any], state: GroupState) -> list[tuple[Any, ...]]:
-    return [(key.key, descents([row.value for row in rows]))]
+def count_descents_rows(key: Any, rows: list[Any], state: GroupState) -> list[tuple[Any, ...]]:
+    return [(key.key, count_descents([row.value for row in rows]))]
 
 
-def descents_pandas(key: Any, pdfs: Any, state: GroupState) -> list[tuple[Any, ...]]:
-    return [(key[0], descents(pd.concat(list(pdfs))["value"].tolist()))]
+def count_descents_pandas(key: Any, pdfs: Any, state: GroupState) -> list[tuple[Any, ...]]:
+    return [(key[0], count_descents(pd.concat(list(pdfs))["value"].tolist()))]
 
 
-def sorted_arrow(batch: StateBatch) -> Any:
+def sort_arrow(batch: StateBatch) -> Any:
     rows = batch.rows.append_column("group", batch.group_ids)
     rows = rows.take(pc.sort_indices(rows, [("group", "ascending"), ("value", "ascending")]))
     ends = batch.offsets.to_pylist()
     values = [rows["value"][start:end].to_pylist() for start, end in pairwise(ends)]
-    return batch.keys.append_column("n", pa.array([descents(mine) for mine in values], pa.int64()))
+    return batch.keys.append_column("n", pa.array([count_descents(key_values) for key_values in values], pa.int64()))
 
 
-def sorted_rows(key: Any, rows: list[Any], state: GroupState) -> list[tuple[Any, ...]]:
-    return [(key.key, descents([row.value for row in sorted(rows, key=lambda row: row.value)]))]
+def sort_rows(key: Any, rows: list[Any], state: GroupState) -> list[tuple[Any, ...]]:
+    return [(key.key, count_descents([row.value for row in sorted(rows, key=lambda row: row.value)]))]
 
 
-def sorted_pandas(key: Any, pdfs: Any, state: GroupState) -> list[tuple[Any, ...]]:
-    return [(key[0], descents(pd.concat(list(pdfs)).sort_values("value")["value"].tolist()))]
+def sort_pandas(key: Any, pdfs: Any, state: GroupState) -> list[tuple[Any, ...]]:
+    return [(key[0], count_descents(pd.concat(list(pdfs)).sort_values("value")["value"].tolist()))]
 
 
 @CLASSIC
 @pytest.mark.parametrize(
     ("api", "in_order", "sorting"),
     [
-        ("arrow", descents_arrow, sorted_arrow),
-        pytest.param("rows", descents_rows, sorted_rows, marks=pytest.mark.soak),
-        pytest.param("pandas", descents_pandas, sorted_pandas, marks=pytest.mark.soak),
+        ("arrow", count_descents_arrow, sort_arrow),
+        pytest.param("rows", count_descents_rows, sort_rows, marks=pytest.mark.soak),
+        pytest.param("pandas", count_descents_pandas, sort_pandas, marks=pytest.mark.soak),
     ],
 )
-def test_rows_of_a_partition_keep_its_order_and_a_sort_is_for_all(
+def test_a_partitions_rows_keep_their_order_and_a_function_can_sort_rows_of_several(
     session: Any, tmp_path: Path, api: str, in_order: Any, sorting: Any
 ) -> None:
-    """What docs/vectorised.md says of the order of rows."""
+    """As docs/vectorised.md says about the order of rows."""
     batch = keyed(*["a", "b", "c", "d"] * 500)
-    every = [(key, 0) for key in "abcd"]
+    expected = [(key, 0) for key in "abcd"]
     for name, function, partitions in (("one", in_order, 1), ("several", sorting, 3)):
         (tmp_path / name).mkdir()
         job = ApiJob(session, "arrow", tmp_path / name, function, api=api)
         job.before = partial(DataFrame.repartition, numPartitions=partitions) if partitions > 1 else job.before
-        assert sorted(job.run(batch)[0]) == every
+        assert sorted(job.run(batch)[0]) == expected
 
 
 # -- timeouts -------------------------------------------------------------------------------------
 
 
-def told(batch: StateBatch) -> Any:
-    """What a batch shows of each key, as text."""
-    values = [sorted(mine) for mine in batch.lists("value").to_pylist()]
-    rows = zip(
+def describe(batch: StateBatch) -> Any:
+    """Return a text for each key: its values or a timeout, its state, and the watermark."""
+    values = [sorted(key_values) for key_values in batch.lists("value").to_pylist()]
+    keys = zip(
         batch.keys["key"].to_pylist(), values, batch.state["n"].to_pylist(), batch.timed_out.to_pylist(), strict=True
     )
     return {
         "text": pa.array(
-            [f"{key} {'timed out' if out else mine} {n} {batch.watermark_ms}" for key, mine, n, out in rows],
+            [
+                f"{key} {'timed out' if timed_out else key_values} {n} {batch.watermark_ms}"
+                for key, key_values, n, timed_out in keys
+            ],
             pa.string(),
         )
     }
 
 
 @CLASSIC
-def test_event_time_timeouts_come_with_the_rows_of_a_batch(session: Any, tmp_path: Path) -> None:
-    """One call has new rows and keys that timed out; a key with rows, or with state alone, is told apart."""
+def test_a_call_has_the_new_rows_and_the_keys_whose_event_time_timeout_is_due(session: Any, tmp_path: Path) -> None:
+    """`timed_out` is true for the keys that timed out, and false for the keys with rows."""
 
     def function(batch: StateBatch) -> Any:
         fresh = pc.invert(batch.timed_out)
@@ -148,7 +151,7 @@ def test_event_time_timeouts_come_with_the_rows_of_a_batch(session: Any, tmp_pat
         if batch.watermark_ms == 0:
             batch.set_timeout(timestamp_ms=20_000, where=pc.starts_with(batch.keys["key"], "leaves"))
         batch.remove(pc.and_(batch.timed_out, pc.equal(batch.keys["key"], "leaves")))
-        return told(batch)
+        return describe(batch)
 
     job = ApiJob(session, "arrow", tmp_path, function, output="text string", timeout=EVENT_TIME)
     job.schema, job.watermark, job.options = TIMED, ("at", "5 seconds"), {"buckets": 1}
@@ -167,7 +170,7 @@ def test_event_time_timeouts_come_with_the_rows_of_a_batch(session: Any, tmp_pat
             ("leaves timed out 2 21000",),
             ("stays [5] 1 21000",),
         ],
-        # "leaves not" did nothing about its timeout, so it stays due until it has rows.
+        # The function neither removed "leaves not" nor set its timeout, so the key stays due until it has rows.
         3: [("leaves not timed out 1 35000",)],
         4: [("driver [0] None 35000",), ("leaves not [3] 1 35000",)],
         5: [("leaves [4] None 45000",)],
@@ -176,13 +179,15 @@ def test_event_time_timeouts_come_with_the_rows_of_a_batch(session: Any, tmp_pat
 
 @CLASSIC
 @pytest.mark.parametrize("api", ["arrow", pytest.param("rows", marks=pytest.mark.soak)])
-def test_processing_time_timeouts(session: Any, api: str, tmp_path: Path) -> None:
+def test_processing_time_timeouts_fire_in_a_later_batch_and_after_a_restart(
+    session: Any, api: str, tmp_path: Path
+) -> None:
     def vectorised(batch: StateBatch) -> Any:
         patient = pc.equal(batch.keys["key"], "patient")
         batch.update({"n": pc.add(pc.fill_null(batch.state["n"], 0), batch.counts)}, where=pc.invert(batch.timed_out))
         batch.set_timeout(duration_ms=pc.if_else(patient, HOUR_MS, 1), where=pc.invert(batch.timed_out))
         batch.remove(batch.timed_out)
-        return told(batch)
+        return describe(batch)
 
     def plain(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[str]]:
         n = state.get[0] if state.exists else None
@@ -210,9 +215,9 @@ def test_processing_time_timeouts(session: Any, api: str, tmp_path: Path) -> Non
 
 @pytest.mark.soak
 @CLASSIC
-def test_late_rows_go_by_the_watermark_of_the_batch_before(session: Any, tmp_path: Path) -> None:
-    """As the pandas function has it in test_timeouts.py."""
-    job = ApiJob(session, "arrow", tmp_path, told, output="text string", timeout=EVENT_TIME, conf=DATA_ONLY)
+def test_late_rows_are_dropped_by_the_watermark_of_the_batch_before(session: Any, tmp_path: Path) -> None:
+    """As for the pandas function in test_timeouts.py."""
+    job = ApiJob(session, "arrow", tmp_path, describe, output="text string", timeout=EVENT_TIME, conf=DATA_ONLY)
     job.schema, job.watermark = TIMED, ("at", "5 seconds")
     rows = job.run(
         event_rows(("a", 10, 1), ("b", 15, 2), ("a", 0, 22), ("e", 0, 23)),
@@ -231,8 +236,8 @@ def test_late_rows_go_by_the_watermark_of_the_batch_before(session: Any, tmp_pat
 
 @CLASSIC
 @pytest.mark.parametrize("engine", ["polars", pytest.param("duckdb", marks=pytest.mark.soak)])
-def test_functions_of_other_engines(session: Any, engine: str, tmp_path: Path) -> None:
-    """Sum and largest value of each key; state comes back by key, in whatever order."""
+def test_a_function_can_compute_the_state_with_polars_or_duckdb(session: Any, engine: str, tmp_path: Path) -> None:
+    """`update` matches the new state to the keys by value, whatever the order of its rows."""
     pytest.importorskip(engine)
 
     def in_polars(batch: StateBatch) -> Any:
@@ -272,18 +277,18 @@ def test_functions_of_other_engines(session: Any, engine: str, tmp_path: Path) -
 
 
 @EVERYWHERE
-def test_scan_update_mode_and_foreach_batch(session: Any, tmp_path: Path) -> None:
-    """Every batch each bucket with rows tells all it had before."""
+def test_scan_gives_the_whole_state_of_a_bucket_to_foreach_batch(session: Any, tmp_path: Path) -> None:
+    """In each batch, each bucket with rows returns its state of the batch before, in update mode."""
     target = str(tmp_path / "rows")
 
     def save(batch: Any, number: int) -> None:
         batch.write.mode("overwrite").parquet(f"{target}/{number}")
 
-    def whole(batch: StateBatch) -> Iterator[Any]:
+    def scan_and_count(batch: StateBatch) -> Iterator[Any]:
         yield from batch.scan()
         count_arrow(batch)
 
-    job = ApiJob(session, "arrow", tmp_path, whole, mode="update", options={"buckets": 2})
+    job = ApiJob(session, "arrow", tmp_path, scan_and_count, mode="update", options={"buckets": 2})
     job.feed(keyed("a", "b", "c"), keyed("a", "b", "c", "d"))
     query = job.planned().writeStream.foreachBatch(save).outputMode("update").trigger(availableNow=True)
     finish(query.option("checkpointLocation", str(tmp_path / "checkpoint")).start())
@@ -292,14 +297,14 @@ def test_scan_update_mode_and_foreach_batch(session: Any, tmp_path: Path) -> Non
 
 
 @CLASSIC
-def test_key_expressions_input_columns_of_one_name_and_much_output(session: Any, tmp_path: Path) -> None:
+def test_key_expressions_duplicate_column_names_and_large_output_work_together(session: Any, tmp_path: Path) -> None:
     def function(batch: StateBatch) -> Any:
         assert batch.keys.column_names == ["digit", "key", "key"]
         assert batch.rows.column_names == ["key", "value", "value"]
         assert batch.rows.column(2).equals(batch.rows.column(1))
         n = pc.add(pc.fill_null(batch.state["n"], 0), batch.counts)
         batch.update({"n": n})
-        # Far more rows than Spark takes at once.
+        # Far more rows than Spark reads from the worker at once.
         at = np.repeat(np.arange(len(batch)), 9_000)
         key = pc.binary_join_element_wise(
             pc.cast(batch.keys.column(0), pa.string()), batch.keys.column(1), batch.keys.column(2), "-"
@@ -310,7 +315,7 @@ def test_key_expressions_input_columns_of_one_name_and_much_output(session: Any,
     keys = [(F.col("value") % 10).alias("digit"), "key", F.upper("key").alias("key")]
     job = ApiJob(session, "arrow", tmp_path, function, keys=keys, options={"buckets": 1})
     job.before = lambda df: df.select("key", "value", "value")
-    # What comes behind the operator runs in its stage.
+    # This aggregation starts in the operator's stage.
     job.after = lambda df: df.groupBy("key", "n").count()
     job.feed(table(KEYED, [("a", 1), ("a", 11), ("b", 2)]), table(KEYED, [("a", 21)]))
     writer = job.planned().writeStream.format("memory").queryName("much_output").outputMode("complete")
@@ -321,7 +326,7 @@ def test_key_expressions_input_columns_of_one_name_and_much_output(session: Any,
 
 
 @CLASSIC
-def test_plans_that_are_refused(session: Any, tmp_path: Path) -> None:
+def test_unsupported_plans_and_wrong_arguments_are_refused(session: Any, tmp_path: Path) -> None:
     state = ArrowState(str(tmp_path / "root"), "tested")
     job = ApiJob(session, "arrow", tmp_path, count_arrow, schema=TIMED)
     job.feed(event_rows(("a", 1, 1)))
@@ -338,13 +343,13 @@ def test_plans_that_are_refused(session: Any, tmp_path: Path) -> None:
             apply(events, "key", count_arrow, COUNTS, "n long", "append", "LunchTimeout")
         with pytest.raises(UsageError, match="__expires_ms"):
             apply(events, "key", count_arrow, COUNTS, "n long, __expires_ms long")
-    for output, kept, text in (
+    for output, state_columns, text in (
         (COUNTS, "n long, n long", "two state columns have the same name, 'n'"),
         (COUNTS, "n long, N long", "two state columns have the same name, 'n'.*spark.sql.caseSensitive"),
         ("k string, k long", "n long", "two output columns have the same name, 'k'"),
     ):
         with pytest.raises(UsageError, match=text):
-            state.apply_in_pandas_with_state(events, "key", count_arrow, output, kept, "update", "NoTimeout")
+            state.apply_in_pandas_with_state(events, "key", count_arrow, output, state_columns, "update", "NoTimeout")
     expiring = ArrowState(str(tmp_path / "root"), "tested", ttl=Ttl(1, clock="event"))
     with pytest.raises(UnsupportedPlanError, match="needs an input with a watermark"):
         expiring.apply_in_arrow_with_state(events, "key", count_arrow, COUNTS, "n long")
@@ -372,7 +377,7 @@ FAILURES: dict[str, tuple[str, Callable[..., Any], list[str]]] = {
 
 
 @CLASSIC
-def test_mistakes_reach_the_user_in_words(session: Any, tmp_path: Path) -> None:
+def test_errors_of_a_function_reach_the_user_with_their_message(session: Any, tmp_path: Path) -> None:
     for name, (api, function, texts) in FAILURES.items():
         (tmp_path / name).mkdir()
         with pytest.raises(StreamingQueryException) as raised:
@@ -382,7 +387,7 @@ def test_mistakes_reach_the_user_in_words(session: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.connect
-def test_mistakes_reach_a_connect_user(connect: Any, tmp_path: Path) -> None:
+def test_errors_of_a_function_reach_a_connect_user_with_their_message(connect: Any, tmp_path: Path) -> None:
     api, function, texts = FAILURES["state"]
     with pytest.raises(StreamingQueryException) as raised:
         ApiJob(connect, "arrow", tmp_path, function, api=api).run(keyed("a"))

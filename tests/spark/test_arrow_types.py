@@ -1,4 +1,4 @@
-"""Values of every type through functions over Arrow tables and plain rows, on real Spark."""
+"""Functions over Arrow tables and plain rows get and keep values of every type, on real Spark."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
-from api_jobs import (
-    ApiJob,
-)
+from api_jobs import ApiJob
 from jobs import CLASSIC, ddl, keyed
 from pyspark.sql.streaming.state import GroupState
 from pyspark.sql.types import ArrayType, LongType, StringType, StructField, StructType
@@ -59,8 +57,8 @@ def typed_rows() -> Any:
     return pa.table([pa.array([0, 1, 2], pa.int64()), *columns], schema=TYPED)
 
 
-def pass_on(batch: StateBatch) -> Any:
-    """The rows go into the state, and out comes what lay there; keys, rows and state must agree."""
+def store_rows(batch: StateBatch) -> Any:
+    """Store the rows in the state, and return the state of before; keys, rows and state must agree."""
     for name in TYPES:
         assert batch.keys[name].type == batch.rows[name].type
         assert batch.keys[name].combine_chunks().equals(batch.rows[name].combine_chunks())
@@ -73,7 +71,7 @@ def pass_on(batch: StateBatch) -> Any:
     return out.rename_columns(batch.rows.column_names)
 
 
-def pass_on_rows(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[Any, ...]]:
+def store_plain_rows(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[Any, ...]]:
     (row,) = rows
     assert tuple(key) == tuple(row)[1 : 1 + len(TYPES)]
     before = state.getOption
@@ -90,9 +88,11 @@ LARGE = {"spark.sql.execution.arrow.useLargeVarTypes": "true"}
 @pytest.mark.parametrize(
     ("api", "conf"), [("arrow", ZONE), ("rows", ZONE), ("arrow", LARGE)], ids=["arrow", "rows", "large"]
 )
-def test_values_of_every_type(session: Any, api: str, conf: dict[str, str], tmp_path: Path) -> None:
-    """What came in as key, row and state comes out the same, in the next batch and after a restart."""
-    function: Callable[..., Any] = pass_on if api == "arrow" else pass_on_rows
+def test_values_of_every_type_come_back_from_keys_rows_and_state(
+    session: Any, api: str, conf: dict[str, str], tmp_path: Path
+) -> None:
+    """Keys, rows and state have the same values in the next batch and after a restart."""
+    function: Callable[..., Any] = store_rows if api == "arrow" else store_plain_rows
     job = ApiJob(session, "arrow", tmp_path, function, ddl(TYPED), api=api, schema=TYPED, keys=list(TYPES), conf=conf)
     job.state = ddl(pa.schema([field.with_name(f"s_{field.name}") for field in TYPED]))
     batch = typed_rows()
@@ -102,8 +102,8 @@ def test_values_of_every_type(session: Any, api: str, conf: dict[str, str], tmp_
 
 
 @CLASSIC
-def test_columns_that_cannot_be_null(session: Any, tmp_path: Path) -> None:
-    """Also inside lists and structs, in output and in state."""
+def test_output_and_state_may_have_not_null_columns(session: Any, tmp_path: Path) -> None:
+    """Fields inside lists and structs are not nullable either."""
     inner = StructType([StructField("x", LongType(), False), StructField("name", StringType(), False)])
     output = StructType(
         [
@@ -118,7 +118,7 @@ def test_columns_that_cannot_be_null(session: Any, tmp_path: Path) -> None:
         n = pc.add(pc.fill_null(batch.state["n"], 0), batch.counts)
         last = pa.array([{"name": key, "x": at} for at, key in enumerate(batch.keys["key"].to_pylist())])
         batch.update({"n": n, "last": last})
-        return {"key": batch.keys["key"], "list": [[it] for it in n.to_pylist()], "struct": last}
+        return {"key": batch.keys["key"], "list": [[count] for count in n.to_pylist()], "struct": last}
 
     job = ApiJob(session, "arrow", tmp_path, function, output, state=state)
     rows = job.run(keyed("a"), keyed("a", "a"))

@@ -1,4 +1,4 @@
-"""Frames, keys and schemas as a function sees them, and enabling a session; Spark's operator and ours."""
+"""Frames, keys and schemas that a function gets, and enabling a session; on Spark's operator and on ours."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from spark_state_ext import ArrowState, disable, enable
 from spark_state_ext.errors import UsageError
 
 pytestmark = pytest.mark.spark
-# What a NULL string is in pandas, as type and value.
+# Type and value of a NULL string in pandas.
 NULL_TEXT = "float nan" if int(pd.__version__.split(".")[0]) >= 3 else "NoneType None"
 
 
 def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-    """Rows of a key so far."""
+    """Count the rows of a key so far."""
     assert isinstance(state, GroupState)
     n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
     state.update((n,))
@@ -33,45 +33,47 @@ def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator
 
 
 @CLASSIC
-def test_output_and_state_need_not_match(session: Any, operator: str, tmp_path: Path) -> None:
-    def shapes(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+def test_a_function_may_yield_any_number_of_rows_whether_or_not_it_updates_the_state(
+    session: Any, operator: str, tmp_path: Path
+) -> None:
+    def act_by_key(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         def frame(*keys: Any) -> pd.DataFrame:
             return pd.DataFrame({"key": list(keys), "seen": [seen] * len(keys)})
 
-        what, seen = key[0], "nothing" if state.getOption is None else str(state.get[0])
-        if what == "no state":
-            yield frame(what, "second row")
-        elif what == "no state and no data":
+        case, seen = key[0], "nothing" if state.getOption is None else str(state.get[0])
+        if case == "no state":
+            yield frame(case, "second row")
+        elif case == "no state and no data":
             yield frame()
-        elif what == "no frame":
+        elif case == "no frame":
             return
-        elif what == "frame without columns":
+        elif case == "frame without columns":
             state.update((7,))
             yield pd.DataFrame()
-        elif what == "more data":
+        elif case == "more data":
             state.update((1,))
-            yield frame(what, what + "_2")
-            yield frame(what + "_3")
-        elif what == "fewer data":
+            yield frame(case, case + "_2")
+            yield frame(case + "_3")
+        elif case == "fewer data":
             state.update((2,))
             yield frame()
-        elif what == "state without data":
+        elif case == "state without data":
             state.update((3,))
-        elif what == "null":
+        elif case == "null":
             state.update((4,))
             yield frame(None)
 
-    every = [
+    case_keys = [
         *("no state", "no state and no data", "no frame", "frame without columns"),
         *("more data", "fewer data", "state without data", "null"),
     ]
-    told = ["frame without columns", "fewer data", "state without data"]
+    silent_keys = ["frame without columns", "fewer data", "state without data"]
 
-    def tell(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    def show_state(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         yield pd.DataFrame({"key": [key[0]], "seen": [str(state.getOption)]})
 
-    job = Job(session, operator, tmp_path, shapes, output="key string, seen string")
-    assert job.run(keyed(*every), keyed(*every)) == {
+    job = Job(session, operator, tmp_path, act_by_key, output="key string, seen string")
+    assert job.run(keyed(*case_keys), keyed(*case_keys)) == {
         batch: sorted(
             [
                 *[("no state", "nothing"), ("second row", "nothing")],
@@ -82,9 +84,9 @@ def test_output_and_state_need_not_match(session: Any, operator: str, tmp_path: 
         )
         for batch, seen in enumerate([("nothing", "nothing"), ("1", "4")])
     }
-    # The state that came without output is there for the next start, whatever function that has.
-    job.function = tell
-    assert job.run(keyed(*told, "no state")) == {
+    # The next start finds the state that came without output, even with another function.
+    job.function = show_state
+    assert job.run(keyed(*silent_keys, "no state")) == {
         2: [
             ("fewer data", "(2,)"),
             ("frame without columns", "(7,)"),
@@ -95,7 +97,7 @@ def test_output_and_state_need_not_match(session: Any, operator: str, tmp_path: 
 
 
 @CLASSIC
-def test_dtypes_belong_to_the_key_alone(session: Any, operator: str, tmp_path: Path) -> None:
+def test_dtypes_of_a_frame_depend_only_on_the_rows_of_its_key(session: Any, operator: str, tmp_path: Path) -> None:
     def dtypes(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         (pdf,) = pdfs
         text = f"{[type(k).__name__ for k in key]} {[str(t) for t in pdf.dtypes[1:]]} {sorted(map(str, pdf['value']))}"
@@ -124,7 +126,7 @@ def test_dtypes_belong_to_the_key_alone(session: Any, operator: str, tmp_path: P
 
 
 @CLASSIC
-def test_output_columns_that_cannot_be_null(session: Any, operator: str, tmp_path: Path) -> None:
+def test_output_and_state_columns_may_be_not_null(session: Any, operator: str, tmp_path: Path) -> None:
     output = StructType([StructField("key", StringType(), False), StructField("n", LongType(), False)])
     state = StructType([StructField("n", LongType(), False)])
     job = Job(session, operator, tmp_path, count, output, state)
@@ -132,7 +134,7 @@ def test_output_columns_that_cannot_be_null(session: Any, operator: str, tmp_pat
 
 
 def show(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-    """The key as it arrives, and the rows it has had."""
+    """Return the key with its Python types, and the number of its rows so far."""
     n = (state.getOption or (0,))[0]
     for pdf in pdfs:
         assert list(pdf.columns) == ["key", "value"]
@@ -142,7 +144,7 @@ def show(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[
 
 
 @CLASSIC
-def test_several_keys_in_any_order_and_twice(session: Any, operator: str, tmp_path: Path) -> None:
+def test_key_columns_may_have_any_order_and_repeat(session: Any, operator: str, tmp_path: Path) -> None:
     batch = table(KEYED, [("a", 1), ("a", 2), ("a", 1), ("bb", 1), (None, 3)])
     job = Job(session, operator, tmp_path, show, keys=[F.col("value"), "key", "value"])
     assert job.run(batch, batch) == {
@@ -156,8 +158,8 @@ def test_several_keys_in_any_order_and_twice(session: Any, operator: str, tmp_pa
     }
 
 
-def test_expressions_as_keys(session: Any, tmp_path: Path) -> None:
-    """Ours alone: Spark's operator takes nothing but columns."""
+def test_keys_may_be_expressions(session: Any, tmp_path: Path) -> None:
+    """Only our operator: Spark's accepts only columns."""
     # "key" as an expression is not the column "key".
     keys = [(F.col("value") % 10).alias("digit"), "key", F.upper("key").alias("value"), F.length("key").alias("key")]
     batch = table(KEYED, [("a", 1), ("a", 11), ("A", 1), ("bb", 12), (None, 3)])
@@ -172,25 +174,25 @@ def test_expressions_as_keys(session: Any, tmp_path: Path) -> None:
     }
 
 
-def test_a_constant_as_a_key_is_not_the_column_of_that_name(session: Any, tmp_path: Path) -> None:
-    """Connect writes both alike."""
+def test_a_constant_key_is_not_the_column_of_that_name(session: Any, tmp_path: Path) -> None:
+    """Connect prints both in the same way."""
     batch = table(KEYED, [("a", 1), ("b", 2)])
-    for number, (key, found) in enumerate(
+    for number, (key, expected) in enumerate(
         ((F.lit("key"), [("['str key'] 2",)]), (F.col("key"), [("['str a'] 1",), ("['str b'] 1",)]))
     ):
         (tmp_path / str(number)).mkdir()
-        assert Job(session, "arrow", tmp_path / str(number), show, keys=[key]).run(batch) == {0: found}
+        assert Job(session, "arrow", tmp_path / str(number), show, keys=[key]).run(batch) == {0: expected}
 
 
 @EVERYWHERE
-@pytest.mark.skipif(SPARK < (4, 0), reason="PySpark 3.5 has no grouping by a column's place")
-def test_columns_by_their_place_as_keys(session: Any, operator: str, tmp_path: Path) -> None:
+@pytest.mark.skipif(SPARK < (4, 0), reason="PySpark 3.5 cannot group by a column's position")
+def test_a_key_may_be_the_position_of_a_column(session: Any, operator: str, tmp_path: Path) -> None:
     batch = table(KEYED, [("a", 1), ("b", 2)])
     assert Job(session, operator, tmp_path, show, keys=[1]).run(batch) == {0: [("['str a'] 1",), ("['str b'] 1",)]}
 
 
 @EVERYWHERE
-def test_text_source_update_mode_and_foreach_batch(session: Any, operator: str, tmp_path: Path) -> None:
+def test_a_text_source_works_in_update_mode_with_foreach_batch(session: Any, operator: str, tmp_path: Path) -> None:
     target = str(tmp_path / "rows")
 
     def save(batch: Any, number: int) -> None:
@@ -213,7 +215,7 @@ def test_text_source_update_mode_and_foreach_batch(session: Any, operator: str, 
     assert sorted(map(tuple, rows)) == [("hello", 2), ("this", 1)]
 
 
-def test_enable_changes_its_session_until_disable(session: Any, tmp_path: Path) -> None:
+def test_a_session_uses_arrow_state_from_enable_until_disable(session: Any, tmp_path: Path) -> None:
     state = ArrowState(str(tmp_path / "root"), "mine", buckets=2, local_dir=str(tmp_path / "local"))
     enable(session, state)
     disable(session)
@@ -229,29 +231,29 @@ def test_enable_changes_its_session_until_disable(session: Any, tmp_path: Path) 
     assert list((tmp_path / "root" / "mine").rglob("*.arrow"))
 
 
-def test_grouped_data_of_before_enable_does_not_run_on_sparks_own_state(session: Any, tmp_path: Path) -> None:
-    """Its columns are not known. It worked, and on Spark's state."""
+def test_data_grouped_before_enable_is_refused_while_the_session_is_enabled(session: Any, tmp_path: Path) -> None:
+    """We do not know its columns. Such a query once ran on Spark's own state."""
     state = ArrowState(str(tmp_path / "root"), "mine", buckets=2, local_dir=str(tmp_path / "local"))
     enable(session, state)
     disable(session)
     events = read(session, write_batches(tmp_path / "in", [keyed("a")]), "key string, value long")
-    # As it is in a process that has enabled no session yet.
+    # The original method, as in a process that has not enabled a session yet.
     before = type(events).groupBy.__wrapped__(events, "key")
-    given: Any = count, "key string, n bigint", "n bigint", "update", "NoTimeout"
-    before.applyInPandasWithState(*given)
+    arguments: Any = count, "key string, n bigint", "n bigint", "update", "NoTimeout"
+    before.applyInPandasWithState(*arguments)
     enable(session, state)
     try:
         for grouped in (before, events.rollup("key")):
             with pytest.raises(UsageError, match=r"Call df\.groupBy\(…\) after enable"):
-                grouped.applyInPandasWithState(*given)
-        events.groupBy("key").applyInPandasWithState(*given)
+                grouped.applyInPandasWithState(*arguments)
+        events.groupBy("key").applyInPandasWithState(*arguments)
     finally:
         disable(session)
-    before.applyInPandasWithState(*given)
+    before.applyInPandasWithState(*arguments)
 
 
 @CLASSIC
-def test_a_misnamed_output_column_is_an_error_here_and_null_in_spark(
+def test_a_misnamed_output_column_is_an_error_on_our_operator_and_null_on_sparks(
     session: Any, operator: str, tmp_path: Path
 ) -> None:
     def function(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:

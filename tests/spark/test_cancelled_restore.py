@@ -1,4 +1,4 @@
-"""A query that is stopped while a task restores its state; and a restore that fails, and is tried again."""
+"""A query can be stopped while a task restores its state, and a failed restore can be repeated."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from tests.helpers.waiting import eventually, is_running
 
 pytestmark = pytest.mark.spark
 
-# Each read of the restore would last so long.
+# Duration of each read of the restore.
 GET_S = 3_600.0
 
 
-def _job(session: Any, folder: Path, start: int, **store: Any) -> Job:
+def make_job(session: Any, folder: Path, start: int, **store: Any) -> Job:
     options = {
         "buckets": 2,
         "storage_options": {"implementation": STORE, **store},
         "inline_bytes_max": 0,
-        # Each start on an empty disk.
+        # Each start has an empty disk.
         "local_dir": str(folder / f"local-{start}"),
     }
     return Job(session, "arrow", folder, count, COUNTS, options=options, conf={"spark.sql.shuffle.partitions": "1"})
 
 
-def test_a_query_that_is_stopped_in_a_long_restore(spark: Any, tmp_path: Path) -> None:
-    """Spark kills the worker two seconds after `spark.python.task.killTimeout`; nothing of ours may hold that up."""
+def test_stopping_a_query_does_not_wait_for_a_long_restore(spark: Any, tmp_path: Path) -> None:
+    """Spark kills the worker two seconds after `spark.python.task.killTimeout`; our code must not delay that."""
     readers = tmp_path / "readers"
-    _job(spark, tmp_path, 0).run(*(keyed("a", "b", "c") for _ in range(4)))
-    job = _job(spark, tmp_path, 1, get_ms=1000 * GET_S, readers=str(readers))
+    make_job(spark, tmp_path, 0).run(*(keyed("a", "b", "c") for _ in range(4)))
+    job = make_job(spark, tmp_path, 1, get_ms=1000 * GET_S, readers=str(readers))
     job.feed(keyed("a"))
     with job.running() as query:
         eventually(lambda: readers.exists() or query.exception() is not None)
         assert query.exception() is None
-        begun_s = time.monotonic()
+        stopped_s = time.monotonic()
         query.stop()
-    assert time.monotonic() - begun_s < GET_S / 2
+    assert time.monotonic() - stopped_s < GET_S / 2
     pids = {int(pid) for pid in readers.read_text().split()}
     eventually(lambda: not any(map(is_running, pids)))
 
 
-def test_a_restore_that_failed_goes_well_in_the_next_start(
+def test_the_next_start_restores_after_a_failed_restore(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same plan, and in the same worker as may be: what was closed then is not used again."""
+    """The next start has the same plan and perhaps the same worker, which must not use what the failure closed."""
     refuses = tmp_path / "refuses-reads"
-    _job(spark, tmp_path, 0).run(*(keyed("a", "b", "c") for _ in range(3)))
-    job = _job(spark, tmp_path, 1, refuses_reads=str(refuses))
+    make_job(spark, tmp_path, 0).run(*(keyed("a", "b", "c") for _ in range(3)))
+    job = make_job(spark, tmp_path, 1, refuses_reads=str(refuses))
     planned = job.planned()
     monkeypatch.setattr(job, "planned", lambda: planned)
     refuses.touch()

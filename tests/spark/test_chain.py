@@ -1,4 +1,4 @@
-"""Two stateful steps on the same keys in one operator, against the same two steps written by hand in pandas."""
+"""A chain runs several stateful steps on the same keys in one operator; a plain Python loop gives the expected rows."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ RUNNING = StructType([StructField("total", LongType())])
 PEAKS = StructType([StructField("key", LongType()), StructField("peak", LongType()), StructField("seen", LongType())])
 
 
-def running_total(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-    """Adds up; yields the total only when it is even, so that the next step has no rows in some batches."""
+def add_up(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    """Add values up; yield only even totals, so that the next step has no rows in some batches."""
     (total,) = state.getOption or (0,)
     total += sum(int(pdf["value"].sum()) for pdf in pdfs)
     state.update((total,))
@@ -37,8 +37,8 @@ def running_total(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: Gro
         yield pd.DataFrame({"total": [total]})
 
 
-def peaks(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-    """Highest total so far, and how many there were."""
+def track_peak(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    """Yield the highest total so far, and the number of totals."""
     peak, seen = state.getOption or (-(2**62), 0)
     for pdf in pdfs:
         assert list(pdf.columns) == ["total"]
@@ -50,7 +50,7 @@ def peaks(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState)
 BATCHES = [[(1, 2), (2, 1)], [(1, -4), (2, 3), (3, 5)], [(1, 1), (2, 2)], [(1, 9), (3, 1)]]
 
 
-def expected() -> dict[int, tuple[int, int]]:
+def expected_peaks() -> dict[int, tuple[int, int]]:
     totals: dict[int, int] = {}
     result: dict[int, tuple[int, int]] = {}
     for batch in BATCHES:
@@ -62,18 +62,18 @@ def expected() -> dict[int, tuple[int, int]]:
     return result
 
 
-def test_each_step_has_its_state_and_the_next_step_its_output(spark: SparkSession, tmp_path: Path) -> None:
+def test_each_step_keeps_its_own_state_and_passes_its_output_to_the_next(spark: SparkSession, tmp_path: Path) -> None:
     source = tmp_path / "in"
     source.mkdir()
     state = ArrowState(str(tmp_path / "root"), "chained", buckets=2, local_dir=str(tmp_path / "local"))
     state_type = StructType([StructField("peak", LongType()), StructField("seen", LongType())])
-    steps = chain(Step(running_total, RUNNING, RUNNING), Step(peaks, PEAKS, state_type))
+    steps = chain(Step(add_up, RUNNING, RUNNING), Step(track_peak, PEAKS, state_type))
     rows: dict[int, tuple[int, int]] = {}
     for at, batch in enumerate(BATCHES):
         table = pa.table({"key": [k for k, _ in batch], "value": [v for _, v in batch]})
         pq.write_table(table, source / f"{at}.parquet")
         os.utime(source / f"{at}.parquet", (1_000_000 + at, 1_000_000 + at))
-        # Started anew for each file: state of both steps goes through a restart every time.
+        # The query restarts for each file, and so does the state of both steps.
         events = spark.readStream.schema("key long, value long").parquet(str(source))
         out = state.apply_in_pandas_with_state(
             events, "key", steps.func, steps.outputStructType, steps.stateStructType, "update", "NoTimeout"
@@ -86,32 +86,32 @@ def test_each_step_has_its_state_and_the_next_step_its_output(spark: SparkSessio
             .start()
         )
         assert query.awaitTermination(WAIT_S)
-    assert rows == expected()
+    assert rows == expected_peaks()
 
 
-def test_one_step_is_no_chain() -> None:
+def test_a_chain_of_one_step_is_refused() -> None:
     with pytest.raises(UsageError, match="at least two"):
-        chain(Step(running_total, RUNNING, RUNNING))
+        chain(Step(add_up, RUNNING, RUNNING))
 
 
-def test_a_steps_schemas_may_be_ddl(spark: SparkSession) -> None:
-    step = Step(running_total, "total bigint, tags array<string>", "total bigint")
+def test_the_schemas_of_a_step_may_be_ddl_strings(spark: SparkSession) -> None:
+    step = Step(add_up, "total bigint, tags array<string>", "total bigint")
     assert step.outputStructType == StructType([*RUNNING, StructField("tags", ArrayType(StringType()))])
-    assert step == Step(running_total, step.outputStructType, RUNNING)
+    assert step == Step(add_up, step.outputStructType, RUNNING)
 
 
-def test_schemas_that_a_step_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schema_of_another_type_and_ddl_without_a_session_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="stateStructType of a Step must be a StructType or a DDL string, not 7"):
-        Step(running_total, RUNNING, 7)  # type: ignore[arg-type]  # what is refused
+        Step(add_up, RUNNING, 7)  # type: ignore[arg-type]  # refused
     monkeypatch.setattr(chained, "_find_active_session", lambda: None)
     with pytest.raises(
         UsageError, match=r"outputStructType of a Step is the DDL string 'n long', .*create the session"
     ):
-        Step(running_total, "n long", RUNNING)
+        Step(add_up, "n long", RUNNING)
 
 
-def answers(steps: Chain, key: Any = 1, values: Any = (1, 2)) -> list[pd.DataFrame]:
-    """What a chain gives for a key without state that has rows."""
+def run_once(steps: Chain, key: Any = 1, values: Any = (1, 2)) -> list[pd.DataFrame]:
+    """Return the frames of a chain for a key with rows and without state."""
     state = KeyState(None, Clock(1, -1, "NoTimeout", False, False, steps.stateStructType))
     frames = list(steps.func((key,), iter([pd.DataFrame({"value": list(values)})]), state))
     assert all(type(frame) is pd.DataFrame for frame in frames)
@@ -133,19 +133,19 @@ FORMS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("place", [0, 1, 2], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_may_give_whatever_a_function_may(form: str, place: int) -> None:
-    def gives(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+def test_a_step_may_give_its_rows_in_every_form_that_a_function_may(form: str, place: int) -> None:
+    def give_form(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
         assert sum(map(len, pdfs)) == 2
         state.update((place,))
         return FORMS[form]()
 
-    def passes_on(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    def pass_frames(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         for pdf in pdfs:
             assert list(pdf.columns) in (["value"], ["name", "n"])
             yield pdf if "n" in pdf else pd.DataFrame({"name": ["x", "y"], "n": [0, 0]})
 
-    functions = [gives if at == place else passes_on for at in range(3)]
-    frame = pd.concat(answers(chain(*(Step(function, NAMED, RUNNING) for function in functions))))
+    functions = [give_form if at == place else pass_frames for at in range(3)]
+    frame = pd.concat(run_once(chain(*(Step(function, NAMED, RUNNING) for function in functions))))
     assert list(frame.columns) == ["name", "n"]
     assert list(frame.itertuples(index=False, name=None)) == ROWS
     assert frame["n"].dtype == "int64"
@@ -163,23 +163,25 @@ def test_a_step_may_give_whatever_a_function_may(form: str, place: int) -> None:
     ids=["one tuple", "a short row", "a dict of values", "None", "a frame"],
 )
 @pytest.mark.parametrize("place", [0, 1])
-def test_what_a_step_cannot_give_is_told_as_without_a_chain(given: Any, text: str, place: int) -> None:
-    def good(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+def test_rows_of_a_wrong_form_are_refused_with_the_message_of_a_single_function(
+    given: Any, text: str, place: int
+) -> None:
+    def give_rows(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
         assert len(list(pdfs)) == 1
         return ROWS
 
-    def bad(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+    def give_wrong_rows(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
         assert len(list(pdfs)) == 1
         return given
 
-    steps = [Step(bad if at == place else good, NAMED, RUNNING) for at in range(2)]
+    steps = [Step(give_wrong_rows if at == place else give_rows, NAMED, RUNNING) for at in range(2)]
     with pytest.raises(StateValueError, match=text):
-        answers(chain(*steps))
+        run_once(chain(*steps))
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_frame_with_other_columns_is_told_with_its_step(place: int) -> None:
-    def good(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+def test_the_error_for_a_frame_with_other_columns_names_the_step(place: int) -> None:
+    def give_rows(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
         assert len(list(pdfs)) == 1
         return ROWS
 
@@ -188,27 +190,29 @@ def test_a_frame_with_other_columns_is_told_with_its_step(place: int) -> None:
         (pd.DataFrame([["a", 1, 2]]), "the columns 3 without names"),
     ):
 
-        def bad(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState, given: pd.DataFrame = given) -> Any:
+        def give_wrong_frame(
+            key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState, given: pd.DataFrame = given
+        ) -> Any:
             assert len(list(pdfs)) == 1
             return [given]
 
-        steps = [Step(bad if at == place else good, NAMED, RUNNING) for at in range(2)]
+        steps = [Step(give_wrong_frame if at == place else give_rows, NAMED, RUNNING) for at in range(2)]
         with pytest.raises(StateValueError, match=f"step {place} returned a frame with {text}, but .* has name, n"):
-            answers(chain(*steps))
+            run_once(chain(*steps))
 
 
-def test_a_step_that_leaves_its_input_unread_loses_nothing_of_the_step_before() -> None:
-    def counts(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+def test_a_step_that_reads_only_part_of_its_input_does_not_stop_the_step_before() -> None:
+    def count(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         (n,) = state.getOption or (0,)
         for pdf in pdfs:
             n += len(pdf)
             yield pd.DataFrame({"total": [n]})
         state.update((n,))
 
-    def looks_at_one(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    def read_one_frame(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         yield next(iter(pdfs)).assign(key=1, peak=0)[["key", "peak"]].assign(seen=0)
 
-    steps = chain(Step(counts, RUNNING, RUNNING), Step(looks_at_one, PEAKS, PEAKS))
+    steps = chain(Step(count, RUNNING, RUNNING), Step(read_one_frame, PEAKS, PEAKS))
     stored: Any = None
     for expected_n in (3, 6):
         state = KeyState(stored, Clock(1, -1, "NoTimeout", False, False, steps.stateStructType))
@@ -219,23 +223,23 @@ def test_a_step_that_leaves_its_input_unread_loses_nothing_of_the_step_before() 
         assert tuple(stored[0]) == (expected_n,)
 
 
-def test_a_list_that_a_step_changed_and_did_not_give_back_is_as_it_was() -> None:
-    """As without a chain, though the other step's state is stored."""
-    kept = StructType([StructField("all", ArrayType(LongType()))])
+def test_a_list_in_the_state_that_a_step_changes_without_update_is_not_stored() -> None:
+    """As without a chain, although the other step updates its state."""
+    list_state = StructType([StructField("all", ArrayType(LongType()))])
 
-    def changes(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+    def change(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
         if state.exists:
             state.get[0].append(99)
         else:
             state.update(([0],))
         return {"total": [len(list(pdfs))]}
 
-    def counts(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+    def count(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
         (n,) = state.getOption or (0,)
         state.update((n + len(list(pdfs)),))
         return []
 
-    steps = chain(Step(changes, RUNNING, kept), Step(counts, RUNNING, RUNNING))
+    steps = chain(Step(change, RUNNING, list_state), Step(count, RUNNING, RUNNING))
     stored: Any = None
     for batch in (1, 2, 3):
         state = KeyState(stored, Clock(1, -1, "NoTimeout", False, False, steps.stateStructType))
@@ -245,16 +249,16 @@ def test_a_list_that_a_step_changed_and_did_not_give_back_is_as_it_was() -> None
         assert (stored[0][0], stored[2][0]) == ([0], batch)
 
 
-def test_a_list_that_a_step_was_given_and_changed_is_a_change() -> None:
-    kept = StructType([StructField("all", ArrayType(LongType()))])
+def test_a_list_in_the_state_that_a_step_changes_and_updates_is_stored() -> None:
+    list_state = StructType([StructField("all", ArrayType(LongType()))])
 
-    def keeps(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+    def append_values(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
         values = state.get[0] if state.exists else []
         values += [int(value) for pdf in pdfs for value in pdf["value"]]
         state.update((values,))
         return {"total": [len(values)]}
 
-    steps = chain(Step(keeps, RUNNING, kept), Step(keeps_nothing, RUNNING, RUNNING))
+    steps = chain(Step(append_values, RUNNING, list_state), Step(pass_on, RUNNING, RUNNING))
     stored: Any = None
     for batch in (1, 2, 3):
         state = KeyState(stored, Clock(1, -1, "NoTimeout", False, False, steps.stateStructType))
@@ -264,5 +268,5 @@ def test_a_list_that_a_step_was_given_and_changed_is_a_change() -> None:
     assert list(stored[0][0]) == [1, 2, 3]
 
 
-def keeps_nothing(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+def pass_on(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
     yield from pdfs

@@ -1,4 +1,4 @@
-"""What Spark's Python workers tell an OpenTelemetry collector, when each ends with its task."""
+"""Spark's Python workers send their metrics to an OpenTelemetry collector even if each ends with its task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCHES, BUCKETS = 3, 4
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_workers_that_end_with_each_task_lose_no_measurement(tmp_path: Path) -> None:
+def test_workers_that_end_with_each_task_export_all_measurements(tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the OTLP exporter is not installed")
     collector = Collector()
     environment = {
@@ -41,10 +41,10 @@ def test_workers_that_end_with_each_task_lose_no_measurement(tmp_path: Path) -> 
     finally:
         collector.close()
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert (said["calls"], said["rows"], said["batches"]) == (BATCHES * BUCKETS, BATCHES * 500, BATCHES)
-    assert collector.last("rows") == said["rows"]
-    assert collector.names() == {it.full_name for it in INSTRUMENTS if it.column}
-    assert collector.last("state_bytes") == said["calls"]
-    # A process for each task.
-    assert len({it["service.instance.id"] for it in collector.resources()}) == BATCHES * 2
+    totals = json.loads(done.stdout.splitlines()[-1])
+    assert (totals["calls"], totals["rows"], totals["batches"]) == (BATCHES * BUCKETS, BATCHES * 500, BATCHES)
+    assert collector.last("rows") == totals["rows"]
+    assert collector.names() == {instrument.full_name for instrument in INSTRUMENTS if instrument.column}
+    assert collector.last("state_bytes") == totals["calls"]
+    # Each task has its own process.
+    assert len({resource["service.instance.id"] for resource in collector.resources()}) == BATCHES * 2
