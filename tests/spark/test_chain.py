@@ -73,7 +73,7 @@ def test_each_step_keeps_its_own_state_and_passes_its_output_to_the_next(spark: 
         table = pa.table({"key": [k for k, _ in batch], "value": [v for _, v in batch]})
         pq.write_table(table, source / f"{at}.parquet")
         os.utime(source / f"{at}.parquet", (1_000_000 + at, 1_000_000 + at))
-        # The query restarts for each file, and so does the state of both steps.
+        # The query restarts for each file, so the state of both steps is loaded again each time.
         events = spark.readStream.schema("key long, value long").parquet(str(source))
         out = state.apply_in_pandas_with_state(
             events, "key", steps.func, steps.outputStructType, steps.stateStructType, "update", "NoTimeout"
@@ -223,7 +223,7 @@ def test_a_step_that_reads_only_part_of_its_input_does_not_stop_the_step_before(
         assert tuple(stored[0]) == (expected_n,)
 
 
-def test_a_list_in_the_state_that_a_step_changes_without_update_is_not_stored() -> None:
+def test_a_list_of_the_state_changed_in_place_without_update_is_not_stored() -> None:
     """As without a chain, although the other step updates its state."""
     list_state = StructType([StructField("all", ArrayType(LongType()))])
 
@@ -249,7 +249,7 @@ def test_a_list_in_the_state_that_a_step_changes_without_update_is_not_stored() 
         assert (stored[0][0], stored[2][0]) == ([0], batch)
 
 
-def test_a_list_in_the_state_that_a_step_changes_and_updates_is_stored() -> None:
+def test_a_list_of_the_state_changed_in_place_and_given_to_update_is_stored() -> None:
     list_state = StructType([StructField("all", ArrayType(LongType()))])
 
     def append_values(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:

@@ -73,7 +73,7 @@ def test_zero_and_minus_zero_are_one_key_and_two_keys_for_spark(session: Any, op
 # -- values of the state --------------------------------------------------------------------------
 
 
-def test_integers_outside_their_type_are_refused_and_spark_wraps_them(
+def test_integers_outside_their_type_are_refused_and_wrap_or_are_null_in_spark(
     session: Any, operator: str, tmp_path: Path
 ) -> None:
     schema, values = "a tinyint, b smallint, c int, d bigint", (300, 40_000, 2**32 + 5, 2**63)
@@ -171,7 +171,7 @@ UNFIT = {
 }
 
 
-def test_values_of_another_type_are_refused_or_converted_and_spark_makes_them_null(
+def test_unfit_values_are_refused_or_converted_and_often_become_null_in_spark(
     session: Any, operator: str, tmp_path: Path
 ) -> None:
     """One query stores all accepted values; each refused value has its own query."""

@@ -1,4 +1,4 @@
-"""Functions that start processes: those that are forked must leave the state alone."""
+"""Functions may start processes; a forked process must not change the state."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ pytestmark = pytest.mark.spark
 OUTPUT = "key string, n bigint"
 
 
-def _counted(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> pd.DataFrame:
+def count_rows(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> pd.DataFrame:
     n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
     state.update((n,))
     return pd.DataFrame({"key": [key[0]], "n": [n]})
 
 
 @CLASSIC
-def test_a_function_that_has_other_processes_work_for_it(session: Any, operator: str, tmp_path: Path) -> None:
+def test_a_function_may_fork_and_start_processes(session: Any, operator: str, tmp_path: Path) -> None:
     python = sys.executable
 
-    def with_helpers(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-        done = _counted(key, pdfs, state)
+    def start_processes(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        frame = count_rows(key, pdfs, state)
         pid = os.fork()
         if pid == 0:
             os._exit(7)
@@ -42,9 +42,9 @@ def test_a_function_that_has_other_processes_work_for_it(session: Any, operator:
         helper.join()
         assert helper.exitcode == 0
         subprocess.run([python, "-c", "1"], check=True)
-        yield done
+        yield frame
 
-    job = Job(session, operator, tmp_path, with_helpers, OUTPUT)
+    job = Job(session, operator, tmp_path, start_processes, OUTPUT)
     assert job.run(keyed("a", "b"), keyed("a"), keyed("a", "b")) == {
         0: [("a", 1), ("b", 1)],
         1: [("a", 2)],
@@ -54,19 +54,19 @@ def test_a_function_that_has_other_processes_work_for_it(session: Any, operator:
 
 @CLASSIC
 @pytest.mark.parametrize("operator", ["arrow"])
-def test_a_forked_child_that_comes_back_from_the_function_commits_nothing(
+def test_a_forked_child_that_returns_from_the_function_commits_nothing(
     session: Any, operator: str, tmp_path: Path
 ) -> None:
-    def comes_back(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-        done = _counted(key, pdfs, state)
+    def fork(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+        frame = count_rows(key, pdfs, state)
         if broken:
             pid = os.fork()
             if pid:
                 os.waitpid(pid, 0)
-        yield done
+        yield frame
 
     broken = True
-    job = Job(session, operator, tmp_path, comes_back, OUTPUT)
+    job = Job(session, operator, tmp_path, fork, OUTPUT)
     with pytest.raises(StreamingQueryException, match=r"ForkedProcessError: the local store .* os\._exit"):
         job.run(keyed("a"))
     broken = False

@@ -1,4 +1,4 @@
-"""`spark_state_ext.testing.run` gives what the same job gives on Spark; and Spark's DDL and hashes are read as Spark does."""
+"""`spark_state_ext.testing.run` gives the same output as the job on Spark, and reads DDL and hashes keys as Spark does."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ DDL = [
 
 
 @pytest.mark.spark
-def test_spark_gives_the_same(spark: Any, tmp_path: Path) -> None:
-    """The same job on Spark's own operator and on ours; and Spark's DDL, and its hashes."""
-    chosen = random.Random(4)
+def test_run_agrees_with_spark_on_output_ddl_and_hashes(spark: Any, tmp_path: Path) -> None:
+    """The same job runs on Spark's own operator and on ours."""
+    generator = random.Random(4)
     batches: list[Any] = [
-        [at(chosen.choice("abcdefghij"), 12 * number + chosen.randint(-20, 5)) for _ in range(5)] for number in range(8)
+        [at(generator.choice("abcdefghij"), 12 * number + generator.randint(-20, 5)) for _ in range(5)]
+        for number in range(8)
     ]
     schema = pa.schema([("user", pa.string()), ("at", pa.timestamp("us", "UTC"))])
     folder = write_batches(tmp_path / "in", [pa.Table.from_pylist(rows, schema) for rows in batches])
-    # Spark goes on without data until the watermark has been told to all.
-    found = run(
+    # Spark runs batches without data until every key has seen the last watermark.
+    result = run(
         sessions,
         [*batches, None],
         "user",
@@ -53,20 +54,20 @@ def test_spark_gives_the_same(spark: Any, tmp_path: Path) -> None:
         buckets=2,
         restart=[3],
     )
-    assert found.output.num_rows > 6
+    assert result.output.num_rows > 6
     for operator in ("spark", "arrow"):
         with using(spark, operator, tmp_path / operator):
             stream = read(spark, folder, "user string, at timestamp").withWatermark("at", "5 seconds")
             out = stream.groupBy("user").applyInPandasWithState(sessions, COUNTED, STATE, "append", EVENT_TIME)
-            assert sorted(map(tuple, collect(spark, out, "append"))) == dicts(found.output)
+            assert sorted(map(tuple, collect(spark, out, "append"))) == dicts(result.output)
     for ddl in DDL:
-        theirs = spark.createDataFrame([], ddl).schema.jsonValue()
-        assert ddl_struct(ddl, "the schema") == theirs
-    keys = random_keys(chosen, 300)
-    hashed = read_once(spark, tmp_path / "keys", pa.table(keys)).select(
+        spark_schema = spark.createDataFrame([], ddl).schema.jsonValue()
+        assert ddl_struct(ddl, "the schema") == spark_schema
+    keys = random_keys(generator, 300)
+    hashes = read_once(spark, tmp_path / "keys", pa.table(keys)).select(
         F.xxhash64(*keys).alias("all"), *(F.xxhash64(name).alias(name) for name in keys)
     )
-    rows = hashed.collect()
+    rows = hashes.collect()
     assert [row["all"] for row in rows] == hash_keys(list(keys.values())).view(np.int64).tolist()
     for name, column in keys.items():
         assert [row[name] for row in rows] == hash_keys([column]).view(np.int64).tolist(), name
@@ -79,12 +80,12 @@ def read_once(spark: Any, folder: Path, table: pa.Table) -> Any:
 
 
 @pytest.mark.spark
-def test_spark_gives_the_same_of_operators(spark: Any, tmp_path: Path) -> None:
-    """Windows and sessions of Spark's own, and `run_operator` on the same rows."""
-    chosen = random.Random(6)
+def test_run_operator_agrees_with_sparks_windows_and_sessions(spark: Any, tmp_path: Path) -> None:
+    """Spark's own windows and session windows run on the same rows."""
+    generator = random.Random(6)
     batches = [
         [
-            {**at(chosen.choice("abcde"), 12 * number + chosen.randint(-30, 5)), "value": chosen.randint(0, 9)}
+            {**at(generator.choice("abcde"), 12 * number + generator.randint(-30, 5)), "value": generator.randint(0, 9)}
             for _ in range(8)
         ]
         for number in range(6)
@@ -93,28 +94,28 @@ def test_spark_gives_the_same_of_operators(spark: Any, tmp_path: Path) -> None:
     schema = pa.schema([("user", pa.string()), ("at", pa.timestamp("us", "UTC")), ("value", pa.int64())])
     folder = write_batches(tmp_path / "in", [pa.Table.from_pylist(rows, schema) for rows in batches])
     stream = read(spark, folder, "user string, at timestamp, value bigint").withWatermark("at", "5 seconds")
-    ours = {"n": Agg.count(), "total": Agg.sum("value")}
-    theirs = [F.count("*").alias("n"), F.sum("value").alias("total")]
-    rows = [pa.Table.from_pylist(rows, schema) for rows in batches]
-    # Spark goes on without data until the watermark has been told to all.
-    given: Any = {"batches": [*rows, None], "event_time": "at", "delay_ms": 5_000, "buckets": 2, "restart": [3]}
+    aggregates = {"n": Agg.count(), "total": Agg.sum("value")}
+    spark_aggregates = [F.count("*").alias("n"), F.sum("value").alias("total")]
+    tables = [pa.Table.from_pylist(rows, schema) for rows in batches]
+    # Spark runs batches without data until every key has seen the last watermark.
+    arguments: Any = {"batches": [*tables, None], "event_time": "at", "delay_ms": 5_000, "buckets": 2, "restart": [3]}
     windows = run_operator(
-        aggregate, keys=[Window("at", 10_000), "user"], aggregates=ours, output_mode="append", **given
+        aggregate, keys=[Window("at", 10_000), "user"], aggregates=aggregates, output_mode="append", **arguments
     )
-    sessions_found = run_operator(sessionize, keys="user", time="at", gap_ms=6_000, aggregates=ours, **given)
-    for found, key in (
+    session_rows = run_operator(sessionize, keys="user", time="at", gap_ms=6_000, aggregates=aggregates, **arguments)
+    for result, key in (
         (windows, F.window("at", "10 seconds")),
-        (sessions_found, F.session_window("at", "6 seconds")),
+        (session_rows, F.session_window("at", "6 seconds")),
     ):
-        name = "window" if found is windows else "session_window"
-        out = stream.groupBy(key, "user").agg(*theirs)
+        name = "window" if result is windows else "session_window"
+        out = stream.groupBy(key, "user").agg(*spark_aggregates)
         bounds = [F.unix_micros(out[name][bound]).alias(bound) for bound in ("start", "end")]
-        wanted = sorted(map(tuple, collect(spark, out.select("user", *bounds, "n", "total"), "append")))
-        mine = found.output.combine_chunks()
-        times = [mine.column(name).chunk(0).field(bound).cast(pa.int64()) for bound in ("start", "end")]
-        assert len(wanted) > 8
-        assert sorted(zip(*(column.to_pylist() for column in columns_of(mine, times)), strict=True)) == wanted
+        expected = sorted(map(tuple, collect(spark, out.select("user", *bounds, "n", "total"), "append")))
+        table = result.output.combine_chunks()
+        times = [table.column(name).chunk(0).field(bound).cast(pa.int64()) for bound in ("start", "end")]
+        assert len(expected) > 8
+        assert sorted(zip(*(column.to_pylist() for column in columns_of(table, times)), strict=True)) == expected
 
 
-def columns_of(found: pa.Table, times: list[pa.Array]) -> list[Any]:
-    return [found.column("user"), *times, found.column("n"), found.column("total")]
+def columns_of(table: pa.Table, times: list[pa.Array]) -> list[Any]:
+    return [table.column("user"), *times, table.column("n"), table.column("total")]

@@ -1,4 +1,4 @@
-"""Checkpoints that older releases of Spark wrote (`tests/golden/make_native.py`) are imported by every newer one."""
+"""Every newer release of Spark imports checkpoints of older releases (`tests/golden/make_native.py`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 reads_format_2 = pytest.mark.skipif(SPARK < (4, 1), reason="the reader of 4.0 reads checkpoint format 1 only")
 
 
-def _import(spark: Any, old: Path, to: Path) -> Any:
+def import_checkpoint(spark: Any, old: Path, to: Path) -> Any:
     return import_native(spark, old, to / "savepoint", to / "new", buckets=2, operator="golden", idle_s=0)
 
 
@@ -34,12 +34,12 @@ def _import(spark: Any, old: Path, to: Path) -> Any:
         pytest.param("4.0", "rocksdb-2-changes", marks=reads_format_2),
     ],
 )
-def test_a_checkpoint_of_an_older_spark_is_imported(spark: Any, tmp_path: Path, release: str, kind: str) -> None:
-    _imported(spark, GOLDEN / f"native-{release}" / kind, tmp_path)
+def test_a_checkpoint_of_an_older_spark_can_be_imported(spark: Any, tmp_path: Path, release: str, kind: str) -> None:
+    assert_imported(spark, GOLDEN / f"native-{release}" / kind, tmp_path)
 
 
-def _imported(spark: Any, old: Path, to: Path) -> None:
-    job = _import(spark, old, to)
+def assert_imported(spark: Any, old: Path, to: Path) -> None:
+    job = import_checkpoint(spark, old, to)
 
     rows = {row.key: (row.n, row.half, row.timeout_ms) for row in read_savepoint(spark, job.savepoint.path).collect()}
     assert rows == {
@@ -62,26 +62,24 @@ def test_pyspark_4_0_refuses_checkpoint_format_2_before_it_reads_or_writes(
     spark: Any, tmp_path: Path, kind: str
 ) -> None:
     with pytest.raises(UsageError, match=rf"PySpark 4\.0 cannot read the state of .*{kind}: .* with PySpark 4\.1"):
-        _import(spark, GOLDEN / "native-4.0" / kind, tmp_path)
+        import_checkpoint(spark, GOLDEN / "native-4.0" / kind, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 @reads_format_2
-def test_snapshots_that_only_spark_4_0_reads_are_told_and_are_imported_when_their_mark_is_mended(
-    spark: Any, tmp_path: Path
-) -> None:
+def test_a_version_that_only_spark_4_0_reads_is_an_error_until_it_is_corrected(spark: Any, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(GOLDEN / "native-4.0" / "rocksdb-2-snapshots", copy)
 
     with pytest.raises(StorageError, match=r"Cannot read RocksDB checkpoint metadata.* marks snapshots .* as v2"):
-        _import(spark, copy, tmp_path)
+        import_checkpoint(spark, copy, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
-    _mend(copy)
-    _imported(spark, copy, tmp_path)
+    correct_version(copy)
+    assert_imported(spark, copy, tmp_path)
 
 
-def _mend(checkpoint: Path) -> None:
-    """As the page on importing says."""
+def correct_version(checkpoint: Path) -> None:
+    """Correct the version of the snapshots as docs on importing describe."""
     for path in checkpoint.glob("state/**/*.zip"):
         with zipfile.ZipFile(path) as old:
             files = {name: old.read(name) for name in old.namelist()}

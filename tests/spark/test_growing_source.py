@@ -1,4 +1,4 @@
-"""A source whose partitions grow while the query runs, as those of a Kafka topic: counts are right after every batch."""
+"""The partitions of a source grow while a query runs, as in a Kafka topic: counts are right after every batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOVED = [key for key in LETTERS if (partition_of(key, 2), partition_of(key, 4)) 
 
 
 class Counting:
-    """A query that counts a log's rows by key, and all that it has told."""
+    """A query that counts a log's rows by key, and the rows that it emitted."""
 
     def __init__(self, spark: Any, folder: Path, bucket_by: SourcePartition) -> None:
         from partitioned import LogSource
@@ -36,32 +36,35 @@ class Counting:
         )
         rows = spark.readStream.format("partitioned_log").option("folder", str(self.log.folder)).load()
         self._counts = aggregate(state, rows, "key", {"n": Agg.count()})
-        self.told: list[tuple[str, int]] = []
+        self.emitted: list[tuple[str, int]] = []
 
     def start(self) -> Any:
         def save(df: Any, batch: int) -> None:
-            self.told += [tuple(row) for row in df.collect()]
+            self.emitted += [tuple(row) for row in df.collect()]
 
         writer = self._counts.writeStream.foreachBatch(save).outputMode("update")
         return writer.option("checkpointLocation", str(self._folder / "checkpoint")).start()
 
 
 def run(
-    counting: Counting, steps: list[tuple[list[str], int]], found: list[dict[str, int]] | None = None
+    counting: Counting, steps: list[tuple[list[str], int]], counts: list[dict[str, int]] | None = None
 ) -> list[dict[str, int]]:
-    """What the query tells after each step, in which so many partitions get rows; also in `found`."""
-    found = [] if found is None else found
+    """Return the counts that the query emits after each step; also append them to `counts`.
+
+    A step has keys, and the number of partitions that get their rows.
+    """
+    counts = [] if counts is None else counts
     query = counting.start()
     try:
         for keys, partitions in steps:
-            counting.told.clear()
+            counting.emitted.clear()
             counting.log.produce(keys, partitions)
             query.processAllAvailable()
-            assert len({key for key, _ in counting.told}) == len(counting.told)
-            found.append(dict(counting.told))
+            assert len({key for key, _ in counting.emitted}) == len(counting.emitted)
+            counts.append(dict(counting.emitted))
     finally:
         query.stop()
-    return found
+    return counts
 
 
 STEPS = [
@@ -73,10 +76,10 @@ STEPS = [
 ]
 
 
-def test_counts_while_a_source_grows(spark: Any, tmp_path: Path) -> None:
-    """2, 4, 8 partitions in one run of the query; 16 are not declared, and the next start has them. 17 cannot be had.
+def test_counts_are_right_while_the_partitions_of_a_source_grow(spark: Any, tmp_path: Path) -> None:
+    """One run of the query has 2, 4 and 8 partitions. 16 are an error until the next start declares them; 17 are always one.
 
-    The offsets of each batch show how many there are, as Kafka's do.
+    The offsets of each batch show the number of partitions, as Kafka's do.
     """
     (tmp_path / "log").mkdir()
     location = str(tmp_path / "checkpoint")
@@ -84,19 +87,19 @@ def test_counts_while_a_source_grows(spark: Any, tmp_path: Path) -> None:
     assert MOVED
     fed = [keys for keys, _ in STEPS]
     assert run(counting, STEPS) == counted(*fed)
-    assert [it.name for it in (tmp_path / "root" / "counts").glob("*/partitions_*")] == ["partitions_0.json"]
+    assert [path.name for path in (tmp_path / "root" / "counts").glob("*/partitions_*")] == ["partitions_0.json"]
     with pytest.raises(PySparkException, match=r"(?s)PartitionsChangedError.*counts=\[2, 4, 8, 16\]"):
         run(counting, [(LETTERS, 16)])
-    assert counting.told == []
-    again = Counting(
+    assert counting.emitted == []
+    restarted = Counting(
         spark, tmp_path, SourcePartition("partition", [2, 4, 8, 16, 32], checkpoint_location=f"file:{location}")
     )
     fed += [LETTERS, MOVED]
-    # The batch that failed first: the log has its rows. Then one whose rows do not show that there are 17.
-    told: list[dict[str, int]] = []
+    # The first batch is the failed one, whose rows are in the log. The last step has rows only in partitions that exist anyway.
+    counts: list[dict[str, int]] = []
     with pytest.raises(
         PySparkException, match=r"(?s)PartitionsChangedError.*17 is not a multiple of 2, so it cannot be"
     ):
-        run(again, [([], 16), (MOVED, 16), (SMALL, 17)], told)
-    assert told == counted(*fed)[-2:]
-    assert again.told == []
+        run(restarted, [([], 16), (MOVED, 16), (SMALL, 17)], counts)
+    assert counts == counted(*fed)[-2:]
+    assert restarted.emitted == []
