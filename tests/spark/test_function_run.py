@@ -41,7 +41,7 @@ def test_run_agrees_with_spark_on_output_ddl_and_hashes(spark: Any, tmp_path: Pa
     ]
     schema = pa.schema([("user", pa.string()), ("at", pa.timestamp("us", "UTC"))])
     folder = write_batches(tmp_path / "in", [pa.Table.from_pylist(rows, schema) for rows in batches])
-    # Spark runs batches without data until every key has seen the last watermark.
+    # `None` is the batch without data that Spark runs last, with the final watermark.
     result = run(
         sessions,
         [*batches, None],
@@ -97,7 +97,7 @@ def test_run_operator_agrees_with_sparks_windows_and_sessions(spark: Any, tmp_pa
     aggregates = {"n": Agg.count(), "total": Agg.sum("value")}
     spark_aggregates = [F.count("*").alias("n"), F.sum("value").alias("total")]
     tables = [pa.Table.from_pylist(rows, schema) for rows in batches]
-    # Spark runs batches without data until every key has seen the last watermark.
+    # `None` is the batch without data that Spark runs last, with the final watermark.
     arguments: Any = {"batches": [*tables, None], "event_time": "at", "delay_ms": 5_000, "buckets": 2, "restart": [3]}
     windows = run_operator(
         aggregate, keys=[Window("at", 10_000), "user"], aggregates=aggregates, output_mode="append", **arguments

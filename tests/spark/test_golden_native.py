@@ -79,7 +79,7 @@ def test_a_version_that_only_spark_4_0_reads_is_an_error_until_it_is_corrected(s
 
 
 def correct_version(checkpoint: Path) -> None:
-    """Correct the version of the snapshots as docs on importing describe."""
+    """Write version 1 into the metadata of the snapshots, as the page on importing says."""
     for path in checkpoint.glob("state/**/*.zip"):
         with zipfile.ZipFile(path) as old:
             files = {name: old.read(name) for name in old.namelist()}

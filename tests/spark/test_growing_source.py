@@ -77,7 +77,8 @@ STEPS = [
 
 
 def test_counts_are_right_while_the_partitions_of_a_source_grow(spark: Any, tmp_path: Path) -> None:
-    """One run of the query has 2, 4 and 8 partitions. 16 are an error until the next start declares them; 17 are always one.
+    """One run of the query has 2, 4 and 8 partitions. 16 are an error until the next start declares them; 17 are always
+    an error.
 
     The offsets of each batch show the number of partitions, as Kafka's do.
     """

@@ -1,4 +1,4 @@
-"""What must not pass: changed jobs, foreign state, two runs on one state, executors without the package."""
+"""Refused jobs: changed jobs, state of others, two runs on one state, executors without the package, wrong arguments."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ STATE = "n long"
 
 
 def arrow_state(folder: Path, **options: Any) -> ArrowState:
-    given = {"root": folder / "root", "operator": "guarded", "buckets": 2, "local_dir": folder / "local", **options}
-    return ArrowState(**given)
+    arguments = {"root": folder / "root", "operator": "guarded", "buckets": 2, "local_dir": folder / "local", **options}
+    return ArrowState(**arguments)
 
 
 def run(spark: Any, folder: Path, **changes: Any) -> list[Any]:
-    """One start of a job over one new file; returns what it emitted. `changes` say how it differs from the first."""
+    """Start a job over one new file and return the rows that it emitted. `changes` are its differences from the first start."""
     table = pa.table({"k": pa.array([1, 2, 1], pa.int64())})
     events = read(spark, write_batches(folder / "in", [table]), "k long").selectExpr(changes.pop("select", "k"))
     state_type = changes.pop("state", STATE)
@@ -80,10 +80,14 @@ def count_rows(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Ite
 def files_of(folder: Path) -> dict[str, bytes]:
     root = folder / "root"
     files = (path for path in root.rglob("*") if path.is_file())
-    return {str(it.relative_to(root)): it.read_bytes() for it in files if it.parent.name not in ("lease", "starting")}
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in files
+        if path.parent.name not in ("lease", "starting")
+    }
 
 
-def test_changed_jobs_are_refused_and_the_state_goes_on_untouched(spark: Any, tmp_path: Path) -> None:
+def test_changed_jobs_are_refused_and_leave_the_state_as_it_was(spark: Any, tmp_path: Path) -> None:
     assert run(spark, tmp_path) == [("1", 2), ("2", 1)]
     before = files_of(tmp_path)
     refused: list[tuple[dict[str, Any], str, str]] = whole(
@@ -93,39 +97,39 @@ def test_changed_jobs_are_refused_and_the_state_goes_on_untouched(spark: Any, tm
             ({"state": "n string"}, "SchemaChangedError", "'n' was int64 and is now string"),
             ({"select": "cast(k AS string) AS k"}, "SchemaChangedError", "'k' was int64 and is now string"),
         ],
-        # Which schemas go together is tested without Spark (`test_evolution`).
+        # `test_evolution` tests the compatibility of schemas without Spark.
         [
             ({"state": "m long"}, "SchemaChangedError", "'n'"),
             ({"state": "n int"}, "SchemaChangedError", "'n' was int64 and is now int32"),
         ],
     )
-    for changes, error, named in refused:
+    for changes, error, text in refused:
         with pytest.raises(Exception, match=error) as raised:
             run(spark, tmp_path, **changes)
-        assert named in str(raised.value)
+        assert text in str(raised.value)
         assert files_of(tmp_path) == before
-    # Each refused start left a file to read; the job as it was takes them all.
+    # Each refused start left one input file; the unchanged job reads them all.
     assert run(spark, tmp_path)[-1] == ("2", 2 + len(refused))
 
 
-def test_a_new_nullable_column_and_a_wider_number_are_followed(spark: Any, tmp_path: Path) -> None:
+def test_the_state_schema_may_get_a_nullable_column_and_a_wider_number(spark: Any, tmp_path: Path) -> None:
     assert run(spark, tmp_path, state="n int") == [("1", 2), ("2", 1)]
     assert run(spark, tmp_path, state="n long, note string", width=2) == [("1", 4), ("2", 2)]
     assert run(spark, tmp_path, state="n long, note string", width=2) == [("1", 6), ("2", 3)]
-    names = {p.name for p in (tmp_path / "root").rglob("operator_*.json")}
+    names = {path.name for path in (tmp_path / "root").rglob("operator_*.json")}
     assert names == {"operator_0.json", "operator_1.json"}
-    # Each file says under which schema its rows were written, from the first batch after the change on.
-    under = set()
+    # Each file names the schema of its rows, starting with the first batch after the change.
+    schema_ids = set()
     for path in (tmp_path / "root").rglob("*.arrow"):
-        named = parse_file_name(path.name)
-        assert named is not None
-        header = read_header(Folder(str(path.parent)), *named)
-        under.add((header.writer.batch, header.schema_id))
-    assert under == {(0, 0), (1, 1), (2, 1)}
+        parts = parse_file_name(path.name)
+        assert parts is not None
+        header = read_header(Folder(str(path.parent)), *parts)
+        schema_ids.add((header.writer.batch, header.schema_id))
+    assert schema_ids == {(0, 0), (1, 1), (2, 1)}
 
 
 def test_a_key_in_another_case_is_the_same_key(spark: Any, tmp_path: Path) -> None:
-    """As for Spark's own operator, unless names are told apart by their case."""
+    """As for Spark's own operator, unless names are case-sensitive."""
     assert run(spark, tmp_path) == [("1", 2), ("2", 1)]
     assert run(spark, tmp_path, key="K") == [("1", 4), ("2", 2)]
     assert run(spark, tmp_path, select="k AS K", key="k") == [("1", 6), ("2", 3)]
@@ -137,45 +141,45 @@ def test_a_key_in_another_case_is_the_same_key(spark: Any, tmp_path: Path) -> No
         spark.conf.unset("spark.sql.caseSensitive")
 
 
-def test_functions_see_a_key_under_the_name_that_is_asked_for(spark: Any, tmp_path: Path) -> None:
+def test_functions_get_a_key_column_with_the_case_that_the_job_uses(spark: Any, tmp_path: Path) -> None:
     for key in ("k", "K"):
         source = write_batches(tmp_path / "in", [pa.table({"k": pa.array([1], pa.int64())})])
 
-        def seen(batch: StateBatch, key: str = key) -> pa.Table:
+        def count_and_check(batch: StateBatch, key: str = key) -> pa.Table:
             batch.update(batch.keys.append_column("n", batch.counts))
             assert batch.keys.column_names == [key]
             return batch.keys
 
         out = arrow_state(tmp_path).apply_in_arrow_with_state(
-            read(spark, source, "k long"), key, seen, f"{key} long", STATE
+            read(spark, source, "k long"), key, count_and_check, f"{key} long", STATE
         )
         writer = out.writeStream.outputMode("update").format("noop").trigger(availableNow=True)
         finish(writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start())
 
 
-def test_decimals_of_a_negative_scale_are_refused_when_planned(spark: Any, tmp_path: Path) -> None:
-    """Arrow has no functions for them. Spark makes such types only where it is told to."""
+def test_decimals_with_a_negative_scale_are_refused_by_the_plan(spark: Any, tmp_path: Path) -> None:
+    """Arrow has no functions for them. Spark makes such types only if a setting allows them."""
     state, hundreds = arrow_state(tmp_path), DecimalType(5, -2)
     spark.conf.set("spark.sql.legacy.allowNegativeScaleOfDecimal", "true")
     try:
         events = read(spark, write_batches(tmp_path / "in", []), "k long")
         events = events.select("k", F.col("k").cast(hundreds).alias("d"))
-        for keys, frame, state_type, named in (
+        for keys, frame, state_type, column in (
             ("d", events, STATE, "key column 'd'"),
             (F.struct("d").alias("s"), events, STATE, r"key column 's\.d'"),
             ("k", events, StructType([StructField("d", hundreds)]), "state column 'd'"),
         ):
-            with pytest.raises(UnsupportedTypeError, match=rf"{named}.*negative scale"):
+            with pytest.raises(UnsupportedTypeError, match=rf"{column}.*negative scale"):
                 state.apply_in_pandas_with_state(frame, keys, count_rows, "k long", state_type, "update", "NoTimeout")
         with pytest.raises(UnsupportedTypeError, match=r"state column 'total'.*negative scale"):
             aggregate(state, events, "k", {"total": Agg.sum("d")})
-        # As input they do no harm.
+        # Input columns may have them.
         state.apply_rows_with_state(events, "k", lambda key, rows, _: None, "k long", STATE)
     finally:
         spark.conf.unset("spark.sql.legacy.allowNegativeScaleOfDecimal")
 
 
-def test_what_cannot_be_a_key_is_refused_when_planned(spark: Any, tmp_path: Path) -> None:
+def test_unsupported_types_and_batch_queries_are_refused_by_the_plan(spark: Any, tmp_path: Path) -> None:
     state = arrow_state(tmp_path)
 
     def plan(df: Any, keys: Any, state_type: str = STATE) -> Any:
@@ -194,14 +198,14 @@ def test_what_cannot_be_a_key_is_refused_when_planned(spark: Any, tmp_path: Path
     with pytest.raises(UnsupportedPlanError, match="batch DataFrame"):
         plan(spark.range(3), "id")
     with pytest.raises(UnsupportedPlanError, match="more than one event-time column"):
-        # As after a join of two streams; withWatermark itself moves the mark to the newer column.
+        # As after a join of two streams. `withWatermark` would move the metadata to the newer column.
         both = events.selectExpr("k", "timestamp_millis(k) AS a", "timestamp_millis(k) AS b")
         delay = {"spark.watermarkDelayMs": 1_000}
         plan(both.withMetadata("a", delay).withMetadata("b", delay), "k")
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "text"),
     [
         ({"buckets": 0}, "buckets"),
         ({"operator": "a/b"}, "operator"),
@@ -229,21 +233,21 @@ def test_what_cannot_be_a_key_is_refused_when_planned(spark: Any, tmp_path: Path
         ({"erase_within_s": 86_400, "pointer_write": "both"}, "erase_within_s needs pointer_write='v2'"),
     ],
 )
-def test_wrong_arguments_are_named(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(UsageError, match=named):
+def test_wrong_arguments_are_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
         ArrowState(**{"root": "/tmp/x", "operator": "o", **options})
 
 
-def test_enabling_with_something_else_is_refused(spark: Any, tmp_path: Path) -> None:
+def test_enable_with_swapped_arguments_is_refused(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="then an ArrowState"):
-        enable(arrow_state(tmp_path), spark)  # type: ignore[arg-type]  # the wrong way round
+        enable(arrow_state(tmp_path), spark)  # type: ignore[arg-type]  # swapped arguments
 
 
 @pytest.mark.parametrize(("starts", "clean_up"), [pytest.param(1, True, marks=pytest.mark.soak), (3, False)])
-def test_a_wrong_root_is_refused_and_nothing_is_written_there(
+def test_a_root_without_the_state_is_refused_and_nothing_is_written_there(
     spark: Any, tmp_path: Path, starts: int, clean_up: bool
 ) -> None:
-    """After one start all of the state is in Spark's own; after several only the last deltas are. Local stores are warm."""
+    """After one start, all of the state is in Spark's own; after several, only the last deltas are. Local stores exist."""
     elsewhere = tmp_path / "elsewhere"
     for _ in range(starts):
         run(spark, tmp_path, clean_up=clean_up)
@@ -251,12 +255,12 @@ def test_a_wrong_root_is_refused_and_nothing_is_written_there(
         run(spark, tmp_path, root=elsewhere, clean_up=clean_up)
     assert f"has its state in {tmp_path / 'root'}" in str(raised.value)
     assert f"{elsewhere}/guarded" in str(raised.value)
-    assert not elsewhere.exists(), "not even a lease or an operator file"
-    # The start that was refused left a file to read.
+    assert not elsewhere.exists(), "the refused start wrote neither a lease nor an operator file"
+    # The refused start left one input file.
     assert run(spark, tmp_path, clean_up=clean_up)[-1] == ("2", starts + 2)
 
 
-def test_a_root_that_was_copied_as_a_whole_may_have_another_name(spark: Any, tmp_path: Path) -> None:
+def test_a_root_may_be_moved_as_a_whole(spark: Any, tmp_path: Path) -> None:
     for _ in range(3):
         run(spark, tmp_path)
     shutil.move(tmp_path / "root", tmp_path / "moved")
@@ -264,23 +268,23 @@ def test_a_root_that_was_copied_as_a_whole_may_have_another_name(spark: Any, tmp
         assert run(spark, tmp_path, root=tmp_path / "moved") == [("1", 2 * start), ("2", start)]
 
 
-def test_a_copied_checkpoint_with_a_copied_query_folder_runs_on_its_own(spark: Any, tmp_path: Path) -> None:
-    """As the text of `LiveRunError` advises."""
+def test_a_copied_checkpoint_continues_with_a_copied_query_folder(spark: Any, tmp_path: Path) -> None:
+    """The text of `LiveRunError` recommends this."""
     for _ in range(3):
         run(spark, tmp_path)
     shutil.copytree(tmp_path / "checkpoint", tmp_path / "copied checkpoint")
-    [query_folder] = [it for it in (tmp_path / "root" / "guarded").iterdir() if (it / "lease").is_dir()]
+    [query_folder] = [path for path in (tmp_path / "root" / "guarded").iterdir() if (path / "lease").is_dir()]
     shutil.copytree(query_folder, tmp_path / "copied" / "guarded" / query_folder.name)
-    before = sorted(it for it in query_folder.rglob("*") if it.suffix == ".arrow")
+    before = sorted(path for path in query_folder.rglob("*") if path.suffix == ".arrow")
     copied = {"root": tmp_path / "copied", "checkpoint": tmp_path / "copied checkpoint"}
     assert run(spark, tmp_path, **copied) == [("1", 8), ("2", 4)]
-    assert before == sorted(it for it in query_folder.rglob("*") if it.suffix == ".arrow"), (
-        "the first one's are left alone"
+    assert before == sorted(path for path in query_folder.rglob("*") if path.suffix == ".arrow"), (
+        "the files of the first query are unchanged"
     )
 
 
 @pytest.mark.parametrize("clean_up", [True, pytest.param(False, marks=pytest.mark.soak)])
-def test_a_root_that_was_removed_while_local_stores_are_warm_is_filled_by_the_first_batch(
+def test_the_first_batch_restores_a_removed_root_from_the_local_stores(
     spark: Any, tmp_path: Path, clean_up: bool
 ) -> None:
     for _ in range(3):
@@ -289,44 +293,44 @@ def test_a_root_that_was_removed_while_local_stores_are_warm_is_filled_by_the_fi
     assert run(spark, tmp_path, clean_up=clean_up) == [("1", 8), ("2", 4)]
     assert list((tmp_path / "root").rglob("*.snapshot.arrow"))
     assert list((tmp_path / "root").rglob("operator_0.json"))
-    # On another machine, all that there is lies at the root.
+    # Another machine has only the root.
     for path in (tmp_path / "local").glob("spark_state_ext-*/*-guarded"):
         path.rename(path.with_suffix(".away"))
     assert run(spark, tmp_path, clean_up=clean_up) == [("1", 10), ("2", 5)]
 
 
-def test_a_root_that_is_removed_under_a_running_query_is_filled_again(spark: Any, tmp_path: Path) -> None:
-    """Its processes miss it when they renew the lease."""
-    root, fed = tmp_path / "root", 0
+def test_a_running_query_restores_a_removed_root(spark: Any, tmp_path: Path) -> None:
+    """Its processes notice that the root is missing when they renew the lease."""
+    root, batches = tmp_path / "root", 0
     options, conf = {"buckets": 2, "clean_up": False}, {"spark.sql.shuffle.partitions": "1"}
     job = Job(spark, "arrow", tmp_path, count_rows, "key string, n bigint", options=options, conf=conf)
 
-    def batch() -> None:
-        nonlocal fed
-        fed += 1
+    def run_batch() -> None:
+        nonlocal batches
+        batches += 1
         job.feed(keyed("a", "b"))
-        eventually(lambda: len(emitted(job.sink)) >= fed)
+        eventually(lambda: len(emitted(job.sink)) >= batches)
 
     job.feed()
     with job.running() as query:
-        # Until every worker process has looked once.
+        # Enough batches for every worker process to have seen the root once.
         for _ in range(12):
-            batch()
-        root.rename(tmp_path / "gone")
+            run_batch()
+        root.rename(tmp_path / "removed")
 
-        def noticed() -> bool:
-            batch()
+        def is_restored() -> bool:
+            run_batch()
             return bool(list(root.rglob("operator_0.json")) and list(root.rglob("*.snapshot.arrow")))
 
-        eventually(noticed)
+        eventually(is_restored)
         assert query.exception() is None
-    # On another machine, all that there is lies at the root.
+    # Another machine has only the root.
     job.options["local_dir"] = str(tmp_path / "another")
-    assert job.run(keyed("a", "b")) == {fed: [("a", fed + 1), ("b", fed + 1)]}
+    assert job.run(keyed("a", "b")) == {batches: [("a", batches + 1), ("b", batches + 1)]}
 
 
-def test_spark_keeps_its_operators_checkpoints_and_ours_apart(spark: Any, tmp_path: Path) -> None:
-    """An old job cannot go on with `enable`: its state is Spark's. Nor can one go back."""
+def test_a_checkpoint_of_sparks_operator_does_not_start_ours_and_vice_versa(spark: Any, tmp_path: Path) -> None:
+    """An existing job cannot continue with `enable`, as its state is Spark's. A job cannot switch back either."""
     for first, second in (("spark", "arrow"), ("arrow", "spark")):
         (tmp_path / first).mkdir()
         job = Job(spark, first, tmp_path / first, count_rows, "key string, n bigint")
@@ -338,17 +342,17 @@ def test_spark_keeps_its_operators_checkpoints_and_ours_apart(spark: Any, tmp_pa
         assert job.run() == {1: [("a", 2)]}
 
 
-def test_state_of_another_query_is_left_alone_or_refused(spark: Any, tmp_path: Path) -> None:
+def test_state_of_another_query_is_kept_or_with_strict_refused(spark: Any, tmp_path: Path) -> None:
     assert run(spark, tmp_path) == [("1", 2), ("2", 1)]
-    # A new checkpoint location is a new query: it reads both files and begins without state, beside the other's.
+    # A new checkpoint location is a new query: it reads both files and starts without state; the other query's state stays.
     assert run(spark, tmp_path, checkpoint=tmp_path / "second")[-1] == ("2", 2)
-    assert len([it for it in (tmp_path / "root" / "guarded").iterdir() if it.name != "starting"]) == 2
+    assert len([path for path in (tmp_path / "root" / "guarded").iterdir() if path.name != "starting"]) == 2
     with pytest.raises(Exception, match=r"ExistingStateError.*checkpointLocation"):
         run(spark, tmp_path, checkpoint=tmp_path / "third", strict=True)
 
 
-def test_executors_without_the_package_say_so(tmp_path: Path) -> None:
-    """Spark's executors run a Python that has all but this package; the session's process has it."""
+def test_executors_without_the_package_raise_an_error_with_their_python(tmp_path: Path) -> None:
+    """The Python of Spark's executors has everything except this package; the driver has it."""
     bare = tmp_path / "bare"
     site = next(p for p in sys.path if p.endswith("site-packages"))
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
@@ -382,7 +386,7 @@ def test_executors_without_the_package_say_so(tmp_path: Path) -> None:
         text=True,
         timeout=WAIT_S,
         env=environment,
-        # Python adds its working folder to the path; the checkout would be found there.
+        # Python adds its working folder to the path; in the checkout it would find the package.
         cwd=tmp_path,
         check=False,
     )
@@ -393,8 +397,7 @@ def test_executors_without_the_package_say_so(tmp_path: Path) -> None:
 
 
 def test_a_second_live_run_on_one_state_is_refused(spark: Any, tmp_path: Path) -> None:
-    """A copied Spark checkpoint keeps its query id; the copy is started in another application while the first
-    lives."""
+    """A copied Spark checkpoint keeps its query id; another application starts the copy while the first query runs."""
     assert run(spark, tmp_path) == [("1", 2), ("2", 1)]
     shutil.copytree(tmp_path / "checkpoint", tmp_path / "copy")
     job = textwrap.dedent(
@@ -409,17 +412,16 @@ def test_a_second_live_run_on_one_state_is_refused(spark: Any, tmp_path: Path) -
         test_guards.run(spark, folder, checkpoint=folder / "copy")
         """
     )
-    slow = arrow_state(tmp_path)
 
-    def linger(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    def count_slowly(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         time.sleep(0.2)
         state.update(((state.getOption or (0,))[0] + 1,))
         yield pd.DataFrame({"k": [str(key[0])], "n": [1], "before": [""]})
 
     many = pa.table({"k": pa.array(range(4_000), pa.int64())})
     events = read(spark, write_batches(tmp_path / "in", [many]), "k long")
-    out = slow.apply_in_pandas_with_state(
-        events, "k", linger, "k string, n long, before string", STATE, "update", "NoTimeout"
+    out = arrow_state(tmp_path).apply_in_pandas_with_state(
+        events, "k", count_slowly, "k string, n long, before string", STATE, "update", "NoTimeout"
     )
     first = (
         out.writeStream.outputMode("update")
@@ -429,8 +431,8 @@ def test_a_second_live_run_on_one_state_is_refused(spark: Any, tmp_path: Path) -
     )
     try:
         log = LeaseLog(Folder(str(next((tmp_path / "root").rglob("lease")).parent)))
-        written = log.newest()
-        eventually(lambda: log.newest() != written)
+        newest = log.newest()
+        eventually(lambda: log.newest() != newest)
         second = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", job, str(tmp_path)],
             capture_output=True,
@@ -447,7 +449,7 @@ def test_a_second_live_run_on_one_state_is_refused(spark: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["classic", pytest.param("connect", marks=pytest.mark.connect)])
-def test_two_operators_of_one_name_in_a_query_are_refused_when_planned(
+def test_two_operators_of_one_name_in_a_query_are_refused_by_the_plan(
     request: pytest.FixtureRequest, kind: str, tmp_path: Path
 ) -> None:
     session = request.getfixturevalue("spark" if kind == "classic" else "connect")

@@ -1,4 +1,4 @@
-"""A run between two batches, however far apart they are: it keeps its lease, and gives it free when it ends."""
+"""A run keeps its lease between two batches, however long that takes, and releases it when it ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import RunIdentity
 from tests.helpers.waiting import WAIT_S, eventually
 
-# Renewed after a third of it: ten seconds are left for whatever holds a machine up.
+# The run renews its lease after a third of this, so the machine may be slow for ten seconds.
 LEASE_MS = 15_000
 
 
@@ -38,18 +38,18 @@ def test_an_idle_run_keeps_its_lease_until_it_ends(session: Any, tmp_path: Path)
         eventually(lambda: query.lastProgress is not None or not query.isActive)
         assert query.exception() is None
         query_folder = Folder(str(tmp_path / "root" / "guarded" / str(query.id)))
-        # A lease's time after its only batch, and it is still renewed.
+        # The only batch is over for the duration of a lease, and the run still renews it.
         log = LeaseLog(query_folder)
         before = log.newest()
         assert before is not None
-        eventually(lambda: (found := log.newest()) is not None and found.number >= before.number + 3)
-        for copied in range(2):
-            other = RunIdentity("another application", f"plan {copied}", str(query.id), "another host")
+        eventually(lambda: (newest := log.newest()) is not None and newest.number >= before.number + 3)
+        for plan in range(2):
+            other = RunIdentity("another application", f"plan {plan}", str(query.id), "another host")
             with pytest.raises(LiveRunError, match="Stop the other run"):
                 Lease(query_folder, other, LEASE_MS).hold()
     finally:
         query.stop()
-    eventually(lambda: (found := log.newest()) is None or found.record.released)
+    eventually(lambda: (newest := log.newest()) is None or newest.record.released)
     started_s = time.monotonic()
     Lease(query_folder, RunIdentity("another application", "plan"), 3_600_000).hold()
-    assert time.monotonic() - started_s < WAIT_S, "it did not wait for the lease"
+    assert time.monotonic() - started_s < WAIT_S, "the next run does not wait for the lease"

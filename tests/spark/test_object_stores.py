@@ -1,4 +1,4 @@
-"""Jobs whose state lies in object stores, over real HTTP, in several at once, and on its way from one to another."""
+"""Jobs with state in object stores over real HTTP, in several stores at once, and while it moves between stores."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.helpers.waiting import eventually
 pytestmark = pytest.mark.spark
 
 LETTERS = "abcdefghij"
-# Of each start, and how often it starts.
+# Number of batches of each start, and number of starts.
 BATCHES, STARTS = examples(2, 3), examples(2, 4)
 
 
-class Counted:
-    """A job that counts letters, from start to start, and what it must have counted."""
+class CountingJob:
+    """A job that counts letters and starts several times; it checks the counts of each start."""
 
     def __init__(self, session: Any, folder: Path, **options: Any) -> None:
         self.job = Job(session, "arrow", folder, count, COUNTS, options={"buckets": 4, **options})
@@ -35,7 +35,7 @@ class Counted:
         self.starts = 0
 
     def run(self, batches: int = BATCHES, **options: Any) -> None:
-        """Another start, on a machine with an empty disk."""
+        """Start the job again on a machine with an empty disk, and check its counts."""
         self.starts += 1
         self.job.options.update(local_dir=str(self.job.folder / f"local-{self.starts}"), **options)
         fed = [LETTERS[(self.starts + at) % 3 : 5 + at] * 2 for at in range(batches)]
@@ -48,7 +48,7 @@ class Counted:
 
 @pytest.fixture(params=whole(["s3"], ["obstore", "azure"]))
 def store(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
-    """A store and options for it: s3fs, somebody else's implementation of fsspec, and adlfs."""
+    """A store and options for it: s3fs, obstore's implementation of fsspec, and adlfs."""
     if request.param == "azure":
         azure = request.getfixturevalue("azure")
         return azure, azure.options
@@ -59,99 +59,103 @@ def store(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
     return s3, s3.options
 
 
-def _files(root: str, options: dict[str, Any]) -> list[str]:
+def file_names(root: str, options: dict[str, Any]) -> list[str]:
     operator = Folder(root, options).child("tested")
     query_folders = [name for name in operator.names() if name not in ("spill", "starting")]
-    found = [operator.child(query_folder, str(bucket)).names() for query_folder in query_folders for bucket in range(4)]
-    return [name for names in found for name in names]
+    names_by_bucket = [
+        operator.child(query_folder, str(bucket)).names() for query_folder in query_folders for bucket in range(4)
+    ]
+    return [name for names in names_by_bucket for name in names]
 
 
-def test_a_job_on_an_object_store(spark: Any, store: tuple[Any, dict[str, Any]], tmp_path: Path) -> None:
-    """Restarted again and again where nothing is on the disk: all of the state comes from the store and Spark's own."""
+def test_a_job_restarts_with_its_state_from_an_object_store(
+    spark: Any, store: tuple[Any, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Each start has an empty disk, so all of the state comes from the store and from Spark's own state."""
     server, options = store
     root = server.root(tmp_path.name)
-    counted = Counted(spark, tmp_path, root=root, storage_options=options)
+    counting = CountingJob(spark, tmp_path, root=root, storage_options=options)
     for _ in range(STARTS):
-        counted.run()
-    assert sum(name.endswith(".delta.arrow") for name in _files(root, options)) > STARTS * BATCHES
-    # And synchronously.
-    counted.run(backends=["fsspec"])
+        counting.run()
+    assert sum(name.endswith(".delta.arrow") for name in file_names(root, options)) > STARTS * BATCHES
+    # Without the changelog backend, uploads are synchronous.
+    counting.run(backends=["fsspec"])
 
 
-def test_two_stores_at_once_and_each_alone(spark: Any, s3: Any, azure: Any, tmp_path: Path) -> None:
+def test_a_job_writes_to_two_stores_and_restarts_from_each(spark: Any, s3: Any, azure: Any, tmp_path: Path) -> None:
     east, west = s3.root(tmp_path.name), azure.root(tmp_path.name)
     both = ["changelog", "fsspec", Backend(west, storage_options=azure.options)]
-    counted = Counted(spark, tmp_path, root=east, storage_options=s3.options, backends=both)
+    counting = CountingJob(spark, tmp_path, root=east, storage_options=s3.options, backends=both)
     for _ in range(STARTS):
-        counted.run()
-    counted.run(restore_from=west)
-    # Synchronously once, so that both have everything; then one of them is all there is.
-    counted.run(backends=both[1:])
-    counted.run(root=west, storage_options=azure.options, backends=["changelog", "fsspec"], restore_from=None)
+        counting.run()
+    counting.run(restore_from=west)
+    # One synchronous start makes both stores complete; then the job has only one of them.
+    counting.run(backends=both[1:])
+    counting.run(root=west, storage_options=azure.options, backends=["changelog", "fsspec"], restore_from=None)
 
 
-def test_from_one_root_to_another_while_the_job_runs(spark: Any, tmp_path: Path) -> None:
-    """A, then A and B, then B; restarted at every stage; at the end A is gone."""
+def test_a_job_moves_to_another_root_over_several_starts(spark: Any, tmp_path: Path) -> None:
+    """It uses A, then A and B, then B, and restarts at each step; at the end A is removed."""
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    counted = Counted(spark, tmp_path, root=a)
-    counted.run()
+    counting = CountingJob(spark, tmp_path, root=a)
+    counting.run()
     for backends in (
         ["changelog", "fsspec", Backend(b)],
         ["changelog", "fsspec", Backend(b)],
         ["changelog", Backend(b), "fsspec"],
     ):
-        counted.run(backends=backends)
-    # B holds everything in every bucket once each has been called after its snapshot arrived.
-    job = counted.job
+        counting.run(backends=backends)
+    # A bucket of B is complete once the bucket is called after its snapshot arrived.
+    job = counting.job
     with job.running() as query:
         for at in range(4):
             fed = LETTERS[at:]
-            counted.total.update(fed)
-            done = _batches(query)
+            counting.total.update(fed)
+            done = last_batch(query)
             job.feed(keyed(*fed))
-            eventually(partial(_is_past, query, done))
-    counted.run(root=b, backends=["changelog", "fsspec"])
-    # The driver may still be about to release the lease there, after the query's end.
-    eventually(partial(_removed, a))
+            eventually(partial(is_past, query, done))
+    counting.run(root=b, backends=["changelog", "fsspec"])
+    # After the query has ended, the driver may still release its lease in A.
+    eventually(partial(remove, a))
     for _ in range(2):
-        counted.run()
+        counting.run()
 
 
-def test_beside_a_backend_of_another_package(spark: Any, tmp_path: Path) -> None:
-    """Registered by entry point; then the root is lost."""
+def test_a_backend_of_another_package_restores_the_state_of_a_lost_root(spark: Any, tmp_path: Path) -> None:
+    """The package registers its backend with an entry point."""
     root = tmp_path / "root"
     other = Backend(name="other", kind="sqlite", options={"path": str(tmp_path / "states.sqlite")})
-    counted = Counted(spark, tmp_path, root=str(root), backends=["changelog", "fsspec", other])
+    counting = CountingJob(spark, tmp_path, root=str(root), backends=["changelog", "fsspec", other])
     for _ in range(STARTS):
-        counted.run()
-    # Synchronously once, so that both have everything.
-    counted.run(backends=["fsspec", other])
+        counting.run()
+    # One synchronous start makes both backends complete.
+    counting.run(backends=["fsspec", other])
     query_folders = [query_folder for query_folder in (root / "tested").iterdir() if query_folder.name != "starting"]
     for query_folder in query_folders:
         for bucket in query_folder.glob("[0-9]*"):
             shutil.rmtree(bucket)
-    counted.run(backends=["changelog", "fsspec", other], restore_from="other")
+    counting.run(backends=["changelog", "fsspec", other], restore_from="other")
 
 
-def _batches(query: Any) -> int:
-    """Number of its last batch; -1 before the first."""
+def last_batch(query: Any) -> int:
+    """Return the number of the query's last batch; -1 before the first."""
     return int(query.lastProgress["batchId"]) if query.lastProgress else -1
 
 
-def _removed(folder: str) -> bool:
+def remove(folder: str) -> bool:
     shutil.rmtree(folder, ignore_errors=True)
     return not os.path.exists(folder)
 
 
-def _is_past(query: Any, batch: int) -> bool:
-    return _batches(query) > batch
+def is_past(query: Any, batch: int) -> bool:
+    return last_batch(query) > batch
 
 
-def test_metrics_tell_what_the_batches_did(spark: Any, tmp_path: Path) -> None:
-    counted = Counted(spark, tmp_path)
-    counted.run(batches=4)
+def test_metrics_report_rows_keys_times_and_restores_of_each_batch(spark: Any, tmp_path: Path) -> None:
+    counting = CountingJob(spark, tmp_path)
+    counting.run(batches=4)
     folder = tmp_path / "local-1"
-    # Written within a second.
+    # The metrics are written within a second.
     eventually(lambda: read_metrics(folder).num_rows >= 16)
     batches = by_batch(read_metrics(folder)).to_pylist()
     assert [row["batch"] for row in batches] == [0, 1, 2, 3]
@@ -165,10 +169,10 @@ def test_metrics_tell_what_the_batches_did(spark: Any, tmp_path: Path) -> None:
         assert row["inline_bytes"] > 0
         assert row["wait_ms"] == 0
         assert row["restored_files"] == 0
-    counted.run(batches=1)
+    counting.run(batches=1)
     again = tmp_path / "local-2"
     eventually(lambda: read_metrics(again).num_rows >= 4)
     (row,) = by_batch(read_metrics(again)).to_pylist()
-    # Nothing was on the disk.
+    # The disk was empty.
     assert row["restored_files"] > 0
     assert row["cache_hits"] < 4

@@ -1,5 +1,7 @@
-"""State exactly as of a committed batch, by what Spark's own reader of state says: `open_committed`, `read_state`, and
-commands with ``--checkpoint``."""
+"""Reading the exact state of a committed batch with the help of Spark's own reader of state.
+
+`open_committed`, `read_state` and commands with ``--checkpoint`` do this.
+"""
 
 from __future__ import annotations
 
@@ -20,66 +22,66 @@ from spark_state_ext.spark.source.options import SourceOptions
 
 pytestmark = pytest.mark.spark
 
-# In each batch one key has more rows; "b" rests from the second on.
+# "a" is in every batch; "b" is only in the first.
 BATCHES = (("a", "b", "c", "d"), ("a",), ("a", "e"), ("a",), ("a", "f"))
 
 
-def counted(state: OpenState) -> dict[str, int]:
+def read_counts(state: OpenState) -> dict[str, int]:
     rows = state.scan(["key", "n"]).read_all().to_pylist()
     return {row["key"]: row["n"] for row in rows}
 
 
-def after(batch: int) -> dict[str, int]:
+def expected_counts(batch: int) -> dict[str, int]:
     return dict(Counter(key for keys in BATCHES[: batch + 1] for key in keys))
 
 
 @reads_state
-def test_the_newest_batch_is_read_at_once_and_older_ones_too(
+def test_the_state_of_the_newest_and_of_older_batches_can_be_read(
     spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Whoever reads has not set what the query had: Spark's store, and its checkpoint format where it reads two.
+    # The reader's session does not have these settings of the query.
     conf = conf_of("rocksdb", 2 if SPARK >= (4, 1) else 1)
     job = Job(spark, "arrow", tmp_path, count, output=COUNTS, conf=conf)
     root, checkpoint, newest = tmp_path / "root", job.checkpoint, len(BATCHES) - 1
     job.run(*(keyed(*keys) for keys in BATCHES))
     assert ("stateUniqueIds" in (checkpoint / "commits" / "0").read_text()) == (SPARK >= (4, 1))
-    (folder,) = (it for it in (root / "tested").iterdir() if it.name.count("-") == 4)
+    (folder,) = (path for path in (root / "tested").iterdir() if path.name.count("-") == 4)
     with open_committed(spark, root, checkpoint) as state:
         assert (state.batch, state.newest_batch, state.proven, state.held) == (newest, newest, True, True)
-        assert counted(state) == after(newest)
+        assert read_counts(state) == expected_counts(newest)
         assert state.get("a")["n"].to_pylist() == [5]
         oldest = state.oldest_batch
-        inline = [(it.bucket, delta.name) for it in state.files.pointers.values() for delta in it.inline]
+        inline = [(pointer.bucket, delta.name) for pointer in state.files.pointers.values() for delta in pointer.inline]
     assert list((folder / "holds").iterdir()) == []
     for batch in range(oldest, newest):
         with open_committed(spark, folder, str(checkpoint), operator="tested", batch=batch, hold=False) as state:
-            assert (state.batch, counted(state)) == (batch, after(batch))
+            assert (state.batch, read_counts(state)) == (batch, expected_counts(batch))
 
-    # As before any of these was uploaded: what the last batch changed is in Spark's checkpoint only.
+    # As before these were uploaded: only Spark's checkpoint has the changes of the last batch.
     assert inline
     for bucket, name in inline:
         (folder / str(bucket) / name).unlink(missing_ok=True)
     with open_committed(spark, root, checkpoint) as state:
-        assert counted(state) == after(newest)
+        assert read_counts(state) == expected_counts(newest)
     with open_state(root, unproven=True) as state:
-        assert counted(state) != after(newest)
+        assert read_counts(state) != expected_counts(newest)
 
     frame = read_state(spark, root, checkpoint_location=checkpoint, columns=["key", "n"])
-    assert {row.key: row.n for row in frame.collect()} == after(newest)
+    assert {row.key: row.n for row in frame.collect()} == expected_counts(newest)
     changed = read_state(spark, root, checkpoint_location=checkpoint, from_batch=newest - 1).collect()
     assert sorted((row.key, row.n, row._change) for row in changed) == [("a", 5, "update"), ("f", 1, "insert")]
 
-    there = [str(root), "--checkpoint", str(checkpoint)]
+    location = [str(root), "--checkpoint", str(checkpoint)]
     capsys.readouterr()
-    assert main(["get", there[0], "a", *there[1:], "-o", "jsonl"]) == 0
+    assert main(["get", location[0], "a", *location[1:], "-o", "jsonl"]) == 0
     assert json.loads(capsys.readouterr().out)["n"] == 5
-    assert main(["show", *there, "--at", str(newest - 1), "-o", "json"]) == 0
+    assert main(["show", *location, "--at", str(newest - 1), "-o", "json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (shown["batch"], shown["newest_batch"], shown["begun_batch"]) == (newest - 1, newest, newest)
-    assert main(["diff", *there, "--at", str(newest - 1), "-o", "jsonl"]) == 1
+    assert main(["diff", *location, "--at", str(newest - 1), "-o", "jsonl"]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 2
-    for wrong in (["--unproven"], ["--query-folder", folder.name]):
-        assert main(["scan", *there, *wrong]) == 2
+    for options in (["--unproven"], ["--query-folder", folder.name]):
+        assert main(["scan", *location, *options]) == 2
         assert "or --checkpoint, not both" in capsys.readouterr().err
 
     with pytest.raises(MissingCheckpointError, match=r"batch 99 of .* cannot be read: only batches .* are committed"):
@@ -91,22 +93,22 @@ def test_the_newest_batch_is_read_at_once_and_older_ones_too(
 
 
 @reads_state
-def test_a_session_with_other_settings_leaves_the_users_as_it_is(spark: Any) -> None:
+def test_opening_a_session_with_other_settings_does_not_change_the_users_session(spark: Any) -> None:
     name, mine = "spark.sql.streaming.stateStore.checkpointFormatVersion", "spark.sql.session.timeZone"
     with open_session_with(spark, {name: "1"}) as same:
         assert same is spark
     with configured(spark, {mine: "Asia/Tokyo"}), open_session_with(spark, {name: "2"}) as other:
         assert (other.conf.get(name), other.conf.get(mine)) == ("2", "Asia/Tokyo")
-        # What another thread plans now has the user's settings.
+        # Plans of other threads still have the user's settings.
         assert spark.conf.get(name, "1") == "1"
 
 
 @pytest.mark.skipif(SPARK >= (4, 0), reason="Spark 4.0 and newer have a reader of state")
-def test_pyspark_3_5_says_what_to_do(spark: Any, tmp_path: Path) -> None:
+def test_pyspark_3_5_refuses_and_names_the_releases_that_can_read(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"Read with PySpark 4\.0 or newer"):
         open_committed(spark, tmp_path, tmp_path / "checkpoint")
 
 
-def test_a_data_source_cannot_ask_spark_and_says_who_can() -> None:
+def test_the_data_source_refuses_a_checkpoint_and_names_read_state() -> None:
     with pytest.raises(UsageError, match=r"use read_state\(spark, path, checkpoint_location=…\)"):
         SourceOptions.of({"path": "/state", "checkpointLocation": "/checkpoints/clicks"})
