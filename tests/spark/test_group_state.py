@@ -194,19 +194,19 @@ def test_update_converts_values_as_spark_does(session: Any, operator: str, tmp_p
     keys = ["bytearray", "numpy", "pandas", "python"]
     batch = event_rows(*[(key, 1, 1) for key in keys])
     first, second = job.run(batch)[0], job.run(batch)[1]
-    nothing = "NoneType None"
+    null = "NoneType None"
     local = dt.datetime(2020, 1, 2, 3, 4, 5, 6, tzinfo=zone).astimezone()
     texts_of_call = [
-        f"bytearray: {' | '.join([nothing] * 4)} | Decimal 3 | bytearray bytearray(b'abc')",
-        f"numpy: int 7 | float 0.5 | datetime 2020-01-02 03:04:05.000006 | {' | '.join([nothing] * 3)}",
-        f"pandas: int 1 | float 2.0 | datetime 2020-01-02 03:04:05.000006 | date 2020-01-02 | {nothing} | {nothing}",
+        f"bytearray: {' | '.join([null] * 4)} | Decimal 3 | bytearray bytearray(b'abc')",
+        f"numpy: int 7 | float 0.5 | datetime 2020-01-02 03:04:05.000006 | {' | '.join([null] * 3)}",
+        f"pandas: int 1 | float 2.0 | datetime 2020-01-02 03:04:05.000006 | date 2020-01-02 | {null} | {null}",
         f"python: int {2**62} | float inf | datetime {local} | date 0001-01-01 | Decimal 1.50 | bytes b'\\x00\\xff'",
     ]
     assert [text for (text,) in first] == sorted(
         [*texts_of_call, *[f"{key}: " for key in keys]], key=lambda text: repr((text,))
     )
     texts_of_next_batch = [
-        f"bytearray: {' | '.join([nothing] * 4)} | Decimal 3.00 | bytes b'abc'",
+        f"bytearray: {' | '.join([null] * 4)} | Decimal 3.00 | bytes b'abc'",
         *texts_of_call[1:3],
         texts_of_call[3].replace(str(local), str(local.replace(tzinfo=None))),
     ]

@@ -17,7 +17,7 @@ from tests.helpers.soak import whole
 pytestmark = [pytest.mark.spark, reads_state]
 
 # Provider, checkpoint format, number of batches between the stop and the last batch, and whether the next one was planned.
-# The reader of 4.0 cannot read format 2, and then its JVM cannot read format 1 either: with 4.0 the suite uses only format 1.
+# The reader of 4.0 cannot read format 2, and a JVM of 4.0 that has met it cannot read format 1: with 4.0 all use format 1.
 READABLE = {("hdfs", 1), ("rocksdb", 1), ("rocksdb", 2)} - ({("rocksdb", 2)} if SPARK < (4, 1) else set())
 SUITE = [("hdfs", 1, 1, False), ("rocksdb", 2 if SPARK >= (4, 1) else 1, 2, True)]
 MORE = [

@@ -109,11 +109,11 @@ def test_a_job_moves_to_another_root_over_several_starts(spark: Any, tmp_path: P
     job = counting.job
     with job.running() as query:
         for at in range(4):
-            fed = LETTERS[at:]
-            counting.total.update(fed)
-            done = last_batch(query)
-            job.feed(keyed(*fed))
-            eventually(partial(is_past, query, done))
+            letters = LETTERS[at:]
+            counting.total.update(letters)
+            batch = last_batch(query)
+            job.feed(keyed(*letters))
+            eventually(partial(is_past, query, batch))
     counting.run(root=b, backends=["changelog", "fsspec"])
     # After the query has ended, the driver may still release its lease in A.
     eventually(partial(remove, a))
@@ -159,9 +159,9 @@ def test_metrics_report_rows_keys_times_and_restores_of_each_batch(spark: Any, t
     eventually(lambda: read_metrics(folder).num_rows >= 16)
     batches = by_batch(read_metrics(folder)).to_pylist()
     assert [row["batch"] for row in batches] == [0, 1, 2, 3]
-    fed = [LETTERS[(1 + at) % 3 : 5 + at] * 2 for at in range(4)]
-    assert [row["rows"] for row in batches] == [len(letters) for letters in fed]
-    assert [row["keys"] for row in batches] == [len(set(letters)) for letters in fed]
+    letters_by_batch = [LETTERS[(1 + at) % 3 : 5 + at] * 2 for at in range(4)]
+    assert [row["rows"] for row in batches] == [len(letters) for letters in letters_by_batch]
+    assert [row["keys"] for row in batches] == [len(set(letters)) for letters in letters_by_batch]
     assert all(row["buckets"] == 4 for row in batches)
     for row in batches:
         assert 0 < row["user_ms"] < row["total_ms"]

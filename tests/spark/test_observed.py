@@ -65,7 +65,7 @@ def test_a_querys_progress_shows_the_size_of_the_state(session: Any, api: str, t
 def test_the_progress_of_a_new_query_counts_the_other_queries_with_state_in_its_root(
     session: Any, tmp_path: Path
 ) -> None:
-    """This shows, for example, that somebody deleted Spark's checkpoint and kept the root."""
+    """There are others, for example, if Spark's checkpoint was deleted and the root kept."""
     job = ApiJob(session, "arrow", tmp_path, COUNTERS["pandas"], api="pandas")
     with job.configured():
         for other_queries in (0, 1, 2):

@@ -76,8 +76,8 @@ def test_the_state_of_the_newest_and_of_older_batches_can_be_read(
     assert main(["get", location[0], "a", *location[1:], "-o", "jsonl"]) == 0
     assert json.loads(capsys.readouterr().out)["n"] == 5
     assert main(["show", *location, "--at", str(newest - 1), "-o", "json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert (shown["batch"], shown["newest_batch"], shown["begun_batch"]) == (newest - 1, newest, newest)
+    report = json.loads(capsys.readouterr().out)
+    assert (report["batch"], report["newest_batch"], report["begun_batch"]) == (newest - 1, newest, newest)
     assert main(["diff", *location, "--at", str(newest - 1), "-o", "jsonl"]) == 1
     assert len(capsys.readouterr().out.splitlines()) == 2
     for options in (["--unproven"], ["--query-folder", folder.name]):
@@ -94,13 +94,19 @@ def test_the_state_of_the_newest_and_of_older_batches_can_be_read(
 
 @reads_state
 def test_opening_a_session_with_other_settings_does_not_change_the_users_session(spark: Any) -> None:
-    name, mine = "spark.sql.streaming.stateStore.checkpointFormatVersion", "spark.sql.session.timeZone"
-    with open_session_with(spark, {name: "1"}) as same:
-        assert same is spark
-    with configured(spark, {mine: "Asia/Tokyo"}), open_session_with(spark, {name: "2"}) as other:
-        assert (other.conf.get(name), other.conf.get(mine)) == ("2", "Asia/Tokyo")
+    format_setting, zone_setting = (
+        "spark.sql.streaming.stateStore.checkpointFormatVersion",
+        "spark.sql.session.timeZone",
+    )
+    with open_session_with(spark, {format_setting: "1"}) as same_session:
+        assert same_session is spark
+    with (
+        configured(spark, {zone_setting: "Asia/Tokyo"}),
+        open_session_with(spark, {format_setting: "2"}) as other_session,
+    ):
+        assert (other_session.conf.get(format_setting), other_session.conf.get(zone_setting)) == ("2", "Asia/Tokyo")
         # Plans of other threads still have the user's settings.
-        assert spark.conf.get(name, "1") == "1"
+        assert spark.conf.get(format_setting, "1") == "1"
 
 
 @pytest.mark.skipif(SPARK >= (4, 0), reason="Spark 4.0 and newer have a reader of state")

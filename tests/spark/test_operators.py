@@ -1,4 +1,4 @@
-"""Built-in operators against Spark's own: the same input in the same batches, the same rows in every batch."""
+"""Built-in operators give the same rows in every batch as Spark's own operators, for the same input in the same batches."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from tests.helpers.waiting import eventually
 
 pytestmark = [pytest.mark.spark]
 
-Found = dict[int, list[Any]]
+RowsByBatch = dict[int, list[Any]]
 Plan = Callable[[Any], Any]
 EVENTS = pa.schema([("key", pa.string()), ("at", pa.timestamp("us", "UTC")), ("value", pa.int64())])
 GAP_MS = 10_000
 
 
-def state(folder: Path, **options: Any) -> ArrowState:
+def make_state(folder: Path, **options: Any) -> ArrowState:
     return ArrowState(
         str(folder / "root"), "tested", buckets=3, lease_ms=1_000, local_dir=str(folder / "local"), **options
     )
 
 
 def events(*rows: tuple[str | None, float | None, int | None]) -> Any:
-    """A batch: key, event time in seconds, value."""
+    """Return a batch of rows with key, event time in seconds, value."""
     return pa.table(
         [
             pa.array([key for key, _, _ in rows], pa.string()),
@@ -54,18 +54,18 @@ def events(*rows: tuple[str | None, float | None, int | None]) -> Any:
 
 
 def random_events(seed: int, batches: int) -> list[Any]:
-    """Times that move on by 10 s a batch; some are late, some are no times."""
-    random = np.random.default_rng(seed)
-    found = []
+    """Return batches whose times advance by 10 s per batch; some rows are late, some times are NULL."""
+    generator = np.random.default_rng(seed)
+    tables = []
     for batch in range(batches):
         rows: list[tuple[str | None, float | None, int | None]] = []
-        for _ in range(int(random.integers(8, 25))):
-            key = None if random.random() < 0.05 else "abcdef"[random.integers(6)]
-            at = None if random.random() < 0.05 else max(0.0, 10.0 * batch + int(random.integers(-30, 12)))
-            value = None if random.random() < 0.1 else int(random.integers(100))
+        for _ in range(int(generator.integers(8, 25))):
+            key = None if generator.random() < 0.05 else "abcdef"[generator.integers(6)]
+            at = None if generator.random() < 0.05 else max(0.0, 10.0 * batch + int(generator.integers(-30, 12)))
+            value = None if generator.random() < 0.1 else int(generator.integers(100))
             rows.append((key, at, value))
-        found.append(events(*rows))
-    return found
+        tables.append(events(*rows))
+    return tables
 
 
 def comparable(value: Any) -> Any:
@@ -84,15 +84,15 @@ def run(
     mode: str,
     *,
     restart_after: int | None = None,
-) -> Found:
-    """What each batch of a query gives; batches that give nothing are left out."""
-    found: Found = {}
+) -> RowsByBatch:
+    """Run a query and return the rows of each batch that has rows."""
+    rows_by_batch: RowsByBatch = {}
 
-    def take(frame: Any, batch: int) -> None:
+    def save(frame: Any, batch: int) -> None:
         rows = sorted((comparable(row) for row in frame.collect()), key=repr)
-        assert batch not in found
+        assert batch not in rows_by_batch
         if rows:
-            found[batch] = rows
+            rows_by_batch[batch] = rows
 
     for part in (batches[:restart_after], batches[restart_after:] if restart_after is not None else []):
         if not part:
@@ -100,16 +100,16 @@ def run(
         source = write_batches(folder / "in", part)
         finish(
             plan(read(session, source, ddl(batches[0].schema)))
-            .writeStream.foreachBatch(take)
+            .writeStream.foreachBatch(save)
             .outputMode(mode)
             .option("checkpointLocation", str(folder / "checkpoint"))
             .trigger(availableNow=True)
             .start()
         )
-    return found
+    return rows_by_batch
 
 
-def assert_as_spark(
+def assert_equal_to_spark(
     session: Any,
     folder: Path,
     batches: Sequence[Any],
@@ -117,68 +117,70 @@ def assert_as_spark(
     sparks: Callable[[Any], Any],
     mode: str,
     restart_after: int | None = None,
-) -> Found:
-    """The same rows in the same batches; returns them."""
-    found = []
+) -> RowsByBatch:
+    """Assert that both plans give the same rows in the same batches, and return the rows."""
+    outputs = []
     plans: dict[str, Plan] = {"ours": lambda df: ours(df, folder / "ours"), "sparks": sparks}
     for name, plan in plans.items():
-        own = folder / name
-        own.mkdir()
-        found.append(run(session, own, batches, plan, mode, restart_after=restart_after))
-    assert found[0].keys() == found[1].keys()
-    for batch, rows in found[0].items():
-        for mine, own in zip(rows, found[1][batch], strict=True):
-            assert mine == own, f"batch {batch}"
-    return found[0]
+        plan_folder = folder / name
+        plan_folder.mkdir()
+        outputs.append(run(session, plan_folder, batches, plan, mode, restart_after=restart_after))
+    assert outputs[0].keys() == outputs[1].keys()
+    for batch, rows in outputs[0].items():
+        for our_row, spark_row in zip(rows, outputs[1][batch], strict=True):
+            assert our_row == spark_row, f"batch {batch}"
+    return outputs[0]
 
 
 # -- before the shuffle --------------------------------------------------------------------------------------
 
 
 def shuffled_rows(folder: Path) -> int:
-    """Rows that came to buckets so far."""
+    """Return the number of rows that buckets have received so far."""
     return sum(read_metrics(folder).column("rows").to_pylist())
 
 
-def shuffled_at_least(folder: Path, rows: int) -> bool:
+def has_shuffled(folder: Path, rows: int) -> bool:
     return shuffled_rows(folder) >= rows
 
 
 @CLASSIC
-def test_rows_become_fewer_before_the_shuffle_where_keys_repeat(session: Any, tmp_path: Path) -> None:
+def test_repeated_keys_are_combined_before_the_shuffle(session: Any, tmp_path: Path) -> None:
     repeated = [events(*(("abcde"[i % 5], i / 100, (7 * i + batch) % 100) for i in range(1_000))) for batch in range(2)]
     single = [events(*((f"{batch} {i}", i / 100, i) for i in range(300))) for batch in range(2)]
-    counted = {"n": Agg.count(), "total": Agg.sum("value"), "mean": Agg.mean("value"), "last": Agg.max("at")}
-    native = [F.count("*"), F.sum("value"), F.avg("value"), F.max("at")]
+    aggregates = {"n": Agg.count(), "total": Agg.sum("value"), "mean": Agg.mean("value"), "last": Agg.max("at")}
+    spark_aggregates = [F.count("*"), F.sum("value"), F.avg("value"), F.max("at")]
     for name, batches, least, most in (("repeated", repeated, 10, 40), ("single", single, 600, 600)):
         folder = tmp_path / name
         folder.mkdir()
-        assert_as_spark(
+        assert_equal_to_spark(
             session,
             folder,
             batches,
-            lambda df, own: aggregate(state(own), df, "key", counted),
-            lambda df: df.groupBy("key").agg(*native),
+            lambda df, own: aggregate(make_state(own), df, "key", aggregates),
+            lambda df: df.groupBy("key").agg(*spark_aggregates),
             "update",
         )
-        eventually(functools.partial(shuffled_at_least, folder / "ours" / "local", least))
+        eventually(functools.partial(has_shuffled, folder / "ours" / "local", least))
         assert shuffled_rows(folder / "ours" / "local") <= most
-    found = run(
+    rows_by_batch = run(
         session,
         tmp_path,
         repeated,
-        lambda df: top_k(state(tmp_path), df, "key", ["value", "at"], 2).select("key", "value", "rank"),
+        lambda df: top_k(make_state(tmp_path), df, "key", ["value", "at"], 2).select("key", "value", "rank"),
         "update",
     )
-    for batch, rows in found.items():
-        seen = pa.concat_tables(repeated[: batch + 1]).to_pylist()
-        wanted = [
+    for batch, rows in rows_by_batch.items():
+        rows_so_far = pa.concat_tables(repeated[: batch + 1]).to_pylist()
+        expected = [
             (key, value, rank)
             for key in "abcde"
-            for rank, value in enumerate(sorted((r["value"] for r in seen if r["key"] == key), reverse=True)[:2], 1)
+            for rank, value in enumerate(
+                sorted((r["value"] for r in rows_so_far if r["key"] == key), reverse=True)[:2], 1
+            )
         ]
-        assert set(rows) <= set(wanted)
-        assert batch > 0 or rows == wanted
+        assert set(rows) <= set(expected)
+        assert batch > 0 or rows == expected
     assert shuffled_rows(tmp_path / "local") <= 2 * 2 * 10
 
 
@@ -204,40 +206,40 @@ _NUMBERS = ("small", "whole", "real", "single", "price", "wide")
 
 
 def values(seed: int, rows: int) -> Any:
-    random = np.random.default_rng(seed)
+    generator = np.random.default_rng(seed)
     reals = [0.25, -0.0, 0.0, math.nan, math.inf, 1e9 + 0.5, 1e9 + 0.75, -3.5]
 
     def value(name: str) -> Any:
-        if random.random() < 0.2:
+        if generator.random() < 0.2:
             return None
-        number = int(random.integers(-100, 100))
+        number = int(generator.integers(-100, 100))
         return {
-            "key": "abcdefgh"[random.integers(8)],
+            "key": "abcdefgh"[generator.integers(8)],
             "small": number,
             "whole": number * 10**9,
-            "real": reals[random.integers(len(reals))] if number > 50 else number / 4,
+            "real": reals[generator.integers(len(reals))] if number > 50 else number / 4,
             "single": number / 8 if number < 90 else math.nan,
             "price": decimal.Decimal(number) / 100,
             "wide": decimal.Decimal(number * 10**20) / 3**3,
-            "text": ["", "a", "aa", "b", "ä", "𐍈", "￿"][random.integers(7)],
+            "text": ["", "a", "aa", "b", "ä", "𐍈", "￿"][generator.integers(7)],
             "bytes": bytes([abs(number), 0]),
             "day": dt.date(2020, 1, 1) + dt.timedelta(days=number),
             "at": dt.datetime(2020, 1, 1, tzinfo=dt.timezone.utc) + dt.timedelta(microseconds=number),
             "flag": number > 0,
         }[name]
 
-    rounded = [{name: value(name) for name in VALUES.names} for _ in range(rows)]
-    for row in rounded:
+    table_rows = [{name: value(name) for name in VALUES.names} for _ in range(rows)]
+    for row in table_rows:
         row["wide"] = None if row["wide"] is None else row["wide"].quantize(decimal.Decimal("0.000001"))
-    return pa.Table.from_pylist(rounded, schema=VALUES)
+    return pa.Table.from_pylist(table_rows, schema=VALUES)
 
 
 @CLASSIC
-def test_every_aggregate_of_every_type(session: Any, tmp_path: Path) -> None:
-    ordered = VALUES.names[1:]
+def test_every_aggregate_of_every_type_equals_sparks(session: Any, tmp_path: Path) -> None:
+    names = VALUES.names[1:]
     ours = {"rows": Agg.count()}
     sparks = [F.count("*").alias("rows")]
-    for name in ordered:
+    for name in names:
         ours |= {f"n_{name}": Agg.count(name), f"min_{name}": Agg.min(name), f"max_{name}": Agg.max(name)}
         sparks += [F.count(name).alias(f"n_{name}"), F.min(name).alias(f"min_{name}"), F.max(name).alias(f"max_{name}")]
     for name in _NUMBERS:
@@ -252,33 +254,35 @@ def test_every_aggregate_of_every_type(session: Any, tmp_path: Path) -> None:
     sparks.append(F.sum(F.col("small") * 2 + 1).alias("twice"))
     schemas: list[Any] = []
 
-    def mine(df: Any, folder: Path) -> Any:
-        schemas.append(aggregate(state(folder), df, ["key"], ours))
+    def plan_ours(df: Any, folder: Path) -> Any:
+        schemas.append(aggregate(make_state(folder), df, ["key"], ours))
         return schemas[-1]
 
-    def own(df: Any) -> Any:
+    def plan_sparks(df: Any) -> Any:
         schemas.append(df.groupBy("key").agg(*sparks))
         return schemas[-1]
 
-    found = assert_as_spark(session, tmp_path, [values(i, 40) for i in range(3)], mine, own, "update", restart_after=2)
+    rows_by_batch = assert_equal_to_spark(
+        session, tmp_path, [values(i, 40) for i in range(3)], plan_ours, plan_sparks, "update", restart_after=2
+    )
     assert [(f.name, f.dataType) for f in schemas[0].schema] == [(f.name, f.dataType) for f in schemas[-1].schema]
-    assert len(found) == 3
+    assert len(rows_by_batch) == 3
 
 
 @CLASSIC
-def test_a_sum_beyond_a_long_fails(session: Any, tmp_path: Path) -> None:
+def test_a_sum_outside_a_long_fails(session: Any, tmp_path: Path) -> None:
     batches = [events(("a", 1, 2**62), ("b", 1, 1)), events(("a", 1, 2**62))]
     with pytest.raises(Exception, match=r"'total' of the key \{'key': 'a'\} exceeds the range of int64"):
         run(
             session,
             tmp_path,
             batches,
-            lambda df: aggregate(state(tmp_path), df, "key", {"total": Agg.sum("value")}),
+            lambda df: aggregate(make_state(tmp_path), df, "key", {"total": Agg.sum("value")}),
             "update",
         )
 
 
-# -- rows that are given once --------------------------------------------------------------------------------
+# -- rows that are emitted once --------------------------------------------------------------------------------
 
 FIRST_AND_LAST = {
     "n": Agg.count(),
@@ -294,25 +298,25 @@ WINDOW = {"n": Agg.count(), "total": Agg.sum("value"), "latest": Agg.max("at")}
 FAR_S, OLD_S = 253_399_622_400.0, -62_135_596_800.0
 
 
-def slide() -> Any:
+def sliding_window() -> Any:
     return F.window("at", "20 seconds", "10 seconds")
 
 
-def windows_of_spark(df: Any) -> Any:
-    return df.groupBy(slide(), "key").agg(
+def spark_windows(df: Any) -> Any:
+    return df.groupBy(sliding_window(), "key").agg(
         F.count("*").alias("n"), F.sum("value").alias("total"), F.max("at").alias("latest")
     )
 
 
 OURS: dict[str, Callable[[ArrowState, Any], Any]] = {
-    "windows": lambda mine, df: aggregate(mine, df, [slide(), "key"], WINDOW, "append"),
-    "first of key": lambda mine, df: deduplicate(mine, df, "key"),
-    "first of key and time": lambda mine, df: deduplicate(mine, df, [F.col("key"), "at"]),
-    "first within watermark": lambda mine, df: deduplicate(mine, df, ["key"], within_watermark=True),
-    "sessions": lambda mine, df: sessionize(mine, df, ["key"], "at", GAP_MS, FIRST_AND_LAST),
+    "windows": lambda state, df: aggregate(state, df, [sliding_window(), "key"], WINDOW, "append"),
+    "first of key": lambda state, df: deduplicate(state, df, "key"),
+    "first of key and time": lambda state, df: deduplicate(state, df, [F.col("key"), "at"]),
+    "first within watermark": lambda state, df: deduplicate(state, df, ["key"], within_watermark=True),
+    "sessions": lambda state, df: sessionize(state, df, ["key"], "at", GAP_MS, FIRST_AND_LAST),
 }
 SPARKS: dict[str, Plan] = {
-    "windows": windows_of_spark,
+    "windows": spark_windows,
     "first of key": lambda df: df.dropDuplicates(["key"]),
     "first of key and time": lambda df: df.dropDuplicates(["key", "at"]),
     "first within watermark": lambda df: df.dropDuplicatesWithinWatermark(["key"]),
@@ -327,80 +331,85 @@ SPARKS: dict[str, Plan] = {
 }
 
 
-def told(frame: Any, what: str) -> Any:
-    """The rows as text, with what they are."""
+def as_text(frame: Any, what: str) -> Any:
+    """Return the rows as JSON text, with a column that names the operator."""
     names = [F.round(name, 6).alias(name) if name == "spread" else F.col(name) for name in frame.columns]
     text = F.to_json(F.struct(*names), {"timestampFormat": "yyyy-MM-dd HH:mm:ss.SSSSSS"})
     return frame.select(F.lit(what).alias("what"), text.alias("row"))
 
 
-def one(what: str, df: Any, folder: Path, ours: bool) -> Any:
+def make_plan(what: str, df: Any, folder: Path, ours: bool) -> Any:
     timed = df.withWatermark("at", "15 seconds")
-    return told(OURS[what](state(folder), timed) if ours else SPARKS[what](timed), what)
+    return as_text(OURS[what](make_state(folder), timed) if ours else SPARKS[what](timed), what)
 
 
 @CLASSIC
-def test_operators_that_give_rows_once(session: Any, tmp_path: Path) -> None:
-    """Late rows, several open sessions of a key, a restart, and times of the years 1 and 9999; in every batch the rows
-    of Spark's operators."""
+def test_windows_deduplication_and_sessions_emit_the_rows_of_spark(session: Any, tmp_path: Path) -> None:
+    """Input has late rows, several open sessions of a key, a restart, and times of the years 1 and 9999."""
     batches = random_events(1, 6)
     far = events(("far", FAR_S, 1), ("far", FAR_S + 1, 2), ("a", OLD_S, 3), ("old", OLD_S, 4))
 
-    def work(what: str, ours: bool) -> Found:
+    def run_query(what: str, ours: bool) -> RowsByBatch:
         folder = tmp_path / f"{what} {ours}"
         folder.mkdir()
-        plan = functools.partial(one, what, folder=folder, ours=ours)
-        # Sessions close late.
-        fed = batches if SOAK or what == "sessions" else batches[:4]
-        # After it every row is late.
-        fed = [*fed[:-2], pa.concat_tables([fed[-2], far]), fed[-1]]
-        return run(session, folder, fed, plan, "append", restart_after=3)
+        plan = functools.partial(make_plan, what, folder=folder, ours=ours)
+        # Sessions close late, so they need all batches.
+        fed_batches = batches if SOAK or what == "sessions" else batches[:4]
+        # After the times of the year 9999, every row is late.
+        fed_batches = [*fed_batches[:-2], pa.concat_tables([fed_batches[-2], far]), fed_batches[-1]]
+        return run(session, folder, fed_batches, plan, "append", restart_after=3)
 
-    # A batch waits more than it works. Half of them would be without rows.
+    # Batches mostly wait, so queries run in parallel. Batches without data would double their number.
     with (
         configured(session, {"spark.sql.streaming.noDataMicroBatches.enabled": "false"}),
         ThreadPoolExecutor(4) as pool,
     ):
-        found = {(what, ours): pool.submit(work, what, ours) for what in OURS for ours in (True, False)}
+        results = {(what, ours): pool.submit(run_query, what, ours) for what in OURS for ours in (True, False)}
     for what in OURS:
-        assert found[what, True].result() == found[what, False].result(), what
-        assert sum(len(rows) for rows in found[what, True].result().values()) > 5, what
+        assert results[what, True].result() == results[what, False].result(), what
+        assert sum(len(rows) for rows in results[what, True].result().values()) > 5, what
 
 
 @pytest.mark.soak
 @CLASSIC
-def test_windows_in_update_mode(session: Any, tmp_path: Path) -> None:
-    def mine(df: Any, folder: Path) -> Any:
-        return aggregate(state(folder), df.withWatermark("at", "7 seconds"), [slide(), "key"], WINDOW)
+def test_windows_in_update_mode_equal_sparks(session: Any, tmp_path: Path) -> None:
+    def plan_ours(df: Any, folder: Path) -> Any:
+        return aggregate(make_state(folder), df.withWatermark("at", "7 seconds"), [sliding_window(), "key"], WINDOW)
 
-    def own(df: Any) -> Any:
-        return windows_of_spark(df.withWatermark("at", "7 seconds"))
+    def plan_sparks(df: Any) -> Any:
+        return spark_windows(df.withWatermark("at", "7 seconds"))
 
-    found = assert_as_spark(session, tmp_path, random_events(2, 5), mine, own, "update", restart_after=3)
-    assert sum(len(rows) for rows in found.values()) > 30
+    rows_by_batch = assert_equal_to_spark(
+        session, tmp_path, random_events(2, 5), plan_ours, plan_sparks, "update", restart_after=3
+    )
+    assert sum(len(rows) for rows in rows_by_batch.values()) > 30
 
 
 @pytest.mark.connect
-def test_through_connect(connect: Any, tmp_path: Path) -> None:
-    """Plans are made with public calls only."""
+def test_operators_can_be_planned_and_run_on_connect(connect: Any, tmp_path: Path) -> None:
+    """Plans use only public calls, so Connect can make them; one of them runs."""
     df = read(connect, write_batches(tmp_path / "in", random_events(3, 2)), ddl(EVENTS))
     for what in OURS:
-        assert one(what, df, tmp_path, True).columns == ["what", "row"]
-    writer = one("first of key", df, tmp_path, True).writeStream.format("parquet").option("path", str(tmp_path / "out"))
+        assert make_plan(what, df, tmp_path, True).columns == ["what", "row"]
+    writer = (
+        make_plan("first of key", df, tmp_path, True)
+        .writeStream.format("parquet")
+        .option("path", str(tmp_path / "out"))
+    )
     finish(writer.option("checkpointLocation", str(tmp_path / "c")).trigger(availableNow=True).start())
     assert connect.read.parquet(str(tmp_path / "out")).count() >= 6
 
 
 @CLASSIC
-def test_duplicates_in_all_columns(session: Any, tmp_path: Path) -> None:
-    found = run(
+def test_deduplicate_without_keys_compares_all_columns(session: Any, tmp_path: Path) -> None:
+    rows_by_batch = run(
         session,
         tmp_path,
         [events(("a", 1, 1), ("a", 1, 1), ("a", 1, 2)), events(("a", 1, 2), ("a", 2, 2), (None, None, None))],
-        lambda df: deduplicate(state(tmp_path, ttl=Ttl(86_400_000)), df).selectExpr("key", "value"),
+        lambda df: deduplicate(make_state(tmp_path, ttl=Ttl(86_400_000)), df).selectExpr("key", "value"),
         "append",
     )
-    assert found == {0: [("a", 1), ("a", 2)], 1: [("a", 2), (None, None)]}
+    assert rows_by_batch == {0: [("a", 1), ("a", 2)], 1: [("a", 2), (None, None)]}
 
 
 # -- top k ---------------------------------------------------------------------------------------------------
@@ -408,15 +417,15 @@ def test_duplicates_in_all_columns(session: Any, tmp_path: Path) -> None:
 
 @CLASSIC
 @pytest.mark.parametrize("emit", whole(["changed"], ["all"]))
-def test_top_rows(session: Any, emit: str, tmp_path: Path) -> None:
-    """Written by key and rank, they are ROW_NUMBER over all input."""
+def test_top_k_upserted_by_key_and_rank_equals_row_number(session: Any, emit: str, tmp_path: Path) -> None:
+    """The expected rows are those of ROW_NUMBER over all input."""
     batches = random_events(6, 4)
-    found = run(
+    rows_by_batch = run(
         session,
         tmp_path,
         batches,
         lambda df: top_k(
-            state(tmp_path),
+            make_state(tmp_path),
             df,
             ["key"],
             ["value", F.col("at").cast("long")],
@@ -427,128 +436,133 @@ def test_top_rows(session: Any, emit: str, tmp_path: Path) -> None:
         "update",
         restart_after=2,
     )
-    table = {(row[0], row[3]): row for batch in sorted(found) for row in found[batch]}
+    table = {(row[0], row[3]): row for batch in sorted(rows_by_batch) for row in rows_by_batch[batch]}
     everything = session.read.parquet(str(tmp_path / "in")).createOrReplaceTempView("events") or session.table("events")
     ranked = everything.selectExpr(
         "*",
         "row_number() OVER (PARTITION BY key ORDER BY value DESC, CAST(at AS LONG), monotonically_increasing_id()) AS rank",
     ).where("rank <= 3")
-    wanted = {(row[0], row[2], row[3]) for row in (comparable(row) for row in ranked.collect())}
-    assert {(row[0], row[2], row[3]) for row in table.values()} == wanted
+    expected = {(row[0], row[2], row[3]) for row in (comparable(row) for row in ranked.collect())}
+    assert {(row[0], row[2], row[3]) for row in table.values()} == expected
     if emit == "changed":
-        assert sum(len(rows) for rows in found.values()) < 6 * len(table) / 2
+        assert sum(len(rows) for rows in rows_by_batch.values()) < 6 * len(table) / 2
 
 
-def test_a_key_may_be_asked_for_in_another_case(session: Any, tmp_path: Path) -> None:
-    """As Spark takes names; the column is there once, under its own."""
+def test_top_k_accepts_a_key_in_another_case(session: Any, tmp_path: Path) -> None:
+    """As in Spark; the output has the column once, with its own name."""
     df = session.readStream.schema(ddl(EVENTS)).parquet(str(tmp_path))
     for key in ("KEY", "`Key`", F.col("Key")):
-        assert top_k(state(tmp_path), df, key, "VALUE", 1).columns == ["key", "at", "value", "rank"]
+        assert top_k(make_state(tmp_path), df, key, "VALUE", 1).columns == ["key", "at", "value", "rank"]
 
 
 @pytest.mark.soak
 @CLASSIC
-def test_top_rows_by_names_in_another_case(session: Any, tmp_path: Path) -> None:
+def test_top_k_gives_the_same_rows_for_names_in_another_case(session: Any, tmp_path: Path) -> None:
     batches = [events(("a", 1, 1), ("a", 2, 3), ("b", 5, 1)), events(("a", 3, 9))]
-    found = run(
+    rows_by_batch = run(
         session,
         tmp_path,
         batches,
-        lambda df: top_k(state(tmp_path), df, "KEY", "VALUE", 1).select("key", "value"),
+        lambda df: top_k(make_state(tmp_path), df, "KEY", "VALUE", 1).select("key", "value"),
         "update",
     )
-    assert found == {0: [("a", 3), ("b", 1)], 1: [("a", 9)]}
+    assert rows_by_batch == {0: [("a", 3), ("b", 1)], 1: [("a", 9)]}
 
 
 @CLASSIC
-def test_top_rows_of_windows(session: Any, tmp_path: Path) -> None:
-    """The window has the watermark that the input's column has too."""
+def test_top_k_of_windows_uses_the_watermark_of_the_input(session: Any, tmp_path: Path) -> None:
+    """The window column has the same watermark as the input's time column."""
 
     def plan(df: Any) -> Any:
         keys: list[Any] = [F.window("at", "10 seconds"), "key", F.col("at").cast("date").alias("day")]
         return top_k(
-            state(tmp_path, ttl=Ttl(10_000, clock="event")), df.withWatermark("at", "0 seconds"), keys, "value", 1
+            make_state(tmp_path, ttl=Ttl(10_000, clock="event")), df.withWatermark("at", "0 seconds"), keys, "value", 1
         )
 
-    made = plan(session.readStream.schema(ddl(EVENTS)).parquet(str(tmp_path)))
-    assert made.columns == ["key", "at", "value", "window", "day", "rank"]
-    assert made.schema["window"].metadata in ({}, {"spark.timeWindow": True})
-    assert not made.schema["day"].metadata
+    planned = plan(session.readStream.schema(ddl(EVENTS)).parquet(str(tmp_path)))
+    assert planned.columns == ["key", "at", "value", "window", "day", "rank"]
+    assert planned.schema["window"].metadata in ({}, {"spark.timeWindow": True})
+    assert not planned.schema["day"].metadata
     batches = [
         events(("a", 1, 1), ("a", 2, 3), ("a", 11, 2), ("b", 5, 1)),
         events(("a", 3, 2), ("a", 4, 9), ("b", 5, 1), ("c", 50, 1)),
         events(("a", 3, 1), ("b", 51, 1)),
     ]
-    found = run(
+    rows_by_batch = run(
         session,
         tmp_path,
         batches,
         lambda df: plan(df).selectExpr("key", "unix_seconds(window.start)", "value"),
         "update",
     )
-    # In the third batch the watermark is 50 s, and what was there before is no more.
-    assert found == {
+    # In the third batch the watermark is 50 s, so the state of before has expired.
+    assert rows_by_batch == {
         0: [("a", 0, 3), ("a", 10, 2), ("b", 0, 1)],
         1: [("a", 0, 9), ("c", 50, 1)],
         2: [("a", 0, 1), ("b", 50, 1)],
     }
 
 
-# -- started again with other parameters --------------------------------------------------------------------
+# -- restarts with other parameters --------------------------------------------------------------------
 
 
 @CLASSIC
-def test_operators_keep_the_functions_of_their_state(session: Any, tmp_path: Path) -> None:
+def test_a_restart_with_another_aggregate_or_order_is_refused(session: Any, tmp_path: Path) -> None:
     batches = [events(("a", 1, 1), ("b", 1, 1)), events(("a", 2, 2))]
-    first: dict[str, Plan] = {
-        "sum": lambda df: aggregate(state(tmp_path / "sum"), df, "key", {"total": Agg.sum("value")}),
+    plans: dict[str, Plan] = {
+        "sum": lambda df: aggregate(make_state(tmp_path / "sum"), df, "key", {"total": Agg.sum("value")}),
         "sketch": lambda df: aggregate(
-            state(tmp_path / "sketch"), df, "key", {"about": Agg.approx_count_distinct("value", lg_k=14)}
+            make_state(tmp_path / "sketch"), df, "key", {"about": Agg.approx_count_distinct("value", lg_k=14)}
         ),
         "kind": lambda df: aggregate(
-            state(tmp_path / "kind"), df, "key", {"about": Agg.approx_count_distinct(F.col("value").cast("int"))}
+            make_state(tmp_path / "kind"), df, "key", {"about": Agg.approx_count_distinct(F.col("value").cast("int"))}
         ),
-        "top": lambda df: top_k(state(tmp_path / "top"), df, "key", "value", 1),
+        "top": lambda df: top_k(make_state(tmp_path / "top"), df, "key", "value", 1),
     }
-    then: dict[str, tuple[Plan, str]] = {
+    changed_plans: dict[str, tuple[Plan, str]] = {
         "sum": (
-            lambda df: aggregate(state(tmp_path / "sum"), df, "key", {"n": Agg.count(), "total": Agg.max("value")}),
+            lambda df: aggregate(
+                make_state(tmp_path / "sum"), df, "key", {"n": Agg.count(), "total": Agg.max("value")}
+            ),
             "of aggregate, 'total' was sum and is now max",
         ),
         "sketch": (
             lambda df: aggregate(
-                state(tmp_path / "sketch"), df, "key", {"about": Agg.approx_count_distinct("value", lg_k=12)}
+                make_state(tmp_path / "sketch"), df, "key", {"about": Agg.approx_count_distinct("value", lg_k=12)}
             ),
             "'about' was approx_count_distinct of integers with lg_k 14 and is now approx_count_distinct of integers with lg_k 12",
         ),
         "kind": (
             lambda df: aggregate(
-                state(tmp_path / "kind"), df, "key", {"about": Agg.approx_count_distinct(F.col("value").cast("double"))}
+                make_state(tmp_path / "kind"),
+                df,
+                "key",
+                {"about": Agg.approx_count_distinct(F.col("value").cast("double"))},
             ),
             "'about' was approx_count_distinct of integers .* and is now approx_count_distinct of floats",
         ),
         "top": (
-            lambda df: top_k(state(tmp_path / "top"), df, "key", "value", 2, descending=False),
+            lambda df: top_k(make_state(tmp_path / "top"), df, "key", "value", 2, descending=False),
             "'k' was 1 and is now 2, 'order_by' was value descending and is now value ascending",
         ),
     }
-    for name, plan in first.items():
+    for name, plan in plans.items():
         (tmp_path / name).mkdir()
         run(session, tmp_path / name, batches[:1], plan, "update")
-        changed, text = then[name]
+        changed, text = changed_plans[name]
         with pytest.raises(Exception, match=text):
             run(session, tmp_path / name, batches[1:], changed, "update")
 
 
 @CLASSIC
-def test_an_order_column_is_the_same_however_it_is_written(session: Any, tmp_path: Path) -> None:
-    """`F.col`, backticks and another case name the same column; an expression is none, and its error says so."""
-    ways: list[Any] = ["value", F.col("value"), "VALUE", F.col("VALUE"), "`value`", ["value"]]
+def test_a_restart_may_write_the_name_of_the_order_column_in_another_way(session: Any, tmp_path: Path) -> None:
+    """`F.col`, backticks and another case name the same column; an expression is another order, and is refused."""
+    orders: list[Any] = ["value", F.col("value"), "VALUE", F.col("VALUE"), "`value`", ["value"]]
 
     def top(df: Any, order: Any) -> Any:
-        return top_k(state(tmp_path), df, "key", order, 1).select("value")
+        return top_k(make_state(tmp_path), df, "key", order, 1).select("value")
 
-    for at, order in enumerate(ways):
+    for at, order in enumerate(orders):
         assert run(session, tmp_path, [events(("a", at, at))], functools.partial(top, order=order), "update")[at] == [
             (at,)
         ]
@@ -557,107 +571,125 @@ def test_an_order_column_is_the_same_however_it_is_written(session: Any, tmp_pat
 
 
 @CLASSIC
-def test_what_is_nested_may_have_nulls_after_a_restart(session: Any, tmp_path: Path) -> None:
+def test_after_a_restart_nested_values_may_be_null(session: Any, tmp_path: Path) -> None:
     def plan(df: Any, value: Any) -> Any:
-        return aggregate(state(tmp_path), df, "key", {"values": Agg.last(F.array(value)), "n": Agg.count()})
+        return aggregate(make_state(tmp_path), df, "key", {"values": Agg.last(F.array(value)), "n": Agg.count()})
 
-    first, then = [events(("a", 1, 1), ("b", 1, None))], [events(("a", 2, None))]
-    found = run(session, tmp_path, first, lambda df: plan(df, F.coalesce("value", F.lit(0))), "update")
-    assert found[0] == [("a", (1,), 1), ("b", (0,), 1)]
-    found = run(session, tmp_path, then, lambda df: plan(df, F.col("value")), "update")
-    assert found[1] == [("a", (None,), 2)]
+    batches_of_first, batches_of_second = [events(("a", 1, 1), ("b", 1, None))], [events(("a", 2, None))]
+    rows_by_batch = run(
+        session, tmp_path, batches_of_first, lambda df: plan(df, F.coalesce("value", F.lit(0))), "update"
+    )
+    assert rows_by_batch[0] == [("a", (1,), 1), ("b", (0,), 1)]
+    rows_by_batch = run(session, tmp_path, batches_of_second, lambda df: plan(df, F.col("value")), "update")
+    assert rows_by_batch[1] == [("a", (None,), 2)]
 
 
 # -- time to live ---------------------------------------------------------------------------------------------
 
 
 @CLASSIC
-def test_groups_live_by_an_event_time_that_is_no_key(session: Any, tmp_path: Path) -> None:
-    """The watermark is 20 s in the third batch, and the group of 'a' is from 1 s; nothing is late."""
-    found = run(
+def test_groups_expire_by_an_event_time_column_that_is_not_a_key(session: Any, tmp_path: Path) -> None:
+    """The watermark is 20 s in the third batch, and the group of 'a' is from 1 s; no row is late."""
+    rows_by_batch = run(
         session,
         tmp_path,
         [events(("a", 1, 1), ("b", 9, 1)), events(("b", 20, 1)), events(("a", 1, 1), ("b", 5, 1))],
         lambda df: aggregate(
-            state(tmp_path, ttl=Ttl(10_000, clock="event")),
+            make_state(tmp_path, ttl=Ttl(10_000, clock="event")),
             df.withWatermark("at", "0 seconds"),
             "key",
             {"n": Agg.count()},
         ),
         "update",
     )
-    assert found == {0: [("a", 1), ("b", 1)], 1: [("b", 2)], 2: [("a", 1), ("b", 3)]}
+    assert rows_by_batch == {0: [("a", 1), ("b", 1)], 1: [("b", 2)], 2: [("a", 1), ("b", 3)]}
 
 
 # -- plans ---------------------------------------------------------------------------------------------------
 
 
 @CLASSIC
-def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
-    mine = state(tmp_path)
+def test_unsupported_plans_and_wrong_arguments_of_operators_are_refused(session: Any, tmp_path: Path) -> None:
+    state = make_state(tmp_path)
     df = session.readStream.schema(ddl(VALUES)).parquet(str(tmp_path))
-    still = session.createDataFrame([], ddl(VALUES))
+    batch_df = session.createDataFrame([], ddl(VALUES))
     timed = df.withWatermark("at", "5 seconds")
-    n = {"n": Agg.count()}
-    listed: Any = [Agg.count()]
-    numbered: Any = {1: Agg.count()}
+    counts = {"n": Agg.count()}
+    list_of_aggregates: Any = [Agg.count()]
+    numbered_aggregates: Any = {1: Agg.count()}
     refused: list[tuple[type[StateError], str, Callable[[], Any]]] = [
-        (UnsupportedPlanError, "batch DataFrame", lambda: aggregate(mine, still, "key", n)),
-        (UnsupportedPlanError, "no key has a watermark", lambda: aggregate(mine, timed, "key", n, "append")),
-        (UsageError, "'update' or 'append'", lambda: aggregate(mine, df, "key", n, "complete")),  # type: ignore[arg-type]
-        (UsageError, "takes an ArrowState", lambda: aggregate(df, mine, "key", n)),  # type: ignore[arg-type]
-        (UsageError, "mapping of output columns", lambda: aggregate(mine, df, "key", {"n": F.count("*")})),  # type: ignore[dict-item]
-        (UsageError, "aggregates of aggregate must be a mapping", lambda: aggregate(mine, df, "key", listed)),
-        (UsageError, "aggregates of aggregate must be a mapping", lambda: aggregate(mine, df, "key", listed[0])),
-        (UsageError, "aggregates of aggregate must be a mapping", lambda: aggregate(mine, df, "key", numbered)),
+        (UnsupportedPlanError, "batch DataFrame", lambda: aggregate(state, batch_df, "key", counts)),
+        (UnsupportedPlanError, "no key has a watermark", lambda: aggregate(state, timed, "key", counts, "append")),
+        (UsageError, "'update' or 'append'", lambda: aggregate(state, df, "key", counts, "complete")),  # type: ignore[arg-type]
+        (UsageError, "takes an ArrowState", lambda: aggregate(df, state, "key", counts)),  # type: ignore[arg-type]
+        (UsageError, "mapping of output columns", lambda: aggregate(state, df, "key", {"n": F.count("*")})),  # type: ignore[dict-item]
+        (
+            UsageError,
+            "aggregates of aggregate must be a mapping",
+            lambda: aggregate(state, df, "key", list_of_aggregates),
+        ),
+        (
+            UsageError,
+            "aggregates of aggregate must be a mapping",
+            lambda: aggregate(state, df, "key", list_of_aggregates[0]),
+        ),
+        (
+            UsageError,
+            "aggregates of aggregate must be a mapping",
+            lambda: aggregate(state, df, "key", numbered_aggregates),
+        ),
         (
             UsageError,
             "aggregates of sessionize must be a mapping",
-            lambda: sessionize(mine, timed, "key", "at", 1, listed),
+            lambda: sessionize(state, timed, "key", "at", 1, list_of_aggregates),
         ),
-        (UsageError, "'key' is there more than once", lambda: aggregate(mine, df, "key", {"key": Agg.count()})),
-        (UnsupportedTypeError, "sum of string", lambda: aggregate(mine, df, "key", {"x": Agg.sum("text")})),
+        (UsageError, "'key' is there more than once", lambda: aggregate(state, df, "key", {"key": Agg.count()})),
+        (UnsupportedTypeError, "sum of string", lambda: aggregate(state, df, "key", {"x": Agg.sum("text")})),
         (
             UnsupportedTypeError,
             "cannot be compared",
-            lambda: aggregate(mine, df, "key", {"x": Agg.min(F.array("text"))}),
+            lambda: aggregate(state, df, "key", {"x": Agg.min(F.array("text"))}),
         ),
         (UsageError, "7 to 21", lambda: Agg.approx_count_distinct("text", 3)),
-        (UnsupportedPlanError, "needs a watermark", lambda: deduplicate(mine, df, "key", within_watermark=True)),
-        (UnsupportedPlanError, "is not a timestamp with a watermark", lambda: sessionize(mine, df, "key", "at", 1, n)),
-        (UsageError, "gap_ms", lambda: sessionize(mine, timed, "key", "at", 0, n)),
-        (UsageError, "gap_ms", lambda: sessionize(mine, timed, "key", "at", 2**45 + 1, n)),
-        (UsageError, "then a DataFrame, not 'x'", lambda: aggregate(mine, "x", "key", n)),  # type: ignore[arg-type]
-        (UsageError, "list each column separately", lambda: deduplicate(mine, df, "*")),
+        (UnsupportedPlanError, "needs a watermark", lambda: deduplicate(state, df, "key", within_watermark=True)),
+        (
+            UnsupportedPlanError,
+            "is not a timestamp with a watermark",
+            lambda: sessionize(state, df, "key", "at", 1, counts),
+        ),
+        (UsageError, "gap_ms", lambda: sessionize(state, timed, "key", "at", 0, counts)),
+        (UsageError, "gap_ms", lambda: sessionize(state, timed, "key", "at", 2**45 + 1, counts)),
+        (UsageError, "then a DataFrame, not 'x'", lambda: aggregate(state, "x", "key", counts)),  # type: ignore[arg-type]
+        (UsageError, "list each column separately", lambda: deduplicate(state, df, "*")),
         (
             UsageError,
             "order_by of top_k must be column names or expressions, not None",
-            lambda: top_k(mine, df, "key", None, 1),  # type: ignore[arg-type]
+            lambda: top_k(state, df, "key", None, 1),  # type: ignore[arg-type]
         ),
-        (UsageError, "rank of top_k", lambda: top_k(mine, df, "key", "whole", 1, rank=1)),  # type: ignore[arg-type]
-        (UsageError, "descending of top_k", lambda: top_k(mine, df, "key", "whole", 1, descending=None)),  # type: ignore[arg-type]
-        (UsageError, "k of top_k", lambda: top_k(mine, df, "key", "whole", 0)),
-        (UsageError, "emit of top_k", lambda: top_k(mine, df, "key", "whole", 1, emit="some")),  # type: ignore[arg-type]
-        (UsageError, "'day' is there more than once", lambda: top_k(mine, df, "key", "whole", 1, rank="day")),
-        (UsageError, "descending has 2 values", lambda: top_k(mine, df, "key", "whole", 1, descending=[True, False])),
+        (UsageError, "rank of top_k", lambda: top_k(state, df, "key", "whole", 1, rank=1)),  # type: ignore[arg-type]
+        (UsageError, "descending of top_k", lambda: top_k(state, df, "key", "whole", 1, descending=None)),  # type: ignore[arg-type]
+        (UsageError, "k of top_k", lambda: top_k(state, df, "key", "whole", 0)),
+        (UsageError, "emit of top_k", lambda: top_k(state, df, "key", "whole", 1, emit="some")),  # type: ignore[arg-type]
+        (UsageError, "'day' is there more than once", lambda: top_k(state, df, "key", "whole", 1, rank="day")),
+        (UsageError, "descending has 2 values", lambda: top_k(state, df, "key", "whole", 1, descending=[True, False])),
         (
             UsageError,
             "the aggregate 'x' must have a column name or an expression, not 1",
-            lambda: aggregate(mine, df, "key", {"x": Agg.count(1)}),  # type: ignore[arg-type]
+            lambda: aggregate(state, df, "key", {"x": Agg.count(1)}),  # type: ignore[arg-type]
         ),
-        (UsageError, "keys of top_k must have different names", lambda: top_k(mine, df, ["key", "key"], "whole", 1)),
+        (UsageError, "keys of top_k must have different names", lambda: top_k(state, df, ["key", "key"], "whole", 1)),
         (
             UsageError,
             "its own among them, must have different names, and '__order0'",
-            lambda: top_k(mine, df.withColumn("__order0", F.lit(1)), "key", F.col("whole") + 1, 1),
+            lambda: top_k(state, df.withColumn("__order0", F.lit(1)), "key", F.col("whole") + 1, 1),
         ),
         (
             UsageError,
             "its own among them, must have different names, and '__buffer0'",
-            lambda: aggregate(mine, df.withColumn("__buffer0", F.lit(1)), "__buffer0", n),
+            lambda: aggregate(state, df.withColumn("__buffer0", F.lit(1)), "__buffer0", counts),
         ),
-        (UsageError, "by alias", lambda: top_k(mine, df, F.lower("key").alias("key"), "whole", 1)),
-        (UnsupportedTypeError, "cannot be compared", lambda: top_k(mine, df, "key", F.array("whole"), 1)),
+        (UsageError, "by alias", lambda: top_k(state, df, F.lower("key").alias("key"), "whole", 1)),
+        (UnsupportedTypeError, "cannot be compared", lambda: top_k(state, df, "key", F.array("whole"), 1)),
     ]
     if SPARK >= (4, 0):
         collated = df.selectExpr("key", "collate(text, 'UTF8_LCASE') AS text")
@@ -665,7 +697,7 @@ def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
             (
                 UnsupportedTypeError,
                 "cannot be compared",
-                lambda: aggregate(mine, collated, "key", {"x": Agg.max("text")}),
+                lambda: aggregate(state, collated, "key", {"x": Agg.max("text")}),
             )
         ]
     for error, text, plan in refused:
@@ -673,11 +705,11 @@ def test_what_cannot_work_is_refused(session: Any, tmp_path: Path) -> None:
             plan()
 
 
-def test_columns_with_an_order_of_their_own_are_refused(session: Any, tmp_path: Path) -> None:
-    """Spark says that it has an internal error, and only when it runs."""
-    mine = state(tmp_path)
-    odd = "x DESC NULLS LAST"
-    df = session.readStream.schema(ddl(EVENTS)).parquet(str(tmp_path)).withColumn(odd, F.col("value"))
+def test_top_k_refuses_order_columns_with_their_own_sort_order(session: Any, tmp_path: Path) -> None:
+    """Spark would fail with an internal error, and only when it runs."""
+    state = make_state(tmp_path)
+    odd_name = "x DESC NULLS LAST"
+    df = session.readStream.schema(ddl(EVENTS)).parquet(str(tmp_path)).withColumn(odd_name, F.col("value"))
     for order in (
         F.col("value").desc(),
         F.asc("value"),
@@ -685,27 +717,27 @@ def test_columns_with_an_order_of_their_own_are_refused(session: Any, tmp_path: 
         F.asc_nulls_last("value") + 1,
     ):
         with pytest.raises(UsageError, match=r"its own sort order: .*descending=True or False"):
-            top_k(mine, df, "key", ["at", order], 1)
-    assert top_k(mine, df, "key", [odd, F.col(odd), F.col("value") + 1], 1).isStreaming
+            top_k(state, df, "key", ["at", order], 1)
+    assert top_k(state, df, "key", [odd_name, F.col(odd_name), F.col("value") + 1], 1).isStreaming
 
 
-def test_session_windows_are_no_keys(session: Any, tmp_path: Path) -> None:
-    """As keys their sessions would never be merged."""
-    mine = state(tmp_path)
+def test_a_session_window_as_a_key_is_refused(session: Any, tmp_path: Path) -> None:
+    """Sessions in keys would never be merged."""
+    state = make_state(tmp_path)
     timed = session.readStream.schema(ddl(EVENTS)).parquet(str(tmp_path)).withWatermark("at", "5 seconds")
-    own = F.session_window("at", "10 seconds")
-    n = {"n": Agg.count()}
-    nothing: Any = print
+    session_window = F.session_window("at", "10 seconds")
+    counts = {"n": Agg.count()}
+    function: Any = print
     plans: list[Callable[[], Any]] = [
-        lambda: aggregate(mine, timed, ["key", own], n),
-        lambda: aggregate(mine, timed, [own, "at"], n, "append"),
-        lambda: deduplicate(mine, timed, ["key", own]),
-        lambda: sessionize(mine, timed, ["key", own.alias("s")], "at", GAP_MS, n),
-        lambda: top_k(mine, timed, ["key", F.expr("session_window(at, '10 seconds')")], "value", 1),
-        lambda: mine.apply_in_arrow_with_state(timed, own, nothing, "n long", "n long"),
-        lambda: mine.apply_rows_with_state(timed, ["key", own.alias("s")], nothing, "n long", "n long"),
-        lambda: mine.apply_in_pandas_with_state(
-            timed, ["key", own], nothing, "n long", "n long", "update", "NoTimeout"
+        lambda: aggregate(state, timed, ["key", session_window], counts),
+        lambda: aggregate(state, timed, [session_window, "at"], counts, "append"),
+        lambda: deduplicate(state, timed, ["key", session_window]),
+        lambda: sessionize(state, timed, ["key", session_window.alias("s")], "at", GAP_MS, counts),
+        lambda: top_k(state, timed, ["key", F.expr("session_window(at, '10 seconds')")], "value", 1),
+        lambda: state.apply_in_arrow_with_state(timed, session_window, function, "n long", "n long"),
+        lambda: state.apply_rows_with_state(timed, ["key", session_window.alias("s")], function, "n long", "n long"),
+        lambda: state.apply_in_pandas_with_state(
+            timed, ["key", session_window], function, "n long", "n long", "update", "NoTimeout"
         ),
     ]
     for plan in plans:
