@@ -1,4 +1,4 @@
-"""A query whose Python workers end with each task; run by test_exported.
+"""A query whose Python workers end with each task; test_exported runs it.
 
 Usage: ``python tests/spark/exported_job.py FOLDER --batches 4``. It writes its metrics to ``FOLDER/local`` and its
 state to ``FOLDER/root``.

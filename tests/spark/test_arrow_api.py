@@ -111,7 +111,7 @@ def sort_pandas(key: Any, pdfs: Any, state: GroupState) -> list[tuple[Any, ...]]
 def test_a_partitions_rows_keep_their_order_and_a_function_can_sort_rows_of_several(
     session: Any, tmp_path: Path, api: str, in_order: Any, sorting: Any
 ) -> None:
-    """As docs/vectorised.md says about the order of rows."""
+    """docs/vectorised.md promises this order of rows."""
     batch = keyed(*["a", "b", "c", "d"] * 500)
     expected = [(key, 0) for key in "abcd"]
     for name, function, partitions in (("one", in_order, 1), ("several", sorting, 3)):
@@ -216,7 +216,7 @@ def test_processing_time_timeouts_fire_in_a_later_batch_and_after_a_restart(
 @pytest.mark.soak
 @CLASSIC
 def test_late_rows_are_dropped_by_the_watermark_of_the_batch_before(session: Any, tmp_path: Path) -> None:
-    """As for the pandas function in test_timeouts.py."""
+    """test_timeouts.py shows the same for a function over pandas frames."""
     job = ApiJob(session, "arrow", tmp_path, describe, output="text string", timeout=EVENT_TIME, conf=DATA_ONLY)
     job.schema, job.watermark = TIMED, ("at", "5 seconds")
     rows = job.run(

@@ -58,7 +58,7 @@ def typed_rows() -> Any:
 
 
 def store_rows(batch: StateBatch) -> Any:
-    """Store the rows in the state, and return the state of before; keys, rows and state must agree."""
+    """Store the rows in the state, and return the previous state; keys, rows and state must agree."""
     for name in TYPES:
         assert batch.keys[name].type == batch.rows[name].type
         assert batch.keys[name].combine_chunks().equals(batch.rows[name].combine_chunks())

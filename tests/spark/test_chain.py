@@ -224,7 +224,7 @@ def test_a_step_that_reads_only_part_of_its_input_does_not_stop_the_step_before(
 
 
 def test_a_list_of_the_state_changed_in_place_without_update_is_not_stored() -> None:
-    """As without a chain, although the other step updates its state."""
+    """A function without a chain behaves in the same way. Here the other step does update its state."""
     list_state = StructType([StructField("all", ArrayType(LongType()))])
 
     def change(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:

@@ -129,7 +129,7 @@ def test_the_state_schema_may_get_a_nullable_column_and_a_wider_number(spark: An
 
 
 def test_a_key_in_another_case_is_the_same_key(spark: Any, tmp_path: Path) -> None:
-    """As for Spark's own operator, unless names are case-sensitive."""
+    """Spark's own operator does the same, unless names are case-sensitive."""
     assert run(spark, tmp_path) == [("1", 2), ("2", 1)]
     assert run(spark, tmp_path, key="K") == [("1", 4), ("2", 2)]
     assert run(spark, tmp_path, select="k AS K", key="k") == [("1", 6), ("2", 3)]
@@ -198,7 +198,7 @@ def test_unsupported_types_and_batch_queries_are_refused_by_the_plan(spark: Any,
     with pytest.raises(UnsupportedPlanError, match="batch DataFrame"):
         plan(spark.range(3), "id")
     with pytest.raises(UnsupportedPlanError, match="more than one event-time column"):
-        # As after a join of two streams. `withWatermark` would move the metadata to the newer column.
+        # A join of two streams can have two such columns. `withWatermark` would move the metadata to the newer column.
         both = events.selectExpr("k", "timestamp_millis(k) AS a", "timestamp_millis(k) AS b")
         delay = {"spark.watermarkDelayMs": 1_000}
         plan(both.withMetadata("a", delay).withMetadata("b", delay), "k")

@@ -449,7 +449,7 @@ def test_top_k_upserted_by_key_and_rank_equals_row_number(session: Any, emit: st
 
 
 def test_top_k_accepts_a_key_in_another_case(session: Any, tmp_path: Path) -> None:
-    """As in Spark; the output has the column once, with its own name."""
+    """Spark does the same. The output has the column once, with its own name."""
     df = session.readStream.schema(ddl(EVENTS)).parquet(str(tmp_path))
     for key in ("KEY", "`Key`", F.col("Key")):
         assert top_k(make_state(tmp_path), df, key, "VALUE", 1).columns == ["key", "at", "value", "rank"]
@@ -495,7 +495,7 @@ def test_top_k_of_windows_uses_the_watermark_of_the_input(session: Any, tmp_path
         lambda df: plan(df).selectExpr("key", "unix_seconds(window.start)", "value"),
         "update",
     )
-    # In the third batch the watermark is 50 s, so the state of before has expired.
+    # In the third batch the watermark is 50 s, so the earlier state has expired.
     assert rows_by_batch == {
         0: [("a", 0, 3), ("a", 10, 2), ("b", 0, 1)],
         1: [("a", 0, 9), ("c", 50, 1)],
