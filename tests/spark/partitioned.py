@@ -1,4 +1,4 @@
-"""A log in partitions, as a Kafka topic is: a producer that partitions by key, and a streaming source that reads it."""
+"""A partitioned log, like a Kafka topic: a producer that partitions by key, and a streaming source that reads the log."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ import pyspark
 
 __all__ = ["Log", "counted", "partition_of", "range_before_expansion", "range_of"]
 
-# Where each range of a producer by range begins, but the first, for each number of partitions: the last one is split.
+# For each number of partitions: the first key of every range but the first. A larger number splits the last range.
 _RANGES = {2: ["h"], 3: ["h", "p"], 5: ["h", "p", "s", "v"]}
 
 
 def partition_of(key: str, count: int) -> int:
-    """The partition that a producer writes a key's rows to: its hash modulo the count."""
+    """Return the partition to which a producer writes a key's rows: the key's hash modulo the count."""
     return zlib.crc32(key.encode()) % count
 
 
 def range_of(key: str, count: int) -> int:
-    """The partition of a producer that goes by ranges of keys."""
+    """Return the partition to which a producer that partitions by ranges of keys writes a key's rows."""
     return bisect.bisect_right(_RANGES[count], key)
 
 
 def range_before_expansion(current_index: int, current_count: int, initial_count: int) -> int:
-    """What held the keys of such a partition when there were as many as `initial_count`."""
+    """Return the partition that held the keys of a range partition when there were `initial_count` partitions."""
     return min(current_index, initial_count - 1)
 
 
 def counted(*batches: Sequence[str]) -> list[dict[str, int]]:
-    """What a count by key gives for each batch, computed over all rows up to it."""
+    """Compute what a count by key emits for each batch, from all rows up to that batch."""
     return [
-        {key: Counter(it for before in batches[: at + 1] for it in before)[key] for key in set(batch)}
-        for at, batch in enumerate(batches)
+        {key: Counter(row for earlier in batches[: index + 1] for row in earlier)[key] for key in set(batch)}
+        for index, batch in enumerate(batches)
     ]
 
 
 @dataclass(frozen=True)
 class Log:
-    """A log on disk: a file a partition, and how many rows of each may be read.
+    """A log on disk: a file for each partition, and the number of rows of each that may be read.
 
     Parameters
     ----------
     folder
-        Where it lies.
+        The folder of the log.
     """
 
     folder: Path
 
     def ends(self) -> dict[str, dict[str, int]]:
-        """How many rows each partition of each stream has, in the form of Kafka's offsets."""
+        """Return the number of rows in each partition of each stream, in the form of Kafka's offsets."""
         path = self.folder / "ends.json"
-        found: dict[str, dict[str, int]] = json.loads(path.read_text()) if path.exists() else {}
-        return found
+        ends: dict[str, dict[str, int]] = json.loads(path.read_text()) if path.exists() else {}
+        return ends
 
     def produce(self, keys: Sequence[str], count: int, stream: str = "") -> None:
-        """Write rows; the log, or a stream of it, has so many partitions now."""
+        """Write rows to a stream of the log, which has `count` partitions from now on."""
         self.folder.mkdir(exist_ok=True)
         ends = self.ends()
         for partition in range(count):
@@ -69,15 +69,15 @@ class Log:
             name = f"{stream}-{partition}"
             with (self.folder / name).open("a") as file:
                 file.writelines(f"{key}\n" for key in rows)
-            of_stream = ends.setdefault(stream, {})
-            of_stream[str(partition)] = of_stream.get(str(partition), 0) + len(rows)
+            stream_ends = ends.setdefault(stream, {})
+            stream_ends[str(partition)] = stream_ends.get(str(partition), 0) + len(rows)
         hidden = self.folder / ".ends"
         hidden.write_text(json.dumps(ends))
-        # All of it is one batch: readers see all rows or none.
+        # All rows are one batch: readers see all of them or none.
         hidden.rename(self.folder / "ends.json")
 
     def rows(self, name: str, start: int, end: int) -> list[tuple[str, str, int]]:
-        """Some rows of a partition: key, stream, and index of the partition."""
+        """Return some rows of a partition: key, stream, and index of the partition."""
         stream, _, partition = name.rpartition("-")
         lines = (self.folder / name).read_text().splitlines()
         return [(key, stream, int(partition)) for key in lines[start:end]]
@@ -91,7 +91,7 @@ if int(pyspark.__version__.split(".")[0]) >= 4:
             self.name, self.start, self.end = name, start, end
 
     class _Reader(DataSourceStreamReader):
-        """Offsets are by partition, as Kafka's, and so new partitions come by themselves."""
+        """A reader whose offsets are by partition, as Kafka's are, so that it reads new partitions without a restart."""
 
         def __init__(self, log: Log) -> None:
             self._log = log
@@ -99,7 +99,7 @@ if int(pyspark.__version__.split(".")[0]) >= 4:
         def initialOffset(self) -> dict[str, Any]:
             return {}
 
-        def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]  # newer releases may tell a limit
+        def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]  # newer releases may pass a limit
             return self._log.ends()
 
         def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
@@ -114,7 +114,7 @@ if int(pyspark.__version__.split(".")[0]) >= 4:
             return iter(self._log.rows(partition.name, partition.start, partition.end))
 
     class LogSource(DataSource):
-        """Spark's source of a `Log`."""
+        """A Spark data source that reads a `Log`."""
 
         @classmethod
         def name(cls) -> str:

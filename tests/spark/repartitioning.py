@@ -1,6 +1,7 @@
-"""Spark's own repartitioning of a stopped query's checkpoint: private in the releases that have it, and only tests call it.
+"""Spark's own repartitioning of a stopped query's checkpoint. It is a private API, which only tests call.
 
-As a program (``python tests/spark/repartitioning.py CHECKPOINT PARTITIONS``) it does so in a process of its own, to be killed.
+As a program (``python tests/spark/repartitioning.py CHECKPOINT PARTITIONS``) this module repartitions a checkpoint in a process
+of its own, which a test can kill.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from killed_jobs import PROVIDERS, session
 __all__ = ["FORMAT_2", "ROCKSDB", "repartition", "repartitions"]
 
 repartitions = pytest.mark.skipif(
-    SPARK < (4, 2), reason="before PySpark 4.2 Spark does not repartition a stopped query's checkpoint"
+    SPARK < (4, 2), reason="Spark cannot repartition a stopped query's checkpoint before PySpark 4.2"
 )
 
 ROCKSDB = {"spark.sql.streaming.stateStore.providerClass": PROVIDERS["rocksdb"]}
@@ -24,9 +25,9 @@ FORMAT_2 = {**ROCKSDB, "spark.sql.streaming.stateStore.checkpointFormatVersion":
 
 
 def repartition(spark: Any, checkpoint: Path, partitions: int, conf: dict[str, str], *, skip: bool = False) -> None:
-    """Have Spark write the state anew over so many partitions; it adds a batch without input to the checkpoint.
+    """Have Spark rewrite the state with another number of partitions; this adds a batch without input to the checkpoint.
 
-    With `skip`, a batch that failed is given up, and its input is read again in another one.
+    With `skip`, Spark gives up a batch that failed, and reads its input again in a later batch.
     """
     with configured(spark, conf):
         manager = spark._streamingCheckpointManager

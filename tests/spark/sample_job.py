@@ -1,9 +1,9 @@
-"""The job of SPARK-49374's appendix: random keys, three elements sampled from each; run by test_sampling.
+"""The job of SPARK-49374's appendix: it samples three elements of each of some random keys. `test_sampling` runs it.
 
 Usage: ``python tests/spark/sample_job.py FOLDER --timeouts processing --format 1 --restarts 500 --kills 100``. Each start of the
-query takes one file; workers kill themselves at random points. What is pushed out of a sample is emitted; timeouts push out
-some more. In the end all samples are emitted. So each element is emitted once, whatever was drawn: the job fails where one is
-lost or doubled. With ``--operator spark`` it runs on Spark's own operator.
+query reads one file; workers kill themselves at random points. The job emits the elements that it drops from a sample; timeouts
+drop some more. The last start emits all samples. So each element is emitted exactly once, whatever the random numbers are: the
+job fails if an element is lost or duplicated. With ``--operator spark`` it runs on Spark's own operator.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tests.helpers.waiting import eventually
 KEYS, ROWS, SAMPLE = 16, 40, 3
 RETAINED = 2
 TIMEOUTS = {"none": "NoTimeout", "processing": "ProcessingTimeTimeout", "event": "EventTimeTimeout"}
-# Checkpoint format 2 is of the one provider only.
+# Only one provider supports checkpoint format 2.
 PROVIDERS = {1: "hdfs", 2: "rocksdb"}
-# In event time: each start's file moves the watermark.
+# Event time: the file of each start advances the watermark.
 _BEGIN, _STEP, _DELAY = dt.datetime(2024, 1, 1, tzinfo=dt.timezone.utc), dt.timedelta(seconds=10), "5 seconds"
 _SCHEMA = "element long, flush boolean, at int, time timestamp"
 
 
-def file_of(restart: int, last: bool) -> pa.Table:
-    """One start's input: elements whose keys are drawn later, or a row for each key that empties its sample."""
+def make_file(restart: int, last: bool) -> pa.Table:
+    """Make the input of one start: elements whose keys are drawn later, or for the last start a row that empties each sample."""
     rows = range(KEYS) if last else range(restart * ROWS, (restart + 1) * ROWS)
     return pa.table(
         {
@@ -50,40 +50,43 @@ def file_of(restart: int, last: bool) -> pa.Table:
     )
 
 
-def sampling(timeouts: str, die_now_and_then: Callable[[], None]) -> Callable[..., Iterator[pd.DataFrame]]:
-    """The function of a key's rows."""
+def make_sample_function(timeouts: str, die_now_and_then: Callable[[], None]) -> Callable[..., Iterator[pd.DataFrame]]:
+    """Return the function that Spark calls with the rows of a key."""
     size = SAMPLE
 
     def sample(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         die_now_and_then()
         kept = list(state.get[0]) if state.exists else []
         flush = False
-        stays = size
+        kept_size = size
         if state.hasTimedOut:
-            stays = random.randrange(size)
+            kept_size = random.randrange(size)
         else:
             for pdf in pdfs:
                 kept += pdf.loc[~pdf["flush"], "element"].tolist()
                 flush |= bool(pdf["flush"].any())
         random.shuffle(kept)
         if flush:
-            stays = 0
-        if kept[:stays]:
-            state.update((kept[:stays],))
+            kept_size = 0
+        if kept[:kept_size]:
+            state.update((kept[:kept_size],))
         elif state.exists:
             state.remove()
-        if kept[:stays] and random.random() < 0.7:
+        if kept[:kept_size] and random.random() < 0.7:
             if timeouts == "processing":
                 state.setTimeoutDuration(random.randint(1, 500))
             elif timeouts == "event":
                 state.setTimeoutTimestamp(state.getCurrentWatermarkMs() + random.randint(1, 30_000))
-        yield pd.DataFrame({"element": pd.Series(kept[stays:], dtype="int64")})
+        yield pd.DataFrame({"element": pd.Series(kept[kept_size:], dtype="int64")})
 
     return sample
 
 
-def until_a_batch_without_data(out: Any, target: Path, checkpoint: Path) -> None:
-    """Run a query that does not end by itself, until a batch without data comes after its input; it may be in the next one."""
+def run_until_a_batch_without_data(out: Any, target: Path, checkpoint: Path) -> None:
+    """Run a query that does not end by itself until a batch without data follows its input.
+
+    When the query is stopped it may already be in a later batch.
+    """
     query = (
         out.writeStream.format("parquet")
         .outputMode("append")
@@ -93,24 +96,24 @@ def until_a_batch_without_data(out: Any, target: Path, checkpoint: Path) -> None
         .start()
     )
 
-    def came() -> bool:
-        assert query.isActive, f"it failed: {query.exception()}"
+    def has_run_a_batch_without_data() -> bool:
+        assert query.isActive, f"the query failed: {query.exception()}"
         rows = [progress["numInputRows"] for progress in query.recentProgress]
-        # A batch that a start before this one was stopped in comes first.
+        # The first batch may be one that an earlier start had begun.
         return any(rows) and rows[-1] == 0
 
     try:
-        eventually(came, 0.02)
+        eventually(has_run_a_batch_without_data, 0.02)
     finally:
         query.stop()
 
 
 def run(spark: Any, folder: Path, operator: str, timeouts: str, buckets: int, restarts: int, kills: int) -> list[int]:
-    """Start the query again and again, and flush the samples in the last start; returns what was emitted."""
+    """Start the query again and again, and flush the samples in the last start; return the emitted elements."""
     folder.mkdir(parents=True)
-    sample = sampling(timeouts, killer(folder, kills, chance=0.15))
+    sample = make_sample_function(timeouts, killer(folder, kills, chance=0.15))
     for restart in range(restarts + 1):
-        events = read(spark, write_batches(folder / "in", [file_of(restart, restart == restarts)]), _SCHEMA)
+        events = read(spark, write_batches(folder / "in", [make_file(restart, restart == restarts)]), _SCHEMA)
         if timeouts == "event":
             events = events.withWatermark("time", _DELAY)
         keyed = events.withColumn("key", F.coalesce("at", (F.rand() * KEYS).cast("int"))).drop("at")
@@ -118,40 +121,42 @@ def run(spark: Any, folder: Path, operator: str, timeouts: str, buckets: int, re
             out = keyed.groupBy("key").applyInPandasWithState(
                 sample, "element long", "kept array<long>", "append", TIMEOUTS[timeouts]
             )
-            end = until_a_batch_without_data if timeouts == "processing" else to_parquet
-            end(out, folder / "out", folder / "checkpoint")
+            run_query = run_until_a_batch_without_data if timeouts == "processing" else to_parquet
+            run_query(out, folder / "out", folder / "checkpoint")
     return [row.element for row in spark.read.parquet(str(folder / "out")).collect()]
 
 
 def main() -> int:
-    """Run it with each kind of timeouts that was asked for; prints one line of JSON."""
+    """Run the job with each requested kind of timeouts, and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--operator", choices=["arrow", "spark"], default="arrow")
     parser.add_argument("--timeouts", choices=list(TIMEOUTS), nargs="+", default=list(TIMEOUTS))
     parser.add_argument("--format", type=int, choices=list(PROVIDERS), default=1, help="Spark's checkpoint format")
-    parser.add_argument("--buckets", type=int, default=6, help="of two partitions")
+    parser.add_argument("--buckets", type=int, default=6, help="number of buckets, in two partitions")
     parser.add_argument("--restarts", type=int, default=40)
     parser.add_argument("--kills", type=int, default=10)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     conf = {
-        # So that clean-up has something to do within so few batches.
+        # Clean-up then has something to delete within so few batches.
         "spark.sql.streaming.minBatchesToRetain": str(RETAINED),
-        "spark.sql.streaming.stateStore.checkpointFormatVersion": str(given.format),
+        "spark.sql.streaming.stateStore.checkpointFormatVersion": str(arguments.format),
     }
-    spark = session(given.kills, PROVIDERS[given.format], conf)
-    wrong = False
+    spark = session(arguments.kills, PROVIDERS[arguments.format], conf)
+    failed = False
     result: dict[str, Any] = {}
-    for timeouts in given.timeouts:
-        folder = given.folder / timeouts
-        found = Counter(run(spark, folder, given.operator, timeouts, given.buckets, given.restarts, given.kills))
-        lost = sorted(set(range(given.restarts * ROWS)) - found.keys())
-        doubled = sorted(element for element, n in found.items() if n > 1)
-        wrong |= bool(lost or doubled) or len(found) != given.restarts * ROWS
-        result[timeouts] = {"elements": len(found), "lost": lost, "doubled": doubled, "kills": killed(folder)}
+    for timeouts in arguments.timeouts:
+        folder = arguments.folder / timeouts
+        counts = Counter(
+            run(spark, folder, arguments.operator, timeouts, arguments.buckets, arguments.restarts, arguments.kills)
+        )
+        lost = sorted(set(range(arguments.restarts * ROWS)) - counts.keys())
+        doubled = sorted(element for element, n in counts.items() if n > 1)
+        failed |= bool(lost or doubled) or len(counts) != arguments.restarts * ROWS
+        result[timeouts] = {"elements": len(counts), "lost": lost, "doubled": doubled, "kills": killed(folder)}
     spark.stop()
     print(json.dumps(result))
-    return int(wrong)
+    return int(failed)
 
 
 if __name__ == "__main__":

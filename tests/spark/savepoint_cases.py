@@ -1,4 +1,4 @@
-"""Cases of the matrix of savepoints: modes × forms × stores × what happens to them, and which of these mean nothing."""
+"""The cases of the savepoint matrix: modes × forms × stores × perturbations, and which combinations have no meaning."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ PERTURBATIONS = (NOTHING, MOVED, DELETED, KILLED, TWICE)
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many batches each part of a case has.
+    """The number of batches in each part of a case.
 
     Parameters
     ----------
     first, after
-        Of the first job: before the snapshot, and after it where it goes on.
+        Batches of the first job: before the snapshot, and after it if the job continues.
     second, third
-        Of the job that starts from it, and of the one that starts from a snapshot of that one.
+        Batches of the job that starts from the snapshot, and of the job that starts from a snapshot of the second job.
     buckets
-        Into how many buckets the state is divided.
+        The number of buckets of the state.
     """
 
     first: int
@@ -49,24 +49,24 @@ class Lengths:
 
     @property
     def side(self) -> int:
-        """Number of the first file of the first job's own after the snapshot, past all files of the jobs in line."""
+        """Number of the first file that only the first job reads, after its snapshot; other files have smaller numbers."""
         return self.first + self.second + self.third
 
 
-# A bucket writes a snapshot in ten batches, and clean-up has buckets take turns: so there is something to clean up, of what
-# came with the savepoint too, with so many batches and no fewer.
+# A bucket writes a snapshot every ten batches, and clean-up visits one bucket after the other. With fewer batches there would be
+# nothing to clean up, in particular no file that came with the savepoint.
 WHOLE = Lengths(first=20, after=12, second=12, third=9, buckets=10)
 SHORT = Lengths(first=3, after=1, second=3, third=1, buckets=3)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One case.
+    """One case of the matrix.
 
     Parameters
     ----------
     mode, form, store, perturbation
-        What it is of each.
+        The case's value of each dimension.
     """
 
     mode: str
@@ -76,28 +76,26 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As ``--only`` knows it."""
+        """The name that ``--only`` selects by."""
         return f"{self.mode}-{self.form}-{self.store}-{self.perturbation}"
 
     @property
     def adopts(self) -> bool:
-        """The new job goes on in the old one's folder."""
+        """True if the new job continues in the old job's folder."""
         return self.mode == "claim" and self.form == "checkpoint"
 
     @property
     def meaningless(self) -> str:
-        """Why there is nothing to run; empty where there is."""
+        """Why there is nothing to run; empty if the case can be run."""
         if self.perturbation != DELETED or self.mode != "claim":
             return ""
         if self.adopts:
-            return "the old query's folder is the new one's own: there is no source that could be deleted"
-        return (
-            "the new job deletes what it claimed by itself, once detached: there is nothing left for the user to delete"
-        )
+            return "the new query owns the old query's folder: there is no separate source to delete"
+        return "the new job deletes what it claimed once it is detached: nothing is left for the user to delete"
 
 
 CASES = tuple(Case(*parts) for parts in itertools.product(MODES, FORMS, STORES, PERTURBATIONS))
-# Any two of mode, form and store come together in one of these; and all that happens does in both modes.
+# Each pair of values of mode, form and store is in one of these cases, and each perturbation is in one for both modes.
 COVERING = tuple(
     Case(*parts)
     for parts in (
@@ -110,7 +108,7 @@ COVERING = tuple(
         ("no_claim", "checkpoint", "disk", MOVED),
     )
 )
-# Of these the suite has few: each mode, form, store, and whatever happens comes at least once.
+# The few cases that the suite runs: each mode, form, store and perturbation but "nothing" at least once.
 EACH_ONCE = tuple(
     case
     for case in COVERING

@@ -1,6 +1,6 @@
-"""The job of the matrix of savepoints: it counts and sums by key, over files of which each is a batch.
+"""The job of the savepoint matrix: it counts and sums by key; each input file is a batch.
 
-As a program (``python tests/spark/savepoint_job.py SPEC.json``) it starts a job in a process of its own, which stops within
+As a program (``python tests/spark/savepoint_job.py SPEC.json``) this module runs a job in a process of its own, which stops within
 its first batch and waits there to be killed.
 """
 
@@ -28,17 +28,17 @@ from spark_state_ext.engine.start_from import StartFrom, start_from_plain, start
 from spark_state_ext.files.folder import Folder
 from tests.helpers.jvm import JVM_OPTIONS, LOCAL_FILES
 
-__all__ = ["OPERATOR", "Query", "batch_computation", "file_of", "session_of"]
+__all__ = ["OPERATOR", "Query", "batch_computation", "file_of", "create_session"]
 
 OPERATOR = "counts"
 KEYS, ROWS = 40, 60
 RETAINED = 2
-# Where a job waits to be killed.
+# The points at which a job waits to be killed.
 IN_A_TASK, AFTER_ITS_TASKS = "in a task", "after its tasks"
 
 
 def file_of(number: int, whole: bool) -> pa.Table:
-    """One batch; a whole one has rows of each key."""
+    """Make the rows of one batch; a whole batch has rows of every key."""
     drawn = random.Random(number)
     keys = [*range(KEYS), *(drawn.randrange(KEYS) for _ in range(ROWS))] if whole else []
     keys = keys or [drawn.randrange(KEYS) for _ in range(ROWS)]
@@ -46,20 +46,21 @@ def file_of(number: int, whole: bool) -> pa.Table:
 
 
 def batch_computation(files: Iterable[pa.Table]) -> dict[int, tuple[int, int]]:
-    """What the job must have counted and summed, in one go over all files."""
-    found = pa.concat_tables(files).group_by("key").aggregate([("value", "count"), ("value", "sum")]).to_pydict()
+    """Compute the counts and sums that the job must have emitted, in one pass over all files."""
+    columns = pa.concat_tables(files).group_by("key").aggregate([("value", "count"), ("value", "sum")]).to_pydict()
     return {
-        key: (n, total) for key, n, total in zip(found["key"], found["value_count"], found["value_sum"], strict=True)
+        key: (n, total)
+        for key, n, total in zip(columns["key"], columns["value_count"], columns["value_sum"], strict=True)
     }
 
 
-def session_of(cores: int, provider: str) -> Any:
-    """A session whose workers find the ledger."""
+def create_session(cores: int, provider: str) -> Any:
+    """Create a session whose workers can import the ledger's file systems."""
     here = Path(__file__).resolve().parent
-    known = os.environ.get("PYTHONPATH", "")
-    wanted = [str(here.parents[1]), str(here)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*wanted, *filter(None, known.split(os.pathsep))]))
-    # As conftest has it for the suite: JVMs of tests start fast.
+    current_path = os.environ.get("PYTHONPATH", "")
+    folders = [str(here.parents[1]), str(here), *filter(None, current_path.split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))
+    # conftest sets the same options for the suite: JVMs then start fast.
     os.environ.setdefault("SPARK_SUBMIT_OPTS", " ".join(JVM_OPTIONS))
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     settings = {
@@ -82,32 +83,32 @@ def session_of(cores: int, provider: str) -> Any:
 
 @dataclass
 class Query:
-    """One of the jobs in line.
+    """One of the jobs of a case, and what it has emitted.
 
     Parameters
     ----------
     folder
-        For its input, Spark's checkpoint and local stores.
+        The folder of its input, Spark's checkpoint and local stores.
     root, storage_options
         Where its state is.
     buckets
-        How many buckets.
+        The number of buckets.
     start_from
-        What it starts from.
+        The snapshot that it starts from.
     options
-        More of `ArrowState`.
+        Further options of `ArrowState`.
     whole
-        Numbers of files with rows of each key.
+        Numbers of the files with rows of every key.
     hang
-        Where it waits to be killed, in its first batch: `IN_A_TASK` or `AFTER_ITS_TASKS`.
+        The point in its first batch at which it waits to be killed: `IN_A_TASK` or `AFTER_ITS_TASKS`.
     table
-        What it has emitted last for each key.
+        The latest count and sum that it emitted for each key.
     committed_s
-        When its first batch was committed, seconds since 1970; None: it is not known to be.
+        When its first batch was committed, seconds since 1970; None if that is unknown.
     batches
-        How many it has run.
+        The number of batches that it has run.
     moved_to
-        Where Spark's checkpoint was moved to.
+        The folder to which Spark's checkpoint was moved.
     """
 
     folder: Path
@@ -133,13 +134,13 @@ class Query:
 
     @property
     def state(self) -> ArrowState:
-        """As handed to the session."""
+        """The options that the session is given."""
         return ArrowState(
             self.root,
             OPERATOR,
             buckets=self.buckets,
             storage_options=self.storage_options,
-            # Requests over HTTP take their time on a busy machine.
+            # Requests over HTTP are slow on a busy machine.
             lease_ms=2_000 if "://" in self.root else 1_000,
             local_dir=str(self.folder / "local"),
             start_from=self.start_from,
@@ -148,23 +149,23 @@ class Query:
 
     @property
     def query_folder(self) -> Folder:
-        """The folder of its state, where it has its root for itself."""
+        """The folder of its state; no other query may use its root."""
         operator = Folder(self.root, self.storage_options).child(OPERATOR)
-        (found,) = (entry.name for entry in operator.entries() if entry.name.count("-") == 4)
-        return operator.child(found)
+        (name,) = (entry.name for entry in operator.entries() if entry.name.count("-") == 4)
+        return operator.child(name)
 
     @property
     def reached(self) -> Path:
-        """Is there once it waits to be killed."""
+        """The file that exists once the job waits to be killed."""
         return self.folder / "reached"
 
     def feed(self, numbers: Iterable[int]) -> None:
-        """Give it more batches."""
+        """Add input files, one for each batch."""
         write_batches(self.folder / "in", [file_of(number, number in self.whole) for number in numbers])
 
-    def planned(self, spark: Any) -> Any:
-        """Its DataFrame."""
-        counting = _counting(str(self.reached) if self.hang == IN_A_TASK else "")
+    def plan(self, spark: Any) -> Any:
+        """Plan the query and return its DataFrame."""
+        counting = _make_counting(str(self.reached) if self.hang == IN_A_TASK else "")
         with _enabled(spark, self.state):
             events = read(spark, str(self.folder / "in"), "key long, value long")
             return events.groupBy("key").applyInPandasWithState(
@@ -172,13 +173,13 @@ class Query:
             )
 
     def run(self, spark: Any) -> Query:
-        """Run it over all that it was fed with and has not read yet."""
-        writer = self.planned(spark).writeStream.outputMode("update").foreachBatch(self._upsert)
+        """Run the query over all input files that it has not read yet."""
+        writer = self.plan(spark).writeStream.outputMode("update").foreachBatch(self._upsert)
         finish(writer.option("checkpointLocation", str(self.checkpoint)).trigger(availableNow=True).start())
         return self
 
     def next_file(self) -> int:
-        """Which of its files comes after its last batch: what Spark's own offsets say."""
+        """Return the number of the file after its last batch, by Spark's own offsets."""
         (newest,) = sorted((self.checkpoint / "offsets").glob("[0-9]*"), key=lambda path: int(path.name))[-1:]
         return next_file(newest.read_text())
 
@@ -194,29 +195,29 @@ class Query:
         self.table.update({row.key: (row.n, row.total) for row in rows})
 
     def to_plain(self) -> dict[str, Any]:
-        """For a process of its own."""
+        """Return what another process needs to run this query, as JSON values."""
         return {
             "folder": str(self.folder),
             "root": self.root,
             "storage_options": self.storage_options,
             "buckets": self.buckets,
             "start_from": start_to_plain(self.start_from),
-            "options": {**self.options, "backends": [_plain(it) for it in self.options.get("backends", ())]},
+            "options": {**self.options, "backends": [_plain(backend) for backend in self.options.get("backends", ())]},
             "hang": self.hang,
         }
 
     @staticmethod
-    def of(plain: Mapping[str, Any]) -> Query:
-        """Inverse of `to_plain`."""
+    def from_plain(plain: Mapping[str, Any]) -> Query:
+        """Return the query that `to_plain` described."""
         options = dict(plain["options"])
-        backends = [it if isinstance(it, str) else Backend(**it) for it in options.pop("backends")]
+        backends = [backend if isinstance(backend, str) else Backend(**backend) for backend in options.pop("backends")]
         options |= {"backends": backends} if backends else {}
         fields = {**plain, "folder": Path(plain["folder"]), "options": options}
         return Query(**{**fields, "start_from": start_from_plain(plain["start_from"])})
 
 
 def next_file(offsets: str) -> int:
-    """The file after a batch, by the batch's offsets as Spark writes them: each batch reads one file."""
+    """Return the number of the file after a batch, by the offsets that Spark wrote for the batch, which read one file."""
     return int(json.loads(offsets.splitlines()[-1])["logOffset"]) + 1
 
 
@@ -233,8 +234,8 @@ def _enabled(spark: Any, state: ArrowState) -> Iterator[None]:
         disable(spark)
 
 
-def _counting(reached: str) -> Callable[..., Iterator[pd.DataFrame]]:
-    # Nested, so that it travels to the workers by value: these need not find this module.
+def _make_counting(reached: str) -> Callable[..., Iterator[pd.DataFrame]]:
+    # A nested function is pickled by value, so that workers need not import this module.
     def counting(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
         if reached:
             with open(reached, "a"):
@@ -250,11 +251,11 @@ def _counting(reached: str) -> Callable[..., Iterator[pd.DataFrame]]:
 
 
 def main(spec: Path) -> None:
-    """Run the job until somebody kills this process."""
+    """Run the job until another process kills this one."""
     plain = json.loads(spec.read_text())
-    query = Query.of(plain["query"])
-    query.run(session_of(2, plain["provider"]))
-    raise SystemExit("nobody has killed this process")
+    query = Query.from_plain(plain["query"])
+    query.run(create_session(2, plain["provider"]))
+    raise SystemExit("this process was not killed")
 
 
 if __name__ == "__main__":

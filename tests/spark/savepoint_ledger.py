@@ -1,9 +1,9 @@
 """A ledger of every file that is created and deleted below a folder, on a local disk and in S3, by all processes.
 
-State and savepoints lie on `WatchedDisk` or `WatchedS3`, which executors make by name. They do what the real ones do, which
-they are. On a disk the interpreter itself tells of each file that is opened for writing, linked, renamed and removed (audit
-events), whoever does it; in S3 each request that writes or deletes is noted when the server has answered. A line tells when,
-in which process and phase, and by which functions of this package: none means the user.
+State and savepoints are stored on `WatchedDisk` or `WatchedS3`, which executors create by name. Both are subclasses of the real
+file systems and do what these do. On a disk, the interpreter's audit events report each file that is opened for writing, linked,
+renamed or removed by any code; in S3, each request that writes or deletes is noted when the server has answered. A line says
+when a file changed, in which process and phase, and by which functions of this package; no function means the user.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["DISK", "Entry", "Ledger", "SENT", "USER", "WatchedDisk", "WatchedS3"
 
 DISK, S3 = "savepoint_ledger.WatchedDisk", "savepoint_ledger.WatchedS3"
 CREATE, DELETE, MOVE = "create", "delete", "move"
-# A request to S3 is about to be sent: whoever is killed before the answer may have changed the file or not.
+# A request to S3 is about to be sent: if the process is killed before the answer, the file may or may not have changed.
 SENT = "sent"
 USER = "the user"
-# The innermost function that says what a write is for; files of all kinds go through `files.folder`.
+# The purpose of a write by the function that made it. Functions that write files of all kinds are ignored.
 _ROLES = (
     ("savepoints.claims.delete_claimed_savepoint", "claim consumption"),
     ("savepoints.claims.", "claim"),
@@ -44,8 +44,8 @@ _ROLES = (
     ("savepoints.", "start"),
     ("files.sealed_file.publish", "upload"),
 )
-_PASSED_OVER = ("files.folder.", "files.publication.", "files.duplication.", "worker.")
-# Below which folders of this machine, and where that is written down.
+_IGNORED = ("files.folder.", "files.publication.", "files.duplication.", "worker.")
+# The watched folders of this machine, and the file of the ledger of each.
 _watched: dict[str, str] = {}
 _hooked = threading.Lock()
 _is_hooked = False
@@ -53,19 +53,19 @@ _is_hooked = False
 
 @dataclass(frozen=True)
 class Entry:
-    """What became of one file.
+    """One change of one file.
 
     Parameters
     ----------
     at_s
-        When, seconds since 1970: before it is done on a disk, after it in S3.
+        When, seconds since 1970: just before the change on a disk, just after it in S3.
     pid, phase
-        In which process, and what the test was doing.
+        The process, and what the test was doing.
     what, path, to
-        ``"create"``, ``"delete"``, or ``"move"`` with the new path; without a protocol. ``"sent"``: an S3 request for
+        ``"create"``, ``"delete"``, or ``"move"`` with the new path; paths have no protocol. ``"sent"``: an S3 request for
         one of these.
     by
-        Functions of this package, the innermost first.
+        The calling functions of this package, the innermost first.
     """
 
     at_s: float
@@ -78,7 +78,7 @@ class Entry:
 
     @property
     def role(self) -> str:
-        """What it was for."""
+        """The purpose of the change."""
         if not self.by:
             return USER
         for prefix, role in _ROLES:
@@ -87,8 +87,8 @@ class Entry:
         return self.by[0].rpartition(".")[0]
 
     @property
-    def made(self) -> str:
-        """The path that came to be; empty where one went."""
+    def new_path(self) -> str:
+        """The path that now exists; empty if a file was deleted."""
         return {CREATE: self.path, MOVE: self.to}.get(self.what, "")
 
     @property
@@ -98,14 +98,14 @@ class Entry:
 
 
 class Ledger:
-    """What was noted, and the phase that is noted with it.
+    """The noted changes, and the phase that is noted with each.
 
     Parameters
     ----------
     path
-        The file, outside of what is watched.
+        The ledger's file, outside the watched folder.
     below
-        What is watched: a path without a protocol.
+        The watched folder: a path without a protocol.
     """
 
     def __init__(self, path: Path, below: str) -> None:
@@ -117,20 +117,20 @@ class Ledger:
         self.enter("-")
 
     def enter(self, phase: str) -> None:
-        """From now on it is another phase."""
+        """Begin another phase."""
         self.phase = phase
         hidden = self._phase.with_suffix(".new")
         hidden.write_text(phase)
         hidden.replace(self._phase)
 
     def entries(self) -> list[Entry]:
-        """All that was noted, in the order of time."""
+        """Return all noted changes in the order of time."""
         lines = self.path.read_text().splitlines()
-        found = [Entry(**{**fields, "by": tuple(fields["by"])}) for fields in map(json.loads, lines)]
-        return sorted(found, key=lambda entry: entry.at_s)
+        entries = [Entry(**{**fields, "by": tuple(fields["by"])}) for fields in map(json.loads, lines)]
+        return sorted(entries, key=lambda entry: entry.at_s)
 
     def deletes(self, prefix: str, *, phases: str = "") -> list[Entry]:
-        """Files that went from below a path, by deleting or by moving; those of temporary names aside."""
+        """Return the deletions and moves of files below a path, but not those of temporary files."""
         return [
             entry
             for entry in self.entries()
@@ -141,17 +141,17 @@ class Ledger:
         ]
 
     def creates(self, prefix: str, *, phases: str = "") -> list[Entry]:
-        """Files that came below a path."""
+        """Return the changes that created a file below a path, but not those of temporary files."""
         return [
             entry
             for entry in self.entries()
-            if _is_below(entry.made, prefix)
-            and not entry.made.rpartition("/")[2].startswith(".tmp-")
+            if _is_below(entry.new_path, prefix)
+            and not entry.new_path.rpartition("/")[2].startswith(".tmp-")
             and entry.phase.startswith(phases)
         ]
 
     def unanswered(self, pid: int) -> set[str]:
-        """Files of S3 requests of a process of which the ledger does not know whether the server got them."""
+        """Return the files of those S3 requests of a process that the server may or may not have received."""
         sent: set[str] = set()
         for entry in self.entries():
             if entry.pid == pid:
@@ -159,7 +159,7 @@ class Ledger:
         return sent
 
     def files_left(self) -> set[str]:
-        """Which files must be there, going by the ledger alone."""
+        """Return the files that must exist, according to the ledger alone."""
         left: set[str] = set()
         for entry in self.entries():
             if entry.what == CREATE:
@@ -176,25 +176,25 @@ def _is_below(path: str, prefix: str) -> bool:
     return path == prefix or path.startswith(prefix.rstrip("/") + "/")
 
 
-def summed(entries: Iterable[Entry]) -> list[dict[str, Any]]:
-    """Who did how many of one thing in which phase, and from when to when."""
+def summarise(entries: Iterable[Entry]) -> list[dict[str, Any]]:
+    """Count the changes by phase, role and kind, with the times of the first and the last."""
     sums: dict[tuple[str, str, str], dict[str, Any]] = {}
     for entry in entries:
         kind = DELETE if entry.what == DELETE else CREATE if entry.what == CREATE else "rename"
         new = {"phase": entry.phase, "who": entry.role, "what": kind, "files": 0, "from_s": entry.at_s}
-        found = sums.setdefault((entry.phase, entry.role, kind), new)
-        found["files"] += 1
-        found["to_s"] = entry.at_s
+        row = sums.setdefault((entry.phase, entry.role, kind), new)
+        row["files"] += 1
+        row["to_s"] = entry.at_s
     return list(sums.values())
 
 
 def disk_options(ledger: Ledger) -> dict[str, Any]:
-    """Storage options of a folder on this machine."""
+    """Return the storage options of a watched folder on this machine."""
     return {"implementation": DISK, "log": str(ledger.path), "below": ledger.below}
 
 
 def s3_options(ledger: Ledger, options: dict[str, Any]) -> dict[str, Any]:
-    """Storage options of a folder in S3."""
+    """Return the storage options of a watched folder in S3."""
     return {
         **options,
         "implementation": S3,
@@ -205,14 +205,14 @@ def s3_options(ledger: Ledger, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class WatchedDisk(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
-    """A local disk, with a ledger.
+    """A local disk whose changes are noted in a ledger.
 
     Parameters
     ----------
     log
         The ledger's file.
     below
-        What is watched.
+        The watched folder.
     """
 
     def __init__(self, log: str, below: str, **options: Any) -> None:
@@ -221,48 +221,48 @@ class WatchedDisk(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
 
 
 class WatchedS3(S3FileSystem):  # type: ignore[misc] # s3fs has no types
-    """S3, with a ledger; parameters as `WatchedDisk`."""
+    """An S3 file system whose changes are noted in a ledger; the parameters are those of `WatchedDisk`."""
 
     def __init__(self, log: str, below: str, **options: Any) -> None:
         super().__init__(**options)
         self._ledger_log, self._ledger_below = log, below
 
     def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> Any:
-        """One PUT."""
+        """Write an object with one PUT."""
         self._note(SENT, path)
         answer = sync(self.loop, self._pipe_file, path, value, **kwargs)
         self._note(CREATE, path)
         return answer
 
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> Any:
-        """One PUT, or several, of a file."""
+        """Upload a file with one PUT or several."""
         self._note(SENT, rpath)
         answer = sync(self.loop, self._put_file, lpath, rpath, **kwargs)
         self._note(CREATE, rpath)
         return answer
 
     def cp_file(self, path1: str, path2: str, **kwargs: Any) -> Any:
-        """A copy by the store."""
+        """Have the store copy an object."""
         self._note(SENT, path2)
         answer = sync(self.loop, self._cp_file, path1, path2, **kwargs)
         self._note(CREATE, path2)
         return answer
 
     def rm_file(self, path: str, **kwargs: Any) -> Any:
-        """One DELETE."""
+        """Delete an object with one DELETE."""
         self._note(SENT, path)
         answer = sync(self.loop, self._rm_file, path, **kwargs)
         self._note(DELETE, path)
         return answer
 
     def rm(self, path: str, recursive: bool = False, **kwargs: Any) -> Any:
-        """Many of them."""
-        doomed = self.find(path) if recursive else [path]
-        for one in doomed:
-            self._note(SENT, one)
+        """Delete an object, or all objects below a path."""
+        paths = self.find(path) if recursive else [path]
+        for deleted in paths:
+            self._note(SENT, deleted)
         answer = sync(self.loop, self._rm, path, recursive=recursive, **kwargs)
-        for one in doomed:
-            self._note(DELETE, one)
+        for deleted in paths:
+            self._note(DELETE, deleted)
         return answer
 
     def _note(self, what: str, path: str) -> None:
@@ -272,7 +272,7 @@ class WatchedS3(S3FileSystem):  # type: ignore[misc] # s3fs has no types
 
 
 def _watch(below: str, log: str) -> None:
-    """From now on this process notes what becomes of files below a folder of this machine."""
+    """Have this process note all changes of files below a folder of this machine from now on."""
     global _is_hooked
     with _hooked:
         _watched[below] = log
@@ -282,34 +282,34 @@ def _watch(below: str, log: str) -> None:
 
 
 def _hook(event: str, args: tuple[Any, ...]) -> None:
-    # There are very many events, and most are none of ours.
+    # There are very many events, and most do not concern watched files.
     if event == "open":
         path, _, flags = args
         if isinstance(flags, int) and flags & os.O_CREAT and not isinstance(path, int):
-            log, found = _place(path)
-            if log and not os.path.lexists(found):
-                _write(log, CREATE, found)
+            log, full_path = _find_ledger(path)
+            if log and not os.path.lexists(full_path):
+                _write(log, CREATE, full_path)
     elif event == "os.remove":
-        log, found = _place(args[0], args[1])
-        if log and os.path.lexists(found):
-            _write(log, DELETE, found)
+        log, full_path = _find_ledger(args[0], args[1])
+        if log and os.path.lexists(full_path):
+            _write(log, DELETE, full_path)
     elif event == "os.link":
-        log, found = _place(args[1])
-        if log and not os.path.lexists(found) and os.path.lexists(os.fsdecode(args[0])):
-            _write(log, CREATE, found)
+        log, full_path = _find_ledger(args[1])
+        if log and not os.path.lexists(full_path) and os.path.lexists(os.fsdecode(args[0])):
+            _write(log, CREATE, full_path)
     elif event == "os.rename":
-        log, found = _place(args[0])
-        if log and os.path.lexists(found):
-            _write(log, MOVE, found, os.path.abspath(os.fsdecode(args[1])))
+        log, full_path = _find_ledger(args[0])
+        if log and os.path.lexists(full_path):
+            _write(log, MOVE, full_path, os.path.abspath(os.fsdecode(args[1])))
 
 
-def _place(path: Any, folder: int = -1) -> tuple[str, str]:
-    """The log and the whole path of a file; no log where it is not watched."""
-    found = os.fsdecode(path)
+def _find_ledger(path: Any, folder: int = -1) -> tuple[str, str]:
+    """Return the ledger and the full path of a file; the ledger is empty if the file is not watched."""
+    full_path = os.fsdecode(path)
     if folder >= 0:
-        found = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), found)
-    found = os.path.abspath(found)
-    return next((log for below, log in list(_watched.items()) if _is_below(found, below)), ""), found
+        full_path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), full_path)
+    full_path = os.path.abspath(full_path)
+    return next((log for below, log in list(_watched.items()) if _is_below(full_path, below)), ""), full_path
 
 
 def _write(log: str, what: str, path: str, to: str = "") -> None:
@@ -319,7 +319,7 @@ def _write(log: str, what: str, path: str, to: str = "") -> None:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("spark_state_ext."):
             name = f"{module.removeprefix('spark_state_ext.')}.{frame.f_code.co_name}"
-            if not name.startswith(_PASSED_OVER):
+            if not name.startswith(_IGNORED):
                 by.append(name)
         frame = frame.f_back
     phase = Path(log).with_suffix(".phase").read_text()
@@ -333,5 +333,5 @@ def _write(log: str, what: str, path: str, to: str = "") -> None:
         "by": by[:10],
     }
     with open(log, "a") as file:
-        # One write of a short line: lines of several processes do not mix.
+        # A short line is one write, so that lines of several processes do not mix.
         file.write(json.dumps(line) + "\n")

@@ -1,7 +1,7 @@
-"""One case of the matrix of savepoints on real Spark: job, snapshot, new job, restart, snapshot, another new job.
+"""One case of the savepoint matrix on real Spark: job, snapshot, new job, restart, snapshot, another new job.
 
-What the jobs emit is compared with the batch computation, and what was created and deleted with who may do that
-(`docs/ownership.md`).
+The output of the jobs is compared with the batch computation, and the files that they create and delete with the rules of
+`docs/ownership.md`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pyspark.errors import StreamingQueryException
 from savepoint_cases import DELETED, KILLED, MOVED, TWICE, Case, Lengths
 from savepoint_job import AFTER_ITS_TASKS, IN_A_TASK, OPERATOR, Query, batch_computation, file_of, next_file
 from savepoint_ledger import Ledger, disk_options, s3_options
-from savepoint_verdict import Source, found_wrong, unlike
+from savepoint_verdict import Source, find_differences, find_violations
 
 from spark_state_ext import Backend, RetainedCheckpoint, Savepoint, read_savepoint, take_savepoint
 from spark_state_ext.__main__ import main as command_line
@@ -43,18 +43,18 @@ __all__ = ["Trial"]
 
 @dataclass
 class Snapshot:
-    """What a job is started from.
+    """A snapshot that a job can be started from.
 
     Parameters
     ----------
     start
-        As the job is told.
+        The `start_from` of the job.
     source
-        Its files, for the ledger.
+        The files of the snapshot, for the ledger.
     next_file
-        Which file of its job comes after it.
+        The number of the first file that the snapshot does not include.
     taken
-        What was told of a savepoint that was taken.
+        The reported numbers of files of a savepoint.
     """
 
     start: StartFrom
@@ -64,18 +64,18 @@ class Snapshot:
 
 
 class Trial:
-    """One case.
+    """A run of one case.
 
     Parameters
     ----------
     spark
         The session.
     provider
-        Spark's provider of state, for a process of its own.
+        Spark's state store provider, for a job in another process.
     case, lengths
-        What to do.
+        The case and its numbers of batches.
     folder
-        For everything on this machine.
+        The folder for everything on this machine.
     server
         The S3 server.
     """
@@ -91,7 +91,7 @@ class Trial:
             self.stores = str(folder / "stores")
             self.ledger = Ledger(folder / "ledger.jsonl", self.stores)
             self.options = disk_options(self.ledger)
-        # This process is watched from now on.
+        # From here on, the ledger notes what this process does.
         self.top = Folder(self.stores, self.options)
         ends = [lengths.first, lengths.second, lengths.third]
         self.whole = frozenset([sum(ends[: at + 1]) - 1 for at in range(3)] + [lengths.side + lengths.after - 1])
@@ -100,53 +100,64 @@ class Trial:
         self.taken: dict[str, dict[str, int]] = {}
 
     def run(self) -> dict[str, Any]:
-        """The case; gives its line."""
+        """Run the case and return its line."""
         lengths = self.lengths
         with self._phase("job 1"):
-            first = self._query("job 1", range(lengths.first))
+            first = self._run_query("job 1", range(lengths.first))
         with self._phase("snapshot 1"):
-            snapshot = self._snapshot("1", first)
+            snapshot = self._take_snapshot("1", first)
             if self.case.perturbation == MOVED:
-                snapshot = self._moved(first, snapshot)
-        at = snapshot.next_file
-        self._check(at == lengths.first, f"the offsets of the snapshot lead to file {at}")
-        second = self._second(first, snapshot, range(at, at + lengths.second))
+                snapshot = self._move_snapshot(first, snapshot)
+        next_file_number = snapshot.next_file
+        self._check(
+            next_file_number == lengths.first, f"after the offsets of the snapshot comes file {next_file_number}"
+        )
+        second = self._run_second_job(first, snapshot, range(next_file_number, next_file_number + lengths.second))
         with self._phase("snapshot 2"):
-            again = self._snapshot("2", second)
+            second_snapshot = self._take_snapshot("2", second)
         with self._phase("job 3"):
-            at += again.next_file
-            self._check(at == lengths.first + lengths.second, f"the offsets of the second snapshot lead to file {at}")
-            kept = second.options if self.case.adopts else {}
+            next_file_number += second_snapshot.next_file
+            self._check(
+                next_file_number == lengths.first + lengths.second,
+                f"after the offsets of the second snapshot comes file {next_file_number}",
+            )
+            options = second.options if self.case.adopts else {}
             root = second.root if self.case.adopts else ""
-            third = self._query("job 3", range(at, at + lengths.third), again.start, root, **kept)
-        self._equal(third, range(at + lengths.third))
+            third = self._run_query(
+                "job 3",
+                range(next_file_number, next_file_number + lengths.third),
+                second_snapshot.start,
+                root,
+                **options,
+            )
+        self._check_equal(third, range(next_file_number + lengths.third))
         with self._phase("end"):
-            # What was in the background may still be under way. Once the two agree they are not looked at again.
-            differ: list[str] = []
+            # Background work may still be running. Compare until ledger and store agree once.
+            differences: list[str] = []
 
-            def agree() -> bool:
-                differ[:] = unlike(self.case, self.ledger, self._there())
-                return not differ
+            def agrees() -> bool:
+                differences[:] = find_differences(self.case, self.ledger, self._list_files())
+                return not differences
 
             with contextlib.suppress(AssertionError):
-                eventually(agree, 0.2)
-            self.wrong += differ
-            wrong, told = found_wrong(self.case, self.ledger, snapshot.source, second)
-        self.wrong += wrong
+                eventually(agrees, 0.2)
+            self.wrong += differences
+            violations, summary = find_violations(self.case, self.ledger, snapshot.source, second)
+        self.wrong += violations
         return {
             "case": self.case.name,
             "batches": {name: job.batches for name, job in self.jobs.items()},
             "taken": self.taken,
             "equal": not any("batch computation" in text for text in self.wrong),
-            "source": told,
-            "cleaned_up": self._cleaned_up(),
+            "source": summary,
+            "cleaned_up": self._count_cleaned_up(),
             "verdict": "as it must be" if not self.wrong else "WRONG",
             **({"wrong": self.wrong} if self.wrong else {}),
         }
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
-    def _query(
+    def _run_query(
         self,
         name: str,
         files: Sequence[int],
@@ -155,12 +166,12 @@ class Trial:
         parts: int = 2,
         **options: Any,
     ) -> Query:
-        """A job over some files, restarted in the midst."""
-        query = self._new(name, start, root, **options)
-        self._go_on(query, files, parts)
+        """Run a new job over some files, and restart it halfway."""
+        query = self._new_query(name, start, root, **options)
+        self._continue_query(query, files, parts)
         return query
 
-    def _new(self, name: str, start: StartFrom | None, root: str, **options: Any) -> Query:
+    def _new_query(self, name: str, start: StartFrom | None, root: str, **options: Any) -> Query:
         folder = name.replace(" ", "-")
         query = Query(
             self.folder / folder,
@@ -174,82 +185,85 @@ class Trial:
         self.jobs[name] = query
         return query
 
-    def _go_on(self, query: Query, files: Sequence[int], parts: int = 2) -> None:
-        """Run a query over more files, in so many starts; each but the first without its local store."""
+    def _continue_query(self, query: Query, files: Sequence[int], parts: int = 2) -> None:
+        """Run a query over more files in `parts` starts; each but the first has no local store."""
         size = -(-len(files) // parts)
-        for at in range(0, len(files), size) if size else [0]:
-            if at:
+        for begin in range(0, len(files), size) if size else [0]:
+            if begin:
                 shutil.rmtree(query.folder / "local", ignore_errors=True)
-            query.feed(files[at : at + size])
+            query.feed(files[begin : begin + size])
             query.run(self.spark)
-            eventually(lambda: self._is_over(query.root))
+            eventually(lambda: self._has_ended(query.root))
 
-    def _is_over(self, root: str) -> bool:
-        """Whether all runs below a root have ended, as the driver says a moment later; of one that was short it may not."""
+    def _has_ended(self, root: str) -> bool:
+        """Return whether all runs below a root have ended.
+
+        The driver releases the lease of a run a moment after its end, or not at all if the run was short.
+        """
         operator = Folder(root, self.options).child(OPERATOR)
-        for folder in (operator.child(it.name) for it in operator.entries() if it.name.count("-") == 4):
-            found = LeaseLog(folder).newest(first=True)
-            if found is None:
+        for folder in (operator.child(entry.name) for entry in operator.entries() if entry.name.count("-") == 4):
+            newest = LeaseLog(folder).newest(first=True)
+            if newest is None:
                 continue
-            if found.record.released:
-                # Whoever said so removes the last record but one.
+            if newest.record.released:
+                # The process that releases the lease also removes the last record but one.
                 if len(folder.child(LEASE_FOLDER).names()) > 2:
                     return False
                 continue
-            if time.time() * 1000 < found.record.renewed_ms + 2 * found.record.lease_ms:
+            if time.time() * 1000 < newest.record.renewed_ms + 2 * newest.record.lease_ms:
                 return False
         return True
 
-    def _second(self, first: Query, snapshot: Snapshot, files: Sequence[int]) -> Query:
-        """The job that starts from the snapshot, with all that happens to it and to its source."""
+    def _run_second_job(self, first: Query, snapshot: Snapshot, files: Sequence[int]) -> Query:
+        """Run the job that starts from the snapshot, with the perturbation of the case."""
         case, lengths = self.case, self.lengths
-        # Whoever claims a folder goes on in it; its backend keeps the name under which pointers know it.
+        # A query that claims a folder continues in it; its backend keeps the name that pointers refer to.
         start, root, options = snapshot.start, "", {}
         if isinstance(start, RetainedCheckpoint) and case.adopts:
             root = start.root
             options = {"backends": ["changelog", *start.places]} if case.perturbation == MOVED else {}
-        second = self._new("job 2", snapshot.start, root, **options)
+        second = self._new_query("job 2", snapshot.start, root, **options)
         if case.perturbation == KILLED:
             with self._phase("job 2 until it is killed"):
                 second.feed(files[:1])
-                self._killed(second)
+                self._kill_in_first_batch(second)
                 files = files[1:]
         with self._phase("job 2"):
             half = len(files) // 2
-            # One batch, after which the source is needed still: no pointer was handed out yet.
+            # After one batch the source is still needed: Spark has not handed out a pointer yet.
             if case.perturbation == KILLED:
-                self._go_on(second, (), 1)
+                self._continue_query(second, (), 1)
             else:
-                self._go_on(second, files[:1], 1)
+                self._continue_query(second, files[:1], 1)
                 files = files[1:]
         if case.perturbation == TWICE:
-            self._started_twice(snapshot)
+            self._start_second_query(snapshot)
         with self._phase("job 2"):
-            self._go_on(second, files[:half], 1)
+            self._continue_query(second, files[:half], 1)
             if not case.adopts:
                 eventually(lambda: is_detached(second.query_folder))
             if case.mode == "claim" and not case.adopts:
                 eventually(lambda: not snapshot.source.files_in(self.top))
             if case.form == "checkpoint":
-                # What is held while a query is started is so no longer than that, whatever became of its first run.
+                # A hold lasts only while a query is started, whatever happens to the first run of the query.
                 eventually(lambda: not any("/holds/" in name for name in snapshot.source.files_in(self.top)))
         if case.perturbation == DELETED:
             with self._phase("the user deletes the source"):
-                self._delete(first, second, snapshot)
+                self._delete_source(first, second, snapshot)
         elif case.adopts:
-            self._refused("job 1 after it was claimed", first, "ClaimedError: the state at .* belongs to")
+            self._check_refused("job 1 after it was claimed", first, "ClaimedError: the state at .* belongs to")
         elif case.perturbation != MOVED or case.form != "checkpoint":
             with self._phase("job 1 goes on"):
-                self._go_on(first, range(lengths.side, lengths.side + lengths.after), 1)
-                self._equal(first, [*range(lengths.first), *range(lengths.side, lengths.side + lengths.after)])
+                self._continue_query(first, range(lengths.side, lengths.side + lengths.after), 1)
+                self._check_equal(first, [*range(lengths.first), *range(lengths.side, lengths.side + lengths.after)])
         with self._phase("job 2"):
             shutil.rmtree(second.folder / "local", ignore_errors=True)
-            self._go_on(second, files[half:], 1)
-        self._equal(second, range(lengths.first + lengths.second))
+            self._continue_query(second, files[half:], 1)
+        self._check_equal(second, range(lengths.first + lengths.second))
         return second
 
-    def _killed(self, query: Query) -> None:
-        """Start a query in a process of its own, and kill that within its first batch."""
+    def _kill_in_first_batch(self, query: Query) -> None:
+        """Start a query in another process, and kill the process within the first batch."""
         hanging = replace(query, hang=IN_A_TASK if self.case.form == "native" else AFTER_ITS_TASKS)
         spec = self.folder / "killed.json"
         spec.write_text(json.dumps({"query": hanging.to_plain(), "provider": self.provider}))
@@ -266,38 +280,36 @@ class Trial:
         committed = query.checkpoint / "commits" / "0"
         self._check(not committed.exists(), "job 2 had committed a batch before it was killed")
 
-    def _started_twice(self, snapshot: Snapshot) -> None:
-        """Another query from the same source, before the first one is detached."""
+    def _start_second_query(self, snapshot: Snapshot) -> None:
+        """Start another query from the same source before the first one is detached."""
         lengths = self.lengths
         files = range(lengths.first, lengths.first + lengths.second)
         if self.case.mode == "no_claim":
             with self._phase("job 2 for the second time"):
-                other = self._query("job 2 for the second time", [*files[:1], files[-1]], snapshot.start, parts=2)
-                self._equal(other, [*range(lengths.first), files[0], files[-1]])
+                other = self._run_query("job 2 for the second time", [*files[:1], files[-1]], snapshot.start, parts=2)
+                self._check_equal(other, [*range(lengths.first), files[0], files[-1]])
             return
         root = snapshot.start.root if isinstance(snapshot.start, RetainedCheckpoint) else ""
-        other = self._new("job 2 for the second time", snapshot.start, root)
+        other = self._new_query("job 2 for the second time", snapshot.start, root)
         other.feed(files[:1])
-        self._refused("job 2 for the second time", other, "ClaimedError")
+        self._check_refused("job 2 for the second time", other, "ClaimedError")
 
-    def _refused(self, phase: str, query: Query, says: str) -> None:
-        """Start a query that must not run, and see that it has created and deleted no checkpoint file."""
-        import re
-
+    def _check_refused(self, phase: str, query: Query, pattern: str) -> None:
+        """Start a query that must be refused, and check that it fails with this error and commits no batch."""
         with self._phase(phase):
             before = query.batches
             query.feed([0])
             try:
                 query.run(self.spark)
-                self._check(False, f"{phase}: it was not refused")
+                self._check(False, f"{phase}: the query was not refused")
             except StreamingQueryException as error:
-                self._check(bool(re.search(says, str(error))), f"{phase}: refused with {str(error)[:500]}")
-            self._check(query.batches == before, f"{phase}: it has committed a batch")
+                self._check(bool(re.search(pattern, str(error))), f"{phase}: refused with {str(error)[:500]}")
+            self._check(query.batches == before, f"{phase}: the query has committed a batch")
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
-    def _snapshot(self, number: str, query: Query) -> Snapshot:
-        """A savepoint of a query, or its checkpoint as it is."""
+    def _take_snapshot(self, number: str, query: Query) -> Snapshot:
+        """Take a savepoint of a query, or return its checkpoint unchanged."""
         case = self.case
         if case.form == "checkpoint":
             start = RetainedCheckpoint(
@@ -305,9 +317,9 @@ class Trial:
                 str(query.checkpoint),
                 mode=case.mode,
                 storage_options=self.options,
-                backends=[it for it in query.state.options.backends if isinstance(it, Backend)],
+                backends=[backend for backend in query.state.options.backends if isinstance(backend, Backend)],
             )
-            folder = self._bare(f"{query.root}/{OPERATOR}")
+            folder = self._strip_protocol(f"{query.root}/{OPERATOR}")
             return Snapshot(start, Source(folder), query.next_file())
         path = f"{self.stores}/savepoint-{number}"
         taken = take_savepoint(
@@ -315,27 +327,29 @@ class Trial:
         )
         self.taken[number] = {"files": taken.files, "duplicated": taken.duplicated, "streamed": taken.streamed}
         if case.form == "native":
-            # What was inline only is streamed, and nothing else is.
+            # Only inline deltas are streamed.
             self._check(taken.duplicated > 0, f"savepoint {number}: no file was duplicated: {taken}")
         rows = read_savepoint(self.spark, Savepoint(path, storage_options=self.options)).collect()
         saved = {row.key: (row.n, row.total) for row in rows}
-        self._check(saved == query.table, f"savepoint {number} is not what the batch computation gives")
+        self._check(saved == query.table, f"savepoint {number} differs from the batch computation")
         manifest = read_manifest(Folder(path, self.options))
-        assert manifest.header.offsets is not None, "a query's savepoint has its offsets"
+        assert manifest.header.offsets is not None, "a query's savepoint has offsets"
         return Snapshot(
             Savepoint(path, mode=case.mode, storage_options=self.options),
-            Source(self._bare(path), manifest),
+            Source(self._strip_protocol(path), manifest),
             next_file(manifest.header.offsets),
         )
 
-    def _moved(self, first: Query, snapshot: Snapshot) -> Snapshot:
-        """What a user moves: the savepoint's folder, or the root together with Spark's checkpoint."""
+    def _move_snapshot(self, first: Query, snapshot: Snapshot) -> Snapshot:
+        """Move the savepoint's folder, or the root together with Spark's checkpoint, as a user may do."""
         start = snapshot.start
         if isinstance(start, Savepoint):
             self._move(start.path, f"{self.stores}/moved")
-            moved: StartFrom = replace(start, path=f"{self.stores}/moved")
+            moved_start: StartFrom = replace(start, path=f"{self.stores}/moved")
             return replace(
-                snapshot, start=moved, source=replace(snapshot.source, path=self._bare(f"{self.stores}/moved"))
+                snapshot,
+                start=moved_start,
+                source=replace(snapshot.source, path=self._strip_protocol(f"{self.stores}/moved")),
             )
         self._move(first.root, f"{self.stores}/moved")
         backend = Backend(f"{self.stores}/moved", name=first.root, storage_options=self.options)
@@ -343,57 +357,59 @@ class Trial:
         first.moved_to.mkdir()
         checkpoint.rename(first.checkpoint)
         first.root, first.options = f"{self.stores}/moved", {"backends": ["changelog", backend]}
-        moved = replace(start, root=first.root, checkpoint_location=str(first.checkpoint), backends=[backend])
-        return replace(snapshot, start=moved, source=Source(self._bare(f"{self.stores}/moved/{OPERATOR}")))
+        moved_start = replace(start, root=first.root, checkpoint_location=str(first.checkpoint), backends=[backend])
+        return replace(
+            snapshot, start=moved_start, source=Source(self._strip_protocol(f"{self.stores}/moved/{OPERATOR}"))
+        )
 
     def _move(self, path: str, to: str) -> None:
         if self.case.store == "disk":
             os.rename(path, to)
             return
-        filesystem, source, target = self.top._fs, self._bare(path), self._bare(to)
+        filesystem, source, target = self.top._fs, self._strip_protocol(path), self._strip_protocol(to)
         for file in filesystem.find(source):
             filesystem.cp_file(file, target + file[len(source) :])
             filesystem.rm_file(file)
 
-    def _delete(self, first: Query, second: Query, snapshot: Snapshot) -> None:
-        """What a user deletes once the new query is detached, by the savepoint's command or by hand."""
+    def _delete_source(self, first: Query, second: Query, snapshot: Snapshot) -> None:
+        """Delete the source as a user may do once the new query is detached: by the savepoint command or by hand."""
         start = snapshot.start
         if isinstance(start, RetainedCheckpoint):
-            self.top._fs.rm(self._bare(first.root), recursive=True)
+            self.top._fs.rm(self._strip_protocol(first.root), recursive=True)
             shutil.rmtree(first.checkpoint)
             return
         options = ["--root", second.root, "--storage-options", json.dumps(self.options)]
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
             for verb in ("status", "delete"):
                 status = command_line(["savepoint", verb, start.path, *options])
                 self._check(status == 0, f"savepoint {verb}: exit status {status}")
         self._check(
-            re.search(r"^deletable +true$", said.getvalue(), re.MULTILINE) is not None,
-            f"savepoint status: {said.getvalue()}",
+            re.search(r"^deletable +true$", output.getvalue(), re.MULTILINE) is not None,
+            f"savepoint status: {output.getvalue()}",
         )
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
-    def _equal(self, query: Query, files: Sequence[int]) -> None:
+    def _check_equal(self, query: Query, files: Sequence[int]) -> None:
         expected = batch_computation(file_of(number, number in self.whole) for number in files)
         name = next(name for name, job in self.jobs.items() if job is query)
-        self._check(query.table == expected, f"{name} is not what the batch computation gives")
+        self._check(query.table == expected, f"{name} differs from the batch computation")
 
     def _check(self, holds: bool, text: str) -> None:
         if not holds:
             self.wrong.append(text)
 
-    def _there(self) -> set[str]:
-        """All files that are there, without going by the ledger."""
-        return {f"{self._bare(self.stores)}/{entry.name}" for entry in self.top.tree()}
+    def _list_files(self) -> set[str]:
+        """Return all files that exist, without using the ledger."""
+        return {f"{self._strip_protocol(self.stores)}/{entry.name}" for entry in self.top.tree()}
 
-    def _cleaned_up(self) -> dict[str, int]:
-        """How many files clean-ups have deleted in each job's root."""
-        cleaned = [it for it in self.ledger.deletes(self.ledger.below) if it.role == "clean-up"]
-        return dict(Counter(it.path[len(self.ledger.below) + 1 :].partition("/")[0] for it in cleaned))
+    def _count_cleaned_up(self) -> dict[str, int]:
+        """Count the files that clean-up has deleted in each job's root."""
+        deletes = [entry for entry in self.ledger.deletes(self.ledger.below) if entry.role == "clean-up"]
+        return dict(Counter(entry.path[len(self.ledger.below) + 1 :].partition("/")[0] for entry in deletes))
 
-    def _bare(self, path: str) -> str:
+    def _strip_protocol(self, path: str) -> str:
         return path.partition("://")[2] or path
 
     @contextlib.contextmanager
@@ -402,7 +418,7 @@ class Trial:
         try:
             yield
         except Exception as error:
-            # Spark's text has whole stack traces; the package's own error is in the midst of it.
+            # Spark's text has whole stack traces; the package's own error is inside.
             text = str(error)
-            at = max(text.find("spark_state_ext.errors."), 0)
-            raise RuntimeError(f"phase {name!r}: {text[at : at + 1_000]}") from error
+            begin = max(text.find("spark_state_ext.errors."), 0)
+            raise RuntimeError(f"phase {name!r}: {text[begin : begin + 1_000]}") from error

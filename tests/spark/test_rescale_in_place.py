@@ -1,4 +1,4 @@
-"""More or fewer buckets on real Spark: from a snapshot, and in place."""
+"""Rescaling to more or fewer buckets on real Spark, from a snapshot and in place."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ from tests.helpers.waiting import eventually
 pytestmark = [pytest.mark.spark, reads_state]
 
 
-def query(folder: Path, buckets: int, **options: Any) -> Query:
+def make_query(folder: Path, buckets: int, **options: Any) -> Query:
     return Query(folder, str(folder / "root"), {}, buckets, options=options)
 
 
-def in_place(before: Query, buckets: int, **options: Any) -> Query:
-    """The same query with another number of buckets, on an empty local disk."""
-    shutil.rmtree(before.folder / "local", ignore_errors=True)
-    options = {"rescale": str(before.checkpoint), **options}
-    return replace(before, buckets=buckets, options=options)
+def rescale_in_place(old: Query, buckets: int, **options: Any) -> Query:
+    """Return the same query with another number of buckets and an empty local disk."""
+    shutil.rmtree(old.folder / "local", ignore_errors=True)
+    options = {"rescale": str(old.checkpoint), **options}
+    return replace(old, buckets=buckets, options=options)
 
 
-def fed(it: Query, first: int, last: int, spark: Any) -> Query:
-    """Run it over files, and compare what it has emitted with the batch computation."""
-    it.feed(range(first, last))
-    it.run(spark)
-    whole = batch_computation(file_of(number, number in it.whole) for number in range(last))
-    assert it.table == {key: whole[key] for key in it.table}
-    return it
+def run_files(job: Query, first: int, last: int, spark: Any) -> Query:
+    """Run a job over some files, and compare what it has emitted with the batch computation."""
+    job.feed(range(first, last))
+    job.run(spark)
+    expected = batch_computation(file_of(number, number in job.whole) for number in range(last))
+    assert job.table == {key: expected[key] for key in job.table}
+    return job
 
 
-def state_of(it: Query, spark: Any) -> dict[int, tuple[int, int]]:
-    """All its state, as Spark has committed it."""
-    (backend,) = it.options.get("backends", (it,))
-    with open_committed(spark, backend.root, str(it.checkpoint)) as state:
+def state_of(job: Query, spark: Any) -> dict[int, tuple[int, int]]:
+    """Return the state that Spark has committed for the job."""
+    (backend,) = job.options.get("backends", (job,))
+    with open_committed(spark, backend.root, str(job.checkpoint)) as state:
         return state_by_key(state)
 
 
@@ -70,13 +70,13 @@ def state_by_key(state: OpenState) -> dict[int, tuple[int, int]]:
     return {row["key"]: (row["n"], row["total"]) for row in state.scan().read_all().to_pylist()}
 
 
-def expected(files: Iterable[int]) -> dict[int, tuple[int, int]]:
+def expected_state(files: Iterable[int]) -> dict[int, tuple[int, int]]:
     return batch_computation(file_of(number, False) for number in files)
 
 
 @pytest.mark.parametrize("kind", ["savepoint", pytest.param("retained_checkpoint", marks=pytest.mark.soak)])
-def test_from_a_snapshot(spark: Any, tmp_path: Path, kind: str) -> None:
-    old = fed(query(tmp_path / "old", 3), 0, 3, spark)
+def test_a_job_starts_from_a_snapshot_with_another_number_of_buckets(spark: Any, tmp_path: Path, kind: str) -> None:
+    old = run_files(make_query(tmp_path / "old", 3), 0, 3, spark)
     if kind == "savepoint":
         path = str(tmp_path / "savepoint")
         take_savepoint(spark, path, old.checkpoint, old.state)
@@ -84,109 +84,109 @@ def test_from_a_snapshot(spark: Any, tmp_path: Path, kind: str) -> None:
     else:
         start = RetainedCheckpoint(old.root, str(old.checkpoint))
     for buckets in (8, 2):
-        new = replace(query(tmp_path / f"new-{buckets}", buckets), start_from=start)
+        new = replace(make_query(tmp_path / f"new-{buckets}", buckets), start_from=start)
         new.feed(range(3, 5))
         new.run(spark)
-        assert state_of(new, spark) == expected(range(5))
+        assert state_of(new, spark) == expected_state(range(5))
     shutil.rmtree(old.root)
     shutil.rmtree(tmp_path / "savepoint", ignore_errors=True)
     shutil.rmtree(new.folder / "local")
     new.feed(range(5, 6))
     new.run(spark)
-    assert state_of(new, spark) == expected(range(6))
+    assert state_of(new, spark) == expected_state(range(6))
 
 
-def test_in_place(spark: Any, tmp_path: Path) -> None:
-    it = fed(query(tmp_path / "job", 3), 0, 3, spark)
-    at = 3
+def test_a_query_is_rescaled_in_place_several_times(spark: Any, tmp_path: Path) -> None:
+    job = run_files(make_query(tmp_path / "job", 3), 0, 3, spark)
+    next_file = 3
     for buckets in (8, 2, 5) if SOAK else (8, 5):
-        it = fed(in_place(it, buckets), at, at + 2, spark)
-        at += 2
-        assert state_of(it, spark) == expected(range(at))
-    # The argument may stay, and may go.
-    it = fed(in_place(it, 5), at, at + 1, spark)
-    it = fed(replace(it, options={}), at + 1, at + 2, spark)
-    assert state_of(it, spark) == expected(range(at + 2))
-    # What is there goes on by its own number.
-    refused = replace(it, buckets=8, options={})
-    refused.feed([at + 2])
+        job = run_files(rescale_in_place(job, buckets), next_file, next_file + 2, spark)
+        next_file += 2
+        assert state_of(job, spark) == expected_state(range(next_file))
+    # The `rescale` option may remain, and may be removed.
+    job = run_files(rescale_in_place(job, 5), next_file, next_file + 1, spark)
+    job = run_files(replace(job, options={}), next_file + 1, next_file + 2, spark)
+    assert state_of(job, spark) == expected_state(range(next_file + 2))
+    # Without the option, another number of buckets is refused, and the query continues with its own number.
+    refused = replace(job, buckets=8, options={})
+    refused.feed([next_file + 2])
     with pytest.raises(StreamingQueryException, match=r"5 buckets and the job asks for 8: .*rescale the query with"):
         refused.run(spark)
-    it.run(spark)
-    assert state_of(it, spark) == expected(range(at + 3))
-    # A savepoint of it is one as any other.
+    job.run(spark)
+    assert state_of(job, spark) == expected_state(range(next_file + 3))
+    # A savepoint of a rescaled query is like any other.
     path = str(tmp_path / "savepoint")
-    take_savepoint(spark, path, it.checkpoint, it.state)
-    shutil.rmtree(it.root)
-    new = replace(query(tmp_path / "new", 3), start_from=Savepoint(path))
-    new.feed([at + 3])
+    take_savepoint(spark, path, job.checkpoint, job.state)
+    shutil.rmtree(job.root)
+    new = replace(make_query(tmp_path / "new", 3), start_from=Savepoint(path))
+    new.feed([next_file + 3])
     new.run(spark)
-    assert state_of(new, spark) == expected(range(at + 4))
+    assert state_of(new, spark) == expected_state(range(next_file + 4))
 
 
-def test_a_worker_that_comes_late_needs_nothing_of_what_the_query_was(spark: Any, tmp_path: Path) -> None:
-    """What it was rescaled from goes while its plan is in force, and then its tasks get new workers."""
-    it = fed(query(tmp_path / "job", 5), 0, 2, spark)
-    old = it.query_folder
-    it = in_place(it, 3)
-    planned = it.planned(spark)
-    for at, traceback in ((2, "true"), (4, "false")):
-        it.feed(range(at, at + 2))
-        # Spark keeps workers by the environment that it gives them, and this is in it.
+def test_a_worker_that_starts_late_needs_nothing_of_the_state_before_the_rescaling(spark: Any, tmp_path: Path) -> None:
+    """The old folder is deleted while the query's plan is in use, and then new workers run its tasks."""
+    job = run_files(make_query(tmp_path / "job", 5), 0, 2, spark)
+    old_folder = job.query_folder
+    job = rescale_in_place(job, 3)
+    planned_output = job.plan(spark)
+    for first, traceback in ((2, "true"), (4, "false")):
+        job.feed(range(first, first + 2))
+        # Spark reuses a worker only for the same environment, and this setting is part of it.
         with configured(spark, {"spark.sql.execution.pyspark.udf.simplifiedTraceback.enabled": traceback}):
-            writer = planned.writeStream.outputMode("update").format("noop")
-            finish(writer.option("checkpointLocation", str(it.checkpoint)).trigger(availableNow=True).start())
-        assert state_of(it, spark) == expected(range(at + 2))
-        shutil.rmtree(old.root, ignore_errors=True)
-        shutil.rmtree(Path(it.root) / OPERATOR / STARTING_FOLDER, ignore_errors=True)
+            writer = planned_output.writeStream.outputMode("update").format("noop")
+            finish(writer.option("checkpointLocation", str(job.checkpoint)).trigger(availableNow=True).start())
+        assert state_of(job, spark) == expected_state(range(first + 2))
+        shutil.rmtree(old_folder.root, ignore_errors=True)
+        shutil.rmtree(Path(job.root) / OPERATOR / STARTING_FOLDER, ignore_errors=True)
 
 
-def test_one_heavy_bucket_is_split_alone(spark: Any, tmp_path: Path) -> None:
-    it = fed(query(tmp_path / "job", 3), 0, 2, spark)
-    it = fed(in_place(it, 0, bucket_by=BucketMap.split(3, {1: 4})), 2, 3, spark)
-    with open_committed(spark, it.root, str(it.checkpoint)) as state:
+def test_one_heavy_bucket_can_be_split_without_the_others(spark: Any, tmp_path: Path) -> None:
+    job = run_files(make_query(tmp_path / "job", 3), 0, 2, spark)
+    job = run_files(rescale_in_place(job, 0, bucket_by=BucketMap.split(3, {1: 4})), 2, 3, spark)
+    with open_committed(spark, job.root, str(job.checkpoint)) as state:
         assert state.bucket_map == BucketMap.split(3, {1: 4})
-    # As many buckets, but of one size: maps are compared, not numbers.
-    it = fed(in_place(it, 6), 3, 5, spark)
-    assert state_of(it, spark) == expected(range(5))
-    with open_committed(spark, it.root, str(it.checkpoint)) as state:
+    # The number of buckets stays the same but they are of equal size: bucket maps are compared, not numbers.
+    job = run_files(rescale_in_place(job, 6), 3, 5, spark)
+    assert state_of(job, spark) == expected_state(range(5))
+    with open_committed(spark, job.root, str(job.checkpoint)) as state:
         assert state.bucket_map == BucketMap(6)
-    with open_state(it.root) as state:
+    with open_state(job.root) as state:
         assert state.buckets == 6
-        assert state_by_key(state) == expected(range(state.batch + 1))
-    # Spark retains a batch from before, whose state is in the folder before.
-    with open_committed(spark, it.root, str(it.checkpoint), batch=1) as state:
+        assert state_by_key(state) == expected_state(range(state.batch + 1))
+    # Spark retains a batch from before the rescaling, whose state is in the old folder.
+    with open_committed(spark, job.root, str(job.checkpoint), batch=1) as state:
         assert state.buckets == 3
-        assert state_by_key(state) == expected(range(2))
+        assert state_by_key(state) == expected_state(range(2))
 
 
 @pytest.mark.parametrize(
-    "elsewhere",
+    "with_backend",
     [pytest.param(False, id="in the root"), pytest.param(True, id="in a backend", marks=pytest.mark.soak)],
 )
-def test_a_savepoint_is_taken_before_a_bucket_has_a_snapshot_of_its_own(
-    spark: Any, tmp_path: Path, elsewhere: bool
+def test_a_savepoint_can_be_taken_before_a_bucket_has_its_own_snapshot(
+    spark: Any, tmp_path: Path, with_backend: bool
 ) -> None:
-    options: dict[str, Any] = {"backends": [Backend(str(tmp_path / "elsewhere"))]} if elsewhere else {}
-    it = fed(query(tmp_path / "job", 3, **options), 0, 3, spark)
-    it = fed(in_place(it, 8, **options), 3, 4, spark)
-    starts: dict[str, Any] = {"retained": RetainedCheckpoint(it.root, str(it.checkpoint), **options)}
+    options: dict[str, Any] = {"backends": [Backend(str(tmp_path / "elsewhere"))]} if with_backend else {}
+    job = run_files(make_query(tmp_path / "job", 3, **options), 0, 3, spark)
+    job = run_files(rescale_in_place(job, 8, **options), 3, 4, spark)
+    starts: dict[str, Any] = {"retained": RetainedCheckpoint(job.root, str(job.checkpoint), **options)}
     for form in ("native", "canonical"):
         path = str(tmp_path / form)
-        take_savepoint(spark, path, it.checkpoint, it.state, form=form)
+        take_savepoint(spark, path, job.checkpoint, job.state, form=form)
         starts[form] = Savepoint(path)
     for name, start in starts.items():
-        new = replace(query(tmp_path / f"from-{name}", 8), start_from=start)
+        new = replace(make_query(tmp_path / f"from-{name}", 8), start_from=start)
         new.feed([4])
         new.run(spark)
-        assert state_of(new, spark) == expected(range(5))
-    # And it is rescaled again.
-    it = fed(in_place(it, 3, **options), 4, 5, spark)
-    assert state_of(it, spark) == expected(range(5))
+        assert state_of(new, spark) == expected_state(range(5))
+    # The query can be rescaled again.
+    job = run_files(rescale_in_place(job, 3, **options), 4, 5, spark)
+    assert state_of(job, spark) == expected_state(range(5))
 
 
-def _killed(hanging: Query, log: Path) -> None:
-    """Start a query in a process of its own, and kill that within its first batch."""
+def kill_in_first_batch(hanging: Query, log: Path) -> None:
+    """Start a query in another process, and kill the process within the first batch."""
     spec = log.with_suffix(".json")
     spec.write_text(json.dumps({"query": hanging.to_plain(), "provider": "hdfs"}))
     with log.open("w") as output:
@@ -203,36 +203,36 @@ def _killed(hanging: Query, log: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n", "m", "hang"),
+    ("old_buckets", "new_buckets", "hang"),
     [(*numbers, hang) for numbers in ((3, 8), (96, 64), (64, 1)) for hang in (IN_A_TASK, AFTER_ITS_TASKS)]
     if SOAK
     else [(7, 2, AFTER_ITS_TASKS)],
 )
-def test_killed_in_its_midst_and_gone_on_with_either_number(
-    spark: Any, tmp_path: Path, n: int, m: int, hang: str
+def test_a_query_killed_while_it_is_rescaled_continues_with_either_number_of_buckets(
+    spark: Any, tmp_path: Path, old_buckets: int, new_buckets: int, hang: str
 ) -> None:
-    it = fed(query(tmp_path / "job", n), 0, 3, spark)
-    again = in_place(it, m)
-    again.feed([3])
-    _killed(replace(again, hang=hang), tmp_path / "killed.log")
-    # The old number goes on, as no batch was committed with the other.
-    shutil.rmtree(it.folder / "local", ignore_errors=True)
-    it.run(spark)
-    assert state_of(it, spark) == expected(range(4))
-    again = fed(in_place(it, m), 4, 5, spark)
-    assert state_of(again, spark) == expected(range(5))
-    # Now the old one is refused, and nothing has happened to the state.
-    it.feed([5])
+    old = run_files(make_query(tmp_path / "job", old_buckets), 0, 3, spark)
+    new = rescale_in_place(old, new_buckets)
+    new.feed([3])
+    kill_in_first_batch(replace(new, hang=hang), tmp_path / "killed.log")
+    # The query continues with the old number, because no batch was committed with the new one.
+    shutil.rmtree(old.folder / "local", ignore_errors=True)
+    old.run(spark)
+    assert state_of(old, spark) == expected_state(range(4))
+    new = run_files(rescale_in_place(old, new_buckets), 4, 5, spark)
+    assert state_of(new, spark) == expected_state(range(5))
+    # Now the old number is refused, and the state is unchanged.
+    old.feed([5])
     with pytest.raises(StreamingQueryException, match="BucketCountChangedError"):
-        it.run(spark)
-    again.run(spark)
-    assert state_of(again, spark) == expected(range(6))
+        old.run(spark)
+    new.run(spark)
+    assert state_of(new, spark) == expected_state(range(6))
 
 
-def _timed() -> Callable[..., Iterator[pd.DataFrame]]:
-    # Nested, so that it travels to the workers by value: these need not find this module.
-    def timed(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-        """Counts rows; a key that has none for 10 s of event time says how many it had, and is gone."""
+def make_timed_function() -> Callable[..., Iterator[pd.DataFrame]]:
+    # A nested function is pickled by value, so that workers need not import this module.
+    def count_until_timeout(key: Any, pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
+        """Count rows; a key without rows for 10 s of event time emits its count and is removed."""
         if state.hasTimedOut:
             (n,) = state.get
             state.remove()
@@ -243,85 +243,94 @@ def _timed() -> Callable[..., Iterator[pd.DataFrame]]:
         state.setTimeoutTimestamp(state.getCurrentWatermarkMs() + 10_000)
         yield pd.DataFrame({"text": [f"{key[0]} has {n}"]})
 
-    return timed
+    return count_until_timeout
 
 
-def _events(at_s: int, *keys: str) -> Any:
+def events_at(at_s: int, *keys: str) -> Any:
     return event_rows(*((key, at_s, 1) for key in keys))
 
 
-def _outputs(spark: Any, operator: str, folder: Path, numbers: tuple[int, int], parts: list[Any]) -> dict[int, Any]:
-    """What each batch gives: some of the parts, the last batch once more, and after a rescaling the others."""
+def run_with_rescaling(
+    spark: Any, operator: str, folder: Path, bucket_counts: tuple[int, int], parts: list[Any]
+) -> dict[int, Any]:
+    """Run all parts but the last, repeat the last batch, and run the last part rescaled; return the output of each batch."""
     folder.mkdir()
     job = Job(
-        *(spark, operator, folder, _timed()),
+        *(spark, operator, folder, make_timed_function()),
         timeout=GroupStateTimeout.EventTimeTimeout,
         schema=TIMED,
         watermark=("at", "0 seconds"),
-        options={"buckets": numbers[0]},
+        options={"buckets": bucket_counts[0]},
     )
     batches: dict[int, Any] = {}
 
-    def kept(df: Any, batch: int) -> None:
+    def record(df: Any, batch: int) -> None:
         batches[batch] = sorted(row.text for row in df.collect())
 
-    def started() -> Any:
-        writer = job.planned().writeStream.foreachBatch(kept)
+    def start() -> Any:
+        writer = job.planned().writeStream.foreachBatch(record)
         return writer.option("checkpointLocation", str(job.checkpoint)).trigger(processingTime="0 seconds").start()
 
     for part in parts[:-1]:
         job.feed(*part)
-        running = started()
-        running.processAllAvailable()
-        running.stop()
-    # The last batch has no data, and is done again: as if Spark had been killed before it wrote that it is committed.
+        query = start()
+        query.processAllAvailable()
+        query.stop()
+    # The last batch has no data. It is repeated, as if Spark had been killed before it committed the batch.
     commits = folder / "checkpoint" / "commits"
     last = max(int(path.name) for path in commits.iterdir() if path.name.isdecimal())
     for name in (str(last), f".{last}.crc"):
         (commits / name).unlink()
-    job.options = {"buckets": numbers[1], "rescale": str(job.checkpoint)}
-    running = started()
+    job.options = {"buckets": bucket_counts[1], "rescale": str(job.checkpoint)}
+    query = start()
     try:
         eventually(lambda: (commits / str(last)).exists())
         job.feed(*parts[-1])
-        running.processAllAvailable()
+        query.processAllAvailable()
     finally:
-        running.stop()
+        query.stop()
     return batches
 
 
-@pytest.mark.parametrize("numbers", [(3, 8), (8, 3)] if SOAK else [(8, 3)], ids=str)
-def test_timeouts_and_batches_without_data(spark: Any, tmp_path: Path, numbers: tuple[int, int]) -> None:
-    """As Spark's own operator has them, batch by batch; also where the first batch after the restart has no data."""
+@pytest.mark.parametrize("bucket_counts", [(3, 8), (8, 3)] if SOAK else [(8, 3)], ids=str)
+def test_timeouts_fire_as_on_sparks_operator_if_a_rescaled_query_repeats_a_batch_without_data(
+    spark: Any, tmp_path: Path, bucket_counts: tuple[int, int]
+) -> None:
+    """Each batch emits the same on both operators, also if the first batch after the restart has no data."""
     parts = [
-        [_events(0, *"abcdefghij"), _events(5, "a", "b")],
-        [_events(30, "a", "k", "l")],
-        [_events(31, *"bcd"), _events(60, "z"), _events(90, "z", "a")],
+        [events_at(0, *"abcdefghij"), events_at(5, "a", "b")],
+        [events_at(30, "a", "k", "l")],
+        [events_at(31, *"bcd"), events_at(60, "z"), events_at(90, "z", "a")],
     ]
-    ours, sparks = (_outputs(spark, it, tmp_path / it, numbers, parts) for it in ("arrow", "spark"))
-    assert ours == sparks
-    assert sum("had" in text for texts in ours.values() for text in texts) > 8
-    # Calls of the batch without data have gone on as before.
+    arrow_output, spark_output = (
+        run_with_rescaling(spark, operator, tmp_path / operator, bucket_counts, parts)
+        for operator in ("arrow", "spark")
+    )
+    assert arrow_output == spark_output
+    assert sum("had" in text for texts in arrow_output.values() for text in texts) > 8
+    # Calls of the batch without data used the old bucket map, and noted their pointers.
     assert list((tmp_path / "arrow" / "root" / "tested" / "starting").glob("*.pointer"))
 
 
-def test_what_is_asked_for_by_mistake(spark: Any, tmp_path: Path) -> None:
-    it = fed(query(tmp_path / "job", 3), 0, 2, spark)
-    wrong = replace(it, buckets=5, options={"rescale": str(tmp_path / "elsewhere")})
+def test_a_rescaling_is_refused_for_a_wrong_checkpoint_and_for_a_pending_erase_request(
+    spark: Any, tmp_path: Path
+) -> None:
+    job = run_files(make_query(tmp_path / "job", 3), 0, 2, spark)
+    wrong = replace(job, buckets=5, options={"rescale": str(tmp_path / "elsewhere")})
     wrong.feed([2])
     with pytest.raises(StreamingQueryException, match="give the checkpointLocation of this query"):
         wrong.run(spark)
-    # What the plan can know is refused before anything runs.
-    erase_keys(it.root, [1], operator=OPERATOR)
-    there = sorted(path.name for path in (Path(it.root) / OPERATOR).iterdir())
+    # The plan can see the pending request, so that the query is refused before it runs.
+    erase_keys(job.root, [1], operator=OPERATOR)
+    names = sorted(path.name for path in (Path(job.root) / OPERATOR).iterdir())
     with pytest.raises(ChangedJobError, match=r"erase request 1 in .* is not done yet"):
-        in_place(it, 5).run(spark)
-    assert sorted(path.name for path in (Path(it.root) / OPERATOR).iterdir()) == there
-    it.run(spark)
-    assert state_of(it, spark) == expected(range(3))
+        rescale_in_place(job, 5).run(spark)
+    assert sorted(path.name for path in (Path(job.root) / OPERATOR).iterdir()) == names
+    job.run(spark)
+    assert state_of(job, spark) == expected_state(range(3))
 
 
-def test_at_a_first_start_there_is_nothing_to_rescale(spark: Any, tmp_path: Path) -> None:
-    it = query(tmp_path / "job", 3, rescale=str(tmp_path / "job" / "checkpoint"))
-    it = fed(it, 0, 2, spark)
-    assert state_of(it, spark) == expected(range(2))
+def test_the_rescale_option_has_no_effect_at_a_first_start(spark: Any, tmp_path: Path) -> None:
+    job = make_query(tmp_path / "job", 3, rescale=str(tmp_path / "job" / "checkpoint"))
+    job = run_files(job, 0, 2, spark)
+    assert state_of(job, spark) == expected_state(range(2))
