@@ -1,8 +1,8 @@
-"""`pandas_values` against Spark's own worker: the same rows through a real `applyInPandasWithState`.
+"""`pandas_values` compared with Spark's own worker: the same rows through a real `applyInPandasWithState`.
 
-A recording function runs in Spark's operator and describes what it was given, down to the types of the
-elements of arrays. The driver captures the same rows as Arrow through `mapInArrow`, which is how the package
-gets them, converts them with our functions and describes the result with the same code.
+A recording function runs in Spark's operator and describes its arguments, down to the types of the elements of arrays. The
+driver captures the same rows as Arrow through `mapInArrow`, which is how the package receives them, converts them with our
+functions and describes the result with the same code.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ VERSION = (int(pyspark.__version__.split(".")[0]), int(pyspark.__version__.split
 UTC = datetime.timezone.utc
 
 
-def zones() -> list[str]:
-    more = ["UTC"]
+def find_zones() -> list[str]:
+    extra_zones = ["UTC"]
     if VERSION >= (4, 2):
         try:
             pc.local_timestamp(pa.array([0], pa.timestamp("us", tz="+05:30")))
-            more.append("+05:30")
+            extra_zones.append("+05:30")
         except pa.ArrowInvalid:
-            pass  # this pyarrow knows no offsets, so Spark's worker would fail
-    return whole(["America/New_York"], more)
+            pass  # this pyarrow does not support offsets, so Spark's worker would fail
+    return whole(["America/New_York"], extra_zones)
 
 
-ZONES = zones()
+ZONES = find_zones()
 
 
 # -- the types and their values, in SQL -------------------------------------------------------------------
@@ -89,13 +89,13 @@ def mapping(*pairs: str) -> str:
 
 
 STAMPS = [
-    "TIMESTAMP '2021-11-07 05:30:00Z'",  # in New York 01:30, and
+    "TIMESTAMP '2021-11-07 05:30:00Z'",  # 01:30 in New York, and
     "TIMESTAMP '2021-11-07 06:30:00Z'",  # 01:30 again
-    "TIMESTAMP '2021-03-14 06:59:59.999999Z'",  # in New York the last moment before a gap, and
+    "TIMESTAMP '2021-03-14 06:59:59.999999Z'",  # the last moment before a gap in New York, and
     "TIMESTAMP '2021-03-14 07:00:00Z'",  # the first after it
     "TIMESTAMP '1905-02-03 04:05:06.789012Z'",
     "TIMESTAMP '1700-01-01 00:00:00Z'",  # local mean time
-    "TIMESTAMP '2099-07-01 12:00:00Z'",  # pytz knows no transitions so late
+    "TIMESTAMP '2099-07-01 12:00:00Z'",  # later than the last transition that pytz has
 ]
 NAIVE = [
     "TIMESTAMP_NTZ '2021-03-14 02:30:00'",
@@ -104,8 +104,8 @@ NAIVE = [
     "TIMESTAMP_NTZ '2200-01-01 00:00:00'",
 ]
 DAYS = "INTERVAL '-9' DAY"
-BIG = "9007199254740993"  # 2**53 + 1 is no float
-MIDDLE = "16777217"  # 2**24 + 1 is no 32-bit float
+BIG = "9007199254740993"  # 2**53 + 1, which a float cannot hold
+MIDDLE = "16777217"  # 2**24 + 1, which a 32-bit float cannot hold
 VARIANT = "parse_json('{\"a\": [1, null]}')"
 
 CASES = [
@@ -146,7 +146,7 @@ CASES = [
     Case(
         "array_array_timestamp",
         "ARRAY<ARRAY<TIMESTAMP>>",
-        [array(array(STAMPS[0]), array(STAMPS[1])), "array(array())", "array()"],  # ragged ones fail in Spark
+        [array(array(STAMPS[0]), array(STAMPS[1])), "array(array())", "array()"],  # ragged arrays fail in Spark
         [array(array(STAMPS[0], "NULL"))],
     ),
     Case(
@@ -221,7 +221,7 @@ WIDTH = max(len(case.values) for case in CASES) + 1
 
 
 def groups(case: Case) -> dict[str, list[str]]:
-    """Lay out one column: what each group of rows holds."""
+    """Return the values of one column in each group of rows."""
     inner = case.inner or case.values
     parts = {
         "full": case.values,
@@ -243,7 +243,7 @@ Record = Callable[[Any, Any, Any], Iterator[pd.DataFrame]]
 
 
 def make_functions() -> tuple[Callable[[Any], Any], Callable[[pd.DataFrame], Any], Record, Record]:
-    """Make the describing functions; made in here, they travel to Spark's workers by value."""
+    """Make the describing functions; nested functions are pickled to Spark's workers by value."""
 
     def describe(value: Any) -> Any:
         import pandas as pd
@@ -265,7 +265,7 @@ def make_functions() -> tuple[Callable[[Any], Any], Callable[[pd.DataFrame], Any
         return [kind, repr(value)]
 
     def describe_frame(frame: pd.DataFrame) -> Any:
-        # The order of a group's rows is not defined: `i` numbers them.
+        # The order of a group's rows is undefined; `i` numbers them.
         order = frame["i"].argsort().tolist()
         series = [frame.iloc[:, c] for c in range(frame.shape[1])]
         return {
@@ -299,7 +299,7 @@ describe, describe_frame, record, record_timeout = make_functions()
 
 
 def capture(rows: DataFrame) -> pa.Table:
-    """Take rows out as `mapInArrow` gets them."""
+    """Return rows as `mapInArrow` receives them."""
 
     def write(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
@@ -316,22 +316,22 @@ def capture(rows: DataFrame) -> pa.Table:
 
 @dataclass
 class Both:
-    """The same rows as we get them and as Spark's worker gave them to a function."""
+    """The same rows as we receive them, and as Spark's worker passed them to a function."""
 
     zone: str
     table: pa.Table
     by_group: dict[str, Any]
-    """Spark's records, by name, of the groups that `groups` lays out."""
+    """Spark's records of the groups that `groups` defines, by name."""
     by_row: dict[int, Any]
-    """Spark's records of each row alone, under a key of all columns that may be a key."""
+    """Spark's records of each row in a group of its own; its key has all columns that may be keys."""
 
     def rows(self, group: str) -> pa.Table:
         return self.table.filter(pc.equal(self.table.column("g"), group))
 
     def spark_column(self, group: str, name: str) -> tuple[str, list[Any]]:
         (frame,) = self.by_group[group]["frames"]
-        at = NAMES.index(name)
-        return frame["dtypes"][at], frame["columns"][at]
+        index = NAMES.index(name)
+        return frame["dtypes"][index], frame["columns"][index]
 
 
 def make_rows(spark: SparkSession) -> DataFrame:
@@ -346,7 +346,7 @@ def make_rows(spark: SparkSession) -> DataFrame:
 def run_spark(
     spark: SparkSession, rows: DataFrame, keys: list[str], function: Record, timeout: str, folder: Path
 ) -> list[Any]:
-    """Stream the rows through Spark's own operator, all in one batch; give the records."""
+    """Stream the rows through Spark's own operator in one batch, and return the records."""
     source = str(folder / "source")
     rows.select("i").coalesce(1).write.parquet(source)
     stream = spark.readStream.schema("i INT").parquet(source)
@@ -388,8 +388,8 @@ def configured(spark: SparkSession, options: dict[str, str]) -> Iterator[None]:
 
 
 def options_for(zone: str, group_size: int) -> dict[str, str]:
-    # Spark sends several small groups in one Arrow batch, and pyarrow then decides about the types within a
-    # map by all rows of the batch. What is to be met is what a group gives on its own: one batch each.
+    # Spark sends several small groups in one Arrow batch, and pyarrow then chooses the types within a map by all rows of
+    # the batch. We must match the types that a group has on its own, so that each group gets a batch.
     options = {"spark.sql.session.timeZone": zone, "spark.sql.execution.arrow.maxRecordsPerBatch": str(group_size)}
     if VERSION >= (4, 1):
         options["spark.sql.timeType.enabled"] = "true"
@@ -410,28 +410,28 @@ def both(spark: SparkSession, request: pytest.FixtureRequest, tmp_path_factory: 
     return Both(
         zone=request.param,
         table=table,
-        by_group={names[one["frames"][0]["rows"][0]]: one for one in by_group},
-        by_row={one["frames"][0]["rows"][0]: one for one in by_row},
+        by_group={names[row_record["frames"][0]["rows"][0]]: row_record for row_record in by_group},
+        by_row={row_record["frames"][0]["rows"][0]: row_record for row_record in by_row},
     )
 
 
-every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_key = pytest.mark.parametrize("case", KEYS, ids=lambda case: case.name)
 
 
-# -- against Spark ----------------------------------------------------------------------------------------
+# -- compared with Spark ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.spark
-def test_every_row_and_group_was_seen(both: Both) -> None:
+def test_spark_calls_the_function_for_every_row_and_group(both: Both) -> None:
     assert sorted(both.by_group) == sorted(GROUPS)
     assert sorted(both.by_row) == list(range(both.table.num_rows))
-    assert {one["pdfs"] for one in both.by_group.values()} == {"generator"}
+    assert {group_record["pdfs"] for group_record in both.by_group.values()} == {"generator"}
 
 
 @pytest.mark.spark
-@every
-def test_column(both: Both, case: Case) -> None:
+@every_case
+def test_a_column_converts_to_the_same_series_as_in_spark(both: Both, case: Case) -> None:
     for group in GROUPS:
         series = column_to_series(both.rows(group).column(case.name), both.zone, VERSION)
         ours = (repr(series.dtype), [describe(series.iloc[i]) for i in range(len(series))])
@@ -439,36 +439,36 @@ def test_column(both: Both, case: Case) -> None:
 
 
 @pytest.mark.spark
-def test_frame(both: Both) -> None:
+def test_the_rows_of_a_group_convert_to_the_same_frame_as_in_spark(both: Both) -> None:
     for group in GROUPS:
         frame = table_to_frame(both.rows(group), NAMES, both.zone, VERSION)
         assert [describe_frame(frame)] == both.by_group[group]["frames"]
 
 
 @pytest.mark.spark
-def test_frame_of_each_row_alone(both: Both) -> None:
-    for row, one in both.by_row.items():
+def test_a_single_row_converts_to_the_same_frame_as_in_spark(both: Both) -> None:
+    for row, row_record in both.by_row.items():
         frame = table_to_frame(both.table.slice(row, 1), NAMES, both.zone, VERSION)
-        assert [describe_frame(frame)] == one["frames"]
+        assert [describe_frame(frame)] == row_record["frames"]
 
 
 @pytest.mark.spark
 @every_key
-def test_key(both: Both, case: Case) -> None:
+def test_keys_convert_to_the_same_values_as_in_spark(both: Both, case: Case) -> None:
     keys = convert_keys(both.table.column(case.name), both.zone, VERSION)
-    at = 1 + KEYS.index(case)
-    assert [describe(key) for key in keys] == [both.by_row[row]["key"][1][at] for row in range(len(keys))]
+    index = 1 + KEYS.index(case)
+    assert [describe(key) for key in keys] == [both.by_row[row]["key"][1][index] for row in range(len(keys))]
 
 
 @pytest.mark.spark
-@every
-def test_groups_with_equal_null_flags_convert_together(both: Both, case: Case) -> None:
+@every_case
+def test_groups_with_equal_null_flags_convert_together_as_they_do_alone(both: Both, case: Case) -> None:
     column = both.table.column(case.name)
     names = np.array(both.table.column("g").to_pylist())
     flags = compute_null_flags(column)
     classes: dict[tuple[bool, ...], list[str]] = {}
     for group in both.by_group:
-        classes.setdefault(tuple(bool(one[names == group].any()) for one in flags), []).append(group)
+        classes.setdefault(tuple(bool(flag[names == group].any()) for flag in flags), []).append(group)
     assert bool(flags) == dtype_depends_on_nulls(column.type)
     for members in classes.values():
         rows = np.flatnonzero(np.isin(names, members))
@@ -480,20 +480,24 @@ def test_groups_with_equal_null_flags_convert_together(both: Both, case: Case) -
 
 
 @pytest.mark.spark
-@every
-def test_what_dtypes_depend_on(both: Both, case: Case) -> None:
+@every_case
+def test_dtype_depends_on_nulls_says_if_nulls_change_what_spark_passes(both: Both, case: Case) -> None:
     kind = both.table.schema.field(case.name).type
-    full, some, none = (both.spark_column(group, case.name)[0] for group in ("full", "some NULL", "all NULL"))
-    assert some == none
+    full_dtype, some_null_dtype, all_null_dtype = (
+        both.spark_column(group, case.name)[0] for group in ("full", "some NULL", "all NULL")
+    )
+    assert some_null_dtype == all_null_dtype
     if not pa.types.is_nested(kind):
-        assert (full != some) == dtype_depends_on_nulls(kind)
+        assert (full_dtype != some_null_dtype) == dtype_depends_on_nulls(kind)
     elif not dtype_depends_on_nulls(kind):
-        beside_nulls, beside_none = (both.spark_column(g, case.name)[1][0] for g in ("NULL inside some", "full"))
-        assert beside_nulls == beside_none
+        value_with_nulls, value_without_nulls = (
+            both.spark_column(g, case.name)[1][0] for g in ("NULL inside some", "full")
+        )
+        assert value_with_nulls == value_without_nulls
 
 
 @pytest.mark.spark
-def test_timeout(spark: SparkSession, tmp_path: Path) -> None:
+def test_a_timeout_call_gets_the_same_key_and_empty_frame_as_in_spark(spark: SparkSession, tmp_path: Path) -> None:
     with configured(spark, options_for(ZONES[0], WIDTH)):
         rows = make_rows(spark)
         table = capture(rows)
@@ -501,30 +505,32 @@ def test_timeout(spark: SparkSession, tmp_path: Path) -> None:
         records = run_spark(spark, rows, keys, record_timeout, "EventTimeTimeout", tmp_path)
     columns = [convert_keys(table.column(name), ZONES[0], VERSION) for name in keys]
     expected = [describe(key) for key in zip(*columns, strict=True)]
-    assert sorted(json.dumps(one["key"]) for one in records) == sorted(map(json.dumps, expected))
+    assert sorted(json.dumps(timeout_record["key"]) for timeout_record in records) == sorted(map(json.dumps, expected))
     frame = describe_frame(make_empty_frame(["i", "at", *NAMES[1:]]))
-    for one in records:
-        assert one["pdfs"] == "list"
-        assert one["frames"] == [frame]
+    for timeout_record in records:
+        assert timeout_record["pdfs"] == "list"
+        assert timeout_record["frames"] == [frame]
 
 
 @pytest.mark.spark
 @pytest.mark.parametrize("type_", ["TIMESTAMP", "TIMESTAMP_NTZ"])
-def test_timestamp_beyond_nanoseconds(spark: SparkSession, tmp_path: Path, type_: str) -> None:
+def test_a_timestamp_out_of_the_nanosecond_range_converts_or_fails_as_in_spark(
+    spark: SparkSession, tmp_path: Path, type_: str
+) -> None:
     rows = spark.sql(f"SELECT 0 AS i, CAST('9999-01-01 00:00:00' AS {type_}) AS at")
     with configured(spark, options_for("UTC", WIDTH)):
         column = capture(rows).column("at")
         try:
             value = describe(column_to_series(column, "UTC", VERSION).iloc[0])
-        except (pa.ArrowInvalid, pd.errors.OutOfBoundsDatetime) as failure:
-            with pytest.raises(StreamingQueryException, match=re.escape(str(failure))):
+        except (pa.ArrowInvalid, pd.errors.OutOfBoundsDatetime) as error:
+            with pytest.raises(StreamingQueryException, match=re.escape(str(error))):
                 run_spark(spark, rows, ["i"], record, "NoTimeout", tmp_path)
         else:
-            (one,) = run_spark(spark, rows, ["i"], record, "NoTimeout", tmp_path)
-            assert value == one["frames"][0]["columns"][1][0]
+            (row_record,) = run_spark(spark, rows, ["i"], record, "NoTimeout", tmp_path)
+            assert value == row_record["frames"][0]["columns"][1][0]
 
 
-# -- on our own -------------------------------------------------------------------------------------------
+# -- without Spark -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -542,19 +548,21 @@ def test_timestamp_beyond_nanoseconds(spark: SparkSession, tmp_path: Path, type_
     ],
     ids=str,
 )
-def test_large_variants(plain: pa.DataType, variant: pa.DataType, values: list[Any]) -> None:
+def test_large_variants_of_types_convert_to_the_same_values(
+    plain: pa.DataType, variant: pa.DataType, values: list[Any]
+) -> None:
     for rows in (values, values[:1], values[1:]):
-        one, other = (column_to_series(pa.array(rows, kind), "UTC", VERSION) for kind in (plain, variant))
-        assert one.dtype == other.dtype
-        assert [describe(v) for v in one] == [describe(v) for v in other]
-        keys, other_keys = (convert_keys(pa.array(rows, kind), "UTC", VERSION) for kind in (plain, variant))
-        assert [describe(v) for v in keys] == [describe(v) for v in other_keys]
+        series, large_series = (column_to_series(pa.array(rows, kind), "UTC", VERSION) for kind in (plain, variant))
+        assert series.dtype == large_series.dtype
+        assert [describe(v) for v in series] == [describe(v) for v in large_series]
+        keys, large_keys = (convert_keys(pa.array(rows, kind), "UTC", VERSION) for kind in (plain, variant))
+        assert [describe(v) for v in keys] == [describe(v) for v in large_keys]
 
 
 @pytest.mark.parametrize("zone", ["UTC", "Asia/Tokyo", "-03:00"])
 @pytest.mark.parametrize("shape", ["plain", "array", "struct", "map"])
-def test_the_zone_of_the_column_does_not_matter(zone: str, shape: str) -> None:
-    def column(zone: str) -> pa.Array:
+def test_the_time_zone_of_the_arrow_column_does_not_change_the_values(zone: str, shape: str) -> None:
+    def make_column(zone: str) -> pa.Array:
         stamps: list[Any] = [datetime.datetime(2021, 11, 7, hour, 30, tzinfo=UTC) for hour in (5, 6)]
         kind: pa.DataType = pa.timestamp("us", tz=zone)
         if shape == "array":
@@ -565,9 +573,11 @@ def test_the_zone_of_the_column_does_not_matter(zone: str, shape: str) -> None:
             stamps, kind = [[(stamp, stamp)] for stamp in stamps], pa.map_(kind, kind)
         return pa.array([*stamps, None], kind)
 
-    here, there = (column_to_series(column(z), "America/New_York", VERSION) for z in ("America/New_York", zone))
-    assert here.dtype == there.dtype
-    assert [describe(v) for v in here] == [describe(v) for v in there]
+    expected, series = (
+        column_to_series(make_column(z), "America/New_York", VERSION) for z in ("America/New_York", zone)
+    )
+    assert expected.dtype == series.dtype
+    assert [describe(v) for v in expected] == [describe(v) for v in series]
 
 
 @pytest.mark.parametrize(
@@ -582,7 +592,7 @@ def test_the_zone_of_the_column_does_not_matter(zone: str, shape: str) -> None:
     ],
     ids=lambda column: str(column.type),
 )
-def test_result_is_writable_and_independent(column: pa.Array) -> None:
+def test_converted_values_can_be_written_without_changing_the_arrow_column(column: pa.Array) -> None:
     before = column.to_pylist()
     series = column_to_series(column, "UTC", VERSION)
     assert series.name is None
@@ -595,7 +605,7 @@ def test_result_is_writable_and_independent(column: pa.Array) -> None:
     assert column.to_pylist() == before
 
 
-def test_frame_names() -> None:
+def test_a_frame_has_the_given_names_and_needs_one_for_each_column() -> None:
     table = pa.table({"x": [1, 2], "y": ["a", "b"]})
     frame = table_to_frame(table, ["same", "same"], "UTC", VERSION)
     assert list(frame.columns) == ["same", "same"]
@@ -619,7 +629,7 @@ NESTED = [
 )
 @pytest.mark.parametrize("start", [0, 1, 3])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_keys_of_nested_types_convert_as_if_alone(
+def test_keys_of_nested_types_convert_together_as_they_do_alone(
     kind: pa.DataType, values: list[Any], start: int, chunks: int
 ) -> None:
     array = pa.array(values * 2, kind)
@@ -628,21 +638,21 @@ def test_keys_of_nested_types_convert_as_if_alone(
     assert [describe(key) for key in convert_keys(column, "UTC", VERSION)] == [describe(key) for key in alone]
 
 
-def test_chunks_of_a_struct_convert_as_one() -> None:
+def test_a_chunked_struct_column_converts_like_a_single_chunk() -> None:
     kind = pa.struct([("a", pa.int32())])
     values = [{"a": 1}, {"a": None}]
     chunked = column_to_series(pa.chunked_array([pa.array([v], kind) for v in values]), "UTC", VERSION)
-    whole = column_to_series(pa.array(values, kind), "UTC", VERSION)
-    assert [describe(v) for v in chunked] == [describe(v) for v in whole]
+    single_chunk = column_to_series(pa.array(values, kind), "UTC", VERSION)
+    assert [describe(v) for v in chunked] == [describe(v) for v in single_chunk]
 
 
-def test_empty_column() -> None:
+def test_an_empty_column_converts_to_no_values() -> None:
     for kind in (pa.int64(), pa.string(), pa.list_(pa.timestamp("us")), pa.struct([("t", pa.timestamp("us"))])):
         assert len(column_to_series(pa.array([], kind), "UTC", VERSION)) == 0
         assert convert_keys(pa.array([], kind), "UTC", VERSION) == []
 
 
-def test_struct_with_two_fields_of_one_name_is_refused() -> None:
+def test_a_struct_with_two_fields_of_the_same_name_is_refused() -> None:
     kind = pa.struct([("a", pa.int32()), ("a", pa.string())])
     column = pa.StructArray.from_arrays([pa.array([1], pa.int32()), pa.array(["x"])], fields=list(kind))
     with pytest.raises(UnsupportedTypeError, match="several fields of the same name"):
@@ -652,7 +662,7 @@ def test_struct_with_two_fields_of_one_name_is_refused() -> None:
 def test_ragged_arrays_of_timestamps_fail_as_in_spark() -> None:
     stamp = datetime.datetime(2021, 1, 1, tzinfo=UTC)
     column = pa.array([[[stamp], []]], pa.list_(pa.list_(pa.timestamp("us", tz="UTC"))))
-    if tuple(map(int, np.__version__.split(".")[:2])) < (1, 24):  # NumPy only warned then
+    if tuple(map(int, np.__version__.split(".")[:2])) < (1, 24):  # older NumPy only warns
         with pytest.warns(Warning, match="ragged"):
             column_to_series(column, "UTC", VERSION)
     else:

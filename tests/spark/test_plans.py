@@ -1,4 +1,4 @@
-"""What may stand before and after the operator, restarts, and how Spark keeps its state."""
+"""Plans with other operators before and after ours, restarts, and Spark's own storage of state."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PROVIDERS = "org.apache.spark.sql.execution.streaming.state."
 
 
 @CLASSIC_FIRST
-def test_union_and_static_join_before(session: Any, operator: str, tmp_path: Path) -> None:
+def test_a_union_and_a_static_join_may_precede_the_operator(session: Any, operator: str, tmp_path: Path) -> None:
     cities = session.createDataFrame([("a", "Aachen"), ("A", "Aachen"), ("b", "Berlin")], "key string, city string")
 
-    def city_count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    def count_by_city(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         n = (state.getOption or (0,))[0]
         for pdf in pdfs:
             assert list(pdf.columns) == ["key", "value", "city"]
@@ -33,11 +33,19 @@ def test_union_and_static_join_before(session: Any, operator: str, tmp_path: Pat
         state.update((n,))
         yield pd.DataFrame({"city": [key[0]], "n": [n]})
 
-    def widened(df: Any) -> Any:
-        # Of each batch, all rows but the first are there twice, once in capitals; "B" and "x" have no city.
+    def add_upper_case_and_city(df: Any) -> Any:
+        # All rows of a batch but the first occur twice, once in capitals; the keys "B", "x" and "X" have no city.
         return df.union(df.filter("value > 0").withColumn("key", F.upper("key"))).join(cities, "key")
 
-    job = Job(session, operator, tmp_path, city_count, "city string, n bigint", keys=["city"], before=widened)
+    job = Job(
+        session,
+        operator,
+        tmp_path,
+        count_by_city,
+        "city string, n bigint",
+        keys=["city"],
+        before=add_upper_case_and_city,
+    )
     assert job.run(keyed("a", "b", "x", "a"), keyed("b", "a")) == {
         0: [("Aachen", 3), ("Berlin", 1)],
         1: [("Aachen", 5), ("Berlin", 2)],
@@ -45,18 +53,18 @@ def test_union_and_static_join_before(session: Any, operator: str, tmp_path: Pat
 
 
 @CLASSIC_FIRST
-def test_static_join_and_aggregation_after(session: Any, operator: str, tmp_path: Path) -> None:
+def test_a_static_join_and_an_aggregation_may_follow_the_operator(session: Any, operator: str, tmp_path: Path) -> None:
     lands = session.createDataFrame([("a", "NRW"), ("b", "BE"), ("c", "BE")], "key string, land string")
     job = Job(session, operator, tmp_path, count, COUNTS)
     job.after = lambda df: df.join(lands, "key").groupBy("land").agg(F.sum("n"), F.count("*"))
     job.feed(keyed("a", "b", "a", "x"), keyed("a", "b", "c"))
-    # n of a is 2 and then 3, of b 1 and 2, of c 1. Complete mode emits all of it in every batch; the last one stays.
+    # The counts are 2 and 3 for a, 1 and 2 for b, 1 for c. In complete mode the memory sink keeps the last batch only.
     assert sorted(map(tuple, collect(session, job.planned(), "complete"))) == [("BE", 4, 3), ("NRW", 5, 2)]
 
 
 @CLASSIC
-def test_duplicates_dropped_before(session: Any, operator: str, tmp_path: Path) -> None:
-    """A stateful operator of Spark's before ours."""
+def test_dropping_duplicates_may_precede_the_operator(session: Any, operator: str, tmp_path: Path) -> None:
+    """One of Spark's stateful operators runs before ours."""
     job = Job(session, operator, tmp_path, count, COUNTS, schema=TIMED, watermark=("at", "10 seconds"))
     job.before = lambda df: df.dropDuplicates(["key", "value"])
     rows = job.run(event_rows(("a", 1, 1), ("a", 2, 1), ("b", 3, 1)), event_rows(("a", 4, 1), ("a", 5, 2)))
@@ -65,22 +73,22 @@ def test_duplicates_dropped_before(session: Any, operator: str, tmp_path: Path) 
 
 
 @EVERYWHERE
-def test_two_actions_in_foreach_batch(session: Any, operator: str, tmp_path: Path) -> None:
-    """Both see the same, though each runs the operator again; over a restart."""
+def test_two_actions_in_foreach_batch_see_the_same_rows(session: Any, operator: str, tmp_path: Path) -> None:
+    """Each action runs the operator again; this also holds after a restart."""
     target = str(tmp_path / "rows")
 
-    def twice(batch: Any, number: int) -> None:
+    def write_twice(batch: Any, number: int) -> None:
         batch.write.mode("overwrite").parquet(f"{target}/first/{number}")
         batch.write.mode("overwrite").parquet(f"{target}/second/{number}")
 
     job = Job(session, operator, tmp_path, count, COUNTS, mode="update")
     for batches in ([keyed("a", "b"), keyed("a")], [keyed("b", "c", "a")]):
         job.feed(*batches)
-        writer = job.planned().writeStream.foreachBatch(twice).outputMode("update")
+        writer = job.planned().writeStream.foreachBatch(write_twice).outputMode("update")
         finish(writer.option("checkpointLocation", str(job.checkpoint)).trigger(availableNow=True).start())
-    for which in ("first", "second"):
-        found = [pd.read_parquet(f"{target}/{which}/{number}") for number in range(3)]
-        assert [sorted(map(tuple, rows.to_numpy().tolist())) for rows in found] == [
+    for action in ("first", "second"):
+        frames = [pd.read_parquet(f"{target}/{action}/{number}") for number in range(3)]
+        assert [sorted(map(tuple, rows.to_numpy().tolist())) for rows in frames] == [
             [("a", 1), ("b", 1)],
             [("a", 2)],
             [("a", 3), ("b", 2), ("c", 1)],
@@ -88,7 +96,7 @@ def test_two_actions_in_foreach_batch(session: Any, operator: str, tmp_path: Pat
 
 
 @CLASSIC
-def test_a_live_query_takes_data_as_it_comes(session: Any, operator: str, tmp_path: Path) -> None:
+def test_a_running_query_processes_data_as_it_arrives(session: Any, operator: str, tmp_path: Path) -> None:
     job = Job(session, operator, tmp_path, count, COUNTS, mode="update")
     job.feed(keyed("a"))
     name = f"live_{operator}"
@@ -103,7 +111,7 @@ def test_a_live_query_takes_data_as_it_comes(session: Any, operator: str, tmp_pa
     assert sorted(map(tuple, session.table(name).collect())) == [("a", 1), ("a", 2), ("b", 1)]
 
 
-# What a provider and checkpoint format name the first version's file of a partition's state.
+# `file` is the name that each provider and checkpoint format give to the first version of a partition's state.
 @CLASSIC
 @pytest.mark.parametrize(
     ("provider", "version", "file"),
@@ -114,10 +122,10 @@ def test_a_live_query_takes_data_as_it_comes(session: Any, operator: str, tmp_pa
     ],
     ids=["hdfs", "rocksdb-1", "rocksdb-2"],
 )
-def test_restart_with_each_state_store_and_other_partitions(
+def test_a_restart_keeps_the_state_for_each_state_store_and_another_number_of_partitions(
     session: Any, operator: str, provider: str, version: int, file: str, tmp_path: Path
 ) -> None:
-    """Spark keeps the number of partitions that a checkpoint began with, so asking for another has no effect."""
+    """Spark keeps the number of partitions of the first start, so that setting another number has no effect."""
     prefix = "spark.sql.streaming.stateStore."
     conf = {f"{prefix}providerClass": PROVIDERS + provider, f"{prefix}rocksdb.changelogCheckpointing.enabled": "true"}
     if SPARK >= (4, 0):
@@ -140,24 +148,26 @@ def test_restart_with_each_state_store_and_other_partitions(
 
 
 @CLASSIC
-def test_more_partitions_than_keys_and_adaptive_execution(session: Any, operator: str, tmp_path: Path) -> None:
+def test_counts_are_right_with_more_partitions_than_keys_and_adaptive_execution(
+    session: Any, operator: str, tmp_path: Path
+) -> None:
     conf = {"spark.sql.shuffle.partitions": "7", "spark.sql.adaptive.enabled": "true"}
     job = Job(session, operator, tmp_path, count, COUNTS, conf=conf)
     assert job.run(keyed("a", "b"), keyed("b")) == {0: [("a", 1), ("b", 1)], 1: [("b", 2)]}
 
 
 @CLASSIC
-def test_two_queries_of_one_dataframe_have_states_of_their_own(session: Any, operator: str, tmp_path: Path) -> None:
+def test_two_queries_of_one_dataframe_have_separate_state(session: Any, operator: str, tmp_path: Path) -> None:
     job = Job(session, operator, tmp_path, count, COUNTS)
     job.feed(keyed("a", "b"), keyed("a"))
-    planned = job.planned()
+    output = job.planned()
     for _ in range(2):
-        rows = collect(session, planned, "append")
+        rows = collect(session, output, "append")
         assert sorted(map(tuple, rows)) == [("a", 1), ("a", 2), ("b", 1)]
 
 
-def test_explicit_call_and_enabled_session_plan_alike(session: Any, tmp_path: Path) -> None:
-    """`apply_in_pandas_with_state` continues what an enabled session began."""
+def test_an_explicit_call_continues_the_query_of_an_enabled_session(session: Any, tmp_path: Path) -> None:
+    """`apply_in_pandas_with_state` and an enabled session plan the same operator."""
     job = Job(session, "arrow", tmp_path, count, COUNTS)
     assert job.run(keyed("a")) == {0: [("a", 1)]}
     job.feed(keyed("a"))
@@ -170,10 +180,10 @@ def test_explicit_call_and_enabled_session_plan_alike(session: Any, tmp_path: Pa
 
 
 @CLASSIC
-def test_duplicates_dropped_after(session: Any, operator: str, tmp_path: Path) -> None:
-    """Spark's own operator gives rows that Spark cannot shuffle as they are, and so does ours with the same API.
+def test_dropping_duplicates_may_follow_the_operator(session: Any, operator: str, tmp_path: Path) -> None:
+    """A computed column must come between, because Spark cannot shuffle the rows of its own operator or of ours unchanged.
 
-    What computes a column in between makes rows of them that it can, and so do functions over Arrow and rows.
+    The functions over Arrow and rows need no such column.
     """
     job = Job(session, operator, tmp_path, count, COUNTS, schema=TIMED, watermark=("at", "10 seconds"))
     job.feed(event_rows(("a", 1, 1), ("b", 2, 1), ("a", 3, 1)), event_rows(("b", 4, 1), ("c", 5, 1), ("a", 5, 1)))
@@ -185,11 +195,11 @@ def test_duplicates_dropped_after(session: Any, operator: str, tmp_path: Path) -
         return
     state = ArrowState(tmp_path / "root", "over_rows", buckets=2, local_dir=tmp_path / "local")
     events = read(session, str(tmp_path / "in"), ddl(TIMED)).withWatermark("at", "10 seconds")
-    first = deduplicate(state, events.drop("value"), ["key"])
-    out = state.apply_rows_with_state(
+    deduplicated = deduplicate(state, events.drop("value"), ["key"])
+    row_output = state.apply_rows_with_state(
         events, ["key"], lambda key, rows, _: [(key.key,) for _ in rows], "key string", "n long", "append"
     )
-    for df in (first.select("key"), out):
+    for df in (deduplicated.select("key"), row_output):
         assert sorted(map(tuple, collect(session, df.dropDuplicates(), "append"))) == [("a",), ("b",), ("c",)]
-    counted = out.groupBy("key").count()
-    assert sorted(map(tuple, collect(session, counted, "complete"))) == [("a", 3), ("b", 2), ("c", 1)]
+    counts = row_output.groupBy("key").count()
+    assert sorted(map(tuple, collect(session, counts, "complete"))) == [("a", 3), ("b", 2), ("c", 1)]

@@ -1,4 +1,4 @@
-"""Going back to an older batch on real Spark: what is lost by removing offsets and commits, and not by the command."""
+"""Rolling a real query back to an older batch: the command loses nothing, removing offsets and commits by hand does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHANGELOG = {
     _STATE + "minDeltasForSnapshot": "2",
 }
 _FORMAT_2 = {_STATE + "checkpointFormatVersion": "2"}
-# Spark 4.1 moved it.
+# Spark 4.1 moved these classes.
 _MANAGERS = _CLASSES + ("checkpointing." if SPARK >= (4, 1) else "")
 _OVERWRITES = {"spark.sql.streaming.checkpointFileManagerClass": _MANAGERS + "FileContextBasedCheckpointFileManager"}
 _KEEPS = {"spark.sql.streaming.checkpointFileManagerClass": _MANAGERS + "FileSystemBasedCheckpointFileManager"}
@@ -47,7 +47,7 @@ _KEPT = 1
 
 
 class Counts:
-    """A job that counts rows by key, and a table that a sink keeps of it by key, as a database would."""
+    """A job that counts rows by key, and the table of counts that a sink keeps, like a database."""
 
     def __init__(self, spark: Any, operator: str, folder: Path, conf: dict[str, str]) -> None:
         self.job = Job(spark, operator, folder, count, output=COUNTS, conf=conf)
@@ -62,17 +62,17 @@ class Counts:
             writer = self.job.planned().writeStream.foreachBatch(upsert)
             finish(writer.option("checkpointLocation", str(self.job.checkpoint)).trigger(availableNow=True).start())
 
-    def end(self) -> None:
-        """End what ends with the application: Spark's maintenance would upload a last snapshot within a minute."""
+    def stop_maintenance(self) -> None:
+        """Stop Spark's maintenance, as the end of an application does; it would upload another snapshot within a minute."""
         getattr(self.job.session.sparkContext._jvm, _CLASSES + "state.StateStore$").__getattr__("MODULE$").stop()
 
     @property
-    def right(self) -> bool:
+    def is_right(self) -> bool:
         return self.table == Counter(key for keys in _FIRST + _LAST for key in keys)
 
 
-def _without_logs(checkpoint: Path) -> None:
-    """What one would do by hand."""
+def _remove_logs(checkpoint: Path) -> None:
+    """Remove offsets and commits of later batches, as a user may do by hand."""
     for log in ("offsets", "commits"):
         for path in [*(checkpoint / log).iterdir()]:
             if int(path.name.removeprefix(".").removesuffix(".crc")) > _KEPT:
@@ -81,17 +81,17 @@ def _without_logs(checkpoint: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("conf", whole([_HDFS], [_ROCKSDB]), ids=whole(["hdfs"], ["rocksdb"]))
-def test_removing_offsets_and_commits_alone_loses_counts_in_silence(
+def test_removing_only_offsets_and_commits_silently_loses_counts(
     spark: Any, operator: str, tmp_path: Path, conf: dict[str, str]
 ) -> None:
-    """Why there is a command: should this fail, Spark overwrites state of its own accord, and the docs can say less."""
+    """This is why the command exists. If this test fails, Spark overwrites state by itself, and the docs can be shorter."""
     counts = Counts(spark, operator, tmp_path, {**conf, **_KEEPS})
     counts.run(_FIRST)
-    _without_logs(counts.job.checkpoint)
-    # In one batch, all that was counted before among it.
+    _remove_logs(counts.job.checkpoint)
+    # The first batch reads again all rows that the removed batches had counted.
     counts.run(_LAST[:1])
     counts.run(_LAST[1:])
-    assert not counts.right
+    assert not counts.is_right
 
 
 @pytest.mark.parametrize(
@@ -109,12 +109,12 @@ def test_removing_offsets_and_commits_alone_loses_counts_in_silence(
         ),
     ],
 )
-def test_a_query_goes_on_from_an_older_batch_and_counts_everything(
+def test_a_query_rolled_back_to_an_older_batch_continues_and_counts_every_row(
     spark: Any, operator: str, tmp_path: Path, conf: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     counts = Counts(spark, operator, tmp_path, conf)
     counts.run(_FIRST)
-    counts.end()
+    counts.stop_maintenance()
     checkpoint, command = counts.job.checkpoint, ["rollback", str(counts.job.checkpoint), "--to-batch", str(_KEPT)]
     before = sorted(path for path in checkpoint.rglob("*"))
     assert main(command) == 0
@@ -122,33 +122,33 @@ def test_a_query_goes_on_from_an_older_batch_and_counts_everything(
     assert main([*command, "--apply"]) == 3
     assert "LiveRunError" in capsys.readouterr().err
     assert main([*command, "--apply", "--idle-s", "0"]) == 0
-    aside = next(checkpoint.glob(f"{ROLLED_BACK}*"))
-    assert sorted(path.name for path in (aside / "commits").glob("[0-9]*")) == ["2", "3"]
+    moved_files = next(checkpoint.glob(f"{ROLLED_BACK}*"))
+    assert sorted(path.name for path in (moved_files / "commits").glob("[0-9]*")) == ["2", "3"]
     assert main(command) == 0
-    assert "files=0 " in capsys.readouterr().err.splitlines()[-2], "there is nothing left to do"
+    assert "files=0 " in capsys.readouterr().err.splitlines()[-2], "nothing is left to do"
     counts.run(_LAST[:1])
     counts.run(_LAST[1:])
-    assert counts.right
+    assert counts.is_right
 
 
 @pytest.mark.parametrize("conf", whole([_ROCKSDB], [_HDFS]), ids=whole(["rocksdb"], ["hdfs"]))
-def test_a_command_that_was_stopped_leaves_no_query_that_counts_wrongly(
+def test_a_query_fails_after_an_interrupted_rollback_until_the_command_is_repeated(
     spark: Any, operator: str, tmp_path: Path, conf: dict[str, str]
 ) -> None:
     counts = Counts(spark, operator, tmp_path, {**conf, **_KEEPS})
     counts.run(_FIRST)
-    counts.end()
+    counts.stop_maintenance()
     checkpoint = Folder(str(counts.job.checkpoint))
     plan = plan_from_files(checkpoint, _KEPT)
-    # All state of the last batches, and the last commit.
-    kinds = [step[0].kind for step in plan.steps]
-    stopped = type(plan)(plan.to_batch, plan.steps[: kinds.index("commits") + 1], plan.newest_s)
-    apply_rollback(checkpoint, stopped, None)
+    # The command was stopped after it had deleted all state of the last batches and the last commit.
+    step_kinds = [step[0].kind for step in plan.steps]
+    partial_plan = type(plan)(plan.to_batch, plan.steps[: step_kinds.index("commits") + 1], plan.newest_s)
+    apply_rollback(checkpoint, partial_plan, None)
     with pytest.raises(Exception, match=r"(?i)state|exist"):
         counts.run([])
     assert main(["rollback", checkpoint.root, "--to-batch", str(_KEPT), "--apply", "--delete", "--idle-s", "0"]) == 0
     counts.run(_LAST)
-    assert counts.right
+    assert counts.is_right
 
 
 _FIRST_APPLICATION = """
@@ -162,13 +162,13 @@ test_rollback.Counts(spark, "arrow", Path(sys.argv[1]), test_rollback._HDFS).run
 """
 
 
-def test_a_pointer_of_a_later_batch_is_refused(spark: Any, tmp_path: Path) -> None:
-    """One that another application wrote: within one, a thread of a sink may tell an earlier batch (`test_sinks`)."""
+def test_a_pointer_of_a_later_batch_of_another_application_is_refused(spark: Any, tmp_path: Path) -> None:
+    """Within one application this is no error: a thread of a sink may report an earlier batch (`test_sinks`)."""
     command = [sys.executable, "-W", "ignore", "-c", _FIRST_APPLICATION, str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, timeout=WAIT_S)
     counts = Counts(spark, "arrow", tmp_path, _HDFS)
-    _without_logs(counts.job.checkpoint)
-    # State files of a later time, as of a copy.
+    _remove_logs(counts.job.checkpoint)
+    # State files of a later batch under an earlier name, as in a wrong copy.
     for store in (counts.job.checkpoint / "state/0").glob("[0-9]*"):
         for name in ("{}.delta", ".{}.delta.crc"):
             shutil.copy(store / name.format(len(_FIRST)), store / name.format(_KEPT + 1))

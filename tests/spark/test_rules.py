@@ -1,4 +1,4 @@
-"""Properties of the plan that no single result shows: heartbeats, labels, spill files, versions, triggers."""
+"""Properties of the plan that a query's output does not show: heartbeats, labels, spill files, versions, triggers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator
     yield pd.DataFrame({"k": [key[0]], "n": [n]})
 
 
-def counted(spark: Any, folder: Path, batch: pa.Table, schema: str = "k long", **options: Any) -> tuple[Any, list[Any]]:
-    """One start of a count over one more file: the last batch's progress, and what it emitted."""
+def run_count(
+    spark: Any, folder: Path, batch: pa.Table, schema: str = "k long", **options: Any
+) -> tuple[Any, list[Any]]:
+    """Start a count with one more file; return the progress of the last batch and the emitted rows."""
     state = ArrowState(str(folder / "root"), "ruled", **{"local_dir": str(folder / "local"), **options})
     events = read(spark, write_batches(folder / "in", [batch]), schema)
     out = state.apply_in_pandas_with_state(events, "k", count, "k long, n long", "n long", "update", "NoTimeout")
@@ -54,27 +56,28 @@ def counted(spark: Any, folder: Path, batch: pa.Table, schema: str = "k long", *
 
 
 def test_every_bucket_is_called_and_restored_in_every_batch(spark: Any, tmp_path: Path) -> None:
-    """Rule 1: a bucket without rows has its pointer renewed, and its state brought to where it runs now."""
+    """Rule 1: a bucket without rows gets a new pointer too, and its state is restored on the host that runs it."""
     buckets = 8
-    first, _ = counted(spark, tmp_path, pa.table({"k": pa.array(range(100), pa.int64())}), buckets=buckets)
+    first, _ = run_count(spark, tmp_path, pa.table({"k": pa.array(range(100), pa.int64())}), buckets=buckets)
     assert first["stateOperators"][0]["numRowsTotal"] == buckets
-    # Elsewhere, as on another executor: all that is found there was brought there.
-    elsewhere = tmp_path / "elsewhere"
-    one = pa.table({"k": pa.array([5], pa.int64())})
-    second, rows = counted(spark, tmp_path, one, buckets=buckets, local_dir=str(elsewhere))
+    # Another local folder is like another executor: all stores in it were restored in this start.
+    other_local_dir = tmp_path / "elsewhere"
+    one_row = pa.table({"k": pa.array([5], pa.int64())})
+    second, rows = run_count(spark, tmp_path, one_row, buckets=buckets, local_dir=str(other_local_dir))
     assert rows == [(5, 2)]
     assert second["stateOperators"][0]["numRowsUpdated"] == buckets
-    stores = [LocalStore.at(path.parent.parent, SCHEMA) for path in elsewhere.rglob("data.mdb")]
+    stores = [LocalStore.at(path.parent.parent, SCHEMA) for path in other_local_dir.rglob("data.mdb")]
     assert len(stores) == buckets
     assert all(any(run.newest.version == 1 for run in store.runs()) for store in stores)
-    # The one delta is uploaded beside batches.
+    # The only delta is uploaded in the background.
     eventually(lambda: list((tmp_path / "root").rglob("2_*.arrow")) != [])
-    written = [path.name for path in (tmp_path / "root").rglob("2_*.arrow")]
-    assert len(written) == 1, "heartbeats write no file"
+    new_files = [path.name for path in (tmp_path / "root").rglob("2_*.arrow")]
+    assert len(new_files) == 1, "heartbeats write no file"
 
 
-# Each pair of a number of partitions and one of buckets that is not spread as evenly as can be. A partition without a bucket
-# is in no group, so that the sums show it: `b` buckets leave a remainder of partitions with one more than the others.
+# Counts the pairs of a number of partitions and a number of buckets for which the buckets are not spread as evenly as possible.
+# A partition without a bucket forms no group, so that the sums show it. Evenly means: as many partitions as the remainder of
+# the division have one bucket more than the others.
 _UNEVEN = """
 WITH spread AS (
     SELECT p.id AS partitions, n.id AS buckets, pmod(hash(label), p.id) AS partition, count(*) AS has
@@ -95,60 +98,62 @@ FROM pairs
 
 
 @pytest.mark.parametrize("labelled", [True, pytest.param(False, marks=pytest.mark.soak)])
-def test_buckets_are_spread_as_evenly_as_can_be(spark: Any, labelled: bool) -> None:
-    """Rule 5, by one query of Spark's own: any 1 to 512 buckets over any 1 to 64 partitions; and not without labels."""
+def test_labels_spread_buckets_over_partitions_as_evenly_as_possible(spark: Any, labelled: bool) -> None:
+    """Rule 5, for 1 to 512 buckets over 1 to 64 partitions, by one Spark query; without labels they are spread unevenly."""
     labels = [bucket_label(bucket) if labelled else bucket for bucket in range(512)]
     frame = pd.DataFrame({"bucket": range(512), "label": np.array(labels, dtype=np.int32)})
     spark.createDataFrame(frame, "bucket int, label int").createOrReplaceTempView("labels")
     try:
-        (found,) = spark.sql(_UNEVEN).collect()
+        (result,) = spark.sql(_UNEVEN).collect()
     finally:
         spark.catalog.dropTempView("labels")
-    assert found.pairs == 64 * 512
-    assert found.uneven == 0 if labelled else found.uneven > found.pairs / 2
+    assert result.pairs == 64 * 512
+    assert result.uneven == 0 if labelled else result.uneven > result.pairs / 2
 
 
 @pytest.mark.parametrize("partitions", [1, 3, 7, 8, 64])
-def test_a_bucket_goes_to_the_partition_of_its_number(spark: Any, partitions: int) -> None:
+def test_a_bucket_is_shuffled_to_the_partition_of_its_number_modulo_the_partitions(spark: Any, partitions: int) -> None:
     """Rule 5: the shuffle partitions by the same hash as the query above."""
-    labels = pd.DataFrame({"bucket": range(96), "label": np.array([bucket_label(at) for at in range(96)], np.int32)})
+    labels = pd.DataFrame(
+        {"bucket": range(96), "label": np.array([bucket_label(bucket) for bucket in range(96)], np.int32)}
+    )
     frame = spark.createDataFrame(labels, "bucket int, label int").repartition(partitions, "label")
-    found = frame.selectExpr(
+    rows = frame.selectExpr(
         "bucket", f"pmod(hash(label), {partitions}) AS by_hash", "spark_partition_id() AS at"
     ).collect()
-    assert sorted((row.bucket, row.by_hash, row.at) for row in found) == [
+    assert sorted((row.bucket, row.by_hash, row.at) for row in rows) == [
         (bucket, bucket % partitions, bucket % partitions) for bucket in range(96)
     ]
 
 
-def test_more_than_the_shuffle_should_carry_goes_through_spill_files(spark: Any, tmp_path: Path) -> None:
-    """Rule 6: rows beyond a bucket's share arrive by way of the root, and the next batch clears that away."""
+def test_rows_beyond_the_limit_of_the_shuffle_go_through_spill_files(spark: Any, tmp_path: Path) -> None:
+    """Rule 6: rows beyond a bucket's share travel through files below the root, which the next batch deletes."""
     rng = np.random.default_rng(1)
     rows = 9_000
     values = pa.array([rng.bytes(16 << 10) for _ in range(rows)], pa.binary())
-    large = pa.table({"k": pa.array([at % 5 for at in range(rows)], pa.int64()), "v": values})
-    first, found = counted(spark, tmp_path, large, "k long, v binary", buckets=1, strict=True)
-    assert found == [(key, rows // 5) for key in range(5)]
-    spilled = list((tmp_path / "root").rglob("spill/0-*/*.payloads"))
-    assert spilled
+    large = pa.table({"k": pa.array([row % 5 for row in range(rows)], pa.int64()), "v": values})
+    first, emitted = run_count(spark, tmp_path, large, "k long, v binary", buckets=1, strict=True)
+    assert emitted == [(key, rows // 5) for key in range(5)]
+    spill_files = list((tmp_path / "root").rglob("spill/0-*/*.payloads"))
+    assert spill_files
     query_folders = {path.name for path in (tmp_path / "root" / "ruled").iterdir()} - {"starting", "spill"}
-    assert query_folders == {first["id"]}, "the state lies where the spill files do"
+    assert query_folders == {first["id"]}, "state and spill files are in the same query folder"
     small = pa.table({"k": pa.array([0], pa.int64()), "v": pa.array([b"x"], pa.binary())})
-    _, found = counted(spark, tmp_path, small, "k long, v binary", buckets=1)
-    assert found == [(0, rows // 5 + 1)]
+    _, emitted = run_count(spark, tmp_path, small, "k long, v binary", buckets=1)
+    assert emitted == [(0, rows // 5 + 1)]
     assert list((tmp_path / "root").rglob("*.payloads")) == []
 
 
-def test_another_version_of_the_package_on_executors_is_refused() -> None:
-    """Rule 9: what an older or newer client sent is told apart before anything of it is used."""
+def test_an_executor_refuses_a_plan_of_another_version_of_the_package() -> None:
+    """Rule 9: the version is checked before anything else that an older or newer client sent."""
     with pytest.raises(VersionSkewError, match=r"planned with spark_state_ext 0\.0\.9 .*same version"):
-        # No state of Spark's is needed: nothing may be looked at before the version.
+        # The other arguments are invalid: they must not be used before the version is checked.
         next(run_bucket({"package_version": "0.0.9"}, count, (0,), iter(()), None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("trigger", [{"continuous": "1 second"}, {"realTime": "5 seconds"}])
 def test_triggers_without_micro_batches_are_refused(spark: Any, tmp_path: Path, trigger: dict[str, str]) -> None:
-    """Rule 9: our commit is a micro-batch's, so these must not start; as with Spark's own operator, Spark says so."""
+    """Rule 9: we commit in micro-batches, so these queries must not start; Spark refuses them, as with its own operator."""
     if next(iter(trigger)) not in inspect.signature(DataStreamWriter.trigger).parameters:
         pytest.skip("this release of Spark has no real-time trigger")
     state = ArrowState(str(tmp_path / "root"), "ruled", buckets=1, local_dir=str(tmp_path / "local"))
@@ -164,31 +169,37 @@ def test_triggers_without_micro_batches_are_refused(spark: Any, tmp_path: Path, 
     assert not (tmp_path / "root").exists()
 
 
-def retained_by_spark(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+def emit_batches_to_retain(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
     planned = SimpleNamespace(plan_id="plan", batches_retained=3)
     yield pd.DataFrame({"k": [key[0]], "n": [current_task(planned).batches_retained]})  # type: ignore[arg-type] # a part of a job
 
 
 @pytest.mark.parametrize("fixture", ["spark", pytest.param("connect", marks=pytest.mark.connect)])
-def test_the_batches_to_retain_are_those_of_the_start_and_not_of_the_plan(
+def test_the_number_of_batches_to_retain_is_read_when_the_query_starts_not_when_planned(
     request: pytest.FixtureRequest, fixture: str, tmp_path: Path
 ) -> None:
-    """Clean-up must never go by fewer than Spark does."""
+    """Clean-up must never retain fewer batches than Spark does."""
     session = request.getfixturevalue(fixture)
     state = ArrowState(str(tmp_path / "root"), "ruled", local_dir=str(tmp_path / "local"), buckets=1)
     setting = "spark.sql.streaming.minBatchesToRetain"
-    for told, expected in (("7", 7), (None, 100)):
-        folder = write_batches(tmp_path / f"in-{told}", [pa.table({"k": pa.array([1], pa.int64())})])
-        # Planned under another value than it is started under.
+    for value, expected in (("7", 7), (None, 100)):
+        folder = write_batches(tmp_path / f"in-{value}", [pa.table({"k": pa.array([1], pa.int64())})])
+        # The value differs between planning and starting the query.
         session.conf.set(setting, "5")
         out = state.apply_in_pandas_with_state(
-            read(session, folder, "k long"), "k", retained_by_spark, "k long, n long", "n long", "update", "NoTimeout"
+            read(session, folder, "k long"),
+            "k",
+            emit_batches_to_retain,
+            "k long, n long",
+            "n long",
+            "update",
+            "NoTimeout",
         )
         try:
-            if told is None:
+            if value is None:
                 session.conf.unset(setting)
             else:
-                session.conf.set(setting, told)
+                session.conf.set(setting, value)
             assert [row.n for row in collect(session, out, "update")] == [expected]
         finally:
             session.conf.unset(setting)

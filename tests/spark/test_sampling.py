@@ -1,6 +1,6 @@
-"""Nothing is lost or doubled by a job that does something else each time it is run, over restarts, killed workers and timeouts.
+"""A job that is not deterministic loses and duplicates no element, despite restarts, killed workers and timeouts.
 
-A longer form is ``python tests/spark/sample_job.py``, for Spark's own operator too.
+``python tests/spark/sample_job.py`` is a longer form, which can also run Spark's own operator.
 """
 
 from __future__ import annotations
@@ -17,35 +17,41 @@ from tests.helpers.soak import SOAK, examples
 
 RESTARTS, KILLS = examples(3, 40), examples(1, 10)
 BUCKETS = 6
-# By checkpoint format; the long form has both with both.
+# By checkpoint format; the soak runs both kinds with both formats.
 TIMEOUTS = {1: ["event", "processing"], 2: ["event", "processing"]} if SOAK else {1: ["processing"], 2: ["event"]}
 
 
 @pytest.mark.spark
 @pytest.mark.slow
 @pytest.mark.timeout(7_200 if SOAK else 900)
-def test_restarts_of_a_job_that_is_not_deterministic(tmp_path: Path) -> None:
-    """With both of Spark's checkpoint formats, several buckets a partition, and timeouts of both kinds."""
+def test_a_job_that_is_not_deterministic_emits_each_element_once_despite_restarts_and_kills(tmp_path: Path) -> None:
+    """It runs with both of Spark's checkpoint formats, several buckets in a partition, and timeouts of both kinds."""
     script = Path(__file__).with_name("sample_job.py")
-    # Side by side, each in a process and a session of its own.
+    # The jobs run in parallel, each in its own process and session.
     jobs = {}
-    for number in (1, 2):
-        arguments = [str(tmp_path / str(number)), "--format", str(number), "--timeouts", *TIMEOUTS[number]]
+    for checkpoint_format in (1, 2):
+        arguments = [
+            str(tmp_path / str(checkpoint_format)),
+            "--format",
+            str(checkpoint_format),
+            "--timeouts",
+            *TIMEOUTS[checkpoint_format],
+        ]
         arguments += ["--buckets", str(BUCKETS), "--restarts", str(RESTARTS), "--kills", str(KILLS)]
-        jobs[number] = subprocess.Popen(
+        jobs[checkpoint_format] = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(script), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
     try:
-        for number, job in jobs.items():
+        for checkpoint_format, job in jobs.items():
             out, err = job.communicate()
             assert job.returncode == 0, out + err[-4000:]
-            whole = {"elements": RESTARTS * ROWS, "lost": [], "doubled": [], "kills": KILLS}
-            assert json.loads(out.splitlines()[-1]) == dict.fromkeys(TIMEOUTS[number], whole)
-            for timeouts in TIMEOUTS[number]:
-                folders = (tmp_path / str(number) / timeouts / "root").glob("tested/*/*")
+            expected = {"elements": RESTARTS * ROWS, "lost": [], "doubled": [], "kills": KILLS}
+            assert json.loads(out.splitlines()[-1]) == dict.fromkeys(TIMEOUTS[checkpoint_format], expected)
+            for timeouts in TIMEOUTS[checkpoint_format]:
+                folders = (tmp_path / str(checkpoint_format) / timeouts / "root").glob("tested/*/*")
                 assert sum(folder.name.isdigit() for folder in folders) == BUCKETS
     finally:
         for job in jobs.values():

@@ -1,4 +1,4 @@
-"""Savepoints by command, on real queries: taken, looked at, made into others, and started from."""
+"""Commands on savepoints of real queries: create, verify, read, transform, and start a query from the result."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from spark_state_ext.__main__ import main
 pytestmark = [pytest.mark.spark, reads_state]
 
 
-def test_a_query_starts_from_what_commands_made_of_another_ones_state(
+def test_a_query_starts_from_a_savepoint_that_commands_created_and_transformed(
     spark: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
     job = Job(spark, "arrow", tmp_path / "old", count, output=COUNTS)
     job.run(keyed("a", "b"), keyed("a"), keyed("a", "b", "c"))
-    root, savepoint, few = tmp_path / "old" / "root", tmp_path / "savepoint", tmp_path / "few"
+    root, savepoint, transformed = tmp_path / "old" / "root", tmp_path / "savepoint", tmp_path / "few"
     command = ["savepoint", "create", str(savepoint), "--checkpoint", str(job.checkpoint), "--root", str(root)]
     assert main([*command, "-o", "json"]) == 0
     taken = json.loads(capsys.readouterr().out)
@@ -32,27 +32,29 @@ def test_a_query_starts_from_what_commands_made_of_another_ones_state(
         2,
         ["tested"],
     )
-    # A place that is not free is found in a task, and a file system that Spark lacks in its JVM.
+    # A task finds that the path is taken; Spark's JVM finds that a file system is missing.
     assert main(command) in (2, 3)
-    elsewhere = ["savepoint", "create", f"{savepoint}-2", "--checkpoint", "memory://there", "--root", str(root)]
-    assert main(elsewhere) == 3
-    said = capsys.readouterr().err.splitlines()
-    assert [line.startswith("spark-state-ext savepoint create: ") for line in said] == [True, True], said
-    assert 'No FileSystem for scheme "memory"' in said[1]
+    command_on_memory = ["savepoint", "create", f"{savepoint}-2", "--checkpoint", "memory://there", "--root", str(root)]
+    assert main(command_on_memory) == 3
+    errors = capsys.readouterr().err.splitlines()
+    assert [line.startswith("spark-state-ext savepoint create: ") for line in errors] == [True, True], errors
+    assert 'No FileSystem for scheme "memory"' in errors[1]
     assert main(["savepoint", "verify", str(savepoint)]) == 0
     capsys.readouterr()
     assert main(["get", str(savepoint), "a", "-o", "jsonl"]) == 0
     assert json.loads(capsys.readouterr().out)["n"] == 3
 
-    # By the pointers that Spark has, and by files alone.
-    (folder,) = (it for it in (root / "tested").iterdir() if it.name.count("-") == 4)
-    for more in (["--checkpoint", str(job.checkpoint)], []):
-        assert main(["gc", str(folder), "--dry-run", "-o", "jsonl", *more]) == 0
+    # gc goes by the pointers that Spark has, and without a checkpoint by the files alone.
+    (folder,) = (path for path in (root / "tested").iterdir() if path.name.count("-") == 4)
+    for options in (["--checkpoint", str(job.checkpoint)], []):
+        assert main(["gc", str(folder), "--dry-run", "-o", "jsonl", *options]) == 0
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert rows
         assert {row["does"] for row in rows} == {"stays"}
 
-    assert main(["savepoint", "transform", str(savepoint), str(few), "--keep", "n > 2 or key == 'c'"]) == 0
-    new = Job(spark, "arrow", tmp_path / "new", count, output=COUNTS, options={"start_from": Savepoint(str(few))})
+    assert main(["savepoint", "transform", str(savepoint), str(transformed), "--keep", "n > 2 or key == 'c'"]) == 0
+    new = Job(
+        spark, "arrow", tmp_path / "new", count, output=COUNTS, options={"start_from": Savepoint(str(transformed))}
+    )
     rows = [row for batch in new.run(keyed("a", "b", "c")).values() for row in batch]
     assert sorted(rows) == [("a", 4), ("b", 1), ("c", 2)]
