@@ -1,4 +1,4 @@
-"""Running small streaming jobs, on Spark's own operator or on ours, with nothing but public DataFrame calls."""
+"""Runs small streaming jobs on Spark's own operator or on ours, with public DataFrame calls only."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tests.helpers.waiting import WAIT_S, eventually
 
 
 def write_batches(folder: Path, batches: Sequence[pa.Table]) -> str:
-    """One parquet file a micro-batch, in order; later calls add to the folder."""
+    """Write one parquet file for each micro-batch, in order; later calls add files to the folder."""
     folder.mkdir(exist_ok=True)
     first = len(list(folder.glob("*.parquet")))
-    for at, table in enumerate(batches, first):
-        hidden = folder / f".{at:04}"
+    for number, table in enumerate(batches, first):
+        hidden = folder / f".{number:04}"
         pq.write_table(table, hidden)
-        # The file source goes by age; seconds apart, in the past. A query that runs already must not see a file that is
-        # of today or half written: what is a week older than the newest file is passed over.
-        os.utime(hidden, (1_000_000 + at, 1_000_000 + at))
-        hidden.rename(folder / f"{at:04}.parquet")
+        # The file source orders files by age, so that they are seconds apart, and in the past. A running query must see
+        # neither a half-written file nor one of today: it would then ignore files that are a week older.
+        os.utime(hidden, (1_000_000 + number, 1_000_000 + number))
+        hidden.rename(folder / f"{number:04}.parquet")
     return str(folder)
 
 
 @contextlib.contextmanager
 def using(session: Any, operator: str, folder: Path, **options: Any) -> Iterator[None]:
-    """Run `applyInPandasWithState` of a session on the operator asked for."""
+    """Run a session's `applyInPandasWithState` on the given operator within the context."""
     if operator == "spark":
         yield
         return
@@ -45,15 +45,14 @@ def using(session: Any, operator: str, folder: Path, **options: Any) -> Iterator
 
 
 def read(session: Any, folder: str, schema: str) -> Any:
-    """The files as a stream, one a batch."""
+    """Return the files as a stream with one file in each batch."""
     return session.readStream.schema(schema).option("maxFilesPerTrigger", 1).parquet(folder)
 
 
 def collect(session: Any, out: Any, mode: str, rows: int | None = None) -> list[Any]:
-    """Run a query over all its input and return the rows it emitted, in no order.
+    """Run a query over all its input and return the rows that it emitted, in any order.
 
-    With `rows`, wait until there are that many and then stop: a query with processing-time timeouts does not end by
-    itself.
+    With `rows`, wait for this number of rows and then stop: a query with processing-time timeouts does not end by itself.
     """
     name = f"t{uuid.uuid4().hex}"
     writer = out.writeStream.format("memory").queryName(name).outputMode(mode)
@@ -62,17 +61,17 @@ def collect(session: Any, out: Any, mode: str, rows: int | None = None) -> list[
     else:
         query = writer.start()
         eventually(lambda: session.table(name).count() >= rows or not query.isActive, 0.1)
-        failed = query.exception()
+        error = query.exception()
         query.stop()
-        if failed is not None:
-            raise failed
+        if error is not None:
+            raise error
     emitted: list[Any] = session.table(name).collect()
     session.sql(f"DROP VIEW IF EXISTS {name}")
     return emitted
 
 
 def finish(query: Any) -> None:
-    """Wait for the end of an availableNow query; its failure is raised here."""
+    """Wait for the end of an availableNow query, and raise its error if it fails."""
     try:
         assert query.awaitTermination(WAIT_S), "the query did not end in time"
     finally:
@@ -80,7 +79,7 @@ def finish(query: Any) -> None:
 
 
 def to_parquet(out: Any, target: Path, checkpoint: Path) -> None:
-    """Run a query in append mode into a parquet folder; works across restarts."""
+    """Run a query in append mode into a parquet folder; the query may be a restarted one."""
     finish(
         out.writeStream.format("parquet")
         .outputMode("append")

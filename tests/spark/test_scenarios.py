@@ -1,4 +1,4 @@
-"""Spark's own cases for this API, against Spark's operator and ours, classic and Connect, with the same assertions."""
+"""Spark's own cases for this API, on Spark's operator and on ours, classic and Connect, with the same assertions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.spark, CLASSIC_FIRST]
 COUNTS = "key string, n long, rows long"
 
 
-def strings(*keys: str | None) -> pa.Table:
+def make_batch(*keys: str | None) -> pa.Table:
     return pa.table({"key": pa.array(keys, pa.string()), "value": pa.array(range(len(keys)), pa.int64())})
 
 
@@ -31,10 +31,10 @@ def running_count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> 
     yield pd.DataFrame({"key": [key[0]], "n": [n], "rows": [rows]})
 
 
-def job(
+def run_job(
     session: Any, operator: str, tmp_path: Path, batches: list[pa.Table], function: Any, **options: Any
 ) -> list[Any]:
-    """All rows that a job emits over some batches."""
+    """Run a job over some batches and return all rows that it emits."""
     schema = options.get("schema", "key string, value long")
     events = read(session, write_batches(tmp_path / "in", batches), schema)
     if "watermark" in options:
@@ -50,17 +50,17 @@ def job(
         return collect(session, out, options.get("mode", "update"), rows=options.get("rows"))
 
 
-def test_counts_run_on_over_batches_with_null_keys(session: Any, operator: str, tmp_path: Path) -> None:
-    batches = [strings("a", "b", "a", None), strings("b", None), strings("c", "a", "a")]
-    rows = job(session, operator, tmp_path, batches, running_count)
+def test_counts_continue_over_batches_also_for_null_keys(session: Any, operator: str, tmp_path: Path) -> None:
+    batches = [make_batch("a", "b", "a", None), make_batch("b", None), make_batch("c", "a", "a")]
+    rows = run_job(session, operator, tmp_path, batches, running_count)
     assert sorted(map(tuple, rows), key=str) == sorted(
         [("a", 2, 2), ("b", 1, 1), (None, 1, 1), ("b", 2, 1), (None, 2, 1), ("c", 1, 1), ("a", 4, 2)], key=str
     )
 
 
 @pytest.mark.soak
-def test_a_function_may_keep_nothing_and_yield_nothing(session: Any, operator: str, tmp_path: Path) -> None:
-    def nothing(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+def test_a_function_may_keep_no_state_and_emit_no_rows(session: Any, operator: str, tmp_path: Path) -> None:
+    def emit_no_rows(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         assert not state.exists
         assert state.getOption is None
         if key[0] == "a":
@@ -70,36 +70,38 @@ def test_a_function_may_keep_nothing_and_yield_nothing(session: Any, operator: s
         else:
             return
 
-    assert job(session, operator, tmp_path, [strings("a", "b", "c"), strings("a", "c")], nothing) == []
+    assert run_job(session, operator, tmp_path, [make_batch("a", "b", "c"), make_batch("a", "c")], emit_no_rows) == []
 
 
 @pytest.mark.soak
-def test_many_rows_out_of_one_key_and_none_of_another(session: Any, operator: str, tmp_path: Path) -> None:
-    def many(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+def test_a_function_may_emit_many_rows_for_one_key_and_none_for_another(
+    session: Any, operator: str, tmp_path: Path
+) -> None:
+    def emit_many_rows(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         if key[0] == "a":
             for i in range(3):
                 yield pd.DataFrame({"key": ["a"] * 5, "n": range(i * 5, i * 5 + 5), "rows": [0] * 5})
         state.update((len(list(pdfs)),))
 
-    rows = job(session, operator, tmp_path, [strings("a", "b", "c", "d")], many)
+    rows = run_job(session, operator, tmp_path, [make_batch("a", "b", "c", "d")], emit_many_rows)
     assert sorted((r.key, r.n) for r in rows) == [("a", i) for i in range(15)]
 
 
-def test_whole_numbers_stay_exact_beside_keys_without_any(session: Any, operator: str, tmp_path: Path) -> None:
-    """The frame of a key whose numbers are all NULL is one of floats; joined to that of another key, it must not round it."""
+def test_large_integers_stay_exact_if_another_key_has_only_nulls(session: Any, operator: str, tmp_path: Path) -> None:
+    """The frame of a key with only NULL has floats; combining it with another key's frame must not round integers."""
     large = 1_790_000_000_000_000_001
 
-    def newest(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    def find_maximum(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         for pdf in pdfs:
             yield pd.DataFrame({"key": [key[0]], "n": [pdf["value"].max()], "rows": [len(pdf)]})
 
-    table = strings("a", "b", "c").set_column(1, "value", pa.array([large, None, large + 2]))
-    rows = job(session, operator, tmp_path, [table], newest)
+    table = make_batch("a", "b", "c").set_column(1, "value", pa.array([large, None, large + 2]))
+    rows = run_job(session, operator, tmp_path, [table], find_maximum)
     assert sorted(map(tuple, rows)) == [("a", large, 1), ("b", None, 1), ("c", large + 2, 1)]
 
 
-def test_a_removed_state_begins_anew(session: Any, operator: str, tmp_path: Path) -> None:
-    def until_two(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+def test_a_removed_state_begins_again_from_nothing(session: Any, operator: str, tmp_path: Path) -> None:
+    def count_to_two(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         rows = sum(len(pdf) for pdf in pdfs)
         n = (state.getOption or (0,))[0] + rows
         if n >= 2:
@@ -109,24 +111,24 @@ def test_a_removed_state_begins_anew(session: Any, operator: str, tmp_path: Path
             state.update((n,))
         yield pd.DataFrame({"key": [key[0]], "n": [n], "rows": [rows]})
 
-    rows = job(session, operator, tmp_path, [strings("a"), strings("a"), strings("a", "b")], until_two)
+    rows = run_job(session, operator, tmp_path, [make_batch("a"), make_batch("a"), make_batch("a", "b")], count_to_two)
     assert sorted((r.key, r.n) for r in rows) == [("a", 1), ("a", 1), ("a", 2), ("b", 1)]
 
 
-def test_numpy_values_in_state_come_back_as_python_values(session: Any, operator: str, tmp_path: Path) -> None:
-    def numpy_state(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+def test_numpy_values_in_state_are_read_back_as_python_values(session: Any, operator: str, tmp_path: Path) -> None:
+    def keep_numpy_values(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         text = "none" if state.getOption is None else ",".join(f"{type(v).__name__}={v}" for v in state.get)
         when = pd.Timestamp("2013-01-01 05:00:00.000001")
         state.update((np.int64(5), np.float64(1.5), np.bool_(True), when, pd.Timestamp("2013-01-02").date()))
         yield pd.DataFrame({"key": [key[0]], "text": [text]})
 
     state = "a long, b double, c boolean, d timestamp, e date"
-    rows = job(
+    rows = run_job(
         session,
         operator,
         tmp_path,
-        [strings("a"), strings("a")],
-        numpy_state,
+        [make_batch("a"), make_batch("a")],
+        keep_numpy_values,
         output="key string, text string",
         state=state,
     )
@@ -136,8 +138,10 @@ def test_numpy_values_in_state_come_back_as_python_values(session: Any, operator
     ]
 
 
-def test_rows_come_in_chunks_and_may_be_left(session: Any, operator: str, tmp_path: Path) -> None:
-    def chunks(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+def test_rows_arrive_in_chunks_that_a_function_need_not_read_to_the_end(
+    session: Any, operator: str, tmp_path: Path
+) -> None:
+    def check_chunks(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         assert not isinstance(pdfs, list)
         if key[0] == "left":
             first = next(iter(pdfs))
@@ -151,15 +155,17 @@ def test_rows_come_in_chunks_and_may_be_left(session: Any, operator: str, tmp_pa
     before = session.conf.get(name)
     session.conf.set(name, "3")
     try:
-        rows = job(session, operator, tmp_path, [strings(*["many"] * 10, *["left"] * 10, "one")], chunks)
+        rows = run_job(session, operator, tmp_path, [make_batch(*["many"] * 10, *["left"] * 10, "one")], check_chunks)
     finally:
         session.conf.set(name, before)
     assert sorted(map(tuple, rows)) == [("left", 1, 1), ("many", 1, 10), ("one", 0, 1)]
 
 
 @pytest.mark.parametrize("limit", ["0", pytest.param("-1", marks=pytest.mark.soak)])
-def test_without_a_limit_of_rows_a_batch(session: Any, operator: str, tmp_path: Path, limit: str) -> None:
-    def whole(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+def test_rows_of_a_key_are_counted_without_a_limit_of_rows_in_a_frame(
+    session: Any, operator: str, tmp_path: Path, limit: str
+) -> None:
+    def count_rows(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         n = (state.getOption or (0,))[0] + sum(len(pdf) for pdf in pdfs)
         state.update((n,))
         yield pd.DataFrame({"key": [key[0]], "n": [n], "rows": [n]})
@@ -168,14 +174,14 @@ def test_without_a_limit_of_rows_a_batch(session: Any, operator: str, tmp_path: 
     before = session.conf.get(name)
     session.conf.set(name, limit)
     try:
-        rows = job(session, operator, tmp_path, [strings(*["a"] * 500, *["b"] * 3), strings("a")], whole)
+        rows = run_job(session, operator, tmp_path, [make_batch(*["a"] * 500, *["b"] * 3), make_batch("a")], count_rows)
     finally:
         session.conf.set(name, before)
     assert sorted(map(tuple, rows)) == [("a", 500, 500), ("a", 501, 501), ("b", 3, 3)]
 
 
 @pytest.mark.soak
-def test_keys_of_several_columns_keep_the_order_asked_for(session: Any, operator: str, tmp_path: Path) -> None:
+def test_keys_of_several_columns_have_the_order_of_group_by(session: Any, operator: str, tmp_path: Path) -> None:
     def show(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         (pdf,) = pdfs
         state.update((len(pdf),))
@@ -183,7 +189,7 @@ def test_keys_of_several_columns_keep_the_order_asked_for(session: Any, operator
 
     table = pa.table({"key": ["a", "a", "b"], "value": pa.array([1, 12, 1], pa.int64()), "more": [1.0, 2.0, 3.0]})
     schema, keys = "key string, value long, more double", ["value", "key"]
-    rows = job(session, operator, tmp_path, [table], show, schema=schema, keys=keys, output="text string")
+    rows = run_job(session, operator, tmp_path, [table], show, schema=schema, keys=keys, output="text string")
     assert sorted(r.text for r in rows) == [
         "['1', 'a'] ['key', 'value', 'more'] [1.0]",
         "['1', 'b'] ['key', 'value', 'more'] [3.0]",
@@ -192,33 +198,33 @@ def test_keys_of_several_columns_keep_the_order_asked_for(session: Any, operator
 
 
 @pytest.mark.soak
-def test_processing_time_timeouts_fire_with_an_empty_frame_in_a_list(
+def test_processing_time_timeouts_call_the_function_with_a_list_of_one_empty_frame(
     session: Any, operator: str, tmp_path: Path
 ) -> None:
-    def timing_out(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    def time_out(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         if state.hasTimedOut:
             assert isinstance(pdfs, list)
             (pdf,) = pdfs
             assert len(pdf) == 0
-            what = f"timeout {type(key[0]).__name__} {type(key[1]).__name__} {list(pdf.columns)} {state.get}"
+            text = f"timeout {type(key[0]).__name__} {type(key[1]).__name__} {list(pdf.columns)} {state.get}"
             state.remove()
         else:
-            what = f"data {sum(map(len, pdfs))}"
+            text = f"data {sum(map(len, pdfs))}"
             state.update((7,))
             if key[1] == "short":
                 state.setTimeoutDuration(1)
-        yield pd.DataFrame({"text": [f"{key[0]} {key[1]} {what}"]})
+        yield pd.DataFrame({"text": [f"{key[0]} {key[1]} {text}"]})
 
     batches = [
         pa.table({"name": ["short", "long"], "id": pa.array([1, 2], pa.int64())}),
         pa.table({"name": ["long"], "id": pa.array([2], pa.int64())}),
     ]
-    rows = job(
+    rows = run_job(
         session,
         operator,
         tmp_path,
         batches,
-        timing_out,
+        time_out,
         schema="name string, id long",
         keys=["id", "name"],
         output="text string",
@@ -234,9 +240,11 @@ def test_processing_time_timeouts_fire_with_an_empty_frame_in_a_list(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("given", ["int", "datetime"])
-def test_event_time_timeouts_and_late_rows(session: Any, operator: str, given: str, tmp_path: Path) -> None:
-    def events(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+@pytest.mark.parametrize("argument", ["int", "datetime"])
+def test_event_time_timeouts_fire_at_the_watermark_and_late_rows_are_dropped(
+    session: Any, operator: str, argument: str, tmp_path: Path
+) -> None:
+    def count_until_timeout(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         if state.hasTimedOut:
             text = f"{key[0]} timeout {state.get[0]}"
             state.remove()
@@ -245,15 +253,15 @@ def test_event_time_timeouts_and_late_rows(session: Any, operator: str, given: s
             n = (state.getOption or (0,))[0] + len(values)
             state.update((n,))
             deadline_s = state.getCurrentWatermarkMs() // 1000 + 15
-            if given == "int":
+            if argument == "int":
                 state.setTimeoutTimestamp(deadline_s * 1000)
             else:
-                # Naive and in the process's zone, as all of Spark's Python timestamps.
+                # Naive and in the time zone of the process, like all of Spark's Python timestamps.
                 state.setTimeoutTimestamp(dt.datetime.fromtimestamp(deadline_s))  # type: ignore[arg-type]  # noqa: DTZ006
             text = f"{key[0]} data {values}"
         yield pd.DataFrame({"text": [text]})
 
-    def batch(*rows: tuple[str, int | None, int]) -> pa.Table:
+    def make_timed_batch(*rows: tuple[str, int | None, int]) -> pa.Table:
         keys, seconds, values = zip(*rows, strict=True)
         at = pa.array([None if s is None else s * 1_000_000 for s in seconds], pa.int64()).cast(
             pa.timestamp("us", "UTC")
@@ -261,17 +269,19 @@ def test_event_time_timeouts_and_late_rows(session: Any, operator: str, given: s
         return pa.table({"key": list(keys), "at": at, "value": pa.array(values, pa.int64())})
 
     batches = [
-        batch(("a", 10, 1), ("b", 12, 2)),
-        batch(("b", 25, 3)),  # its watermark: 7 s
-        batch(("a", 1, 4), ("b", None, 5), ("b", 45, 6)),  # 20 s; late is what the watermark before, 7 s, says
-        batch(("c", 21, 7), ("c", 50, 8)),  # 40 s
+        make_timed_batch(("a", 10, 1), ("b", 12, 2)),
+        make_timed_batch(("b", 25, 3)),  # the watermark is 7 s
+        make_timed_batch(
+            ("a", 1, 4), ("b", None, 5), ("b", 45, 6)
+        ),  # the watermark becomes 20 s; rows before the previous one, 7 s, are late
+        make_timed_batch(("c", 21, 7), ("c", 50, 8)),  # the watermark becomes 40 s
     ]
-    rows = job(
+    rows = run_job(
         session,
         operator,
         tmp_path,
         batches,
-        events,
+        count_until_timeout,
         schema="key string, at timestamp, value long",
         watermark=("at", "5 seconds"),
         output="text string",
@@ -290,8 +300,10 @@ def test_event_time_timeouts_and_late_rows(session: Any, operator: str, given: s
 
 
 @pytest.mark.parametrize("wrong", ["frame", "none", "columns", "raises"])
-def test_a_wrong_result_fails_the_query_and_says_so(session: Any, operator: str, wrong: str, tmp_path: Path) -> None:
-    def bad(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
+def test_a_wrong_result_of_the_function_fails_the_query_with_its_reason(
+    session: Any, operator: str, wrong: str, tmp_path: Path
+) -> None:
+    def return_wrong_result(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Any:
         if wrong == "frame":
             return pd.DataFrame({"key": ["x"], "n": [1], "rows": [1]})
         if wrong == "none":
@@ -301,14 +313,14 @@ def test_a_wrong_result_fails_the_query_and_says_so(session: Any, operator: str,
         raise KeyError("no such aircraft")
 
     expected = {
-        # First Spark's text, then ours.
+        # Spark's text comes first, then ours.
         "frame": ("iterable of pandas.DataFrame", "the function returned a DataFrame: yield it"),
         "none": ("iterable", "the function returned None: yield rows or frames"),
         "columns": ("RESULT_COLUMN_SCHEMA_MISMATCH", "RESULT_LENGTH_MISMATCH", "do not match", "doesn't match"),
         "raises": ("no such aircraft",),
     }[wrong]
     with pytest.raises(Exception) as raised:  # its class differs between classic and Connect
-        job(session, operator, tmp_path, [strings("a")], bad)
+        run_job(session, operator, tmp_path, [make_batch("a")], return_wrong_result)
     text = str(raised.value)
     assert any(part in text for part in expected)
     if operator == "arrow" and wrong == "raises":

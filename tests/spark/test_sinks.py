@@ -1,7 +1,8 @@
-"""Whatever `foreachBatch` does, a query keeps its state in one folder, starts again, and counts every row once.
+"""A query keeps its state in one folder, restarts, and counts every row once, whatever `foreachBatch` does.
 
-A run must be told by nothing that a sink can change: its actions come from threads that Spark tells nothing, under job
-groups and tags of the user's, from sessions derived from the stream's, several times a batch, and nested.
+A task must not identify its run by anything that a sink can change. The actions of a sink may run in threads without Spark's
+local properties, under the user's job groups and tags, in sessions derived from the stream's, several times in a batch, and
+nested.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def _write(df: Any, folder: str, name: str) -> None:
     df.write.mode("overwrite").parquet(f"{folder}/{name}")
 
 
-def _in_thread(work: Callable[[], object]) -> None:
-    """Run it in a thread of Python's, which Spark tells nothing, and raise here what it raises."""
+def run_in_plain_thread(work: Callable[[], object]) -> None:
+    """Run it in a Python thread, which has none of Spark's local properties, and raise its error here."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()
 
@@ -46,23 +47,23 @@ def in_own_thread(df: Any, batch: int, folder: str) -> None:
 
 
 def in_a_thread(df: Any, batch: int, folder: str) -> None:
-    _in_thread(lambda: _write(df, folder, f"a{batch}"))
+    run_in_plain_thread(lambda: _write(df, folder, f"a{batch}"))
 
 
 def first_in_own_thread_then_in_another(df: Any, batch: int, folder: str) -> None:
     df.count()
-    _in_thread(lambda: _write(df, folder, f"a{batch}"))
+    run_in_plain_thread(lambda: _write(df, folder, f"a{batch}"))
 
 
 def first_in_another_thread_then_in_own(df: Any, batch: int, folder: str) -> None:
-    _in_thread(df.count)
+    run_in_plain_thread(df.count)
     _write(df, folder, f"a{batch}")
 
 
 def in_two_threads_at_once(df: Any, batch: int, folder: str) -> None:
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(_write, df, folder, f"{name}{batch}") for name in "ab"]:
-            done.result()
+        for future in [pool.submit(_write, df, folder, f"{name}{batch}") for name in "ab"]:
+            future.result()
 
 
 def several_writes(df: Any, batch: int, folder: str) -> None:
@@ -111,23 +112,23 @@ def with_a_new_session(df: Any, batch: int, folder: str) -> None:
 def in_an_inheritable_thread(df: Any, batch: int, folder: str) -> None:
     from pyspark import InheritableThread
 
-    failed: list[Exception] = []
+    errors: list[Exception] = []
 
     def work() -> None:
         try:
             _write(df, folder, f"a{batch}")
         except Exception as error:
-            failed.append(error)
+            errors.append(error)
 
     thread = InheritableThread(target=work)
     thread.start()
     thread.join()
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
 
 
 class _Worker:
-    """A thread that runs one piece of work after the other for as long as the process lives, as those of pools do."""
+    """A thread that runs one piece of work after the other until the process ends, like a thread of a pool."""
 
     def __init__(self, thread: Callable[..., Any]) -> None:
         self._work: Queue[tuple[Callable[[], object], Future[object]]] = Queue()
@@ -135,23 +136,23 @@ class _Worker:
 
     def _run(self) -> None:
         while True:
-            work, done = self._work.get()
+            work, future = self._work.get()
             try:
-                done.set_result(work())
+                future.set_result(work())
             except Exception as error:
-                done.set_exception(error)
+                future.set_exception(error)
 
     def run(self, work: Callable[[], object]) -> Future[object]:
-        done: Future[object] = Future()
-        self._work.put((work, done))
-        return done
+        future: Future[object] = Future()
+        self._work.put((work, future))
+        return future
 
 
 _workers: dict[str, _Worker] = {}
 
 
-def _worker(kind: str, folder: str) -> _Worker:
-    """A job's own thread, made in its first batch, whose query and batch Spark goes on to tell."""
+def find_worker(kind: str, folder: str) -> _Worker:
+    """Return a job's own thread. It was created in the first batch, and still reports the query and number of that batch."""
     from pyspark import InheritableThread
 
     key = f"{kind} {folder}"
@@ -161,22 +162,22 @@ def _worker(kind: str, folder: str) -> _Worker:
 
 
 def in_an_inheritable_thread_of_the_first_batch(df: Any, batch: int, folder: str) -> None:
-    _worker("inheritable", folder).run(lambda: _write(df, folder, f"a{batch}")).result()
+    find_worker("inheritable", folder).run(lambda: _write(df, folder, f"a{batch}")).result()
 
 
 def in_a_plain_thread_of_the_first_batch(df: Any, batch: int, folder: str) -> None:
-    _worker("plain", folder).run(lambda: _write(df, folder, f"a{batch}")).result()
+    find_worker("plain", folder).run(lambda: _write(df, folder, f"a{batch}")).result()
 
 
 def in_threads_of_the_first_batch_and_its_own(df: Any, batch: int, folder: str) -> None:
-    """Whichever is last at a partition."""
-    done = [
-        _worker(kind, folder).run(partial(_write, df, folder, f"{name}{batch}"))
+    """Any of the three threads may be the last one to compute a partition."""
+    futures = [
+        find_worker(kind, folder).run(partial(_write, df, folder, f"{name}{batch}"))
         for kind, name in (("inheritable", "b"), ("plain", "c"))
     ]
     _write(df, folder, f"a{batch}")
-    for one in done:
-        one.result()
+    for future in futures:
+        future.result()
 
 
 Sink = Callable[[Any, int, str], None]
@@ -190,7 +191,7 @@ EVERYWHERE: list[Sink] = whole(
         with_cache,
     ],
 )
-# `sparkContext` and `newSession` are of classic sessions.
+# Only classic sessions have `sparkContext` and `newSession`.
 CLASSIC: list[Sink] = whole(
     [
         with_job_groups,
@@ -208,8 +209,8 @@ def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator
     yield pd.DataFrame({"key": [key[0]], "n": [n]})
 
 
-def failing_once(flag: str, sink: Sink, df: Any, batch: int, folder: str) -> None:
-    """The sink, and the first time an error after it."""
+def fail_once(flag: str, sink: Sink, df: Any, batch: int, folder: str) -> None:
+    """Run the sink, and raise an error after it the first time."""
     sink(df, batch, folder)
     if not Path(flag).exists():
         Path(flag).touch()
@@ -224,7 +225,7 @@ class _Job:
         (folder / "out").mkdir()
 
     def start(self, batches: int = BATCHES) -> None:
-        """A start of the query over new files, planned anew."""
+        """Plan and start the query again over new files."""
         rows = pa.table({"key": pa.array(range(KEYS), pa.int64())})
         source = write_batches(self.folder / "in", [rows] * batches)
         self.batches += batches
@@ -239,15 +240,15 @@ class _Job:
             .start()
         )
 
-    def see_that_all_is_right(self, query_folders: int = 1) -> None:
+    def check_counts_and_folders(self, query_folders: int = 1) -> None:
         rows: dict[int, int] = {}
         for batch in range(self.batches):
             table = pq.read_table(self.folder / "out" / f"a{batch}")
             assert set(table["n"].to_pylist()) == {batch + 1}
             rows.update(zip(table["key"].to_pylist(), table["n"].to_pylist(), strict=True))
         assert rows == dict.fromkeys(range(KEYS), self.batches)
-        found = [path.name for path in (self.folder / "root" / "sunk").iterdir()]
-        assert len([name for name in found if name not in ("starting", "spill")]) == query_folders, found
+        names = [path.name for path in (self.folder / "root" / "sunk").iterdir()]
+        assert len([name for name in names if name not in ("starting", "spill")]) == query_folders, names
 
 
 def _called(sink: Sink, folder: str, df: Any, batch: int) -> None:
@@ -255,49 +256,51 @@ def _called(sink: Sink, folder: str, df: Any, batch: int) -> None:
 
 
 @pytest.mark.parametrize("sink", [*EVERYWHERE, *CLASSIC])
-def test_a_query_goes_on_whatever_its_sink_does(spark: Any, tmp_path: Path, sink: Sink) -> None:
-    """Starts, which no lease may hold up: it is far longer than the test."""
+def test_a_query_continues_after_restarts_whatever_its_sink_does(spark: Any, tmp_path: Path, sink: Sink) -> None:
+    """A lease must not delay a restart: it is far longer than the test."""
     job = _Job(spark, tmp_path, sink)
     for _ in range(examples(2, 3)):
         job.start()
-    job.see_that_all_is_right()
+    job.check_counts_and_folders()
 
 
 @pytest.mark.connect
 @pytest.mark.parametrize(
-    "sink", [it if it is in_a_thread else pytest.param(it, marks=pytest.mark.soak) for it in EVERYWHERE]
+    "sink", [sink if sink is in_a_thread else pytest.param(sink, marks=pytest.mark.soak) for sink in EVERYWHERE]
 )
-def test_a_connect_query_goes_on_whatever_its_sink_does(connect: Any, tmp_path: Path, sink: Sink) -> None:
+def test_a_connect_query_continues_after_a_restart_whatever_its_sink_does(
+    connect: Any, tmp_path: Path, sink: Sink
+) -> None:
     job = _Job(connect, tmp_path, sink)
     for _ in range(2):
         job.start()
-    job.see_that_all_is_right()
+    job.check_counts_and_folders()
 
 
 @pytest.mark.parametrize(
     "sink", [in_own_thread, pytest.param(in_a_thread, marks=pytest.mark.soak), first_in_another_thread_then_in_own]
 )
-def test_a_first_batch_that_failed_is_begun_again(spark: Any, tmp_path: Path, sink: Sink) -> None:
-    """`strict` must not take the first attempt's folder for another query's."""
-    job = _Job(spark, tmp_path, partial(failing_once, str(tmp_path / "failed"), sink))
+def test_a_failed_first_batch_is_repeated(spark: Any, tmp_path: Path, sink: Sink) -> None:
+    """With `strict`, the folder of the first attempt must not count as the folder of another query."""
+    job = _Job(spark, tmp_path, partial(fail_once, str(tmp_path / "failed"), sink))
     with pytest.raises(Exception, match="the sink is away"):
         job.start(1)
     assert (tmp_path / "failed").exists()
     job.start(1)
-    # In a folder of its own where nobody told it its query. Which of both the pointers name is as it should be.
-    job.see_that_all_is_right(query_folders=1 if sink is in_own_thread else 2)
+    # An attempt that does not know its query makes its own folder. The counts show that pointers name the right one.
+    job.check_counts_and_folders(query_folders=1 if sink is in_own_thread else 2)
 
 
 @pytest.mark.connect
-def test_a_first_batch_that_failed_is_begun_again_over_connect(connect: Any, tmp_path: Path) -> None:
-    job = _Job(connect, tmp_path, partial(failing_once, str(tmp_path / "failed"), in_own_thread))
+def test_a_failed_first_batch_is_repeated_over_connect(connect: Any, tmp_path: Path) -> None:
+    job = _Job(connect, tmp_path, partial(fail_once, str(tmp_path / "failed"), in_own_thread))
     with pytest.raises(Exception, match="the sink is away"):
         job.start(1)
     job.start(1)
-    job.see_that_all_is_right(query_folders=2)
+    job.check_counts_and_folders(query_folders=2)
 
 
-def test_strict_goes_on_refusing_to_begin_anew(spark: Any, tmp_path: Path) -> None:
+def test_strict_still_refuses_to_begin_without_the_existing_state(spark: Any, tmp_path: Path) -> None:
     job = _Job(spark, tmp_path, in_a_thread)
     job.start(1)
     shutil.rmtree(tmp_path / "checkpoint")
@@ -305,35 +308,37 @@ def test_strict_goes_on_refusing_to_begin_anew(spark: Any, tmp_path: Path) -> No
         job.start(1)
 
 
-def test_two_queries_of_one_plan_keep_apart_where_tasks_are_not_told_theirs(spark: Any, tmp_path: Path) -> None:
-    """One DataFrame, started twice at once: two queries with a folder each."""
+def test_two_queries_of_one_plan_have_separate_folders_if_tasks_do_not_know_their_query(
+    spark: Any, tmp_path: Path
+) -> None:
+    """One DataFrame is started twice at the same time."""
     rows = pa.table({"key": pa.array(range(KEYS), pa.int64())})
     source = write_batches(tmp_path / "in", [rows] * 3)
     state = ArrowState(tmp_path / "root", "sunk", buckets=2, local_dir=tmp_path / "local")
     out = state.apply_in_pandas_with_state(
         read(spark, source, "key long"), "key", count, "key long, n long", "n long", "update", "NoTimeout"
     )
-    found: list[dict[int, int]] = [{}, {}]
+    tables: list[dict[int, int]] = [{}, {}]
 
-    def save(into: dict[int, int], df: Any, batch: int) -> None:
-        _in_thread(lambda: into.update({row.key: row.n for row in df.collect()}))
+    def save(table: dict[int, int], df: Any, batch: int) -> None:
+        run_in_plain_thread(lambda: table.update({row.key: row.n for row in df.collect()}))
 
-    began = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
-    def run(at: int) -> None:
-        began.wait(WAIT_S)
+    def run(number: int) -> None:
+        barrier.wait(WAIT_S)
         finish(
-            out.writeStream.foreachBatch(partial(save, found[at]))
+            out.writeStream.foreachBatch(partial(save, tables[number]))
             .outputMode("update")
-            .option("checkpointLocation", str(tmp_path / f"checkpoint {at}"))
+            .option("checkpointLocation", str(tmp_path / f"checkpoint {number}"))
             .trigger(availableNow=True)
             .start()
         )
 
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(run, at) for at in range(2)]:
-            done.result()
-    assert found == [dict.fromkeys(range(KEYS), 3)] * 2
+        for future in [pool.submit(run, number) for number in range(2)]:
+            future.result()
+    assert tables == [dict.fromkeys(range(KEYS), 3)] * 2
     query_folders = [
         path.name for path in (tmp_path / "root" / "sunk").iterdir() if path.name not in ("starting", "spill")
     ]

@@ -1,4 +1,4 @@
-"""Partitions of the source that become more while a query runs. Hashed buckets, the default, know nothing of them."""
+"""A source whose partitions increase while a query runs. Hashed buckets, the default, do not depend on them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ pytestmark = [
 ]
 
 
-def test_no_key_moves_when_the_source_grows_under_hashed_buckets(spark: Any, tmp_path: Path) -> None:
-    """From 2 partitions to 4 to 8, within one run of the query: after every batch the counts are those of a batch job."""
+def test_hashed_buckets_count_every_row_while_the_partitions_of_the_source_increase(spark: Any, tmp_path: Path) -> None:
+    """The source grows from 2 to 4 to 8 partitions in one run of the query; each batch has the counts of a batch job."""
     from growing_source import COUNTS_OF_PARTITIONS, GrowingSource, keys_of, partition_of, release
 
     emitted: list[dict[str, int]] = []
 
-    def seen(df: Any, batch: int) -> None:
+    def save(df: Any, batch: int) -> None:
         if rows := df.collect():
             emitted.append({row.key: row.n for row in rows})
 
     spark.dataSource.register(GrowingSource)
     events = spark.readStream.format("growing").load(str(tmp_path))
-    # A partition of the source is a task of Spark's: which of them rows came from.
+    # Spark reads each partition of the source in a task; this observes which of them rows came from.
     observed = events.observe("partitions", functions.collect_set("read_from").alias("read_from"))
     with using(spark, "arrow", tmp_path):
         out = observed.groupBy("key").applyInPandasWithState(count, COUNTS, "n bigint", "update", "NoTimeout")
-    writer = out.writeStream.outputMode("update").foreachBatch(seen)
+    writer = out.writeStream.outputMode("update").foreachBatch(save)
     query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
     total: Counter[str] = Counter()
     moved: set[str] = set()
@@ -48,10 +48,10 @@ def test_no_key_moves_when_the_source_grows_under_hashed_buckets(spark: Any, tmp
             assert emitted[batch] == {key: total[key] for key in keys_of(batch)}
             moved |= {key for key in keys_of(batch) if partition_of(key, partitions) != partition_of(key, 2)}
         query.processAllAvailable()
-        progress = [it for it in query.recentProgress if it["numInputRows"] > 0]
-        read_from = [set(it["observedMetrics"]["partitions"]["read_from"]) for it in progress]
+        batches = [progress for progress in query.recentProgress if progress["numInputRows"] > 0]
+        read_from = [set(progress["observedMetrics"]["partitions"]["read_from"]) for progress in batches]
     finally:
         query.stop()
-    # The source did grow, and keys that came from one partition came from another later.
+    # The source did grow, and some keys later came from another partition.
     assert read_from == [set(range(partitions)) for partitions in COUNTS_OF_PARTITIONS]
     assert len(moved) > 10

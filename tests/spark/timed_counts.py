@@ -1,4 +1,4 @@
-"""A job that counts by key and has timeouts pending after every batch, and what it must have emitted and kept: by a batch job."""
+"""A job that counts by key and has timeouts pending after every batch, and its expected output, computed in Python."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = [
     "BUCKETS",
     "FILES",
     "batch_computation",
+    "count_state_partitions",
+    "make_state",
+    "make_timed_job",
+    "read_counts",
     "run",
-    "state_of",
-    "state_partitions",
-    "stored",
-    "timed_counts",
 ]
 
-# More than any number of partitions in the tests, and no multiple of one.
+# More buckets than partitions in any test, and not a multiple of the number of partitions (except 1).
 BUCKETS = 7
-# Keys of all buckets. Each has timed out, has been counted anew, and has a timeout pending at some change.
+# Keys of all buckets. Each key times out, is counted again, and has a timeout pending at some change of the partitions.
 FILES: Sequence[Sequence[str]] = [
-    [f"key {at}" for at in range(40) if at % step != first]
+    [f"key {number}" for number in range(40) if number % step != first]
     for first, step in ((1, 2), (0, 2), (2, 3), (1, 3), (3, 4), (0, 3), (1, 4), (4, 5), (0, 5), (2, 4), (0, 2), (1, 2))
 ]
 
 
-def counting(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-    """It times out in the first batch without rows of the key."""
+def count_with_timeout(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    """Count rows; a key times out in the first batch in which it has no rows."""
     if state.hasTimedOut:
         state.update(state.get)
         text = f"{key[0]} timed out at {state.get[0]}"
@@ -47,34 +47,34 @@ def counting(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Itera
 
 
 def batch_computation(files: Iterable[Sequence[str]]) -> list[list[tuple[str]]]:
-    """What each batch must emit."""
+    """Compute the rows that each batch must emit."""
     counts: Counter[str] = Counter()
     pending: set[str] = set()
-    found = []
+    emitted = []
     for keys in files:
         counts.update(keys)
         texts = [f"{key} has {counts[key]}" for key in set(keys)]
         texts += [f"{key} timed out at {counts[key]}" for key in pending.difference(keys)]
-        found.append(sorted((text,) for text in texts))
+        emitted.append(sorted((text,) for text in texts))
         pending = set(keys)
-    return found
+    return emitted
 
 
-def timed_counts(
+def make_timed_job(
     session: Any, folder: Path, partitions: int, conf: dict[str, str] | None = None, **options: Any
 ) -> Job:
-    """The job, on so many partitions of Spark's shuffle; `run` gives it files and returns what each emitted."""
+    """Make the job with this number of shuffle partitions; `run` feeds it."""
     folder.mkdir(exist_ok=True)
     return Job(
         session,
         "arrow",
         folder,
-        counting,
+        count_with_timeout,
         timeout=GroupStateTimeout.ProcessingTimeTimeout,
         options={"buckets": BUCKETS, **options},
         conf={
             "spark.sql.shuffle.partitions": str(partitions),
-            # Batches without data would go on for ever.
+            # Batches without data would run for ever.
             "spark.sql.streaming.noDataMicroBatches.enabled": "false",
             **(conf or {}),
         },
@@ -82,24 +82,24 @@ def timed_counts(
 
 
 def run(job: Job, files: Iterable[Sequence[str]]) -> list[list[tuple[Any, ...]]]:
-    """What each of the files' batches emitted."""
-    found: Batches = job.run(*[keyed(*keys) for keys in files])
-    return [found[batch] for batch in sorted(found)]
+    """Run the job over more files, and return what each batch emitted."""
+    emitted: Batches = job.run(*[keyed(*keys) for keys in files])
+    return [emitted[batch] for batch in sorted(emitted)]
 
 
-def stored(job: Job) -> dict[str, int]:
-    """What the job's state says, by the pointers that Spark committed."""
+def read_counts(job: Job) -> dict[str, int]:
+    """Return the counts in the job's state, by the pointers that Spark committed."""
     root = job.options.get("root", str(job.folder / "root"))
     with job.configured(), open_committed(job.session, root, job.checkpoint) as state:
         return {row["key"]: row["n"] for row in state.scan(["key", "n"]).read_all().to_pylist()}
 
 
-def state_of(job: Job) -> ArrowState:
-    """As a savepoint of the job is taken with."""
+def make_state(job: Job) -> ArrowState:
+    """Return the options with which a savepoint of the job is taken."""
     root = job.options.get("root", str(job.folder / "root"))
     return ArrowState(root, "tested", buckets=BUCKETS, lease_ms=1_000, local_dir=str(job.folder / "local"))
 
 
-def state_partitions(job: Job) -> int:
-    """Over how many partitions Spark's state of the job is spread."""
+def count_state_partitions(job: Job) -> int:
+    """Return the number of partitions of Spark's state of the job."""
     return len(list((job.checkpoint / "state" / "0").glob("[0-9]*")))

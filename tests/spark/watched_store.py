@@ -1,4 +1,7 @@
-"""A store, made by name on executors, that tells what tasks ask it, takes its time for PUTs, or cannot be reached."""
+"""A store that logs the requests of tasks, and can be made slow, refuse requests or be unreachable.
+
+Executors create it by name.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +21,24 @@ STORE = "watched_store.WatchedStore"
 
 
 class WatchedStore(ObjectDisk):
-    """A store that tells what it is asked.
+    """A store that logs requests, and fails or waits on demand.
 
     Parameters
     ----------
     log
-        A file that gets a line for each operation in the thread that batches are in.
+        A file that gets a line for each operation in the thread that runs batches.
     put_ms
-        How much longer each PUT takes, milliseconds.
+        The time that each PUT takes longer, milliseconds.
     get_ms
-        How much longer each read of a checkpoint file takes.
+        The time that each read of a checkpoint file takes longer, milliseconds.
     readers
-        A file that gets a line for each of these: the number of the process.
+        A file that gets a line for each read of a checkpoint file: the number of the process.
     refuses_reads
-        While this file is there, no checkpoint file may be read.
+        While this file exists, reads of checkpoint files fail.
     away
-        While this file is there, nothing can be reached.
+        While this file exists, every request fails.
     refuses
-        While this file is there, no checkpoint file may be written.
+        While this file exists, writes of checkpoint files fail.
     """
 
     protocol = ("watched", "memory")
@@ -61,17 +64,17 @@ class WatchedStore(ObjectDisk):
         self._refuses = refuses
 
     def _put(self, path: Path, value: bytes) -> None:
-        self._asked("put", str(path))
+        self._note_request("put", str(path))
         time.sleep(self._put_s)
         if self._refuses and path.suffix == ".arrow" and Path(self._refuses).exists():
             raise PermissionError(errno.EACCES, "credentials expired", str(path))
         super()._put(path, value)
 
-    def _asked(self, what: str, path: str) -> None:
+    def _note_request(self, request: str, path: str) -> None:
         if self._log and threading.current_thread() is threading.main_thread():
             with open(self._log, "a") as log:
-                log.write(f"{what} {path}\n")
-        if self._readers and what in ("cat_file", "get_file") and path.endswith(".arrow"):
+                log.write(f"{request} {path}\n")
+        if self._readers and request in ("cat_file", "get_file") and path.endswith(".arrow"):
             with open(self._readers, "a") as readers:
                 readers.write(f"{os.getpid()}\n")
             time.sleep(self._get_s)
@@ -81,15 +84,15 @@ class WatchedStore(ObjectDisk):
             raise ConnectionError("the store is away")
 
 
-def _watched(name: str) -> Callable[..., Any]:
-    real = getattr(ObjectDisk, name)
+def _make_watched(name: str) -> Callable[..., Any]:
+    original = getattr(ObjectDisk, name)
 
     def call(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-        self._asked(name, path)
-        return real(self, path, *args, **kwargs)
+        self._note_request(name, path)
+        return original(self, path, *args, **kwargs)
 
     return call
 
 
 for _name in ("cat_file", "get_file", "info", "exists", "ls", "rm_file", "rm", "open"):
-    setattr(WatchedStore, _name, _watched(_name))
+    setattr(WatchedStore, _name, _make_watched(_name))
