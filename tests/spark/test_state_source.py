@@ -1,4 +1,4 @@
-"""State as tables of Spark: the data source ``arrow_state``, and `read_state`, which gives the same on every release."""
+"""State as tables of Spark: the data source ``arrow_state``, and `read_state`, which returns the same on every release."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Read = Callable[..., Any]
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    made = lived(Job(tmp_path / "root", tmp_path), 14)
-    yield made
-    made.close()
+    job = lived(Job(tmp_path / "root", tmp_path), 14)
+    yield job
+    job.close()
 
 
 @pytest.fixture(params=["source", "function"])
 def read(request: pytest.FixtureRequest, session: Any) -> Read:
-    """Either way to read."""
+    """Both ways to read state."""
     if request.param == "function":
         return lambda path, **options: read_state(session, path, **options)
     if SPARK < (4, 0):
@@ -46,29 +46,32 @@ def read(request: pytest.FixtureRequest, session: Any) -> Read:
     register(session)
 
     def load(path: Any, **options: Any) -> Any:
-        joined = {k: ",".join(map(str, v)) if isinstance(v, list) else str(v) for k, v in options.items()}
-        return session.read.format("arrow_state").options(**joined).load(str(path))
+        texts = {
+            name: ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            for name, value in options.items()
+        }
+        return session.read.format("arrow_state").options(**texts).load(str(path))
 
     return load
 
 
 def model_of(frame: Any) -> Model:
     rows = frame.collect()
-    found = {(canonicalise(r.name), canonicalise(r.x)): Row(r["count"], r.note, r.timeout_ms, r.defined) for r in rows}
-    assert len(found) == len(rows)
-    return found
+    model = {(canonicalise(r.name), canonicalise(r.x)): Row(r["count"], r.note, r.timeout_ms, r.defined) for r in rows}
+    assert len(model) == len(rows)
+    return model
 
 
-def test_tables_of_a_state(job: Job, read: Read) -> None:
+def test_state_can_be_read_as_rows_timeouts_and_metadata(job: Job, read: Read) -> None:
     columns = ["name", "x", "count", "note", "timeout_ms", "defined", "bucket"]
     frame = read(job.root, columns=columns)
     assert model_of(frame) == job.models[12]
     assert frame.select("bucket").distinct().count() == 4
     assert read(job.root).columns == columns[:5]
     assert model_of(read(job.root, batch=5, columns=columns)) == job.models[5]
-    few = read(job.root, buckets=[2], columns=["name", "bucket"])
-    assert few.columns == ["name", "bucket"]
-    assert [row.bucket for row in few.distinct().select("bucket").distinct().collect()] == [2]
+    one_bucket = read(job.root, buckets=[2], columns=["name", "bucket"])
+    assert one_bucket.columns == ["name", "bucket"]
+    assert [row.bucket for row in one_bucket.distinct().select("bucket").distinct().collect()] == [2]
     timeouts = {
         (canonicalise(r.name), canonicalise(r.x)): r.timeout_ms for r in read(job.root, table="timeouts").collect()
     }
@@ -78,21 +81,21 @@ def test_tables_of_a_state(job: Job, read: Read) -> None:
     assert files.count() == sum(len(job.folder.child(str(bucket)).names()) for bucket in range(4))
 
 
-def test_changes_between_two_batches(job: Job, read: Read) -> None:
+def test_changes_between_two_batches_can_be_read(job: Job, read: Read) -> None:
     before, after = job.models[3], job.models[11]
     rows = read(job.root, from_batch=3, to_batch=11).collect()
-    found = {(canonicalise(r.name), canonicalise(r.x)): (r._change, r["count"]) for r in rows}
-    wanted = {key: ("delete", row.count) for key, row in before.items() if key not in after}
-    wanted |= {key: ("insert", row.count) for key, row in after.items() if key not in before}
-    wanted |= {key: ("update", after[key].count) for key, row in before.items() if after.get(key, row) != row}
-    assert {kind for kind, _ in wanted.values()} >= {"insert", "update"}
-    assert (found, len(rows)) == (wanted, len(wanted))
+    changes = {(canonicalise(r.name), canonicalise(r.x)): (r._change, r["count"]) for r in rows}
+    expected = {key: ("delete", row.count) for key, row in before.items() if key not in after}
+    expected |= {key: ("insert", row.count) for key, row in after.items() if key not in before}
+    expected |= {key: ("update", after[key].count) for key, row in before.items() if after.get(key, row) != row}
+    assert {kind for kind, _ in expected.values()} >= {"insert", "update"}
+    assert (changes, len(rows)) == (expected, len(expected))
     assert read(job.root, from_batch=12).collect() == []
 
 
 @pytest.mark.spark
-def test_what_cannot_be_read_is_told(job: Job, spark: Any) -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [
+def test_wrong_options_of_reads_are_refused_with_their_reason(job: Job, spark: Any) -> None:
+    wrong_options: list[tuple[dict[str, Any], str]] = [
         ({"bucket": "1"}, "most likely 'buckets' is meant"),
         ({"table": "rows"}, "must be one of state, timeouts, metadata"),
         ({"to_batch": 3}, "to_batch needs from_batch"),
@@ -100,8 +103,8 @@ def test_what_cannot_be_read_is_told(job: Job, spark: Any) -> None:
         ({"batch": "last"}, "whole number"),
         ({"hold": "no"}, "true or false"),
     ]
-    for options, said in wrong:
-        with pytest.raises(UsageError, match=said):
+    for options, message in wrong_options:
+        with pytest.raises(UsageError, match=message):
             read_state(spark, job.root, **options)
     with pytest.raises(PySparkException, match="the files have batch"):
         read_state(spark, job.root, batch=99)
@@ -117,8 +120,8 @@ def test_what_cannot_be_read_is_told(job: Job, spark: Any) -> None:
 
 
 @pytest.mark.spark
-def test_keys_and_states_of_all_types(spark: Any, tmp_path: Path) -> None:
-    """Types survive, and a key's hash in Python is Spark's."""
+def test_keys_and_state_of_every_type_are_read_back_and_hashed_as_in_spark(spark: Any, tmp_path: Path) -> None:
+    """A key's hash in Python equals the one that Spark computes."""
     keys = {
         "b": "boolean",
         "y": "byte",
@@ -139,16 +142,21 @@ def test_keys_and_states_of_all_types(spark: Any, tmp_path: Path) -> None:
     }
     random_ = random.Random(4)
     columns = [
-        F.when(F.col("id") % 7 == at % 7, F.lit(None)).otherwise(_some(at, random_)).cast(it).alias(name)
-        for at, (name, it) in enumerate(keys.items())
+        F.when(F.col("id") % 7 == number % 7, F.lit(None))
+        .otherwise(make_column(number, random_))
+        .cast(kind)
+        .alias(name)
+        for number, (name, kind) in enumerate(keys.items())
     ]
     table = spark.range(40).select(*columns, F.col("id").alias("k"))
     path = str(tmp_path / "savepoint")
     state = table.select("k", *keys, F.create_map(F.lit("m"), "k").alias("m"))
-    schema = ", ".join(f"{it.name} {it.dataType.simpleString()}" for it in state.schema.fields if it.name != "k")
+    schema = ", ".join(
+        f"{field.name} {field.dataType.simpleString()}" for field in state.schema.fields if field.name != "k"
+    )
     write_savepoint(state, path, keys=["k"], state_schema=schema, buckets=3)
-    back = read_state(spark, path).drop("timeout_ms")
-    assert sorted(map(str, back.collect())) == sorted(map(str, state.collect()))
+    table_read = read_state(spark, path).drop("timeout_ms")
+    assert sorted(map(str, table_read.collect())) == sorted(map(str, state.collect()))
     if SPARK >= (4, 0):
         register(spark)
         loaded = spark.read.format("arrow_state").load(path).drop("timeout_ms")
@@ -157,39 +165,41 @@ def test_keys_and_states_of_all_types(spark: Any, tmp_path: Path) -> None:
         rows = opened.scan().read_all()
     for name in keys:
         field = table.schema[name]
-        [arrow] = key_fields(table.select(name).schema.json())
-        hashed = {r.k: r.h for r in table.select("k", F.xxhash64(_make_hashable(name, field)).alias("h")).collect()}
-        found = RowSchema((arrow,), ()).normalise_keys([rows[name].combine_chunks()])[0]
-        ours = [hash_key([found.slice(at, 1)]) for at in range(rows.num_rows)]
-        assert ours == [hashed[k] % 2**64 for k in rows["k"].to_pylist()], name
+        [arrow_field] = key_fields(table.select(name).schema.json())
+        spark_hashes = {
+            r.k: r.h for r in table.select("k", F.xxhash64(_make_hashable(name, field)).alias("h")).collect()
+        }
+        key_column = RowSchema((arrow_field,), ()).normalise_keys([rows[name].combine_chunks()])[0]
+        hashes = [hash_key([key_column.slice(row, 1)]) for row in range(rows.num_rows)]
+        assert hashes == [spark_hashes[k] % 2**64 for k in rows["k"].to_pylist()], name
 
 
-def _some(at: int, random_: random.Random) -> Any:
-    k = F.col("id")
-    zeros = F.when(k % 5 == 0, F.lit(-0.0)).when(k % 5 == 1, F.lit(float("nan"))).otherwise(k / 3 - 4)
+def make_column(number: int, random_: random.Random) -> Any:
+    row_id = F.col("id")
+    zeros = F.when(row_id % 5 == 0, F.lit(-0.0)).when(row_id % 5 == 1, F.lit(float("nan"))).otherwise(row_id / 3 - 4)
     text = F.expr("repeat(concat('é', id), cast(id as int))")
     return [
-        k % 2 == 0,
-        k - 20,
-        k * 100 - 2000,
-        k * 100_000_000 - 2_000_000_000,
-        (k - 20) * F.lit(2**57),
+        row_id % 2 == 0,
+        row_id - 20,
+        row_id * 100 - 2000,
+        row_id * 100_000_000 - 2_000_000_000,
+        (row_id - 20) * F.lit(2**57),
         zeros,
         zeros,
         text,
         text.cast("binary"),
-        F.date_add(F.lit("1960-01-01").cast("date"), k.cast("int") * 1000),
-        F.timestamp_micros((k - 20) * random_.randrange(10**15)),
-        F.timestamp_micros((k - 20) * 10**14).cast("timestamp_ntz"),
-        (k - 20) / 7,
-        (k - 20).cast("decimal(30,4)") * F.lit(Decimal("123456789012345.25")),
-        F.array(k, F.lit(None), k - 5),
-        F.struct(k.cast("string"), zeros),
-    ][at]
+        F.date_add(F.lit("1960-01-01").cast("date"), row_id.cast("int") * 1000),
+        F.timestamp_micros((row_id - 20) * random_.randrange(10**15)),
+        F.timestamp_micros((row_id - 20) * 10**14).cast("timestamp_ntz"),
+        (row_id - 20) / 7,
+        (row_id - 20).cast("decimal(30,4)") * F.lit(Decimal("123456789012345.25")),
+        F.array(row_id, F.lit(None), row_id - 5),
+        F.struct(row_id.cast("string"), zeros),
+    ][number]
 
 
 @pytest.mark.spark
-def test_a_job_that_ran_on_spark_is_read(spark: Any, tmp_path: Path) -> None:
+def test_open_state_reads_the_state_of_a_job_that_ran_on_spark(spark: Any, tmp_path: Path) -> None:
     job = SparkJob(spark, "arrow", tmp_path, count, output=COUNTS)
     keys = ["a", "b", "c", "d", "e", "f"]
     for _ in range(3):

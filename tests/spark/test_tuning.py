@@ -1,4 +1,4 @@
-"""`enable(…, tune=True)`: what it sets in the session, what it says of it, and what `disable` takes back."""
+"""`enable(…, tune=True)`: the settings that it changes and reports, and that `disable` restores."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ NONE = str(2**31 - 1)
 
 @pytest.fixture
 def tunable(session: Any) -> Any:
-    """Each kind of session in turn, where Spark knows the setting."""
+    """Each kind of session, if this release of Spark has the setting."""
     if not session.conf.isModifiable(LIMIT):
         assert SPARK_VERSION < (4, 1)
         pytest.skip(f"this PySpark has no {LIMIT}")
     return session
 
 
-def test_what_spark_does_not_know_is_not_set(session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_spark_does_not_have_is_not_set(
+    session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tuning, "SETTINGS", {"spark.sql.execution.arrow.noSuchSetting": "1"})
     try:
         assert enable(session, arrow_state(tmp_path), tune=True) == {}
@@ -40,7 +42,9 @@ def arrow_state(folder: Path) -> ArrowState:
     return ArrowState(str(folder / "root"), "tuned", buckets=2, local_dir=str(folder / "local"))
 
 
-def test_what_is_set_is_told_and_taken_back(tunable: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_setting_is_returned_logged_and_restored_by_disable(
+    tunable: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     before = tunable.conf.get(LIMIT)
     assert before != NONE
     caplog.set_level(logging.INFO, "spark_state_ext")
@@ -48,7 +52,7 @@ def test_what_is_set_is_told_and_taken_back(tunable: Any, tmp_path: Path, caplog
         assert enable(tunable, arrow_state(tmp_path), tune=True) == {LIMIT: (before, NONE)}
         assert f"{LIMIT} is now {NONE} for all queries of this session; it was {before}" in caplog.text
         assert tunable.conf.get(LIMIT) == NONE
-        # Without it nothing is set, and nothing is taken back either.
+        # Without `tune`, no setting is changed, and none is restored.
         assert enable(tunable, arrow_state(tmp_path)) == {}
         assert tunable.conf.get(LIMIT) == NONE
     finally:
@@ -57,7 +61,7 @@ def test_what_is_set_is_told_and_taken_back(tunable: Any, tmp_path: Path, caplog
     assert LIMIT not in dict(tunable.conf.getAll)
 
 
-def test_nothing_is_set_unless_asked_for(tunable: Any, tmp_path: Path) -> None:
+def test_no_setting_is_changed_without_tune(tunable: Any, tmp_path: Path) -> None:
     before = dict(tunable.conf.getAll)
     try:
         assert enable(tunable, arrow_state(tmp_path)) == {}
@@ -66,7 +70,7 @@ def test_nothing_is_set_unless_asked_for(tunable: Any, tmp_path: Path) -> None:
         disable(tunable)
 
 
-def test_what_somebody_has_chosen_stays(tunable: Any, tmp_path: Path) -> None:
+def test_a_value_that_the_user_has_set_before_is_kept(tunable: Any, tmp_path: Path) -> None:
     tunable.conf.set(LIMIT, "1234567")
     try:
         assert enable(tunable, arrow_state(tmp_path), tune=True) == {}
@@ -78,7 +82,7 @@ def test_what_somebody_has_chosen_stays(tunable: Any, tmp_path: Path) -> None:
         tunable.conf.unset(LIMIT)
 
 
-def test_what_is_chosen_later_stays(tunable: Any, tmp_path: Path) -> None:
+def test_a_value_that_the_user_sets_later_is_kept_by_disable(tunable: Any, tmp_path: Path) -> None:
     try:
         enable(tunable, arrow_state(tmp_path), tune=True)
         tunable.conf.set(LIMIT, "1234567")
@@ -89,8 +93,8 @@ def test_what_is_chosen_later_stays(tunable: Any, tmp_path: Path) -> None:
         tunable.conf.unset(LIMIT)
 
 
-def test_queries_go_back_and_forth(session: Any, tmp_path: Path) -> None:
-    """A query's checkpoint does not depend on it: tuned or not, each start goes on where the one before was."""
+def test_a_query_continues_if_it_is_started_with_and_without_tuning(session: Any, tmp_path: Path) -> None:
+    """The checkpoint of a query does not depend on tuning."""
 
     def count(key: Any, pdfs: Any, state: Any) -> Any:
         (n,) = state.getOption or (0,)
@@ -99,7 +103,7 @@ def test_queries_go_back_and_forth(session: Any, tmp_path: Path) -> None:
         return {"k": [key[0]], "n": [n]}
 
     batch = pa.table({"k": pa.array([1, 1, 2], pa.int64())})
-    seen: list[Any] = []
+    emitted: list[Any] = []
     for tune in (False, True, False):
         folder = write_batches(tmp_path / "in", [batch])
         try:
@@ -115,5 +119,5 @@ def test_queries_go_back_and_forth(session: Any, tmp_path: Path) -> None:
             assert query.awaitTermination(WAIT_S)
         finally:
             disable(session)
-        seen.append(sorted((row.k, row.n) for row in session.read.parquet(str(tmp_path / "out")).collect()))
-    assert seen[-1] == [(1, 2), (1, 4), (1, 6), (2, 1), (2, 2), (2, 3)]
+        emitted.append(sorted((row.k, row.n) for row in session.read.parquet(str(tmp_path / "out")).collect()))
+    assert emitted[-1] == [(1, 2), (1, 4), (1, 6), (2, 1), (2, 2), (2, 3)]

@@ -1,6 +1,6 @@
-"""Every type that Spark allows as key and as state, over batches and a restart, on Spark's operator and on ours."""
+"""Every type that Spark allows for keys and state, over batches and a restart, on Spark's operator and on ours."""
 
-# ruff: noqa: DTZ001  # naive datetimes are what Spark gives and takes
+# ruff: noqa: DTZ001  # Spark returns and accepts naive datetimes
 from __future__ import annotations
 
 import datetime as dt
@@ -26,7 +26,8 @@ OTHER_NAN = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0000_0123))[0]
 TINY_NAN = struct.unpack("<f", struct.pack("<I", 0x7FC0_0123))[0]
 POINT = pa.struct([("x", pa.int32()), ("y", pa.string())])
 
-# For each key column a type, and lists of values that are one key; the first is what other columns are tried with.
+# For each key column: its type, and lists of values that are the same key. While another column varies, a column has the first
+# value of its first list.
 KEYS: dict[str, dict[str, tuple[Any, list[list[Any]]]]] = {
     "flat": {
         "a": (pa.int8(), [[1, 1], [-128], [127], [None, None]]),
@@ -56,18 +57,18 @@ KEYS: dict[str, dict[str, tuple[Any, list[list[Any]]]]] = {
 }
 
 
-def rows_of(columns: dict[str, tuple[Any, list[list[Any]]]]) -> tuple[Any, dict[int, list[int]]]:
-    """A batch of rows that differ from the first in one column, and for each group (named by its first) the ids."""
+def make_rows(columns: dict[str, tuple[Any, list[list[Any]]]]) -> tuple[Any, dict[int, list[int]]]:
+    """Return a batch of rows that differ from the first row in one column, and the ids of each group by its first id."""
     base = [classes[0][0] for _, classes in columns.values()]
     arrays: list[list[Any]] = [[] for _ in columns]
     groups: dict[int, list[int]] = {}
     number = 0
-    for at, (_, classes) in enumerate(columns.values()):
-        for place, values in enumerate(classes):
-            group = 0 if place == 0 and groups else number
+    for index, (_, classes) in enumerate(columns.values()):
+        for list_index, values in enumerate(classes):
+            group = 0 if list_index == 0 and groups else number
             for value in values:
                 for column, array in enumerate(arrays):
-                    array.append(value if column == at else base[column])
+                    array.append(value if column == index else base[column])
                 groups.setdefault(group, []).append(number)
                 number += 1
     data = {name: pa.array(array, kind) for (name, (kind, _)), array in zip(columns.items(), arrays, strict=True)}
@@ -75,11 +76,13 @@ def rows_of(columns: dict[str, tuple[Any, list[list[Any]]]]) -> tuple[Any, dict[
 
 
 @CLASSIC
-@pytest.mark.parametrize("which", KEYS)
-def test_keys_of_every_type(session: Any, operator: str, which: str, tmp_path: Path) -> None:
-    """Equal keys meet, in one batch, in the next one, after a restart, and when they time out."""
+@pytest.mark.parametrize("kind", KEYS)
+def test_rows_with_equal_keys_of_every_type_share_state_over_batches_restarts_and_timeouts(
+    session: Any, operator: str, kind: str, tmp_path: Path
+) -> None:
+    """Several values may be the same key, such as 0.0 and -0.0."""
 
-    def meet(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    def collect_ids(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         first, n = state.getOption or (-1, 0)
         if state.hasTimedOut:
             text = f"{first:3} timed out with {n}"
@@ -91,8 +94,10 @@ def test_keys_of_every_type(session: Any, operator: str, which: str, tmp_path: P
             text = f"{ids[0]:3} {ids} {first} {n}"
         yield pd.DataFrame({"text": [text]})
 
-    batch, groups = rows_of(KEYS[which])
-    job = Job(session, operator, tmp_path, meet, state="first int, n int", keys=list(KEYS[which]), schema=batch.schema)
+    batch, groups = make_rows(KEYS[kind])
+    job = Job(
+        session, operator, tmp_path, collect_ids, state="first int, n int", keys=list(KEYS[kind]), schema=batch.schema
+    )
     job.timeout = GroupStateTimeout.ProcessingTimeTimeout
     job.conf = {"spark.sql.streaming.noDataMicroBatches.enabled": "false"}
     rows = job.run(batch, batch) | job.run(batch) | job.run(batch.slice(0, 1))
@@ -155,24 +160,24 @@ NESTED_VALUES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize(
     ("schema", "values"), [(FLAT_STATE, FLAT_VALUES), (NESTED_STATE, NESTED_VALUES)], ids=["flat", "nested"]
 )
-def test_state_of_every_type(
+def test_state_of_every_type_is_read_back_with_its_value_and_type(
     session: Any, operator: str, schema: str, values: dict[str, tuple[Any, ...]], tmp_path: Path
 ) -> None:
-    """What a batch stores is what the next one gets, and what a start gets that follows; by value and by type."""
+    """The next batch and the next start of the query get what a batch has stored."""
     if operator == "spark" and schema is NESTED_STATE and SPARK >= (4, 2):
-        pytest.skip("Spark 4.2 and 4.3 cannot read the schema of nested state back in their own operator")
+        pytest.skip("Spark 4.2 and 4.3 cannot read back the schema of nested state in their own operator")
 
     def keep(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-        found = state.getOption
-        if found is None:
+        stored = state.getOption
+        if stored is None:
             state.update(values[key[0]])
         elif key[0] == "usual":
-            state.update(found)
-        if found is not None:
-            # Before 4.1 state holds a bytearray, never bytes.
-            assert not any(isinstance(value, bytearray if SPARK >= (4, 1) else bytes) for value in found)
-            found = tuple(bytes(value) if isinstance(value, bytearray) else value for value in found)
-        yield pd.DataFrame({"text": [f"{key[0]}: {found!r}"]})
+            state.update(stored)
+        if stored is not None:
+            # Before Spark 4.1, binary state is always a bytearray and never bytes.
+            assert not any(isinstance(value, bytearray if SPARK >= (4, 1) else bytes) for value in stored)
+            stored = tuple(bytes(value) if isinstance(value, bytearray) else value for value in stored)
+        yield pd.DataFrame({"text": [f"{key[0]}: {stored!r}"]})
 
     job = Job(session, operator, tmp_path, keep, state=schema)
     batch = keyed(*values)
@@ -188,20 +193,20 @@ OTHERS = (5, True, False, 0.1, 1e7, -1.25e-5, 12345678.9, 0.001, float("nan"), f
 
 
 @CLASSIC
-def test_a_string_column_has_the_jvms_text_of_other_values(session: Any, operator: str, tmp_path: Path) -> None:
-    """NaN is text in Spark's own, and NULL in ours, whose output frames may have columns of Arrow's types, too."""
-    text, times, whole = pa.string(), pa.timestamp("us"), pa.int64()
+def test_other_values_in_a_string_column_have_the_text_of_the_jvm(session: Any, operator: str, tmp_path: Path) -> None:
+    """NaN becomes text in Spark's operator and NULL in ours, whose output frames may also have columns of Arrow types."""
+    text, times, integer = pa.string(), pa.timestamp("us"), pa.int64()
 
     def keep(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         if state.exists:
             columns = {"text": state.get, "at": [AT, None] * 6, "n": [2**60 + 1, None] * 6}
-            arrow = dict(zip(columns, map(pd.ArrowDtype, (text, times, whole)), strict=True))
-            kinds = {"text": object, "at": object, "n": object} if operator == "spark" else arrow
-            yield pd.DataFrame({name: pd.Series(list(columns[name]), dtype=kind) for name, kind in kinds.items()})
+            arrow_dtypes = dict(zip(columns, map(pd.ArrowDtype, (text, times, integer)), strict=True))
+            dtypes = {"text": object, "at": object, "n": object} if operator == "spark" else arrow_dtypes
+            yield pd.DataFrame({name: pd.Series(list(columns[name]), dtype=dtype) for name, dtype in dtypes.items()})
         else:
             state.update(OTHERS)
 
-    state = ", ".join(f"c{at} string" for at in range(len(OTHERS)))
+    state = ", ".join(f"c{index} string" for index in range(len(OTHERS)))
     job = Job(session, operator, tmp_path, keep, "text string, at timestamp_ntz, n bigint", state)
     rows = job.run(keyed("a"), keyed("a"))
     nan = "NaN" if operator == "spark" else None
@@ -212,9 +217,9 @@ def test_a_string_column_has_the_jvms_text_of_other_values(session: Any, operato
 
 
 @CLASSIC
-def test_many_keys_and_long_values(session: Any, operator: str, tmp_path: Path) -> None:
-    """Keys beside each other do not mix, and a value of a megabyte is no special case."""
-
+def test_many_keys_keep_separate_state_also_with_values_of_a_megabyte(
+    session: Any, operator: str, tmp_path: Path
+) -> None:
     def keep(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         text, total = state.getOption or ("", 0)
         total += sum(int(pdf["value"].sum()) for pdf in pdfs)
@@ -234,7 +239,7 @@ def test_many_keys_and_long_values(session: Any, operator: str, tmp_path: Path) 
         before = dict(totals)
         for key, value in zip(batch.column(0).to_pylist(), batch.column(1).to_pylist(), strict=True):
             totals[key] = totals.get(key, 0) + value
-        changed = sorted(set(batch.column(0).to_pylist()))
-        sizes = {key: 1_000_000 if key == "key 7" else int(key.split()[1]) for key in changed}
-        expected = [(key, sizes[key] if key in before else 0, totals[key]) for key in changed]
+        changed_keys = sorted(set(batch.column(0).to_pylist()))
+        sizes = {key: 1_000_000 if key == "key 7" else int(key.split()[1]) for key in changed_keys}
+        expected = [(key, sizes[key] if key in before else 0, totals[key]) for key in changed_keys]
         assert rows[number] == sorted(expected, key=repr)

@@ -1,4 +1,4 @@
-"""Load that is uneven on purpose, in a real job: what its metrics tell of it."""
+"""What the metrics of a real job report about a deliberately uneven load."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ BUCKETS = 4
 
 
 @CLASSIC
-def test_a_heavy_range_a_hot_key_and_even_load(session: Any, tmp_path: Path) -> None:
+def test_metrics_find_a_heavy_range_and_a_hot_key_and_nothing_in_an_even_load(session: Any, tmp_path: Path) -> None:
     names = pa.array([f"key-{number}" for number in range(4_000)])
-    of = BucketMap(BUCKETS).of(hash_keys([names]))
-    heavy = names.filter(pa.array(of == 2))
-    (hot,) = names.filter(pa.array(of == 1))[:1].to_pylist()
-    # The keys of one bucket ten times; one key as often as all others together; each key once.
+    bucket_of_name = BucketMap(BUCKETS).of(hash_keys([names]))
+    heavy_names = names.filter(pa.array(bucket_of_name == 2))
+    (hot_key,) = names.filter(pa.array(bucket_of_name == 1))[:1].to_pylist()
+    # The loads: the keys of one bucket ten times; one key as often as all others together; each key once.
     for kind, bucket, keys in (
-        (HEAVY_RANGE, 2, [*names.to_pylist(), *np.repeat(heavy.to_pylist(), 9).tolist()]),
-        (HOT_KEY, 1, [*names.to_pylist(), *[hot] * 4_000]),
+        (HEAVY_RANGE, 2, [*names.to_pylist(), *np.repeat(heavy_names.to_pylist(), 9).tolist()]),
+        (HOT_KEY, 1, [*names.to_pylist(), *[hot_key] * 4_000]),
         (None, None, names.to_pylist()),
     ):
         folder = tmp_path / str(kind)
@@ -44,8 +44,8 @@ def test_a_heavy_range_a_hot_key_and_even_load(session: Any, tmp_path: Path) -> 
             finally:
                 query.stop()
         (load,) = measure_loads(read(folder / "local"))
-        found = [(it.kind, it.bucket) for it in load.findings]
-        assert found == ([(kind, bucket)] if kind else []), load.findings
+        findings = [(finding.kind, finding.bucket) for finding in load.findings]
+        assert findings == ([(kind, bucket)] if kind else []), load.findings
         assert sum(load.buckets["rows"].to_pylist()) == len(keys)
-        most = {HEAVY_RANGE: 10, HOT_KEY: 4_001, None: 1}[kind]
-        assert max(load.buckets["top_key_rows"].to_pylist()) == most
+        top_key_rows = {HEAVY_RANGE: 10, HOT_KEY: 4_001, None: 1}[kind]
+        assert max(load.buckets["top_key_rows"].to_pylist()) == top_key_rows

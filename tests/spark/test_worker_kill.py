@@ -1,4 +1,4 @@
-"""Python workers that die at random points of a batch, three times in one query, or twenty in the long form."""
+"""Python workers that are killed at random points of a batch, three times in one query, or twenty times in the soak."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ KILLS = examples(3, 20)
 
 @pytest.mark.spark
 @pytest.mark.slow
-def test_killed_workers_lose_and_repeat_nothing(operator: str, tmp_path: Path) -> None:
-    # In a process of its own: its session must allow many failures of a task, the shared one must not.
+def test_a_query_whose_workers_are_killed_counts_every_row_once(operator: str, tmp_path: Path) -> None:
+    # A process of its own is needed: its session must allow many failures of a task, but the shared session must not.
     script = Path(__file__).with_name("kill_job.py")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), str(tmp_path), operator, str(KILLS)],
         capture_output=True,
         text=True,
         timeout=WAIT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert process.returncode == 0, process.stderr[-4000:]
     assert killed(tmp_path) == KILLS
     expected = Counter(key for batch in range(BATCHES) for key in values(batch)["key"].to_pylist())
-    assert json.loads(done.stdout.splitlines()[-1]) == {str(key): n for key, n in expected.items()}
+    assert json.loads(process.stdout.splitlines()[-1]) == {str(key): n for key, n in expected.items()}
