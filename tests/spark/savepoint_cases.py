@@ -95,7 +95,8 @@ class Case:
 
 
 CASES = tuple(Case(*parts) for parts in itertools.product(MODES, FORMS, STORES, PERTURBATIONS))
-# Each pair of values of mode, form and store is in one of these cases, and each perturbation is in one for both modes.
+# Each pair of values of mode, form and store is in one of these cases. So is each mode with each perturbation (but
+# "nothing") that has a meaning in this mode.
 COVERING = tuple(
     Case(*parts)
     for parts in (
@@ -108,7 +109,7 @@ COVERING = tuple(
         ("no_claim", "checkpoint", "disk", MOVED),
     )
 )
-# The few cases that the suite runs: each mode, form, store and perturbation but "nothing" at least once.
+# The few cases that the suite runs. Each mode, form, store and perturbation (but "nothing") is in at least one of them.
 EACH_ONCE = tuple(
     case
     for case in COVERING

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("parts", [*itertools.combinations(("mode", "form", "store"), 2), ("mode", "perturbation")])
 def test_the_covering_cases_contain_every_pair_of_parts(parts: tuple[str, str]) -> None:
-    """They contain each pair of values of mode, form and store, and each perturbation in both modes."""
+    """They contain each pair of values of mode, form and store, and of mode and perturbation, that has a meaning."""
 
     def pairs(cases: Sequence[Case]) -> set[tuple[str, ...]]:
         meaningful = [case for case in cases if not case.meaningless]

@@ -49,19 +49,19 @@ def test_a_query_with_processing_time_timeouts_continues_on_another_number_of_pa
     """A pending timeout of a key without rows in the first batch after a change fires in this batch."""
     expected = batch_computation(FILES)
     job = make_timed_job(spark, tmp_path / "first", 2)
-    done = 2
-    assert run(job, FILES[:done]) == expected[:done]
+    files_read = 2
+    assert run(job, FILES[:files_read]) == expected[:files_read]
     for partitions, kind, mode in CHANGES:
-        assert any("timed out" in text for (text,) in expected[done]), (
+        assert any("timed out" in text for (text,) in expected[files_read]), (
             "some timeouts are pending when the number changes"
         )
         job = make_timed_job(
             spark, tmp_path / f"{kind}-{mode}", partitions, **make_start_options(spark, job, kind, mode)
         )
-        assert run(job, FILES[done : done + 2]) == expected[done : done + 2]
-        done += 2
+        assert run(job, FILES[files_read : files_read + 2]) == expected[files_read : files_read + 2]
+        files_read += 2
         assert count_state_partitions(job) == partitions
-        assert read_counts(job) == Counter(key for keys in FILES[:done] for key in keys)
+        assert read_counts(job) == Counter(key for keys in FILES[:files_read] for key in keys)
 
 
 def count_until_timeout(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:

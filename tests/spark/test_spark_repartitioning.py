@@ -71,7 +71,7 @@ def test_a_repartitioned_query_keeps_its_buckets_and_pointers_on_more_and_fewer_
     """An older pointer with the same offsets would lose counts. Thus pointers are compared, and not only counts."""
     job = make_timed_job(spark, tmp_path / "job", 2, conf)
     assert run(job, FILES[:2]) == EXPECTED[:2]
-    done = 2
+    files_read = 2
     for partitions in (5, 1, 3):
         before, batch = read_pointers(job), find_last_commit(job)
         assert sorted(before) == list(range(BUCKETS))
@@ -79,21 +79,21 @@ def test_a_repartitioned_query_keeps_its_buckets_and_pointers_on_more_and_fewer_
         assert find_last_commit(job) == batch + 1
         assert read_pointers(job) == before
         # Reading by pointers returns the same state for the batch that Spark has added.
-        assert read_counts(job) == count_keys(FILES[:done])
+        assert read_counts(job) == count_keys(FILES[:files_read])
         # The session still has 2 partitions, but Spark uses the number in the checkpoint.
-        assert run(job, FILES[done : done + 2]) == EXPECTED[done : done + 2]
-        done += 2
+        assert run(job, FILES[files_read : files_read + 2]) == EXPECTED[files_read : files_read + 2]
+        files_read += 2
         after = read_pointers(job)
         assert {bucket: pointer.calls for bucket, pointer in after.items()} == {
             bucket: pointer.calls + 2 for bucket, pointer in before.items()
         }
         assert {pointer.partitioning[1] for pointer in after.values() if pointer.partitioning} == {partitions}
-    assert read_counts(job) == count_keys(FILES[:done])
+    assert read_counts(job) == count_keys(FILES[:files_read])
     with job.configured():
         take_savepoint(spark, tmp_path / "savepoint", job.checkpoint, make_state(job))
     start = Savepoint(str(tmp_path / "savepoint"))
     new = make_timed_job(spark, tmp_path / "new", 4, conf, start_from=start)
-    assert run(new, FILES[done : done + 2]) == EXPECTED[done : done + 2]
+    assert run(new, FILES[files_read : files_read + 2]) == EXPECTED[files_read : files_read + 2]
     assert count_state_partitions(new) == 4
 
 

@@ -280,9 +280,9 @@ def test_late_rows_are_not_dropped_without_an_event_time_timeout(
 
 def act_at_random(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
     """Do what the rows say, or in a timeout what the key and the state say; emit everything that the call sees."""
-    watermark_ms, seen = state.getCurrentWatermarkMs(), state.getOption
+    watermark_ms, old_state = state.getCurrentWatermarkMs(), state.getOption
     values = sorted(int(v) for pdf in pdfs for v in pdf["value"])
-    n = 0 if seen is None else seen[0]
+    n = 0 if old_state is None else old_state[0]
     action = (sum(values) if values else n * 7 + len(key[0]) + ord(key[0][-1]) + watermark_ms // 1000) % 6
     if action in (0, 1, 2):
         state.update((n + 1 + sum(values) % 100,))
@@ -291,7 +291,7 @@ def act_at_random(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> 
     # Action 5 changes nothing.
     if action in (1, 4):
         state.setTimeoutTimestamp(watermark_ms + 1 + 1000 * (sum(values) % 20))
-    yield pd.DataFrame({"text": [f"{key[0]} {values} {state.hasTimedOut} {seen} {action} {watermark_ms}"]})
+    yield pd.DataFrame({"text": [f"{key[0]} {values} {state.hasTimedOut} {old_state} {action} {watermark_ms}"]})
 
 
 @CLASSIC
