@@ -1,4 +1,4 @@
-"""The receipt of a scan: it finds a key in every kind of file, names nothing that is not there, and says what it did not see."""
+"""The receipt of a scan: it reports each kind of file that has a key, no other file, and what was not searched."""
 
 from __future__ import annotations
 
@@ -39,24 +39,26 @@ JANE: Key = (TEXT, 1.0)
 KEYS = {"name": [TEXT], "x": [1.0]}
 
 
-def struct(**types: str) -> str:
+def make_schema_json(**types: str) -> str:
     fields = [{"name": name, "type": kind, "nullable": True, "metadata": {}} for name, kind in types.items()]
     return json.dumps({"type": "struct", "fields": fields})
 
 
-OPERATOR = OperatorFile("counts", "q", 8, struct(name="string", x="double"), struct(count="long", note="string"))
+OPERATOR = OperatorFile(
+    "counts", "q", 8, make_schema_json(name="string", x="double"), make_schema_json(count="long", note="string")
+)
 
 
 @pytest.fixture
 def life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
-    """A bucket of a query, whose root has what a root has."""
+    """Make a bucket of a query whose root has an operator file."""
     monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
-    made = Life(tmp_path, names=("root/counts/q",))
+    life = Life(tmp_path, names=("root/counts/q",))
     Folder(str(tmp_path / "root" / "counts" / "q")).put("operator_0.json", OPERATOR.encode())
-    yield made
-    made.settle()
-    for store in made.stores:
+    yield life
+    life.settle()
+    for store in life.stores:
         store.close()
 
 
@@ -64,12 +66,12 @@ def scan(life: Life, keys: Any = None, **more: Any) -> EraseReceipt:
     return erase_scan(str(life.local / "root"), KEYS if keys is None else keys, operator="counts", **more)
 
 
-def found(receipt: EraseReceipt) -> dict[str, tuple[int, int, int]]:
-    """By name: rows, tombstones, keys by bytes."""
-    return {Path(it.where).name: (it.rows, it.tombstones, it.keys_by_bytes) for it in receipt.found}
+def count_by_name(receipt: EraseReceipt) -> dict[str, tuple[int, int, int]]:
+    """Return rows, tombstones and keys by bytes of each file that has a key, by file name."""
+    return {Path(match.where).name: (match.rows, match.tombstones, match.keys_by_bytes) for match in receipt.found}
 
 
-def test_every_checkpoint_file_with_the_key_is_found_and_no_other(life: Life) -> None:
+def test_exactly_the_checkpoint_files_with_the_key_are_reported(life: Life) -> None:
     life.history(4)
     assert scan(life).absent
     life.batch({JANE: Row(1)})
@@ -80,41 +82,43 @@ def test_every_checkpoint_file_with_the_key_is_found_and_no_other(life: Life) ->
     life.settle()
     receipt = scan(life)
     root = life.local / "root"
-    assert sorted(found(receipt)) == sorted(files_with(TEXT, root))
-    kinds = {name.split(".")[1] for name in found(receipt)}
+    assert sorted(count_by_name(receipt)) == sorted(files_with(TEXT, root))
+    kinds = {name.split(".")[1] for name in count_by_name(receipt)}
     assert kinds == {DELTA, SNAPSHOT}
-    tombstones = {name: it for name, it in found(receipt).items() if it[1]}
+    tombstones = {name: counts for name, counts in count_by_name(receipt).items() if counts[1]}
     assert list(tombstones.values()) == [(1, 1, 1)]
-    assert all(it == (1, 0, 1) for name, it in found(receipt).items() if name not in tombstones)
-    (scanned,) = [it for it in receipt.scanned if it.kind == "checkpoint file"]
+    assert all(counts == (1, 0, 1) for name, counts in count_by_name(receipt).items() if name not in tombstones)
+    (scanned,) = [files for files in receipt.scanned if files.kind == "checkpoint file"]
     files = list((root / "counts" / "q" / "3").iterdir())
     assert (scanned.files, scanned.size_bytes) == (len(files), sum(path.stat().st_size for path in files))
     assert scanned.rows > 10
-    # Another key with the same text is another key: its rows are not, its bytes are.
+    # Another key with the same text has no rows in the files, but its bytes are found.
     other = scan(life, {"name": [TEXT], "x": [2.0]})
-    assert all(it[0] == 0 and it[2] == 1 for it in found(other).values())
+    assert all(rows == 0 and keys == 1 for rows, _, keys in count_by_name(other).values())
     assert len(other.found) == len(receipt.found)
 
 
-def test_keys_without_text_are_found_by_rows_and_the_receipt_says_so(life: Life) -> None:
+def test_keys_without_a_long_text_are_found_by_rows_only_and_the_receipt_says_so(life: Life) -> None:
     key: Key = ("ab", 77.0)
     life.history(2)
     life.batch({key: Row(1)})
     life.settle()
     receipt = scan(life, {"name": ["ab"], "x": [77.0]}, local_dirs=[str(life.local)])
-    assert set(found(receipt).values()) == {(1, 0, 0)}
+    assert set(count_by_name(receipt).values()) == {(1, 0, 0)}
     assert receipt.keys_by_rows_only == 1
-    assert any("no string of at least four bytes" in it.why for it in receipt.out_of_reach)
+    assert any("no string of at least four bytes" in place.why for place in receipt.out_of_reach)
 
 
-def test_requests_that_hold_a_key_are_found(life: Life) -> None:
+def test_erase_requests_that_hold_a_key_are_reported(life: Life) -> None:
     life.history(2)
     erase_keys(str(life.local / "root"), KEYS, operator="counts")
     receipt = scan(life)
-    assert [(it.kind, Path(it.where).name) for it in receipt.found] == [("erase request", "00000001.keys.arrow")]
+    assert [(match.kind, Path(match.where).name) for match in receipt.found] == [
+        ("erase request", "00000001.keys.arrow")
+    ]
 
 
-def test_other_files_and_those_that_are_not_finished(life: Life) -> None:
+def test_other_and_unfinished_files_are_searched_and_spill_files_are_out_of_reach(life: Life) -> None:
     life.history(2)
     folder = life.local / "root" / "counts" / "q"
     (folder / "note.txt").write_text(f"about {TEXT}, and so on")
@@ -122,14 +126,14 @@ def test_other_files_and_those_that_are_not_finished(life: Life) -> None:
     (folder / "spill" / "4-1").mkdir(parents=True)
     (folder / "spill" / "4-1" / "a.payloads").write_bytes(b"compressed")
     receipt = scan(life)
-    assert {it.kind: it.keys_by_bytes for it in receipt.found} == {"other file": 1, "unfinished file": 1}
-    beyond = {it.kind: (it.files, it.size_bytes) for it in receipt.out_of_reach}
-    assert beyond["spill file"] == (1, 10)
-    assert beyond["unfinished file"] == (1, 8 + len(TEXT))
-    assert {"local store", "Spark's checkpoint"} <= set(beyond)
+    assert {match.kind: match.keys_by_bytes for match in receipt.found} == {"other file": 1, "unfinished file": 1}
+    out_of_reach = {place.kind: (place.files, place.size_bytes) for place in receipt.out_of_reach}
+    assert out_of_reach["spill file"] == (1, 10)
+    assert out_of_reach["unfinished file"] == (1, 8 + len(TEXT))
+    assert {"local store", "Spark's checkpoint"} <= set(out_of_reach)
 
 
-def test_a_damaged_file_is_searched_as_it_is_and_told(life: Life) -> None:
+def test_a_damaged_file_is_searched_by_bytes_and_reported_as_out_of_reach(life: Life) -> None:
     life.batch({JANE: Row(1)})
     life.settle()
     (path,) = (life.local / "root").rglob("*.arrow")
@@ -137,17 +141,17 @@ def test_a_damaged_file_is_searched_as_it_is_and_told(life: Life) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     receipt = scan(life)
-    (beyond,) = [it for it in receipt.out_of_reach if it.kind == "checkpoint file"]
-    assert beyond.where == str(path)
-    assert "fails its checksum" in beyond.why
+    (out_of_reach,) = [place for place in receipt.out_of_reach if place.kind == "checkpoint file"]
+    assert out_of_reach.where == str(path)
+    assert "fails its checksum" in out_of_reach.why
     assert not receipt.absent
-    # Whatever key it may have.
+    # No key can be reported as absent, because any key may be in the damaged file.
     other = scan(life, {"name": ["nobody at all"], "x": [2.0]})
     assert (other.found, other.absent) == ((), False)
 
 
-def test_pages_of_local_stores_that_are_free_still_hold_the_key(life: Life, tmp_path: Path) -> None:
-    """What LMDB does not use any more is searched as what it uses."""
+def test_a_key_in_free_pages_of_a_local_store_is_reported(life: Life, tmp_path: Path) -> None:
+    """Pages that LMDB no longer uses are searched like the pages that it uses."""
     store = tmp_path / "disk" / "spark_state_ext-0" / f"{0:016x}-counts" / "q" / "s0" / "3"
     life.batch({JANE: Row(1, "x" * 5000)})
     life.batch({JANE: None})
@@ -156,29 +160,29 @@ def test_pages_of_local_stores_that_are_free_still_hold_the_key(life: Life, tmp_
         life.settle()
     shutil.copytree(tmp_path / "store", store)
     receipt = scan(life, local_dirs=[str(tmp_path / "disk")])
-    mine = [it for it in receipt.found if it.kind == "local store"]
-    assert [Path(it.where).name for it in mine] == files_with(TEXT, store) == ["data.mdb"]
-    (scanned,) = [it for it in receipt.scanned if it.kind == "local store"]
+    matches = [match for match in receipt.found if match.kind == "local store"]
+    assert [Path(match.where).name for match in matches] == files_with(TEXT, store) == ["data.mdb"]
+    (scanned,) = [files for files in receipt.scanned if files.kind == "local store"]
     locks = [path.stat().st_size for path in store.rglob("lock.mdb")]
     assert scanned.files == sum(path.is_file() for path in store.rglob("*")) - len(locks)
-    (lock,) = [it for it in receipt.out_of_reach if "lock.mdb" in it.why]
+    (lock,) = [place for place in receipt.out_of_reach if "lock.mdb" in place.why]
     assert (lock.files, lock.size_bytes, lock.unread) == (len(locks), sum(locks), False)
     assert locks
 
 
-def test_a_state_that_is_open_in_this_process_keeps_its_locks(life: Life, tmp_path: Path) -> None:
-    """Closing any descriptor of a file drops the locks that the process has on it; then others take its readers away."""
+def test_a_scan_keeps_the_locks_of_a_store_that_is_open_in_its_process(life: Life, tmp_path: Path) -> None:
+    """Closing any descriptor of a file drops the process's locks on it; then other processes remove its readers."""
     life.history(1)
     store = tmp_path / "disk" / "spark_state_ext-0" / f"{0:016x}-counts" / "q" / "s0" / "3" / "boot"
     store.mkdir(parents=True)
-    # A file of that name that is none of LMDB's is read as any other.
+    # A file with the name of LMDB's lock file that is not LMDB's is read like any other file.
     (store.parent / "lock.mdb").write_text(TEXT)
-    look = f"import lmdb; it = lmdb.open({str(store)!r}, create=False); it.reader_check(); print(it.readers())"
+    script = f"import lmdb; env = lmdb.open({str(store)!r}, create=False); env.reader_check(); print(env.readers())"
 
     def is_reader() -> bool:
-        """Whether another process finds that this one reads: where nobody has a lock, it makes the table anew."""
-        found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout
-        return str(os.getpid()) in found
+        """Return whether another process lists this one as a reader; without locks, it would empty the table."""
+        readers = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+        return str(os.getpid()) in readers
 
     with lmdb.open(str(store)) as environment:
         with environment.begin(write=True) as writing:
@@ -188,10 +192,10 @@ def test_a_state_that_is_open_in_this_process_keeps_its_locks(life: Life, tmp_pa
             receipt = scan(life, local_dirs=[str(tmp_path / "disk")])
             assert is_reader()
             assert reading.get(b"key") == TEXT.encode()
-    assert {Path(it.where).name for it in receipt.found} == {"data.mdb", "lock.mdb"}
+    assert {Path(match.where).name for match in receipt.found} == {"data.mdb", "lock.mdb"}
 
 
-def test_other_backends_and_sparks_checkpoint(life: Life, tmp_path: Path) -> None:
+def test_other_backends_and_sparks_checkpoint_are_searched(life: Life, tmp_path: Path) -> None:
     life.batch({JANE: Row(1)})
     life.settle()
     shutil.copytree(tmp_path / "root", tmp_path / "second")
@@ -205,16 +209,16 @@ def test_other_backends_and_sparks_checkpoint(life: Life, tmp_path: Path) -> Non
         backends=[Backend(str(tmp_path / "second")), Backend(name="theirs", kind="sqlite")],
         checkpoint_location=str(checkpoint),
     )
-    assert {(it.kind, Path(it.where).name) for it in receipt.found} == {
+    assert {(match.kind, Path(match.where).name) for match in receipt.found} == {
         ("checkpoint file", next((tmp_path / "second").rglob("*.arrow")).name),
         ("Spark's checkpoint", "0"),
     }
-    beyond = {it.kind: (it.where, it.files, it.size_bytes) for it in receipt.out_of_reach}
-    assert beyond["backend"] == ("theirs", 0, 0)
-    assert beyond["Spark's checkpoint"] == (f"{checkpoint}/state/", 2, 6)
+    out_of_reach = {place.kind: (place.where, place.files, place.size_bytes) for place in receipt.out_of_reach}
+    assert out_of_reach["backend"] == ("theirs", 0, 0)
+    assert out_of_reach["Spark's checkpoint"] == (f"{checkpoint}/state/", 2, 6)
 
 
-def test_deltas_in_pointers_of_a_savepoint_and_of_a_start(life: Life, tmp_path: Path) -> None:
+def test_deltas_inline_in_pointers_of_savepoints_and_starts_are_searched(life: Life, tmp_path: Path) -> None:
     life.batch({JANE: Row(1)})
     life.settle()
     (path,) = (tmp_path / "root").rglob("*.arrow")
@@ -229,7 +233,7 @@ def test_deltas_in_pointers_of_a_savepoint_and_of_a_start(life: Life, tmp_path: 
     write_manifest(saved, SavepointManifest(header, (SavedBucket("counts", 0, pointer, ()),)))
     saved.child("counts", "0").put(path.name, path.read_bytes())
     receipt = scan(life, savepoints=[str(tmp_path / "savepoint")])
-    assert {it.kind: it.rows for it in receipt.found} == {
+    assert {match.kind: match.rows for match in receipt.found} == {
         "checkpoint file": 1,
         "start": 1,
         "savepoint manifest": 1,
@@ -241,7 +245,7 @@ def test_deltas_in_pointers_of_a_savepoint_and_of_a_start(life: Life, tmp_path: 
         scan(life, savepoints=[str(tmp_path / "savepoint")])
 
 
-def test_values_across_pieces_and_keys_of_several_values() -> None:
+def test_values_are_found_across_read_boundaries_and_keys_need_all_their_values() -> None:
     wanted = SearchedKeys.of(
         pa.record_batch({"a": ["Springfield", "Springfield", "x"], "b": [b"first", b"second", b"y"]})
     )
@@ -263,7 +267,7 @@ def test_values_in_nested_keys_are_searched_for() -> None:
     assert (wanted.values, wanted.needed, wanted.by_rows_only) == ((b"Jane Doe",), (frozenset({0}),), 2)
 
 
-def test_the_receipt_is_a_table_and_names_no_key(life: Life) -> None:
+def test_the_receipt_can_be_a_table_and_names_no_key(life: Life) -> None:
     life.batch({JANE: Row(1)})
     life.settle()
     receipt = scan(life)
@@ -282,7 +286,7 @@ def test_the_receipt_is_a_table_and_names_no_key(life: Life) -> None:
         ({"savepoints": ["here"]}, "absolute path"),
     ],
 )
-def test_folders_that_are_not_there_are_no_empty_receipt(life: Life, more: dict[str, Any], says: str) -> None:
+def test_missing_folders_and_invalid_keys_are_refused(life: Life, more: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         scan(life, **more)
     with pytest.raises(UsageError, match="more than 1,000 keys"):

@@ -1,4 +1,4 @@
-"""Removed keys: after how many batches, or within which time, no file holds them, and how a new root never does.
+"""Removed keys: after how many batches, or within which time, no file has them, and that a new root never has them.
 
 The numbers are those of `docs/operating/erasing.md`.
 """
@@ -40,41 +40,41 @@ def _few_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cadence, "DELTAS_MAX", DELTAS_MAX)
 
 
-def _holds(life: Life, files: Readable, names: Iterable[str]) -> list[str]:
-    """Which of these files have a row of the key, one that removes it included."""
-    found = []
+def _find_files_with_key(life: Life, files: Readable, names: Iterable[str]) -> list[str]:
+    """Return the files that have a row of the key; a tombstone is such a row."""
+    names_with_key = []
     for name in names:
         parsed = parse_file_name(name)
         assert parsed is not None
-        read = read_checkpoint(files, *parsed, SCHEMA, life.local)
-        rows = [row for batch in read.batches for row in pa.Table.from_batches([batch]).to_pylist()]
+        checkpoint = read_checkpoint(files, *parsed, SCHEMA, life.local)
+        rows = [row for batch in checkpoint.batches for row in pa.Table.from_batches([batch]).to_pylist()]
         if any(canonicalise((row["key.name"], row["key.x"])) == canonicalise(ERASED) for row in rows):
-            found.append(name)
-    return found
+            names_with_key.append(name)
+    return names_with_key
 
 
-def _in_files(life: Life, name: str) -> list[str]:
-    return _holds(life, life.folder(name), life.folder(name).names())
+def _find_in_files(life: Life, name: str) -> list[str]:
+    return _find_files_with_key(life, life.folder(name), life.folder(name).names())
 
 
-def _in_pointer(life: Life) -> list[str]:
+def _find_in_pointer(life: Life) -> list[str]:
     sealed = [SealedFile.of(delta.name, delta.data) for delta in life.pointers[-1].inline]
-    return _holds(life, SealedFiles(sealed, "inline"), [file.name for file in sealed])
+    return _find_files_with_key(life, SealedFiles(sealed, "inline"), [file.name for file in sealed])
 
 
-def _removed(life: Life) -> None:
-    """A key came, lived through some snapshots, and was removed."""
+def _add_and_remove_key(life: Life) -> None:
+    """Add a key, write some snapshots that have it, and remove it."""
     life.batch({ERASED: Row(1, "here")})
     for _ in range(3 * DELTAS_MAX):
         life.batch()
         life.settle()
     life.batch({ERASED: None})
     life.settle()
-    assert _in_files(life, "a")
+    assert _find_in_files(life, "a")
 
 
-def _clean(life: Life) -> None:
-    """At each batch; in a job the bucket's turn comes with every (*R* / 4)th, and at least every tenth."""
+def _clean_up(life: Life) -> None:
+    """Run clean-up, here after each batch; in a job, a bucket is cleaned up in every (*R* / 4)th batch, at least every tenth."""
     pointer = life.pointers[-1]
     through = pointer.replication["a"].through
     assert through is not None
@@ -88,14 +88,16 @@ def _clean(life: Life) -> None:
         pytest.param({}, 2 * (DELTAS_MAX + 1) * (RETAINED + 1) + 3 * RETAINED + 3, id="never changed again"),
     ],
 )
-def test_no_file_holds_a_removed_key_after_so_many_batches(life: Life, changes: Changes, heartbeats: int) -> None:
-    _removed(life)
+def test_no_file_has_a_removed_key_after_the_documented_number_of_batches(
+    life: Life, changes: Changes, heartbeats: int
+) -> None:
+    _add_and_remove_key(life)
     for _ in range(heartbeats):
         life.batch(changes)
         life.settle()
-        _clean(life)
-    assert _in_files(life, "a") == []
-    assert _in_pointer(life) == []
+        _clean_up(life)
+    assert _find_in_files(life, "a") == []
+    assert _find_in_pointer(life) == []
     assert life.restored(life.pointers[-1]) == life.models[-1]
 
 
@@ -103,14 +105,14 @@ WINDOW_MS = 24_000
 BOUND_MS = WINDOWS * WINDOW_MS
 
 
-def _within(life: Life, gap_ms: int, changes: Changes, monkeypatch: pytest.MonkeyPatch) -> int:
-    """When no file holds a removed key any more: milliseconds, and the batches in which Spark might ask for anything."""
-    # Neither the number of batches nor sizes make anything happen.
+def _measure_erasure_ms(life: Life, gap_ms: int, changes: Changes, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return after how many milliseconds no file has a removed key; assert that the batches of the window can be restored."""
+    # Neither the number of batches nor sizes cause a snapshot or clean-up.
     monkeypatch.setattr(cadence, "DELTAS_MIN", 1 << 30)
     life.batches_retained = 1 << 20
     life.options = replace(life.options, erase_window_ms=WINDOW_MS)
 
-    def batch(changes: Changes) -> None:
+    def run_batch(changes: Changes) -> None:
         before = life.pointers[-1]
         life.batch_ms += gap_ms
         life.batch(changes)
@@ -119,42 +121,42 @@ def _within(life: Life, gap_ms: int, changes: Changes, monkeypatch: pytest.Monke
             life.manager("a").clean_up(CleanUp(before, before.ref, life.batches_retained, lambda: None)).result(WAIT_S)
 
     life.batch_ms = 1_000_000_000_000
-    batch({ERASED: Row(1, "here"), KEYS[1]: Row(2)})
-    for at in range(3 * WINDOW_MS // gap_ms):
-        batch({KEYS[2]: Row(at)})
+    run_batch({ERASED: Row(1, "here"), KEYS[1]: Row(2)})
+    for number in range(3 * WINDOW_MS // gap_ms):
+        run_batch({KEYS[2]: Row(number)})
     removed_ms, first = life.batch_ms + gap_ms, len(life.pointers)
-    batch({ERASED: None})
-    while _in_files(life, "a"):
+    run_batch({ERASED: None})
+    while _find_in_files(life, "a"):
         assert life.batch_ms - removed_ms < 4 * BOUND_MS
-        batch(changes)
-    assert _in_pointer(life) == []
-    # To each batch of the window one can go back.
-    within = max(first, len(life.pointers) - WINDOW_MS // gap_ms - 1)
-    for pointer, model in list(zip(life.pointers, life.models, strict=True))[within:]:
+        run_batch(changes)
+    assert _find_in_pointer(life) == []
+    # The query can go back to each batch of the window.
+    first_in_window = max(first, len(life.pointers) - WINDOW_MS // gap_ms - 1)
+    for pointer, model in list(zip(life.pointers, life.models, strict=True))[first_in_window:]:
         assert life.restored(pointer) == model
     return life.batch_ms - removed_ms
 
 
 @pytest.mark.parametrize("changes", [{KEYS[0]: Row(7)}, {}], ids=["changed in every batch", "never changed again"])
 @pytest.mark.parametrize("part", [40, 24])
-def test_no_file_holds_a_removed_key_after_the_time_asked_for(
+def test_no_file_has_a_removed_key_after_the_requested_time(
     life: Life, changes: Changes, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _within(life, BOUND_MS // part, changes, monkeypatch) <= BOUND_MS
+    assert _measure_erasure_ms(life, BOUND_MS // part, changes, monkeypatch) <= BOUND_MS
 
 
 @pytest.mark.parametrize("changes", [{KEYS[0]: Row(7)}, {}], ids=["changed in every batch", "never changed again"])
-def test_where_batches_come_seldom_the_sixth_one_erases(
+def test_a_removed_key_is_erased_by_the_sixth_batch_if_batches_are_rare(
     life: Life, changes: Changes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gap_ms = 2 * WINDOW_MS
-    assert _within(life, gap_ms, changes, monkeypatch) <= 6 * gap_ms
+    assert _measure_erasure_ms(life, gap_ms, changes, monkeypatch) <= 6 * gap_ms
 
 
-def test_a_bucket_without_removed_rows_gets_no_further_snapshots_by_time(
+def test_a_bucket_without_removed_rows_gets_no_further_snapshots_because_of_time(
     life: Life, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _within(life, WINDOW_MS // 4, {}, monkeypatch)
+    _measure_erasure_ms(life, WINDOW_MS // 4, {}, monkeypatch)
     for _ in range(40):
         life.batch_ms += WINDOW_MS // 4
         life.batch({})
@@ -169,19 +171,19 @@ def test_a_bucket_without_removed_rows_gets_no_further_snapshots_by_time(
     assert life.files("a", SNAPSHOT) == snapshots
 
 
-def test_a_snapshot_that_never_came_is_made_again(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_was_lost_is_made_again(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
     life.options = replace(life.options, erase_window_ms=WINDOW_MS)
     monkeypatch.setattr(cadence, "DELTAS_MIN", 1 << 30)
     life.batch({ERASED: Row(1, "here")})
     life.batch({ERASED: None})
-    with monkeypatch.context() as lost:
-        lost.setattr(life.background, "submit", lambda name, work: True)
+    with monkeypatch.context() as patched:
+        patched.setattr(life.background, "submit", lambda name, work: True)
         for _ in range(5):
             life.batch_ms += WINDOW_MS // 2
             life.batch({})
     ages = life.pointers[-1].ages
     assert ages is not None
-    assert ages.snapshots_wanted == 2, "the first one was sent again"
+    assert ages.snapshots_wanted == 2, "the first snapshot was requested again"
     for _ in range(12):
         life.batch_ms += WINDOW_MS // 2
         life.batch({})
@@ -192,16 +194,18 @@ def test_a_snapshot_that_never_came_is_made_again(life: Life, monkeypatch: pytes
     assert len(life.files("a", SNAPSHOT)) >= 2
 
 
-def test_who_goes_back_further_is_told_why_it_cannot_be(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
-    _within(life, WINDOW_MS // 4, {KEYS[0]: Row(7)}, monkeypatch)
-    asked = next(pointer for pointer in life.pointers if pointer.ages is not None and pointer.ref is not None)
+def test_a_restore_from_before_the_window_fails_with_the_reason(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    _measure_erasure_ms(life, WINDOW_MS // 4, {KEYS[0]: Row(7)}, monkeypatch)
+    first_pointer_with_ages = next(
+        pointer for pointer in life.pointers if pointer.ages is not None and pointer.ref is not None
+    )
     with pytest.raises(
         MissingCheckpointError, match=r"erases within 144 s \(erase_within_s\).*batches of the last 24 s"
     ):
-        life.restored(asked)
+        life.restored(first_pointer_with_ages)
 
 
-def test_another_window_begins_anew(life: Life) -> None:
+def test_a_change_of_the_window_discards_its_marks(life: Life) -> None:
     life.options = replace(life.options, erase_window_ms=WINDOW_MS)
     for _ in range(20):
         life.batch_ms += WINDOW_MS // 4
@@ -219,12 +223,12 @@ def test_another_window_begins_anew(life: Life) -> None:
     assert life.batch({}).ages is None
 
 
-def test_nothing_goes_inline(life: Life) -> None:
+def test_no_delta_is_inline_if_erasure_is_bounded_in_time(life: Life) -> None:
     life.options = replace(life.options, journal=True, erase_window_ms=WINDOW_MS)
     assert life.batch().inline == ()
 
 
-def test_times_are_in_the_pointer_where_they_are_needed() -> None:
+def test_the_pointer_has_ages_only_if_erasure_is_bounded_in_time() -> None:
     ages = Ages(WINDOW_MS, 5, 4, 2, ((3, 1), (5, 2)))
     pointer = replace(first_pointer(), ages=ages)
     assert Pointer.decode(pointer.encode()) == pointer
@@ -238,7 +242,7 @@ def test_times_are_in_the_pointer_where_they_are_needed() -> None:
         Pointer.decode(sealed + struct.pack("<I", zlib.crc32(sealed)))
 
 
-def test_a_clock_that_is_set_back_keeps_more() -> None:
+def test_a_clock_that_is_set_back_keeps_more_files() -> None:
     pointer = first_pointer()
     for heartbeats in range(100):
         pointer = note_time(replace(pointer, heartbeats=heartbeats), heartbeats * WINDOW_MS // 8, WINDOW_MS)
@@ -246,21 +250,21 @@ def test_a_clock_that_is_set_back_keeps_more() -> None:
     before = erased_before(pointer.ages)
     assert before is not None
     assert 99 - 8 - 5 - 1 <= before <= 99 - 8 - 4
-    back = note_time(replace(pointer, heartbeats=100), 90 * WINDOW_MS // 8, WINDOW_MS)
-    assert back.ages is not None
-    assert (erased_before(back.ages) or 0) < before
+    later = note_time(replace(pointer, heartbeats=100), 90 * WINDOW_MS // 8, WINDOW_MS)
+    assert later.ages is not None
+    assert (erased_before(later.ages) or 0) < before
 
 
-def test_files_of_a_quiet_stream_stay(life: Life) -> None:
-    """Why there is no bound in time: only batches count, as Spark may hand out the pointers of the last ones."""
-    _removed(life)
+def test_files_with_a_removed_key_stay_while_there_are_no_batches(life: Life) -> None:
+    """There is no bound in time, because Spark may hand out the pointers of the last batches, however old they are."""
+    _add_and_remove_key(life)
     for _ in range(3):
-        _clean(life)
-    assert _in_files(life, "a")
+        _clean_up(life)
+    assert _find_in_files(life, "a")
 
 
-def test_a_root_that_is_added_after_a_removal_never_holds_the_key(life: Life) -> None:
-    _removed(life)
+def test_a_root_that_is_added_after_a_removal_never_has_the_key(life: Life) -> None:
+    _add_and_remove_key(life)
     life.names = ("a", "b")
     for batches in range(4):
         if is_complete(life.pointers[-1].replication.get("b")):
@@ -273,9 +277,9 @@ def test_a_root_that_is_added_after_a_removal_never_holds_the_key(life: Life) ->
         life.batch()
         life.settle()
     assert life.folder("b").names()
-    assert _in_files(life, "b") == []
-    assert _in_pointer(life) == []
-    # Without the old root, and without the local store.
+    assert _find_in_files(life, "b") == []
+    assert _find_in_pointer(life) == []
+    # The state can be restored without the old root and without the local store.
     for name in life.folder("a").names():
         life.folder("a").remove(name)
     assert life.restored(life.pointers[-1]) == life.models[-1]

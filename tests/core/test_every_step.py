@@ -1,6 +1,6 @@
-"""Every input and output of a five-batch job fails once, or kills the process: the state is the one before, or the one after.
+"""Each input or output operation of a five-batch job fails once or kills the process; the state is the old or the new one.
 
-The suite has every seventh of them fail, from another one on in each case; the long form has all.
+In the suite, every seventh operation fails, with another offset in each case; in the soak, every operation fails.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ NTH = 1 if SOAK else 7
         ("counted", "raise", "after", 6),
     ],
 )
-def test_every_step_of_five_batches(kind: str, fate: str, when: str, first: int, tmp_path: Path) -> None:
-    """On a disk (`counting`) and under an object store's rules (`counted`)."""
+def test_a_job_survives_a_failure_at_every_step_of_five_batches(
+    kind: str, fate: str, when: str, first: int, tmp_path: Path
+) -> None:
+    """The job writes to a disk (`counting`) or under the rules of an object store (`counted`)."""
     command = [sys.executable, str(HERE / "step_job.py"), str(tmp_path), kind, fate, when]
     environment = {**os.environ, "PYTHONPATH": f"{HERE.parent.parent}{os.pathsep}{HERE}"}
     jobs = [
@@ -57,7 +59,7 @@ def test_every_step_of_five_batches(kind: str, fate: str, when: str, first: int,
     finally:
         for job in jobs:
             job.kill()
-    # Each kind of step was among them, and snapshots and clean-up too.
+    # The failed steps include each kind of step, and those of snapshots and clean-up.
     assert failed["Environment.write"] >= 10 // NTH
     assert failed["ls"] >= 3 // NTH
     assert sum(failed.values()) >= 50 // NTH
