@@ -1,8 +1,8 @@
-"""Every byte of one small file of each kind: each is altered in turn, and each file is cut at every length. The suite goes
-through every fifth byte and length, and the long form through all of them.
+"""Damage to each byte of one small file of each kind, and truncation of each file to every length.
 
-What comes of it is a typed error, or exactly what the whole file says. The reading is done by a child process for each
-kind, so that a crash is a failed test; run as a script, this file is that child.
+The suite tries every fifth byte and length, and the soak tries all. A damaged file must cause a typed error or be read
+like the undamaged one. For each kind, a child process reads the files, so that a crash is a failed test; run as a
+script, this file is that child.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.helpers.waiting import WAIT_S
 
 _FLIPS = (0x01, 0xFF)
 _ALL = slice(None)
-# Formats align to 8 bytes, with which 5 has nothing in common.
+# Formats align to 8 bytes, and 5 has no common divisor with 8.
 _POSITIONS = every(5)
 _SHOWN_MAX = 20
 
@@ -54,10 +54,10 @@ class Kind:
     data
         The whole file.
     read
-        Reads one; equal results mean equal contents.
+        Reads a file; equal results mean equal contents.
     checked
-        Damage must be noticed, with a typed error. Payloads live inside Spark's shuffle for one batch and have
-        no checksum of their own: any exception will do.
+        True if damage must cause a typed error. Payloads live inside Spark's shuffle for one batch and have
+        no checksum of their own, so any exception and any result is accepted.
     """
 
     data: bytes
@@ -65,15 +65,17 @@ class Kind:
     checked: bool = True
 
 
-def _bits(batches: Iterable[pa.RecordBatch]) -> list[object]:
-    """Schema and all rows, by their bits, so that a NaN equals itself and nothing else does."""
+def _to_bytes(batches: Iterable[pa.RecordBatch]) -> list[object]:
+    """Return schema and rows as bytes, so that a NaN equals itself, but 0.0 does not equal -0.0."""
     return [(batch.schema.serialize().to_pybytes(), batch.serialize().to_pybytes()) for batch in batches]
 
 
 # -- checkpoint files -------------------------------------------------------------------------------
 
 
-def _checkpoint(kind: str, reader: Callable[[Folder, Any, str], object], on_disk: bool = False, form: int = 0) -> Kind:
+def _make_checkpoint(
+    kind: str, reader: Callable[[Folder, Any, str], object], on_disk: bool = False, form: int = 0
+) -> Kind:
     refs = Refs()
     parent, ref = refs.next(1), refs.next(2)
     header = LineageHeader(kind, "counts", 3, ref, parent, (parent,), 0, WRITER, "0.1.0", form)
@@ -83,7 +85,7 @@ def _checkpoint(kind: str, reader: Callable[[Folder, Any, str], object], on_disk
     name = file_name(ref, kind)
     if on_disk:
         folder = Path(tempfile.gettempdir())
-        checkpoint._IN_MEMORY_BYTES_MAX = -1  # read where it lies, as large ones are
+        checkpoint._IN_MEMORY_BYTES_MAX = -1  # read the file in place, like large files
     files = Folder(str(folder) if on_disk else "memory://every-byte")
 
     def read(data: bytes) -> object:
@@ -96,32 +98,32 @@ def _checkpoint(kind: str, reader: Callable[[Folder, Any, str], object], on_disk
     return Kind(file.getvalue(), read)
 
 
-def _rows(files: Folder, ref: Any, kind: str) -> object:
-    found = read_checkpoint(files, ref, kind, SCHEMA, Path(tempfile.gettempdir()))
-    return found.header, _bits(found.batches)
+def _read_rows(files: Folder, ref: Any, kind: str) -> object:
+    contents = read_checkpoint(files, ref, kind, SCHEMA, Path(tempfile.gettempdir()))
+    return contents.header, _to_bytes(contents.batches)
 
 
-def _verified(files: Folder, ref: Any, kind: str) -> object:
+def _verify(files: Folder, ref: Any, kind: str) -> object:
     return verify_checkpoint(files, ref, kind, Path(tempfile.gettempdir()))
 
 
-def _in_parts(files: Folder, ref: Any, kind: str) -> object:
-    """As who fetches a part only: the index from the end, and from the front what it has checksums for."""
+def _read_in_parts(files: Folder, ref: Any, kind: str) -> object:
+    """Read like a lazy restore: the index from the end of the file, and then the body, for which it has checksums."""
     name = file_name(ref, kind)
     where = files.where(name)
     record, index = read_announced_index(lambda start, end: files.get_range(name, start, end), files.size(name), where)
-    if index is None:  # a file of an older format, for who looks at its end only
+    if index is None:  # at its end, the file looks like one of an older format
         raise CorruptFileError(f"{where} has no index")
     body = files.get_range(name, 0, record.length)
     index.check(0, body, where)
     chunks = [body[chunk.offset : chunk.offset + chunk.size_bytes] for chunk in index.chunks]
-    return _bits(pa.ipc.read_record_batch(pa.py_buffer(chunk), SCHEMA.arrow) for chunk in chunks)
+    return _to_bytes(pa.ipc.read_record_batch(pa.py_buffer(chunk), SCHEMA.arrow) for chunk in chunks)
 
 
 # -- small files ------------------------------------------------------------------------------------
 
 
-def _operator() -> Kind:
+def _make_operator_file() -> Kind:
     def schema(name: str, spark_type: str) -> str:
         field = {"name": name, "type": spark_type, "nullable": True, "metadata": {}}
         return json.dumps({"type": "struct", "fields": [field]})
@@ -133,7 +135,7 @@ def _operator() -> Kind:
     return Kind(file.encode(), lambda data: OperatorFile.decode(data, "operator_1.json"))
 
 
-def _pointer() -> Kind:
+def _make_pointer() -> Kind:
     refs = Refs()
     lineage = [LineageEntry(refs.next(version), 100 * version, version) for version in (4, 5)]
     pointer = Pointer(
@@ -164,7 +166,7 @@ def _pointer() -> Kind:
     return Kind(pointer.encode(), Pointer.decode)
 
 
-def _lease() -> Kind:
+def _make_lease() -> Kind:
     owner = RunIdentity("app-1", "plan-2", "query", "host", "boot", 4_711, "98765")
     record = LeaseRecord(owner, 1_700_000_000_000, 10_000, ("plan-1",))
     return Kind(record.encode(), lambda data: LeaseRecord.decode(data, "lease.json"))
@@ -173,7 +175,7 @@ def _lease() -> Kind:
 # -- payloads ---------------------------------------------------------------------------------------
 
 
-def _inline_payload() -> bytes:
+def _encode_payload() -> bytes:
     return payload.encode(
         pa.record_batch(
             {
@@ -186,23 +188,23 @@ def _inline_payload() -> bytes:
     )
 
 
-def _payload_rows(data: bytes, load: Callable[[str, int, int], bytes]) -> object:
+def _read_payload(data: bytes, load: Callable[[str, int, int], bytes]) -> object:
     batches = list(payload.decode(data, load))
-    # Rows are picked from them and handed to the user's function.
+    # Rows are taken from the batches and passed to the user's function.
     picked = [batch.take(pa.array(range(batch.num_rows - 1, -1, -1), pa.int64())) for batch in batches]
     return [batch.to_pylist() for batch in (*batches, *picked)]
 
 
-def _no_file(name: str, offset: int, length: int) -> bytes:
-    raise AssertionError(f"nothing should be read from {name}")
+def _fail_to_load(name: str, offset: int, length: int) -> bytes:
+    raise AssertionError(f"{name} should not be read")
 
 
-def _payload() -> Kind:
-    return Kind(_inline_payload(), lambda data: _payload_rows(data, _no_file))
+def _make_payload() -> Kind:
+    return Kind(_encode_payload(), lambda data: _read_payload(data, _fail_to_load))
 
 
-def _reference() -> Kind:
-    stored = _inline_payload()
+def _make_reference() -> Kind:
+    stored = _encode_payload()
     files = Folder("memory://every-byte-spilled")
     files.put("spill/7/x.payloads", b"before" + stored + b"after")
 
@@ -210,13 +212,13 @@ def _reference() -> Kind:
         return files.get_range(name, offset, offset + length)
 
     reference = payload.encode_spill_reference("spill/7/x.payloads", 6, len(stored))
-    return Kind(reference, lambda data: _payload_rows(data, load))
+    return Kind(reference, lambda data: _read_payload(data, load))
 
 
-# -- how it is checked ------------------------------------------------------------------------------
+# -- checks -----------------------------------------------------------------------------------------
 
 
-def _crashing() -> Kind:
+def _make_crashing() -> Kind:
     def read(data: bytes) -> object:
         if data == b"a":
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -226,61 +228,61 @@ def _crashing() -> Kind:
 
 
 _MAKERS: dict[str, Callable[[], Kind]] = {
-    "delta": lambda: _checkpoint(DELTA, _rows),
-    "delta-on-disk": lambda: _checkpoint(DELTA, _rows, on_disk=True),
-    "delta-header": lambda: _checkpoint(DELTA, read_header),
-    "snapshot": lambda: _checkpoint(SNAPSHOT, _rows),
-    "snapshot-verified": lambda: _checkpoint(SNAPSHOT, _verified),
-    "snapshot-in-parts": lambda: _checkpoint(SNAPSHOT, _in_parts),
-    "snapshot-format-2": lambda: _checkpoint(SNAPSHOT, _rows, form=2),
-    "operator-file": _operator,
-    "pointer": _pointer,
-    "lease": _lease,
-    "payload": _payload,
-    "spilled-payload": _reference,
+    "delta": lambda: _make_checkpoint(DELTA, _read_rows),
+    "delta-on-disk": lambda: _make_checkpoint(DELTA, _read_rows, on_disk=True),
+    "delta-header": lambda: _make_checkpoint(DELTA, read_header),
+    "snapshot": lambda: _make_checkpoint(SNAPSHOT, _read_rows),
+    "snapshot-verified": lambda: _make_checkpoint(SNAPSHOT, _verify),
+    "snapshot-in-parts": lambda: _make_checkpoint(SNAPSHOT, _read_in_parts),
+    "snapshot-format-2": lambda: _make_checkpoint(SNAPSHOT, _read_rows, form=2),
+    "operator-file": _make_operator_file,
+    "pointer": _make_pointer,
+    "lease": _make_lease,
+    "payload": _make_payload,
+    "spilled-payload": _make_reference,
 }
-_PROBES: dict[str, Callable[[], Kind]] = {"crashing": _crashing}
+_PROBES: dict[str, Callable[[], Kind]] = {"crashing": _make_crashing}
 
 
-def _damages(data: bytes, positions: slice) -> Iterator[tuple[str, bytes]]:
-    for at in range(len(data))[positions]:
+def _iterate_damages(data: bytes, positions: slice) -> Iterator[tuple[str, bytes]]:
+    for position in range(len(data))[positions]:
         for flip in _FLIPS:
             damaged = bytearray(data)
-            damaged[at] ^= flip
-            yield f"byte {at} xor {flip:#04x}", bytes(damaged)
+            damaged[position] ^= flip
+            yield f"byte {position} xor {flip:#04x}", bytes(damaged)
     for length in range(len(data))[positions]:
         yield f"cut to {length} bytes", data[:length]
 
 
 def _check(kind: Kind, progress: io.RawIOBase | None = None, positions: slice = _ALL) -> dict[str, Any]:
-    """Read every damaged form of a file, or those of some positions."""
+    """Read a file with each kind of damage at each of some positions; return counts and problems."""
     expected = kind.read(kind.data)
     counts = {"damages": 0, "errors": 0, "harmless": 0}
     problems = []
-    for what, damaged in _damages(kind.data, positions):
+    for damage, damaged in _iterate_damages(kind.data, positions):
         if progress is not None:
             progress.seek(0)
-            progress.write(what.ljust(40).encode())
+            progress.write(damage.ljust(40).encode())
         counts["damages"] += 1
         try:
-            found = kind.read(damaged)
+            result = kind.read(damaged)
         except StateError:
             counts["errors"] += 1
         except Exception as error:
             counts["errors"] += 1
             if kind.checked:
-                problems.append(f"{what}: not a typed error: {error!r}")
+                problems.append(f"{damage}: not a typed error: {error!r}")
         else:
             counts["harmless"] += 1
-            if kind.checked and found != expected:
-                problems.append(f"{what}: not noticed")
+            if kind.checked and result != expected:
+                problems.append(f"{damage}: not noticed")
     return {"size": len(kind.data), **counts, "problems": problems}
 
 
 def _run_child(name: str, tmp_path: Path) -> tuple[subprocess.CompletedProcess[str], str]:
-    """Check a kind in a process of its own; also returns which damage it tried last."""
+    """Check a kind in a separate process; return the process, and the damage that it tried last."""
     progress = tmp_path / "progress"
-    done = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-X", "faulthandler", __file__, name, str(progress)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
         capture_output=True,
@@ -288,35 +290,35 @@ def _run_child(name: str, tmp_path: Path) -> tuple[subprocess.CompletedProcess[s
         timeout=WAIT_S,
         check=False,
     )
-    return done, progress.read_text().strip() if progress.exists() else "nothing"
+    return child, progress.read_text().strip() if progress.exists() else "nothing"
 
 
 @pytest.mark.parametrize("name", _MAKERS)
-def test_damage_is_noticed_or_harmless(name: str, tmp_path: Path) -> None:
-    done, last = _run_child(name, tmp_path)
-    assert done.returncode == 0, f"the process ended with {done.returncode}, having tried {last}:\n{done.stderr}"
-    found = json.loads(done.stdout)
-    problems = found["problems"]
+def test_damage_causes_a_typed_error_or_has_no_effect(name: str, tmp_path: Path) -> None:
+    child, damage = _run_child(name, tmp_path)
+    assert child.returncode == 0, f"the process ended with {child.returncode}, after it tried {damage}:\n{child.stderr}"
+    result = json.loads(child.stdout)
+    problems = result["problems"]
     assert not problems, "\n".join([f"{len(problems)} problems of {name}:", *problems[:_SHOWN_MAX]])
-    assert found["size"] > 30
-    positions = len(range(found["size"])[_POSITIONS])
-    assert found["damages"] == (len(_FLIPS) + 1) * positions
-    # Of a header only the front of the file is read, so most of the rest is harmless.
-    assert found["errors"] > positions // 2
+    assert result["size"] > 30
+    positions = len(range(result["size"])[_POSITIONS])
+    assert result["damages"] == (len(_FLIPS) + 1) * positions
+    # To read a header, only the first part of the file is read, so most damage to the rest is harmless.
+    assert result["errors"] > positions // 2
 
 
-def test_a_crash_is_a_failure_that_names_the_damage(tmp_path: Path) -> None:
-    done, last = _run_child("crashing", tmp_path)
-    assert (done.returncode, last) == (-signal.SIGSEGV, "cut to 1 bytes")
+def test_a_crash_is_reported_with_the_damage_that_caused_it(tmp_path: Path) -> None:
+    child, damage = _run_child("crashing", tmp_path)
+    assert (child.returncode, damage) == (-signal.SIGSEGV, "cut to 1 bytes")
 
 
-def test_unnoticed_damage_and_untyped_errors_are_found() -> None:
-    def careless(data: bytes) -> object:
+def test_unnoticed_damage_and_untyped_errors_are_reported() -> None:
+    def read_carelessly(data: bytes) -> object:
         return data[:1], len(data.decode())
 
-    found = _check(Kind(b"ab", careless))
-    assert found["damages"] == found["errors"] + found["harmless"] == 6
-    assert [problem.split(":")[:2] for problem in found["problems"]] == [
+    result = _check(Kind(b"ab", read_carelessly))
+    assert result["damages"] == result["errors"] + result["harmless"] == 6
+    assert [problem.split(":")[:2] for problem in result["problems"]] == [
         ["byte 0 xor 0x01", " not noticed"],
         ["byte 0 xor 0xff", " not a typed error"],
         ["byte 1 xor 0xff", " not a typed error"],
@@ -326,7 +328,7 @@ def test_unnoticed_damage_and_untyped_errors_are_found() -> None:
 
 
 def _main(name: str, progress: str) -> None:
-    # Whatever ends this process is told by its exit code.
+    # The exit code shows how this process ended, so no core dump is needed.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open(progress, "wb", buffering=0) as file:
         positions = _POSITIONS if name in _MAKERS else _ALL
