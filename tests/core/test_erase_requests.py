@@ -75,7 +75,7 @@ def test_every_damaged_byte_of_a_request_is_detected_or_has_no_effect() -> None:
         damaged = bytearray(data)
         damaged[position] ^= 0x40
         try:
-            decoded = decode_request(bytes(damaged), "it")
+            decoded = decode_request(bytes(damaged), "a file")
         except (CorruptFileError, VersionSkewError):
             continue
         # The byte is in a part of the footer that is not read.
@@ -84,7 +84,7 @@ def test_every_damaged_byte_of_a_request_is_detected_or_has_no_effect() -> None:
     assert ignored < len(data) / 2
     for length in range(0, len(data), 7):
         with pytest.raises(CorruptFileError):
-            decode_request(data[:length], "it")
+            decode_request(data[:length], "a file")
 
 
 def test_a_request_of_a_newer_release_is_not_reported_as_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +92,12 @@ def test_a_request_of_a_newer_release_is_not_reported_as_damaged(monkeypatch: py
     data = encode_request(make_request())
     monkeypatch.undo()
     with pytest.raises(VersionSkewError, match="format 2"):
-        decode_request(data, "it")
+        decode_request(data, "a file")
 
 
 def test_keys_of_other_types_are_refused() -> None:
     with pytest.raises(CorruptFileError, match=r"int64.*the operator's are.*string"):
-        make_request(pa.record_batch({"name": [1]})).columns(SCHEMA.keys, "it")
+        make_request(pa.record_batch({"name": [1]})).columns(SCHEMA.keys, "a file")
 
 
 # -- adding requests ---------------------------------------------------------------------------------
@@ -201,22 +201,22 @@ def make_numbers(*requests: int, done: Sequence[int] = ()) -> EraseNumbers:
 
 
 def test_requests_are_handled_in_order_up_to_the_first_gap() -> None:
-    assert find_new_requests(make_numbers(), make_pointer(), "it").numbers == ()
-    new = find_new_requests(make_numbers(1, 2, 4), make_pointer(), "it")
+    assert find_new_requests(make_numbers(), make_pointer(), "a folder").numbers == ()
+    new = find_new_requests(make_numbers(1, 2, 4), make_pointer(), "a folder")
     assert (new.numbers, new.through) == ((1, 2), 2)
-    new = find_new_requests(make_numbers(1, 2, 3, 4, done=[1]), make_pointer(make_mark(2, 7)), "it")
+    new = find_new_requests(make_numbers(1, 2, 3, 4, done=[1]), make_pointer(make_mark(2, 7)), "a folder")
     assert (new.numbers, new.through) == ((3, 4), 4)
     # Requests before the mark may have been removed.
-    new = find_new_requests(make_numbers(3, done=[1, 2]), make_pointer(make_mark(2, 7)), "it")
+    new = find_new_requests(make_numbers(3, done=[1, 2]), make_pointer(make_mark(2, 7)), "a folder")
     assert (new.numbers, new.through) == ((3,), 3)
 
 
 def test_state_older_than_a_removed_request_is_refused() -> None:
     listed = make_numbers(3, done=[1, 2, 3])
     with pytest.raises(MissingCheckpointError, match=r"before erase request 2.*Go back to a later batch"):
-        find_new_requests(listed, make_pointer(make_mark(1, 7)), "it")
+        find_new_requests(listed, make_pointer(make_mark(1, 7)), "a folder")
     # A bucket without state has no rows to remove.
-    new = find_new_requests(listed, make_pointer(state=False), "it")
+    new = find_new_requests(listed, make_pointer(state=False), "a folder")
     assert (new.numbers, new.through) == ((3,), 3)
 
 
@@ -280,7 +280,7 @@ def test_a_request_is_never_done_before_every_bucket_has_handled_it(data: st.Dat
             now = replace(before, heartbeats=heartbeats + has_heartbeat)
             if lists:
                 erased = mark_pointer(
-                    now, handle_through(before, find_new_requests(listed, before, "it").through)
+                    now, handle_through(before, find_new_requests(listed, before, "a folder").through)
                 ).erased
             else:
                 erased = None if before.erased is None else before.erased.passed(heartbeats, now.heartbeats)
@@ -390,7 +390,7 @@ def test_a_request_is_carried_out_again_after_the_query_goes_back(tmp_path: Path
     earlier, later = make_pointer(None, 3), make_pointer(make_mark(1, 4), 5)
     assert format_done_name(1) in update_and_list(tmp_path, later)
     assert update_and_list(tmp_path, earlier) == [format_request_name(1)]
-    assert find_new_requests(folder.numbers(), earlier, "it").numbers == (1,)
+    assert find_new_requests(folder.numbers(), earlier, "a folder").numbers == (1,)
     assert format_done_name(1) in update_and_list(tmp_path, later)
 
 

@@ -1,4 +1,4 @@
-"""A folder on any file system."""
+"""Folders on each kind of file system: reads, writes, listings, and the advice in their errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     return Folder(roots[request.param])
 
 
-def test_files_and_folders(files: Folder, tmp_path: Path) -> None:
+def test_files_are_written_read_listed_and_removed(files: Folder, tmp_path: Path) -> None:
     folder = files.child("operator", "query")
     assert folder.names() == files.names() == []
     assert not folder.exists("a")
@@ -61,7 +61,7 @@ def test_files_and_folders(files: Folder, tmp_path: Path) -> None:
     assert folder.where("a").startswith(files.root)
 
 
-def test_what_is_missing(files: Folder, tmp_path: Path) -> None:
+def test_reads_of_a_missing_file_raise_an_error_that_names_it(files: Folder, tmp_path: Path) -> None:
     for read in (
         lambda: files.get("none"),
         lambda: files.get_range("none", 0, 4),
@@ -73,9 +73,9 @@ def test_what_is_missing(files: Folder, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("remembers", [False, True])
-def test_what_another_process_wrote_since_a_listing_is_there(s3: S3, tmp_path: Path, remembers: bool) -> None:
-    """s3fs remembers listings for as long as the process lives; also where somebody asks for that."""
-    options = {**s3.options, "use_listings_cache": True} if remembers else s3.options
+def test_changes_by_another_process_after_a_listing_are_seen(s3: S3, tmp_path: Path, caches: bool) -> None:
+    """s3fs can cache listings for the life of the process; `Folder` avoids that, even if an option requests it."""
+    options = {**s3.options, "use_listings_cache": True} if caches else s3.options
     files = Folder(s3.root(f"{tmp_path.name}/root"), options)
     files.put("a", b"1")
     assert files.names() == ["a"]
@@ -96,12 +96,12 @@ def test_what_another_process_wrote_since_a_listing_is_there(s3: S3, tmp_path: P
         files.size("a")
 
 
-def test_an_unknown_protocol_is_the_callers_mistake() -> None:
+def test_an_unknown_protocol_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="nonsense://"):
         Folder("nonsense://bucket/root")
 
 
-def test_a_root_that_cannot_be_a_folder_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_write_below_a_root_that_cannot_be_a_folder_fails_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for root in (str(tmp_path / "file"), "/proc/nowhere"):
         with pytest.raises(
@@ -110,33 +110,33 @@ def test_a_root_that_cannot_be_a_folder_is_said_to_be_one(tmp_path: Path) -> Non
             Folder(root).put("a", b"1")
 
 
-def test_an_option_that_a_file_system_does_not_take_is_pointed_at() -> None:
-    """s3fs hands options on, and botocore complains at the first request."""
+def test_an_unknown_storage_option_is_an_error_that_names_storage_options() -> None:
+    """s3fs passes options on, and botocore rejects them at the first request."""
     for options in ({"kee": "1"}, {"client_kwargs": {"endpont_url": "http://localhost:1"}}):
         with pytest.raises(StorageError, match="Most likely storage_options has an option") as raised:
             Folder("s3://bucket/x", {"anon": True, **options}).names()
         assert not is_retriable(raised.value)
 
 
-def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
+def test_readers_never_see_a_partly_written_file(tmp_path: Path) -> None:
     files = Folder(str(tmp_path / "root"))
     files.put("file", b"a" * 1_000_000)
     stop = threading.Event()
     sizes: set[int] = set()
-    others: set[str] = set()
+    names: set[str] = set()
 
-    def look() -> None:
+    def read_repeatedly() -> None:
         while not stop.is_set():
             sizes.add(len(files.get("file")))
-            others.update(files.names())
+            names.update(files.names())
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=read_repeatedly)
     thread.start()
-    for i in range(20):
-        files.put("file", bytes([i]) * 1_000_000)
+    for content in range(20):
+        files.put("file", bytes([content]) * 1_000_000)
     stop.set()
     thread.join()
-    assert (sizes, others) == ({1_000_000}, {"file"})
+    assert (sizes, names) == ({1_000_000}, {"file"})
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
@@ -147,16 +147,16 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     assert list(root.iterdir()) == []
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_store_full_error_and_leaves_no_partial_file(tmp_path: Path) -> None:
     with small_disk(tmp_path) as disk:
         files = Folder(str(disk / "root"))
         files.put("first", b"1")
         with pytest.raises(StoreFullError, match="Make room"):
             files.put("second", b"2" * (20 << 20))
-        assert [p.name for p in (disk / "root").iterdir()] == ["first"]
+        assert [path.name for path in (disk / "root").iterdir()] == ["first"]
 
 
-def test_a_full_local_disk_is_not_taken_for_the_roots(tmp_path: Path) -> None:
+def test_a_full_local_disk_is_not_reported_as_an_error_of_the_root(tmp_path: Path) -> None:
     files = Folder(str(tmp_path / "root"))
     files.put("file", b"2" * (20 << 20))
     with small_disk(tmp_path) as disk:
@@ -168,7 +168,7 @@ def test_a_full_local_disk_is_not_taken_for_the_roots(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Share", "ByNameNode"])
-def test_a_small_file_takes_the_place_of_another_one_on_any_file_system(kind: str, tmp_path: Path) -> None:
+def test_a_small_file_is_replaced_even_if_the_file_system_cannot_replace_files(kind: str, tmp_path: Path) -> None:
     files = Folder(str(tmp_path / "root"), {"implementation": f"shares.{kind}"})
     assert not files.replaces
     for content in (b"first", b"second", b"third"):
@@ -178,50 +178,52 @@ def test_a_small_file_takes_the_place_of_another_one_on_any_file_system(kind: st
 
 
 @pytest.mark.parametrize("kind", ["Share", "ByNameNode"])
-def test_a_large_file_stays_where_none_takes_its_place(kind: str, tmp_path: Path) -> None:
+def test_a_large_file_is_not_replaced_if_the_file_system_cannot_replace_files(kind: str, tmp_path: Path) -> None:
     files = Folder(str(tmp_path / "root"), {"implementation": f"shares.{kind}"})
     (tmp_path / "mine").write_bytes(b"12" * 5_000_000)
     (tmp_path / "other").write_bytes(b"12" * 4_999_999 + b"13")
     files.put_file("file", tmp_path / "mine")
-    there = os.stat(tmp_path / "root" / "file").st_ino
+    inode = os.stat(tmp_path / "root" / "file").st_ino
     files.put_file("file", tmp_path / "mine")
-    with pytest.raises(StorageError, match=r"root/file exists with other bytes .* delete it, and start again") as it:
+    with pytest.raises(
+        StorageError, match=r"root/file exists with other bytes .* delete it, and start again"
+    ) as caught:
         files.put_file("file", tmp_path / "other")
-    assert not is_retriable(it.value)
-    assert os.stat(tmp_path / "root" / "file").st_ino == there
+    assert not is_retriable(caught.value)
+    assert os.stat(tmp_path / "root" / "file").st_ino == inode
     assert os.listdir(tmp_path / "root") == ["file"]
 
 
-def test_new_folders_survive_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each name is on the disk, in the folder it is in, before anybody is told that the file is."""
+def test_new_folders_are_synced_to_survive_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each new folder's entry is synced to the disk before the write of the file returns."""
     synced, fsync = [], os.fsync
 
-    def noted(file: int) -> None:
+    def note_and_sync(file: int) -> None:
         synced.append(os.readlink(f"/proc/self/fd/{file}"))
         fsync(file)
 
-    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "fsync", note_and_sync)
     (tmp_path / "local").write_bytes(b"1")
     root = tmp_path / "new" / "root"
-    ways: list[Callable[[Folder], object]] = [
+    writes: list[Callable[[Folder], object]] = [
         lambda files: files.put("file", b"1"),
         lambda files: files.put_file("file", tmp_path / "local"),
         lambda files: files.create("file", b"1"),
     ]
-    for bucket, publish in enumerate(ways):
+    for bucket, write in enumerate(writes):
         synced.clear()
-        # Another process has made the folders a moment ago, and may not have come so far.
+        # Another process may just have made the folders and not have synced them yet.
         files = Folder(str(root)).child("operator", str(bucket))
-        publish(files)
+        write(files)
         wanted = [root / "operator" / str(bucket), root / "operator", root, *([] if bucket else [tmp_path / "new"])]
-        assert {str(it) for it in (*wanted, tmp_path / "new", *([] if bucket else [tmp_path]))} <= set(synced)
+        assert {str(path) for path in (*wanted, tmp_path / "new", *([] if bucket else [tmp_path]))} <= set(synced)
         synced.clear()
-        publish(files)
-        assert str(root) not in synced, "once is enough"
+        write(files)
+        assert str(root) not in synced, "the root is synced only once"
 
 
-class Unwell(LocalFileSystem):  # type: ignore[misc]
-    """A file system that does not answer, as a mount whose server restarts."""
+class Unreachable(LocalFileSystem):  # type: ignore[misc]
+    """A file system that does not answer, like a mount whose server restarts."""
 
     cachable = False
 
@@ -229,13 +231,13 @@ class Unwell(LocalFileSystem):  # type: ignore[misc]
         raise ConnectionResetError(104, "Connection reset by peer")
 
 
-def test_what_cannot_be_asked_is_not_absent(tmp_path: Path) -> None:
+def test_exists_raises_if_the_file_system_does_not_answer(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="Connection reset"):
         Folder(str(tmp_path), {"implementation": f"{__name__}.Unwell"}).exists("file")
 
 
-class Answer(Exception):  # noqa: N818  # as clients of stores name theirs
-    """An error of a store's client, with the status that the server answered with."""
+class Answer(Exception):  # noqa: N818  # clients of stores name their errors like this
+    """An error of a store's client, with the status of the server's answer."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"HTTP {status}")
@@ -258,30 +260,30 @@ ADVICE: list[tuple[Exception, bool, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "local", "advice"), ADVICE, ids=[f"{a[0]!r} {a[1]}" for a in ADVICE])
-def test_a_failure_of_a_root_says_what_to_do(error: Exception, local: bool, advice: str) -> None:
-    """Connections that were refused, missing rights on an object store and others came without a word of advice."""
+@pytest.mark.parametrize(("error", "local", "advice"), ADVICE, ids=[f"{case[0]!r} {case[1]}" for case in ADVICE])
+def test_each_failure_of_a_root_comes_with_advice(error: Exception, local: bool, advice: str) -> None:
+    """Refused connections, missing rights on an object store and other failures come with advice."""
     assert advice_on(error, local).startswith(advice)
 
 
 class _Expired(BaseHTTPRequestHandler):
-    """Answers as S3 does when a session token is over; to a HEAD request that is without a word."""
+    """Answer like S3 if a session token has expired; the answer to a HEAD request has no body."""
 
     def do_GET(self) -> None:
-        said = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+        body = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
         self.send_response(400)
-        self.send_header("Content-Length", str(len(said)))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(said)
+            self.wfile.write(body)
 
-    do_HEAD = do_GET  # as http.server calls them
+    do_HEAD = do_GET  # http.server prescribes this name
 
     def log_message(self, *args: Any) -> None:
-        """Nothing on stderr."""
+        """Write nothing to stderr."""
 
 
-def test_an_expired_token_is_to_be_renewed() -> None:
+def test_the_error_of_an_expired_token_says_to_renew_the_credentials() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Expired)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -296,7 +298,7 @@ def test_an_expired_token_is_to_be_renewed() -> None:
         server.server_close()
 
 
-def test_a_store_that_cannot_be_reached_says_what_to_look_at() -> None:
+def test_the_error_of_an_unreachable_store_says_to_check_network_and_endpoint() -> None:
     options = {
         "key": "k",
         "secret": "s",
@@ -308,7 +310,7 @@ def test_a_store_that_cannot_be_reached_says_what_to_look_at() -> None:
         files.names()
 
 
-def test_a_tree_has_what_lies_below(files: Folder) -> None:
+def test_a_tree_lists_all_files_below_a_folder(files: Folder) -> None:
     assert files.tree() == []
     for name in ("a", "sub/b", "sub/deep/c"):
         files.put(name, b"1")
@@ -316,16 +318,16 @@ def test_a_tree_has_what_lies_below(files: Folder) -> None:
     assert [entry.name for entry in files.child("sub").tree()] == ["b", "deep/c"]
 
 
-def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tree_raises_if_a_folder_below_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Folder(str(tmp_path))
     folder.put("sub/deep/c", b"1")
-    listed = LocalFileSystem.ls
+    list_real = LocalFileSystem.ls
 
-    def ls(self: LocalFileSystem, path: str, **kwargs: object) -> object:
+    def fail_or_list(self: LocalFileSystem, path: str, **kwargs: object) -> object:
         if path.endswith("deep"):
             raise OSError(errno.EIO, "Input/output error", path)
-        return listed(self, path, **kwargs)
+        return list_real(self, path, **kwargs)
 
-    monkeypatch.setattr(LocalFileSystem, "ls", ls)
+    monkeypatch.setattr(LocalFileSystem, "ls", fail_or_list)
     with pytest.raises(StorageError, match=r"listing .*Input/output error"):
         folder.tree()

@@ -1,6 +1,6 @@
-"""A user's function that forks: children never touch the LMDB of the process they come of.
+"""A user's function that forks: child processes never touch the LMDB environments of their parent.
 
-Each in a process of its own, as what is inherited cannot be taken back.
+Each test runs in a separate process, because what children inherit cannot be undone.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ folder, refs = Path(sys.argv[1]), Refs()
 store = LocalStore.at(folder, SCHEMA)
 ref = refs.next(1)
 store.apply([make_run({KEYS[0]: Row(1)})], ref, None)
-opened = store._environment.environment
+environment = store._environment.environment
 
-def files():
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in opened.folder.glob("*.mdb")}
+def hash_files():
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in environment.folder.glob("*.mdb")}
 
-def kept():
-    # What LMDB's lock file says of those who read: none of their pages is used again.
-    return [line.split()[2] for line in opened._env.readers().splitlines()[1:]]
+def list_readers():
+    # The readers in LMDB's lock file: the pages that they read are not reused.
+    return [line.split()[2] for line in environment._env.readers().splitlines()[1:]]
 
-def child(work):
+def run_child(work):
     pid = os.fork()
     if pid == 0:
         try:
@@ -56,8 +56,8 @@ print("as expected")
 """
 
 
-def run(tmp_path: Path, script: str) -> list[str]:
-    done = subprocess.run(
+def run_script(tmp_path: Path, script: str) -> list[str]:
+    process = subprocess.run(
         [sys.executable, "-c", _BEGIN + script + _END, str(tmp_path / "bucket")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
@@ -65,10 +65,10 @@ def run(tmp_path: Path, script: str) -> list[str]:
         timeout=WAIT_S,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    *said, last = done.stdout.splitlines()
+    assert process.returncode == 0, process.stdout + process.stderr[-3000:]
+    *lines, last = process.stdout.splitlines()
     assert last == "as expected"
-    return said
+    return lines
 
 
 USES = {
@@ -83,68 +83,70 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_forked_child_that_uses_a_store_is_told_so(tmp_path: Path, use: str) -> None:
-    (said,) = run(tmp_path, f"before = files()\nchild(lambda: {USES[use]})\nassert files() == before\n")
-    assert said.startswith("ForkedProcessError: ")
-    assert "os._exit" in said
+def test_a_forked_child_that_uses_its_parents_store_gets_an_error(tmp_path: Path, use: str) -> None:
+    (line,) = run_script(
+        tmp_path, f"before = hash_files()\nrun_child(lambda: {USES[use]})\nassert hash_files() == before\n"
+    )
+    assert line.startswith("ForkedProcessError: ")
+    assert "os._exit" in line
 
 
 _READING = """
-inside, go_on = threading.Event(), threading.Event()
+reading, end_read = threading.Event(), threading.Event()
 
-def long(txn):
-    inside.set()
-    assert go_on.wait(600)
+def wait_for_end(txn):
+    reading.set()
+    assert end_read.wait(600)
 
 def read_for_long():
     try:
-        opened.read(long)
+        environment.read(wait_for_end)
     except BaseException as error:
         print(repr(error))
 
 reader = threading.Thread(target=read_for_long)
 reader.start()
-assert inside.wait(600)
-assert kept()[0] != "-", kept()
-before = files(), kept()
+assert reading.wait(600)
+assert list_readers()[0] != "-", list_readers()
+before = hash_files(), list_readers()
 {fork}
-assert (files(), kept()) == before, kept()
-go_on.set()
+assert (hash_files(), list_readers()) == before, list_readers()
+end_read.set()
 reader.join()
 """
 
 ENDS = {
-    "it closes the store": "child(store.close)",
-    "it closes the environment": "child(opened.close)",
-    "it closes in the middle of another one's opening": (
-        "with type(opened)._open_lock:\n    child(lambda: (store.close(), LocalStore.at(folder.parent / 'own', SCHEMA)))"
+    "it closes the store": "run_child(store.close)",
+    "it closes the environment": "run_child(environment.close)",
+    "it closes while another store is being opened": (
+        "with type(environment)._open_lock:\n    run_child(lambda: (store.close(), LocalStore.at(folder.parent / 'own', SCHEMA)))"
     ),
-    "it lets go of the store": "def drop():\n    global store, opened\n    store = opened = None\n    gc.collect()\n"
-    "child(drop)",
-    "it ends as Python ends": "pid = os.fork()\nif not pid:\n    sys.exit()\nassert os.waitpid(pid, 0)[1] == 0",
-    "it is of multiprocessing": (
+    "it drops the store": "def drop():\n    global store, environment\n    store = environment = None\n    gc.collect()\n"
+    "run_child(drop)",
+    "it ends with sys.exit": "pid = os.fork()\nif not pid:\n    sys.exit()\nassert os.waitpid(pid, 0)[1] == 0",
+    "it is a process of multiprocessing": (
         "process = multiprocessing.get_context('fork').Process(target=sum, args=([1],))\n"
         "process.start()\nprocess.join()\nassert process.exitcode == 0"
     ),
-    "it forks a child of its own": "child(lambda: child(store.close))",
+    "it forks its own child": "run_child(lambda: run_child(store.close))",
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_forked_child_takes_nothing_from_those_who_read(tmp_path: Path, end: str) -> None:
-    """Closing an environment frees its readers' slots in a file that both processes share, whoever does it."""
-    said = run(tmp_path, _READING.format(fork=ENDS[end]))
-    assert set(said) <= {"done"}
+def test_a_forked_child_does_not_disturb_readers_of_its_parent(tmp_path: Path, end: str) -> None:
+    """Closing an environment in either process would free its readers' slots in a file that both processes share."""
+    lines = run_script(tmp_path, _READING.format(fork=ENDS[end]))
+    assert set(lines) <= {"done"}
 
 
-def test_a_forked_child_may_have_a_store_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_can_use_its_own_store(tmp_path: Path) -> None:
     script = """
-def own():
-    mine = LocalStore.at(folder.parent / "own", SCHEMA)
-    mine.apply([make_run({KEYS[0]: Row(3)})], ref, None)
-    assert scan(mine.view(ref)) == {KEYS[0]: Row(3)}
-    mine.close()
+def use_own_store():
+    own = LocalStore.at(folder.parent / "own", SCHEMA)
+    own.apply([make_run({KEYS[0]: Row(3)})], ref, None)
+    assert scan(own.view(ref)) == {KEYS[0]: Row(3)}
+    own.close()
 
-child(own)
+run_child(use_own_store)
 """
-    assert run(tmp_path, script) == ["done"]
+    assert run_script(tmp_path, script) == ["done"]

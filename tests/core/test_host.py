@@ -1,4 +1,4 @@
-"""What hosts are called, and that leases go by machines."""
+"""Names of hosts and machines, and that leases check processes by machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spark_state_ext.ownership.lease_record import RunIdentity
 from spark_state_ext.worker.host import HOST_VARIABLE, host_name, machine_name
 
 
-def test_the_environment_goes_before_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_has_precedence_over_the_systems_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HOST_VARIABLE, raising=False)
     assert host_name() == machine_name() == os.uname().nodename
     monkeypatch.setenv(HOST_VARIABLE, "node-7.rack-2")
@@ -25,36 +25,36 @@ def test_the_environment_goes_before_the_system(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", ["", " ", "a/b", "a\\b", "a\nb", "a\x7fb", "a ", "x" * 151, "ü" * 76])
-def test_names_that_no_file_can_have_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_host_names_that_no_file_can_have_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(HOST_VARIABLE, name)
     with pytest.raises(UsageError, match=f"{HOST_VARIABLE} gives this host the name .* set {HOST_VARIABLE} to"):
         host_name()
 
 
-def test_so_are_those_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_name_of_the_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HOST_VARIABLE, raising=False)
     monkeypatch.setattr(socket, "gethostname", lambda: "")
     with pytest.raises(UsageError, match="the system gives this machine the name '', which is empty"):
         host_name()
 
 
-def test_two_hosts_of_one_machine_see_each_other_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process is looked for by its number, which counts for the machine, whatever its host is called."""
+def test_a_host_sees_that_a_run_on_another_host_of_its_machine_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is looked up by its number, which belongs to the machine, whatever the name of its host is."""
     child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     try:
         monkeypatch.setenv(HOST_VARIABLE, "host-a")
-        its = replace(local_run(child.pid), host=RunIdentity.here("application", "plan").host)
+        run = replace(local_run(child.pid), host=RunIdentity.here("application", "plan").host)
         monkeypatch.setenv(HOST_VARIABLE, "host-b")
-        assert not its.is_over()
+        assert not run.is_over()
     finally:
         child.communicate()
-    assert its.is_over()
+    assert run.is_over()
 
 
-def test_two_machines_of_one_hosts_name_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where neither has a boot of its own to tell, as clones of one image may not."""
+def test_a_run_on_another_machine_with_the_same_host_name_is_not_seen_as_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds even if both have the same boot id, as clones of one image may have."""
     monkeypatch.setenv(HOST_VARIABLE, "one-name")
-    its = replace(local_run(), host=RunIdentity.here("application", "plan").host, pid=2**22 - 1)
-    assert its.is_over()
+    run = replace(local_run(), host=RunIdentity.here("application", "plan").host, pid=2**22 - 1)
+    assert run.is_over()
     monkeypatch.setattr(socket, "gethostname", lambda: "another-machine")
-    assert not its.is_over()
+    assert not run.is_over()

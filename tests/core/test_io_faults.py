@@ -1,4 +1,4 @@
-"""The n-th input or output fails, for every n: the old state stays, and the retry succeeds."""
+"""The n-th input or output operation fails, for every n: the old state stays, and the retry succeeds."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _FAULTS_MAX = 200
 
 
 class Countdown:
-    """Lets some operations pass and then fails one."""
+    """Let some operations pass and then make one fail."""
 
     def __init__(self) -> None:
         self.left = -1
         self.failed = ""
-        # Files are read side by side.
+        # Files are read in parallel.
         self._lock = threading.Lock()
 
     def start(self, passing: int) -> None:
@@ -43,7 +43,7 @@ class Countdown:
         self.left = -1
 
     def hit(self, operation: str) -> bool:
-        """Whether this operation is the one to fail."""
+        """Return whether this operation must fail."""
         with self._lock:
             if self.left < 0:
                 return False
@@ -55,7 +55,7 @@ class Countdown:
 
 
 class FaultyFileSystem:
-    """A file system of which each call can fail: before anything was done, or after, as when an answer is lost."""
+    """A file system of which each call can fail: before it does anything, or afterwards, as if the answer were lost."""
 
     def __init__(self, real: Any, countdown: Countdown, after: bool) -> None:
         self._real = real
@@ -63,34 +63,34 @@ class FaultyFileSystem:
         self._after = after
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._real, name)
-        if not callable(found):
-            return found
+        attribute = getattr(self._real, name)
+        if not callable(attribute):
+            return attribute
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call_or_fail(*args: Any, **kwargs: Any) -> Any:
             failing = self._countdown.hit(name)
             if failing and not self._after:
                 raise OSError(errno.EIO, f"{name} fails on purpose")
-            result = found(*args, **kwargs)
+            result = attribute(*args, **kwargs)
             if failing:
                 raise OSError(errno.EIO, f"the answer of {name} is lost on purpose")
             return result
 
-        return call
+        return call_or_fail
 
 
 def _count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fail: Callable[[], None]) -> None:
-    real = getattr(owner, name)
+    call_real = getattr(owner, name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def count_and_call(*args: Any, **kwargs: Any) -> Any:
         fail()
-        return real(*args, **kwargs)
+        return call_real(*args, **kwargs)
 
-    monkeypatch.setattr(owner, name, call)
+    monkeypatch.setattr(owner, name, count_and_call)
 
 
 class Scene:
-    """A root and a local store with some history, made anew for every n."""
+    """A root and a local store with some history; each n gets a new scene."""
 
     def __init__(self, folder: Path, disk: bool) -> None:
         self.root = folder / "root" if disk else None
@@ -100,8 +100,8 @@ class Scene:
         self.store = LocalStore.at(self.local / "store", SCHEMA, chunk_rows=3)
         self.pointer: Pointer = first_pointer()
         self.model: Model = {}
-        for i in range(5):
-            changes: Changes = {KEYS[i]: Row(i), KEYS[i + 3]: Row(-i, "x" * i)}
+        for number in range(5):
+            changes: Changes = {KEYS[number]: Row(number), KEYS[number + 3]: Row(-number, "x" * number)}
             self.pointer = committed(self.store, self.files, self.pointer, changes, self.local)
             self.model = apply_changes(self.model, changes)
 
@@ -113,23 +113,23 @@ class Scene:
 
 @pytest.fixture
 def countdown(monkeypatch: pytest.MonkeyPatch) -> Iterator[Countdown]:
-    """Counts LMDB transactions, renames and syncs; file systems are wrapped by the test."""
-    made = Countdown()
+    """Count LMDB transactions, renames and syncs; the test wraps file systems itself."""
+    countdown = Countdown()
 
     def fail_lmdb() -> None:
-        if made.hit("lmdb"):
+        if countdown.hit("lmdb"):
             raise StorageError("a transaction fails on purpose")
 
     def fail_os() -> None:
-        if made.hit("os"):
+        if countdown.hit("os"):
             raise OSError(errno.EIO, "fails on purpose")
 
     _count_calls(monkeypatch, Environment, "write", fail_lmdb)
     _count_calls(monkeypatch, Environment, "read", fail_lmdb)
     _count_calls(monkeypatch, os, "replace", fail_os)
     _count_calls(monkeypatch, os, "fsync", fail_os)
-    yield made
-    made.stop()
+    yield countdown
+    countdown.stop()
 
 
 @pytest.mark.parametrize(
@@ -145,10 +145,10 @@ def countdown(monkeypatch: pytest.MonkeyPatch) -> Iterator[Countdown]:
         ("large", False, False),
     ],
 )
-def test_every_fault_of_a_call(
+def test_a_call_that_fails_at_any_operation_keeps_the_old_state_and_can_be_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, countdown: Countdown, scenario: str, disk: bool, after: bool
 ) -> None:
-    # One file after the other, so that the n-th operation is the same one every time.
+    # Read files one after another, so that the n-th operation is always the same one.
     monkeypatch.setattr(loading_module, "_PARALLEL_MAX", 1)
     if scenario == "snapshot":
         monkeypatch.setattr(cadence, "DELTAS_MIN", 5)
@@ -172,7 +172,7 @@ def test_every_fault_of_a_call(
         except StorageError:
             new = None
         countdown.stop()
-        # Whatever happened, the old pointer gives the old state, here and on a fresh machine.
+        # In any case, the old pointer leads to the old state, here and on a new machine.
         fresh = LocalStore.at(scene.local / "fresh", SCHEMA)
         for store in (scene.store, fresh):
             assert state_at(store, scene.files, scene.pointer, scene.local) == scene.model
@@ -183,18 +183,18 @@ def test_every_fault_of_a_call(
         retried = committed(scene.store, scene.files, scene.pointer, _CHANGES, scene.local)
         for store in (scene.store, fresh):
             assert state_at(store, scene.files, retried, scene.local) == expected
-        assert not [p for p in scene.local.iterdir() if p.is_file()], "temporary files are gone"
+        assert not [path for path in scene.local.iterdir() if path.is_file()], "temporary files were left"
         scene.store.close()
         fresh.close()
         if not countdown.failed:
             break
         failures.append(countdown.failed)
     else:
-        pytest.fail(f"{_FAULTS_MAX} faults and no end")
+        pytest.fail(f"the call still fails after {_FAULTS_MAX} faults")
     assert new is not None
     if scenario == "snapshot":
         assert len(new.lineage) == 1
-    # Every kind of operation was made to fail.
+    # Each kind of operation has failed.
     assert "lmdb" in failures
     assert set(failures) & ({"open", "put_file"} if disk else {"pipe_file", "put_file"})
     if disk:

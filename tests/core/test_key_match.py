@@ -1,4 +1,4 @@
-"""Finding keys by value: as a dict of canonical keys would, for all types that keys may have."""
+"""Finding keys by value, with the same results as a dict of canonical keys, for all types that keys may have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POINT = pa.struct([("x", pa.float64()), ("tags", pa.list_(pa.string()))])
 DECIMAL = decimal.Decimal
 MOMENT = dt.datetime(2020, 1, 1, 0, 0, 0, 1)  # noqa: DTZ001  # a time without a zone
 
-# For each type, values that are different keys.
+# Values of each type, which are all different keys.
 TYPES: dict[str, tuple[pa.DataType, list[Any]]] = {
     "int8": (pa.int8(), [1, -128, 127, 0, None]),
     "int64": (pa.int64(), [1, -(2**63), 2**63 - 1, 2**53, 2**53 + 1, None]),
@@ -54,30 +54,30 @@ TYPES: dict[str, tuple[pa.DataType, list[Any]]] = {
 }
 
 
-def sliced(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """A column with an offset."""
+def slice_column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Return a column that is a slice with an offset."""
     return normalise_array(pa.array([*values[:1], *values, *values[:1]], kind).slice(1, len(values)), kind)
 
 
-def expected(own: list[Any], wanted: list[Any]) -> list[int]:
-    places = {canonicalise(key): at for at, key in enumerate(own)}
-    return [places.get(canonicalise(key), -1) for key in wanted]
+def find_expected(own: list[Any], wanted: list[Any]) -> list[int]:
+    positions = {canonicalise(key): position for position, key in enumerate(own)}
+    return [positions.get(canonicalise(key), -1) for key in wanted]
 
 
 @pytest.mark.parametrize("which", TYPES)
-def test_keys_of_every_type(which: str) -> None:
+def test_keys_of_every_type_are_found(which: str) -> None:
     kind, values = TYPES[which]
-    chosen = random.Random(7)
+    generator = random.Random(7)
     for _ in range(20):
-        own = chosen.sample(values, chosen.randint(1, len(values)))
-        wanted = [chosen.choice(values) for _ in range(chosen.randint(0, 12))]
-        found = find_keys([sliced(own, kind)], [sliced(wanted, kind)])
-        assert found.dtype == np.int64
-        assert found.tolist() == expected(own, wanted)
+        own = generator.sample(values, generator.randint(1, len(values)))
+        wanted = [generator.choice(values) for _ in range(generator.randint(0, 12))]
+        positions = find_keys([slice_column(own, kind)], [slice_column(wanted, kind)])
+        assert positions.dtype == np.int64
+        assert positions.tolist() == find_expected(own, wanted)
 
 
-def test_spellings_of_one_key_are_equal() -> None:
-    """Another NaN, and -0.0, at any depth, whoever made them."""
+def test_different_bits_of_one_key_are_equal() -> None:
+    """NaNs with other bits and -0.0 are the same keys as NaN and 0.0, at any depth."""
     own = [pa.array([NAN, 0.0, 1.0])]
     assert find_keys(own, [pa.array([1.0, -0.0, OTHER_NAN, NAN])]).tolist() == [2, 1, 0, 0]
     tiny = np.array([0x7FC0_0123], dtype=np.uint32).view(np.float32)
@@ -88,25 +88,25 @@ def test_spellings_of_one_key_are_equal() -> None:
     assert find_keys(own, [pa.array([[-0.0], [OTHER_NAN, -0.0]])]).tolist() == [1, 0]
 
 
-def test_several_columns_are_one_key() -> None:
+def test_several_columns_form_one_key() -> None:
     names, numbers = pa.array(["a", "a", "b", None]), pa.array([1, 2, 1, None])
     wanted = [pa.array(["b", "a", None, "b", None]), pa.array([1, 1, None, 2, 1])]
     assert find_keys([names, numbers], wanted).tolist() == [2, 0, 3, -1, -1]
 
 
-def test_one_key_may_be_wanted_twice_and_none_at_all() -> None:
+def test_a_key_can_be_wanted_several_times_or_no_key_at_all() -> None:
     own = [pa.array([3, 4])]
     assert find_keys(own, [pa.array([4, 4, 3, 4])]).tolist() == [1, 1, 0, 1]
     assert find_keys(own, [pa.array([], pa.int64())]).tolist() == []
     assert find_keys([pa.array([], pa.int64())], [pa.array([1, 1])]).tolist() == [-1, -1]
 
 
-def test_different_keys_of_one_code_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_keys_with_the_same_code_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_match, "_codes", lambda columns: np.zeros(len(columns[0]), dtype=np.uint64))
     for kind, values in TYPES.values():
         wanted = [values[-1], values[0], *values]
-        found = find_keys([sliced(values[1:], kind)], [sliced(wanted, kind)])
-        assert found.tolist() == expected(values[1:], wanted)
+        positions = find_keys([slice_column(values[1:], kind)], [slice_column(wanted, kind)])
+        assert positions.tolist() == find_expected(values[1:], wanted)
 
 
 KEYS = st.tuples(
@@ -118,10 +118,10 @@ KEYS = st.tuples(
 
 @settings(deadline=None, max_examples=150)
 @given(own=st.lists(KEYS, unique_by=canonicalise, min_size=1, max_size=12), wanted=st.lists(KEYS, max_size=20))
-def test_as_a_dict_finds_them(own: list[Any], wanted: list[Any]) -> None:
+def test_the_results_are_those_of_a_dict(own: list[Any], wanted: list[Any]) -> None:
     kinds = (pa.string(), pa.float64(), pa.list_(pa.int64()))
 
-    def columns(keys: list[Any]) -> list[pa.Array]:
-        return [pa.array([key[at] for key in keys], kind) for at, kind in enumerate(kinds)]
+    def make_columns(keys: list[Any]) -> list[pa.Array]:
+        return [pa.array([key[column] for key in keys], kind) for column, kind in enumerate(kinds)]
 
-    assert find_keys(columns(own), columns(wanted)).tolist() == expected(own, wanted)
+    assert find_keys(make_columns(own), make_columns(wanted)).tolist() == find_expected(own, wanted)

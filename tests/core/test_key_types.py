@@ -1,4 +1,4 @@
-"""One rule for values that name a key, in `erase_keys` and its like, in `get`, and on the command line."""
+"""One rule for values that name a key, in `erase_keys` and similar functions, in `get`, and on the command line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ REFUSED = [
     ([1.5], pa.list_(pa.int64())),
     ({"a": NAIVE}, pa.struct([("a", INSTANT)])),
 ]
-TAKEN = [
+ACCEPTED = [
     ("x", pa.string(), "x"),
     (b"x", pa.binary(), b"x"),
     (5, pa.int32(), 5),
@@ -73,50 +73,50 @@ def schema_of(kind: pa.DataType) -> RowSchema:
 
 
 @pytest.mark.parametrize(("value", "kind"), REFUSED)
-def test_a_value_of_another_type_names_no_key(value: Any, kind: pa.DataType) -> None:
+def test_a_value_of_another_type_is_refused_as_a_key(value: Any, kind: pa.DataType) -> None:
     schema = schema_of(kind)
     forms = [[value], {"who": [value]}, pa.table({"who": pa.array([value])})]
-    for given in forms:
+    for keys in forms:
         with pytest.raises(
             StateValueError, match=r"erase_keys.. was given values that do not fit the key column 'who'"
         ):
-            convert_keys(given, schema, "erase_keys()")
+            convert_keys(keys, schema, "erase_keys()")
     with pytest.raises(UsageError, match="is not a value of the key column 'who'"):
         LookupKey.of((value,), ["who"], schema)
 
 
-@pytest.mark.parametrize(("value", "kind", "stored"), TAKEN)
-def test_a_value_of_the_columns_type_does(value: Any, kind: pa.DataType, stored: Any) -> None:
+@pytest.mark.parametrize(("value", "kind", "stored"), ACCEPTED)
+def test_a_value_of_the_columns_type_is_accepted_as_a_key(value: Any, kind: pa.DataType, stored: Any) -> None:
     schema = schema_of(kind)
-    for given in ([value], {"who": [value]}, pd.DataFrame({"who": pd.Series([value], dtype=object)})):
-        assert convert_keys(given, schema, "erase_keys()").column(0).to_pylist() == [stored]
+    for keys in ([value], {"who": [value]}, pd.DataFrame({"who": pd.Series([value], dtype=object)})):
+        assert convert_keys(keys, schema, "erase_keys()").column(0).to_pylist() == [stored]
     assert LookupKey.of((value,), ["who"], schema).columns[0].to_pylist() == [stored]
 
 
 @pytest.mark.parametrize(
     ("values", "kind"), [([AWARE, NAIVE], INSTANT), ([NAIVE, AWARE], LOCAL), ([DAY, NAIVE], pa.date32())]
 )
-def test_times_of_several_kinds_are_not_made_one(values: list[Any], kind: pa.DataType) -> None:
-    """PyArrow takes the first one's kind for all."""
+def test_dates_and_times_of_several_kinds_are_refused(values: list[Any], kind: pa.DataType) -> None:
+    """PyArrow would convert all of them to the kind of the first one."""
     frame = pd.DataFrame({"who": pd.Series(values, dtype=object)})
-    for given in (values, {"who": values}, {"who": np.array(values, dtype=object)}, frame):
+    for keys in (values, {"who": values}, {"who": np.array(values, dtype=object)}, frame):
         with pytest.raises(StateValueError, match=r"key column 'who': (dates|times).* are mixed"):
-            convert_keys(given, schema_of(kind), "erase_keys()")
+            convert_keys(keys, schema_of(kind), "erase_keys()")
 
 
-def test_the_error_says_what_to_give() -> None:
+def test_the_error_says_which_values_are_needed() -> None:
     with pytest.raises(StateValueError, match="give times with a time zone, such as UTC"):
         convert_keys(pd.DataFrame({"who": [pd.Timestamp(NAIVE)]}), schema_of(INSTANT), "erase_keys()")
-    two = RowSchema((pa.field("a", pa.int64()), pa.field("b", PRICE)), (pa.field("n", pa.int64()),))
+    schema_of_two = RowSchema((pa.field("a", pa.int64()), pa.field("b", PRICE)), (pa.field("n", pa.int64()),))
     with pytest.raises(StateValueError, match="key column 'b': values of type double are not converted"):
-        convert_keys({"b": [0.5], "a": [1]}, two, "erase_keys()")
+        convert_keys({"b": [0.5], "a": [1]}, schema_of_two, "erase_keys()")
 
 
 @pytest.mark.parametrize(
     ("word", "kind"),
     [("2024-02-29", LOCAL), ("2024-02-29", INSTANT), ("2024-02-29T12:30", INSTANT), ("1.0", pa.int64())],
 )
-def test_words_go_by_the_same_rule(word: str, kind: pa.DataType) -> None:
+def test_words_of_the_command_line_follow_the_same_rule(word: str, kind: pa.DataType) -> None:
     schema = pa.schema([("who", kind)])
     for words, text in (([word], None), ([], f'{{"who": "{word}"}}')):
         with pytest.raises(UsageError, match="is not a value of the column 'who'"):
