@@ -296,7 +296,7 @@ def test_a_failed_or_repeated_write_does_not_block_waiting_writers(tmp_path: Pat
     def fill_map(txn: Writer) -> None:
         tries[0] += 1
         started.set()
-        time.sleep(0.3)  # until the others wait
+        time.sleep(0.3)  # time for the other threads to begin to wait
         if failure == "an error":
             raise KeyError("no")
         txn.put(b"records", b"large", bytes(2 * MAP_BYTES_MIN))

@@ -70,8 +70,8 @@ def test_a_run_that_returns_to_a_given_up_branch_continues_it() -> None:
 
 
 def test_runs_that_cannot_have_made_the_input_are_not_taken_as_parents() -> None:
-    # Run b made batch 2. Runs c, d and e went back to batch 0. Run f continues from a copy of b's checkpoint, and its first
-    # call is of a bucket that was last called in batch 1.
+    # Run b made batch 2. Runs c, d and e went back to batch 0. Run f continues from a copy of b's checkpoint, and its
+    # first call is of a bucket that was last called in batch 1.
     epochs = begin_epochs(start("a", -1, 0), start("b", 1, 1), *(start(plan, 0, 1) for plan in "cde"))
     epochs, _ = begin_epoch(epochs, start("f", 2, 1, batch=1))
     assert epochs.entries[-1].parents == (2, 1)

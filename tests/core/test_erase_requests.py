@@ -179,7 +179,8 @@ def test_numbers_of_done_or_removed_requests_are_not_used_again(tmp_path: Path) 
     folder.note_done(1, EraseDone("a" * 32, 1, 1, 2, 3, 4))
     folder.drop(1)
     assert folder.add(make_request()) == 2
-    # The number of a request that a user removed is not used again. An empty request fills the gap, for which later ones wait.
+    # The number of a request that a user removed is not used again. An empty request fills the gap, because later
+    # requests would wait for it.
     assert folder.add(make_request()) == 3
     folder.files.remove(format_request_name(2))
     assert folder.numbers().through(0) == 1

@@ -74,7 +74,7 @@ def _add_and_remove_key(life: Life) -> None:
 
 
 def _clean_up(life: Life) -> None:
-    """Run clean-up, here after each batch; in a job, a bucket is cleaned up in every (*R* / 4)th batch, at least every tenth."""
+    """Run clean-up, here after each batch; in a job, it runs for a bucket every *R* / 4 batches, at least every tenth."""
     pointer = life.pointers[-1]
     through = pointer.replication["a"].through
     assert through is not None
@@ -106,7 +106,7 @@ BOUND_MS = WINDOWS * WINDOW_MS
 
 
 def _measure_erasure_ms(life: Life, gap_ms: int, changes: Changes, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return after how many milliseconds no file has a removed key; assert that the batches of the window can be restored."""
+    """Return after how many ms no file has a removed key; assert that each batch of the window can be restored."""
     # Neither the number of batches nor sizes cause a snapshot or clean-up.
     monkeypatch.setattr(cadence, "DELTAS_MIN", 1 << 30)
     life.batches_retained = 1 << 20

@@ -1,4 +1,4 @@
-"""Each input or output operation of a five-batch job fails once or kills the process; the state is the old or the new one.
+"""Each input or output operation of a five-batch job fails once or ends the process; the state stays consistent.
 
 In the suite, every seventh operation fails, with another offset in each case; in the soak, every operation fails.
 """
