@@ -1,6 +1,7 @@
-"""Each input or output operation of a five-batch job fails once or ends the process; the state stays consistent.
+"""Each input or output operation of a five-batch job fails once or kills the process.
 
-In the suite, every seventh operation fails, with another offset in each case; in the soak, every operation fails.
+The state must be the old or the new one. In the suite, every seventh operation fails, with another offset in each
+case; in the soak, every operation fails.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def test_reads_of_a_missing_file_raise_an_error_that_names_it(files: Folder, tmp
             read()
 
 
-@pytest.mark.parametrize("remembers", [False, True])
+@pytest.mark.parametrize("caches", [False, True])
 def test_changes_by_another_process_after_a_listing_are_seen(s3: S3, tmp_path: Path, caches: bool) -> None:
     """s3fs can cache listings for the life of the process; `Folder` avoids that, even if an option requests it."""
     options = {**s3.options, "use_listings_cache": True} if caches else s3.options
