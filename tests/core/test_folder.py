@@ -233,7 +233,7 @@ class Unreachable(LocalFileSystem):  # type: ignore[misc]
 
 def test_exists_raises_if_the_file_system_does_not_answer(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="Connection reset"):
-        Folder(str(tmp_path), {"implementation": f"{__name__}.Unwell"}).exists("file")
+        Folder(str(tmp_path), {"implementation": f"{__name__}.Unreachable"}).exists("file")
 
 
 class Answer(Exception):  # noqa: N818  # clients of stores name their errors like this
