@@ -1,4 +1,4 @@
-"""``savepoint verify | copy | claim | transform``: what they make can be read and started from, and what cannot be is refused."""
+"""``savepoint verify | copy | claim | transform``: they write readable savepoints, and refuse what they cannot write."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ GOLDEN = Path(__file__).parent.parent / "golden" / "savepoint-1"
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[SmallRoot]:
-    with small_root(tmp_path) as made:
-        yield made
+    with small_root(tmp_path) as root:
+        yield root
 
 
 @pytest.fixture(params=["native", "canonical"])
@@ -45,45 +45,49 @@ def savepoint(small: SmallRoot, tmp_path: Path, request: pytest.FixtureRequest) 
     return savepoint_of(small.job, tmp_path / "savepoint", request.param)
 
 
-def _files(folder: Path) -> dict[str, bytes]:
-    return {str(it.relative_to(folder)): it.read_bytes() for it in folder.rglob("*") if it.is_file()}
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 # -- verify, copy, claim ---------------------------------------------------------------------------
 
 
-def test_a_copy_is_the_savepoint(savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copy_copies_exactly_the_files_of_the_manifest_and_checks_them(
+    savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (Path(savepoint.root) / "counts" / "0" / "mine.txt").write_text("mine")
     assert main(["savepoint", "copy", savepoint.root, str(tmp_path / "copy")]) == 0
-    files = _files(Path(savepoint.root))
+    files = read_files(Path(savepoint.root))
     del files["counts/0/mine.txt"]
-    assert _files(tmp_path / "copy") == files, "what the manifest names, byte by byte"
+    assert read_files(tmp_path / "copy") == files, "the copy must have the files of the manifest, byte by byte"
     assert main(["savepoint", "verify", str(tmp_path / "copy")]) == 0
     capsys.readouterr()
     assert main(["savepoint", "copy", savepoint.root, str(tmp_path / "copy")]) == 2
     assert "there is already a savepoint at" in capsys.readouterr().err
-    (one, *_) = sorted(path for path in Path(savepoint.root).rglob("*.arrow") if path.parent.name == "0")
-    data = one.read_bytes()
-    # Not in place: the copy has a hard link to it.
-    one.unlink()
-    one.write_bytes(data[:-1] + b"x")
+    (file, *_) = sorted(path for path in Path(savepoint.root).rglob("*.arrow") if path.parent.name == "0")
+    data = file.read_bytes()
+    # Write a new file: the copy has a hard link to the old one.
+    file.unlink()
+    file.write_bytes(data[:-1] + b"x")
     assert main(["savepoint", "verify", savepoint.root]) == 1
     assert main(["savepoint", "copy", savepoint.root, str(tmp_path / "other")]) == 3
     assert "CorruptFileError" in capsys.readouterr().err
-    assert not (tmp_path / "other" / "savepoint.arrow").exists(), "it is no savepoint"
+    assert not (tmp_path / "other" / "savepoint.arrow").exists(), "a failed copy must not have a manifest"
     assert main(["savepoint", "verify", str(tmp_path / "other")]) == 3
-    assert main(["savepoint", "verify", str(tmp_path / "copy")]) == 0, "it has files of its own"
+    assert main(["savepoint", "verify", str(tmp_path / "copy")]) == 0, "the first copy must not be affected"
 
 
-def test_files_that_are_not_those_of_the_manifest_are_refused_by_every_reader(
+def test_every_reader_refuses_a_file_whose_digest_differs_from_the_manifest(
     savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each file is whole, but one is not the file that the manifest names."""
+    """Each file is complete, but one has other contents than the manifest says."""
     manifest = read_manifest(savepoint)
-    bucket = next(it for it in manifest.buckets if it.files)
+    bucket = next(bucket for bucket in manifest.buckets if bucket.files)
     kind, digest = bucket.files[-1].digest.split("=")
     other = replace(bucket.files[-1], digest=f"{kind}={digest[::-1]}")
-    buckets = [replace(it, files=(*it.files[:-1], other)) if it is bucket else it for it in manifest.buckets]
+    buckets = [
+        replace(saved, files=(*saved.files[:-1], other)) if saved is bucket else saved for saved in manifest.buckets
+    ]
     savepoint.put("savepoint.arrow", encode_manifest(replace(manifest, buckets=tuple(buckets))))
     refused = f"{other.name} is missing or differs from the savepoint's manifest"
     with pytest.raises(CorruptFileError, match=refused):
@@ -100,15 +104,15 @@ def test_files_that_are_not_those_of_the_manifest_are_refused_by_every_reader(
         assert refused in " ".join(capsys.readouterr().err.split()), command
 
 
-def test_a_copy_goes_to_an_object_store_and_back(s3: Any, savepoint: Folder, tmp_path: Path) -> None:
+def test_a_savepoint_can_be_copied_to_an_object_store_and_back(s3: Any, savepoint: Folder, tmp_path: Path) -> None:
     there, options = s3.root(f"copied-{tmp_path.name}"), json.dumps(s3.options)
     assert main(["savepoint", "copy", savepoint.root, there, "--to-options", options]) == 0
     assert main(["savepoint", "verify", there, "--storage-options", options]) == 0
     assert main(["savepoint", "copy", there, str(tmp_path / "back"), "--storage-options", options]) == 0
-    assert _files(tmp_path / "back") == _files(Path(savepoint.root))
+    assert read_files(tmp_path / "back") == read_files(Path(savepoint.root))
 
 
-def test_a_claim_by_hand_keeps_others_away(
+def test_a_savepoint_claimed_by_hand_cannot_be_claimed_copied_or_deleted(
     savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     claim = ["savepoint", "claim", savepoint.root, "--by", "Ann of payments"]
@@ -131,62 +135,66 @@ def test_a_claim_by_hand_keeps_others_away(
 
 
 @pytest.mark.parametrize("form", ["native", "canonical"])
-def test_of_several_who_take_one_savepoint_at_once_one_does(form: str, small: SmallRoot, tmp_path: Path) -> None:
-    """Of other batches, whose files are others, and two of one, whose files are the same. The others leave nothing."""
-    batches, together = (2, 4, 6, 6), threading.Barrier(4)
+def test_one_of_several_concurrent_savepoints_at_the_same_path_succeeds(
+    form: str, small: SmallRoot, tmp_path: Path
+) -> None:
+    """Three are of different batches, and two of the same batch, with the same files. The others leave no files."""
+    batches, barrier = (2, 4, 6, 6), threading.Barrier(4)
     alone = [savepoint_of(small.job, tmp_path / f"alone {batch}", form, batch) for batch in batches[:3]]
 
     def take(batch: int) -> int | None:
-        together.wait()
+        barrier.wait()
         with contextlib.suppress(UsageError):
-            # Each has a manifest of its own, as the time in it is another one.
+            # The times differ, so that each has another manifest.
             savepoint_of(small.job, tmp_path / "together", form, batch, made_ms=threading.get_ident)
             return batch
         return None
 
-    with ThreadPoolExecutor(4) as takers:
-        (winner,) = (batch for batch in takers.map(take, batches) if batch is not None)
-    names = set(_files(tmp_path / "together"))
-    assert names == set(_files(Path(alone[batches.index(winner)].root)))
+    with ThreadPoolExecutor(4) as threads:
+        (winner,) = (batch for batch in threads.map(take, batches) if batch is not None)
+    names = set(read_files(tmp_path / "together"))
+    assert names == set(read_files(Path(alone[batches.index(winner)].root)))
     assert main(["savepoint", "verify", str(tmp_path / "together")]) == 0
-    assert sorted(it.name for it in (tmp_path / "together").iterdir()) == ["counts", "savepoint.arrow"]
+    assert sorted(path.name for path in (tmp_path / "together").iterdir()) == ["counts", "savepoint.arrow"]
 
 
-def test_what_a_savepoint_that_came_late_has_written_is_removed(small: SmallRoot, tmp_path: Path) -> None:
-    """Folders of an operator that the other one does not have, too; and nothing if that one cannot be read."""
+def test_files_of_a_savepoint_that_finds_another_one_at_its_path_are_removed(small: SmallRoot, tmp_path: Path) -> None:
+    """Folders of operators that the other savepoint does not have are removed too. If it is unreadable, all files stay."""
     for name in ("first", "late"):
         savepoint_of(small.job, tmp_path / name, batch=3 if name == "first" else 5)
     late = read_manifest(Folder(str(tmp_path / "late")))
-    buckets = tuple(replace(it, operator="sums", pointer=replace(it.pointer, operator="sums")) for it in late.buckets)
+    buckets = tuple(
+        replace(bucket, operator="sums", pointer=replace(bucket.pointer, operator="sums")) for bucket in late.buckets
+    )
     file = replace(late.header.operators["counts"], operator="sums")
     other = replace(late.header, id="5a" * 16, operators={"sums": file})
     shutil.copytree(tmp_path / "late" / "counts", tmp_path / "first" / "sums")
-    manifest, before = tmp_path / "first" / "savepoint.arrow", _files(tmp_path / "first")
-    whole_one = manifest.read_bytes()
+    manifest, before = tmp_path / "first" / "savepoint.arrow", read_files(tmp_path / "first")
+    data = manifest.read_bytes()
     manifest.write_bytes(b"damaged")
     with pytest.raises(UsageError, match="there is already a savepoint at"):
         write_manifest(Folder(str(tmp_path / "first")), SavepointManifest(other, buckets))
-    manifest.write_bytes(whole_one)
-    assert _files(tmp_path / "first") == before
-    # Another one that came late has removed a file that this one had found there.
+    manifest.write_bytes(data)
+    assert read_files(tmp_path / "first") == before
+    # A third savepoint that also came late has removed a file that this one had found.
     next((tmp_path / "first" / "sums").rglob("*.arrow")).unlink()
     with pytest.raises(UsageError, match="there is already a savepoint at"):
         finish_savepoint(Folder(str(tmp_path / "first")), SavepointManifest(other, buckets))
     assert main(["savepoint", "verify", str(tmp_path / "first")]) == 0
-    assert sorted(it.name for it in (tmp_path / "first").iterdir()) == ["counts", "savepoint.arrow"]
+    assert sorted(path.name for path in (tmp_path / "first").iterdir()) == ["counts", "savepoint.arrow"]
 
 
 # -- transform -------------------------------------------------------------------------------------
 
 
-def _transformed(savepoint: Folder, to: Path, *arguments: str) -> pa.Table:
+def transform(savepoint: Folder, to: Path, *arguments: str) -> pa.Table:
     assert main(["savepoint", "transform", savepoint.root, str(to), *arguments]) == 0
     assert main(["savepoint", "verify", str(to)]) == 0
     return pa.concat_tables(savepoint_tables(str(to)))
 
 
-def test_rows_stay_where_nothing_is_asked_for(small: SmallRoot, savepoint: Folder, tmp_path: Path) -> None:
-    assert as_model(_transformed(savepoint, tmp_path / "to")) == small.job.models[-1]
+def test_transform_without_options_keeps_all_rows(small: SmallRoot, savepoint: Folder, tmp_path: Path) -> None:
+    assert as_model(transform(savepoint, tmp_path / "to")) == small.job.models[-1]
     before, after = read_manifest(savepoint), read_manifest(Folder(str(tmp_path / "to")))
     assert after.header.form == "canonical"
     assert after.header.id != before.header.id
@@ -194,13 +202,15 @@ def test_rows_stay_where_nothing_is_asked_for(small: SmallRoot, savepoint: Folde
     assert [getattr(after.header, name) for name in same] == [getattr(before.header, name) for name in same]
     for old, new in zip(before.buckets, after.buckets, strict=True):
         assert new.pointer.version == old.pointer.version
-        assert new.pointer.ref != old.pointer.ref, "other content, another name"
+        assert new.pointer.ref != old.pointer.ref, "a file with other content needs another name"
         assert new.pointer.earliest_timeout_ms == old.pointer.earliest_timeout_ms
         assert new.pointer.heartbeats == old.pointer.heartbeats
 
 
-def test_columns_and_keys_become_others(small: SmallRoot, savepoint: Folder, tmp_path: Path) -> None:
-    table = _transformed(
+def test_transform_renames_drops_and_retypes_columns_and_filters_keys(
+    small: SmallRoot, savepoint: Folder, tmp_path: Path
+) -> None:
+    table = transform(
         savepoint,
         *(tmp_path / "to", "--rename", "count=total", "--rename", "name=user", "--drop", "note"),
         *("--retype", "count=decimal(22, 2)", "--keep", "count > 60 or name == 'eve'"),
@@ -215,21 +225,21 @@ def test_columns_and_keys_become_others(small: SmallRoot, savepoint: Folder, tmp
     with open_state(str(tmp_path / "to")) as state:
         for row in table.to_pylist():
             assert state.get({"user": row["user"], "x": row["x"]}).to_pylist() == [row], (
-                "keys are where their hash says"
+                "each key must be in the bucket of its hash"
             )
 
 
-def test_all_keys_may_go(savepoint: Folder, tmp_path: Path) -> None:
-    assert _transformed(savepoint, tmp_path / "to", "--keep", "count < 0").num_rows == 0
+def test_transform_may_drop_all_keys(savepoint: Folder, tmp_path: Path) -> None:
+    assert transform(savepoint, tmp_path / "to", "--keep", "count < 0").num_rows == 0
 
 
 @pytest.mark.parametrize("form", whole(["native"], ["canonical"]))
-def test_a_savepoint_of_the_first_release_is_transformed(form: str, tmp_path: Path) -> None:
-    table = _transformed(Folder(str(GOLDEN / form)), tmp_path / "to", "--rename", "tags=labels", "--retype", "n=double")
+def test_a_savepoint_of_the_first_release_can_be_transformed(form: str, tmp_path: Path) -> None:
+    table = transform(Folder(str(GOLDEN / form)), tmp_path / "to", "--rename", "tags=labels", "--retype", "n=double")
     expected = json.loads((GOLDEN / "expected.json").read_text())
-    found = sorted(table.to_pylist(), key=lambda row: (str(row["day"]), row["name"] or ""))
-    assert [(it["labels"], it["n"], str(it["last"]), it["timeout_ms"]) for it in found] == [
-        (it["tags"], float(it["n"]), it["last"], it["timeout_ms"]) for it in expected
+    rows = sorted(table.to_pylist(), key=lambda row: (str(row["day"]), row["name"] or ""))
+    assert [(row["labels"], row["n"], str(row["last"]), row["timeout_ms"]) for row in rows] == [
+        (row["tags"], float(row["n"]), row["last"], row["timeout_ms"]) for row in expected
     ]
 
 
@@ -244,7 +254,7 @@ def test_a_savepoint_of_the_first_release_is_transformed(form: str, tmp_path: Pa
         ("last=date", r"column 'last' cannot become date32\[day\]: its value 1970-01-01 00:"),
     ],
 )
-def test_no_value_becomes_another_one(
+def test_transform_refuses_a_type_that_would_change_a_value(
     retype: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [str(GOLDEN / "native"), str(tmp_path / "to"), "--retype", retype]
@@ -269,9 +279,9 @@ _WIDE = pa.decimal128(22, 2)
         (pa.array(["inf", "1e400"]), pa.float64()),
     ],
 )
-def test_the_first_value_that_would_be_another_is_named(column: pa.Array, wanted: pa.DataType) -> None:
-    named = re.escape(f"column 'c' cannot become {wanted}: its value {column[1]} would become ")
-    with pytest.raises(StateValueError, match=named):
+def test_the_error_names_the_first_value_that_a_cast_would_change(column: pa.Array, wanted: pa.DataType) -> None:
+    message = re.escape(f"column 'c' cannot become {wanted}: its value {column[1]} would become ")
+    with pytest.raises(StateValueError, match=message):
         cast_column(column, wanted, "c")
 
 
@@ -290,11 +300,11 @@ def test_the_first_value_that_would_be_another_is_named(column: pa.Array, wanted
         (pa.array([], pa.float64()), pa.float32()),
     ],
 )
-def test_values_that_stay_may_have_another_type(column: pa.Array, wanted: pa.DataType) -> None:
-    made = cast_column(column, wanted, "c")
-    assert made.type == wanted
-    assert made.is_null().to_pylist() == column.is_null().to_pylist()
-    assert made.equals(column.cast(wanted)) or pc.any(pc.is_nan(made)).as_py()
+def test_values_that_stay_the_same_can_have_another_type(column: pa.Array, wanted: pa.DataType) -> None:
+    result = cast_column(column, wanted, "c")
+    assert result.type == wanted
+    assert result.is_null().to_pylist() == column.is_null().to_pylist()
+    assert result.equals(column.cast(wanted)) or pc.any(pc.is_nan(result)).as_py()
 
 
 @pytest.mark.parametrize(
@@ -320,7 +330,7 @@ def test_values_that_stay_may_have_another_type(column: pa.Array, wanted: pa.Dat
         (["--operator", "sums"], 2, "has no operator 'sums'"),
     ],
 )
-def test_what_cannot_be_made_is_refused(
+def test_transform_refuses_invalid_arguments(
     small: SmallRoot, tmp_path: Path, arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     savepoint = savepoint_of(small.job, tmp_path / "savepoint")
@@ -329,16 +339,16 @@ def test_what_cannot_be_made_is_refused(
     assert not (tmp_path / "to" / "savepoint.arrow").exists()
 
 
-def test_columns_of_a_built_in_operator_are_its_own(
+def test_transform_does_not_change_the_columns_of_a_built_in_operator(
     small: SmallRoot, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     savepoint = savepoint_of(small.job, tmp_path / "savepoint")
     manifest = read_manifest(savepoint)
     function = json.dumps({"name": "top_k", "parameters": {}})
     operators = {"counts": replace(manifest.header.operators["counts"], function=function)}
-    made = SavepointManifest(replace(manifest.header, operators=operators), manifest.buckets)
+    changed = SavepointManifest(replace(manifest.header, operators=operators), manifest.buckets)
     os.unlink(savepoint.where("savepoint.arrow"))
-    savepoint.put("savepoint.arrow", encode_manifest(made))
+    savepoint.put("savepoint.arrow", encode_manifest(changed))
     assert main(["savepoint", "transform", savepoint.root, str(tmp_path / "to"), "--drop", "note"]) == 2
     assert "is the built-in top_k, whose columns cannot be changed" in capsys.readouterr().err
     assert main(["savepoint", "transform", savepoint.root, str(tmp_path / "to"), "--keep", "count > 60"]) == 0

@@ -1,4 +1,4 @@
-"""A savepoint in the root of a query's state is refused before anything of it is written, however its path is spelled."""
+"""A savepoint below the root of a query's state is refused before a file is written, however its path is spelled."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ QUERY = "6f1d7f0e-0000-4000-8000-000000000001"
 REFUSED = "cannot be at .*contains the state of a query"
 
 
-def state_below(root: Folder, query_folder: str = QUERY) -> None:
+def write_state(root: Folder, query_folder: str = QUERY) -> None:
     root.child("counts", query_folder).put("operator_0.json", b"{}")
     root.child("counts", query_folder, "3").put("any.arrow", b"")
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    state_below(Folder(str(tmp_path / "root")))
+    write_state(Folder(str(tmp_path / "root")))
     return tmp_path / "root"
 
 
@@ -57,11 +57,11 @@ SPELLED = [
 ]
 
 
-def test_a_savepoint_in_a_root_is_refused(root: Path) -> None:
+def test_a_savepoint_below_a_root_is_refused_however_its_path_is_spelled(root: Path) -> None:
     link, bucket = root.parent / "link", f"placement-{os.getpid()}"
     link.symlink_to(root)
-    # The root is the bucket itself.
-    state_below(Folder(f"memory://{bucket}"))
+    # Here the root is the object store's bucket itself.
+    write_state(Folder(f"memory://{bucket}"))
     for spelled, below in itertools.product(SPELLED, BELOW):
         with pytest.raises(UsageError, match=REFUSED):
             refuse_in_state(Folder(spelled.format(root=root, link=link, bucket=bucket, below=below)))
@@ -70,37 +70,37 @@ def test_a_savepoint_in_a_root_is_refused(root: Path) -> None:
 
 
 @pytest.mark.parametrize("query_folder", [f"t1700000000000-{'ab' * 16}", f"{QUERY}.r{'0' * 12}"])
-def test_query_folders_of_any_name_are_known(query_folder: str, tmp_path: Path) -> None:
-    state_below(Folder(str(tmp_path / "root")), query_folder)
+def test_query_folders_with_names_of_every_kind_are_recognised(query_folder: str, tmp_path: Path) -> None:
+    write_state(Folder(str(tmp_path / "root")), query_folder)
     with pytest.raises(UsageError, match=REFUSED):
         refuse_in_state(Folder(str(tmp_path / "root" / "savepoint")))
 
 
-def test_a_savepoint_beside_a_root_is_taken(root: Path) -> None:
-    beside = root.parent / "savepoints"
-    # What it may hold itself, and other savepoints beside it.
-    Folder(str(beside / "monday" / "counts" / "3")).put("any.arrow", b"")
+def test_a_savepoint_next_to_a_root_is_accepted(root: Path) -> None:
+    savepoints = root.parent / "savepoints"
+    # The folder may hold files, other savepoints and links.
+    Folder(str(savepoints / "monday" / "counts" / "3")).put("any.arrow", b"")
     Folder(str(root.parent / "link to it")).put("file", b"")
-    (root / "out").symlink_to(beside)
-    for path in (beside / "tuesday", root.parent / "tuesday", root.parent / "root-2", root / "out" / "tuesday"):
+    (root / "out").symlink_to(savepoints)
+    for path in (savepoints / "tuesday", root.parent / "tuesday", root.parent / "root-2", root / "out" / "tuesday"):
         refuse_in_state(Folder(str(path)))
         refuse_in_state(Folder(f"file://{path}"))
 
 
-def test_where_a_folder_above_cannot_be_listed_a_savepoint_is_taken(
+def test_a_savepoint_is_accepted_if_a_parent_folder_cannot_be_listed(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def names(path: str, **_: Any) -> list[str]:
+    def refuse(path: str, **_: Any) -> list[str]:
         raise PermissionError(path)
 
-    monkeypatch.setattr(fsspec.implementations.local.LocalFileSystem, "ls", lambda self, path, **_: names(path))
+    monkeypatch.setattr(fsspec.implementations.local.LocalFileSystem, "ls", lambda self, path, **_: refuse(path))
     refuse_in_state(Folder(str(root / "savepoint")))
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRoot]:
-    with small_root(tmp_path_factory.mktemp("small"), batches=2) as made:
-        yield made
+    with small_root(tmp_path_factory.mktemp("small"), batches=2) as root:
+        yield root
 
 
 def copy(source: Folder, target: Folder) -> None:
@@ -116,12 +116,12 @@ def rescale(source: Folder, target: Folder) -> None:
 
 
 def look_in_a_task(source: Folder, target: Folder) -> None:
-    """As `stop_with_savepoint`, `write_savepoint` and `import_native` do first, and `take_savepoint` in `begin`."""
+    """Check the target in a task, as `stop_with_savepoint`, `write_savepoint`, `import_native` and `take_savepoint` do."""
     list(savepoint_tasks.refuse({"savepoint": target.root, "savepoint_options": {}}, []))
 
 
 @pytest.mark.parametrize("write", [copy, transform, rescale, look_in_a_task])
-def test_every_writer_refuses_it_and_writes_nothing(
+def test_every_writer_refuses_a_savepoint_below_a_root_and_writes_no_files(
     write: Callable[[Folder, Folder], None], small: SmallRoot, root: Path
 ) -> None:
     source = savepoint_of(small.job, root.parent / "savepoint")

@@ -1,4 +1,4 @@
-"""A bucket's state in a savepoint: whole by itself, whatever the query's own files are like and become."""
+"""A bucket's state in a savepoint is complete without the query's own files."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from tests.helpers.soak import examples
 FORMS = [NATIVE, CANONICAL]
 
 
-def saved(life: Life, pointer: Pointer, form: str, name: str = "savepoint", verify: bool = False) -> BucketCopy:
+def save(life: Life, pointer: Pointer, form: str, name: str = "savepoint", verify: bool = False) -> BucketCopy:
     target = Folder(str(life.local / name)).child("3")
     return save_bucket(
         pointer, life.replicas(), target, form, SCHEMA, life.local, reading=ReadOptions(verify=verify), writer=WRITER
     )
 
 
-def started(life: Life, it: SavedBucket, name: str = "savepoint") -> Model:
-    """The state that a savepoint gives, by itself, on an empty disk."""
+def restore(life: Life, bucket: SavedBucket, name: str = "savepoint") -> Model:
+    """Return the state that a savepoint alone gives on an empty disk."""
     folder = Folder(str(life.local / name)).child("3")
-    pointer = replace(it.pointer, replication={"savepoint": ReplicationStatus(it.pointer.ref)})
+    pointer = replace(bucket.pointer, replication={"savepoint": ReplicationStatus(bucket.pointer.ref)})
     store = LocalStore.at(life.local / f"started-{len(life.stores)}", SCHEMA)
     life.stores.append(store)
     replicas = sole_replica(folder, life.local, "savepoint")
@@ -52,19 +52,19 @@ def started(life: Life, it: SavedBucket, name: str = "savepoint") -> Model:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("batches", [0, 1, 2, 7, 40])
-def test_a_saved_bucket_is_whole_by_itself(life: Life, form: str, batches: int) -> None:
+def test_a_saved_bucket_can_be_restored_after_the_querys_files_are_deleted(life: Life, form: str, batches: int) -> None:
     for _ in range(batches):
         life.batch()
-    copy = saved(life, life.pointers[-1], form)
+    copy = save(life, life.pointers[-1], form)
     life.settle()
     shutil.rmtree(life.local / "a", ignore_errors=True)
-    assert started(life, copy.saved) == life.models[-1]
+    assert restore(life, copy.saved) == life.models[-1]
     assert not copy.saved.pointer.inline
     assert not copy.saved.pointer.replication
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_only_inline_becomes_files(life: Life, form: str) -> None:
+def test_inline_deltas_become_files_of_the_savepoint(life: Life, form: str) -> None:
     life.batch()
     life.settle()
     life.batch({})
@@ -72,26 +72,26 @@ def test_what_is_only_inline_becomes_files(life: Life, form: str) -> None:
     life.batch()
     life.batch()
     assert len(life.pointers[-1].inline) == 2
-    copy = saved(life, life.pointers[-1], form)
+    copy = save(life, life.pointers[-1], form)
     life.manager("a").gate.set()
-    assert started(life, copy.saved) == life.models[-1]
+    assert restore(life, copy.saved) == life.models[-1]
 
 
-def test_a_snapshot_that_never_came_is_done_without(life: Life) -> None:
+def test_a_missing_unconfirmed_snapshot_is_replaced_by_older_files(life: Life) -> None:
     life.history(30)
     pointer = life.pointers[-1]
     assert pointer.lineage[0].ref.version > 1
-    gone = life.local / "a" / "3" / f"{pointer.lineage[0].ref}.{SNAPSHOT}.arrow"
-    gone.unlink(missing_ok=True)
-    copy = saved(life, pointer, NATIVE)
-    # It reaches further back than the pointer says.
+    snapshot = life.local / "a" / "3" / f"{pointer.lineage[0].ref}.{SNAPSHOT}.arrow"
+    snapshot.unlink(missing_ok=True)
+    copy = save(life, pointer, NATIVE)
+    # The saved lineage goes further back than that of the pointer.
     assert copy.saved.pointer.lineage[0].ref.version < pointer.lineage[0].ref.version
-    assert started(life, copy.saved) == life.models[-1]
+    assert restore(life, copy.saved) == life.models[-1]
 
 
 def test_a_native_savepoint_of_a_local_disk_copies_no_bytes(life: Life) -> None:
     life.history(30)
-    copy = saved(life, life.pointers[-1], NATIVE)
+    copy = save(life, life.pointers[-1], NATIVE)
     assert copy.duplicated == len(copy.saved.files)
     assert not copy.streamed_bytes
     for file in copy.saved.files:
@@ -99,99 +99,97 @@ def test_a_native_savepoint_of_a_local_disk_copies_no_bytes(life: Life) -> None:
         assert os.path.samefile(mine, theirs)
 
 
-def test_saving_twice_makes_the_same(life: Life) -> None:
+def test_saving_twice_returns_the_same_files(life: Life) -> None:
     life.history(12)
-    first, second = (saved(life, life.pointers[-1], NATIVE) for _ in range(2))
+    first, second = (save(life, life.pointers[-1], NATIVE) for _ in range(2))
     assert first.saved == second.saved
     assert second.duplicated == 0
 
 
-def test_files_go_through_the_process_where_stores_cannot_duplicate(
-    life: Life, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "link", _cross_device)
+def test_files_are_streamed_if_the_store_cannot_duplicate_them(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", refuse_link)
     life.history(12)
-    copy = saved(life, life.pointers[-1], NATIVE)
+    copy = save(life, life.pointers[-1], NATIVE)
     assert copy.streamed == len(copy.saved.files)
     assert not copy.duplicated
-    assert started(life, copy.saved) == life.models[-1]
+    assert restore(life, copy.saved) == life.models[-1]
 
 
-def _cross_device(*args: object, **kwargs: object) -> None:
+def refuse_link(*args: object, **kwargs: object) -> None:
     raise OSError(18, "Invalid cross-device link")
 
 
-def test_a_damaged_file_is_not_copied_as_if_it_were_whole(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_not_copied(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
     life.history(5)
-    copy = saved(life, life.pointers[-1], NATIVE)
+    copy = save(life, life.pointers[-1], NATIVE)
     file = copy.saved.files[-1]
     path = life.local / "a" / "3" / file.name
     data = bytearray(path.read_bytes())
     data[200] ^= 1
     path.unlink()
     path.write_bytes(data)
-    monkeypatch.setattr(os, "link", _cross_device)
+    monkeypatch.setattr(os, "link", refuse_link)
     with pytest.raises(CorruptFileError):
         copy_file(Folder(str(path.parent)), file, Folder(str(life.local / "other")), life.local)
     assert not (life.local / "other").exists() or not list((life.local / "other").iterdir())
 
 
-def _flip_a_byte(path: Path) -> None:
-    """Another file in its place, with other rows; its header and its footer say what they said."""
+def flip_byte(path: Path) -> None:
+    """Replace a file by one with a changed row, but the same header and footer."""
     data = bytearray(path.read_bytes())
-    # Behind the magic and the schema.
+    # This is after the magic and the schema.
     data[16 + int.from_bytes(data[12:16], "little") + 100] ^= 1
     path.unlink()
     path.write_bytes(data)
 
 
-def test_a_damaged_file_is_found_when_it_is_asked_for(life: Life) -> None:
+def test_a_damaged_file_is_detected_with_verify_or_at_the_restore(life: Life) -> None:
     life.history(5)
     pointer = life.pointers[-1]
-    file = saved(life, pointer, NATIVE, "first").saved.files[-1]
-    _flip_a_byte(life.local / "a" / "3" / file.name)
-    # Linked unread; who starts from it would be told.
-    unread = saved(life, pointer, NATIVE, "second")
+    file = save(life, pointer, NATIVE, "first").saved.files[-1]
+    flip_byte(life.local / "a" / "3" / file.name)
+    # The file is linked without being read, so only a restore detects the damage.
+    unread = save(life, pointer, NATIVE, "second")
     with pytest.raises(CorruptFileError):
-        started(life, unread.saved, "second")
+        restore(life, unread.saved, "second")
     with pytest.raises(CorruptFileError, match=file.name):
-        saved(life, pointer, NATIVE, "third", verify=True)
+        save(life, pointer, NATIVE, "third", verify=True)
 
 
-def test_a_damaged_file_is_taken_from_another_backend(tmp_path: Path) -> None:
+def test_verify_replaces_a_damaged_file_by_the_one_of_another_backend(tmp_path: Path) -> None:
     life = Life(tmp_path, names=("a", "b"))
     try:
         life.history(5)
         pointer = life.pointers[-1]
-        file = saved(life, pointer, NATIVE, "first").saved.files[-1]
-        _flip_a_byte(life.local / "a" / "3" / file.name)
-        copy = saved(life, pointer, NATIVE, "second", verify=True)
+        file = save(life, pointer, NATIVE, "first").saved.files[-1]
+        flip_byte(life.local / "a" / "3" / file.name)
+        copy = save(life, pointer, NATIVE, "second", verify=True)
         assert os.path.samefile(life.local / "second" / "3" / file.name, life.local / "b" / "3" / file.name)
-        assert started(life, copy.saved, "second") == life.models[-1]
+        assert restore(life, copy.saved, "second") == life.models[-1]
     finally:
         for store in life.stores:
             store.close()
 
 
-def test_a_file_that_is_gone_is_named(life: Life) -> None:
+def test_the_error_names_the_missing_checkpoint(life: Life) -> None:
     life.history(5)
     pointer = life.pointers[-1]
     shutil.rmtree(life.local / "a" / "3")
     with pytest.raises(MissingCheckpointError, match=str(pointer.lineage[-1].ref.version)):
-        saved(life, pointer, NATIVE)
+        save(life, pointer, NATIVE)
 
 
-def test_a_file_that_is_there_is_left_alone(life: Life) -> None:
+def test_a_file_that_is_already_there_is_not_copied_again(life: Life) -> None:
     life.history(5)
-    copy = saved(life, life.pointers[-1], NATIVE)
+    copy = save(life, life.pointers[-1], NATIVE)
     source, target = (Folder(str(life.local / name)).child("3") for name in ("a", "savepoint"))
     assert {copy_file(source, file, target, life.local) for file in copy.saved.files} == {CopyMethod.THERE}
 
 
 @pytest.mark.parametrize("wrong", ["source", "target"])
-def test_a_file_that_is_not_what_was_announced_is_named_where_it_is(life: Life, wrong: str) -> None:
+def test_the_error_names_the_path_of_a_file_with_unexpected_contents(life: Life, wrong: str) -> None:
     life.history(5)
-    copy = saved(life, life.pointers[-1], NATIVE)
+    copy = save(life, life.pointers[-1], NATIVE)
     source, target = (Folder(str(life.local / name)).child("3") for name in ("a", "other"))
     file = copy.saved.files[-1]
     path = Path({"source": source, "target": target}[wrong].where(file.name))
@@ -202,13 +200,13 @@ def test_a_file_that_is_not_what_was_announced_is_named_where_it_is(life: Life, 
         copy_file(source, file, target, life.local)
 
 
-def test_a_saved_pointer_names_no_place(life: Life) -> None:
+def test_a_saved_pointer_refers_to_no_query_folder_application_or_marker(life: Life) -> None:
     life.history(8)
     pointer = replace(life.pointers[-1], query_folder="mine", made_by="app", partitioning=("run", 2))
-    it = saved(life, pointer, NATIVE).saved.pointer
-    assert (it.query_folder, it.made_by, it.partitioning, it.markers) == ("", None, None, {})
-    # What clean-up and timeouts go by stays.
-    assert (it.heartbeats, it.calls, it.rows) == (pointer.heartbeats, pointer.calls, pointer.rows)
+    saved = save(life, pointer, NATIVE).saved.pointer
+    assert (saved.query_folder, saved.made_by, saved.partitioning, saved.markers) == ("", None, None, {})
+    # Clean-up and timeouts need these values.
+    assert (saved.heartbeats, saved.calls, saved.rows) == (pointer.heartbeats, pointer.calls, pointer.rows)
 
 
 @settings(max_examples=examples(15), deadline=None)
@@ -220,16 +218,16 @@ def test_any_batch_of_any_history_can_be_saved(tmp_path_factory: pytest.TempPath
             keys = data.draw(st.sets(st.sampled_from(KEYS[:6]), max_size=3))
             life.batch({key: None if data.draw(st.booleans()) else Row(at) for key in keys})
         for form in FORMS:
-            copy = saved(life, life.pointers[-1], form, form)
-            assert started(life, copy.saved, form) == life.models[-1]
+            copy = save(life, life.pointers[-1], form, form)
+            assert restore(life, copy.saved, form) == life.models[-1]
         life.settle()
     finally:
         for store in life.stores:
             store.close()
 
 
-def test_two_attempts_make_one_file(life: Life) -> None:
-    """One on another host comes late, and leaves what the first has announced."""
+def test_two_attempts_at_a_canonical_savepoint_return_the_same_file(life: Life) -> None:
+    """The second attempt, on another host, leaves the file of the first one unchanged."""
     life.history(12)
     target = Folder(str(life.local / "savepoint")).child("3")
     copies = [
@@ -245,24 +243,24 @@ def test_two_attempts_make_one_file(life: Life) -> None:
         for host in ("one", "another with a longer name")
     ]
     assert copies[0].saved == copies[1].saved
-    assert started(life, copies[0].saved) == life.models[-1]
+    assert restore(life, copies[0].saved) == life.models[-1]
 
 
 @pytest.mark.parametrize("becomes", ["missing", "another"])
-def test_no_manifest_names_a_file_that_is_not_there(life: Life, becomes: str) -> None:
+def test_a_savepoint_with_a_missing_or_changed_file_is_refused(life: Life, becomes: str) -> None:
     life.history(12)
-    bucket = saved(life, life.pointers[-1], CANONICAL).saved
+    bucket = save(life, life.pointers[-1], CANONICAL).saved
     (life.local / "savepoint" / "3").rename(life.local / "moved")
     (life.local / "savepoint" / bucket.operator).mkdir()
     place = life.local / "savepoint" / bucket.operator / "3"
     (life.local / "moved").rename(place)
-    operators = {bucket.operator: OperatorFile(bucket.operator, "query", 8, _schema("k"), _schema("n"))}
+    operators = {bucket.operator: OperatorFile(bucket.operator, "query", 8, make_schema("k"), make_schema("n"))}
     header = SavepointHeader("1" * 32, CANONICAL, 0, operators, "0", "query", 1)
     savepoint = Folder(str(life.local / "savepoint"))
-    others = (
+    empty_buckets = (
         SavedBucket(bucket.operator, n, replace(first_pointer(n), operator=bucket.operator), ()) for n in range(8)
     )
-    manifest = SavepointManifest(header, tuple(bucket if it.bucket == 3 else it for it in others))
+    manifest = SavepointManifest(header, tuple(bucket if empty.bucket == 3 else empty for empty in empty_buckets))
     refuse_incomplete(savepoint, manifest)
     (file,) = bucket.files
     if becomes == "missing":
@@ -273,6 +271,6 @@ def test_no_manifest_names_a_file_that_is_not_there(life: Life, becomes: str) ->
         refuse_incomplete(savepoint, manifest)
 
 
-def _schema(name: str) -> str:
+def make_schema(name: str) -> str:
     field = {"name": name, "type": "long", "nullable": True, "metadata": {}}
     return json.dumps({"type": "struct", "fields": [field]})

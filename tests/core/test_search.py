@@ -1,4 +1,4 @@
-"""Searching sorted hashes: the same answer as NumPy's search, however the hashes are spread."""
+"""The search in sorted hashes returns what NumPy's search returns, for any distribution of the hashes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ SHAPES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(deadline=None, max_examples=25)
 @given(rows=st.integers(1, 20_000), wanted=st.integers(0, 300), seed=st.integers(0, 2**32 - 1))
-def test_any_spread(shape: str, rows: int, wanted: int, seed: int) -> None:
+def test_first_at_least_returns_what_numpy_returns_for_any_distribution(
+    shape: str, rows: int, wanted: int, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     hashes = np.sort(SHAPES[shape](rng.integers(0, 2**64, rows, dtype=np.uint64)))
     edges = np.array([0, 2**64 - 1, hashes[0], hashes[-1]], dtype=np.uint64)
-    asked = np.sort(
+    targets = np.sort(
         np.concatenate([hashes[rng.integers(0, rows, wanted)], rng.integers(0, 2**64, wanted, dtype=np.uint64), edges])
     )
-    assert np.array_equal(first_at_least(hashes, asked), np.searchsorted(hashes, asked, side="left"))
+    assert np.array_equal(first_at_least(hashes, targets), np.searchsorted(hashes, targets, side="left"))
