@@ -1,4 +1,4 @@
-"""Files that are sent a second time, and what is compared before a file counts as confirmed."""
+"""Files that are sent a second time, and the comparison before a file counts as confirmed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def backup_of(folder: Folder, scratch: Path, timeout_s: float = 0.0) -> FilesBac
     return FilesBackup(folder, BackendContext("a", {}, "counts", "", 3, CallerExecutor(), scratch, timeout_s))
 
 
-def sent(backup: FilesBackup, file: SealedFile, ref: CheckpointRef | None = None) -> None:
+def send(backup: FilesBackup, file: SealedFile, ref: CheckpointRef | None = None) -> None:
     ref = ref or CheckpointRef(1, new_checkpoint_id())
     backup.upload(ref, backup.snapshot(ref, {STATE: file})).result()
 
@@ -59,12 +59,12 @@ def share(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
 
 
 class Failing(ByNameNode):
-    """A name node that goes away."""
+    """A name node that can become unreachable."""
 
-    gone = False
+    is_down = False
 
     def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
-        if not os.path.exists(path2) and type(self).gone:
+        if not os.path.exists(path2) and type(self).is_down:
             raise ConnectionError("the name node does not answer")
         super().mv(path1, path2, **kwargs)
 
@@ -72,10 +72,10 @@ class Failing(ByNameNode):
 def test_a_confirmed_delta_outlives_an_attempt_that_sends_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spark commits the attempt that knows of the confirmation; the other one dies while it sends."""
+    """Spark commits the attempt that has seen the confirmation; the other one fails while it sends the delta again."""
     root = str(tmp_path / "root")
 
-    def host(name: str) -> Callable[[Pointer], Bucket]:
+    def make_host(name: str) -> Callable[[Pointer], Bucket]:
         uploads = WorkerUploads()
         uploads.owner = f"{os.getpid()} {name}"
         folder = Folder(root, {"implementation": f"{__name__}.Failing"}).child("3")
@@ -86,70 +86,76 @@ def test_a_confirmed_delta_outlives_an_attempt_that_sends_it_again(
             store, replicas, pointer, WRITER, CommitContext(tmp_path, options=CommitOptions(), uploads=uploads)
         )
 
-    here, there = host("here"), host("there")
+    here, there = make_host("here"), make_host("there")
     first = here(first_pointer()).commit(buffer_of({KEYS[0]: Row(1)}, tmp_path)).pointer
     assert len(first.inline) == 1
     second = here(first).commit(buffer_of({KEYS[1]: Row(2)}, tmp_path)).pointer
-    assert first.inline[0].name not in [delta.name for delta in second.inline], "confirmed, so only the backend has it"
-    monkeypatch.setattr(Failing, "gone", True)
+    assert first.inline[0].name not in [delta.name for delta in second.inline], (
+        "the first delta is confirmed, so it must be in the backend only"
+    )
+    monkeypatch.setattr(Failing, "is_down", True)
     there(first).commit(buffer_of({KEYS[1]: Row(2)}, tmp_path))
-    monkeypatch.setattr(Failing, "gone", False)
-    assert host("fresh")(second).read(scan) == {KEYS[0]: Row(1), KEYS[1]: Row(2)}
+    monkeypatch.setattr(Failing, "is_down", False)
+    assert make_host("fresh")(second).read(scan) == {KEYS[0]: Row(1), KEYS[1]: Row(2)}
 
 
-def test_what_is_there_stays(share: Folder, sealed: SealedFile, tmp_path: Path) -> None:
-    sent(backup_of(share, tmp_path), sealed)
+def test_a_file_that_exists_with_the_same_bytes_is_not_written_again(
+    share: Folder, sealed: SealedFile, tmp_path: Path
+) -> None:
+    send(backup_of(share, tmp_path), sealed)
     before = os.stat(tmp_path / "root" / sealed.name)
-    sent(backup_of(share, tmp_path), sealed)
+    send(backup_of(share, tmp_path), sealed)
     after = os.stat(tmp_path / "root" / sealed.name)
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     assert os.listdir(tmp_path / "root") == [sealed.name]
 
 
-def damaged(path: Path) -> bytes:
-    """Another byte in the middle."""
+def damage_file(path: Path) -> bytes:
+    """Change the byte in the middle of a file, and return the new content."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 0xFF
     path.write_bytes(data)
     return bytes(data)
 
 
-def test_a_damaged_one_is_replaced_where_that_is_one_step(sealed: SealedFile, tmp_path: Path) -> None:
+def test_a_damaged_file_is_replaced_if_the_store_replaces_files_atomically(sealed: SealedFile, tmp_path: Path) -> None:
     folder = Folder(str(tmp_path / "root"))
-    sent(backup_of(folder, tmp_path), sealed)
-    damaged(tmp_path / "root" / sealed.name)
-    sent(backup_of(folder, tmp_path), sealed)
+    send(backup_of(folder, tmp_path), sealed)
+    damage_file(tmp_path / "root" / sealed.name)
+    send(backup_of(folder, tmp_path), sealed)
     assert folder.get(sealed.name) == sealed.get_range(0, sealed.size_bytes)
 
 
-def test_a_damaged_one_is_told_of_elsewhere(share: Folder, sealed: SealedFile, tmp_path: Path) -> None:
-    """At once: trying again would not help."""
-    sent(backup_of(share, tmp_path), sealed)
-    content = damaged(tmp_path / "root" / sealed.name)
+def test_a_damaged_file_is_an_error_if_the_store_does_not_replace_files_atomically(
+    share: Folder, sealed: SealedFile, tmp_path: Path
+) -> None:
+    """The error comes at once, because a retry would not help."""
+    send(backup_of(share, tmp_path), sealed)
+    content = damage_file(tmp_path / "root" / sealed.name)
     began_s = time.monotonic()
     with pytest.raises(StorageError, match=r"exists with other bytes .* delete it, and start again"):
-        sent(backup_of(share, tmp_path, timeout_s=10 * WAIT_S), sealed)
+        send(backup_of(share, tmp_path, timeout_s=10 * WAIT_S), sealed)
     assert time.monotonic() - began_s < WAIT_S
     assert share.get(sealed.name) == content
 
 
-def test_a_snapshot_of_another_writer_is_as_good(share: Folder, tmp_path: Path) -> None:
-    """Its rows may be laid out otherwise; what it says of itself and its checksum tell that it is whole."""
+def test_an_intact_snapshot_of_another_writer_is_accepted(share: Folder, tmp_path: Path) -> None:
+    """Its layout may differ; its header and its checksum show that it is complete."""
     ref = CheckpointRef(1, new_checkpoint_id())
     files = []
     for version in ("1", "2"):
         header = LineageHeader(SNAPSHOT, "counts", 3, ref, None, (), 0, WRITER, version)
         files.append(seal(header, SCHEMA, buffer_of({KEYS[0]: Row(1)}, tmp_path), tmp_path))
-    sent(backup_of(share, tmp_path), files[0], ref)
-    sent(backup_of(share, tmp_path), files[1], ref)
+    send(backup_of(share, tmp_path), files[0], ref)
+    send(backup_of(share, tmp_path), files[1], ref)
     assert share.get(files[0].name) == files[0].get_range(0, files[0].size_bytes)
-    damaged(tmp_path / "root" / files[0].name)
+    damage_file(tmp_path / "root" / files[0].name)
     with pytest.raises(StorageError, match="exists with other bytes"):
-        sent(backup_of(share, tmp_path), files[1], ref)
+        send(backup_of(share, tmp_path), files[1], ref)
 
 
 class Damaging(Folder):
-    """A folder to which one byte arrives otherwise than it was sent."""
+    """A folder that changes one byte of each file on its way."""
 
     at = 0.5
 
@@ -164,7 +170,7 @@ class Damaging(Folder):
 
 @pytest.mark.parametrize("at", [0.0, 0.3, 0.5, 0.999999])
 @pytest.mark.parametrize("store", ["disk", "s3"])
-def test_every_byte_is_compared(
+def test_a_byte_that_is_damaged_on_its_way_is_detected_wherever_it_is(
     at: float, store: str, sealed: SealedFile, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if store == "disk":
@@ -174,7 +180,7 @@ def test_every_byte_is_compared(
         folder = Damaging(s3.root(tmp_path.name), s3.options)
     folder.at = at
     with pytest.raises(StorageError, match="reads differently: the upload was torn or damaged on its way"):
-        sent(backup_of(folder, tmp_path), sealed)
+        send(backup_of(folder, tmp_path), sealed)
 
 
 def test_a_large_file_is_compared_in_pieces(tmp_path: Path) -> None:
@@ -192,12 +198,12 @@ def test_a_large_file_is_compared_in_pieces(tmp_path: Path) -> None:
 
     path = tmp_path / "sealed"
     path.write_bytes(bytes(LARGE_BYTES))
-    sent(backup_of(Sized(str(tmp_path / "root")), tmp_path), SealedFile("file", LARGE_BYTES, None, path))
+    send(backup_of(Sized(str(tmp_path / "root")), tmp_path), SealedFile("file", LARGE_BYTES, None, path))
     assert sum(sizes) == LARGE_BYTES
     assert max(sizes) <= 8 << 20
 
 
-def test_a_share_is_no_store_that_replaces() -> None:
+def test_only_local_disks_and_memory_replace_files_atomically() -> None:
     assert not Folder("/root", {"implementation": f"{Share.__module__}.Share"}).replaces
     assert Folder("/root").replaces
     assert Folder("memory://root").replaces

@@ -1,4 +1,4 @@
-"""The index of snapshot files of format 3: what it says is what is there, and no part of a file is believed without it."""
+"""The index of snapshot files of format 3: it describes the body exactly, and each part of a file is checked with it."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ HEADER = LineageHeader(SNAPSHOT, "counts", 3, REF, None, (), 0, WRITER, "0.1.0")
 NAME = file_name(REF, SNAPSHOT)
 
 
-def written(batches: list[pa.RecordBatch], header: LineageHeader = HEADER) -> bytes:
+def write_snapshot(batches: list[pa.RecordBatch], header: LineageHeader = HEADER) -> bytes:
     file = io.BytesIO()
     write_checkpoint(file, header, SCHEMA, batches)
     return file.getvalue()
 
 
-def large() -> bytes:
-    """Two chunks, several blocks."""
+def make_large_snapshot() -> bytes:
+    """Return a snapshot with two chunks and several blocks."""
     keys = np.arange(600_000)
-    return written([rows_of(keys, keys * 2)])
+    return write_snapshot([rows_of(keys, keys * 2)])
 
 
 def index_of(data: bytes) -> tuple[BodyRecord, SnapshotIndex]:
@@ -59,7 +59,7 @@ def index_of(data: bytes) -> tuple[BodyRecord, SnapshotIndex]:
     step=st.integers(1_000, 3 << 20),
 )
 @settings(max_examples=40, deadline=None)
-def test_checksums_of_blocks_follow_from_those_of_pieces(length: int, more: int, step: int) -> None:
+def test_the_checksums_of_blocks_can_be_computed_from_those_of_pieces(length: int, more: int, step: int) -> None:
     data = np.random.default_rng(length).bytes(max(0, length + more))
     pieces, blocks = PieceDigest(), BlockDigest()
     for at in range(0, len(data), step):
@@ -70,14 +70,14 @@ def test_checksums_of_blocks_follow_from_those_of_pieces(length: int, more: int,
     assert pieces.hexdigest() == blocks.hexdigest()
 
 
-def test_the_index_says_what_a_look_at_all_rows_says() -> None:
-    data = large()
+def test_the_index_matches_what_reading_all_rows_gives() -> None:
+    data = make_large_snapshot()
     record, index = index_of(data)
     run = Run("0" * 32, REF, REF, None, True, record.rows, 0, (), record.length)
-    found = read_chunks(pa.py_buffer(data), run, SCHEMA.arrow, "file")
-    assert chunks_of(index) == found
-    assert len(found) == 2
-    assert found[0].timeout_max > found[0].timeout_min == 0
+    chunks = read_chunks(pa.py_buffer(data), run, SCHEMA.arrow, "file")
+    assert chunks_of(index) == chunks
+    assert len(chunks) == 2
+    assert chunks[0].timeout_max > chunks[0].timeout_min == 0
     body = data[: record.length]
     assert index.blocks() == [zlib.crc32(body[at : at + BLOCK_BYTES]) for at in range(0, len(body), BLOCK_BYTES)]
     for first in range(0, len(index.pieces), 100):
@@ -85,8 +85,8 @@ def test_the_index_says_what_a_look_at_all_rows_says() -> None:
         index.check(first, data[start:end], "file")
 
 
-def test_any_arrow_reader_reads_such_a_file_and_a_stream() -> None:
-    data = large()
+def test_any_arrow_reader_can_read_an_indexed_snapshot_as_a_file_or_a_stream() -> None:
+    data = make_large_snapshot()
     _, index = index_of(data)
     with pa.ipc.open_file(pa.py_buffer(data)) as reader:
         table = reader.read_all()
@@ -95,20 +95,20 @@ def test_any_arrow_reader_reads_such_a_file_and_a_stream() -> None:
         ]
     assert table.num_rows == 600_000
     assert pa.ipc.open_stream(data[8:]).read_all() == table
-    # A chunk on its own, from where the index says.
+    # A single chunk can be read at the offset that the index gives.
     last = index.chunks[-1]
     part = pa.ipc.read_record_batch(pa.py_buffer(data[last.offset : last.offset + last.size_bytes]), SCHEMA.arrow)
     assert pa.Table.from_batches([part]) == table.slice(600_000 - last.rows)
 
 
 def test_a_snapshot_without_rows_has_an_index_without_chunks() -> None:
-    record, index = index_of(written([]))
+    record, index = index_of(write_snapshot([]))
     assert (index.rows, index.chunks, len(index.pieces)) == (0, (), 1)
     assert index.body_bytes == record.length
 
 
-def test_both_ends_are_one_read_where_the_index_is_small() -> None:
-    data, reads = large(), []
+def test_a_small_index_and_the_footer_are_fetched_in_one_read() -> None:
+    data, reads = make_large_snapshot(), []
 
     def read(start: int, end: int) -> bytes:
         reads.append((start, end))
@@ -116,21 +116,21 @@ def test_both_ends_are_one_read_where_the_index_is_small() -> None:
 
     read_announced_index(read, len(data), "file")
     assert reads == [(len(data) - (64 << 10), len(data))]
-    assert len(data) - index_of(data)[0].length < len(data) / 1_000, "the index takes little room"
+    assert len(data) - index_of(data)[0].length < len(data) / 1_000, "the index must be small"
 
 
 @pytest.mark.parametrize("form", ["delta", "format 1", "format 2"])
-def test_other_files_have_none(form: str, tmp_path: Path) -> None:
+def test_deltas_and_files_of_older_formats_have_no_index(form: str, tmp_path: Path) -> None:
     header = replace(HEADER, kind=DELTA, format=1) if form == "delta" else replace(HEADER, format=int(form[-1]))
-    data = written([rows_of(np.arange(10), np.arange(10))], header)
+    data = write_snapshot([rows_of(np.arange(10), np.arange(10))], header)
     assert read_announced_index(lambda start, end: data[start:end], len(data), "file")[1] is None
     files = Folder(str(tmp_path / "root"))
     files.put(file_name(REF, header.kind), data)
     assert read_checkpoint(files, REF, header.kind, SCHEMA, tmp_path).header == header
 
 
-def _sealed(data: bytes, index: bytes) -> bytes:
-    """A file with other bytes in the place of its index, and the right record of them."""
+def replace_index(data: bytes, index: bytes) -> bytes:
+    """Return a file with another index and a correct record of it."""
     record, old = index_of(data)
     begin = record.length + 8
     rest = data[begin + len(old.encode()) :]
@@ -141,7 +141,7 @@ def _sealed(data: bytes, index: bytes) -> bytes:
     )
 
 
-def _read(data: bytes, tmp_path: Path) -> list[pa.RecordBatch]:
+def read_damaged(data: bytes, tmp_path: Path) -> list[pa.RecordBatch]:
     files = Folder(str(tmp_path / "root"))
     files.put(NAME, data)
     with pytest.raises(CorruptFileError) as verified:
@@ -152,11 +152,11 @@ def _read(data: bytes, tmp_path: Path) -> list[pa.RecordBatch]:
     raise read.value
 
 
-def test_an_index_that_contradicts_itself_or_the_body_is_not_believed(tmp_path: Path) -> None:
-    data = written([rows_of(np.arange(100), np.arange(100))])
+def test_an_index_that_contradicts_itself_or_the_body_is_refused(tmp_path: Path) -> None:
+    data = write_snapshot([rows_of(np.arange(100), np.arange(100))])
     _, index = index_of(data)
     (chunk,) = index.chunks
-    assert _sealed(data, index.encode()) == data
+    assert replace_index(data, index.encode()) == data
     wrong: list[tuple[SnapshotIndex, str]] = [
         (replace(index, pieces=index.pieces ^ np.uint32(1)), "another body"),
         (replace(index, rows=99, chunks=(replace(chunk, rows=99),)), "another body"),
@@ -174,35 +174,42 @@ def test_an_index_that_contradicts_itself_or_the_body_is_not_believed(tmp_path: 
     ]
     wrong += [(replace(index, chunks=(replace(chunk, **change),)), "not in order") for change in changes]
     twice = replace(index, rows=200, chunks=(chunk, chunk))
-    for made, why in [*wrong, (twice, "not in order")]:
+    for changed, why in [*wrong, (twice, "not in order")]:
         with pytest.raises(CorruptFileError, match=why):
-            _read(_sealed(data, made.encode()), tmp_path)
+            read_damaged(replace_index(data, changed.encode()), tmp_path)
 
 
-def test_senseless_bytes_in_the_place_of_an_index(tmp_path: Path) -> None:
-    data = written([rows_of(np.arange(100), np.arange(100))])
+def test_an_unreadable_index_is_refused(tmp_path: Path) -> None:
+    data = write_snapshot([rows_of(np.arange(100), np.arange(100))])
     good = index_of(data)[1].encode()
-    for made in (b"", b"SSEX", good[:-8], good + bytes(8), b"XXXX" + good[4:], random.Random(7).randbytes(len(good))):
+    for content in (
+        b"",
+        b"SSEX",
+        good[:-8],
+        good + bytes(8),
+        b"XXXX" + good[4:],
+        random.Random(7).randbytes(len(good)),
+    ):
         with pytest.raises(CorruptFileError, match=r"^the index of .* cannot be read"):
-            _read(_sealed(data, made), tmp_path)
+            read_damaged(replace_index(data, content), tmp_path)
     many = good[:36] + struct.pack("<II", 2**32 - 1, 2**32 - 1) + good[44:]
     with pytest.raises(CorruptFileError, match="cannot be read"):
-        _read(_sealed(data, many), tmp_path)
+        read_damaged(replace_index(data, many), tmp_path)
 
 
-def test_a_file_whose_record_of_the_index_is_lost_is_damaged(tmp_path: Path) -> None:
-    data = written([rows_of(np.arange(100), np.arange(100))])
+def test_a_file_with_a_missing_or_wrong_index_record_is_refused(tmp_path: Path) -> None:
+    data = write_snapshot([rows_of(np.arange(100), np.arange(100))])
     at = data.rindex(b"index=")
     with pytest.raises(CorruptFileError, match="has format 3, but its footer has another one"):
-        _read(data[:at] + b"Index=" + data[at + 6 :], tmp_path)
+        read_damaged(data[:at] + b"Index=" + data[at + 6 :], tmp_path)
     record, index = index_of(data)
     moved = IndexRecord(record.length, len(index.encode()), "0" * 32).encode()
     with pytest.raises(CorruptFileError, match="that is not between body and footer"):
-        _read(data[:at] + moved + data[at + len(moved) :], tmp_path)
+        read_damaged(data[:at] + moved + data[at + len(moved) :], tmp_path)
 
 
-def test_a_part_that_is_damaged_or_cut_short_is_noticed() -> None:
-    data = large()
+def test_a_damaged_or_truncated_part_of_the_body_is_detected() -> None:
+    data = make_large_snapshot()
     _, index = index_of(data)
     part = bytearray(data[5 * PIECE_BYTES : 8 * PIECE_BYTES])
     index.check(5, bytes(part), "file")
@@ -216,34 +223,33 @@ def test_a_part_that_is_damaged_or_cut_short_is_noticed() -> None:
 
 
 def test_a_restored_file_takes_its_chunks_from_the_index(tmp_path: Path) -> None:
-    """The same run as where all rows are looked at, and nothing but messages' heads is read a second time."""
+    """The run is the same as after reading all rows, and only the heads of messages are read a second time."""
     runs = []
     for form in (2, 3):
         keys = np.arange(600_000)
-        data = written([rows_of(keys, keys * 2)], replace(HEADER, format=form))
+        data = write_snapshot([rows_of(keys, keys * 2)], replace(HEADER, format=form))
         files = Folder(str(tmp_path / str(form)))
         files.put(NAME, data)
         store = LocalStore.at(tmp_path / f"store-{form}", SCHEMA)
         keep = store.incoming()
-        found = read_checkpoint(files, REF, SNAPSHOT, SCHEMA, tmp_path, keep)
-        assert found.copy is not None
-        assert (found.copy.index is not None) == (form == 3)
-        copy = found.copy
+        copy = read_checkpoint(files, REF, SNAPSHOT, SCHEMA, tmp_path, keep).copy
+        assert copy is not None
+        assert (copy.index is not None) == (form == 3)
         runs.append(store.ingest(keep, copy.body_bytes, copy.blocks, copy.rows, REF, copy.index))
         store.end_incoming(keep)
         assert store.view(REF).expired(1_000).num_rows == 100
         store.close()
-    with_lengths = [replace(run, key="", file_bytes=0, blocks=(), chunks=()) for run in runs]
-    assert with_lengths[0] == with_lengths[1]
-    # The header is longer, as it names the index.
-    moved = runs[1].chunks[0].offset - runs[0].chunks[0].offset
-    assert moved > 0
-    assert runs[1].chunks == tuple(replace(chunk, offset=chunk.offset + moved) for chunk in runs[0].chunks)
+    comparable = [replace(run, key="", file_bytes=0, blocks=(), chunks=()) for run in runs]
+    assert comparable[0] == comparable[1]
+    # The header of format 3 is longer, because it names the index.
+    shift = runs[1].chunks[0].offset - runs[0].chunks[0].offset
+    assert shift > 0
+    assert runs[1].chunks == tuple(replace(chunk, offset=chunk.offset + shift) for chunk in runs[0].chunks)
 
 
-def test_an_index_that_leads_elsewhere_is_no_way_in(tmp_path: Path) -> None:
+def test_a_store_refuses_an_index_with_wrong_offsets_or_row_counts(tmp_path: Path) -> None:
     keys = np.arange(600_000)
-    data = written([rows_of(keys, keys * 2)])
+    data = write_snapshot([rows_of(keys, keys * 2)])
     record, index = index_of(data)
     store = LocalStore.at(tmp_path / "store", SCHEMA)
     first, last = index.chunks
@@ -260,8 +266,8 @@ def test_an_index_that_leads_elsewhere_is_no_way_in(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_bytes_of_an_index_are_those_of_the_page() -> None:
-    """Made by hand, as `docs/format.md` says."""
+def test_an_index_is_encoded_as_the_format_page_describes() -> None:
+    """The expected bytes are built by hand from `docs/format.md`."""
     chunk = IndexedChunk(800, 160, 2, 1, 5, 2**64 - 1, -3, 9)
     index = SnapshotIndex(960, 2, 1, (chunk,), np.array([zlib.crc32(bytes(960))], dtype=np.uint32))
     head = struct.pack("<4sIQQQII", b"SSEX", 16_384, 960, 2, 1, 1, 1)

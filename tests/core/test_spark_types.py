@@ -1,4 +1,4 @@
-"""Spark's schema language as Arrow types, and what is refused."""
+"""Spark's schemas as Arrow types, and the types that are refused."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from arrow_schemas import RowSchema, key_fields, normalise_type, state_fields
 from arrow_schemas.errors import UnsupportedTypeError, UsageError
 
 
-def _schema(spark: Any, name: str = "col", nullable: bool = True, metadata: dict[str, Any] | None = None) -> str:
+def make_schema(spark: Any, name: str = "col", nullable: bool = True, metadata: dict[str, Any] | None = None) -> str:
     field = {"name": name, "type": spark, "nullable": nullable, "metadata": metadata or {}}
     return json.dumps({"type": "struct", "fields": [field]})
 
 
-def _array_of(element: Any) -> dict[str, Any]:
+def array_of(element: Any) -> dict[str, Any]:
     return {"type": "array", "elementType": element, "containsNull": True}
 
 
-def _struct_of(**fields: Any) -> dict[str, Any]:
+def struct_of(**fields: Any) -> dict[str, Any]:
     return {
         "type": "struct",
         "fields": [{"name": n, "type": t, "nullable": True, "metadata": {}} for n, t in fields.items()],
     }
 
 
-def _map_of(key: Any, value: Any) -> dict[str, Any]:
+def map_of(key: Any, value: Any) -> dict[str, Any]:
     return {"type": "map", "keyType": key, "valueType": value, "valueContainsNull": True}
 
 
@@ -49,32 +49,32 @@ _PLAIN: list[tuple[Any, pa.DataType]] = [
     ("date", pa.date32()),
     ("timestamp", pa.timestamp("us", tz="UTC")),
     ("timestamp_ntz", pa.timestamp("us")),
-    (_array_of("long"), pa.list_(pa.field("element", pa.int64()))),
-    (_struct_of(a="long", b="string"), pa.struct([("a", pa.int64()), ("b", pa.string())])),
+    (array_of("long"), pa.list_(pa.field("element", pa.int64()))),
+    (struct_of(a="long", b="string"), pa.struct([("a", pa.int64()), ("b", pa.string())])),
     (
-        _array_of(_struct_of(t="timestamp", d="decimal(3,1)")),
+        array_of(struct_of(t="timestamp", d="decimal(3,1)")),
         pa.list_(pa.field("element", pa.struct([("t", pa.timestamp("us", tz="UTC")), ("d", pa.decimal128(3, 1))]))),
     ),
 ]
 
 
 @pytest.mark.parametrize(("spark", "arrow"), _PLAIN, ids=lambda value: str(value)[:40])
-def test_each_type_of_keys_and_state(spark: Any, arrow: pa.DataType) -> None:
+def test_spark_types_of_keys_and_state_map_to_arrow_types(spark: Any, arrow: pa.DataType) -> None:
     for read in (key_fields, state_fields):
-        (field,) = read(_schema(spark))
+        (field,) = read(make_schema(spark))
         assert (field.name, field.type, field.nullable) == ("col", arrow, True)
-        # Normal form is a fixed point: what is stored needs no further conversion.
+        # The type is already in normal form, so that stored values need no further conversion.
         assert normalise_type(field.type) == field.type
-    assert not state_fields(_schema(spark, nullable=False))[0].nullable
+    assert not state_fields(make_schema(spark, nullable=False))[0].nullable
 
 
-def test_maps_are_for_state_only() -> None:
-    spark = _map_of("string", _array_of("long"))
-    (field,) = state_fields(_schema(spark))
+def test_maps_are_allowed_in_state_but_not_in_keys() -> None:
+    spark = map_of("string", array_of("long"))
+    (field,) = state_fields(make_schema(spark))
     assert field.type == pa.map_(pa.string(), pa.list_(pa.field("element", pa.int64())))
-    for nested in (spark, _array_of(spark), _struct_of(m=spark)):
+    for nested in (spark, array_of(spark), struct_of(m=spark)):
         with pytest.raises(UnsupportedTypeError, match=r"'col.*map"):
-            key_fields(_schema(nested))
+            key_fields(make_schema(nested))
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_maps_are_for_state_only() -> None:
 def test_types_without_a_stable_form_are_refused_by_name(spark: Any) -> None:
     for read, role in ((key_fields, "key"), (state_fields, "state")):
         with pytest.raises(UnsupportedTypeError, match=f"{role} column 'col'"):
-            read(_schema(spark))
+            read(make_schema(spark))
         with pytest.raises(UnsupportedTypeError, match=r"'col.inner.element'"):
-            read(_schema(_struct_of(inner=_array_of(spark))))
+            read(make_schema(struct_of(inner=array_of(spark))))
 
 
 @pytest.mark.parametrize(
@@ -96,30 +96,30 @@ def test_types_without_a_stable_form_are_refused_by_name(spark: Any) -> None:
     [
         ("string", {"__COLLATIONS": {"col": "icu.UNICODE_CI"}}),
         ("string collate UTF8_LCASE", {}),
-        (_array_of("string"), {"__COLLATIONS": {"col.element": "spark.UTF8_LCASE"}}),
+        (array_of("string"), {"__COLLATIONS": {"col.element": "spark.UTF8_LCASE"}}),
     ],
 )
-def test_collated_strings_are_refused_as_keys_and_fine_as_state(spark: Any, metadata: dict[str, Any]) -> None:
+def test_collated_strings_are_refused_as_keys_and_accepted_as_state(spark: Any, metadata: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedTypeError, match=r"key column 'col.*collation"):
-        key_fields(_schema(spark, metadata=metadata))
-    assert state_fields(_schema(spark, metadata=metadata))[0].type in (
+        key_fields(make_schema(spark, metadata=metadata))
+    assert state_fields(make_schema(spark, metadata=metadata))[0].type in (
         pa.string(),
         pa.list_(pa.field("element", pa.string())),
     )
 
 
-def test_a_binary_collation_is_none() -> None:
+def test_a_binary_collation_is_accepted_in_keys() -> None:
     for metadata in ({"__COLLATIONS": {"col": "spark.UTF8_BINARY"}}, {"comment": "x"}):
-        assert key_fields(_schema("string", metadata=metadata))[0].type == pa.string()
+        assert key_fields(make_schema("string", metadata=metadata))[0].type == pa.string()
 
 
-def test_collation_of_a_maps_key_leaves_its_numbers_alone() -> None:
+def test_the_collation_of_a_maps_key_does_not_affect_its_values() -> None:
     metadata = {"__COLLATIONS": {"col.key": "icu.UNICODE_CI"}}
-    (field,) = state_fields(_schema(_map_of("string", "long"), metadata=metadata))
+    (field,) = state_fields(make_schema(map_of("string", "long"), metadata=metadata))
     assert field.type == pa.map_(pa.string(), pa.int64())
 
 
-def test_keys_are_needed_and_schemas_are_structs() -> None:
+def test_a_key_schema_without_columns_or_that_is_no_struct_is_refused() -> None:
     with pytest.raises(UsageError, match="at least one key column"):
         key_fields(json.dumps({"type": "struct", "fields": []}))
     assert state_fields(json.dumps({"type": "struct", "fields": []})) == ()
@@ -127,7 +127,7 @@ def test_keys_are_needed_and_schemas_are_structs() -> None:
         state_fields('"long"')
 
 
-def test_row_schema_has_room_for_any_name() -> None:
+def test_a_row_schema_accepts_column_names_equal_to_its_own() -> None:
     names = ["key_hash", "deleted", "timeout_ms", "a b.c", "ü"]
     fields = tuple(pa.field(name, pa.int64(), nullable=False) for name in names)
     schema = RowSchema(fields, fields)
