@@ -1,4 +1,4 @@
-"""Bounded memory: what goes to disk comes back as it was."""
+"""Sorting and buffering with bounded memory: spilled rows are read back unchanged."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ _HASHES = st.one_of(
     st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**63 - 1, 2**63, 2**64 - 1]), st.integers(2**53, 2**53 + 3)
 )
 _BATCHES = st.lists(st.lists(_HASHES, max_size=30), max_size=8)
-# As numbers of the store, and as Spark's signed hashes.
+# The store has unsigned hashes, and Spark has signed ones.
 _TYPES = st.sampled_from([pa.uint64(), pa.int64()])
 
 
-def _batches(hashes: list[list[int]], data_type: pa.DataType) -> list[pa.RecordBatch]:
-    made, count = [], 0
+def make_batches(hashes: list[list[int]], data_type: pa.DataType) -> list[pa.RecordBatch]:
+    batches, count = [], 0
     for part in hashes:
         column = pa.array(np.array(part, dtype=np.uint64).view(data_type.to_pandas_dtype()), data_type)
         rows = pa.array([f"row {count + i}" for i in range(len(part))])
         count += len(part)
-        made.append(pa.record_batch({"hash": column, "row": rows}))
-    return made
+        batches.append(pa.record_batch({"hash": column, "row": rows}))
+    return batches
 
 
 @given(hashes=_BATCHES, data_type=_TYPES, memory=st.sampled_from([1, 200, 1_000, 1 << 20]))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-def test_hash_sorter_is_a_sort(hashes: list[list[int]], data_type: pa.DataType, memory: int, tmp_path: Path) -> None:
+def test_hash_sorter_returns_all_rows_sorted_by_ranges_of_hashes(
+    hashes: list[list[int]], data_type: pa.DataType, memory: int, tmp_path: Path
+) -> None:
     sorter = HashSorter(tmp_path, "hash", memory)
-    batches = _batches(hashes, data_type)
+    batches = make_batches(hashes, data_type)
     for batch in batches:
         sorter.add(batch)
     seen: list[tuple[int, str]] = []
@@ -55,14 +57,14 @@ def test_hash_sorter_is_a_sort(hashes: list[list[int]], data_type: pa.DataType, 
             seen += rows
         assert upper > lower
         lower = upper
-    assert uppers[-1] == 2**64 - 1, "the ranges cover every hash"
+    assert uppers[-1] == 2**64 - 1, "the ranges must cover every hash"
     flat = [h for part in hashes for h in part]
     assert sorted(seen) == sorted((h, f"row {i}") for i, h in enumerate(flat))
     assert sorter.rows == len(flat)
-    assert list(tmp_path.iterdir()) == [], "spill files have no name"
+    assert list(tmp_path.iterdir()) == [], "spill files must have no name"
 
 
-def test_ranges_fit_the_budget(tmp_path: Path) -> None:
+def test_ranges_of_the_hash_sorter_fit_its_memory(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     memory = 1 << 20
     sorter = HashSorter(tmp_path, "hash", memory)
@@ -77,7 +79,7 @@ def test_ranges_fit_the_budget(tmp_path: Path) -> None:
     assert sum(table.num_rows for _, table in ranges if table is not None) == 200_000
 
 
-def test_one_key_is_never_divided(tmp_path: Path) -> None:
+def test_rows_of_one_hash_stay_in_one_range(tmp_path: Path) -> None:
     sorter = HashSorter(tmp_path, "hash", 1_000)
     for i in range(20):
         sorter.add(pa.record_batch({"hash": pa.array([7] * 100, pa.uint64()), "row": [str(i)] * 100}))
@@ -87,20 +89,22 @@ def test_one_key_is_never_divided(tmp_path: Path) -> None:
 
 @given(hashes=_BATCHES, memory=st.sampled_from([0, 100, 1_000, 1 << 20]))
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-def test_spill_buffer_keeps_order(hashes: list[list[int]], memory: int, tmp_path: Path) -> None:
-    batches = [batch for batch in _batches(hashes, pa.uint64()) if batch.num_rows]
+def test_spill_buffer_returns_its_batches_in_order_every_time(
+    hashes: list[list[int]], memory: int, tmp_path: Path
+) -> None:
+    batches = [batch for batch in make_batches(hashes, pa.uint64()) if batch.num_rows]
     buffer = SpillBuffer(tmp_path, memory)
     for batch in batches:
         buffer.append(batch)
     for _ in range(2):
-        assert list(buffer) == batches, "and can be read again"
+        assert list(buffer) == batches, "the buffer must return the same batches each time"
     assert buffer.rows == sum(batch.num_rows for batch in batches)
     assert (buffer.spilled_bytes > 0) == (memory < 1_000 and bool(batches)) or memory >= 100
     assert list(tmp_path.iterdir()) == []
 
 
 def test_memory_stays_bounded(tmp_path: Path) -> None:
-    """200 MB pass through a sorter and a buffer of 8 MiB each; Arrow never holds more than about twice one of them."""
+    """200 MB pass through a sorter and a buffer of 8 MiB each; Arrow holds at most about twice the size of one of them."""
     script = """
 import sys
 from pathlib import Path
@@ -129,7 +133,7 @@ print(pa.default_memory_pool().max_memory() >> 20)
     assert 4 < int(done.stdout) < 20, f"{done.stdout.strip()} MiB at most"
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_store_full_error(tmp_path: Path) -> None:
     with small_disk(tmp_path) as disk:
         buffer = SpillBuffer(disk, 100)
         batch = pa.record_batch({"row": [b"x" * 1000] * 5_000})
@@ -139,6 +143,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert list(disk.iterdir()) == []
 
 
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+def test_a_missing_spill_folder_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="absent"):
         SpillBuffer(tmp_path / "absent", 0).append(pa.record_batch({"row": [1]}))

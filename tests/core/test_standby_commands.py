@@ -25,14 +25,14 @@ from tests.helpers.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 UNITS = ROOT / "docs" / "operating" / "standby"
-# What lines begin with that are for peers.
+# The prefix of commented-out lines that turn on peers.
 PEERS = "# peers: "
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    with job_of(tmp_path) as made:
-        yield made
+    with job_of(tmp_path) as job:
+        yield job
 
 
 def command(*arguments: str) -> list[str]:
@@ -51,7 +51,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_the_service_as_a_process(tmp_path: Path, job: Job) -> None:
+def test_the_standby_service_runs_as_a_process(tmp_path: Path, job: Job) -> None:
     for number in range(2):
         job.batch(changes(number))
     root = str(tmp_path / "root")
@@ -60,7 +60,7 @@ def test_the_service_as_a_process(tmp_path: Path, job: Job) -> None:
     assert run("status", root).returncode == 1
     (tmp_path / "c").mkdir()
     environment = {**os.environ, "SPARK_STATE_EXT_HOST": "c"}
-    # Without a command, it is `run`.
+    # The default command is `run`.
     service = subprocess.Popen(
         command(f"{root}/", "--local-dir", str(tmp_path / "c"), "--port", "0", "--address", "127.0.0.1"),
         stderr=subprocess.PIPE,
@@ -70,15 +70,15 @@ def test_the_service_as_a_process(tmp_path: Path, job: Job) -> None:
     )
     try:
         assert service.stderr is not None
-        told = service.stderr.readline()
-        assert told.startswith(f"standby of {root}/ on c; port "), told
+        line = service.stderr.readline()
+        assert line.startswith(f"standby of {root}/ on c; port "), line
         done = run("status", root, "--wait", "--timeout", str(WAIT_S), "--replicas", "-o", "json")
         assert done.returncode == 0, done.stderr
         rows = json.loads(done.stdout)
         assert [(row["bucket"], row["active"], row["host"], row["in_sync"]) for row in rows] == [
             (bucket, "a", "c", True) for bucket in range(BUCKETS)
         ]
-        # Where a task finds it whose job has the root with that slash.
+        # A task of a job whose root has the trailing slash finds the stores in the same folders.
         stores = FollowedRoot(f"{root}/", {}, str(tmp_path / "c"))
         assert all(stores.store_folder(key, 0).is_dir() for key in keys_of(job))
         assert run("status", root, "--safe-to-remove", "a").returncode == 0
@@ -86,14 +86,15 @@ def test_the_service_as_a_process(tmp_path: Path, job: Job) -> None:
         assert done.returncode == 2
         assert "there is no host a.example.org" in done.stderr
         assert done.stderr.rstrip().endswith("Known hosts: a, c")
-        port = told.split("port ")[1].split()[0]
+        port = line.split("port ")[1].split()[0]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
             assert answer.status == 200
         service.send_signal(signal.SIGTERM)
         assert service.wait(WAIT_S) == 0
         lines = service.stderr.read().splitlines()
         assert (
-            sum(" INFO the copy of bucket " in it and " is restored up to version 2: " in it for it in lines) == BUCKETS
+            sum(" INFO the copy of bucket " in line and " is restored up to version 2: " in line for line in lines)
+            == BUCKETS
         )
         assert lines[-1] == "stopped"
     finally:
@@ -102,10 +103,10 @@ def test_the_service_as_a_process(tmp_path: Path, job: Job) -> None:
     done = run("status", root, "-o", "jsonl")
     assert done.returncode == 1
     hosts = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(it["host"], it["alive"], it["replicas"]) for it in hosts] == [("c", False, 0)]
+    assert [(host["host"], host["alive"], host["replicas"]) for host in hosts] == [("c", False, 0)]
 
 
-def test_before_the_first_batch(tmp_path: Path, job: Job) -> None:
+def test_status_and_settings_work_before_the_first_batch(tmp_path: Path, job: Job) -> None:
     root = str(tmp_path / "root")
     done = run("status", root)
     assert (done.returncode, done.stdout) == (2, "")
@@ -134,8 +135,8 @@ def test_before_the_first_batch(tmp_path: Path, job: Job) -> None:
             hosts.running["c"].turn()
             time.sleep(0.05)
         hosts.end("c")
-        told = waiting.communicate()
-        assert (waiting.returncode, json.loads(told[0])[-1]["in_sync"]) == (0, BUCKETS), told
+        output = waiting.communicate()
+        assert (waiting.returncode, json.loads(output[0])[-1]["in_sync"]) == (0, BUCKETS), output
     finally:
         waiting.kill()
         waiting.wait()
@@ -148,18 +149,18 @@ def test_before_the_first_batch(tmp_path: Path, job: Job) -> None:
         (["run", "root", "--local-dir", "{0}/c"], "the root must be a URL or an absolute path"),
         (["run", "{0}/root", "--local-dir", "c"], "--local-dir must be an absolute path"),
         (["status", "{0}", "--timeout", "3"], "--timeout limits how long --wait waits"),
-        # Not taken for a root.
+        # A misspelt command is not mistaken for a root.
         (["statsu", "{0}"], "No such command 'statsu'"),
     ],
 )
-def test_a_call_that_cannot_be_meant_is_refused(tmp_path: Path, arguments: list[str], why: str) -> None:
-    done = run(*(it.format(tmp_path) for it in arguments))
+def test_invalid_arguments_are_refused(tmp_path: Path, arguments: list[str], why: str) -> None:
+    done = run(*(argument.format(tmp_path) for argument in arguments))
     assert done.returncode == 2
     assert why.format(tmp_path) in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_said_of_an_operator_that_cannot_be_read(tmp_path: Path, job: Job) -> None:
+def test_status_fails_if_an_operator_file_is_unreadable(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     (path,) = Path(job.folder.root).glob("operator_*.json")
     path.write_bytes(b"damaged")
@@ -171,22 +172,22 @@ def test_nothing_is_said_of_an_operator_that_cannot_be_read(tmp_path: Path, job:
     assert json.loads(done.stdout)["enabled"] is False
 
 
-def test_a_local_folder_that_cannot_be_used_is_told_at_once(tmp_path: Path) -> None:
+def test_an_unusable_local_folder_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("a file")
     done = run("run", str(tmp_path / "root"), "--local-dir", str(tmp_path / "c"))
     assert done.returncode == 3
     assert f"the local folder {tmp_path / 'c'}/spark_state_ext-{os.getuid()} cannot be used" in done.stderr
 
 
-def test_a_port_that_is_taken_is_told_by_one_line(tmp_path: Path) -> None:
+def test_a_used_peer_port_is_an_error_of_one_line(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow.flight", reason="this PyArrow has no Flight")
     secret = {SECRET_VARIABLE: "0123456789abcdef"}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        where = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = run(str(tmp_path / "root"), "--local-dir", str(tmp_path / "c"), "--peer-listen", where, **secret)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        done = run(str(tmp_path / "root"), "--local-dir", str(tmp_path / "c"), "--peer-listen", address, **secret)
     assert done.returncode == 3
     (line,) = done.stderr.splitlines()
-    assert f"peers cannot be answered on {where}" in line
+    assert f"peers cannot be answered on {address}" in line
 
 
 # -- the files for systemd and Kubernetes ---------------------------------------------------------
@@ -194,12 +195,12 @@ def test_a_port_that_is_taken_is_told_by_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not on this machine")
 @pytest.mark.parametrize("peers", [False, True])
-def test_the_unit_is_one(tmp_path: Path, peers: bool) -> None:
+def test_the_systemd_unit_is_valid(tmp_path: Path, peers: bool) -> None:
     text = (UNITS / "spark-state-ext-standby.service").read_text()
     if peers:
         text = text.replace(PEERS, "")
         assert "--peer-listen" in text
-    # Only what is on this machine can be verified.
+    # systemd verifies that the program and the user exist on this machine.
     program = tmp_path / "spark-state-ext"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
@@ -208,30 +209,32 @@ def test_the_unit_is_one(tmp_path: Path, peers: bool) -> None:
         text.replace("/opt/spark/venv/bin/spark-state-ext", str(program)).replace("User=spark", "User=root")
     )
     done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
-    about_it = [line for line in done.stderr.splitlines() if "spark-state-ext" in line]
-    assert about_it == []
+    complaints = [line for line in done.stderr.splitlines() if "spark-state-ext" in line]
+    assert complaints == []
 
 
 @pytest.mark.parametrize("peers", [False, True])
 def test_the_daemon_set_runs_the_command(peers: bool) -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML comes with moto, whose server other tests need")
     text = (UNITS / "daemonset.yaml").read_text()
-    (found,) = yaml.safe_load_all(text.replace(PEERS, "") if peers else text)
-    assert (found["kind"], found["apiVersion"]) == ("DaemonSet", "apps/v1")
-    pod = found["spec"]["template"]["spec"]
+    (daemon_set,) = yaml.safe_load_all(text.replace(PEERS, "") if peers else text)
+    assert (daemon_set["kind"], daemon_set["apiVersion"]) == ("DaemonSet", "apps/v1")
+    pod = daemon_set["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["hostPID"] is True
     assert container["command"] == ["spark-state-ext", "standby", "run"]
     arguments = container["args"]
-    given = dict(it.removeprefix("--").split("=") for it in arguments[:-1])
-    # Typer itself says whether it knows them.
+    given = dict(argument.removeprefix("--").split("=") for argument in arguments[:-1])
+    # Typer checks whether the options exist.
     done = run("run", *arguments[:-1], "--help")
     assert done.returncode == 0, done.stderr
     (mount,) = container["volumeMounts"]
     assert given["local-dir"] == mount["mountPath"]
-    ports = {it["name"]: it["containerPort"] for it in container["ports"]}
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert given["port"] == str(ports["metrics"])
     assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
     assert given.get("peer-listen") == (f"0.0.0.0:{ports['peers']}" if peers else None)
-    secrets = [it["valueFrom"]["secretKeyRef"]["name"] for it in container["env"] if it["name"] == SECRET_VARIABLE]
+    secrets = [
+        entry["valueFrom"]["secretKeyRef"]["name"] for entry in container["env"] if entry["name"] == SECRET_VARIABLE
+    ]
     assert len(secrets) == peers

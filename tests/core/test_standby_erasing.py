@@ -1,4 +1,4 @@
-"""What a standby service holds of keys that are erased from the past while it runs."""
+"""A standby service while `erase_history` removes keys from old files: its replicas no longer have the keys."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.helpers.waiting import WAIT_S
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_replica_begins_again_from_files_without_the_keys(
+def test_a_replica_is_rebuilt_from_the_files_without_the_erased_keys(
     stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The service goes on while the query is stopped, and looks at the files as soon as a new operator file is there."""
+    """The service runs while the query is stopped, and lists the files as soon as there is a new operator file."""
     life = life_at(tmp_path)
     lived(life)
     clock = VirtualClock()
@@ -45,20 +45,20 @@ def test_a_replica_begins_again_from_files_without_the_keys(
         assert follower.drain(WAIT_S)
         follower.tick()
 
-    def rewritten(*given: Any) -> int:
+    def follow_and_rewrite(*given: Any) -> int:
         follow()
         return rewrite(*given)
 
     follow()
-    monkeypatch.setattr("spark_state_ext.erasing.history.rewrite", rewritten)
+    monkeypatch.setattr("spark_state_ext.erasing.history.rewrite", follow_and_rewrite)
     if stopped:
-        # As if the run was stopped after it had rewritten the last file: the second operator file is not made.
-        made, create = [], Folder.create
+        # Stop after all files are rewritten, but before the second operator file is written.
+        operator_files, create = [], Folder.create
 
         def create_once(self: Folder, name: str, data: bytes) -> bool:
             if name.startswith("operator_"):
-                made.append(name)
-                if len(made) == 2:
+                operator_files.append(name)
+                if len(operator_files) == 2:
                     raise StorageError("stopped")
             return create(self, name, data)
 
@@ -66,7 +66,7 @@ def test_a_replica_begins_again_from_files_without_the_keys(
             patched.setattr(Folder, "create", create_once)
             erase(life)
         follow()
-        assert erase(life).files == 0, "no file has the keys any longer"
+        assert erase(life).files == 0, "no file may have the keys any longer"
     else:
         assert erase(life).files > 2
     follow()
@@ -76,12 +76,12 @@ def test_a_replica_begins_again_from_files_without_the_keys(
     numbers = [int(path.stem.partition("_")[2]) for path in (tmp_path / PLACE).glob("operator_*.json")]
     store_folder = root.store_folder(key, max(numbers))
     follower.close()
-    # Where the next task on this host looks.
+    # The next task on this host opens this folder.
     assert store_folder.is_dir()
     assert files_with(TEXT, store_folder) == []
     store = LocalStore.at(store_folder, SCHEMA)
     bucket = Bucket(store, life.replicas(PLACE), life.pointers[-1], WRITER, CommitContext(tmp_path / "scratch"))
     assert bucket.read(scan) == life.models[-1]
     assert bucket.fetched_files == 0
-    for other in (store, *life.stores):
-        other.close()
+    for opened in (store, *life.stores):
+        opened.close()

@@ -1,4 +1,4 @@
-"""A follower against a dict, between any two steps of the active; and followers that are broken, which are found."""
+"""A follower compared with a dict, in any order of steps of active and follower. Broken followers are detected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.soak import examples
 
 
 class FollowerMachine(RuleBasedStateMachine):
-    """The active and a follower, between any two steps of each other; `World` plays Spark."""
+    """Steps of the active and of a follower in any order; `World` acts as Spark."""
 
     follower_class: type[BucketFollower] = BucketFollower
 
@@ -36,7 +36,7 @@ class FollowerMachine(RuleBasedStateMachine):
         self.base = Path(tempfile.mkdtemp(prefix="follower-machine-"))
         self.world = World(self.base / "world", follower_class=self.follower_class)
         self.runs = 0
-        # Nothing was written since the service began: of what it finds then, times alone tell which line it is on.
+        # True until the first write after a service start: until then, only file times show which lineage is current.
         self.unsure = False
 
     def teardown(self) -> None:
@@ -45,12 +45,12 @@ class FollowerMachine(RuleBasedStateMachine):
 
     @rule(changed=change_sets(max_size=5), attempts=st.integers(1, 3), follows=st.booleans(), data=st.data())
     def batch(self, changed: dict[Key, Row | None], attempts: int, follows: bool, data: st.DataObject) -> None:
-        made = []
+        results = []
         for _ in range(attempts):
-            made.append(self.world.attempt(changed))
+            results.append(self.world.attempt(changed))
             if follows:
                 self.world.follower.step()
-        self.world.commit(data.draw(st.sampled_from(made)))
+        self.world.commit(data.draw(st.sampled_from(results)))
         self.unsure = False
 
     @rule(changed=change_sets(max_size=5))
@@ -68,39 +68,41 @@ class FollowerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def go_back(self, data: st.DataObject) -> None:
         self.world.go_back(data.draw(st.integers(1, len(self.world.history) - 2)))
-        # Pointers of old batches may need what is merged or pruned by now.
+        # Pointers of old batches may need runs that are merged or pruned by now.
         self.unsure = True
 
     @rule()
-    def service_begins_again(self) -> None:
+    def restart_service(self) -> None:
         self.world.stores.close()
         self.world.follow()
         self.unsure = True
 
     @rule()
-    def store_is_removed(self) -> None:
-        """By `reclaim` of another process. The task's process is this one here, and has it open no more."""
+    def remove_store(self) -> None:
+        """`reclaim` of another process removes the store; the task's process, which is this one, has closed it."""
         self.world.task().close()
         shutil.rmtree(self.world.at.stores, ignore_errors=True)
 
     @rule()
     def follow(self) -> None:
-        found = self.world.follower.step()
-        assert found.error is None
-        assert found.is_caught_up
+        result = self.world.follower.step()
+        assert result.error is None
+        assert result.is_caught_up
         if not self.unsure:
             assert self.world.adopted() == 0
         assert covering(self.world.task()) <= self.world.committed
 
     @rule()
-    def a_task_finds_its_state_anyhow(self) -> None:
+    def read_as_task(self) -> None:
         self.world.adopted()
 
 
-def _run(machine: type[FollowerMachine], monkeypatch: pytest.MonkeyPatch, histories: int, fixed: bool = False) -> None:
+def run_machine(
+    machine: type[FollowerMachine], monkeypatch: pytest.MonkeyPatch, histories: int, fixed: bool = False
+) -> None:
     monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 4)
-    # Runs are merged as soon as there are two.
+    # Merge runs as soon as there are two.
     monkeypatch.setattr(compaction, "FANOUT", 2)
     run_state_machine_as_test(
         machine,
@@ -115,33 +117,33 @@ def _run(machine: type[FollowerMachine], monkeypatch: pytest.MonkeyPatch, histor
     )
 
 
-def test_a_follower_against_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
-    _run(FollowerMachine, monkeypatch, examples(15))
+def test_a_follower_has_the_state_of_a_dict_after_any_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_machine(FollowerMachine, monkeypatch, examples(15))
 
 
 class FollowsTheLastOneOnly(BucketFollower):
-    """Of two attempts it loads the one that was written last."""
+    """A broken follower: of two attempts, it loads only the one that was written last."""
 
     def _follow(self, listing: Listing, candidates: Sequence[CheckpointRef]) -> dict[CheckpointRef, StateError]:
         return super()._follow(listing, candidates[-1:])
 
 
-# The first that fails ends the search.
+# The search ends with the first failure.
 BROKEN_MAX = 200
 
 
 class TakesItsStoreForGranted(BucketFollower):
-    """It does not look whether the store is still what it was."""
+    """A broken follower: it does not check whether the store was replaced."""
 
     def _notice_new_store(self) -> None:
         pass
 
 
 @pytest.mark.parametrize("broken", [PrunesToTheNewest, FollowsTheLastOneOnly, TakesItsStoreForGranted])
-def test_broken_followers_are_found(monkeypatch: pytest.MonkeyPatch, broken: type[BucketFollower]) -> None:
+def test_broken_followers_are_detected(monkeypatch: pytest.MonkeyPatch, broken: type[BucketFollower]) -> None:
     class Machine(FollowerMachine):
         follower_class = broken
 
     with pytest.raises(AssertionError):
-        # The same ones each time: whether they find it is no matter of chance.
-        _run(Machine, monkeypatch, BROKEN_MAX, fixed=True)
+        # The histories are the same each time, so that the result does not depend on chance.
+        run_machine(Machine, monkeypatch, BROKEN_MAX, fixed=True)
