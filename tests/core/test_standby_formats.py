@@ -1,4 +1,4 @@
-"""Settings of standby and records of members: round trips, what is refused, and how small they are."""
+"""Standby settings and records of members: round trips, refused values and damage, and sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from arrow_schemas.standby import (
 )
 from tests.helpers.soak import examples
 
-_UNHURRIED = settings(max_examples=examples(50), deadline=None)
+_NO_DEADLINE = settings(max_examples=examples(50), deadline=None)
 _NAMES = st.text(min_size=1, max_size=5)
 _COUNTS = st.integers(0, 2**62)
 _KEYS = st.builds(BucketKey, _NAMES, _NAMES, st.integers(0, 9_999))
@@ -42,7 +42,7 @@ _RECORDS = st.builds(
     _NAMES,
     st.none() | _NAMES,
     _COUNTS,
-    st.lists(_REPLICAS, max_size=12, unique_by=lambda it: it.key).map(tuple),
+    st.lists(_REPLICAS, max_size=12, unique_by=lambda replica: replica.key).map(tuple),
     st.dictionaries(_NAMES, _NAMES, max_size=2),
     st.dictionaries(_KEYS, _COUNTS, max_size=5),
     st.none() | st.floats(0, 1e12),
@@ -57,21 +57,21 @@ _RECORD = MemberRecord(
 _SETTINGS = StandbySettings(True, 2, 5)
 
 
-@_UNHURRIED
+@_NO_DEADLINE
 @given(_RECORDS)
-def test_records_come_back(record: MemberRecord) -> None:
+def test_a_record_is_decoded_as_it_was_encoded(record: MemberRecord) -> None:
     again = MemberRecord.decode(record.encode(), "it")
     assert again == record
     assert again.encode() == record.encode()
     assert again.decided_by == record.decided_by
 
 
-@_UNHURRIED
+@_NO_DEADLINE
 @given(st.booleans(), _COUNTS, st.floats(1e-6, 1e9))
-def test_settings_come_back(enabled: bool, replicas: int, heartbeat_s: float) -> None:
-    told = StandbySettings(enabled, replicas, heartbeat_s)
-    assert StandbySettings.decode(told.encode(), "it") == told
-    assert told.replicas == (replicas if enabled else 0)
+def test_settings_are_decoded_as_they_were_encoded(enabled: bool, replicas: int, heartbeat_s: float) -> None:
+    standby = StandbySettings(enabled, replicas, heartbeat_s)
+    assert StandbySettings.decode(standby.encode(), "it") == standby
+    assert standby.replicas == (replicas if enabled else 0)
 
 
 def test_the_order_of_replicas_does_not_matter() -> None:
@@ -79,32 +79,32 @@ def test_the_order_of_replicas_does_not_matter() -> None:
     one, other = MemberRecord("h", replicas=replicas), MemberRecord("h", replicas=replicas[::-1])
     assert one == other
     assert one.encode() == other.encode()
-    assert [it.key.bucket for it in one.replicas] == [2, 9, 10] * 2
+    assert [replica.key.bucket for replica in one.replicas] == [2, 9, 10] * 2
 
 
-def test_what_changes_with_every_batch_does_not_decide() -> None:
-    def record(**changed: Any) -> MemberRecord:
+def test_values_that_change_with_every_batch_are_not_part_of_decided_by() -> None:
+    def make_record(**changed: Any) -> MemberRecord:
         fields = {"version": 3, "in_sync": True, "active": "other", **changed}
         return MemberRecord("h", replicas=(StandbyReplica(_KEY, **fields),))
 
-    same = [record(), record(version=4, bytes=7, lag_versions=1, lag_bytes=2, lag_s=0.5)]
+    same = [make_record(), make_record(version=4, bytes=7, lag_versions=1, lag_bytes=2, lag_s=0.5)]
     others = [
-        record(in_sync=False),
-        record(active=None),
+        make_record(in_sync=False),
+        make_record(active=None),
         MemberRecord("h"),
         MemberRecord("h", "rack"),
         MemberRecord("h", active={_KEY: 1}),
     ]
     rates = MemberRecord("h", restore_bytes_per_s=1.0, restore_rows_per_s=2.0)
     assert rates.decided_by == MemberRecord("h").decided_by
-    assert len({it.decided_by for it in same}) == 1
-    assert len({it.decided_by for it in (*same, *others)}) == 6
+    assert len({record.decided_by for record in same}) == 1
+    assert len({record.decided_by for record in (*same, *others)}) == 6
 
 
 def test_records_stay_small() -> None:
-    """10,000 buckets of one query and one replica each, on 100 hosts and on 3."""
+    """One query has 10,000 buckets with one replica each, on 100 hosts or on 3."""
 
-    def record(buckets: range) -> MemberRecord:
+    def make_record(buckets: range) -> MemberRecord:
         folder = "0b1c2d3e-0000-4000-8000-000000000000"
         held = (
             StandbyReplica(BucketKey("counts", folder, at), 123_456, 10**8 + at, True, f"host-{at % 100}.example.org")
@@ -113,12 +113,12 @@ def test_records_stay_small() -> None:
         active = {BucketKey("counts", folder, at + 1): 123_456 for at in buckets}
         return MemberRecord("host-17.example.org", "rack", 10**12, tuple(held), active=active)
 
-    assert len(record(range(0, 10_000, 100)).encode()) < 8_000
-    assert len(record(range(0, 10_000, 3)).encode()) < 60 * 3_334
+    assert len(make_record(range(0, 10_000, 100)).encode()) < 8_000
+    assert len(make_record(range(0, 10_000, 3)).encode()) < 60 * 3_334
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "text"),
     [
         (lambda: StandbySettings(cast(Any, 1)), "enabled"),
         (lambda: StandbySettings(standby_replicas=-1), "standby_replicas"),
@@ -146,30 +146,30 @@ def test_records_stay_small() -> None:
         (lambda: MemberRecord("h", doubled=cast(Any, 1)), "doubled a bool"),
     ],
 )
-def test_wrong_values_are_refused(make: Any, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_values_are_refused(make: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
         make()
 
 
-@pytest.mark.parametrize("it", [_RECORD, _SETTINGS], ids=["record", "settings"])
-def test_damaged_bytes_are_noticed(it: MemberRecord | StandbySettings) -> None:
-    data = it.encode()
+@pytest.mark.parametrize("value", [_RECORD, _SETTINGS], ids=["record", "settings"])
+def test_damaged_and_truncated_files_are_refused(value: MemberRecord | StandbySettings) -> None:
+    data = value.encode()
     for at in range(len(data)):
         for flip in (0x01, 0x80):
             damaged = bytearray(data)
             damaged[at] ^= flip
             try:
-                found = type(it).decode(bytes(damaged), "members/it.json")
+                decoded = type(value).decode(bytes(damaged), "members/it.json")
             except (CorruptFileError, VersionSkewError):
                 continue
-            # Only white space is outside the checksum.
-            assert found == it
+            # The checksum covers all bytes except white space.
+            assert decoded == value
     for cut in range(len(data)):
         with pytest.raises(CorruptFileError, match="members/it"):
-            type(it).decode(data[:cut], "members/it.json")
+            type(value).decode(data[:cut], "members/it.json")
 
 
-def _signed(fields: dict[str, Any]) -> bytes:
+def sign(fields: dict[str, Any]) -> bytes:
     fields.pop("checksum", None)
     return json.dumps({**fields, "checksum": compute_checksum(fields)}).encode()
 
@@ -203,7 +203,7 @@ def _signed(fields: dict[str, Any]) -> bytes:
     ],
     ids=str,
 )
-def test_senseless_records_with_a_right_checksum_are_refused(change: dict[str, Any]) -> None:
+def test_invalid_records_with_a_correct_checksum_are_refused(change: dict[str, Any]) -> None:
     fields = json.loads(_RECORD.encode())
     inner = fields["replicas"][0]
     if set(change) <= set(inner) and not (
@@ -213,23 +213,23 @@ def test_senseless_records_with_a_right_checksum_are_refused(change: dict[str, A
     else:
         fields |= change
     with pytest.raises(CorruptFileError, match=r"^it "):
-        MemberRecord.decode(_signed(fields), "it")
+        MemberRecord.decode(sign(fields), "it")
 
 
-def test_a_record_of_format_1_tells_no_rates() -> None:
+def test_a_record_of_format_1_has_no_rates() -> None:
     fields = json.loads(_RECORD.encode())
-    old = {name: it for name, it in fields.items() if not name.startswith("restore_")} | {"format": 1}
-    found = MemberRecord.decode(_signed(old), "it")
-    assert found == replace(_RECORD, restore_bytes_per_s=None, restore_rows_per_s=None)
+    old = {name: value for name, value in fields.items() if not name.startswith("restore_")} | {"format": 1}
+    decoded = MemberRecord.decode(sign(old), "it")
+    assert decoded == replace(_RECORD, restore_bytes_per_s=None, restore_rows_per_s=None)
 
 
-@pytest.mark.parametrize("it", [_RECORD, _SETTINGS], ids=["record", "settings"])
-def test_every_field_is_needed_and_newer_formats_are_refused(it: MemberRecord | StandbySettings) -> None:
-    fields = json.loads(it.encode())
+@pytest.mark.parametrize("value", [_RECORD, _SETTINGS], ids=["record", "settings"])
+def test_a_missing_field_and_a_newer_format_are_refused(value: MemberRecord | StandbySettings) -> None:
+    fields = json.loads(value.encode())
     for name in fields.keys() - {"checksum"}:
         with pytest.raises(StateError, match=r"^it "):
-            type(it).decode(_signed({key: value for key, value in fields.items() if key != name}), "it")
+            type(value).decode(sign({key: value for key, value in fields.items() if key != name}), "it")
     assert (MEMBER_FORMAT, STANDBY_SETTINGS_FORMAT) == (2, 1)
     newer = fields["format"] + 1
     with pytest.raises(VersionSkewError, match=f"format {newer}"):
-        type(it).decode(_signed({**fields, "format": newer}), "it")
+        type(value).decode(sign({**fields, "format": newer}), "it")

@@ -1,4 +1,4 @@
-"""Following many buckets of a root: which there are, how often each is looked at, and what is told of them."""
+"""Following many buckets of a root: which buckets there are, how often they are listed, and which results are reported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.helpers.waiting import WAIT_S
 
 
 class Host:
-    """A host with a follower of a root, whose time a test lets pass."""
+    """A host with a follower of a root and a virtual clock."""
 
     def __init__(self, base: Path, **given: Any) -> None:
         (base / "b").mkdir(exist_ok=True)
@@ -53,7 +53,7 @@ class Host:
         self.follower.hold(self.follower.find().operators)
 
     def pass_time(self, seconds: float = 0.0) -> None:
-        """Let time pass, and do what is due then, to the end."""
+        """Let time pass, and finish all steps that are due."""
         self.clock.sleep(seconds)
         self.follower.tick()
         assert self.follower.drain(WAIT_S)
@@ -63,64 +63,66 @@ class Host:
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     (tmp_path / "scratch").mkdir()
-    made = Job(tmp_path / "root", tmp_path / "scratch")
-    yield made
-    made.close()
+    job = Job(tmp_path / "root", tmp_path / "scratch")
+    yield job
+    job.close()
 
 
 def changes(number: int) -> dict[Any, Row | None]:
     return {key: Row(number) for key in KEYS}
 
 
-def adopted(host: Host, job: Job) -> tuple[Model, int]:
-    """What tasks on the host read, and how many files they fetch for it."""
+def read_as_task(host: Host, job: Job) -> tuple[Model, int]:
+    """Return the state that tasks on the host read, and the number of files that they fetch."""
     model: Model = {}
     fetched = 0
     for bucket, pointer in enumerate(job.pointers[-1]):
         key = BucketKey(job.operator, job.folder.name, bucket)
         store = LocalStore.at(host.root.store_folder(key, 0), SCHEMA)
         replicas = sole_replica(job.folder.child(str(bucket)), job.scratch, "fsspec")
-        it = Bucket(store, replicas, pointer, WRITER, CommitContext(job.scratch))
-        model |= it.read(scan)
-        fetched += it.fetched_files
+        opened = Bucket(store, replicas, pointer, WRITER, CommitContext(job.scratch))
+        model |= opened.read(scan)
+        fetched += opened.fetched_files
     return model, fetched
 
 
-def test_all_buckets_of_a_job(tmp_path: Path, job: Job) -> None:
+def test_a_host_follows_all_buckets_of_a_job(tmp_path: Path, job: Job) -> None:
     host = Host(tmp_path)
     for number in range(5):
         job.batch(changes(number))
         host.hold_all()
         host.pass_time(1.0)
-        assert adopted(host, job) == (job.models[-1], 0)
+        assert read_as_task(host, job) == (job.models[-1], 0)
         followed = host.follower.collect_results()
         assert {key.bucket for key in followed} == {0, 1, 2, 3}
-        assert all(it.is_caught_up and it.batch == number and it.host == "host" for it in followed.values())
+        assert all(
+            result.is_caught_up and result.batch == number and result.host == "host" for result in followed.values()
+        )
     host.follower.close()
 
 
-def test_a_replica_answers_readers_of_its_host(tmp_path: Path, job: Job) -> None:
+def test_a_replica_serves_queryable_state_of_its_host(tmp_path: Path, job: Job) -> None:
     for number in range(6):
         job.batch(changes(number))
-        # LMDB opens no store twice in a process, so the follower ends before the reader begins.
+        # A process cannot open an LMDB store twice, so the follower ends before the reader starts.
         host = Host(tmp_path)
         host.hold_all()
         host.pass_time(1.0)
         host.follower.close()
-        # That the last batch is committed, the next one proves.
+        # Only the next batch proves that the last one is committed.
         if number:
             with open_live(str(tmp_path / "b"), "counts", root=str(tmp_path / "root")) as live:
-                found: Model = {}
+                model: Model = {}
                 for part in live.scan():
                     assert part.batch == number - 1
                     assert part.age_ms < 60_000
-                    found |= as_model(part.rows)
-                assert found == job.models[number - 1]
+                    model |= as_model(part.rows)
+                assert model == job.models[number - 1]
                 name, x = KEYS[0]
                 assert live.get((name, x)).rows.to_pylist()[0]["count"] == number - 1
 
 
-def test_a_task_on_the_host_knows_more_than_its_follower(tmp_path: Path, job: Job) -> None:
+def test_a_newer_committed_record_of_a_task_is_not_overwritten(tmp_path: Path, job: Job) -> None:
     host = Host(tmp_path)
     for number in range(2):
         job.batch(changes(number))
@@ -128,27 +130,27 @@ def test_a_task_on_the_host_knows_more_than_its_follower(tmp_path: Path, job: Jo
     host.pass_time(1.0)
     key = BucketKey(job.operator, job.folder.name, 0)
     folder = host.root.store_folder(key, 0)
-    told = read_committed(folder)
-    assert told is not None
-    assert told.batch == 0
-    mine = CommittedRecord(told.ref, 7, told.called_ms + 3_600_000, "plan", told.namespace)
+    record = read_committed(folder)
+    assert record is not None
+    assert record.batch == 0
+    newer = CommittedRecord(record.ref, 7, record.called_ms + 3_600_000, "plan", record.namespace)
     operator = operator_file(job.operator, job.query_id, job.buckets)
-    write_committed(folder, mine, operator)
+    write_committed(folder, newer, operator)
     job.batch(changes(2))
     host.pass_time(1.0)
-    assert read_committed(folder) == mine
-    # From before the follower saw the newest file: the bucket has moved away since.
-    old = replace(mine, called_ms=told.called_ms)
-    write_committed(folder, old, operator)
+    assert read_committed(folder) == newer
+    # An older record, from before the newest file was written: the bucket has moved to another host since.
+    older = replace(newer, called_ms=record.called_ms)
+    write_committed(folder, older, operator)
     job.batch(changes(3))
     host.pass_time(1.0)
-    now = read_committed(folder)
-    assert now is not None
-    assert (now.batch, now.ref) == (2, job.pointers[-2][0].ref)
+    last = read_committed(folder)
+    assert last is not None
+    assert (last.batch, last.ref) == (2, job.pointers[-2][0].ref)
     host.follower.close()
 
 
-def test_it_finds_what_is_an_operators(tmp_path: Path, job: Job) -> None:
+def test_the_finder_returns_only_folders_of_buckets(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     root = Folder(str(tmp_path / "root"))
     root.child("_standby", "members").put("a.1.1.json", b"{}")
@@ -159,12 +161,12 @@ def test_it_finds_what_is_an_operators(tmp_path: Path, job: Job) -> None:
     root.child("counts", "query", "007").put("x", b"")
     root.child("counts", "query", "4").put("x", b"")
     root.child("nothing", "here").put("x", b"")
-    found = Finder(root).find()
-    assert sorted(found.operators) == [BucketKey("counts", "query", bucket) for bucket in range(4)]
-    assert not found.errors
+    findings = Finder(root).find()
+    assert sorted(findings.operators) == [BucketKey("counts", "query", bucket) for bucket in range(4)]
+    assert not findings.errors
 
 
-def test_one_operator_that_cannot_be_read_does_not_keep_the_others(tmp_path: Path, job: Job) -> None:
+def test_the_finder_reports_an_unreadable_operator_and_returns_the_other_ones(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     root = Folder(str(tmp_path / "root"))
     root.child("others", "q", "0").put("x", b"")
@@ -173,41 +175,41 @@ def test_one_operator_that_cannot_be_read_does_not_keep_the_others(tmp_path: Pat
     finder = Finder(root)
     assert len(finder.find().operators) == 5
     root.child("others", "q").put(operator_file_name(1), b"{}")
-    found = finder.find()
-    assert isinstance(found.errors["others"], CorruptFileError)
-    # What was known of it stays.
-    assert len(found.operators) == 5
+    findings = finder.find()
+    assert isinstance(findings.errors["others"], CorruptFileError)
+    # Its bucket is known from before.
+    assert len(findings.operators) == 5
 
 
-def test_which_query_folders_are_followed() -> None:
+def test_only_query_folders_with_recent_files_are_followed() -> None:
     day_ms = 86_400_000
     moved = {"q": 1_000, "q.r0123456789ab": 2_000, "q.rba9876543210": 1_500}
     assert select_query_folders(moved) == ["q.r0123456789ab"]
-    # Gone back to the old number.
+    # The query went back to the old number of buckets.
     assert select_query_folders({**moved, "q": 3_000}) == ["q"]
-    # Two live queries; and one that was given up.
+    # Two queries are live; of the next pair, one was given up.
     assert select_query_folders({"p": 1_000, "q": 2_000}) == ["p", "q"]
     assert select_query_folders({"p": 1_000, "q": 1_001 + day_ms}) == ["q"]
-    # Of stores that do not tell, all.
+    # If the store does not report times, all folders are followed.
     assert select_query_folders({"p": None, "q": None}) == ["p", "q"]
 
 
-def test_a_query_that_moved_on_is_followed_there(tmp_path: Path, job: Job) -> None:
+def test_a_query_with_a_new_query_folder_is_followed_there(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     host = Host(tmp_path)
     host.hold_all()
     host.pass_time()
     moved = Path(job.folder.root).with_name("query.r0123456789ab")
     shutil.copytree(job.folder.root, moved)
-    # Until a batch there is known to be committed, the folder before is followed.
+    # The old folder is followed until a batch in the new one is known to be committed.
     assert {key.query_folder for key in host.follower.find().operators} == {"query"}
     note_detached(Folder(str(moved)))
     later_s = moved.stat().st_mtime + 100
     for path in moved.rglob("*"):
         os.utime(path, (later_s, later_s))
-    found = host.follower.find().operators
-    assert {key.query_folder for key in found} == {moved.name}
-    host.follower.hold(found)
+    keys = host.follower.find().operators
+    assert {key.query_folder for key in keys} == {moved.name}
+    host.follower.hold(keys)
     host.pass_time(1.0)
     assert {key.query_folder for key in host.follower.collect_results()} == {moved.name}
     with pytest.raises(UsageError, match="call find"):
@@ -215,7 +217,7 @@ def test_a_query_that_moved_on_is_followed_there(tmp_path: Path, job: Job) -> No
     host.follower.close()
 
 
-def test_how_long_a_bucket_is_left_alone() -> None:
+def test_the_wait_of_a_bucket_grows_with_idle_time_and_failures() -> None:
     pace = Pace(poll_s=1.0, idle_s_max=30.0, failed_s_max=60.0)
     assert [next_wait_s(pace, 1.0, False, idle_s) for idle_s in (0, 8, 16, 240, 1e9)] == [1, 1, 2, 30, 30]
     waits = [0.0]
@@ -224,44 +226,42 @@ def test_how_long_a_bucket_is_left_alone() -> None:
     assert waits[1:] == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
-def test_a_bucket_that_nobody_writes_is_listed_less_often(
-    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_bucket_is_listed_less_often(tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.batch(changes(0))
     host = Host(tmp_path)
     host.hold_all()
-    steps = _counted(monkeypatch)
+    steps = count_steps(monkeypatch)
     for _ in range(600):
         host.pass_time(1.0)
-    # 4 buckets, each asked about 8 times as rarely as it is old, and once in 30 s then.
+    # Each of the 4 buckets is listed after an eighth of its idle time, and every 30 s in the end.
     assert 4 * (8 + 600 / 30 - 240 / 30) <= len(steps) <= 4 * 60
     last = len(steps)
     for _ in range(60):
         host.pass_time(1.0)
     assert len(steps) - last == 8
-    # As soon as it is written, it is asked each second again.
+    # After a write, a bucket is listed every second again.
     job.batch(changes(1))
     host.pass_time(30.0)
     last = len(steps)
     host.pass_time(1.0)
     assert len(steps) - last == 4
-    assert adopted(host, job) == (job.models[-1], 0)
+    assert read_as_task(host, job) == (job.models[-1], 0)
     host.follower.close()
 
 
-def _counted(monkeypatch: pytest.MonkeyPatch) -> list[BucketKey]:
+def count_steps(monkeypatch: pytest.MonkeyPatch) -> list[BucketKey]:
     steps: list[BucketKey] = []
     step = BucketFollower.step
 
-    def counted(self: BucketFollower) -> Any:
+    def count_step(self: BucketFollower) -> Any:
         steps.append(self.key)
         return step(self)
 
-    monkeypatch.setattr(BucketFollower, "step", counted)
+    monkeypatch.setattr(BucketFollower, "step", count_step)
     return steps
 
 
-def test_a_store_that_fails_is_asked_less_often_and_told_once(
+def test_a_failing_store_is_listed_less_often_and_logged_once_for_each_bucket(
     tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "spark_state_ext")
@@ -272,25 +272,25 @@ def test_a_store_that_fails_is_asked_less_often_and_told_once(
     host.pass_time()
     job.batch(changes(1))
     Faults.fail(1)
-    steps = _counted(monkeypatch)
+    steps = count_steps(monkeypatch)
     for _ in range(600):
         host.pass_time(1.0)
     assert len(steps) <= 4 * (600 / 60 + 7)
     followed = host.follower.collect_results()
-    assert all(isinstance(it.error, StorageError) and not it.is_caught_up for it in followed.values())
-    told = [it for it in caplog.records if "is not as new as its files" in it.message]
-    assert len(told) == 4
+    assert all(isinstance(result.error, StorageError) and not result.is_caught_up for result in followed.values())
+    warnings = [record for record in caplog.records if "is not as new as its files" in record.message]
+    assert len(warnings) == 4
     with pytest.raises(StorageError):
         host.follower.find()
     Faults.heal()
     host.pass_time(60.0)
-    assert all(it.is_caught_up for it in host.follower.collect_results().values())
-    assert len([it for it in caplog.records if "can be followed again" in it.message]) == 4
-    assert adopted(host, job) == (job.models[-1], 0)
+    assert all(result.is_caught_up for result in host.follower.collect_results().values())
+    assert len([record for record in caplog.records if "can be followed again" in record.message]) == 4
+    assert read_as_task(host, job) == (job.models[-1], 0)
     host.follower.close()
 
 
-def test_a_damaged_file_of_one_bucket_is_that_buckets(tmp_path: Path, job: Job) -> None:
+def test_a_damaged_file_of_one_bucket_does_not_affect_other_buckets(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     ref = job.pointers[-1][2].ref
     assert ref is not None
@@ -299,25 +299,26 @@ def test_a_damaged_file_of_one_bucket_is_that_buckets(tmp_path: Path, job: Job) 
     host.hold_all()
     host.pass_time()
     followed = host.follower.collect_results()
-    assert {key.bucket: it.is_caught_up for key, it in followed.items()} == {0: True, 1: True, 2: False, 3: True}
+    caught_up = {key.bucket: result.is_caught_up for key, result in followed.items()}
+    assert caught_up == {0: True, 1: True, 2: False, 3: True}
     host.follower.close()
 
 
-def test_what_is_no_error_of_a_file_is_raised(tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_of_a_step_is_raised(tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.batch(changes(0))
     host = Host(tmp_path)
     host.hold_all()
 
-    def broken(self: BucketFollower) -> Any:
+    def fail(self: BucketFollower) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(BucketFollower, "step", broken)
+    monkeypatch.setattr(BucketFollower, "step", fail)
     with pytest.raises(ZeroDivisionError):
         host.pass_time()
     host.follower.close()
 
 
-def test_copies_that_are_not_held_any_more_are_reclaimed_and_others_not(tmp_path: Path, job: Job) -> None:
+def test_only_replicas_that_are_no_longer_held_are_reclaimed(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     host = Host(tmp_path)
     host.hold_all()
@@ -328,18 +329,18 @@ def test_copies_that_are_not_held_any_more_are_reclaimed_and_others_not(tmp_path
     for folder in folders.values():
         for path in folder.rglob("*"):
             os.utime(path, (1, 1))
-    # Nothing was written, and yet the copies are used.
+    # The replicas that are held count as used even without a write.
     host.pass_time(1.0)
     removed = host.follower.reclaim(3_600.0)
     assert sorted(removed) == [folders[key] for key in keys[2:]]
     assert all(folders[key].is_dir() for key in keys[:2])
     host.follower.hold(keys)
     host.pass_time(1.0)
-    assert adopted(host, job) == (job.models[-1], 0)
+    assert read_as_task(host, job) == (job.models[-1], 0)
     host.follower.close()
 
 
-def test_a_newer_operator_file_is_told_to_followers(tmp_path: Path, job: Job) -> None:
+def test_followers_use_a_newer_operator_file(tmp_path: Path, job: Job) -> None:
     job.batch(changes(0))
     host = Host(tmp_path)
     host.hold_all()
@@ -357,13 +358,13 @@ def test_a_newer_operator_file_is_told_to_followers(tmp_path: Path, job: Job) ->
 
 
 @pytest.mark.parametrize("given", [{"threads_max": 0}, {"bandwidth_max_bytes_s": 0}, {"bandwidth_max_bytes_s": -1.0}])
-def test_limits_that_are_none(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_invalid_limits_are_refused(tmp_path: Path, given: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         RootFollower(FollowedRoot(str(tmp_path)), **given)
 
 
-def test_buckets_of_a_rescaled_query_begin_with_their_parents(tmp_path: Path) -> None:
-    """There is no snapshot yet: it is made of the parents' files, as a task makes it."""
+def test_replicas_of_a_rescaled_query_start_from_its_parents(tmp_path: Path) -> None:
+    """There is no snapshot yet: the follower makes it from the files of the parents, as a task does."""
     old = old_job(tmp_path, 3, [{key: Row(at) for at, key in enumerate(KEYS)}])
     query = rescaled(tmp_path, old, BucketMap(8))
     query.start()
@@ -378,13 +379,15 @@ def test_buckets_of_a_rescaled_query_begin_with_their_parents(tmp_path: Path) ->
     assert follower.drain(WAIT_S)
     follower.tick()
     followed = follower.collect_results()
-    # One that was not changed yet has no file of its own, and is not found before it has.
-    assert {str(key.bucket) for key in followed} == set(query.folder.names()) & {str(it) for it in range(8)}
+    # A bucket without changes has no files of its own yet, so the follower does not find it.
+    assert {str(key.bucket) for key in followed} == set(query.folder.names()) & {str(bucket) for bucket in range(8)}
     assert len(followed) > 3
-    assert all(it.is_caught_up for it in followed.values())
+    assert all(result.is_caught_up for result in followed.values())
     for key in followed:
         pointer = query.pointers[key.bucket]
-        found = scan(LocalStore.at(root.store_folder(key, 0), SCHEMA).view(pointer.ref))
-        assert found == {it: row for it, row in query.model.items() if bucket_in(query.bucket_map, it) == key.bucket}
+        rows = scan(LocalStore.at(root.store_folder(key, 0), SCHEMA).view(pointer.ref))
+        assert rows == {
+            name: row for name, row in query.model.items() if bucket_in(query.bucket_map, name) == key.bucket
+        }
     follower.close()
     old.close()

@@ -1,4 +1,4 @@
-"""A replica and its task's snapshots: kept as files for peers, met late, and restored lazily by a task that died."""
+"""Replicas and snapshots: kept for peers, listed late, and completed if a task that died had restored them lazily."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from spark_state_ext.testing.model import KEYS, Row
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path / "world")
-    yield made
-    made.close()
+    world = World(tmp_path / "world")
+    yield world
+    world.close()
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def test_a_snapshot_replaces_runs_that_are_too_large_to_be_merged(
 
 @pytest.mark.parametrize("why", ["large", "peers ask", "neither"])
 @pytest.mark.usefixtures("snapshots_often")
-def test_a_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
+def test_a_replica_keeps_the_snapshot_that_tasks_on_other_hosts_start_from(
     world: World, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    """So that it can give that to it as a peer, from the batch after it on: a large one, or where peers may ask."""
+    """It can give the snapshot to them as a peer: if the snapshot is large, or if peers may ask for it."""
     if why == "large":
         monkeypatch.setattr("spark_state_ext.store.local.is_outgrown", lambda sizes, _: is_outgrown(sizes, 1_000))
         merge = compaction.choose_runs_to_compact
@@ -66,7 +66,7 @@ def test_a_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
     world.stores.close()
     world.follow(gives_bytes_min=1 if why == "peers ask" else None)
     monkeypatch.setattr("spark_state_ext.files.checkpoint._INGESTED_BYTES_MIN", 0)
-    looked = lacked = 0
+    checked = missing = 0
     for number in range(40):
         world.batch(changes(number))
         assert world.follower.step().is_caught_up
@@ -74,28 +74,28 @@ def test_a_replica_has_the_snapshot_that_a_task_elsewhere_begins_with(
         data = world.files.get(name) if (name := file_name(begins, SNAPSHOT)) in world.names() else b""
         if data and begins != world.pointer.ref:
 
-            def part(start: int, end: int, whole: bytes = data) -> bytes:
+            def read_range(start: int, end: int, whole: bytes = data) -> bytes:
                 return whole[start:end]
 
-            _, index = read_announced_index(part, len(data), name)
+            _, index = read_announced_index(read_range, len(data), name)
             assert index is not None
-            found = world.follower.store().lazy.whole_file(begins, digest_crcs(index.blocks()))
-            looked += 1
-            if found is None:
+            whole_file = world.follower.store().lazy.whole_file(begins, digest_crcs(index.blocks()))
+            checked += 1
+            if whole_file is None:
                 assert why == "neither"
-                lacked += 1
+                missing += 1
                 continue
-            path, body_bytes = found
+            path, body_bytes = whole_file
             assert path.read_bytes()[:body_bytes] == data[: index.body_bytes]
             assert world.follower.store().lazy.whole_file(begins, "0" * 32) is None
-    assert looked > 10
-    assert (lacked > 5) == (why == "neither")
+    assert checked > 10
+    assert (missing > 5) == (why == "neither")
     assert len(world.task().runs()) <= 10
     assert world.adopted() == 0
 
 
 class _Large:
-    """A bucket that has many bytes from its first batch on, and changes of one key in each later one."""
+    """A bucket with much state after its first batch, and a change of one key in each later batch."""
 
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("spark_state_ext.files.checkpoint._INGESTED_BYTES_MIN", 0)
@@ -103,11 +103,11 @@ class _Large:
         monkeypatch.setattr(cadence, "DELTAS_MAX", 17)
         self.world = world
         self.read: list[CheckpointRef] = []
-        replaced = Loader.replace_runs
+        replace = Loader.replace_runs
 
         def replace_runs(loader: Loader, chain: Chain, ref: CheckpointRef) -> bool:
             self.read.append(ref)
-            return replaced(loader, chain, ref)
+            return replace(loader, chain, ref)
 
         monkeypatch.setattr(Loader, "replace_runs", replace_runs)
         world.batch({key: Row(0, "y" * 20_000) for key in KEYS})
@@ -118,13 +118,13 @@ class _Large:
         self.world.batch({KEYS[number % len(KEYS)]: Row(number, "x" * (20_000 + 200 * number))})
 
     def step(self) -> Sequence[Run]:
-        """The follower's; gives the runs of the committed checkpoint."""
-        found = self.world.follower.step()
-        assert (found.error, found.is_caught_up) == (None, True)
-        return self.world.follower.store().view(found.committed).runs
+        """Run one step of the follower, and return the runs of the committed checkpoint."""
+        result = self.world.follower.step()
+        assert (result.error, result.is_caught_up) == (None, True)
+        return self.world.follower.store().view(result.committed).runs
 
 
-def test_a_follower_that_meets_snapshots_late_has_them_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_follower_that_lists_snapshots_late_keeps_them_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     large = _Large(world, monkeypatch)
     world.follow(gives_bytes_min=1)
     begins: set[CheckpointRef] = set()
@@ -141,22 +141,22 @@ def test_a_follower_that_meets_snapshots_late_has_them_too(world: World, monkeyp
     assert world.adopted() == 0
 
 
-@pytest.mark.parametrize("times", [0.5, 1.1, 1.5, 1.8, 5.0])
-def test_no_snapshot_is_read_twice(world: World, monkeypatch: pytest.MonkeyPatch, times: float) -> None:
-    """Where a copy comes to be so large that peers may ask for it, its runs were merged in other ways."""
+@pytest.mark.parametrize("factor", [0.5, 1.1, 1.5, 1.8, 5.0])
+def test_a_snapshot_is_never_read_twice(world: World, monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """Before a replica is large enough for peers to ask for it, its runs are merged in another way."""
     large = _Large(world, monkeypatch)
-    world.follow(gives_bytes_min=int(times * large.bytes))
+    world.follow(gives_bytes_min=int(factor * large.bytes))
     for number in range(1, 100):
         large.batch(number)
         large.step()
     assert len(set(large.read)) == len(large.read)
-    if times in (0.5, 5.0):
-        assert (len(large.read) >= 3) == (times < 1)
+    if factor in (0.5, 5.0):
+        assert (len(large.read) >= 3) == (factor < 1)
     assert world.adopted() == 0
 
 
-def test_runs_stay_few_where_no_snapshot_comes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where only another backend has them."""
+def test_the_number_of_runs_stays_small_without_snapshots(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots may be in another backend only."""
     large = _Large(world, monkeypatch)
     world.follow(gives_bytes_min=1)
     for number in range(1, 160):
@@ -168,10 +168,10 @@ def test_runs_stay_few_where_no_snapshot_comes(world: World, monkeypatch: pytest
     assert not large.read
 
 
-# -- what a task has begun to restore lazily -------------------------------------------------------
+# -- partial lazy restores -------------------------------------------------------------------------
 
 
-class _Partly:
+class _PartialRestore:
     """A task on the follower's host has begun to restore a snapshot lazily, and has died."""
 
     def __init__(self, base: Path) -> None:
@@ -186,12 +186,12 @@ class _Partly:
         world.bucket(world.task(), world.pointer, "b").read(lambda view: None)
         world.lazy = None
         self.store = world.follower.store()
-        (run,) = self.lacks()
+        (run,) = self.find_incomplete_runs()
         assert run.newest == self.begins
         self.size_bytes = run.size_bytes
 
-    def lacks(self) -> list[Run]:
-        """Runs of the newest checkpoint that are not whole."""
+    def find_incomplete_runs(self) -> list[Run]:
+        """Return the runs of the newest checkpoint that are incomplete."""
         ref = self.world.pointer.ref
         assert ref is not None
         return self.store.lazy.among(self.store.view(ref).runs)
@@ -201,57 +201,61 @@ class _Partly:
 
 
 @pytest.fixture
-def partly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshots_often: None) -> Iterator[_Partly]:
+def partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshots_often: None) -> Iterator[_PartialRestore]:
     monkeypatch.setattr("spark_state_ext.files.checkpoint._INGESTED_BYTES_MIN", 0)
-    # So that it takes several requests.
+    # The restore needs several requests.
     monkeypatch.setattr("spark_state_ext.restore.lazy._REQUEST_PIECES", 1)
-    made = _Partly(tmp_path)
-    yield made
-    made.world.close()
+    restore = _PartialRestore(tmp_path)
+    yield restore
+    restore.world.close()
 
 
-@pytest.mark.parametrize("gone", [False, True], ids=["there", "gone"])
-def test_what_a_task_has_restored_lazily_in_part_is_completed(partly: _Partly, gone: bool) -> None:
-    """A replica is in sync once all of it is here: a task that adopts it waits for no store then."""
-    world = partly.world
-    if gone:
-        # The deltas that it was made of are there.
-        partly.lose_the_snapshot()
-    found = world.follower.step()
-    assert (found.is_caught_up, found.newest, found.error) == (True, world.pointer.ref, None)
-    assert partly.lacks() == []
-    assert found.bytes_read >= partly.size_bytes * (not gone)
+@pytest.mark.parametrize("lost", [False, True], ids=["snapshot exists", "snapshot lost"])
+def test_a_partial_lazy_restore_of_a_task_is_completed(partial: _PartialRestore, lost: bool) -> None:
+    """A replica is in sync only once it is complete, so that a task that uses it does not wait for the backend."""
+    world = partial.world
+    if lost:
+        # The deltas from which it was made still exist.
+        partial.lose_the_snapshot()
+    result = world.follower.step()
+    assert (result.is_caught_up, result.newest, result.error) == (True, world.pointer.ref, None)
+    assert partial.find_incomplete_runs() == []
+    assert result.bytes_read >= partial.size_bytes * (not lost)
     for name in world.names():
         world.files.remove(name)
     assert world.adopted() == 0
 
 
 @pytest.mark.parametrize("what", ["lost", "closed"])
-def test_completing_goes_on_whatever_others_do(partly: _Partly, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    world, fetched, fetches = partly.world, LazyRestore._fetch, []
+def test_a_lazy_restore_is_completed_if_its_store_is_closed_or_loses_the_snapshot(
+    partial: _PartialRestore, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    world, original_fetch, fetches = partial.world, LazyRestore._fetch, []
 
     def fetch(restore: LazyRestore, lazy: LazyFile, pieces: IndexArray, in_background: bool) -> None:
-        fetched(restore, lazy, pieces, in_background)
+        original_fetch(restore, lazy, pieces, in_background)
         fetches.append(len(pieces))
         if len(fetches) == 3:
             if what == "lost":
-                # By a task, for which nobody had the rest.
+                # A task that cannot fetch the rest drops the snapshot.
                 world.task().lazy.lose(lazy.run)
             else:
-                # As the process has many stores open.
-                partly.store.close()
+                # A process with many open stores closes some of them.
+                partial.store.close()
 
     monkeypatch.setattr(LazyRestore, "_fetch", fetch)
-    found = world.follower.step()
+    result = world.follower.step()
     assert len(fetches) >= 3
-    assert (found.is_caught_up, found.error) == (True, None)
-    assert partly.lacks() == []
+    assert (result.is_caught_up, result.error) == (True, None)
+    assert partial.find_incomplete_runs() == []
     assert world.adopted() == 0
 
 
-def test_what_a_task_of_this_host_restores_is_left_to_it(partly: _Partly, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have the rest from a backend that is not followed."""
+def test_the_lazy_restore_of_a_task_of_the_active_host_is_not_completed(
+    partial: _PartialRestore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task may fetch the rest from a backend that the standby service does not follow."""
     monkeypatch.setenv("SPARK_STATE_EXT_HOST", "a")
-    partly.lose_the_snapshot()
-    found = partly.world.follower.step()
-    assert (found.host, found.error, len(partly.lacks())) == ("a", None, 1)
+    partial.lose_the_snapshot()
+    result = partial.world.follower.step()
+    assert (result.host, result.error, len(partial.find_incomplete_runs())) == ("a", None, 1)

@@ -1,4 +1,4 @@
-"""`StateBatch` without Spark: what a function sees."""
+"""The columns and methods of a `StateBatch` that a function reads, without Spark."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spark_state_ext.errors import StateValueError
 from spark_state_ext.functions.state_batch import StateBatch
 
 
-def test_everything_is_aligned_with_the_keys() -> None:
+def test_the_columns_of_a_batch_are_aligned_with_its_keys() -> None:
     batch = batch_of(watermark_ms=7, bucket=3, batch_id=9)
     assert len(batch) == 4
     assert batch.keys.column_names == ["name", "x"]
@@ -51,17 +51,17 @@ def test_everything_is_aligned_with_the_keys() -> None:
     assert table.column_names == ["name", "x", "n", "note", "more", "numbers"]
     assert table.num_rows == 4
     assert batch.with_state().column_names == ["name", "x", "n", "note"]
-    # In place of the state's.
+    # A column with the name of a state column replaces it.
     table = batch.with_state({"n": pa.array([5, 6, 7, 8], pa.int64())})
     assert table.column_names == ["name", "x", "n", "note"]
     batch.update(table)
-    found = after(batch)
-    assert [found[one].values for one in (A, key(B), key(C), D)] == [(5, "ten"), (6, None), (7, None), (8, None)]
+    stored = after(batch)
+    assert [stored[name].values for name in (A, key(B), key(C), D)] == [(5, "ten"), (6, None), (7, None), (8, None)]
 
 
 @pytest.mark.parametrize("form", ["numpy", "pandas", "arrow of numpy", "by key"])
-def test_state_is_as_it_was_when_update_was_called(form: str) -> None:
-    """Arrow's columns of NumPy and pandas share their memory, which goes on to be the function's."""
+def test_update_copies_values_that_the_function_changes_later(form: str) -> None:
+    """Arrow columns share the memory of NumPy and pandas, and the function may change it after the call."""
     batch = batch_of()
     numbers = np.array([1, 2, 3, 4], dtype=np.int64)
     frame = pd.DataFrame({"n": numbers, "note": ["a", "b", "c", "d"]})
@@ -75,11 +75,11 @@ def test_state_is_as_it_was_when_update_was_called(form: str) -> None:
     batch.update(given[form])
     numbers *= 100
     frame.loc[:, "n"] *= 100
-    found = after(batch)
-    assert [found[one].values for one in (A, key(B), key(C), D)] == [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
+    stored = after(batch)
+    assert [stored[name].values for name in (A, key(B), key(C), D)] == [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
 
 
-def test_columns_that_do_not_go_beside_the_keys() -> None:
+def test_with_state_refuses_key_names_and_columns_of_another_length() -> None:
     batch = batch_of()
     for columns, text in (
         ({"x": [1, 2, 3, 4]}, r"with_state\(\) was given a column 'x', which is a key column: give it another name"),
@@ -91,7 +91,7 @@ def test_columns_that_do_not_go_beside_the_keys() -> None:
 
 
 def test_a_value_in_place_of_a_column_is_refused() -> None:
-    """Four keys, and text of four letters: each key would get one."""
+    """Text of four letters must not be split into one letter for each of the four keys."""
     batch = batch_of()
     with pytest.raises(StateValueError, match=r"update\(\) was given a dict whose column 'n' is 0 \(int\)"):
         batch.update({"n": 0, "note": ["a", "b", "c", "d"]})
@@ -106,7 +106,7 @@ def test_a_value_in_place_of_a_column_is_refused() -> None:
     assert not batch.outcome.touched.any()
 
 
-def test_a_batch_without_rows_has_keys_that_timed_out_only() -> None:
+def test_a_batch_without_rows_has_only_keys_that_timed_out() -> None:
     batch = batch_of([], [D, A])
     assert batch.offsets.to_pylist() == [0, 0, 0]
     assert batch.counts.to_pylist() == [0, 0]
@@ -119,32 +119,32 @@ def test_a_batch_without_rows_has_keys_that_timed_out_only() -> None:
     )
 
 
-def test_aggregate_has_one_row_a_key_in_their_order() -> None:
+def test_aggregate_returns_one_row_for_each_key_in_their_order() -> None:
     batch = batch_of(values=[[5], [None, None], [3, 1, 3]])
-    asked: list[Any] = [
+    functions: list[Any] = [
         *[("value", name) for name in ("sum", "max", "count", "count_distinct", "list", "first", "last", "mean")],
         ([], "count_all"),
         ("value", "count", pc.CountOptions(mode="only_null")),
         ("value", "hash_count_distinct", pc.CountOptions(mode="all")),
         (["value"], "min"),
     ]
-    found = batch.aggregate(asked)
-    by_column = [column.to_pylist() for column in found.columns]
+    table = batch.aggregate(functions)
+    by_column = [column.to_pylist() for column in table.columns]
     assert [list(row) for row in zip(*by_column, strict=True)] == [
         [5, 5, 1, 1, [5], 5, 5, 5.0, 1, 0, 1, 5],
         [None, None, 0, 0, [None, None], None, None, None, 2, 2, 1, None],
         [7, 3, 3, 2, [3, 1, 3], 3, 3, 7 / 3, 3, 0, 2, 1],
         [None, None, 0, 0, None, None, None, None, 0, 0, 0, None],
     ]
-    assert found.column_names[:2] == ["value_sum", "value_max"]
-    assert "__group" not in found.column_names
+    assert table.column_names[:2] == ["value_sum", "value_max"]
+    assert "__group" not in table.column_names
 
 
-def test_aggregate_of_a_column_whose_name_says_count() -> None:
-    """Only counts are 0 for keys that timed out, whatever columns are called."""
+def test_aggregate_treats_columns_with_count_in_their_name_like_other_columns() -> None:
+    """For keys that timed out, only counts are 0, independent of the names of columns."""
     rows = pa.table({"name": ["a", "a"], "x": [1.0, 1.0], "country": ["fr", "de"], "discount": [1.5, 2.5]})
     batch = made(KEYS, STATE, rows, [A], [2], [D])
-    found = batch.aggregate(
+    table = batch.aggregate(
         [
             ("country", "max"),
             ("discount", "sum"),
@@ -153,7 +153,7 @@ def test_aggregate_of_a_column_whose_name_says_count() -> None:
             ("country", "list"),
         ]
     )
-    assert found.to_pylist() == [
+    assert table.to_pylist() == [
         {
             "country_max": "fr",
             "discount_sum": 4.0,
@@ -171,9 +171,9 @@ def test_aggregate_of_a_column_whose_name_says_count() -> None:
     ]
 
 
-def test_aggregate_of_rows_in_several_chunks_and_of_slices() -> None:
-    whole = pa.table({"value": pa.array(range(100), pa.int64()), "text": pa.array([str(i) for i in range(100)])})
-    pieces = pa.concat_tables([whole.slice(5, 3), whole.slice(40, 2), whole.slice(90, 4)])
+def test_aggregate_and_lists_accept_chunked_and_sliced_rows() -> None:
+    rows = pa.table({"value": pa.array(range(100), pa.int64()), "text": pa.array([str(i) for i in range(100)])})
+    pieces = pa.concat_tables([rows.slice(5, 3), rows.slice(40, 2), rows.slice(90, 4)])
     keys = pa.schema([("k", pa.int64())])
     batch = made(keys, STATE, pieces, [(1,), (2,), (3,)], [4, 1, 4])
     assert batch.aggregate([("value", "sum"), ("text", "last")]).to_pylist() == [
@@ -188,7 +188,7 @@ def test_aggregate_of_rows_in_several_chunks_and_of_slices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("functions", "text"),
     [
         ([("none", "sum")], r"aggregate\(\) was given the column 'none'; the rows have name, x, value"),
         (
@@ -201,18 +201,18 @@ def test_aggregate_of_rows_in_several_chunks_and_of_slices() -> None:
         ([([], "sum")], r"aggregate\(\) was given what PyArrow cannot do: .*hash_sum"),
     ],
 )
-def test_what_aggregate_refuses(asked: list[Any], text: str) -> None:
+def test_aggregate_refuses_unknown_columns_and_functions(functions: list[Any], text: str) -> None:
     for batch in (batch_of(), batch_of([], [D])):
         with pytest.raises(StateValueError, match=text):
-            batch.aggregate(asked)
+            batch.aggregate(functions)
 
 
-def test_lists_of_a_column_that_is_not_there() -> None:
+def test_lists_refuses_an_unknown_column() -> None:
     with pytest.raises(StateValueError, match=r"lists\(\) was given the column 'none'; the rows have name, x, value"):
         batch_of().lists("none")
 
 
-def test_a_column_of_which_there_are_two() -> None:
+def test_aggregate_and_lists_refuse_an_ambiguous_column_name() -> None:
     rows = pa.table([pa.array([1, 2]), pa.array([3, 4]), pa.array([5, 6])], names=["v", "v", "w"])
     batch = made(pa.schema([("k", pa.int64())]), STATE, rows, [(1,), (2,)], [1, 1])
     with pytest.raises(
@@ -225,14 +225,14 @@ def test_a_column_of_which_there_are_two() -> None:
     assert batch.lists("w").to_pylist() == [[5], [6]]
 
 
-def test_lists_are_views_of_the_rows() -> None:
+def test_lists_returns_views_of_the_rows() -> None:
     batch = batch_of()
     values = batch.rows.column("value").chunk(0)
     assert batch.lists("value").values.buffers()[1].address == values.buffers()[1].address
 
 
 def test_state_may_be_null_in_columns_declared_without_null() -> None:
-    """Where there is no state there is NULL, and the schema that readers see must not deny it."""
+    """Keys without state have NULL there, so the schema that functions see must allow NULL."""
     state = pa.schema([pa.field("n", pa.int64(), nullable=False)])
     batch = made(KEYS, state, batch_of().rows, [A, B, C], [1, 2, 3], known={A: (1,)})
     assert batch.state.schema.field("n").nullable
@@ -243,8 +243,8 @@ def test_state_may_be_null_in_columns_declared_without_null() -> None:
     assert outcome_of(batch, {A: Stored((1,))}) == {A: Stored((2,))}
 
 
-def test_odd_batches() -> None:
-    """NULL for False among what exists, and an input column of the name that aggregation uses."""
+def test_null_in_exists_and_an_input_column_named_group_are_accepted() -> None:
+    """NULL in `exists` means False. `__group` is also the name that aggregation uses internally."""
     batch = StateBatch(
         rows=pa.table({"__group": [1, 2, 3]}),
         keys=pa.table({"k": [1, 2]}),

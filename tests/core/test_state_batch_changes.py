@@ -1,4 +1,4 @@
-"""What functions over Arrow tables change of state: update and remove, what they refuse, and any sequence of them."""
+"""`StateBatch.update` and `remove`: what they change, what they refuse, and random sequences of them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from spark_state_ext.testing.model import canonicalise
 FORMS = ["table", "batch", "dict", "chunks", "slice", "polars", "duckdb", "pandas", "reader"]
 
 
-def as_form(form: str, table: pa.Table) -> Any:
-    """A table as what another engine would give."""
+def convert(form: str, table: pa.Table) -> Any:
+    """Convert a table to the form that another engine returns."""
     if form == "batch":
         return table.combine_chunks().to_batches()[0]
     if form == "dict":
@@ -66,9 +66,9 @@ def rows_of(*values: tuple[Any, ...], schema: pa.Schema = STATE) -> pa.Table:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_update_takes_one_row_a_key_in_their_order(form: str) -> None:
+def test_update_accepts_one_row_for_each_key_in_their_order(form: str) -> None:
     batch = batch_of()
-    batch.update(as_form(form, rows_of((1, "x"), (2, None), (3, "z"), (4, "w"))))
+    batch.update(convert(form, rows_of((1, "x"), (2, None), (3, "z"), (4, "w"))))
     assert after(batch) == {
         A: Stored((1, "x")),
         key(B): Stored((2, None)),
@@ -78,9 +78,9 @@ def test_update_takes_one_row_a_key_in_their_order(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_update_takes_the_columns_in_any_order(form: str) -> None:
+def test_update_accepts_the_columns_in_any_order(form: str) -> None:
     batch = batch_of([A], [], {})
-    batch.update(as_form(form, rows_of((1, "x")).select(["note", "n"])))
+    batch.update(convert(form, rows_of((1, "x")).select(["note", "n"])))
     assert after(batch)[A] == Stored((1, "x"))
 
 
@@ -98,8 +98,8 @@ MASKS: dict[str, Any] = {
 }
 
 
-def mask_of(name: str) -> Any:
-    """One of `MASKS`."""
+def get_mask(name: str) -> Any:
+    """Return the mask of `MASKS` with this name."""
     if isinstance(MASKS[name], str):
         return pytest.importorskip("polars").Series([None, True, False, True])
     return MASKS[name]
@@ -108,33 +108,33 @@ def mask_of(name: str) -> Any:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("form", ["table", "polars", "duckdb", "slice"])
 @pytest.mark.parametrize("rows", ["all", "chosen"])
-def test_update_of_chosen_keys(mask: str, form: str, rows: str) -> None:
+def test_update_with_where_changes_only_the_chosen_keys(mask: str, form: str, rows: str) -> None:
     batch = batch_of()
     given = rows_of((1, "x"), (2, "y"), (3, "z"), (4, "w")) if rows == "all" else rows_of((2, "y"), (4, "w"))
-    batch.update(as_form(form, given), where=mask_of(mask))
+    batch.update(convert(form, given), where=get_mask(mask))
     assert after(batch) == {A: Stored((10, "ten")), key(B): Stored((2, "y")), D: Stored((4, "w"))}
 
 
-def test_update_of_no_key_and_of_every_key() -> None:
+def test_where_can_choose_no_key_or_every_key() -> None:
     batch = batch_of()
     batch.update(STATE.empty_table(), where=[False] * 4)
     batch.update(rows_of(*[(i, None) for i in range(4)]), where=[False] * 4)
     batch.update({**{name: [] for name in STATE.names}, "name": [], "x": []})
     assert not batch.outcome.touched.any()
     batch.update(rows_of(*[(i, None) for i in range(4)]), where=[True] * 4)
-    assert [it.values for it in after(batch).values()] == [(0, None), (3, None), (1, None), (2, None)]
+    assert [stored.values for stored in after(batch).values()] == [(0, None), (3, None), (1, None), (2, None)]
 
 
 BY_KEY = pa.schema([*STATE, *KEYS])
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_update_by_key_columns_in_any_order(form: str) -> None:
-    # pandas' NaN is NULL to Arrow.
+def test_update_by_key_columns_accepts_rows_in_any_order(form: str) -> None:
+    # Arrow reads NaN of pandas as NULL.
     missing = 2.0 if form == "pandas" else float("nan")
     batch = batch_of([A, ("b", missing), C])
     given = rows_of((4, "w", "d", None), (2, "y", "b", missing), (3, "z", None, -0.0), schema=BY_KEY)
-    batch.update(as_form(form, given))
+    batch.update(convert(form, given))
     assert after(batch) == {
         A: Stored((10, "ten")),
         key(("b", missing)): Stored((2, "y")),
@@ -143,7 +143,7 @@ def test_update_by_key_columns_in_any_order(form: str) -> None:
     }
 
 
-def test_update_by_key_columns_takes_those_that_where_chooses() -> None:
+def test_update_by_key_columns_changes_only_the_keys_that_where_chooses() -> None:
     batch = batch_of()
     given = rows_of((4, "w", *D), (1, "x", *A), (3, "z", *C), schema=BY_KEY)
     batch.update(given, where=[True, True, False, True])
@@ -152,15 +152,15 @@ def test_update_by_key_columns_takes_those_that_where_chooses() -> None:
     assert batch.outcome.touched.tolist() == [True, False, False, True]
 
 
-def test_update_by_keys_of_equal_bytes_and_all_of_them() -> None:
+def test_update_by_key_accepts_the_rows_of_with_state() -> None:
     batch = batch_of([A, ("b", 2.0)], [])
     batch.update(batch.with_state().slice(0, 2))
     assert after(batch)[A] == Stored((10, "ten"))
     assert after(batch)["b", 2.0] == Stored((None, None))
 
 
-def test_update_casts_what_other_engines_have_made_of_a_type() -> None:
-    """DuckDB sums to decimals, polars has large lists and views of strings, pandas gives floats."""
+def test_update_casts_types_of_other_engines_to_the_state_schema() -> None:
+    """DuckDB returns sums as decimals, polars has large lists and string views, pandas returns floats."""
     state = pa.schema(
         [
             ("n", pa.int64()),
@@ -189,8 +189,8 @@ def test_update_casts_what_other_engines_have_made_of_a_type() -> None:
     assert batch.outcome.updates[0].schema.types == state.types
 
 
-def test_nothing_is_asked_of_rows_that_are_not_chosen() -> None:
-    """A value that does not fit is no error in a row that is not stored."""
+def test_rows_that_where_does_not_choose_are_not_checked() -> None:
+    """A value that does not fit is not an error if its row is not stored."""
     state = pa.schema([pa.field("n", pa.int64(), nullable=False)])
     batch = made(pa.schema([("k", pa.int64())]), state, pa.table({"v": [1, 2]}), [(1,), (2,)], [1, 1])
     batch.update({"n": [None, 5]}, where=[False, True])
@@ -198,14 +198,14 @@ def test_nothing_is_asked_of_rows_that_are_not_chosen() -> None:
     assert outcome_of(batch, {}) == {(2,): Stored((6,))}
 
 
-def test_state_of_every_kind_and_sliced() -> None:
-    """Arrays with an offset, and kept state of any type, keep their values."""
+def test_update_accepts_slices_of_nested_columns() -> None:
+    """Values of arrays with an offset are stored correctly, for lists, structs and maps."""
     point = pa.struct([("x", pa.int64()), ("tags", pa.list_(pa.string()))])
     state = pa.schema([("l", pa.list_(pa.int64())), ("p", point), ("m", pa.map_(pa.string(), pa.int64()))])
     values = [
         ([i, None], {"x": i, "tags": [str(i)] * i}, [(str(i), i)]) if i % 3 else (None, None, None) for i in range(9)
     ]
-    given = pa.table([pa.array([v[i] for v in values], it.type) for i, it in enumerate(state)], schema=state)
+    given = pa.table([pa.array([row[i] for row in values], field.type) for i, field in enumerate(state)], schema=state)
     keys = [(i,) for i in range(4)]
     batch = made(pa.schema([("k", pa.int64())]), state, pa.table({"v": range(4)}), keys, [1] * 4)
     batch.update(given.slice(3, 4))
@@ -218,40 +218,40 @@ SAME = pa.schema([("k", pa.int64()), ("n", pa.int64())])
 ONE_KEY = pa.schema([("k", pa.int64())])
 
 
-def whole_rows(keys: pa.Schema = ONE_KEY, count: int = 3) -> StateBatch:
-    """A batch of the keys 1, 2, … whose state has a column of the key's name."""
-    each = [(at + 1,) * len(keys) for at in range(count)]
-    return made(keys, SAME, pa.table({"v": range(count)}), each, [1] * count, known={(1,): (1, 8)})
+def make_overlapping(keys: pa.Schema = ONE_KEY, count: int = 3) -> StateBatch:
+    """Return a batch with the keys 1, 2, …, whose state has a column of the key's name."""
+    key_values = [(at + 1,) * len(keys) for at in range(count)]
+    return made(keys, SAME, pa.table({"v": range(count)}), key_values, [1] * count, known={(1,): (1, 8)})
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_state_that_has_the_key_in_it_is_updated_by_key(form: str) -> None:
-    batch = whole_rows()
-    batch.update(as_form(form, rows_of((3, 30), (1, 10), (2, 20), schema=SAME)))
+def test_state_with_a_column_of_the_keys_name_is_updated_by_key(form: str) -> None:
+    batch = make_overlapping()
+    batch.update(convert(form, rows_of((3, 30), (1, 10), (2, 20), schema=SAME)))
     expected = {(at,): Stored((at, 10 * at)) for at in (1, 2, 3)}
     assert outcome_of(batch, {}) == expected
-    batch = whole_rows()
-    batch.update(as_form(form, rows_of((1, 10), (2, 20), (3, 30), schema=SAME)))
-    assert outcome_of(batch, {}) == expected, "in the order of the keys it is the same"
-    batch = whole_rows()
-    batch.update(as_form(form, rows_of((2, 20), schema=SAME)))
+    batch = make_overlapping()
+    batch.update(convert(form, rows_of((1, 10), (2, 20), (3, 30), schema=SAME)))
+    assert outcome_of(batch, {}) == expected, "the order of the rows must not matter"
+    batch = make_overlapping()
+    batch.update(convert(form, rows_of((2, 20), schema=SAME)))
     assert outcome_of(batch, {}) == {(2,): expected[2,]}
 
 
-def test_a_mask_chooses_among_rows_that_have_the_key_in_them() -> None:
+def test_where_chooses_keys_if_the_rows_contain_the_key() -> None:
     for mask in ([True, False, True], np.array([True, False, True]), pa.array([True, None, True])):
         for rows in (((3, 30), (2, 20), (1, 10)), ((1, 10), (3, 30)), ((3, 30), (1, 10))):
-            batch = whole_rows()
+            batch = make_overlapping()
             batch.update(rows_of(*rows, schema=SAME), where=mask)
             assert outcome_of(batch, {}) == {(1,): Stored((1, 10)), (3,): Stored((3, 30))}
 
 
-def test_some_of_the_key_columns_are_state_and_no_key() -> None:
+def test_rows_with_only_some_of_the_key_columns_are_not_matched_by_key() -> None:
     keys = pa.schema([("k", pa.int64()), ("j", pa.int64())])
-    batch = whole_rows(keys, 2)
+    batch = make_overlapping(keys, 2)
     batch.update({"k": [5, 6], "n": [1, 2]})
     assert outcome_of(batch, {}) == {(1, 1): Stored((5, 1)), (2, 2): Stored((6, 2))}
-    batch = whole_rows(keys, 2)
+    batch = make_overlapping(keys, 2)
     batch.update({"j": [2, 1], "k": [2, 1], "n": [20, 10]})
     assert outcome_of(batch, {}) == {(1, 1): Stored((1, 10)), (2, 2): Stored((2, 20))}
     with pytest.raises(
@@ -260,9 +260,9 @@ def test_some_of_the_key_columns_are_state_and_no_key() -> None:
         batch.update({"j": [2, 1], "n": [20, 10]})
 
 
-def test_a_state_column_of_a_keys_name_may_hold_something_else() -> None:
+def test_by_key_false_allows_other_values_in_a_state_column_of_the_keys_name() -> None:
     given = {"k": [5, None, 1], "n": [1, 2, 3]}
-    batch = whole_rows()
+    batch = make_overlapping()
     with pytest.raises(
         StateValueError, match=r"key \{'k': 5\}, which is not in this batch \(by_key=False takes rows in the"
     ):
@@ -271,7 +271,7 @@ def test_a_state_column_of_a_keys_name_may_hold_something_else() -> None:
     assert outcome_of(batch, {}) == {(1,): Stored((5, 1)), (2,): Stored((None, 2)), (3,): Stored((1, 3))}
     with pytest.raises(StateValueError, match="given the columns n, note, name, x;"):
         batch_of().update({"n": [1] * 4, "note": ["a"] * 4, "name": ["a"] * 4, "x": [1.0] * 4}, by_key=False)
-    batch = whole_rows(pa.schema([("k", pa.int64()), ("k", pa.int64())]), 2)
+    batch = make_overlapping(pa.schema([("k", pa.int64()), ("k", pa.int64())]), 2)
     with pytest.raises(
         StateValueError, match=r"two key columns are called 'k': .* select with a mask \(by_key=False takes"
     ):
@@ -310,21 +310,21 @@ UPDATE_ERRORS: list[tuple[str, Any, Any, str]] = [
 
 
 @pytest.mark.parametrize(("given", "where", "text"), [e[1:] for e in UPDATE_ERRORS], ids=[e[0] for e in UPDATE_ERRORS])
-def test_what_update_refuses(given: Any, where: Any, text: str) -> None:
+def test_update_refuses_invalid_rows_and_masks(given: Any, where: Any, text: str) -> None:
     batch = batch_of()
     with pytest.raises(StateValueError, match=text):
         batch.update(given, where=where)
-    assert not batch.outcome.touched.any(), "a refused call changes nothing"
+    assert not batch.outcome.touched.any(), "a refused call must not change the outcome"
 
 
-def test_a_message_does_not_show_a_million_values() -> None:
+def test_the_error_for_a_long_mask_is_short() -> None:
     for mask in ([True] * 100_000, np.zeros(100_000), pa.nulls(100_000)):
         with pytest.raises(StateValueError, match="a mask must be 4 booleans") as raised:
             batch_of().update({"n": [1], "note": ["a"]}, where=mask)
         assert len(str(raised.value)) < 500
 
 
-def test_state_columns_of_one_name_are_refused_in_words() -> None:
+def test_duplicate_state_columns_are_refused_with_a_clear_error() -> None:
     state = pa.schema([("n", pa.int64()), ("n", pa.int64())])
     batch = made(KEYS, state, batch_of().rows, [A, B, C], [1, 2, 3])
     with pytest.raises(StateValueError, match="columns n, n"):
@@ -335,14 +335,14 @@ def test_state_columns_of_one_name_are_refused_in_words() -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_remove_by_mask(mask: str) -> None:
+def test_remove_accepts_masks_of_every_form(mask: str) -> None:
     batch = batch_of()
-    batch.remove(mask_of(mask))
+    batch.remove(get_mask(mask))
     assert after(batch) == {A: Stored((10, "ten"))}
     assert batch.outcome.touched.tolist() == MASK
 
 
-def test_remove_of_all_and_of_none() -> None:
+def test_remove_can_remove_no_key_or_every_key() -> None:
     batch = batch_of()
     batch.remove([False] * 4)
     assert not batch.outcome.touched.any()
@@ -352,14 +352,14 @@ def test_remove_of_all_and_of_none() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("columns", [["x", "name"], ["name", "n", "x", "note"]], ids=["keys", "and more"])
-def test_remove_by_keys(form: str, columns: list[str]) -> None:
+def test_remove_accepts_key_columns_of_every_form(form: str, columns: list[str]) -> None:
     batch = batch_of()
-    batch.remove(as_form(form, rows_of((1, "x", "d", None), (2, "y", None, -0.0), schema=BY_KEY).select(columns)))
+    batch.remove(convert(form, rows_of((1, "x", "d", None), (2, "y", None, -0.0), schema=BY_KEY).select(columns)))
     assert after(batch) == {A: Stored((10, "ten"))}
     assert batch.outcome.touched.tolist() == [False, False, True, True]
 
 
-def test_remove_by_a_polars_mask() -> None:
+def test_remove_accepts_a_polars_mask() -> None:
     pl = pytest.importorskip("polars")
     batch = batch_of()
     batch.remove(pl.Series(MASK))
@@ -377,14 +377,14 @@ def test_remove_by_a_polars_mask() -> None:
         (None, "a mask must be 4 booleans"),
     ],
 )
-def test_what_remove_refuses(which: Any, text: str) -> None:
+def test_remove_refuses_invalid_keys_and_masks(which: Any, text: str) -> None:
     batch = batch_of()
     with pytest.raises(StateValueError, match=text):
         batch.remove(which)
     assert not batch.outcome.touched.any()
 
 
-def test_the_last_call_counts() -> None:
+def test_the_last_call_for_a_key_counts() -> None:
     batch = batch_of()
     batch.remove()
     batch.update(rows_of((1, "x"), (2, "y")), where=MASK)
@@ -394,7 +394,7 @@ def test_the_last_call_counts() -> None:
     assert after(batch) == {}
 
 
-# -- at random ------------------------------------------------------------------------------------
+# -- random sequences ------------------------------------------------------------------------------
 
 POOL: list[Key] = [(name, x) for name in ("a", "b", None) for x in (0.0, 1.5, float("nan"), None)]
 SPELLINGS = {0.0: -0.0}
@@ -423,25 +423,25 @@ def actions(draw: st.DrawFn, keys: list[Key]) -> tuple[Any, ...]:
 
 @settings(deadline=None, max_examples=150)
 @given(data=st.data())
-def test_any_sequence_of_changes_is_what_a_dict_would_hold(data: st.DataObject) -> None:
+def test_any_sequence_of_changes_gives_the_state_of_a_dict(data: st.DataObject) -> None:
     keys = data.draw(st.lists(st.sampled_from(POOL), min_size=1, max_size=7, unique_by=repr))
     with_rows = data.draw(st.integers(0, len(keys)))
     conf = data.draw(st.sampled_from([EVENT_TIME, PROCESSING_TIME]))
     known = {
-        canonicalise(one): Stored(
+        canonicalise(name): Stored(
             (i, str(i)) if data.draw(st.booleans()) else None, 7 if data.draw(st.booleans()) else None
         )
-        for i, one in enumerate(keys)
+        for i, name in enumerate(keys)
     }
-    known = {one: it for one, it in known.items() if it != Stored()}
+    known = {name: stored for name, stored in known.items() if stored != Stored()}
     batch = batch_of(
         keys[:with_rows],
         keys[with_rows:],
-        {one: it.values for one, it in known.items() if it.values is not None},
+        {name: stored.values for name, stored in known.items() if stored.values is not None},
         timeout_conf=conf,
         watermark_ms=50 if conf == EVENT_TIME else None,
     )
-    states = {canonicalise(one): known.get(canonicalise(one), Stored()).values for one in keys}
+    states = {canonicalise(name): known.get(canonicalise(name), Stored()).values for name in keys}
     timeouts: dict[Key, int | None] = {}
     touched: set[Key] = set()
     for _ in range(data.draw(st.integers(0, 5))):
@@ -453,8 +453,8 @@ def test_any_sequence_of_changes_is_what_a_dict_would_hold(data: st.DataObject) 
             batch.update(rows_of(*given), where=where)
             states.update({canonicalise(keys[i]): values[i] for i in chosen})
         elif what == "by key":
-            spelt = [(name, SPELLINGS.get(x, x)) for name, x in keys]
-            batch.update(rows_of(*[(*values[i], *spelt[i]) for i in some], schema=BY_KEY), where=where)
+            variants = [(name, SPELLINGS.get(x, x)) for name, x in keys]
+            batch.update(rows_of(*[(*values[i], *variants[i]) for i in some], schema=BY_KEY), where=where)
             chosen = [i for i in some if i in chosen]
             states.update({canonicalise(keys[i]): values[i] for i in chosen})
         elif what == "remove":
@@ -466,23 +466,23 @@ def test_any_sequence_of_changes_is_what_a_dict_would_hold(data: st.DataObject) 
             states.update({canonicalise(keys[i]): None for i in chosen})
         else:
             given = times if whole else [times[i] for i in chosen]
-            name = "timestamp_ms" if conf == EVENT_TIME else "duration_ms"
-            batch.set_timeout(**{name: pa.array(given, pa.int64())}, where=where)
+            argument = "timestamp_ms" if conf == EVENT_TIME else "duration_ms"
+            batch.set_timeout(**{argument: pa.array(given, pa.int64())}, where=where)
             base = 0 if conf == EVENT_TIME else 1_000
             timeouts.update({canonicalise(keys[i]): None if times[i] is None else base + times[i] for i in chosen})
         touched |= {canonicalise(keys[i]) for i in chosen}
-    expected = {one: it for one, it in known.items() if one not in touched}
-    for one in touched:
-        stored = Stored(states[one], timeouts.get(one))
+    expected = {name: stored for name, stored in known.items() if name not in touched}
+    for name in touched:
+        stored = Stored(states[name], timeouts.get(name))
         if stored != Stored():
-            expected[one] = stored
+            expected[name] = stored
     assert outcome_of(batch, known) == expected
-    assert batch.outcome.touched.tolist() == [canonicalise(one) in touched for one in keys]
+    assert batch.outcome.touched.tolist() == [canonicalise(name) in touched for name in keys]
 
 
-def test_keys_beside_state_that_has_them_too() -> None:
-    """No name comes twice: polars takes no such table, and neither does `update`."""
-    batch = whole_rows()
+def test_with_state_has_a_column_in_both_key_and_state_only_once() -> None:
+    """Neither polars nor `update` accepts a table with a duplicate column name."""
+    batch = make_overlapping()
     table = batch.with_state({"more": [7, 8, 9]})
     assert table.column_names == ["k", "n", "more"]
     assert table["k"].to_pylist() == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Every state and event of an upload, of a lease, and of a request about one: where each leads, or that it cannot be."""
+"""The transitions of uploads, leases and lease requests: the next state for each state and event, or an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spark_state_ext.ownership.lease_states import (
     RequestState,
 )
 
-# By state: where each event leads, in the order of the events; "-" cannot be.
+# The next state for each state (row) and event (column); "-" means that the event cannot happen.
 UPLOAD = """
              BEGIN    CONFIRM    FAIL    GIVE_UP    DROP
 QUEUED       SENDING  -          -       DROPPED    DROPPED
@@ -45,13 +45,19 @@ OVER         OVER        -
 """
 
 
-def rows(table: str) -> dict[tuple[str, str], str]:
-    """Where a table says that each state and event lead."""
-    (_, *events), *lines = ([" ", *line.split()] if at == 0 else line.split() for at, line in enumerate(_lines(table)))
-    return {(state, event): to for state, *found in lines for event, to in zip(events, found, strict=True)}
+def parse_table(table: str) -> dict[tuple[str, str], str]:
+    """Return the next state of a table by state and event."""
+    (_, *events), *lines = (
+        [" ", *line.split()] if at == 0 else line.split() for at, line in enumerate(split_lines(table))
+    )
+    return {
+        (state, event): next_state
+        for state, *next_states in lines
+        for event, next_state in zip(events, next_states, strict=True)
+    }
 
 
-def _lines(table: str) -> list[str]:
+def split_lines(table: str) -> list[str]:
     return [line for line in table.splitlines() if line.strip()]
 
 
@@ -64,19 +70,19 @@ def _lines(table: str) -> list[str]:
     ],
     ids=["upload", "lease", "request"],
 )
-def test_every_state_and_event(
+def test_each_state_and_event_leads_to_the_state_of_the_table(
     table: str, states: type[Enum], events: type[Enum], move: Callable[[Any, Any], Enum]
 ) -> None:
-    said = rows(table)
-    assert set(said) == {(state.name, event.name) for state, event in itertools.product(states, events)}
+    expected = parse_table(table)
+    assert set(expected) == {(state.name, event.name) for state, event in itertools.product(states, events)}
     for state, event in itertools.product(states, events):
-        to = said[state.name, event.name]
-        if to == "-":
+        next_state = expected[state.name, event.name]
+        if next_state == "-":
             with pytest.raises(AssertionError, match=rf"{state.name} cannot .*{event.name}"):
                 move(state, event)
         else:
-            assert move(state, event) is states[to]
+            assert move(state, event) is states[next_state]
 
 
-def test_a_lease_was_asked_for_in_all_states_but_the_new_ones() -> None:
+def test_a_lease_was_requested_in_all_states_except_the_new_ones() -> None:
     assert {state for state in LeaseState if not state.asked} == {LeaseState.NEW, LeaseState.NEW_ASIDE}

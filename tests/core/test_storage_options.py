@@ -1,4 +1,4 @@
-"""Places that cannot work are refused where the job is planned: misspelt storage options, unknown kinds of backends."""
+"""Misspelt storage options and unknown kinds of backends are refused when the job is planned."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from spark_state_ext.errors import UsageError
 
 
 class Store(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """What hands on whatever else it is given, as many a file system does."""
+    """A file system that accepts any option and passes it on, as many do."""
 
     def __init__(self, region: str = "", **more: Any) -> None:
         super().__init__(**more)
 
 
 class Closed(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """What takes what it names and nothing else."""
+    """A file system that accepts only the options that it names."""
 
     def __init__(self, region: str = "") -> None:
         super().__init__()
@@ -45,7 +45,7 @@ MISSPELT: list[tuple[str, Any, str]] = [
     ("s3://b/x", {1: 2}, "has the option 1, which S3FileSystem does not take"),
 ]  # fmt: skip
 
-TAKEN: list[tuple[str, dict[str, Any]]] = [
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("s3://b/x", {"key": "k", "secret": "s", "token": "t", "anon": False, "endpoint_url": "http://localhost:1"}),
     ("s3://b/x", {"client_kwargs": {"region_name": "eu", "verify": False}, "config_kwargs": {"retries": {}}}),
     ("s3://b/x", {"profile": "p", "s3_additional_kwargs": {"ServerSideEncryption": "AES256"}, "batch_size": 8}),
@@ -65,23 +65,23 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("root", "options", "text"), MISSPELT, ids=[f"{m[0]} {m[1]}" for m in MISSPELT])
 def test_a_misspelt_option_is_refused(root: str, options: dict[str, Any], text: str) -> None:
-    """These came to the executors, or had no effect at all."""
+    """Without this check, the options reach the executors, or have no effect."""
     with pytest.raises(UsageError, match=re.escape(text)):
         refuse_misspelt(root, options)
 
 
-@pytest.mark.parametrize(("root", "options"), TAKEN, ids=[f"{root} {sorted(options)}" for root, options in TAKEN])
-def test_an_option_that_may_be_meant_is_taken(root: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("root", "options"), ACCEPTED, ids=[f"{root} {sorted(options)}" for root, options in ACCEPTED])
+def test_an_option_that_may_be_valid_is_accepted(root: str, options: dict[str, Any]) -> None:
     refuse_misspelt(root, options)
 
 
-def test_options_of_other_backends_are_looked_at_too() -> None:
+def test_options_of_other_backends_are_checked_too() -> None:
     with pytest.raises(UsageError, match="root 's3://b/x' has the option 'secert'"):
         refuse_unusable("/tmp/x", {}, [Backend("/tmp/x"), Backend("s3://b/x", storage_options={"secert": "1"})])
 
 
 def test_an_unknown_kind_of_backend_is_refused() -> None:
-    """It came to the executors, and stopped the first batch with an ExecutorPackageError."""
+    """Without this check, it reaches the executors, and the first batch fails with an ExecutorPackageError."""
     known = "Known kinds are fsspec, sqlite"
     for kind, text in (
         ("sqlitee", f"most likely 'sqlite' is meant. {known}"),

@@ -1,4 +1,4 @@
-"""The local store against a dict, through any order of calls, with hashes as bad as they can be."""
+"""The local store compared with a dict, in any order of calls and with the worst possible hashes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _FOLDERS = itertools.count()
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """A committed history of checkpoints, and everything that happens beside it."""
+    """A committed history of checkpoints, and attempts, zombies, rollbacks and pins."""
 
     hashed: HashFunction
 
@@ -59,7 +59,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.root = Path(tempfile.mkdtemp(prefix="store-machine-"))
         self.folder = self.root / str(next(_FOLDERS))
         self.refs = Refs()
-        # The committed chain; the last is the head. None is the empty state.
+        # The committed checkpoints; the last one is the head. None is the empty state.
         self.chain: list[tuple[CheckpointRef | None, Model]] = [(None, {})]
         # Checkpoints older than this version were pruned.
         self.floor = 0
@@ -107,7 +107,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(changes=change_sets(), prunes=st.booleans())
     def sibling(self, changes: dict[Key, Row | None], prunes: bool) -> None:
-        """An attempt that nobody commits; it tidies up as any other does."""
+        """An attempt that Spark does not commit; it compacts and prunes as any other attempt does."""
         ref = self.add(changes)
         assert scan(self.store.view(ref)) == apply_changes(self.model, changes)
         if prunes:
@@ -117,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.chain) > 2)
     @rule(data=st.data())
     def zombie(self, data: st.DataObject) -> None:
-        """A call with an old input pointer adds, compacts and prunes; the committed head must not notice."""
+        """A call with an old input pointer adds, compacts and prunes; the committed head must not change."""
         at = data.draw(st.integers(0, len(self.chain) - 2))
         ref, model = self.chain[at]
         changes = data.draw(change_sets(max_size=3))
@@ -144,16 +144,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(now_ms=st.integers(0, 32))
     def expire(self, now_ms: int) -> None:
-        """As a call does: look up what is due, and delete it."""
+        """Look up the rows that timed out and delete them, as a call does."""
         view = self.store.view(self.head)
         due = view.expired(now_ms)
         assert make_model([due]) == find_expired(self.model, now_ms)
         later = [r.timeout_ms for r in self.model.values() if r.timeout_ms is not None and r.timeout_ms >= now_ms]
         earliest = view.earliest_timeout(now_ms)
         assert (earliest is not None and now_ms <= earliest <= min(later)) if later else True
-        gone: dict[Key, Row | None] = {(row["key.name"], row["key.x"]): None for row in due.to_pylist()}
-        if gone:
-            self.put_and_delete(gone)
+        removals: dict[Key, Row | None] = {(row["key.name"], row["key.x"]): None for row in due.to_pylist()}
+        if removals:
+            self.put_and_delete(removals)
 
     @rule(keys=st.lists(st.sampled_from([*ALL_KEYS, ("absent", 0.0)]), unique_by=canonicalise))
     def get(self, keys: list[Key]) -> None:
@@ -161,19 +161,19 @@ class StoreMachine(RuleBasedStateMachine):
         assert look_up(view, keys, self.hashed) == {
             canonicalise(key): self.model[canonicalise(key)] for key in keys if canonicalise(key) in self.model
         }
-        found = view.lookup(key_hashes(keys, self.hashed), key_columns(keys))
-        self.held.append((found.rows, repr(found.rows.to_pylist())))
+        lookup = view.lookup(key_hashes(keys, self.hashed), key_columns(keys))
+        self.held.append((lookup.rows, repr(lookup.rows.to_pylist())))
 
     @rule(data=st.data())
     def rollback(self, data: st.DataObject) -> None:
-        """A restart from an earlier Spark checkpoint; what came after becomes a side branch."""
+        """A restart from an earlier Spark checkpoint; the later checkpoints become a side branch."""
         at = data.draw(st.integers(0, len(self.chain) - 1))
         ref, model = self.chain[at]
         try:
             assert scan(self.store.rollback(ref)) == model
         except MissingRunError:
             assert ref is not None
-            assert ref.version < self.floor, "only what was pruned is missing"
+            assert ref.version < self.floor, "only pruned checkpoints may be missing"
             return
         del self.chain[at + 1 :]
 
@@ -217,7 +217,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
-def test_store_against_a_dict() -> None:
+def test_the_local_store_has_the_state_of_a_dict_after_any_calls() -> None:
     run_state_machine_as_test(
         StoreMachine,
         settings=settings(
