@@ -1,4 +1,4 @@
-"""Metrics of worker processes that end without notice, as an OpenTelemetry collector gets them over HTTP."""
+"""Metrics that an OpenTelemetry collector receives over HTTP from worker processes that end without notice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.waiting import WAIT_S, eventually
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the OTLP exporter is not installed")
 ROOT = Path(__file__).parent.parent.parent
-# As a Python worker of Spark, which leaves without anything that Python does at its end.
+# Like a Python worker of Spark, this process ends without Python's exit handlers.
 _WORKER = """
 import os, sys, time
 from pathlib import Path
@@ -37,9 +37,9 @@ os._exit(0)
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    made = Collector()
-    yield made
-    made.close()
+    collector = Collector()
+    yield collector
+    collector.close()
 
 
 @pytest.fixture
@@ -47,13 +47,13 @@ def entry_point(tmp_path: Path) -> Path:
     return entry_point_in(tmp_path)
 
 
-def _worker(end: str, folder: Path, site: Path, url: str, **also: str) -> subprocess.CompletedProcess[str]:
+def run_worker(end: str, folder: Path, site: Path, url: str, **extra: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("OTEL_")},
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(site)]),
         "OTEL_PYTHON_METER_PROVIDER": "spark_state_ext",
         "OTEL_EXPORTER_OTLP_ENDPOINT": url,
-        **also,
+        **extra,
     }
     return subprocess.run(
         [sys.executable, "-c", _WORKER.format(end=end), str(folder)],
@@ -65,28 +65,30 @@ def _worker(end: str, folder: Path, site: Path, url: str, **also: str) -> subpro
     )
 
 
-def test_a_worker_that_ends_with_its_task_loses_nothing(
+def test_a_worker_that_ends_with_its_task_exports_all_metrics(
     collector: Collector, entry_point: Path, tmp_path: Path
 ) -> None:
-    """Without a flush nothing would come: the SDK exports once a minute."""
-    _worker("", tmp_path / "lost", entry_point, collector.url)
+    """Without a flush, no metrics would arrive, because the SDK exports once a minute."""
+    run_worker("", tmp_path / "lost", entry_point, collector.url)
     assert collector.requests == []
     for _ in range(2):
-        _worker("log.end_task()", tmp_path / "kept", entry_point, collector.url)
+        run_worker("log.end_task()", tmp_path / "kept", entry_point, collector.url)
     assert (collector.last("rows"), collector.last("state_bytes")) == (12, 6)
-    names = {it["service.name"] for it in collector.resources()}
-    instances = {it["service.instance.id"] for it in collector.resources()}
+    names = {resource["service.name"] for resource in collector.resources()}
+    instances = {resource["service.instance.id"] for resource in collector.resources()}
     assert (names, len(instances)) == ({"spark_state_ext"}, 2)
 
 
-def test_a_failed_call_is_told_of_too(collector: Collector, entry_point: Path, tmp_path: Path) -> None:
-    failed = 'logs.fail(CallMetrics("query", "run", 1, "counts", 0, rows=50, upload_failures=4))'
-    _worker(failed, tmp_path, entry_point, collector.url)
+def test_metrics_of_a_failed_call_are_exported_too(collector: Collector, entry_point: Path, tmp_path: Path) -> None:
+    end = 'logs.fail(CallMetrics("query", "run", 1, "counts", 0, rows=50, upload_failures=4))'
+    run_worker(end, tmp_path, entry_point, collector.url)
     assert (collector.last("failed_calls"), collector.last("upload_failures"), collector.last("rows")) == (1, 4, 6)
 
 
-def test_a_child_that_a_function_forked_tells_nothing(collector: Collector, entry_point: Path, tmp_path: Path) -> None:
-    forks = """
+def test_a_forked_child_of_a_function_exports_no_metrics(
+    collector: Collector, entry_point: Path, tmp_path: Path
+) -> None:
+    end = """
 child = os.fork()
 if child == 0:
     logs.fail(CallMetrics("query", "run", 1, "counts", 0))
@@ -94,16 +96,16 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 log.end_task()
 """
-    _worker(forks, tmp_path / "metrics", entry_point, collector.url)
+    run_worker(end, tmp_path / "metrics", entry_point, collector.url)
     assert read(tmp_path / "metrics").column("bucket").to_pylist() == [0, 1, 2]
     assert (collector.last("failed_calls"), collector.last("rows")) == (0, 6)
 
 
-def test_a_collector_that_hangs_costs_a_process_half_a_second_once(
+def test_a_process_waits_only_once_for_a_collector_that_hangs(
     collector: Collector, entry_point: Path, tmp_path: Path
 ) -> None:
     collector.open.clear()
-    measured = """
+    end = """
 times = []
 for batch in range(20):
     log.add(CallMetrics("query", "run", batch, "counts", 0, rows=1))
@@ -111,28 +113,28 @@ for batch in range(20):
     log.end_task()
     times.append(time.monotonic() - began_s)
     time.sleep(0.07)
-print(times[0], sum(it >= 0.5 for it in times))
+print(times[0], sum(seconds >= 0.5 for seconds in times))
 """
-    done = _worker(measured, tmp_path, entry_point, collector.url)
+    done = run_worker(end, tmp_path, entry_point, collector.url)
     first_s, waited = map(float, done.stdout.split())
     assert first_s >= FLUSH_WAIT_S_MAX
-    # The first one alone; a busy machine may hold up some. Were each to wait, there would be a dozen.
+    # Only the first flush waits, and a few more on a busy machine. If each waited, there would be a dozen.
     assert 1 <= waited <= 5
     assert done.stderr.count("tasks no longer wait for metrics to be exported") == 1
 
 
-def test_a_setup_that_cannot_work_is_told_once_and_harms_no_batch(tmp_path: Path, entry_point: Path) -> None:
-    nobody = {"OTEL_PYTHON_METER_PROVIDER": "nobody"}
-    done = _worker("log.end_task(); print('went on')", tmp_path, entry_point, "http://127.0.0.1:9", **nobody)
+def test_an_invalid_setup_is_logged_once_and_does_not_fail_a_batch(tmp_path: Path, entry_point: Path) -> None:
+    invalid = {"OTEL_PYTHON_METER_PROVIDER": "nobody"}
+    done = run_worker("log.end_task(); print('went on')", tmp_path, entry_point, "http://127.0.0.1:9", **invalid)
     assert done.stdout == "went on\n"
     assert done.stderr.count("metrics are not sent to OpenTelemetry") == 1
 
 
-# -- how a process decides -------------------------------------------------------------------------
+# -- when a process exports ------------------------------------------------------------------------
 
 
 class Sdk:
-    """An export that hangs or fails when told to."""
+    """A replacement for the SDK, whose export a test can make hang or fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began = 0
@@ -153,68 +155,68 @@ class Sdk:
 
 @pytest.fixture
 def sdk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sdk]:
-    made = Sdk(monkeypatch)
-    yield made
-    made.gate.set()
+    sdk = Sdk(monkeypatch)
+    yield sdk
+    sdk.gate.set()
 
 
-def _recorded(mine: Telemetry) -> None:
-    mine.record(CallMetrics("query", "run", 1, "counts", 0, rows=1))
+def record_call(exporter: Telemetry) -> None:
+    exporter.record(CallMetrics("query", "run", 1, "counts", 0, rows=1))
 
 
-def test_what_is_flushed_already_is_not_flushed_again(sdk: Sdk) -> None:
-    mine = Telemetry()
-    assert mine.flush(WAIT_S)
+def test_metrics_are_flushed_only_once(sdk: Sdk) -> None:
+    exporter = Telemetry()
+    assert exporter.flush(WAIT_S)
     assert sdk.began == 0
-    _recorded(mine)
-    assert mine.flush(WAIT_S)
-    assert mine.flush(WAIT_S)
+    record_call(exporter)
+    assert exporter.flush(WAIT_S)
+    assert exporter.flush(WAIT_S)
     assert sdk.began == 1
 
 
-def test_once_an_export_has_come_through_tasks_wait_again(sdk: Sdk, caplog: pytest.LogCaptureFixture) -> None:
-    mine = Telemetry()
+def test_tasks_wait_again_after_a_successful_export(sdk: Sdk, caplog: pytest.LogCaptureFixture) -> None:
+    exporter = Telemetry()
     sdk.gate.clear()
     with caplog.at_level(logging.WARNING, "spark_state_ext"):
-        _recorded(mine)
-        assert not mine.flush(0.05)
-        # Whoever waited here would wait until the test is over.
+        record_call(exporter)
+        assert not exporter.flush(0.05)
+        # A flush that waited here would wait until the end of the test.
         began_s = time.monotonic()
         for _ in range(3):
-            _recorded(mine)
-            assert not mine.flush(WAIT_S)
+            record_call(exporter)
+            assert not exporter.flush(WAIT_S)
         assert time.monotonic() - began_s < WAIT_S / 2
-    assert len([it for it in caplog.messages if "no longer wait" in it]) == 1
+    assert len([message for message in caplog.messages if "no longer wait" in message]) == 1
     sdk.gate.set()
-    # What came meanwhile is exported without another task that asks.
-    eventually(lambda: sdk.began == 2 and not mine._busy)
-    _recorded(mine)
-    assert mine.flush(WAIT_S)
+    # Calls recorded meanwhile are exported without another flush.
+    eventually(lambda: sdk.began == 2 and not exporter._busy)
+    record_call(exporter)
+    assert exporter.flush(WAIT_S)
     assert sdk.began == 3
 
 
-def test_an_export_that_fails_is_told_once_and_not_raised(sdk: Sdk, caplog: pytest.LogCaptureFixture) -> None:
-    mine = Telemetry()
+def test_a_failed_export_is_logged_once_and_not_raised(sdk: Sdk, caplog: pytest.LogCaptureFixture) -> None:
+    exporter = Telemetry()
     sdk.error = RuntimeError("the collector is gone")
     with caplog.at_level(logging.WARNING, "spark_state_ext"):
         for _ in range(3):
-            _recorded(mine)
-            mine.flush(WAIT_S)
-            eventually(lambda: not mine._busy)
+            record_call(exporter)
+            exporter.flush(WAIT_S)
+            eventually(lambda: not exporter._busy)
     assert caplog.messages == ["metrics could not be exported: RuntimeError: the collector is gone"]
     assert sdk.began == 3
 
 
-def test_exports_are_apart(sdk: Sdk, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks of a busy worker do not wait for each other's exports, and all that they recorded goes at once."""
+def test_exports_have_a_minimum_interval(sdk: Sdk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks of a busy worker do not wait for each other's exports; one export has all recorded calls."""
     monkeypatch.setattr(telemetry, "FLUSH_EVERY_S", 1.0)
-    mine = Telemetry()
-    _recorded(mine)
-    assert mine.flush(WAIT_S)
+    exporter = Telemetry()
+    record_call(exporter)
+    assert exporter.flush(WAIT_S)
     began_s = time.monotonic()
     for _ in range(100):
-        _recorded(mine)
-        mine.flush(WAIT_S)
+        record_call(exporter)
+        exporter.flush(WAIT_S)
     spent_s = time.monotonic() - began_s
-    eventually(lambda: not mine._busy)
+    eventually(lambda: not exporter._busy)
     assert sdk.began <= 2 + spent_s

@@ -1,4 +1,4 @@
-"""`spark_state_ext.testing.run`: functions without Spark, by the code that executors run, and what Spark makes of the same."""
+"""`spark_state_ext.testing.run`: it runs functions without Spark, with the code of the executors and Spark's rules."""
 
 from __future__ import annotations
 
@@ -67,30 +67,30 @@ def users(*names: str | None) -> list[dict[str, Any]]:
 
 
 def dicts(table: pa.Table) -> list[tuple[Any, ...]]:
-    """Rows in no order."""
+    """Return the rows as tuples, sorted to ignore their order."""
     return sorted((tuple(row.values()) for row in table.to_pylist()), key=repr)
 
 
-# -- what a run gives -----------------------------------------------------------------------------
+# -- the result of a run --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("api", COUNTS)
 @pytest.mark.parametrize("buckets", [1, 4])
 @pytest.mark.parametrize("restart", [False, True, [2]])
-def test_output_and_state_of_each_batch(api: Any, buckets: int, restart: Any) -> None:
+def test_run_returns_the_output_and_state_of_each_batch(api: Any, buckets: int, restart: Any) -> None:
     batches = [users("a", "b", "a", None), users("a"), None, users("b", "c")]
-    found = run(COUNTS[api], batches, "user", COUNTED, STATE, api=api, buckets=buckets, restart=restart)
+    result = run(COUNTS[api], batches, "user", COUNTED, STATE, api=api, buckets=buckets, restart=restart)
     expected = [[("a", 2), ("b", 1), (None, 1)], [("a", 3)], [], [("b", 2), ("c", 1)]]
-    assert [dicts(output) for output in found.outputs] == expected
-    assert dicts(found.states[0]) == [("a", 2, None), ("b", 1, None), (None, 1, None)]
-    assert found.states[1].equals(found.states[2])
-    assert dicts(found.state) == [("a", 3, None), ("b", 2, None), ("c", 1, None), (None, 1, None)]
-    assert found.output.num_rows == 6
-    assert found.output.schema == pa.schema([("user", pa.string()), ("n", pa.int64())])
-    assert [batch.watermark_ms for batch in found.batches] == [None] * 4
+    assert [dicts(output) for output in result.outputs] == expected
+    assert dicts(result.states[0]) == [("a", 2, None), ("b", 1, None), (None, 1, None)]
+    assert result.states[1].equals(result.states[2])
+    assert dicts(result.state) == [("a", 3, None), ("b", 2, None), ("c", 1, None), (None, 1, None)]
+    assert result.output.num_rows == 6
+    assert result.output.schema == pa.schema([("user", pa.string()), ("n", pa.int64())])
+    assert [batch.watermark_ms for batch in result.batches] == [None] * 4
 
 
-def test_batches_come_in_any_form() -> None:
+def test_batches_may_have_any_form_and_are_read_one_at_a_time() -> None:
     polars = pytest.importorskip("polars")
     forms: list[Any] = [
         users("a", "b"),
@@ -102,21 +102,21 @@ def test_batches_come_in_any_form() -> None:
         [],
         pa.table({"user": pa.array([], pa.string())}),
     ]
-    # As they come, too: not a batch is asked for before the one before it is over.
-    seen: list[int] = []
+    # A batch is read only after the previous one is finished.
+    numbers: list[int] = []
 
-    def coming() -> Iterator[Any]:
+    def yield_forms() -> Iterator[Any]:
         for number, form in enumerate(forms):
-            seen.append(number)
+            numbers.append(number)
             yield form
 
-    def noting(batch: StateBatch) -> Any:
-        assert batch.batch_id == seen[-1]
+    def check_and_count(batch: StateBatch) -> Any:
+        assert batch.batch_id == numbers[-1]
         return count_tables(batch)
 
-    found = run(noting, coming(), ["user"], COUNTED, STATE, api="arrow")
-    assert dicts(found.state) == [("a", 3, None), ("b", 3, None), ("c", 1, None)]
-    assert len(found.batches) == len(forms)
+    result = run(check_and_count, yield_forms(), ["user"], COUNTED, STATE, api="arrow")
+    assert dicts(result.state) == [("a", 3, None), ("b", 3, None), ("c", 1, None)]
+    assert len(result.batches) == len(forms)
 
 
 @pytest.mark.parametrize(
@@ -124,39 +124,39 @@ def test_batches_come_in_any_form() -> None:
     [STATE, "struct<n: long>", pa.schema([("n", pa.int64())]), StructType([StructField("n", LongType())])],
     ids=str,
 )
-def test_schemas_come_in_any_form(state: Any) -> None:
+def test_schemas_may_have_any_form(state: Any) -> None:
     output = StructType([StructField("user", StringType()), StructField("n", LongType())])
     assert dicts(run(count_frames, [users("a")], "user", output, state).state) == [("a", 1, None)]
 
 
-def test_chained_steps() -> None:
-    one = StructType([StructField("n", LongType())])
+def test_run_accepts_chained_steps() -> None:
+    counted = StructType([StructField("n", LongType())])
 
-    def summed(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
+    def sum_counts(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
         n = sum(int(pdf["n"].sum()) for pdf in pdfs) + (state.get[0] if state.exists else 0)
         state.update((n,))
         yield pd.DataFrame({"n": [n]})
 
     output = StructType([StructField("user", StringType()), StructField("n", LongType())])
-    steps = chain(Step(count_frames, output, one), Step(summed, one, one))
+    steps = chain(Step(count_frames, output, counted), Step(sum_counts, counted, counted))
     batches = [users("a"), users("a", "b"), users("a")]
-    found = run(steps.func, batches, "user", steps.outputStructType, steps.stateStructType, restart=True)
-    assert [dicts(output) for output in found.outputs] == [[(1,)], [(1,), (3,)], [(6,)]]
+    result = run(steps.func, batches, "user", steps.outputStructType, steps.stateStructType, restart=True)
+    assert [dicts(output) for output in result.outputs] == [[(1,)], [(1,), (3,)], [(6,)]]
 
 
-def test_removal() -> None:
-    def until_three(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[Any, ...]]:
+def test_removed_state_does_not_return() -> None:
+    def count_to_three(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[Any, ...]]:
         yield from count_rows(key, rows, state)
         if state.get[0] >= 3:
             state.remove()
 
-    found = run(
-        until_three, [users("a"), users("a", "a"), users("a")], "user", COUNTED, STATE, api="rows", restart=True
+    result = run(
+        count_to_three, [users("a"), users("a", "a"), users("a")], "user", COUNTED, STATE, api="rows", restart=True
     )
-    assert [dicts(state) for state in found.states] == [[("a", 1, None)], [], [("a", 1, None)]]
+    assert [dicts(state) for state in result.states] == [[("a", 1, None)], [], [("a", 1, None)]]
 
 
-def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_leaves_no_files_or_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = {thread.name for thread in threading.enumerate()}
     run(count_frames, [users("a")] * 3, "user", COUNTED, STATE, restart=[1])
@@ -165,63 +165,63 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         run(lambda key, pdfs, state: 1 // 0, [users("a")], "user", COUNTED, STATE)
     assert list(tmp_path.iterdir()) == []
     left = {thread.name for thread in threading.enumerate()} - before
-    # It sleeps for a second, and then finds that nothing is held back.
+    # The threads of metrics and leases end about a second later.
     assert {name for name in left if "metrics" not in name and "leases" not in name} == set()
 
 
 # -- cost ----------------------------------------------------------------------------------------
 
 
-def calls_of(count: int) -> tuple[int, int]:
-    """How many Python functions a run over so many rows calls in all, and how often the user's function."""
-    called = [0, 0]
+def count_calls(count: int) -> tuple[int, int]:
+    """Return the number of Python calls of a run over that many rows, and the number of calls of the user's function."""
+    counts = [0, 0]
 
-    def counting(batch: Any) -> Any:
-        called[1] += 1
+    def count_and_note(batch: Any) -> Any:
+        counts[1] += 1
         return count_tables(batch)
 
-    def note(frame: Any, event: str, argument: Any) -> None:
-        called[0] += event == "call"
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        counts[0] += event == "call"
 
     batches = [pa.table({"user": pa.array(range(count)).cast(pa.string())}), {"user": ["7", "x"]}]
-    sys.setprofile(note)
+    sys.setprofile(profile)
     try:
-        found = run(counting, batches, "user", COUNTED, STATE, api="arrow")
+        result = run(count_and_note, batches, "user", COUNTED, STATE, api="arrow")
     finally:
         sys.setprofile(None)
-    assert found.state.num_rows == count + 1
-    return called[0], called[1]
+    assert result.state.num_rows == count + 1
+    return counts[0], counts[1]
 
 
-def test_no_python_runs_for_a_row_but_the_functions() -> None:
-    """A vectorised function is called once a batch, and 400 times as many rows and keys cost few calls more."""
-    calls_of(10)  # what is imported and made once
-    small, large = calls_of(1_000), calls_of(400_000)
+def test_the_number_of_python_calls_hardly_grows_with_the_rows() -> None:
+    """A vectorised function is called once for each batch; 400 times as many rows and keys cost few more calls."""
+    count_calls(10)  # imports and caches are made once
+    small, large = count_calls(1_000), count_calls(400_000)
     assert small[1] == large[1] == 2
     assert large[0] < 1.12 * small[0], (small, large)
 
 
-def test_a_batch_costs_the_same_whatever_came_before() -> None:
-    """As many calls for the fortieth batches as for the first ones."""
-    seen: list[int] = []
+def test_the_cost_of_a_batch_does_not_grow_with_the_number_of_batches() -> None:
+    """The last batches need about as many calls as the first ones."""
+    totals: list[int] = []
     calls = 0
 
-    def note(frame: Any, event: str, argument: Any) -> None:
+    def profile(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls
         calls += event == "call"
 
     def batches() -> Iterator[Any]:
         for _ in range(40):
-            seen.append(calls)
+            totals.append(calls)
             yield {"user": ["a", "b"]}
 
-    sys.setprofile(note)
+    sys.setprofile(profile)
     try:
         run(count_tables, batches(), "user", COUNTED, STATE, api="arrow")
     finally:
         sys.setprofile(None)
-    each = [after - before for before, after in itertools.pairwise(seen)]
-    assert sum(each[-16:]) < 1.5 * sum(each[4:20])
+    calls_of_batches = [after - before for before, after in itertools.pairwise(totals)]
+    assert sum(calls_of_batches[-16:]) < 1.5 * sum(calls_of_batches[4:20])
 
 
 # -- times ----------------------------------------------------------------------------------------
@@ -233,14 +233,14 @@ TIMED: list[Any] = [
     [at("a", 30), at("c", 21)],
     [at("b", 24), at("d", 24), at("c", 26), at("e", 50)],
     None,
-    # The first is late, by the watermark of the batch before.
+    # The first row is late for the watermark of the previous batch.
     [at("d", 45), at("f", 46)],
 ]
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_the_watermark_comes_from_the_rows_before(restart: bool) -> None:
-    found = run(
+def test_the_watermark_is_computed_from_earlier_batches(restart: bool) -> None:
+    result = run(
         sessions,
         TIMED,
         "user",
@@ -251,24 +251,24 @@ def test_the_watermark_comes_from_the_rows_before(restart: bool) -> None:
         delay_ms=5_000,
         restart=restart,
     )
-    assert [batch.watermark_ms for batch in found.batches] == [0, MS - 2_000, MS + 25_000, MS + 45_000, MS + 45_000]
-    fired = [("a", 3), ("b", 2), ("c", 2), ("d", 1)]
-    assert [dicts(output) for output in found.outputs] == [[], [], [], fired, []]
-    assert dicts(found.states[1]) == [("a", 3, MS + 40_000), ("b", 1, MS + 13_000), ("c", 1, MS + 31_000)]
-    assert dicts(found.state) == [("e", 1, MS + 60_000), ("f", 1, MS + 56_000)]
+    assert [batch.watermark_ms for batch in result.batches] == [0, MS - 2_000, MS + 25_000, MS + 45_000, MS + 45_000]
+    timed_out = [("a", 3), ("b", 2), ("c", 2), ("d", 1)]
+    assert [dicts(output) for output in result.outputs] == [[], [], [], timed_out, []]
+    assert dicts(result.states[1]) == [("a", 3, MS + 40_000), ("b", 1, MS + 13_000), ("c", 1, MS + 31_000)]
+    assert dicts(result.state) == [("e", 1, MS + 60_000), ("f", 1, MS + 56_000)]
 
 
-def test_the_watermark_may_be_given() -> None:
+def test_the_watermarks_can_be_given() -> None:
     watermarks = [0, MS + 5_000, MS + 12_000, MS + 41_000, MS + 41_000]
     batches = [TIMED[0], None, TIMED[1], None, None]
-    found = run(sessions, batches, "user", COUNTED, STATE, timeout_conf=EVENT_TIME, watermarks_ms=watermarks)
-    assert [dicts(output) for output in found.outputs] == [[], [], [], [("a", 3), ("b", 1), ("c", 1)], []]
-    assert found.state.num_rows == 0
+    result = run(sessions, batches, "user", COUNTED, STATE, timeout_conf=EVENT_TIME, watermarks_ms=watermarks)
+    assert [dicts(output) for output in result.outputs] == [[], [], [], [("a", 3), ("b", 1), ("c", 1)], []]
+    assert result.state.num_rows == 0
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_processing_time(restart: bool) -> None:
-    def patient(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[Any, ...]]:
+def test_processing_time_timeouts_use_the_given_times(restart: bool) -> None:
+    def count_with_timeout(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[Any, ...]]:
         if state.hasTimedOut:
             yield key.user, -state.get[0]
             state.remove()
@@ -276,8 +276,8 @@ def test_processing_time(restart: bool) -> None:
         yield from count_rows(key, rows, state)
         state.setTimeoutDuration(100)
 
-    found = run(
-        patient,
+    result = run(
+        count_with_timeout,
         [users("a", "b"), users("a"), None, None, users("c"), None],
         "user",
         COUNTED,
@@ -288,21 +288,21 @@ def test_processing_time(restart: bool) -> None:
         restart=restart,
     )
     outputs = [[("a", 1), ("b", 1)], [("a", 2)], [], [("b", -1)], [("a", -2), ("c", 1)], []]
-    assert [dicts(output) for output in found.outputs] == outputs
-    assert [batch.processing_time_ms for batch in found.batches] == [1_000, 1_090, 1_100, 1_101, 1_300, 1_300]
-    assert dicts(found.state) == [("c", 1, 1_400)]
+    assert [dicts(output) for output in result.outputs] == outputs
+    assert [batch.processing_time_ms for batch in result.batches] == [1_000, 1_090, 1_100, 1_101, 1_300, 1_300]
+    assert dicts(result.state) == [("c", 1, 1_400)]
 
 
-def test_a_timeout_without_state_is_in_the_state() -> None:
-    def timed(batch: StateBatch) -> None:
+def test_a_timeout_without_state_is_part_of_the_returned_state() -> None:
+    def set_timeout(batch: StateBatch) -> None:
         batch.set_timeout(duration_ms=5)
 
-    found = run(timed, [users("a")], "user", COUNTED, STATE, api="arrow", timeout_conf=PROCESSING_TIME)
-    assert dicts(found.state) == [("a", None, found.batches[0].processing_time_ms + 5)]
+    result = run(set_timeout, [users("a")], "user", COUNTED, STATE, api="arrow", timeout_conf=PROCESSING_TIME)
+    assert dicts(result.state) == [("a", None, result.batches[0].processing_time_ms + 5)]
 
 
-def test_a_time_to_live() -> None:
-    found = run(
+def test_state_expires_after_its_time_to_live() -> None:
+    result = run(
         count_tables,
         [users("a", "b"), users("a"), users("a", "b")],
         "user",
@@ -312,55 +312,55 @@ def test_a_time_to_live() -> None:
         ttl=Ttl(1_500),
         processing_times_ms=[0, 1_000, 2_000],
     )
-    assert [dicts(output) for output in found.outputs] == [[("a", 1), ("b", 1)], [("a", 2)], [("a", 3), ("b", 1)]]
-    assert found.states[0].column_names == ["user", "n", "timeout_ms"]
+    assert [dicts(output) for output in result.outputs] == [[("a", 1), ("b", 1)], [("a", 2)], [("a", 3), ("b", 1)]]
+    assert result.states[0].column_names == ["user", "n", "timeout_ms"]
 
 
-# -- mistakes -------------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
-def _returns_none(key: Any, pdfs: Any, state: GroupState) -> None:
+def _return_none(key: Any, pdfs: Any, state: GroupState) -> None:
     return None
 
 
-def _too_few(key: Any, pdfs: Any, state: GroupState) -> Any:
+def _return_too_few_columns(key: Any, pdfs: Any, state: GroupState) -> Any:
     return [pd.DataFrame({"user": ["a"]})]
 
 
-def _no_number(key: Any, pdfs: Any, state: GroupState) -> Any:
+def _return_text_for_number(key: Any, pdfs: Any, state: GroupState) -> Any:
     return [pd.DataFrame({"user": ["a"], "n": ["many"]})]
 
 
-def _wrong_name(key: Any, pdfs: Any, state: GroupState) -> Any:
+def _return_wrong_name(key: Any, pdfs: Any, state: GroupState) -> Any:
     return [pd.DataFrame({"user": ["a"], "m": [1]})]
 
 
-def _wrong_state(key: Any, pdfs: Any, state: GroupState) -> Any:
+def _write_wrong_state(key: Any, pdfs: Any, state: GroupState) -> Any:
     state.update((1, 2))
     return []
 
 
 @pytest.mark.parametrize(
-    ("function", "error", "said"),
+    ("function", "error", "text"),
     [
-        (_returns_none, ResultTypeError, "the function returned None"),
-        (_too_few, ResultTypeError, "a frame with 1 columns, user; the output schema has user, n"),
-        (_no_number, StateValueError, "column 'n' of type int64 cannot hold"),
-        (_wrong_name, StateValueError, "no 'm'"),
-        (_wrong_state, StateValueError, "the state has the columns n"),
+        (_return_none, ResultTypeError, "the function returned None"),
+        (_return_too_few_columns, ResultTypeError, "a frame with 1 columns, user; the output schema has user, n"),
+        (_return_text_for_number, StateValueError, "column 'n' of type int64 cannot hold"),
+        (_return_wrong_name, StateValueError, "no 'm'"),
+        (_write_wrong_state, StateValueError, "the state has the columns n"),
         (lambda key, pdfs, state: 1 // 0, UserFunctionError, r"the function failed for key \('a',\).*by zero"),
         (lambda key, pdfs, state: state.setTimeoutDuration(1), StateError, "setTimeoutDuration|[Tt]imeout"),
     ],
 )
-def test_mistakes_of_functions_are_told_as_on_spark(function: Any, error: Any, said: str) -> None:
-    with pytest.raises(error, match=said) as caught:
+def test_errors_of_functions_are_the_same_as_on_spark(function: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text) as caught:
         run(function, [users("a")], "user", COUNTED, STATE)
-    if said.endswith("by zero"):
+    if text.endswith("by zero"):
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "said"),
+    ("changed", "error", "text"),
     [
         ({"func": 3}, UsageError, "func must be a function"),
         ({"api": "spark"}, UsageError, "api must be"),
@@ -401,8 +401,8 @@ def test_mistakes_of_functions_are_told_as_on_spark(function: Any, error: Any, s
         ({"ttl": Ttl(5, clock="event")}, UnsupportedPlanError, "needs a watermark"),
     ],
 )
-def test_mistakes_of_calls_are_named(changed: dict[str, Any], error: Any, said: str) -> None:
-    told: dict[str, Any] = {
+def test_invalid_arguments_are_refused(changed: dict[str, Any], error: Any, text: str) -> None:
+    arguments: dict[str, Any] = {
         "func": count_frames,
         "batches": [users("a"), users("b")],
         "keys": "user",
@@ -410,8 +410,8 @@ def test_mistakes_of_calls_are_named(changed: dict[str, Any], error: Any, said: 
         "state_schema": STATE,
         **changed,
     }
-    with pytest.raises(error, match=said):
-        run(**told)
+    with pytest.raises(error, match=text):
+        run(**arguments)
 
 
 # -- hashes, schemas ------------------------------------------------------------------------------
@@ -458,20 +458,20 @@ def random_keys(chosen: random.Random, rows: int) -> dict[str, pa.Array]:
     }
 
 
-def test_hashes_of_many_keys_are_those_of_each() -> None:
+def test_hash_keys_returns_the_hash_of_each_key() -> None:
     keys = random_keys(random.Random(1), examples(60))
     columns = list(keys.values())
-    for chosen in (columns, *([column] for column in columns)):
-        expected = [hash_key([column.slice(at, 1) for column in chosen]) for at in range(len(columns[0]))]
-        assert hash_keys(chosen).tolist() == expected
-        assert hash_keys([column.slice(7, 20) for column in chosen]).tolist() == expected[7:27]
+    for group in (columns, *([column] for column in columns)):
+        expected = [hash_key([column.slice(at, 1) for column in group]) for at in range(len(columns[0]))]
+        assert hash_keys(group).tolist() == expected
+        assert hash_keys([column.slice(7, 20) for column in group]).tolist() == expected[7:27]
     assert hash_keys([pa.array([], pa.string())]).tolist() == []
     with pytest.raises(UnsupportedTypeError, match="does not hash it"):
         hash_keys([pa.array([1], pa.uint8())])
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("ddl", "text"),
     [
         ("user", "a name is missing"),
         ("user string,", "a name is missing"),
@@ -483,12 +483,12 @@ def test_hashes_of_many_keys_are_those_of_each() -> None:
         ("", "a name is missing"),
     ],
 )
-def test_what_is_no_ddl_is_refused(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        ddl_struct(text, "the schema")
+def test_invalid_ddl_is_refused(ddl: str, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        ddl_struct(ddl, "the schema")
 
 
-def test_schemas_of_arrow_are_those_of_spark() -> None:
+def test_an_arrow_schema_gives_the_same_struct_as_its_ddl() -> None:
     columns = random_keys(random.Random(2), 1)
     schema = pa.schema([pa.field(name, column.type) for name, column in columns.items()])
     ddl = (
@@ -499,7 +499,7 @@ def test_schemas_of_arrow_are_those_of_spark() -> None:
     assert struct_json(schema, "the schema") == struct_json(ddl, "the schema")
 
 
-def test_a_result_tells_its_batches() -> None:
-    found = run(count_frames, [users("a"), users("a")], "user", COUNTED, STATE)
-    assert isinstance(found, RunResult)
-    assert found.batches[1].output.to_pylist() == [{"user": "a", "n": 2}]
+def test_a_result_contains_its_batches() -> None:
+    result = run(count_frames, [users("a"), users("a")], "user", COUNTED, STATE)
+    assert isinstance(result, RunResult)
+    assert result.batches[1].output.to_pylist() == [{"user": "a", "n": 2}]

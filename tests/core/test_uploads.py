@@ -1,4 +1,4 @@
-"""Uploads beside batches: order, failures, processes that die, and threads that hang."""
+"""Uploads in the background of batches: their order, failures, processes that die, and threads that hang."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.helpers.waiting import WAIT_S
 
 
 class Manager:
-    """A backend that does what a test tells it to."""
+    """A backend whose uploads call a function of the test."""
 
     def __init__(self, executor: Executor, work: Callable[[str], None] = lambda name: None) -> None:
         self.executor = executor
@@ -71,133 +71,135 @@ def store(tmp_path: Path) -> Iterator[LocalStore]:
     opened.close()
 
 
-def _upload(store: LocalStore, manager: Manager, ref: CheckpointRef, backend: str = "a") -> Upload:
+def make_upload(store: LocalStore, manager: Manager, ref: CheckpointRef, backend: str = "a") -> Upload:
     sealed = SealedFile.of(f"{ref}.delta.arrow", b"x")
     markers = manager.snapshot(ref, {STATE: sealed})
     return Upload(store, backend, manager, ref, sealed.name, markers, time.monotonic())
 
 
-def _submit(store: LocalStore, uploads: WorkerUploads, mine: list[Upload]) -> None:
-    """As the committer does: noted first."""
+def record_and_submit(store: LocalStore, uploads: WorkerUploads, submitted: list[Upload]) -> None:
+    """Record uploads and then submit them, as the committer does."""
     records: dict[str, bytes] = {}
-    for upload in mine:
+    for upload in submitted:
         records |= upload.record(RUNNING, uploads.owner)
     store.record(records)
-    uploads.submit(mine)
+    uploads.submit(submitted)
 
 
-def _noted(store: LocalStore, upload: Upload) -> UploadRecord | None:
+def read_record(store: LocalStore, upload: Upload) -> UploadRecord | None:
     value = store.records().get(record_name(upload.backend, upload.file))
     return None if value is None else UploadRecord.decode(value)
 
 
-def test_files_of_a_bucket_go_one_after_the_other_and_are_noted(store: LocalStore) -> None:
+def test_files_of_a_bucket_are_uploaded_in_order_and_recorded(store: LocalStore) -> None:
     uploads, refs, under_way = WorkerUploads(), Refs(), []
 
-    def alone(name: str) -> None:
+    def check_alone(name: str) -> None:
         under_way.append(name)
         assert len(under_way) == 1
         time.sleep(0.01)
         under_way.pop()
 
-    manager = Manager(uploads.pool("a"), alone)
-    mine = [_upload(store, manager, refs.next(version)) for version in range(1, 9)]
-    uploads.submit(mine)
-    assert uploads.find(store, "a", mine[-1].file) is mine[-1]
-    await_all(mine, uploads, CommitOptions())
-    assert manager.kept == [upload.markers[STATE] for upload in mine]
-    for upload in mine:
+    manager = Manager(uploads.pool("a"), check_alone)
+    submitted = [make_upload(store, manager, refs.next(version)) for version in range(1, 9)]
+    uploads.submit(submitted)
+    assert uploads.find(store, "a", submitted[-1].file) is submitted[-1]
+    await_all(submitted, uploads, CommitOptions())
+    assert manager.kept == [upload.markers[STATE] for upload in submitted]
+    for upload in submitted:
         assert uploads.find(store, "a", upload.file) is None
-        record = _noted(store, upload)
+        record = read_record(store, upload)
         assert record is not None
         assert (record.state, record.markers, record.owner) == (DONE, upload.markers, process.get_process_token())
 
 
-def test_buckets_go_side_by_side_on_a_bounded_number_of_threads(tmp_path: Path) -> None:
-    uploads, together, most = WorkerUploads(), [0], [0]
+def test_buckets_are_uploaded_in_parallel_by_a_bounded_number_of_threads(tmp_path: Path) -> None:
+    uploads, running, running_max = WorkerUploads(), [0], [0]
     lock, all_at_work = threading.Lock(), threading.Event()
 
-    def counted(name: str) -> None:
+    def count_running(name: str) -> None:
         with lock:
-            together[0] += 1
-            most[0] = max(most[0], together[0])
-        if most[0] >= THREADS_MAX:
+            running[0] += 1
+            running_max[0] = max(running_max[0], running[0])
+        if running_max[0] >= THREADS_MAX:
             all_at_work.set()
         assert all_at_work.wait(WAIT_S)
         with lock:
-            together[0] -= 1
+            running[0] -= 1
 
-    manager = Manager(uploads.pool("a"), counted)
+    manager = Manager(uploads.pool("a"), count_running)
     stores = [LocalStore.at(tmp_path / str(bucket), SCHEMA) for bucket in range(THREADS_MAX + 16)]
-    mine = [_upload(store, manager, Refs().next(1)) for store in stores]
-    uploads.submit(mine)
-    await_all(mine, uploads, CommitOptions())
-    assert most[0] == THREADS_MAX
-    assert len(manager.threads) == 1, "all have the name of their pool"
+    submitted = [make_upload(store, manager, Refs().next(1)) for store in stores]
+    uploads.submit(submitted)
+    await_all(submitted, uploads, CommitOptions())
+    assert running_max[0] == THREADS_MAX
+    assert len(manager.threads) == 1, "all threads must have the name of their pool"
     for store in stores:
         store.close()
 
 
-def test_what_comes_after_a_failure_is_not_sent(store: LocalStore) -> None:
+def test_files_after_a_failed_upload_are_not_sent(store: LocalStore) -> None:
     uploads, refs = WorkerUploads(), Refs()
 
-    def third_fails(name: str) -> None:
+    def fail_third(name: str) -> None:
         if name.startswith("marker of 3_"):
             raise PermissionError("not yours")
 
-    manager = Manager(uploads.pool("a"), third_fails)
-    mine = [_upload(store, manager, refs.next(version)) for version in range(1, 6)]
-    _submit(store, uploads, mine)
+    manager = Manager(uploads.pool("a"), fail_third)
+    submitted = [make_upload(store, manager, refs.next(version)) for version in range(1, 6)]
+    record_and_submit(store, uploads, submitted)
     with pytest.raises(UploadFailedError, match=r"3_\w+\.delta\.arrow to the backend a failed: PermissionError"):
-        await_all(mine, uploads, CommitOptions())
+        await_all(submitted, uploads, CommitOptions())
     assert len(manager.kept) == 2
-    states = [None if (record := _noted(store, upload)) is None else record.state for upload in mine]
-    # The last two were never begun, so the next call finds nothing of them and begins them anew.
+    states = [None if (record := read_record(store, upload)) is None else record.state for upload in submitted]
+    # The last two were not started and have no records, so the next call starts them.
     assert states == [DONE, DONE, FAILED, None, None]
     with pytest.raises(StorageError, match="was not sent, because"):
-        mine[-1].done.result(WAIT_S)
-    # For metrics, each once. What was not sent has not failed.
-    counted = uploads.sent(store)
-    assert (counted.confirmed, counted.failures) == (2, 1)
+        submitted[-1].done.result(WAIT_S)
+    # Metrics count each upload once. An upload that was not sent is not a failure.
+    tally = uploads.sent(store)
+    assert (tally.confirmed, tally.failures) == (2, 1)
     assert uploads.sent(store) == Tally()
-    later = _upload(store, manager, refs.next(6))
+    later = make_upload(store, manager, refs.next(6))
     uploads.submit([later])
     await_all([later], uploads, CommitOptions())
 
 
-def test_what_a_later_run_sends_does_not_mind_a_failure_of_the_run_before(store: LocalStore) -> None:
-    """The one before sent a sibling, which no pointer names."""
+def test_a_failed_upload_of_one_run_does_not_affect_a_later_run(store: LocalStore) -> None:
+    """The previous run sent a sibling, which no pointer names."""
     uploads, refs, gate = WorkerUploads(), Refs(), threading.Event()
 
-    def first_fails(name: str) -> None:
+    def fail_first(name: str) -> None:
         if name.startswith("marker of 1_"):
             assert gate.wait(WAIT_S)
             raise PermissionError("not yours")
 
-    manager = Manager(uploads.pool("a"), first_fails)
-    before = [replace(_upload(store, manager, refs.next(version)), run=Run("before", version)) for version in (1, 2)]
-    now = [replace(_upload(store, manager, refs.next(version)), run=Run("now", 7)) for version in (3, 4)]
-    _submit(store, uploads, [*before, *now])
+    manager = Manager(uploads.pool("a"), fail_first)
+    before = [
+        replace(make_upload(store, manager, refs.next(version)), run=Run("before", version)) for version in (1, 2)
+    ]
+    now = [replace(make_upload(store, manager, refs.next(version)), run=Run("now", 7)) for version in (3, 4)]
+    record_and_submit(store, uploads, [*before, *now])
     gate.set()
     await_all(now, uploads, CommitOptions())
     with pytest.raises(StorageError, match="was not sent, because"):
         before[1].done.result(WAIT_S)
 
 
-def test_one_backend_that_hangs_does_not_hold_up_another(store: LocalStore) -> None:
+def test_a_backend_that_hangs_does_not_delay_another_one(store: LocalStore) -> None:
     uploads, gate, ref = WorkerUploads(), threading.Event(), Refs().next(1)
-    hangs = Manager(uploads.pool("west"), lambda name: (gate.wait(WAIT_S), None)[1])
-    stuck, quick = _upload(store, hangs, ref, "west"), _upload(store, Manager(uploads.pool("a")), ref)
+    hanging = Manager(uploads.pool("west"), lambda name: (gate.wait(WAIT_S), None)[1])
+    stuck, quick = make_upload(store, hanging, ref, "west"), make_upload(store, Manager(uploads.pool("a")), ref)
     uploads.submit([stuck, quick])
     await_all([quick], uploads, CommitOptions())
     with pytest.raises(CommitTimeoutError, match=r"west: 1_\w+.*commit_timeout_ms is 300") as raised:
         await_all([stuck, quick], uploads, CommitOptions(commit_timeout_ms=300))
     assert isinstance(raised.value, TimeoutError)
     assert time.monotonic() - stuck.since_s >= 0.3
-    # Given up: the next one has a thread of its own, and is not behind it.
+    # The upload was given up: the next one has its own thread, and does not wait for it.
     assert uploads.find(store, "west", stuck.file) is None
-    hangs.work = lambda name: None
-    following = _upload(store, hangs, Refs().next(2), "west")
+    hanging.work = lambda name: None
+    following = make_upload(store, hanging, Refs().next(2), "west")
     uploads.submit([following])
     await_all([following], uploads, CommitOptions())
     gate.set()
@@ -205,28 +207,33 @@ def test_one_backend_that_hangs_does_not_hold_up_another(store: LocalStore) -> N
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_waits_behind_a_file_that_was_given_up_is_begun_anew(store: LocalStore, first: int) -> None:
+def test_files_behind_an_abandoned_upload_can_be_submitted_again(store: LocalStore, first: int) -> None:
     uploads, gate, refs = WorkerUploads(), threading.Event(), Refs()
     manager = Manager(uploads.pool("a"), lambda name: (gate.wait(WAIT_S), None)[1])
-    mine = [_upload(store, manager, refs.next(version)) for version in range(1, 5)]
-    _submit(store, uploads, mine)
-    uploads.give_up([mine[first]])
-    assert [uploads.find(store, "a", upload.file) is upload for upload in mine] == [first == 1, False, False, False]
-    # Whoever waits for them does not wait for ever, and no other process takes them for under way.
-    for upload in mine[1:]:
+    submitted = [make_upload(store, manager, refs.next(version)) for version in range(1, 5)]
+    record_and_submit(store, uploads, submitted)
+    uploads.give_up([submitted[first]])
+    assert [uploads.find(store, "a", upload.file) is upload for upload in submitted] == [
+        first == 1,
+        False,
+        False,
+        False,
+    ]
+    # Waiting callers get an error, and other processes do not see these uploads as running.
+    for upload in submitted[1:]:
         with pytest.raises(
-            StorageError, match=rf"{upload.file} was not sent, because {mine[first].file} took too long"
+            StorageError, match=rf"{upload.file} was not sent, because {submitted[first].file} took too long"
         ):
             upload.done.result(0)
-        assert _noted(store, upload) is None
-    again = [_upload(store, manager, upload.ref) for upload in mine[first:]]
+        assert read_record(store, upload) is None
+    again = [make_upload(store, manager, upload.ref) for upload in submitted[first:]]
     uploads.submit(again)
     gate.set()
-    await_all([*mine[:1], *again], uploads, CommitOptions())
-    assert {*manager.kept} == {upload.markers[STATE] for upload in mine}
+    await_all([*submitted[:1], *again], uploads, CommitOptions())
+    assert {*manager.kept} == {upload.markers[STATE] for upload in submitted}
 
 
-def test_a_note_tells_whether_its_process_lives(store: LocalStore) -> None:
+def test_the_owner_of_an_upload_record_shows_whether_its_process_is_alive(store: LocalStore) -> None:
     uploads = WorkerUploads()
     assert uploads.is_alive(uploads.owner)
     script = "from spark_state_ext.worker import process; print(process.get_process_token(), flush=True); input()"
@@ -243,13 +250,13 @@ def test_a_note_tells_whether_its_process_lives(store: LocalStore) -> None:
     child.kill()
     child.communicate()
     assert not uploads.is_alive(owner)
-    # A number that another process has now is no sign of life.
+    # The same process id with another start time is another process.
     pid, start = owner.split()
     assert not uploads.is_alive(f"{os.getpid()} {start}")
     assert pid
 
 
-def test_threads_end_when_there_is_no_work_and_do_not_keep_a_process(tmp_path: Path) -> None:
+def test_busy_threads_do_not_keep_a_process_alive(tmp_path: Path) -> None:
     script = (
         "import time\nfrom spark_state_ext.worker.threads import DaemonPool\npool = DaemonPool('p')\n"
         "pool.submit(time.sleep, 3600)\nprint('over')\n"
@@ -270,8 +277,8 @@ import atexit
 import threading
 import pyarrow as pa
 
-# What is registered first is called last.
-atexit.register(lambda: print([it.name for it in threading.enumerate() if it.name.startswith("spark_state_ext")]))
+# The first registered function is called last.
+atexit.register(lambda: print([thread.name for thread in threading.enumerate() if thread.name.startswith("spark_state_ext")]))
 from spark_state_ext.worker.threads import DaemonPool
 from spark_state_ext.worker.{module} import {pool}
 
@@ -301,10 +308,12 @@ def test_a_process_that_ends_while_a_thread_is_inside_arrow_is_not_aborted(modul
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "written\n[]\n", ""), "busy and idle threads have ended"
+    assert (done.returncode, done.stdout, done.stderr) == (0, "written\n[]\n", ""), (
+        "busy and idle threads must have ended"
+    )
 
 
-def test_a_pool_gives_results_and_errors_on() -> None:
+def test_a_pool_returns_results_and_raises_errors() -> None:
     pool = DaemonPool("p")
     pool.threads_max = 4
     assert [future.result(WAIT_S) for future in [pool.submit(pow, 2, n) for n in range(50)]] == [
@@ -314,8 +323,8 @@ def test_a_pool_gives_results_and_errors_on() -> None:
         pool.submit(lambda: 1 // 0).result(WAIT_S)
 
 
-class Handing(queue.SimpleQueue[Any]):
-    """Work that a thread has been handed and, the first time, comes to only when it is told."""
+class SlowQueue(queue.SimpleQueue[Any]):
+    """A queue whose first item is returned to its thread only once the test allows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,31 +332,31 @@ class Handing(queue.SimpleQueue[Any]):
         self.go_on = threading.Event()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        found = super().get(block, timeout)
+        item = super().get(block, timeout)
         if not self.handed.is_set():
             self.handed.set()
             assert self.go_on.wait(WAIT_S)
-        return found
+        return item
 
 
-def test_a_thread_that_has_just_taken_work_is_not_free_for_more() -> None:
+def test_a_thread_that_has_just_taken_work_does_not_count_as_idle() -> None:
     pool = DaemonPool("p")
     pool.threads_max = 2
-    pool._work = work = Handing()
-    hanging = threading.Event()
-    first = pool.submit(hanging.wait, WAIT_S)
+    pool._work = work = SlowQueue()
+    release = threading.Event()
+    first = pool.submit(release.wait, WAIT_S)
     assert work.handed.wait(WAIT_S)
     assert pool.submit(pow, 2, 3).result(WAIT_S) == 8
     assert not first.done()
     work.go_on.set()
-    # Now it hangs in its work, and the other thread is free: no third is needed, nor allowed.
+    # The first thread hangs in its work and the other one is idle, so no third thread is needed or allowed.
     assert [pool.submit(pow, 2, n).result(WAIT_S) for n in range(5)] == [1, 2, 4, 8, 16]
     assert len(pool._threads) == 2
-    hanging.set()
+    release.set()
     assert first.result(WAIT_S)
 
 
-def test_work_that_no_thread_can_be_made_for_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_not_queued_if_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = DaemonPool("p")
     done: list[str] = []
     with monkeypatch.context() as patched:
@@ -358,7 +367,7 @@ def test_work_that_no_thread_can_be_made_for_is_not_kept(monkeypatch: pytest.Mon
     assert done == ["taken"]
 
 
-def test_a_value_that_is_no_note_is_passed_over(store: LocalStore) -> None:
+def test_invalid_upload_records_are_ignored(store: LocalStore) -> None:
     for value in (b"", b"{}", b"[1]", b"7", b"\xff"):
         assert UploadRecord.decode(value) is None
     record = UploadRecord(DONE, "1 2", 3.5, {"state": "m"}, "")
@@ -368,17 +377,17 @@ def test_a_value_that_is_no_note_is_passed_over(store: LocalStore) -> None:
     assert store.records() == {"a": record.encode(), "c": b"y"}
 
 
-def test_a_store_that_was_closed_meanwhile_does_not_stay_open(store: LocalStore) -> None:
-    """A process has few open files, and so closes stores that it does not use; what ends later is noted all the same."""
+def test_recording_an_upload_does_not_leave_a_closed_store_open(store: LocalStore) -> None:
+    """A process closes unused stores to limit its open files; uploads that end later are recorded nevertheless."""
     uploads, gate, refs = WorkerUploads(), threading.Event(), Refs()
     manager = Manager(uploads.pool("a"), lambda name: (gate.wait(WAIT_S), None)[1])
-    mine = [_upload(store, manager, refs.next(version)) for version in range(1, 4)]
-    _submit(store, uploads, mine)
-    # Which the process may have opened again.
+    submitted = [make_upload(store, manager, refs.next(version)) for version in range(1, 4)]
+    record_and_submit(store, uploads, submitted)
+    # The process may have opened the store again.
     other = LocalStore.at(store.folder, SCHEMA)
     store.close()
     gate.set()
-    await_all(mine, uploads, CommitOptions())
+    await_all(submitted, uploads, CommitOptions())
     assert not [folder for folder in Environment._environments if store.folder in folder.parents]
     assert all(UploadRecord.decode(value) for value in other.records().values())
     assert len(other.records()) == 3
