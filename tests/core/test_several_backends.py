@@ -98,7 +98,10 @@ def test_a_backend_catches_up_if_the_end_of_its_first_upload_was_not_recorded(
     record, failed = life.store.record, []
 
     def full(records: Mapping[str, bytes], removed: Collection[str] = ()) -> None:
-        if any((told := UploadRecord.decode(value)) is not None and told.state == FAILED for value in records.values()):
+        if any(
+            (decoded := UploadRecord.decode(value)) is not None and decoded.state == FAILED
+            for value in records.values()
+        ):
             failed.append(1)
             raise StoreFullError("the disk is full")
         record(records, removed)
@@ -168,7 +171,7 @@ def _sent_from_another_machine(life: Life) -> tuple[Pointer, str]:
     assert pointer.replication["b"] == ReplicationStatus(pointer.ref, since=pointer.ref)
     life.store = LocalStore.at(life.local / "another machine", SCHEMA)
     life.stores.append(life.store)
-    (name,) = (it for it in life.folder("b").names() if SNAPSHOT in it)
+    (name,) = (name for name in life.folder("b").names() if SNAPSHOT in name)
     return pointer, name
 
 
@@ -196,8 +199,8 @@ def test_a_snapshot_from_another_machine_that_is_damaged_is_replaced(
         pointers.append(life.batch())
         life.settle()
     assert [is_complete(pointer.replication["b"]) for pointer in pointers] == [False, False, True, True]
-    told = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert [name in record.getMessage() for record in told] == [True]
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [name in record.getMessage() for record in errors] == [True]
     assert "the backend b did not catch up: " in caplog.text
     assert "It gets another full snapshot." in caplog.text
     for pointer, model in zip(life.pointers[-2:], life.models[-2:], strict=True):

@@ -37,7 +37,7 @@ class Scene:
 
     @property
     def hosts(self) -> list[str]:
-        return [it.host for it in self.members]
+        return [member.host for member in self.members]
 
     def assigned(self) -> dict[BucketKey, tuple[str, ...]]:
         return assign(self.buckets, self.members, self.settings)
@@ -58,25 +58,26 @@ class Scene:
             if following == scene:
                 return scene
             scene = following
-        raise AssertionError("it never comes to rest")
+        raise AssertionError("the assignment never becomes stable")
 
     @property
     def held(self) -> dict[BucketKey, set[str]]:
-        found: dict[BucketKey, set[str]] = {key: set() for key in self.buckets}
+        holders: dict[BucketKey, set[str]] = {key: set() for key in self.buckets}
         for member in self.members:
-            for it in member.replicas:
-                if it.key in found:
-                    found[it.key].add(member.host)
-        return found
+            for replica in member.replicas:
+                if replica.key in holders:
+                    holders[replica.key].add(member.host)
+        return holders
 
     def without(self, host: str) -> Scene:
-        return replace(self, members=tuple(it for it in self.members if it.host != host))
+        return replace(self, members=tuple(member for member in self.members if member.host != host))
 
     def bound(self) -> int:
         """Compute the result independently, as the design defines it."""
         hosts = self.hosts
         total = sum(
-            min(self.settings.replicas, len([it for it in hosts if it != active])) for active in self.buckets.values()
+            min(self.settings.replicas, len([host for host in hosts if host != active]))
+            for active in self.buckets.values()
         )
         return max(-(-total // len(hosts)), int(1.25 * total / len(hosts))) if hosts else 0
 
@@ -92,7 +93,7 @@ def scenes(draw: st.DrawFn, hosts_min: int = 0) -> Scene:
     share = draw(st.sampled_from([0.0, 0.1, 0.5]))
     members = []
     for at, host in enumerate(hosts):
-        held = [it for it in keys if chance.random() < share] + [BucketKey("gone", "q", at)] * (at % 2)
+        held = [key for key in keys if chance.random() < share] + [BucketKey("gone", "q", at)] * (at % 2)
         rack = f"rack-{at % racks}" if racks and chance.random() < 0.9 else None
         replicas = (StandbyReplica(key, chance.randrange(9), in_sync=chance.random() < 0.7) for key in held)
         members.append(MemberRecord(host, rack, replicas=tuple(replicas)))
@@ -144,7 +145,7 @@ def test_no_host_exceeds_its_bound_while_another_has_room(scene: Scene) -> None:
 @_UNHURRIED
 @given(scenes(2))
 def test_no_host_stays_underused_if_it_could_take_a_replica(scene: Scene) -> None:
-    scene = replace(scene, members=tuple(replace(it, rack=None) for it in scene.members)).settled()
+    scene = replace(scene, members=tuple(replace(member, rack=None) for member in scene.members)).settled()
     held, load = scene.held, _load(scene.assigned())
     total = sum(load.values())
     for poor in (host for host in scene.hosts if load[host] < 0.8 * total / len(scene.hosts)):
@@ -204,7 +205,9 @@ def test_if_a_host_leaves_only_its_replicas_move(scene: Scene, data: st.DataObje
     total = sum(map(len, after.values()))
     moved = sum(len(set(hosts) - scene.held[key]) for key, hosts in after.items() if key not in its)
     load = _load({key: tuple(hosts - {host}) for key, hosts in scene.held.items()})
-    poor = sum(total // len(left.hosts) - load[it] for it in left.hosts if load[it] < 0.8 * total / len(left.hosts))
+    poor = sum(
+        total // len(left.hosts) - load[host] for host in left.hosts if load[host] < 0.8 * total / len(left.hosts)
+    )
     # If all other hosts are full, a replica that can move may make room.
     assert moved <= max(0, poor) + len(its)
 
@@ -217,14 +220,14 @@ def test_few_replicas_move_between_many_hosts() -> None:
     scene = Scene({key: hosts[key.bucket % 20] for key in keys}, members, StandbySettings(standby_replicas=2)).settled()
     load = _load(scene.assigned())
     assert max(load.values()) <= 125
-    rack = {it.host: it.rack for it in members}
+    rack = {member.host: member.rack for member in members}
     for key, placed in scene.assigned().items():
         assert len({rack[host] for host in (*placed, scene.buckets[key] or "")}) == 3
-    gone = scene.without("host-7").assigned()
-    assert _moved(scene.held, gone) == load["host-7"]
-    back = scene.without("host-7").obeyed(gone)
-    came = replace(back, members=(*back.members, replace(members[7], host="new"))).assigned()
-    assert _moved(back.held, came) == _load(came)["new"] == 100
+    without_host = scene.without("host-7").assigned()
+    assert _moved(scene.held, without_host) == load["host-7"]
+    back = scene.without("host-7").obeyed(without_host)
+    with_new_host = replace(back, members=(*back.members, replace(members[7], host="new"))).assigned()
+    assert _moved(back.held, with_new_host) == _load(with_new_host)["new"] == 100
 
 
 def test_replicas_stay_if_a_bucket_gets_another_active_host() -> None:
@@ -245,13 +248,13 @@ def test_replicas_stay_if_a_bucket_gets_another_active_host() -> None:
 @given(scenes(1))
 def test_new_replicas_go_to_other_racks_that_have_room(scene: Scene) -> None:
     """Assign one new bucket at a time, so that others do not use up the room."""
-    rack = {it.host: it.rack for it in scene.members}
-    empty = replace(scene, members=tuple(replace(it, replicas=()) for it in scene.members))
+    rack = {member.host: member.rack for member in scene.members}
+    empty = replace(scene, members=tuple(replace(member, replicas=()) for member in scene.members))
     for key, active in scene.buckets.items():
         used = Counter({rack[active or ""]: 1} if rack.get(active or "") else {})
         (hosts,) = assign({key: active}, empty.members, scene.settings).values()
         used.update(rack[host] for host in hosts if rack[host])
-        free = {rack[it] for it in empty.hosts if it != active and it not in hosts and rack[it] not in used}
+        free = {rack[host] for host in empty.hosts if host != active and host not in hosts and rack[host] not in used}
         # Two share a rack only if no rack was left; a host without a rack counts as its own rack.
         assert max(used.values(), default=1) == 1 or not free
 
@@ -289,7 +292,7 @@ def test_a_replica_stays_until_the_new_one_is_in_sync(
     members: list[MemberRecord], assigned: tuple[str, ...], holding: str
 ) -> None:
     for order in itertools.permutations(members):
-        assert "".join(it for it in "abcd" if _KEY in buckets_to_hold(it, {_KEY: assigned}, order)) == holding
+        assert "".join(host for host in "abcd" if _KEY in buckets_to_hold(host, {_KEY: assigned}, order)) == holding
     # The replica of a bucket that no longer exists is given up.
     assert buckets_to_hold("a", {}, members) == frozenset()
 
@@ -299,7 +302,7 @@ def test_a_replica_stays_until_the_new_one_is_in_sync(
 def test_hosts_keep_extra_replicas_only_while_assigned_ones_are_not_in_sync(scene: Scene) -> None:
     assignment = scene.assigned()
     holding = {host: buckets_to_hold(host, assignment, scene.members) for host in scene.hosts}
-    synced = {(it.host, replica.key) for it in scene.members for replica in it.replicas if replica.in_sync}
+    synced = {(member.host, replica.key) for member in scene.members for replica in member.replicas if replica.in_sync}
     for key, hosts in assignment.items():
         holders = {host for host in scene.hosts if key in holding[host]}
         assert set(hosts) <= holders
@@ -326,18 +329,18 @@ def test_the_active_host_is_that_of_the_newest_file() -> None:
 def test_a_host_reports_its_active_buckets_even_if_no_host_follows_them() -> None:
     """Otherwise an only host would follow its bucket, see that it is active, give up, and repeat."""
     alone = MemberRecord("a", replicas=(StandbyReplica(_KEY, 5, active="a"),))
-    told = MemberRecord("a", active=find_active_buckets("a", [_KEY], [alone]))
-    assert told.active == {_KEY: 5}
-    assert find_active_buckets("a", [_KEY], [told]) == told.active
-    assert assign(find_active_hosts([_KEY], [told]), [told], StandbySettings()) == {_KEY: ()}
+    member = MemberRecord("a", active=find_active_buckets("a", [_KEY], [alone]))
+    assert member.active == {_KEY: 5}
+    assert find_active_buckets("a", [_KEY], [member]) == member.active
+    assert assign(find_active_hosts([_KEY], [member]), [member], StandbySettings()) == {_KEY: ()}
     # This ends with a newer file of another host, or if the bucket no longer exists.
     other = MemberRecord("b", replicas=(StandbyReplica(_KEY, 6, active="c"),))
-    assert find_active_buckets("a", [_KEY], [told, other]) == {}
-    assert find_active_buckets("a", [], [told]) == {}
-    assert find_active_buckets("c", [_KEY], [told, other]) == {_KEY: 6}
+    assert find_active_buckets("a", [_KEY], [member, other]) == {}
+    assert find_active_buckets("a", [], [member]) == {}
+    assert find_active_buckets("c", [_KEY], [member, other]) == {_KEY: 6}
     # While no host follows the bucket, no other host sees that.
-    assert find_unfollowed("a", [_KEY], [told, MemberRecord("b")]) == {_KEY}
-    assert find_unfollowed("a", [_KEY], [told, _has("b", 5, active="a")]) == frozenset()
+    assert find_unfollowed("a", [_KEY], [member, MemberRecord("b")]) == {_KEY}
+    assert find_unfollowed("a", [_KEY], [member, _has("b", 5, active="a")]) == frozenset()
 
 
 def test_disabled_standby_assigns_no_replicas() -> None:

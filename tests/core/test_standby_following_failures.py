@@ -30,9 +30,9 @@ from tests.helpers.clock import VirtualClock
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path / "world")
-    yield made
-    made.close()
+    world = World(tmp_path / "world")
+    yield world
+    world.close()
 
 
 def test_a_damaged_file_is_reported_and_the_next_step_continues(world: World) -> None:
@@ -47,10 +47,10 @@ def test_a_damaged_file_is_reported_and_the_next_step_continues(world: World) ->
         damaged = bytearray(whole)
         damaged[at] ^= 0xFF
         world.files.put(name, bytes(damaged))
-        found = world.follower.step()
-        assert isinstance(found.error, CorruptFileError)
-        assert name in str(found.error)
-        assert (found.is_caught_up, found.lag.versions) == (False, 1)
+        result = world.follower.step()
+        assert isinstance(result.error, CorruptFileError)
+        assert name in str(result.error)
+        assert (result.is_caught_up, result.lag.versions) == (False, 1)
     world.files.put(name, whole)
     assert world.follower.step().is_caught_up
     assert world.adopted() == 0
@@ -63,9 +63,9 @@ def test_a_damaged_attempt_does_not_block_the_other_attempt(world: World) -> Non
     name = file_name(bad, DELTA)
     world.files.put(name, world.files.get(name)[:-40])
     world.batch(changes(1))
-    found = world.follower.step()
-    assert isinstance(found.error, CorruptFileError)
-    assert found.newest == world.pointer.ref
+    result = world.follower.step()
+    assert isinstance(result.error, CorruptFileError)
+    assert result.newest == world.pointer.ref
     assert world.adopted() == 0
     # The damaged file is forgotten once there is a newer one.
     world.batch(changes(2))
@@ -78,11 +78,11 @@ def test_a_follower_recovers_from_a_failure_of_any_read(world: World, at: int) -
         world.batch(changes(number))
     world.follow(storage_options=FAULTY)
     Faults.fail(at)
-    found = world.follower.step()
+    result = world.follower.step()
     failed = Faults.reads >= at
     Faults.heal()
-    assert isinstance(found.error, StorageError) == failed
-    assert found.is_caught_up != failed
+    assert isinstance(result.error, StorageError) == failed
+    assert result.is_caught_up != failed
     assert world.follower.step().is_caught_up
     assert world.adopted() == 0
 
@@ -102,8 +102,8 @@ def test_a_removed_or_replaced_local_store_is_filled_again(world: World) -> None
     world.follower.step()
     # Removed as unused, as `reclaim` does.
     shutil.rmtree(world.follower.store_folder)
-    found = world.follower.step()
-    assert (found.is_caught_up, found.files_read) == (True, 3)
+    result = world.follower.step()
+    assert (result.is_caught_up, result.files_read) == (True, 3)
     assert world.adopted() == 0
     # Removed as damaged, as a task does.
     world.task().rebuild()
@@ -122,24 +122,24 @@ def test_a_replica_whose_pages_are_damaged_is_rebuilt(tmp_path: Path) -> None:
             check=False,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
-        told = [json.loads(line) for line in done.stdout.splitlines()]
-        read += sum(it["files_read"] for it in told)
-        page += len(told)
+        results = [json.loads(line) for line in done.stdout.splitlines()]
+        read += sum(result["files_read"] for result in results)
+        page += len(results)
         if done.returncode >= 0:
             break
         ended, page = ended + 1, page + 1
     assert done.returncode == 0, done.stderr
     # A step reads one new file. It reads more only when it rebuilds a damaged replica.
-    assert read > page, "it was rebuilt"
+    assert read > page, "the replica must have been rebuilt"
     assert ended < page // 2
 
 
 def test_a_step_ends_early_if_asked_to_stop(world: World) -> None:
     world.batch(changes(0))
     world.follower._stop.set()
-    found = world.follower.step()
-    assert isinstance(found.error, InterruptedRestoreError)
-    assert not found.is_caught_up
+    result = world.follower.step()
+    assert isinstance(result.error, InterruptedRestoreError)
+    assert not result.is_caught_up
 
 
 def test_a_follower_never_writes_in_the_query_folder(world: World) -> None:
@@ -164,8 +164,8 @@ def test_an_unchanged_folder_is_not_listed_again(world: World, monkeypatch: pyte
     for number in range(3):
         world.batch(changes(number))
         for _ in range(10):
-            found = world.follower.step()
-            assert (found.is_caught_up, found.newest) == (True, world.pointer.ref)
+            result = world.follower.step()
+            assert (result.is_caught_up, result.newest) == (True, world.pointer.ref)
             clock.sleep(1.0)
     # A change with the same time as the previous one is seen: a time is trusted once it is 2 s old.
     assert listings == [0, 1, 2, 10, 11, 12, 20, 21, 22]
@@ -194,8 +194,8 @@ def test_a_replica_found_damaged_while_tidying_is_filled_again(world: World, mon
     assert world.task().runs() == []
     # This holds however late the next step is, and without new files.
     clock.sleep(60.0)
-    found = world.follower.step()
-    assert (found.is_caught_up, found.newest) == (True, world.pointer.ref)
+    result = world.follower.step()
+    assert (result.is_caught_up, result.newest) == (True, world.pointer.ref)
     assert world.adopted() == 0
 
 
@@ -206,16 +206,16 @@ def test_the_bandwidth_limits_the_bytes_of_each_second(world: World) -> None:
     world.follower = BucketFollower(
         world.at, world.key, world.operator, world.stores, Bandwidth(1_000, clock, clock.sleep)
     )
-    found = world.follower.step()
-    assert found.is_caught_up
-    assert found.bytes_read > 20_000
-    assert found.bytes_read / 1_000 - 1 <= clock.now_s <= found.bytes_read / 1_000
+    result = world.follower.step()
+    assert result.is_caught_up
+    assert result.bytes_read > 20_000
+    assert result.bytes_read / 1_000 - 1 <= clock.now_s <= result.bytes_read / 1_000
     # Unused bandwidth does not accumulate.
     clock.sleep(1_000)
     began_s = clock.now_s
     world.batch(changes(11))
-    found = world.follower.step()
-    assert clock.now_s - began_s == pytest.approx(found.bytes_read / 1_000 - 1)
+    result = world.follower.step()
+    assert clock.now_s - began_s == pytest.approx(result.bytes_read / 1_000 - 1)
 
 
 def test_lag_is_measured_by_the_clock_of_the_store(world: World) -> None:

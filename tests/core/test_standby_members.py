@@ -95,7 +95,7 @@ def _member(root: Folder, host: str, clock: Clock) -> Membership:
 
 
 def _hosts(membership: Membership) -> list[str]:
-    return [it.host for it in membership.look().records]
+    return [record.host for record in membership.look().records]
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_a_listing_that_misses_a_record_does_not_end_a_host() -> None:
 def test_liveness_does_not_depend_on_listing_order_or_start_time(written: list[int], begin_s: int) -> None:
     numbers, listings = [1, 1], []
     for which in written:
-        numbers = [it + (which >> at & 1) for at, it in enumerate(numbers)]
+        numbers = [number + (which >> at & 1) for at, number in enumerate(numbers)]
         listings.append([_name("a", numbers[0]), _name("b", numbers[1])])
     one, other = MemberWatch(HEARTBEAT_S), MemberWatch(HEARTBEAT_S)
     for at, names in enumerate(listings):
@@ -200,11 +200,11 @@ def test_records_not_renewed_for_100_heartbeats_are_old() -> None:
 
 def test_two_services_under_one_name_are_detected() -> None:
     watch = MemberWatch(HEARTBEAT_S)
-    found = []
+    doubled = []
     for at in range(6):
         names = [_name("a", at), _name("two", 2 + at, 41_200_530_118), _name("two", at, 902_113_774_025)]
-        found.append(watch.observe(names, 10.0 * at).doubled)
-    assert found == [(), (), ("two",), ("two",), ("two",), ("two",)]
+        doubled.append(watch.observe(names, 10.0 * at).doubled)
+    assert doubled == [(), (), ("two",), ("two",), ("two",), ("two",)]
     # One service ends: after a few observations the name is no longer reported.
     later = [
         watch.observe([_name("a", at), _name("two", 2 + at, 41_200_530_118)], 10.0 * at).doubled for at in range(6, 11)
@@ -217,7 +217,7 @@ def test_one_service_is_not_taken_for_two() -> None:
     watch = MemberWatch(HEARTBEAT_S)
     listings = [[1], [2, 3], [4], [5], [5, 6], [5, 7], [5, 8], [9], [9, 10]]
     for at, numbers in enumerate(listings):
-        assert watch.observe([_name("a", it) for it in numbers], 10.0 * at).doubled == ()
+        assert watch.observe([_name("a", number) for number in numbers], 10.0 * at).doubled == ()
     # On a busy host every observation may fall in between, with several records if deletes fail.
     for at in range(20):
         names = [_name("a", 100 + 3 * at + of, 7 + at + of // 2) for of in range(3)]
@@ -245,7 +245,7 @@ def test_a_heartbeat_costs_a_listing_a_write_and_a_delete(root: Counted, clock: 
     assert "get" not in root.asked
     # A change that affects decisions makes every host read the record.
     members[0].heartbeat(MemberRecord(records[0].host, replicas=(_replica(0, version=9, in_sync=True),)))
-    assert [it.look().records[0].replicas[0].in_sync for it in members] == [True] * 5
+    assert [member.look().records[0].replicas[0].in_sync for member in members] == [True] * 5
     assert root.asked["get"] == 4
 
 
@@ -254,7 +254,7 @@ def test_all_hosts_see_the_same_records(root: Counted, clock: Clock) -> None:
     for host, member in members.items():
         member.heartbeat(MemberRecord(host, "rack", replicas=(_replica(3, version=5),), addresses={"flight": "x:1"}))
     looks = [member.look() for member in members.values()]
-    assert [it.host for it in looks[0].records] == ["a/..", "b.1.2", "ü 7"]
+    assert [record.host for record in looks[0].records] == ["a/..", "b.1.2", "ü 7"]
     assert all(look == looks[0] for look in looks)
     assert not looks[0].problems
     assert len(_files(root).names()) == 3
@@ -268,7 +268,7 @@ def test_a_host_that_leaves_is_dead_after_three_heartbeats(root: Counted, clock:
     b.leave()
     b.leave()
     assert len(_files(root).names()) == 1
-    assert [it.host for it in b.look().records] == ["a"]
+    assert [record.host for record in b.look().records] == ["a"]
     for expected in (["a", "b"], ["a", "b"], ["a"]):
         clock.now_s += HEARTBEAT_S
         a.heartbeat(MemberRecord("a"))
@@ -281,10 +281,10 @@ def test_a_restarted_service_continues_its_heartbeat_numbers(root: Counted, cloc
     other.heartbeat(MemberRecord("b"))
     first = _member(root, "a", clock)
     first.heartbeat(MemberRecord("a", replicas=(_replica(1),)))
-    assert [it.host for it in other.look().records] == ["a", "b"]
+    assert [record.host for record in other.look().records] == ["a", "b"]
     again = _member(root, "a", clock)
     again.heartbeat(MemberRecord("a"))
-    assert [RecordName.parse(it)[:2] for it in _files(root).names()] == [("a", 2), ("b", 1)]  # type: ignore[index]
+    assert [RecordName.parse(name)[:2] for name in _files(root).names()] == [("a", 2), ("b", 1)]  # type: ignore[index]
     look = other.look()
     assert (look.records[0].replicas, look.problems) == ((), ())
     assert again.look().problems == ()
@@ -292,15 +292,15 @@ def test_a_restarted_service_continues_its_heartbeat_numbers(root: Counted, cloc
 
 def test_two_services_of_one_host_are_reported_by_the_others(root: Counted, clock: Clock) -> None:
     one, two, other = (_member(root, host, clock) for host in ("a", "a", "b"))
-    said = []
+    reported = []
     for _ in range(5):
         for member, host in ((one, "a"), (two, "a"), (other, "b")):
             member.heartbeat(MemberRecord(host))
-        said.append([member.look().problems for member in (one, two, other)])
+        reported.append([member.look().problems for member in (one, two, other)])
         clock.now_s += HEARTBEAT_S
-    assert all("two standby services run under the host name 'a'" in problem for problem in (it[0] for it in said[-1]))
+    assert all("two standby services run under the host name 'a'" in problems[0] for problems in reported[-1])
     # The first service with the shared name reports it at once.
-    assert said[0][0]
+    assert reported[0][0]
 
 
 def test_a_damaged_record_is_reported_and_its_host_has_no_replicas(root: Counted, clock: Clock) -> None:
@@ -313,18 +313,18 @@ def test_a_damaged_record_is_reported_and_its_host_has_no_replicas(root: Counted
     _files(root).put(skewed, _files(root).get(skewed).replace(b'"format": 2', b'"format": 3'))
     _files(root).put("notes.txt", b"who is who")
     look = me.look()
-    assert [(it.host, len(it.replicas)) for it in look.records] == [("a", 1), ("b", 0), ("c", 0)]
-    strange, b, c = sorted(look.problems, key=lambda it: ("notes" not in it, it))
+    assert [(record.host, len(record.replicas)) for record in look.records] == [("a", 1), ("b", 0), ("c", 0)]
+    strange, b, c = sorted(look.problems, key=lambda problem: ("notes" not in problem, problem))
     assert "notes.txt is not a member record" in strange
     assert damaged in b
     assert "fails its checksum" in b
     assert "format 3" in c
     # The repaired record is read again.
     _files(root).put(damaged, whole)
-    assert [(it.host, len(it.replicas)) for it in me.look().records][:2] == [("a", 1), ("b", 1)]
+    assert [(record.host, len(record.replicas)) for record in me.look().records][:2] == [("a", 1), ("b", 1)]
     # A copied folder may hold another host's record under this name.
     _files(root).put("d.1.1.json", whole)
-    assert any("is the record of b" in it for it in me.look().problems)
+    assert any("is the record of b" in problem for problem in me.look().problems)
 
 
 def test_a_record_renamed_before_it_is_read_is_read_under_its_next_name(
@@ -341,7 +341,7 @@ def test_a_record_renamed_before_it_is_read_is_read_under_its_next_name(
         return get(self, name)
 
     monkeypatch.setattr(Counted, "get", moves_on)
-    assert [(it.host, len(it.replicas)) for it in me.look().records] == [("b", 1)]
+    assert [(record.host, len(record.replicas)) for record in me.look().records] == [("b", 1)]
     # If that fails twice in a row, the host is reported as unread.
     stranger = _member(root, "c", clock)
 
@@ -357,7 +357,7 @@ def test_a_record_renamed_before_it_is_read_is_read_under_its_next_name(
     )
     # Another host keeps the record that it read before.
     other.heartbeat(MemberRecord("b", replicas=(_replica(1), _replica(2))))
-    assert [(it.host, len(it.replicas)) for it in me.look().records] == [("b", 1)]
+    assert [(record.host, len(record.replicas)) for record in me.look().records] == [("b", 1)]
     assert me.look().unread == ()
 
 
@@ -378,7 +378,7 @@ def test_the_heartbeat_after_a_failed_write_removes_both_older_records(
     monkeypatch.setattr(Counted, "put", put)
     assert len(_files(root).names()) == 2
     me.heartbeat(MemberRecord("a"))
-    assert [RecordName.parse(it)[1] for it in _files(root).names()] == [3]  # type: ignore[index]
+    assert [RecordName.parse(name)[1] for name in _files(root).names()] == [3]  # type: ignore[index]
     assert me.look().problems == ()
 
 
@@ -389,7 +389,7 @@ def test_records_of_hosts_that_died_long_ago_are_removed(root: Counted, clock: C
         me.heartbeat(MemberRecord("me"))
         me.look()
         clock.now_s += HEARTBEAT_S
-    assert [RecordName.parse(it)[0] for it in _files(root).names()] == ["me"]  # type: ignore[index]
+    assert [RecordName.parse(name)[0] for name in _files(root).names()] == ["me"]  # type: ignore[index]
     # A host that was taken for dead comes back with its next record.
     dead.heartbeat(MemberRecord("dead"))
     assert _hosts(me) == ["dead", "me"]

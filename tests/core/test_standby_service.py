@@ -39,8 +39,8 @@ from tests.helpers.waiting import WAIT_S
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    with job_of(tmp_path) as made:
-        yield made
+    with job_of(tmp_path) as job:
+        yield job
 
 
 def read_bucket(host: Host, job: Job, bucket: int) -> tuple[Model, int]:
@@ -49,8 +49,8 @@ def read_bucket(host: Host, job: Job, bucket: int) -> tuple[Model, int]:
     store = LocalStore.at(host.root.store_folder(key, 0), SCHEMA)
     try:
         replicas = sole_replica(job.folder.child(str(bucket)), job.scratch, "fsspec")
-        it = Bucket(store, replicas, job.pointers[-1][bucket], WRITER, CommitContext(job.scratch))
-        return it.read(scan), it.fetched_files
+        opened = Bucket(store, replicas, job.pointers[-1][bucket], WRITER, CommitContext(job.scratch))
+        return opened.read(scan), opened.fetched_files
     finally:
         store.close()
 
@@ -108,7 +108,7 @@ def test_standby_can_be_turned_off_and_on(tmp_path: Path, job: Job) -> None:
     hosts.pass_heartbeats(2)
     assert hosts.running["b"].held() == set(range(BUCKETS))
     assert sum(hosts.survey(keys_of(job)).lacking().values()) == BUCKETS
-    assert any("too few hosts" in it for it in hosts.running["b"].part.last.problems)
+    assert any("too few hosts" in problem for problem in hosts.running["b"].part.last.problems)
 
 
 def test_a_shorter_heartbeat_does_not_make_hosts_look_dead(tmp_path: Path, job: Job) -> None:
@@ -156,9 +156,9 @@ def test_a_failing_store_does_not_end_the_service(tmp_path: Path, job: Job, capl
     hosts.pass_heartbeats(8)
     assert b.service.errors == {}
     assert [read_bucket(b, job, bucket)[1] for bucket in range(BUCKETS)] == [0] * BUCKETS
-    told = [it.getMessage() for it in caplog.records]
-    assert sum("trying again" in it for it in told) == 1
-    assert sum("works again" in it for it in told) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("trying again" in message for message in messages) == 1
+    assert sum("works again" in message for message in messages) == 1
 
 
 def test_a_damaged_file_of_an_unassigned_bucket_does_not_stop_heartbeats(tmp_path: Path, job: Job) -> None:
@@ -174,7 +174,7 @@ def test_a_damaged_file_of_an_unassigned_bucket_does_not_stop_heartbeats(tmp_pat
     assert record_numbers(Folder(str(tmp_path / "root")))["a"] >= before + 3
     assert a.service.errors == {}
     assert a.held() == set()
-    assert sum("not an Arrow file" in it for it in a.part.last.problems) == 1
+    assert sum("not an Arrow file" in problem for problem in a.part.last.problems) == 1
 
 
 def test_failing_to_remove_local_stores_does_not_end_the_service(
@@ -190,7 +190,7 @@ def test_failing_to_remove_local_stores_does_not_end_the_service(
     hosts.clock.sleep(3_600.0)
     hosts.pass_heartbeats(3)
     assert hosts.running["b"].held() == set(range(BUCKETS))
-    assert sum("the disk fails" in it.getMessage() for it in caplog.records) == 1
+    assert sum("the disk fails" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_replica_whose_check_hangs_is_not_in_sync(tmp_path: Path, job: Job) -> None:
@@ -203,9 +203,9 @@ def test_a_replica_whose_check_hangs_is_not_in_sync(tmp_path: Path, job: Job) ->
         for _ in range(turns):
             hosts.clock.sleep(10.0)
             b.service.turn(b.stop)
-            others = [it.step for it in b.part.follower._held.values() if it.step not in (None, hanging)]
+            others = [held.step for held in b.part.follower._held.values() if held.step not in (None, hanging)]
             assert not wait(others, WAIT_S).not_done
-        return [it.in_sync for it in b.part.last.replicas]
+        return [replica.in_sync for replica in b.part.last.replicas]
 
     hanging: Future[Followed] = Future()
     assert in_sync(1) == [True] * BUCKETS
@@ -220,14 +220,14 @@ def test_a_replica_whose_check_hangs_is_not_in_sync(tmp_path: Path, job: Job) ->
 def test_a_root_without_state_is_logged_and_not_created(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hosts = Hosts(tmp_path, "b")
     hosts.pass_heartbeats(3)
-    (told,) = [it.getMessage() for it in caplog.records if "standby of" in it.getMessage()]
-    assert f"there is nothing in {tmp_path / 'root'}: no job has written there yet" in told
+    (message,) = [record.getMessage() for record in caplog.records if "standby of" in record.getMessage()]
+    assert f"there is nothing in {tmp_path / 'root'}: no job has written there yet" in message
     # The service must not create a folder for a mistyped root.
     assert not (tmp_path / "root").exists()
     write_settings(Folder(str(tmp_path / "root")), StandbySettings())
     hosts.pass_heartbeats(3)
     assert hosts.running["b"].service.errors == {}
-    assert sum("nothing to follow yet" in it.getMessage() for it in caplog.records) == 1
+    assert sum("nothing to follow yet" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_root_that_disappears_is_not_recreated(tmp_path: Path, job: Job) -> None:
@@ -237,8 +237,8 @@ def test_a_root_that_disappears_is_not_recreated(tmp_path: Path, job: Job) -> No
     b, root = hosts.running["b"], tmp_path / "root"
 
     def up() -> list[float]:
-        (found,) = [it for it in StandbyCollector(b.service).collect() if it.name.endswith("root_up")]
-        return [sample.value for sample in found.samples]
+        (root_up,) = [metric for metric in StandbyCollector(b.service).collect() if metric.name.endswith("root_up")]
+        return [sample.value for sample in root_up.samples]
 
     assert up() == [1.0]
     root.rename(tmp_path / "elsewhere")
@@ -269,19 +269,19 @@ def test_the_status_gives_the_reason_of_each_failing_replica(tmp_path: Path, job
     hosts.pass_heartbeats(5)
     status = hosts.survey(keys_of(job))
     never, late, *others = build_replica_rows(status)
-    assert [it["in_sync"] for it in (never, late, *others)] == [False, False, True, True]
-    assert [it["failing"] for it in others] == [None, None]
+    assert [row["in_sync"] for row in (never, late, *others)] == [False, False, True, True]
+    assert [row["failing"] for row in others] == [None, None]
     assert "CorruptFileError: " in never["failing"]
     assert str(only) in never["failing"]
     assert late["version"] == 1
     # It lags since the host was given the replica.
     assert never["lag_s"] >= 60.0
-    assert [it["failing"] for it in build_host_rows(status)] == [0, 2]
+    assert [row["failing"] for row in build_host_rows(status)] == [0, 2]
     assert not status.is_well()
     assert [line.partition(":")[0] for line in describe_failures(status)] == [
         f"b cannot follow {key}" for key in keys_of(job)[:2]
     ]
-    assert [it["replica"] for it in build_replica_table(status).to_pylist()] == [
+    assert [row["replica"] for row in build_replica_table(status).to_pylist()] == [
         "failing",
         "failing",
         "in sync",
@@ -295,7 +295,7 @@ def test_two_services_with_one_host_name_are_reported(tmp_path: Path, job: Job) 
     hosts.running["other"] = Host(tmp_path, "b", hosts.clock)
     hosts.pass_heartbeats(4)
     status = hosts.survey(keys_of(job))
-    assert sum("two standby services run under the host name 'b'" in it for it in status.problems) == 1
+    assert sum("two standby services run under the host name 'b'" in problem for problem in status.problems) == 1
     assert (status.lacking(), status.is_well()) == ({}, False)
     for host in hosts.running.values():
         assert "two standby services run under the host name 'b'" in host.service.warnings()[0]
@@ -329,7 +329,7 @@ def test_the_web_server_answers_metrics_and_health(tmp_path: Path, job: Job) -> 
         assert f'spark_state_ext_standby_replicas_in_sync{{operator="counts",{where}}} 4.0' in lines
         assert f"spark_state_ext_standby_root_up{{{where}}} 1.0" in lines
         assert f'spark_state_ext_standby_takeovers_total{{failed="true",outcome="replica",{where}}} 0.0' in lines
-        (read,) = [it for it in lines if it.startswith("spark_state_ext_standby_read_files_total")]
+        (read,) = [line for line in lines if line.startswith("spark_state_ext_standby_read_files_total")]
         assert float(read.split()[1]) >= BUCKETS
         assert f"spark_state_ext_standby_recover_s{{{where}}} 0.0" in lines
         with urllib.request.urlopen(f"http://127.0.0.1:{web.port}/healthz") as answer:
@@ -354,7 +354,7 @@ def test_idle_connections_do_not_block_requests(monkeypatch: pytest.MonkeyPatch)
             with urllib.request.urlopen(f"http://127.0.0.1:{web.port}/healthz") as answer:
                 assert answer.read() == b"ok\n"
             # The server closed the oldest connections for newer ones.
-            assert [it.recv(1) for it in idle[:29]] == [b""] * 29
+            assert [connection.recv(1) for connection in idle[:29]] == [b""] * 29
             idle[-1].settimeout(0.05)
             with pytest.raises(TimeoutError):
                 idle[-1].recv(1)

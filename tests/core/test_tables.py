@@ -44,7 +44,7 @@ class Older:
 
 
 def forms() -> dict[str, Any]:
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "table": TABLE,
         "batch": TABLE.to_batches()[0],
         "reader": TABLE.to_reader(),
@@ -58,7 +58,7 @@ def forms() -> dict[str, Any]:
         "pandas": pd.DataFrame({"k": ["a", "b"], "n": [1, None]}, index=[5, 6]),
         "pandas with a column dtype": pd.DataFrame({"k": ["a", "b"], "n": [1, None]}),
     }
-    return found
+    return result
 
 
 @pytest.mark.parametrize("form", forms())
@@ -175,17 +175,17 @@ def test_nan_among_numbers_stays_nan() -> None:
 
 
 def test_columns_match_by_name_and_duplicate_names_by_position() -> None:
-    found = conform_table(TABLE.select(["n", "k"]), FIELDS, "it gave")
-    assert found.schema == pa.schema(FIELDS)
+    result = conform_table(TABLE.select(["n", "k"]), FIELDS, "it gave")
+    assert result.schema == pa.schema(FIELDS)
     twice = [pa.field("k", pa.string()), pa.field("k", pa.int64())]
     given = pa.table([["a"], [1]], names=["k", "k"])
     assert [column.to_pylist() for column in conform_table(given, twice, "it gave").columns] == [["a"], [1]]
 
 
 def test_a_table_without_rows_conforms_whatever_its_types() -> None:
-    found = conform_table({"k": [], "n": []}, FIELDS, "it gave")
-    assert found.schema == pa.schema(FIELDS)
-    assert found.num_rows == 0
+    result = conform_table({"k": [], "n": []}, FIELDS, "it gave")
+    assert result.schema == pa.schema(FIELDS)
+    assert result.num_rows == 0
     assert conform_table(pa.schema(FIELDS).empty_table(), FIELDS, "it gave").num_rows == 0
 
 
@@ -228,15 +228,15 @@ def test_structs_are_cast_at_any_depth_of_lists(of: Any) -> None:
     ]
     column = pa.array(values, pa.struct([("points", of(loose)), ("name", pa.string())]))
     for given, expected in ((column, values), (column.slice(1, 3), values[1:4]), (column.slice(4), values[4:])):
-        for one in (given, pa.chunked_array([given, given])):
-            found = cast_column(one, pa.field("v", LINE), "output column")
-            found.validate(full=True)
-            assert found.type == LINE
-            assert found.to_pylist() == expected * (1 if one is given else 2)
+        for form in (given, pa.chunked_array([given, given])):
+            result = cast_column(form, pa.field("v", LINE), "output column")
+            result.validate(full=True)
+            assert result.type == LINE
+            assert result.to_pylist() == expected * (1 if form is given else 2)
     deep = [[points, None, []], None, [points[:1]]]
-    found = cast_column(pa.array([None, *deep], of(of(loose))).slice(1), pa.field("v", DEEP), "output column")
-    assert found.type == DEEP
-    assert found.to_pylist() == deep
+    result = cast_column(pa.array([None, *deep], of(of(loose))).slice(1), pa.field("v", DEEP), "output column")
+    assert result.type == DEEP
+    assert result.to_pylist() == deep
     nothing = cast_column(pa.chunked_array([], column.type), pa.field("v", LINE), "output column")
     assert nothing.type == LINE
     assert cast_column(pa.nulls(2), pa.field("v", LINE), "output column").to_pylist() == [None, None]
@@ -265,15 +265,15 @@ def test_structs_are_cast_at_any_depth_of_maps(of: Any) -> None:
         (column.slice(6), []),
     ):
         for form in (given, pa.chunked_array([given, given])):
-            found = cast_column(form, pa.field("v", MAP), "output column")
-            found.validate(full=True)
-            assert found.type == MAP
-            assert found.to_pylist() == expected * (1 if form is given else 2)
+            result = cast_column(form, pa.field("v", MAP), "output column")
+            result.validate(full=True)
+            assert result.type == MAP
+            assert result.to_pylist() == expected * (1 if form is given else 2)
     outer, outer_given = pa.struct([("m", pa.list_(MAP))]), pa.struct([("m", of(given_type))])
     nested = [{"m": values}, None, {"m": None}, {"m": values[3:]}]
-    found = cast_column(pa.array(nested, outer_given).slice(1), pa.field("v", outer), "output column")
-    assert found.type == outer
-    assert found.to_pylist() == nested[1:]
+    result = cast_column(pa.array(nested, outer_given).slice(1), pa.field("v", outer), "output column")
+    assert result.type == outer
+    assert result.to_pylist() == nested[1:]
     assert cast_column(pa.nulls(2), pa.field("v", MAP), "output column").to_pylist() == [None, None]
     assert cast_column(pa.chunked_array([], given_type), pa.field("v", MAP), "output column").type == MAP
 
@@ -305,9 +305,9 @@ def test_values_hidden_by_a_null_map_are_ignored() -> None:
     offsets = pa.array([0, 1, 2, 3], pa.int32()).buffers()[1]
     column = pa.Array.from_buffers(kind, 3, [pa.py_buffer(b"\x05"), offsets], -1, 0, [entries])
     wanted = pa.field("v", pa.map_(pa.string(), pa.field("value", pa.struct([("x", pa.int64())]), nullable=False)))
-    found = cast_column(column, wanted, "output column")
-    assert found.to_pylist() == [[("a", {"x": 5})], None, [("c", {"x": 6})]]
-    refuse_nulls(found, wanted, "output column")
+    result = cast_column(column, wanted, "output column")
+    assert result.to_pylist() == [[("a", {"x": 5})], None, [("c", {"x": 6})]]
+    refuse_nulls(result, wanted, "output column")
 
 
 DAY = dt.datetime(2020, 1, 1)  # noqa: DTZ001  # like a timestamp without a time zone
@@ -346,8 +346,8 @@ def test_the_error_names_the_first_value_that_does_not_fit(
 def test_values_outside_a_slice_are_ignored(kind: Callable[[pa.DataType], pa.DataType]) -> None:
     values = [[2**40], [1], None, [2], [-(2**40)]]
     column = pa.array(values, kind(pa.int64())).slice(1, 3)
-    found = cast_column(column, pa.field("v", pa.list_(pa.int32())), "output column")
-    assert found.to_pylist() == values[1:4]
+    result = cast_column(column, pa.field("v", pa.list_(pa.int32())), "output column")
+    assert result.to_pylist() == values[1:4]
 
 
 @pytest.mark.parametrize(("column", "kind", "value"), [c[1:] for c in CASTS], ids=[c[0] for c in CASTS])
@@ -361,9 +361,9 @@ def test_values_that_fit_are_cast(column: pa.Array, kind: pa.DataType, value: An
                 cast_column(column, pa.field("v", kind), "output column")
             return
     for given in (column, pa.chunked_array([column]), pa.concat_arrays([column, column]).slice(1, 1)):
-        found = cast_column(given, pa.field("v", kind), "output column")
-        assert found.type == kind
-        assert found.to_pylist() == [value]
+        result = cast_column(given, pa.field("v", kind), "output column")
+        assert result.type == kind
+        assert result.to_pylist() == [value]
 
 
 VIEWS = ["list_view", "large_list_view"]
@@ -393,11 +393,11 @@ def test_list_views_are_cast_to_lists(view: str) -> None:
     for values, element in cases:
         column = make_views(view, values, element)
         for given, expected in ((column, values), (column.slice(1), values[1:]), (column.slice(1, 1), values[1:2])):
-            for one in (given, pa.chunked_array([given, given])):
-                found = cast_column(one, pa.field("v", pa.list_(element)), "output column")
-                found.validate(full=True)
-                assert found.type == pa.list_(element)
-                assert found.to_pylist() == expected * (1 if one is given else 2)
+            for form in (given, pa.chunked_array([given, given])):
+                result = cast_column(form, pa.field("v", pa.list_(element)), "output column")
+                result.validate(full=True)
+                assert result.type == pa.list_(element)
+                assert result.to_pylist() == expected * (1 if form is given else 2)
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -408,9 +408,9 @@ def test_list_views_that_overlap_in_any_order_are_cast(view: str) -> None:
     column = type(column).from_arrays(
         pa.array([2, 0, 1, 0], index), pa.array([1, 3, 2, 2], index), pa.array([1, 2, 3], pa.int16()), mask=mask
     )
-    found = cast_column(column, pa.field("v", pa.list_(pa.int64())), "output column")
-    found.validate(full=True)
-    assert found.to_pylist() == [[3], None, [2, 3], [1, 2]]
+    result = cast_column(column, pa.field("v", pa.list_(pa.int64())), "output column")
+    result.validate(full=True)
+    assert result.to_pylist() == [[3], None, [2, 3], [1, 2]]
     with pytest.raises(StateValueError, match=r"output column 'v' of type list<.*int8> cannot hold .*list_view"):
         cast_column(make_views(view, [[300]], pa.int64()), pa.field("v", pa.list_(pa.int8())), "output column")
 
@@ -424,7 +424,11 @@ def test_list_views_nested_in_other_types_are_cast(view: str) -> None:
     mask = pa.array([False, True, False, False])
     keys = pa.array(["a", "b", "c", "d"])
     cases: list[tuple[pa.Array, pa.DataType, list[Any]]] = [
-        (pa.StructArray.from_arrays([column], names=["l"]), pa.struct([("l", kind)]), [{"l": one} for one in lists]),
+        (
+            pa.StructArray.from_arrays([column], names=["l"]),
+            pa.struct([("l", kind)]),
+            [{"l": values} for values in lists],
+        ),
         (pa.ListArray.from_arrays(offsets, column), pa.list_(kind), [lists[:1], [], lists[1:]]),
         (
             pa.MapArray.from_arrays(offsets, keys, column),
@@ -434,15 +438,15 @@ def test_list_views_nested_in_other_types_are_cast(view: str) -> None:
         (
             pa.StructArray.from_arrays([column], names=["l"], mask=mask),
             pa.struct([("l", kind)]),
-            [{"l": lists[0]}, None, *({"l": one} for one in lists[2:])],
+            [{"l": lists[0]}, None, *({"l": values} for values in lists[2:])],
         ),
     ]
     for given, wanted, expected in cases:
         for first in (0, 1):
-            found = cast_column(given.slice(first), pa.field("v", wanted), "output column")
-            found.validate(full=True)
-            assert found.type == wanted
-            assert found.to_pylist() == expected[first:]
+            result = cast_column(given.slice(first), pa.field("v", wanted), "output column")
+            result.validate(full=True)
+            assert result.type == wanted
+            assert result.to_pylist() == expected[first:]
 
 
 def test_structs_that_are_values_of_a_map_are_cast() -> None:
@@ -451,10 +455,10 @@ def test_structs_that_are_values_of_a_map_are_cast() -> None:
     wanted = pa.map_(pa.string(), pa.field("value", POINT))
     column = pa.array(values, given_type)
     for given, expected in ((column, values), (column.slice(1, 3), values[1:4]), (column.slice(3), values[3:])):
-        found = cast_column(given, pa.field("v", wanted), "output column")
-        found.validate(full=True)
-        assert found.type == wanted
-        assert found.to_pylist() == expected
+        result = cast_column(given, pa.field("v", wanted), "output column")
+        result.validate(full=True)
+        assert result.type == wanted
+        assert result.to_pylist() == expected
     assert cast_column(column.slice(0, 0), pa.field("v", wanted), "output column").to_pylist() == []
     with pytest.raises(StateValueError, match=r"output column 'v' of type map<.* cannot hold .*: its fields are x"):
         cast_column(
@@ -502,10 +506,10 @@ def test_a_number_too_large_for_a_float_is_refused(chunked: bool) -> None:
         ),
     ]
     for good, kind, bad in cases:
-        one = pa.chunked_array([good, good.slice(1)]) if chunked else good
-        found = cast_column(one, pa.field("v", kind), "output column")
-        assert found.type == kind
-        assert repr(found.to_pylist()) == repr(one.to_pylist())
+        form = pa.chunked_array([good, good.slice(1)]) if chunked else good
+        result = cast_column(form, pa.field("v", kind), "output column")
+        assert result.type == kind
+        assert repr(result.to_pylist()) == repr(form.to_pylist())
         for value in (1e300, -3.5e38):
             column = pa.chunked_array([good, bad(value)]) if chunked else bad(value)
             with pytest.raises(
@@ -698,17 +702,19 @@ def make_nullable(kind: pa.DataType) -> pa.DataType:
         return pa.list_(make_nullable(kind.value_type))
     if pa.types.is_map(kind):
         return pa.map_(make_nullable(kind.key_type), make_nullable(kind.item_type))
-    return pa.struct([(it.name, make_nullable(it.type)) for it in kind]) if pa.types.is_struct(kind) else kind
+    return pa.struct([(field.name, make_nullable(field.type)) for field in kind]) if pa.types.is_struct(kind) else kind
 
 
 @pytest.mark.parametrize("cast", [False, True], ids=["of the type", "cast"])
-@pytest.mark.parametrize(("kind", "good", "bad", "text"), [it[1:] for it in INSIDE], ids=[it[0] for it in INSIDE])
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "text"), [case[1:] for case in INSIDE], ids=[case[0] for case in INSIDE]
+)
 def test_forbidden_nulls_inside_maps_are_refused(kind: pa.DataType, good: Any, bad: Any, text: str, cast: bool) -> None:
     given = make_nullable(kind) if cast else kind
     field = pa.field("v", kind)
     for chunks in ([good, None, good], [good, bad]), ([None, good], [bad]):
         columns = (
-            pa.array([it for chunk in chunks for it in chunk], given),
+            pa.array([value for chunk in chunks for value in chunk], given),
             pa.chunked_array([pa.array(c, given) for c in chunks]),
         )
         for column in columns:
