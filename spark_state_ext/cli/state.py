@@ -83,6 +83,14 @@ class Reading:
             )
         return state
 
+    def say_if_newer_began(self, state: OpenState) -> None:
+        """Say that a later batch has begun, if the newest batch that files prove was read."""
+        if self.checkpoint is None and self.at is None and state.proven and state.begun_batch > state.batch:
+            say(
+                f"{state.unit} {state.batch} is the newest that files prove to be committed; {state.begun_batch} has "
+                "begun. --checkpoint LOCATION reads the last committed one"
+            )
+
     def _open_by_spark(self, path: str, checkpoint: str) -> OpenState:
         if self.unproven:
             raise UsageError(
@@ -97,6 +105,7 @@ class Reading:
             raise UsageError(
                 f"there is no folder {path}, or it is empty: give the root that ArrowState has, or a query folder"
             )
+        say("starting Spark to read the checkpoint")
         # Imported here, so that other commands start without PySpark.
         from spark_state_ext.cli.sessions import get_session
         from spark_state_ext.spark.source.committed_state import open_committed
@@ -151,6 +160,7 @@ def get(
             write_table(rows, output)
         if not rows.num_rows:
             say(f"no such key after {state.unit} {state.batch} of {state.path}")
+        reading.say_if_newer_began(state)
         raise typer.Exit(DONE if rows.num_rows else NO)
 
 
@@ -180,6 +190,7 @@ def scan(
         reader = state.scan(_split_names(columns), filter=condition, buckets=bucket)
         rows = write_rows(reader.schema, reader if limit is None else _limit_rows(reader, limit), output)
         say(f"rows={rows} {state.unit}={state.batch}")
+        reading.say_if_newer_began(state)
 
 
 def _split_names(text: str | None) -> list[str] | None:
@@ -216,6 +227,7 @@ def export(
         with show_progress("exporting", state.buckets) as advance:
             rows = _write_file(state.schema, _scan_buckets(state, advance), to, to_options, overwrite)
         say(f"rows={rows} {state.unit}={state.batch} file={to}")
+        reading.say_if_newer_began(state)
 
 
 def _scan_buckets(state: OpenState, advance: Callable[[int], None]) -> Iterator[pa.RecordBatch]:

@@ -99,7 +99,10 @@ def test_what_belongs_to_another_application_is_neither_renewed_nor_released(
     kept.poll([], 4.0, 0)
     assert _newest(folder, "query") == before
     assert [record.getMessage() for record in caplog.records] == [
-        f"query query: the lease of its state at {folder.root}/query is held by {before.record.owner}"
+        (
+            f"query query: the lease of its state at {folder.root}/query was last renewed by {before.record.owner}. If that "
+            "run has ended, this one takes the lease over in its first batch; if it goes on, this one fails"
+        )
     ], "said once, where the user looks"
 
 

@@ -193,7 +193,13 @@ def test_duckdb_reads_the_arrow_output(small: SmallRoot) -> None:
     rows = pa.ipc.open_stream(io.BytesIO(done.stdout)).read_all()
     ((total,),) = duckdb.from_arrow(rows).sum("count").fetchall()
     assert total == sum(row.count or 0 for row in small.job.models[6].values())
-    assert done.stderr.decode() == "rows=6 batch=6\n"
+    assert done.stderr.decode().splitlines() == [
+        "rows=6 batch=6",
+        (
+            "batch 6 is the newest that files prove to be committed; 7 has begun. --checkpoint LOCATION reads the last "
+            "committed one"
+        ),
+    ]
 
 
 def test_scan_without_a_hold_writes_no_file(small: SmallRoot, capsys: pytest.CaptureFixture[str]) -> None:

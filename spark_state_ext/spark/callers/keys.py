@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import GeneratorType
@@ -364,7 +365,10 @@ class _Outputs:
         if len(frames) > 1:
             # As Spark does; else whole numbers next to a NaN would be rounded, and times converted to one unit.
             objects = pd.DataFrame(columns=frames[0].columns, index=[])
-            together = pd.concat([*frames, objects], ignore_index=True)
+            with warnings.catch_warnings():
+                # Of pandas 2, about columns without values; Spark's worker does the same.
+                warnings.simplefilter("ignore", FutureWarning)
+                together = pd.concat([*frames, objects], ignore_index=True)
             frames = [together] if len(together.columns) == self._width else frames
         yield from frames
         if self._rows:

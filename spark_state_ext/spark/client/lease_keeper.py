@@ -220,7 +220,14 @@ class KeptLeases:
         name, lease = run
         log = LeaseLog(self.folder.child(name))
         if lease.record.owner.application != self.application:
-            self._warn_once("query %s: the lease of its state at %s is held by %s", query, log.root, lease.record.owner)
+            if not lease.record.released:
+                self._warn_once(
+                    "query %s: the lease of its state at %s was last renewed by %s. If that run has ended, this one "
+                    "takes the lease over in its first batch; if it goes on, this one fails",
+                    query,
+                    log.root,
+                    lease.record.owner,
+                )
         elif previous is not None and (previous[0], previous[1].number) == (name, lease.number):
             # No task has renewed it since the last poll.
             record = lease.record.renew(now_ms, released=False)
