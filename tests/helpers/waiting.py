@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spark_state_ext.testing import WAIT_S
 
-__all__ = ["WAIT_S", "eventually", "is_running", "removed"]
+__all__ = ["WAIT_S", "eventually", "is_running", "removed", "wait_for_uploads"]
 
 
 def eventually(holds: Callable[[], object], every_s: float = 0.01) -> None:
@@ -38,3 +38,8 @@ def removed(folder: Path) -> None:
         return not folder.exists()
 
     eventually(is_gone)
+
+
+def wait_for_uploads(folder: Path) -> None:
+    """Wait until no file below a folder is half written: a worker uploads the last batch's files after the query ended."""
+    eventually(lambda: not any(path.name.startswith(".tmp-") for path in folder.rglob("*")))

@@ -30,7 +30,7 @@ from spark_state_ext.files.checkpoint import read_header
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.lease_log import LeaseLog
 from tests.helpers.soak import whole
-from tests.helpers.waiting import WAIT_S, eventually, removed
+from tests.helpers.waiting import WAIT_S, eventually, removed, wait_for_uploads
 
 pytestmark = pytest.mark.spark
 
@@ -275,10 +275,11 @@ def test_a_copied_checkpoint_continues_with_a_copied_query_folder(spark: Any, tm
     shutil.copytree(tmp_path / "checkpoint", tmp_path / "copied checkpoint")
     [query_folder] = [path for path in (tmp_path / "root" / "guarded").iterdir() if (path / "lease").is_dir()]
     shutil.copytree(query_folder, tmp_path / "copied" / "guarded" / query_folder.name)
-    before = sorted(path for path in query_folder.rglob("*") if path.suffix == ".arrow")
+    wait_for_uploads(query_folder)
+    before = {path: path.read_bytes() for path in query_folder.rglob("*.arrow")}
     copied = {"root": tmp_path / "copied", "checkpoint": tmp_path / "copied checkpoint"}
     assert run(spark, tmp_path, **copied) == [("1", 8), ("2", 4)]
-    assert before == sorted(path for path in query_folder.rglob("*") if path.suffix == ".arrow"), (
+    assert before == {path: path.read_bytes() for path in query_folder.rglob("*.arrow")}, (
         "the files of the first query are unchanged"
     )
 

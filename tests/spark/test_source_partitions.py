@@ -37,6 +37,7 @@ from spark_state_ext import (
 )
 from spark_state_ext.__main__ import main
 from spark_state_ext.errors import UnsupportedPlanError, UsageError
+from tests.helpers.waiting import wait_for_uploads
 
 pytestmark = pytest.mark.spark
 
@@ -74,6 +75,7 @@ FOLDERS_OF_RUNS = ("epochs", "lease", "holds")
 def check_refused(job: Job, error: str, text: str, *tables: Any, new: Sequence[str] = ()) -> None:
     """Check that a start of the query fails, and that it changes no file of the state; only `new` files are added."""
     (query_folder,) = (path for path in (job.folder / "root" / "tested").iterdir() if path.name.count("-") == 4)
+    wait_for_uploads(query_folder)
     files = [path for path in query_folder.rglob("*") if path.is_file() and path.parent.name not in FOLDERS_OF_RUNS]
     before = {path: path.read_bytes() for path in files}
     with pytest.raises((PySparkException, UsageError), match=rf"(?s){error}.*{text}") as caught:
