@@ -1,4 +1,4 @@
-"""Calling a vectorised function, without Spark: what it gets, what becomes of what it gives, and what errors say."""
+"""Calling a vectorised function without Spark: its arguments, its output and its errors."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ Function = Callable[[StateBatch], Any]
 Values = tuple[Any, ...]
 
 
-def fields(struct: StructType) -> tuple[pa.Field, ...]:
+def make_fields(struct: StructType) -> tuple[pa.Field, ...]:
     return state_fields(json.dumps(struct.jsonValue()))
 
 
-def caller(function: Function, output: StructType = OUTPUT) -> BatchCaller:
-    return BatchCaller(function, SCHEMA, fields(INPUT), fields(output))
+def make_caller(function: Function, output: StructType = OUTPUT) -> BatchCaller:
+    return BatchCaller(function, SCHEMA, make_fields(INPUT), make_fields(output))
 
 
-def grouped(*keys: int, each: int = 1) -> Groups:
-    """So many rows of each key, as Spark sends them: times in the session's zone, and large strings."""
+def make_groups(*keys: int, each: int = 1) -> Groups:
+    """Return `each` rows of each key as Spark sends them: with times in the session's zone, and large strings."""
     names = [key for _ in range(each) for key in keys]
     n = len(names)
     table = pa.table(
@@ -73,27 +73,27 @@ def grouped(*keys: int, each: int = 1) -> Groups:
     return Groups.of(table, np.array(names, dtype=np.uint64) * np.uint64(10), [0, 1], 5, SCHEMA)
 
 
-def stored(states: dict[int, Values | None], timeout_ms: int | None = 400) -> pa.RecordBatch:
-    """Rows of keys: n and tags, or None for a row with a timeout only."""
-    nothing = (None, None)
+def make_rows(states: dict[int, Values | None], timeout_ms: int | None = 400) -> pa.RecordBatch:
+    """Return stored rows of keys with their n and tags, or None for a row that has only a timeout."""
+    no_values = (None, None)
     columns = [
         pa.array([key * 10 for key in states], pa.uint64()),
         pa.array(list(states), pa.int64()),
         pa.array([0.0] * len(states)),
-        pa.array([(it or nothing)[0] for it in states.values()], pa.int64()),
-        pa.array([(it or nothing)[1] for it in states.values()], pa.list_(pa.string())),
+        pa.array([(values or no_values)[0] for values in states.values()], pa.int64()),
+        pa.array([(values or no_values)[1] for values in states.values()], pa.list_(pa.string())),
         pa.array([timeout_ms] * len(states), pa.int64()),
-        pa.array([it is not None for it in states.values()], pa.bool_()),
+        pa.array([values is not None for values in states.values()], pa.bool_()),
         pa.array([False] * len(states)),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)
 
 
-def looked_up(groups: Groups, states: dict[int, Values | None]) -> Lookup:
+def look_up(groups: Groups, states: dict[int, Values | None]) -> Lookup:
     keys = groups.keys[0].to_pylist()
-    mine = {key: states[key] for key in reversed(keys) if key in states}
-    places = {key: at for at, key in enumerate(mine)}
-    return Lookup(np.array([places.get(key, -1) for key in keys], dtype=np.int64), stored(mine))
+    present = {key: states[key] for key in reversed(keys) if key in states}
+    positions = {key: at for at, key in enumerate(present)}
+    return Lookup(np.array([positions.get(key, -1) for key in keys], dtype=np.int64), make_rows(present))
 
 
 def run(
@@ -103,16 +103,16 @@ def run(
     due: dict[int, Values | None] | None = None,
     output: StructType = OUTPUT,
 ) -> tuple[list[dict[str, Any]], Result]:
-    """Call with rows and with keys that timed out; the output, and what changed."""
+    """Call a function with rows and with keys that timed out, and return its output and its changes."""
     result = Result()
-    work = caller(function, output).call_data(
-        groups, looked_up(groups, states or {}), stored(due or {}), CONTEXT, result
+    work = make_caller(function, output).call_data(
+        groups, look_up(groups, states or {}), make_rows(due or {}), CONTEXT, result
     )
-    return sent(work), result
+    return send(work), result
 
 
-def sent(frames: Iterator[Any]) -> list[dict[str, Any]]:
-    """What comes out behind Spark's operator."""
+def send(frames: Iterator[Any]) -> list[dict[str, Any]]:
+    """Return the rows that Spark's operator emits."""
     payloads = [
         pa.RecordBatch.from_pandas(frame, pa.schema([("payload", pa.binary())]), preserve_index=False)
         for frame in frames
@@ -120,8 +120,8 @@ def sent(frames: Iterator[Any]) -> list[dict[str, Any]]:
     return [row for batch in unpack(payloads) for row in batch.to_pylist()]
 
 
-def told(changed: Changed | None) -> list[tuple[int, int, Any, Any, int | None, bool, bool]] | None:
-    """Position, key and columns of each changed row."""
+def list_changes(changed: Changed | None) -> list[tuple[int, int, Any, Any, int | None, bool, bool]] | None:
+    """Return position, key and columns of each changed row."""
     if changed is None:
         return None
     assert changed.rows.schema.equals(SCHEMA.arrow)
@@ -134,12 +134,12 @@ def told(changed: Changed | None) -> list[tuple[int, int, Any, Any, int | None, 
     ]
 
 
-# -- what a function gets -------------------------------------------------------------------------
+# -- arguments ------------------------------------------------------------------------------------
 
 
-def test_rows_keys_and_state_as_they_are_stored() -> None:
+def test_a_batch_has_rows_as_sent_and_keys_and_state_as_stored() -> None:
     batches: list[StateBatch] = []
-    groups = grouped(5, 2, each=2)
+    groups = make_groups(5, 2, each=2)
     run(batches.append, groups, {5: (50, ["a"])}, {9: (90, None), 8: None})
     (batch,) = batches
     assert batch.rows.schema == pa.schema(
@@ -153,8 +153,8 @@ def test_rows_keys_and_state_as_they_are_stored() -> None:
     )
     assert batch.rows["name"].to_pylist() == ["row 1", "row 3", "row 0", "row 2"]
     assert batch.rows["at"][0].as_py() == dt.datetime(1970, 1, 1, 0, 0, 0, 1, dt.timezone.utc)
-    assert str(batch.rows["x"][0].as_py()) == "-0.0", "rows are as they came"
-    assert [str(x) for x in batch.keys["x"].to_pylist()] == ["0.0"] * 4, "keys as they are stored"
+    assert str(batch.rows["x"][0].as_py()) == "-0.0", "rows are unchanged"
+    assert [str(x) for x in batch.keys["x"].to_pylist()] == ["0.0"] * 4, "keys are as stored"
     assert batch.keys["k"].to_pylist() == [2, 5, 9, 8]
     assert batch.state["n"].to_pylist() == [None, 50, 90, None]
     assert batch.state["tags"].to_pylist() == [None, ["a"], None, None]
@@ -164,55 +164,55 @@ def test_rows_keys_and_state_as_they_are_stored() -> None:
     assert (batch.watermark_ms, batch.processing_time_ms, batch.bucket, batch.batch_id) == (500, 1_000, 3, 7)
 
 
-def test_a_row_that_has_a_timeout_only_is_no_state() -> None:
+def test_a_stored_row_with_only_a_timeout_is_not_a_state() -> None:
     batches: list[StateBatch] = []
-    run(batches.append, grouped(1, 2), {1: None, 2: (None, None)})
+    run(batches.append, make_groups(1, 2), {1: None, 2: (None, None)})
     assert batches[0].exists.to_pylist() == [False, True]
     assert batches[0].state["n"].null_count == 2
 
 
-def test_a_call_without_rows_has_their_columns() -> None:
+def test_a_call_without_rows_has_the_columns_of_the_input() -> None:
     batches: list[StateBatch] = []
     due = {9: (90, ["b"]), 8: None}
-    work = caller(batches.append).call_timeouts(stored(due), CONTEXT, Result())
+    work = make_caller(batches.append).call_timeouts(make_rows(due), CONTEXT, Result())
     assert list(work) == []
-    run(batches.append, grouped(1))
-    alone, beside = batches
-    assert alone.rows.num_rows == 0
-    assert alone.rows.schema == beside.rows.schema
-    assert alone.state["n"].to_pylist() == [90, None]
-    assert alone.exists.to_pylist() == [True, False]
+    run(batches.append, make_groups(1))
+    without_rows, with_rows = batches
+    assert without_rows.rows.num_rows == 0
+    assert without_rows.rows.schema == with_rows.rows.schema
+    assert without_rows.state["n"].to_pylist() == [90, None]
+    assert without_rows.exists.to_pylist() == [True, False]
 
 
-def test_a_query_without_a_watermark_has_none() -> None:
+def test_a_query_without_a_watermark_has_watermark_none() -> None:
     batches: list[StateBatch] = []
-    groups = grouped(1)
+    groups = make_groups(1)
     context = CallContext(3, 7, 1_000, -1, False, "NoTimeout")
-    list(caller(batches.append).call_data(groups, looked_up(groups, {}), SCHEMA.empty(), context, Result()))
+    list(make_caller(batches.append).call_data(groups, look_up(groups, {}), SCHEMA.empty(), context, Result()))
     assert batches[0].watermark_ms is None
     with pytest.raises(UsageError, match="NoTimeout"):
         batches[0].set_timeout(timestamp_ms=5)
 
 
-def test_input_columns_of_one_name() -> None:
-    twice = StructType([StructField("k", LongType()), StructField("v", LongType()), StructField("v", LongType())])
+def test_input_columns_may_have_equal_names() -> None:
+    struct = StructType([StructField("k", LongType()), StructField("v", LongType()), StructField("v", LongType())])
     batches: list[StateBatch] = []
     table = pa.table([[1, 1], [2, 3], [4, 5]], names=["c0", "c1", "c2"])
     schema = RowSchema(key_fields(StructType(KEYS.fields[:1]).json()), SCHEMA.state)
     groups = Groups.of(table, np.zeros(2, dtype=np.uint64), [0], 3, schema)
-    made = BatchCaller(batches.append, schema, fields(twice), fields(OUTPUT))
-    list(made.call_data(groups, Lookup(np.array([-1]), schema.empty()), schema.empty(), CONTEXT, Result()))
+    two_value_caller = BatchCaller(batches.append, schema, make_fields(struct), make_fields(OUTPUT))
+    list(two_value_caller.call_data(groups, Lookup(np.array([-1]), schema.empty()), schema.empty(), CONTEXT, Result()))
     (batch,) = batches
     assert batch.rows.column_names == ["k", "v", "v"]
     assert batch.rows.column(2).to_pylist() == [4, 5]
     assert batch.aggregate([("k", "sum"), ([], "count_all")]).to_pylist() == [{"k_sum": 2, "count_all": 2}]
 
 
-# -- what it changes ------------------------------------------------------------------------------
+# -- changes of state -----------------------------------------------------------------------------
 
 
 def test_changes_have_the_positions_of_their_own_keys() -> None:
-    """Of keys with rows and of keys that timed out, each counted from 0."""
+    """Keys with rows and keys that timed out are each counted from 0."""
 
     def function(batch: StateBatch) -> None:
         assert batch.keys["k"].to_pylist() == [1, 2, 3, 9, 8, 7]
@@ -220,31 +220,35 @@ def test_changes_have_the_positions_of_their_own_keys() -> None:
         batch.remove([False, False, False, True, False, False])
         batch.set_timeout(timestamp_ms=600, where=[False, False, True, False, True, False])
 
-    _, result = run(function, grouped(3, 2, 1), {3: (30, ["kept"]), 1: (1, None)}, {9: (90, []), 8: (80, []), 7: None})
-    assert told(result.data) == [
+    _, result = run(
+        function, make_groups(3, 2, 1), {3: (30, ["kept"]), 1: (1, None)}, {9: (90, []), 8: (80, []), 7: None}
+    )
+    assert list_changes(result.data) == [
         (1, 2, 2, ["two"], None, True, False),
         (2, 3, 30, ["kept"], 600, True, False),
     ]
-    assert told(result.timeouts) == [
+    assert list_changes(result.timeouts) == [
         (0, 9, None, None, None, False, True),
         (1, 8, 8, None, 600, True, False),
     ]
 
 
 @pytest.mark.parametrize(("touched", "data", "timeouts"), [([0], [0], None), ([2], None, [0]), ([], None, None)])
-def test_changes_of_one_kind_only(touched: list[int], data: list[int] | None, timeouts: list[int] | None) -> None:
+def test_changes_may_concern_only_keys_with_rows_or_only_timeouts(
+    touched: list[int], data: list[int] | None, timeouts: list[int] | None
+) -> None:
     def function(batch: StateBatch) -> None:
         batch.remove([at in touched for at in range(len(batch))])
 
-    _, result = run(function, grouped(1, 2), {}, {9: (90, [])})
+    _, result = run(function, make_groups(1, 2), {}, {9: (90, [])})
     assert (result.data is None or result.data.positions.tolist()) == (data is None or data)
     assert (result.timeouts is None or result.timeouts.positions.tolist()) == (timeouts is None or timeouts)
     if not touched:
         assert result == Result()
 
 
-def test_a_timeout_alone_keeps_state_beside_updates_of_others() -> None:
-    """Kept rows, rows of several updates and none at all, in any order."""
+def test_a_timeout_without_an_update_keeps_the_state_while_other_keys_are_updated() -> None:
+    """Unchanged keys, kept states and rows of several updates are in any order."""
 
     def function(batch: StateBatch) -> None:
         mask = np.arange(6)
@@ -253,8 +257,8 @@ def test_a_timeout_alone_keeps_state_beside_updates_of_others() -> None:
         batch.update({"k": [1], "x": [-0.0], "n": [11], "tags": [None]})
         batch.set_timeout(timestamp_ms=[700 + i for i in range(6)], where=mask != 5)
 
-    _, result = run(function, grouped(0, 1, 2, 3, 4, 5), {2: (20, ["kept"]), 4: (40, ["old"]), 5: (50, [])})
-    assert told(result.data) == [
+    _, result = run(function, make_groups(0, 1, 2, 3, 4, 5), {2: (20, ["kept"]), 4: (40, ["old"]), 5: (50, [])})
+    assert list_changes(result.data) == [
         (0, 0, 0, ["0"], 700, True, False),
         (1, 1, 11, None, 701, True, False),
         (2, 2, 20, ["kept"], 702, True, False),
@@ -263,34 +267,34 @@ def test_a_timeout_alone_keeps_state_beside_updates_of_others() -> None:
     ]
 
 
-def test_a_timeout_without_state_and_none_at_all() -> None:
+def test_a_timeout_may_be_set_without_a_state_and_be_cleared() -> None:
     def function(batch: StateBatch) -> None:
         batch.set_timeout(timestamp_ms=[600, None, None])
 
-    _, result = run(function, grouped(1, 2, 3), {2: (20, [])})
-    assert told(result.data) == [
+    _, result = run(function, make_groups(1, 2, 3), {2: (20, [])})
+    assert list_changes(result.data) == [
         (0, 1, None, None, 600, False, False),
         (1, 2, 20, [], None, True, False),
         (2, 3, None, None, None, False, True),
     ]
 
 
-def test_updates_by_slices_and_chunks() -> None:
+def test_an_update_may_be_a_table_of_slices_and_chunks() -> None:
     def function(batch: StateBatch) -> None:
         whole = pa.table(
             {"n": pa.array(range(10), pa.int32()), "tags": pa.array([[str(i)] for i in range(10)])},
         )
         batch.update(pa.concat_tables([whole.slice(7, 1), whole.slice(2, 2)]))
 
-    _, result = run(function, grouped(1, 2, 3))
-    assert [row[2:4] for row in told(result.data) or []] == [(7, ["7"]), (2, ["2"]), (3, ["3"])]
+    _, result = run(function, make_groups(1, 2, 3))
+    assert [row[2:4] for row in list_changes(result.data) or []] == [(7, ["7"]), (2, ["2"]), (3, ["3"])]
 
 
-# -- what it gives --------------------------------------------------------------------------------
+# -- output ---------------------------------------------------------------------------------------
 
 ROWS = [{"k": 1, "n": 2**53 + 1}, {"k": 2, "n": None}]
 TABLE = pa.Table.from_pylist(ROWS)
-GIVEN: dict[str, Callable[[], Any]] = {
+OUTPUT_FORMS: dict[str, Callable[[], Any]] = {
     "a table": lambda: TABLE,
     "a batch": lambda: TABLE.to_batches()[0],
     "columns": lambda: {"n": [2**53 + 1, None], "k": [1, 2]},
@@ -304,36 +308,36 @@ GIVEN: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", GIVEN)
-def test_the_forms_of_output(form: str) -> None:
-    rows, _ = run(lambda batch: GIVEN[form](), grouped(1))
+@pytest.mark.parametrize("form", OUTPUT_FORMS)
+def test_output_may_have_any_of_these_forms(form: str) -> None:
+    rows, _ = run(lambda batch: OUTPUT_FORMS[form](), make_groups(1))
     assert rows == ROWS
 
 
 @pytest.mark.parametrize(
-    "given",
+    "output",
     [None, [], {"k": [], "n": []}, TABLE.slice(0, 0), iter(())],
     ids=["none", "no tables", "a dict of no rows", "a table of no rows", "an empty iterator"],
 )
-def test_no_output_is_no_frame(given: Any) -> None:
-    groups = grouped(1)
-    frames = caller(lambda batch: given).call_data(groups, looked_up(groups, {}), SCHEMA.empty(), CONTEXT, Result())
+def test_without_output_no_frame_is_sent(output: Any) -> None:
+    groups = make_groups(1)
+    frames = make_caller(lambda batch: output).call_data(groups, look_up(groups, {}), SCHEMA.empty(), CONTEXT, Result())
     assert list(frames) == []
 
 
-def test_much_output_leaves_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_output_is_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_module, "_PAYLOAD_BYTES", 1 << 10)
     monkeypatch.setattr(output_module, "_FRAME_BYTES", 4 << 10)
     monkeypatch.setattr(output_module, "_ROWS_MAX", 100)
     table = pa.table({"k": range(5_000), "n": range(5_000)})
-    groups = grouped(1)
-    work = caller(lambda batch: [table.slice(0, 4_999), table.slice(4_999)]).call_data(
-        groups, looked_up(groups, {}), SCHEMA.empty(), CONTEXT, Result()
+    groups = make_groups(1)
+    work = make_caller(lambda batch: [table.slice(0, 4_999), table.slice(4_999)]).call_data(
+        groups, look_up(groups, {}), SCHEMA.empty(), CONTEXT, Result()
     )
     frames = list(work)
     assert len(frames) > 10
     assert max(len(payload) for frame in frames for payload in frame["payload"]) < 4 << 10
-    assert [row["k"] for row in sent(iter(frames))] == list(range(5_000))
+    assert [row["k"] for row in send(iter(frames))] == list(range(5_000))
     payloads = [
         pa.RecordBatch.from_pandas(frame, pa.schema([("payload", pa.binary())]), preserve_index=False)
         for frame in frames
@@ -341,12 +345,12 @@ def test_much_output_leaves_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(batch.num_rows for batch in unpack(payloads)) <= 100
 
 
-# -- what goes wrong ------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 WHERE = r"\(bucket 3, batch 7\)"
-WRONG: list[tuple[str, Any, type[Exception], str]] = [
+WRONG_OUTPUT: list[tuple[str, Any, type[Exception], str]] = [
     ("a missing column", {"k": [1]}, StateValueError, f"the function gave the columns k; expected k, n {WHERE}"),
-    ("a column too many", {"k": [1], "n": [1], "m": [1]}, StateValueError, "gave the columns k, n, m; expected k, n"),
+    ("an extra column", {"k": [1], "n": [1], "m": [1]}, StateValueError, "gave the columns k, n, m; expected k, n"),
     ("another type", {"k": [1], "n": ["many"]}, StateValueError, f"output column 'n' of type int64 cannot hold string.*many.*{WHERE}"),
     ("a dict of one row's values", {"k": "ab", "n": 1}, StateValueError, rf"the function gave a dict whose column 'k' is 'ab' \(str\): .*{WHERE}"),
     ("columns of several lengths", {"k": [1], "n": [1, 2]}, StateValueError, f"the function gave a dict whose columns have different lengths: 'k' has 1, 'n' has 2; .*{WHERE}"),
@@ -358,24 +362,26 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "kind", "text"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
-def test_output_that_is_refused(given: Any, kind: type[Exception], text: str) -> None:
+@pytest.mark.parametrize(
+    ("output", "kind", "text"), [case[1:] for case in WRONG_OUTPUT], ids=[case[0] for case in WRONG_OUTPUT]
+)
+def test_wrong_output_is_refused(output: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
-        run(lambda batch: given, grouped(1))
+        run(lambda batch: output, make_groups(1))
 
 
-def test_output_columns_without_null() -> None:
+def test_output_columns_declared_without_nulls_refuse_null() -> None:
     strict = StructType([StructField("k", LongType(), False), StructField("n", LongType(), False)])
     with pytest.raises(
         StateValueError, match=rf"output column 'n' is declared without NULLs and row 1 is NULL {WHERE}"
     ):
-        run(lambda batch: TABLE, grouped(1), output=strict)
-    rows, _ = run(lambda batch: TABLE.slice(0, 1), grouped(1), output=strict)
+        run(lambda batch: TABLE, make_groups(1), output=strict)
+    rows, _ = run(lambda batch: TABLE.slice(0, 1), make_groups(1), output=strict)
     assert rows == ROWS[:1]
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_an_exception_names_what_was_called(late: bool) -> None:
+def test_an_exception_names_the_batch_and_has_the_users_frames(late: bool) -> None:
     def function(batch: StateBatch) -> Any:
         raise KeyError("missing")
 
@@ -385,25 +391,27 @@ def test_an_exception_names_what_was_called(late: bool) -> None:
 
     text = r"the function failed for StateBatch\(2 rows of 2 keys, 1 keys timed out, bucket 3, batch 7\): KeyError: 'missing'"
     with pytest.raises(UserFunctionError, match=text) as raised:
-        run(generating if late else function, grouped(1, 2), {}, {9: None})
+        run(generating if late else function, make_groups(1, 2), {}, {9: None})
     assert isinstance(raised.value.__cause__, KeyError)
-    assert "function" in [entry.name for entry in raised.traceback], "Spark shows no cause"
+    assert "function" in [entry.name for entry in raised.traceback], (
+        "Spark does not show causes, so the error's own traceback needs the frame"
+    )
 
 
-def test_an_exit_is_an_error_of_the_function() -> None:
+def test_an_exit_is_reported_as_an_error_of_the_function() -> None:
     def function(batch: StateBatch) -> Any:
         sys.exit(3)
 
     with pytest.raises(UserFunctionError, match=r"the function failed for StateBatch\(.*: SystemExit: 3"):
-        run(function, grouped(1, 2), {}, {9: None})
+        run(function, make_groups(1, 2), {}, {9: None})
 
 
-def test_an_error_of_the_batch_is_told_with_bucket_and_line() -> None:
+def test_an_error_of_the_batch_names_the_bucket_and_has_the_users_frames() -> None:
     def function(batch: StateBatch) -> None:
         batch.update({"n": [1]})
 
     with pytest.raises(StateValueError, match=rf"update\(\) was given the columns n; .*{WHERE}") as raised:
-        run(function, grouped(1))
+        run(function, make_groups(1))
     assert "function" in [entry.name for entry in raised.traceback]
 
 
@@ -413,16 +421,16 @@ def test_a_failed_call_changes_nothing() -> None:
         return 5
 
     result = Result()
-    groups = grouped(1)
+    groups = make_groups(1)
     with pytest.raises(ResultTypeError):
-        list(caller(function).call_data(groups, looked_up(groups, {}), SCHEMA.empty(), CONTEXT, result))
+        list(make_caller(function).call_data(groups, look_up(groups, {}), SCHEMA.empty(), CONTEXT, result))
     assert result == Result()
 
 
-def test_a_batch_that_is_changed_too_late_says_so() -> None:
-    kept: list[StateBatch] = []
-    run(kept.append, grouped(1))
+def test_a_change_after_the_function_returned_is_refused() -> None:
+    batches: list[StateBatch] = []
+    run(batches.append, make_groups(1))
     with pytest.raises(UsageError, match="after its function had returned"):
-        kept[0].remove()
+        batches[0].remove()
     with pytest.raises(UsageError, match="after its function had returned"):
-        kept[0].update({"n": [1], "tags": [[]]})
+        batches[0].update({"n": [1], "tags": [[]]})

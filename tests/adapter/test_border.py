@@ -1,4 +1,4 @@
-"""How errors leave this package: the sentence first, the user's own line next, then the rest; and nothing is lost."""
+"""The text of errors that leave this package: the sentence, then the user's own line, then the whole traceback."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.helpers.waiting import WAIT_S
 CLOCK = Clock(0, 0, "NoTimeout", False, False, StructType([StructField("n", LongType())]))
 
 
-def caught(work: Callable[[], Any]) -> Exception:
+def catch_error(work: Callable[[], Any]) -> Exception:
     try:
         work()
     except Exception as error:
@@ -45,8 +45,8 @@ def caught(work: Callable[[], Any]) -> Exception:
     raise AssertionError("nothing was raised")
 
 
-def printed(error: Exception) -> list[str]:
-    """As Spark's worker prints it, line by line."""
+def print_error(error: Exception) -> list[str]:
+    """Return the lines that Spark's worker prints for an error."""
     return "".join(traceback.format_exception_only(type(error), error)).rstrip("\n").split("\n")
 
 
@@ -58,15 +58,15 @@ def function(*_: Any) -> int:
     return helper({})
 
 
-def wrapped() -> None:
+def raise_wrapped() -> None:
     try:
         function()
     except Exception as error:
         raise UserFunctionError("the function failed for key ('a',)").with_traceback(error.__traceback__) from error
 
 
-def test_the_sentence_and_then_the_users_own_line() -> None:
-    lines = printed(rewrite_error(caught(wrapped), function))
+def test_an_error_begins_with_its_sentence_and_the_users_own_line() -> None:
+    lines = print_error(rewrite_error(catch_error(raise_wrapped), function))
     assert lines[0] == "spark_state_ext.errors.UserFunctionError: the function failed for key ('a',)"
     assert lines[1].startswith(f'  File "{__file__}", line ')
     assert lines[1].endswith("in helper")
@@ -76,42 +76,42 @@ def test_the_sentence_and_then_the_users_own_line() -> None:
     assert any(line.endswith("in function") for line in lines)
 
 
-def test_what_uploads_and_thread_pools_raise_begins_with_our_sentence() -> None:
-    """tenacity's and the pool's frames came first."""
+def test_an_error_raised_in_a_retry_and_a_thread_pool_begins_with_its_sentence() -> None:
+    """The frames of tenacity and of the pool used to come first."""
 
-    def refused() -> None:
+    def raise_refused() -> None:
         raise StorageError("writing x: credentials expired") from PermissionError("credentials expired")
 
     def upload() -> None:
         with ThreadPoolExecutor(1) as pool:
             try:
-                pool.submit(call_with_retries, refused, 5.0).result()
+                pool.submit(call_with_retries, raise_refused, 5.0).result()
             except StateError as error:
                 raise UploadFailedError("the upload of x to the backend root failed") from error
 
-    lines = printed(rewrite_error(caught(upload), len))
+    lines = print_error(rewrite_error(catch_error(upload), len))
     assert lines[0] == "spark_state_ext.errors.UploadFailedError: the upload of x to the backend root failed"
-    # Also these lines are the user's, as the test is no library.
+    # These lines count as the user's because this test is not in a library.
     assert lines[3:5] == ["", "Where it was raised:"]
-    assert any("tenacity" in line for line in lines[5:]), "nothing is left out"
+    assert any("tenacity" in line for line in lines[5:]), "the whole traceback follows"
 
 
-def test_a_value_that_is_refused_later_points_at_the_function() -> None:
-    """No frame of it is left then."""
+def test_the_error_of_a_value_refused_after_the_call_names_the_function() -> None:
+    """The traceback has no frame of the function by then."""
     update: Callable[[Any], None] = KeyState((1,), CLOCK).update
-    refused = caught(partial(update, 5))
-    assert "in caught" in printed(rewrite_error(refused, function))[1], "the line that called, where there is one"
-    lines = printed(rewrite_error(StateValueError("state column 'n' cannot hold 'many'"), partial(function, 1)))
+    error = catch_error(partial(update, 5))
+    assert "in catch_error" in print_error(rewrite_error(error, function))[1], "a frame of the caller is preferred"
+    lines = print_error(rewrite_error(StateValueError("state column 'n' cannot hold 'many'"), partial(function, 1)))
     assert lines[0].endswith("cannot hold 'many'")
     assert lines[1] == f'  File "{__file__}", line {function.__code__.co_firstlineno}, in function'
     assert lines[2] == "    def function(*_: Any) -> int:"
-    assert printed(rewrite_error(StateValueError("a sum is too large"), as_frames))[1] == "", (
-        "code of this package is nobody's"
+    assert print_error(rewrite_error(StateValueError("a sum is too large"), as_frames))[1] == "", (
+        "code of this package is never the user's own line"
     )
 
 
 class OddError(Exception):
-    """What cannot be made of a text."""
+    """An error that cannot be made from a text alone."""
 
     def __init__(self, code: int, *, reason: str) -> None:
         self.code, self.reason = code, reason
@@ -129,14 +129,14 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def test_an_error_of_any_class_keeps_its_name_and_its_text() -> None:
+def test_an_error_of_any_class_keeps_its_name_and_text() -> None:
     name = f"{__name__}.OddError"
-    lines = printed(rewrite_error(caught(partial(_raise, OddError(7, reason="no such aircraft")))))
+    lines = print_error(rewrite_error(catch_error(partial(_raise, OddError(7, reason="no such aircraft")))))
     assert lines[0] == f"{name}: code 7"
     assert lines[2] == "    raise error"
     assert lines[3] == "  no such aircraft"
     assert f"{name}: code 7" in lines[5:]
-    lines = printed(rewrite_error(caught(partial(_raise, SilentError()))))
+    lines = print_error(rewrite_error(catch_error(partial(_raise, SilentError()))))
     assert lines[0] == f"{__name__}.SilentError: (its message cannot be made: RuntimeError)"
     for error, first in (
         (KeyError("x"), "KeyError: 'x'"),
@@ -146,39 +146,41 @@ def test_an_error_of_any_class_keeps_its_name_and_its_text() -> None:
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff"),
         (OSError(2, "gone", "f"), "FileNotFoundError: [Errno 2] gone: 'f'"),
     ):
-        assert printed(rewrite_error(caught(partial(_raise, error))))[0].startswith(first)
+        assert print_error(rewrite_error(catch_error(partial(_raise, error))))[0].startswith(first)
 
 
 @pytest.mark.parametrize("name", errors.__all__)
-def test_our_errors_stay_of_their_class(name: str) -> None:
+def test_an_error_of_this_package_keeps_its_class(name: str) -> None:
     kind = getattr(errors, name)
     error = kind("what", CheckpointRef(1, "0" * 32)) if kind is MissingRunError else kind("what")
-    anew = rewrite_error(error)
-    assert type(anew) is kind
-    assert printed(anew)[0] == f"spark_state_ext.errors.{name}: what"
+    rewritten = rewrite_error(error)
+    assert type(rewritten) is kind
+    assert print_error(rewritten)[0] == f"spark_state_ext.errors.{name}: what"
 
 
-def test_lines_of_libraries_are_not_the_users(tmp_path: Path) -> None:
-    """But those beside the function are, wherever it is installed."""
+def test_the_users_own_line_is_never_in_a_library(tmp_path: Path) -> None:
+    """If the function itself is installed among the libraries, its own file still counts as the user's."""
 
     def in_a_library() -> None:
         os.path.join(5)  # type: ignore[call-overload]  # raises in Python's own library
 
-    lines = printed(rewrite_error(caught(in_a_library), function))
+    lines = print_error(rewrite_error(catch_error(in_a_library), function))
     assert "in in_a_library" in lines[1]
-    # pandas is compiled, and its frames name files that nobody has.
-    lines = printed(rewrite_error(caught(lambda: pd.DataFrame({"value": [1]})["vlaue"]), function))
+    # pandas is compiled, and its frames name files that do not exist here.
+    lines = print_error(rewrite_error(catch_error(lambda: pd.DataFrame({"value": [1]})["vlaue"]), function))
     assert 'pd.DataFrame({"value": [1]})["vlaue"]' in lines[2]
     names: dict[str, Any] = {}
     site = Path(pytest.__file__).parent.parent / "installed" / "job.py"
     exec(compile("def far():\n    raise KeyError('far')\n", str(site), "exec"), names)
-    assert "in test_lines" not in printed(rewrite_error(caught(names["far"]), names["far"]))[1]
-    assert printed(rewrite_error(caught(names["far"]), names["far"]))[1] == f'  File "{site}", line 2, in far'
+    assert "in test_the_users_own_line" not in print_error(rewrite_error(catch_error(names["far"]), names["far"]))[1]
+    assert print_error(rewrite_error(catch_error(names["far"]), names["far"]))[1] == f'  File "{site}", line 2, in far'
 
 
 @pytest.mark.skipif(SPARK_VERSION < (4, 0), reason="a worker of PySpark 3.5 has no function that reports its error")
-def test_spark_is_given_no_frames(tmp_path: Path) -> None:
-    """In a process of its own, as it is meant for a worker that ends: what a worker of Spark 4 and one of 3.5 tell."""
+def test_sparks_worker_prints_an_error_without_its_own_frames(tmp_path: Path) -> None:
+    """Run in a process of its own because the change is meant for a worker that ends.
+
+    Check the text of a worker of Spark 4 and of one of Spark 3.5."""
     job = tmp_path / "job.py"
     job.write_text(
         textwrap.dedent(
@@ -195,7 +197,7 @@ def test_spark_is_given_no_frames(tmp_path: Path) -> None:
             try:
                 list(run_and_rewrite_errors(None, work))
             except BaseException as error:
-                # As Spark 4 does; as 3.5 does, which knows of simplifying alone; and as it does without that.
+                # Print as Spark 4 does, then as Spark 3.5 does, which only knows simplified tracebacks, then without either.
                 for setting in ("SPARK_HIDE_TRACEBACK", "SPARK_SIMPLIFIED_TRACEBACK"):
                     out = io.BytesIO()
                     handle_worker_exception(error, out)
@@ -214,7 +216,7 @@ def test_spark_is_given_no_frames(tmp_path: Path) -> None:
     first = "spark_state_ext.errors.StorageError: the disk failed"
     for text in texts:
         assert text.split(first)[0] in ("", "Traceback (most recent call last):\n"), (
-            "that line is left by some releases"
+            "some releases print that line first"
         )
 
 
@@ -222,7 +224,7 @@ def _numbers() -> Iterator[int]:
     yield from (1, 2)
 
 
-def test_what_goes_well_passes() -> None:
+def test_output_without_an_error_is_unchanged() -> None:
     from spark_state_ext.spark.executor.error_border import run_and_rewrite_errors
 
     assert list(run_and_rewrite_errors(None, _numbers)) == [1, 2]

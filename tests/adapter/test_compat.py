@@ -1,4 +1,4 @@
-"""Which errors are Spark's, and what they say."""
+"""Which errors are Spark's, and their messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ JAVA = """An error occurred while calling o91.parquet.
 """
 
 
-def test_errors_of_spark_are_told_apart() -> None:
-    # Which clients of Connect may lack.
+def test_is_spark_error_is_true_for_errors_of_spark_only() -> None:
+    # Clients of Connect may not have py4j.
     py4j = pytest.importorskip("py4j.protocol")
     assert is_spark_error(AnalysisException("no such column"))
     assert is_spark_error(PySparkValueError("no"))
-    # The JVM has gone. That a method is not there is a mistake of this package.
+    # A network error means that the JVM has ended. A missing method is a mistake of this package.
     assert is_spark_error(py4j.Py4JNetworkError("Answer from Java side is empty"))
     assert not is_spark_error(py4j.Py4JError("o91.nosuch does not exist in the JVM"))
     assert not is_spark_error(StorageError("no"))
@@ -27,7 +27,7 @@ def test_errors_of_spark_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         (JAVA, 'org.apache.hadoop.fs.UnsupportedFileSystemException: No FileSystem for scheme "nosuch"'),
         (
@@ -40,5 +40,5 @@ def test_errors_of_spark_are_told_apart() -> None:
         (" \n", "it has no message"),
     ],
 )
-def test_the_line_that_says_what_happened(text: str, said: str) -> None:
-    assert extract_spark_message(text) == said
+def test_extract_spark_message_returns_the_line_that_says_what_happened(text: str, expected: str) -> None:
+    assert extract_spark_message(text) == expected

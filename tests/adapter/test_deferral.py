@@ -1,4 +1,4 @@
-"""Which call of a task waits for the uploads of all."""
+"""Which call of a task waits for the uploads of all its calls."""
 
 from __future__ import annotations
 
@@ -29,56 +29,56 @@ def _pointer(bucket: int, partitioning: tuple[str, int] | None = None) -> Pointe
     return Pointer("counts", bucket, BUCKETS, 0, 3, None, partitioning=partitioning)
 
 
-@pytest.mark.parametrize("told", [1, 2, 3, 4, 6, 7, 8, 200])
+@pytest.mark.parametrize("given", [1, 2, 3, 4, 6, 7, 8, 200])
 @pytest.mark.parametrize("real", [1, 2, 3, 4, 6, 7, 8, 200])
-def test_what_is_expected_is_what_is_called_or_nothing_is_expected(told: int, real: int, query_folder: Folder) -> None:
-    """Whatever number tasks are told, right or wrong."""
+def test_expected_calls_are_exactly_the_real_calls_or_none(given: int, real: int, query_folder: Folder) -> None:
+    """The number of partitions that tasks are given may be right or wrong."""
     run = f"run-{uuid.uuid4()}"
     tasks = {partition: [b for b in range(BUCKETS) if b % real == partition] for partition in range(real)}
-    # A batch in which everyone compares, and then another.
+    # In the first batch each call compares; the next batch uses the result.
     noted = {
-        bucket: Partitioning(run, told, partition, BUCKETS).noted(bucket, query_folder)
+        bucket: Partitioning(run, given, partition, BUCKETS).noted(bucket, query_folder)
         for partition, buckets in tasks.items()
         for bucket in buckets
     }
-    right = all(bucket % told == bucket % real for bucket in range(BUCKETS))
+    right = all(bucket % given == bucket % real for bucket in range(BUCKETS))
     assert ("spread-" + run in query_folder.names()) == (not right)
     for partition, buckets in tasks.items():
         for bucket in buckets:
-            # In another process than the one that found a difference.
-            expected = Partitioning(run, told, partition, BUCKETS).expected(
+            # Use another process than the one that found a difference.
+            expected = Partitioning(run, given, partition, BUCKETS).expected(
                 _pointer(bucket, noted[bucket]), query_folder
             )
             assert expected == (frozenset(buckets) if right else frozenset())
 
 
-def test_the_last_call_of_a_task_is_told_by_its_buckets() -> None:
+def test_the_last_call_of_a_task_is_recognised_by_its_buckets() -> None:
     partitioning = Partitioning(RUN, 2, 1, BUCKETS)
     assert not partitioning.is_last({1, 3})
     assert partitioning.is_last({5, 3, 1})
-    # Tasks that are not told how many there are.
+    # These tasks do not know the number of partitions.
     assert not Partitioning("", None, 1, BUCKETS).is_last(range(BUCKETS))
 
 
-def test_nothing_is_expected_before_a_batch_has_compared(query_folder: Folder) -> None:
+def test_no_calls_are_expected_before_a_batch_has_compared(query_folder: Folder) -> None:
     partitioning = Partitioning(RUN, 2, 0, BUCKETS)
     assert partitioning.expected(_pointer(0), query_folder) == frozenset()
     assert partitioning.expected(_pointer(0, ("another run", 2)), query_folder) == frozenset()
     assert partitioning.expected(_pointer(0, (RUN, 3)), query_folder) == frozenset()
     assert partitioning.expected(_pointer(0, (RUN, 2)), query_folder) == {0, 2, 4, 6}
-    # Where tasks are not told their run, or the number, there is nothing to go by.
-    for nothing in (replace(partitioning, run_id=""), replace(partitioning, partitions=None)):
-        assert nothing.noted(0, query_folder) is None
-        assert nothing.expected(_pointer(0, (RUN, 2)), query_folder) == frozenset()
+    # Tasks that do not know their run or the number of partitions expect no calls.
+    for unknown in (replace(partitioning, run_id=""), replace(partitioning, partitions=None)):
+        assert unknown.noted(0, query_folder) is None
+        assert unknown.expected(_pointer(0, (RUN, 2)), query_folder) == frozenset()
     assert query_folder.names() == []
 
 
-def test_another_number_of_partitions_within_one_run_is_compared_anew(query_folder: Folder) -> None:
-    """As when Spark repartitions the state of a stopped query, which is then started from the same plan, and again."""
+def test_another_number_of_partitions_within_one_run_is_compared_again(query_folder: Folder) -> None:
+    """This happens if Spark repartitions the state of a stopped query that is then started from the same plan."""
     before = {bucket: _pointer(bucket, (RUN, 2)) for bucket in range(BUCKETS)}
-    known = deferral.Differences()
+    differences = deferral.Differences()
     for partitions in (5, 1, 2):
-        tasks = {at: Partitioning(RUN, partitions, at, BUCKETS, known) for at in range(partitions)}
+        tasks = {at: Partitioning(RUN, partitions, at, BUCKETS, differences) for at in range(partitions)}
         for bucket, pointer in before.items():
             assert tasks[bucket % partitions].expected(pointer, query_folder) == frozenset()
         before = {
@@ -86,22 +86,22 @@ def test_another_number_of_partitions_within_one_run_is_compared_anew(query_fold
             for bucket in range(BUCKETS)
         }
         for bucket, pointer in before.items():
-            found = tasks[bucket % partitions].expected(pointer, query_folder)
-            assert found == set(range(bucket % partitions, BUCKETS, partitions))
+            expected = tasks[bucket % partitions].expected(pointer, query_folder)
+            assert expected == set(range(bucket % partitions, BUCKETS, partitions))
     assert query_folder.names() == []
 
 
-class _Waits:
-    """Notes what is waited for."""
+class UploadsRecorder:
+    """Records the uploads that a call waits for."""
 
     def __init__(self) -> None:
         self.waited: list[Any] = []
 
 
-def test_the_last_call_waits_for_what_the_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_call_waits_for_the_uploads_that_other_calls_left(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[list[str]] = []
     monkeypatch.setattr(deferral, "await_all", lambda left, *args, **kwargs: waited.append(list(left)))
-    uploads: Any = _Waits()
+    uploads: Any = UploadsRecorder()
     expected = frozenset({1, 3, 5})
     ends = TaskEnds()
     end = ends.of(4711)
@@ -111,11 +111,11 @@ def test_the_last_call_waits_for_what_the_others_left(monkeypatch: pytest.Monkey
         end.over(bucket, left, expected, uploads, CommitOptions())
         assert waited == []
         assert ends.of(4711) is end
-    assert not end.may_leave(5, expected), "nobody comes after it"
+    assert not end.may_leave(5, expected), "no call comes after it"
     left = ["b"]
     end.over(5, left, expected, uploads, CommitOptions())
     assert waited == [["a", "b"]]
-    # A call that was not expected waits by itself, and for the others.
+    # A call that was not expected waits for its own uploads and those of the others.
     other = ends.of(4712)
     left = ["c"]
     other.over(1, left, expected, uploads, CommitOptions())
@@ -123,17 +123,17 @@ def test_the_last_call_waits_for_what_the_others_left(monkeypatch: pytest.Monkey
     left = ["d"]
     other.over(2, left, frozenset(), uploads, CommitOptions())
     assert waited[1:] == [["c", "d"]]
-    # Attempts do not see each other, and where a task is not told its own, none is kept.
+    # Attempts do not see each other, and for a task that does not know its attempt no state is kept.
     assert ends.of(4713).left == []
     assert ends.of(None) is not ends.of(None)
 
 
-def test_what_was_left_and_failed_fails_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any, **kwargs: Any) -> None:
+def test_a_failed_upload_that_another_call_left_fails_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_failed(*args: Any, **kwargs: Any) -> None:
         raise StorageError("the upload of bucket 1 failed")
 
-    monkeypatch.setattr(deferral, "await_all", fails)
-    uploads: Any = _Waits()
+    monkeypatch.setattr(deferral, "await_all", raise_failed)
+    uploads: Any = UploadsRecorder()
     end = TaskEnd()
     left: Any = ["a"]
     end.over(1, left, frozenset({1, 2}), uploads, CommitOptions())
@@ -141,20 +141,20 @@ def test_what_was_left_and_failed_fails_the_last_call(monkeypatch: pytest.Monkey
         end.over(2, [], frozenset({1, 2}), uploads, CommitOptions())
 
 
-def test_where_the_store_does_not_answer_nothing_is_expected_and_it_is_asked_again(
+def test_no_calls_are_expected_while_the_store_fails_and_the_next_call_asks_again(
     query_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another worker may have found a difference."""
     run = f"run-{uuid.uuid4()}"
     assert Partitioning(run, 2, 0, BUCKETS).noted(3, query_folder) is None
-    # Each has what its own process knows.
+    # Each Partitioning has its own process's differences.
 
-    def unwell(*args: object, **kwargs: object) -> None:
+    def raise_reset(*args: object, **kwargs: object) -> None:
         raise ConnectionResetError(104, "Connection reset by peer")
 
     partitioning, pointer = Partitioning(run, 2, 0, BUCKETS), _pointer(0, (run, 2))
     with monkeypatch.context() as patch:
-        patch.setattr(type(query_folder._fs), "info", unwell)
+        patch.setattr(type(query_folder._fs), "info", raise_reset)
         assert partitioning.expected(pointer, query_folder) == frozenset()
         assert not len(partitioning.differences)
     assert partitioning.expected(pointer, query_folder) == frozenset()
