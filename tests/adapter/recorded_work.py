@@ -1,4 +1,4 @@
-"""A bucket's calls over many batches, each recorded, and the dict that says what they should have been."""
+"""A bucket whose calls are recorded over many batches, and a model in a dict that computes the expected calls."""
 
 from __future__ import annotations
 
@@ -63,49 +63,49 @@ State = tuple[int, list[str]] | None
 Call = tuple[Key, int, State, bool, int]
 
 
-def action_of(conf: str, key: Key, total: int, state: State, timed_out: bool) -> int:
-    """What a key does: nothing, or some of updating (1), removing (2) and setting a timeout (4)."""
+def choose_action(conf: str, key: Key, total: int, state: State, timed_out: bool) -> int:
+    """Return what a key's call does, as a sum: 1 updates the state, 2 removes it and 4 sets a timeout."""
     allowed = 3 if conf == "NoTimeout" else 7
     seed = (17 if key is None else key) * 7 + total * 3 + (0 if state is None else 5 * state[0] + len(state[1]))
     return (0, 1, 5, 2, 6, 4, 1, 5)[(seed + 11 * timed_out) % 8] & allowed
 
 
-def updated(total: int, state: State) -> tuple[int, list[str]]:
+def update_state(total: int, state: State) -> tuple[int, list[str]]:
     n, tags = state or (0, [])
     return n + total % 10 + 1, [*tags[-2:], str(total % 3)]
 
 
-def delay_of(key: Key, total: int) -> int:
-    """How long until a timeout, milliseconds."""
+def choose_delay_ms(key: Key, total: int) -> int:
+    """Return the duration of a timeout in milliseconds."""
     return 1 + ((key or 0) * 5 + total) % 40
 
 
 @dataclass
 class Recorder:
-    """The function under test, in each form; it records nothing but what it gives as output."""
+    """The function under test for each API. Its output contains its arguments and its action."""
 
     conf: str
 
     def rows(self, key: Any, rows: list[Any], state: Any) -> Iterator[tuple[Any, ...]]:
-        yield self._one(key.k, sum(row.value for row in rows), state, len(rows) == 0)
+        yield self._call_key(key.k, sum(row.value for row in rows), state, len(rows) == 0)
 
     def pandas(self, key: Any, frames: Iterable[pd.DataFrame], state: Any) -> Iterator[tuple[Any, ...]]:
         total = sum(int(frame["value"].sum()) for frame in frames)
-        yield self._one(None if pd.isna(key[0]) else int(key[0]), total, state, state.hasTimedOut)
+        yield self._call_key(None if pd.isna(key[0]) else int(key[0]), total, state, state.hasTimedOut)
 
-    def _one(self, key: Key, total: int, state: Any, timed_out: bool) -> tuple[Any, ...]:
+    def _call_key(self, key: Key, total: int, state: Any, timed_out: bool) -> tuple[Any, ...]:
         assert state.hasTimedOut == timed_out
         before: State = state.getOption
-        action = action_of(self.conf, key, total, before, timed_out)
+        action = choose_action(self.conf, key, total, before, timed_out)
         if action & 1:
-            state.update(updated(total, before))
+            state.update(update_state(total, before))
         if action & 2:
             state.remove()
         if action & 4:
             if self.conf == EVENT_TIME:
-                state.setTimeoutTimestamp(max(state.getCurrentWatermarkMs(), 1) + delay_of(key, total))
+                state.setTimeoutTimestamp(max(state.getCurrentWatermarkMs(), 1) + choose_delay_ms(key, total))
             else:
-                state.setTimeoutDuration(delay_of(key, total))
+                state.setTimeoutDuration(choose_delay_ms(key, total))
         return (key, total, *(before or (None, None)), timed_out, action)
 
     def arrow(self, batch: StateBatch) -> Iterator[Any]:
@@ -120,12 +120,12 @@ class Recorder:
             )
         ]
         actions = np.array(
-            [action_of(self.conf, *given) for given in zip(keys, totals, states, timed_out, strict=True)],
+            [choose_action(self.conf, *arguments) for arguments in zip(keys, totals, states, timed_out, strict=True)],
             dtype=np.int64,
         )
-        new = list(map(updated, totals, states))
+        new = list(map(update_state, totals, states))
         table = {"n": [n for n, _ in new], "tags": [tags for _, tags in new]}
-        # In each of the forms that a table of states may have.
+        # Use each of the forms that a table of states may have.
         if len(keys) % 3 == 0:
             batch.update(table, where=actions & 1 > 0)
         elif len(keys) % 3 == 1:
@@ -133,7 +133,7 @@ class Recorder:
         else:
             batch.update(pa.table(table).filter(pa.array(actions & 1 > 0)), where=pa.array(actions & 1 > 0))
         batch.remove(actions & 2 > 0)
-        delays = np.array([delay_of(key, total) for key, total in zip(keys, totals, strict=True)])
+        delays = np.array([choose_delay_ms(key, total) for key, total in zip(keys, totals, strict=True)])
         if self.conf == EVENT_TIME:
             batch.set_timeout(timestamp_ms=max(batch.watermark_ms or 0, 1) + delays, where=actions & 4 > 0)
         elif self.conf == PROCESSING_TIME:
@@ -150,8 +150,8 @@ class Recorder:
         yield pa.table(out).slice(1)
 
 
-def job(api: str, conf: str, ttl: Ttl | None, memory_bytes: int) -> Job:
-    # Less memory than users may set, so that few rows are too many.
+def make_job(api: str, conf: str, ttl: Ttl | None, memory_bytes: int) -> Job:
+    # Allow less memory than users may set, so that a few rows exceed it.
     with patch.object(limits, "MEMORY_BYTES_MIN", 1):
         options = StateOptions(
             root="/",
@@ -178,24 +178,24 @@ def job(api: str, conf: str, ttl: Ttl | None, memory_bytes: int) -> Job:
 Hash = Callable[[Key], int]
 
 
-def spread(key: Key) -> int:
+def spread_hash(key: Key) -> int:
     return ((23 if key is None else key) * 0x9E3779B97F4A7C15) % 2**64
 
 
-def clashing(key: Key) -> int:
-    """Few hashes, at both ends and in between."""
-    return (0, 2**63, 2**63 + 1, 2**64 - 1)[spread(key) % 4]
+def clashing_hash(key: Key) -> int:
+    """Return one of four hashes: the lowest, the highest and two in the middle."""
+    return (0, 2**63, 2**63 + 1, 2**64 - 1)[spread_hash(key) % 4]
 
 
 @dataclass
-class Lived:
-    """A bucket from batch to batch, each of which runs through `KeyWork`."""
+class RecordedBucket:
+    """A bucket over many batches, each of which runs through `KeyWork`."""
 
     folder: Path
     api: str
     conf: str = "NoTimeout"
     ttl: Ttl | None = None
-    hashed: Hash = spread
+    hash_key: Hash = spread_hash
     memory_bytes: int = 256
     function: Callable[..., Any] | None = None
 
@@ -207,24 +207,24 @@ class Lived:
         self.batches = 0
         self.ranges = 0
         self.erased = 0
-        self.store = self.opened()
+        self.store = self.open_store()
 
-    def opened(self) -> LocalStore:
-        asked = self.job().operator_file("")
+    def open_store(self) -> LocalStore:
+        operator_file = self.job().operator_file("")
         if self.expiring and self.ttl is None:
-            asked = asked.with_expiry()
-        self.schema = asked.row_schema()
+            operator_file = operator_file.with_expiry()
+        self.schema = operator_file.row_schema()
         return LocalStore.at(self.folder / f"store-{len(self.schema.state)}", self.schema, chunk_rows=4)
 
     def job(self) -> Job:
-        return job(self.api, self.conf, self.ttl, self.memory_bytes)
+        return make_job(self.api, self.conf, self.ttl, self.memory_bytes)
 
-    def restarted(self, ttl: Ttl | None) -> None:
-        """Another start of the job, with another time to live or none."""
+    def restart(self, ttl: Ttl | None) -> None:
+        """Restart the job with another time to live or none."""
         self.ttl = ttl
         self.expiring = self.expiring or ttl is not None
         self.store.close()
-        self.store = self.opened()
+        self.store = self.open_store()
 
     def bucket(self) -> Bucket:
         return Bucket(
@@ -234,12 +234,13 @@ class Lived:
     def batch(
         self, rows: list[tuple[Key, int, int]], now_ms: int, watermark_ms: int, erased: Sequence[Key] = ()
     ) -> list[Call]:
-        """Run a batch of rows (key, event time in milliseconds, value); returns the calls that were made. `erased` are
-        the keys of a new erase request."""
+        """Run a batch of rows (key, event time in milliseconds, value), and return the calls that it made.
+
+        `erased` are the keys of a new erase request."""
         sorter = HashSorter(self.folder, HASH_COLUMN, self.memory_bytes)
         for at in range(0, len(rows), 7):
             piece = rows[at : at + 7]
-            hashes = np.array([self.hashed(key) for key, _, _ in piece], dtype=np.uint64).view(np.int64)
+            hashes = np.array([self.hash_key(key) for key, _, _ in piece], dtype=np.uint64).view(np.int64)
             times = pa.array([ms * 1000 for _, ms, _ in piece], pa.int64()).cast(pa.timestamp("us", "Asia/Tokyo"))
             columns = [pa.array([key for key, _, _ in piece], pa.int64()), times, pa.array([v for *_, v in piece])]
             sorter.add(pa.RecordBatch.from_arrays([*columns, pa.array(hashes)], names=["c0", "c1", "c2", HASH_COLUMN]))
@@ -256,11 +257,11 @@ class Lived:
         work = KeyWork(self.job(), function, bucket, self.schema, clock, self.batches, metrics, lambda: None)
         if erased:
             self.erased += work.erase([pa.array(erased, pa.int64())])
-        frames = list(work.run(self._counted(sorter), changed))
+        frames = list(work.run(self._count_ranges(sorter), changed))
         self.timeouts, self.key_rows_max = metrics.timeouts, metrics.key_rows_max
         self._check_order(changed)
         pointer = bucket.commit(changed).pointer
-        # As `executor.call` stamps it.
+        # Set the same fields as `executor.call`.
         if work.get_threshold_ms() is not None:
             low_watermark_version = pointer.version if pointer.ref != self.pointer.ref else pointer.version + 1
             low_watermark_ms = work.get_threshold_ms()
@@ -272,13 +273,13 @@ class Lived:
         self.batches += 1
         return self._calls(frames)
 
-    def _counted(self, sorter: HashSorter) -> Iterator[tuple[int, pa.Table | None]]:
+    def _count_ranges(self, sorter: HashSorter) -> Iterator[tuple[int, pa.Table | None]]:
         for one in sorter.ranges():
             self.ranges += 1
             yield one
 
     def _check_order(self, changed: SpillBuffer) -> None:
-        """Ascending by hash, and no key twice, or the store takes one row for the other."""
+        """Check that rows ascend by hash and that no key occurs twice: the store would replace one row by the other."""
         hashes, keys = [], []
         for batch in changed:
             assert batch.schema.equals(self.schema.arrow)
@@ -286,7 +287,7 @@ class Lived:
             hashes += batch.column("key_hash").to_pylist()
             keys += batch.column("key.k").to_pylist()
         assert hashes == sorted(hashes)
-        assert len(keys) == len(set(keys)), "a key twice in one delta"
+        assert len(keys) == len(set(keys)), "a key occurs twice in one delta"
 
     def _calls(self, frames: list[pd.DataFrame]) -> list[Call]:
         if self.api == PANDAS:
@@ -299,20 +300,20 @@ class Lived:
             rows = [tuple(row.values()) for batch in unpack(payloads) for row in batch.to_pylist()]
         return [(k, total, None if n is None else (n, tags), out, action) for k, total, n, tags, out, action in rows]
 
-    def stored(self) -> dict[Key, tuple[State, int | None, int | None]]:
-        """What lies in the store: state, timeout and end of each key."""
-        found: dict[Key, tuple[State, int | None, int | None]] = {}
+    def stored_keys(self) -> dict[Key, tuple[State, int | None, int | None]]:
+        """Return state, timeout and expiry of each key in the store."""
+        keys: dict[Key, tuple[State, int | None, int | None]] = {}
         for batch in self.bucket().scan():
             for row in batch.to_pylist():
-                assert row["key.k"] not in found, "a key twice"
+                assert row["key.k"] not in keys, "a key occurs twice"
                 state = (row["state.n"], row["state.tags"]) if row["defined"] else None
-                found[row["key.k"]] = state, row["timeout_ms"], row.get(EXPIRES_COLUMN)
-        return found
+                keys[row["key.k"]] = state, row["timeout_ms"], row.get(EXPIRES_COLUMN)
+        return keys
 
 
 @dataclass
-class Kept:
-    """What the model keeps of a key."""
+class ModelKey:
+    """The state, timeout and expiry of a key in the model."""
 
     state: State = None
     timeout_ms: int | None = None
@@ -321,46 +322,52 @@ class Kept:
 
 @dataclass
 class Model:
-    """The same in a dict."""
+    """The expected state of all keys in a dict."""
 
     api: str
     conf: str
     ttl: Ttl | None
-    keys: dict[Key, Kept] = field(default_factory=dict)
+    keys: dict[Key, ModelKey] = field(default_factory=dict)
 
     def erase(self, keys: Sequence[Key]) -> int:
-        """Keys that are gone before a batch; gives how many of them were there."""
-        there = [key for key in set(keys) if (it := self.keys.get(key)) and (it.state, it.timeout_ms) != (None, None)]
+        """Remove keys before a batch, and return how many of them had a state or a timeout."""
+        present = [
+            key
+            for key in set(keys)
+            if (entry := self.keys.get(key)) and (entry.state, entry.timeout_ms) != (None, None)
+        ]
         for key in keys:
             self.keys.pop(key, None)
-        return len(there)
+        return len(present)
 
-    def visible(self, key: Key, clock_ms: int) -> State:
-        kept = self.keys.get(key, Kept())
-        gone = self.ttl is not None and kept.expires_ms is not None and kept.expires_ms <= clock_ms
-        return None if gone else kept.state
+    def visible_state(self, key: Key, clock_ms: int) -> State:
+        entry = self.keys.get(key, ModelKey())
+        expired = self.ttl is not None and entry.expires_ms is not None and entry.expires_ms <= clock_ms
+        return None if expired else entry.state
 
     def batch(self, rows: list[tuple[Key, int, int]], now_ms: int, watermark_ms: int) -> list[Call]:
         by_event_time = self.ttl is not None and self.ttl.clock == "event"
         clock_ms = watermark_ms if by_event_time else now_ms
         threshold_ms = {EVENT_TIME: watermark_ms, PROCESSING_TIME: now_ms}.get(self.conf, -1)
-        due = {key for key, it in self.keys.items() if it.timeout_ms is not None and it.timeout_ms < threshold_ms}
+        due = {
+            key for key, entry in self.keys.items() if entry.timeout_ms is not None and entry.timeout_ms < threshold_ms
+        }
         groups: dict[Key, list[tuple[int, int]]] = {}
         for key, ms, value in rows:
             groups.setdefault(key, []).append((ms, value))
         calls: list[Call] = []
 
         def call(key: Key, total: int, timed_out: bool, written_ms: int) -> bool:
-            state = self.visible(key, clock_ms)
-            action = action_of(self.conf, key, total, state, timed_out)
+            state = self.visible_state(key, clock_ms)
+            action = choose_action(self.conf, key, total, state, timed_out)
             calls.append((key, total, state, timed_out, action))
             if not action:
                 return False
-            new = updated(total, state) if action & 1 else None if action & 2 else state
+            new = update_state(total, state) if action & 1 else None if action & 2 else state
             base = max(watermark_ms, 1) if self.conf == EVENT_TIME else now_ms
-            timeout_ms = base + delay_of(key, total) if action & 4 else None
-            ends = None if new is None or self.ttl is None else written_ms + self.ttl.duration_ms
-            self.keys[key] = Kept(new, timeout_ms, ends)
+            timeout_ms = base + choose_delay_ms(key, total) if action & 4 else None
+            expires_ms = None if new is None or self.ttl is None else written_ms + self.ttl.duration_ms
+            self.keys[key] = ModelKey(new, timeout_ms, expires_ms)
             return True
 
         written = {
@@ -371,30 +378,30 @@ class Model:
             if call(key, sum(value for _, value in mine), False, written_ms):
                 due.discard(key)
                 continue
-            if self.ttl is not None and self.ttl.refresh == "read" and self.visible(key, clock_ms) is not None:
+            if self.ttl is not None and self.ttl.refresh == "read" and self.visible_state(key, clock_ms) is not None:
                 self.keys[key].expires_ms = written_ms + self.ttl.duration_ms
         for key in due:
             call(key, 0, True, written.get(key, clock_ms))
         return calls
 
-    def shown(self, clock_ms: int) -> dict[Key, tuple[State, int | None]]:
-        """State and timeout of all keys that have either."""
-        found = {key: (self.visible(key, clock_ms), it.timeout_ms) for key, it in self.keys.items()}
-        return {key: both for key, both in found.items() if both != (None, None)}
+    def visible_keys(self, clock_ms: int) -> dict[Key, tuple[State, int | None]]:
+        """Return state and timeout of all keys that have either."""
+        keys = {key: (self.visible_state(key, clock_ms), entry.timeout_ms) for key, entry in self.keys.items()}
+        return {key: both for key, both in keys.items() if both != (None, None)}
 
 
-def ordered(calls: list[Call]) -> list[Call]:
+def sort_calls(calls: list[Call]) -> list[Call]:
     return sorted(calls, key=repr)
 
 
-def compare(lived: Lived, model: Model, clock_ms: int) -> None:
-    """The store holds what the model does, and besides only what has expired and waits to be removed."""
-    shown: dict[Key, tuple[State, int | None]] = {}
-    for key, (state, timeout_ms, expires_ms) in lived.stored().items():
-        if lived.ttl is not None and expires_ms is not None and expires_ms <= clock_ms:
+def compare(recorded: RecordedBucket, model: Model, clock_ms: int) -> None:
+    """Check that the store holds what the model holds, except for expired keys that will be removed later."""
+    visible_keys: dict[Key, tuple[State, int | None]] = {}
+    for key, (state, timeout_ms, expires_ms) in recorded.stored_keys().items():
+        if recorded.ttl is not None and expires_ms is not None and expires_ms <= clock_ms:
             state = None
         elif state is not None and model.ttl is not None:
             assert expires_ms == model.keys[key].expires_ms
         if (state, timeout_ms) != (None, None):
-            shown[key] = state, timeout_ms
-    assert shown == model.shown(clock_ms)
+            visible_keys[key] = state, timeout_ms
+    assert visible_keys == model.visible_keys(clock_ms)

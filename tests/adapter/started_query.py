@@ -1,4 +1,7 @@
-"""A query of today that starts from a snapshot, without Spark: each call is another process, on an empty disk."""
+"""A query of the current release that starts from a snapshot, without Spark.
+
+Each call runs as if in a new process with an empty disk.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from recorded_work import job
+from recorded_work import make_job
 
 from arrow_schemas import OperatorFile, Pointer
 from spark_state_ext import Backend
@@ -30,7 +33,7 @@ from spark_state_ext.spark.executor.opened_bucket import CallFolders, OpenBucket
 from spark_state_ext.worker.spill import SpillBuffer
 from tests.helpers.waiting import WAIT_S
 
-__all__ = ["GOLDEN", "Query", "captured", "golden_root", "rewritten", "rows", "unchanged"]
+__all__ = ["GOLDEN", "Query", "capture_pointer", "commit_unchanged", "copy_golden_root", "read_rows", "rewrite_rows"]
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 _FIRST_MS = 1_800_000_000_000
@@ -43,7 +46,7 @@ class Query:
     Parameters
     ----------
     local
-        Folder of its disks, and of its root where it has none of its own.
+        Folder of its disks, and of its root if no other root is given.
     operator
         Its operator.
     start
@@ -71,12 +74,12 @@ class Query:
             local_dir=str(local),
             lease_ms=1_000,
             backends=tuple(backends) or (Backend(str(self.root)),),
-            # Nothing is left under way when a batch is over.
+            # Let a batch wait for all of its uploads.
             commit=CommitOptions(commit_delay_ms_max=0),
             start_from=start,
         )
         self.job: Job = replace(
-            job("pandas", "EventTimeTimeout", None, 1 << 20),
+            make_job("pandas", "EventTimeTimeout", None, 1 << 20),
             options=options,
             key_schema=operator.key_schema,
             state_schema=operator.state_schema,
@@ -84,13 +87,15 @@ class Query:
         )
 
     def call(self, bucket: int, stored: Pointer | None, work: Callable[[OpenBucket], T]) -> T:
-        """One call of a bucket, in the next batch."""
+        """Call a bucket once, in the next batch."""
         self._batch += 1
-        here = replace(self.job, options=replace(self.job.options, local_dir=str(self._local / f"disk-{self._batch}")))
+        job_here = replace(
+            self.job, options=replace(self.job.options, local_dir=str(self._local / f"disk-{self._batch}"))
+        )
         shared, times = Shared(), Times(_FIRST_MS + (0 if stored is None else self._batch), 0, True)
-        info = CallInfo(here, bucket, TaskInfo(self.name, "run", self._batch), times, stored)
-        how = Begin(info, Starts().of(here, bucket)) if stored is None else Resume(info)
-        opened = open_bucket(shared, how, CallFolders.of(here), b"")
+        info = CallInfo(job_here, bucket, TaskInfo(self.name, "run", self._batch), times, stored)
+        decision = Begin(info, Starts().of(job_here, bucket)) if stored is None else Resume(info)
+        opened = open_bucket(shared, decision, CallFolders.of(job_here), b"")
         try:
             return work(opened)
         finally:
@@ -100,35 +105,35 @@ class Query:
             opened.bucket.store.close()
 
 
-def rows(opened: OpenBucket) -> str:
-    """The rows of a bucket, as JSON."""
-    found = [row for batch in opened.bucket.scan() for row in batch.to_pylist()]
-    return json.dumps(json.loads(json.dumps(found, default=str)))
+def read_rows(opened: OpenBucket) -> str:
+    """Return the rows of a bucket as JSON."""
+    rows = [row for batch in opened.bucket.scan() for row in batch.to_pylist()]
+    return json.dumps(json.loads(json.dumps(rows, default=str)))
 
 
-def rewritten(opened: OpenBucket) -> Pointer:
-    """A pointer of the query, after each row is written once more."""
+def rewrite_rows(opened: OpenBucket) -> Pointer:
+    """Write each row of a bucket again, and return the new pointer."""
     buffer = SpillBuffer(opened.bucket.store.folder.parent, 1 << 20)
     for batch in opened.bucket.scan():
         buffer.append(batch)
     return opened.bucket.commit(buffer).pointer
 
 
-def unchanged(opened: OpenBucket) -> Pointer:
-    """A pointer of the query, after a batch that changes nothing in the bucket."""
+def commit_unchanged(opened: OpenBucket) -> Pointer:
+    """Commit a batch that changes nothing in the bucket, and return the new pointer."""
     return opened.bucket.commit(SpillBuffer(opened.bucket.store.folder.parent, 1 << 20)).pointer
 
 
-def captured(query: Query, pointer: Pointer, old_root: Path, operator: str) -> None:
-    """Have a query's plan say what Spark read of the retained checkpoint that it starts from."""
-    held = Hold.place(Folder(str(old_root)).child(operator, pointer.query_folder), "a test")
+def capture_pointer(query: Query, pointer: Pointer, old_root: Path, operator: str) -> None:
+    """Record for a query's plan the pointer that Spark read from the retained checkpoint."""
+    hold = Hold.place(Folder(str(old_root)).child(operator, pointer.query_folder), "a test")
     notes = Folder(str(query.root)).child(query.job.operator, "starting")
-    notes.put("a.start.arrow", Captured(operator, pointer.batch, (), held.id, 0, {pointer.bucket: pointer}).encode())
+    notes.put("a.start.arrow", Captured(operator, pointer.batch, (), hold.id, 0, {pointer.bucket: pointer}).encode())
     query.job = replace(query.job, captured="a.start.arrow")
 
 
-def golden_root(golden: Path, root: Path) -> tuple[Pointer, OperatorFile]:
-    """Golden files as a root has them, with the pointer that Spark's checkpoint held."""
+def copy_golden_root(golden: Path, root: Path) -> tuple[Pointer, OperatorFile]:
+    """Copy golden files into a root; return the pointer that Spark's checkpoint held, and the operator file."""
     pointer = Pointer.decode((golden / "pointer.bin").read_bytes())
     folder = root / pointer.operator / pointer.query_folder
     shutil.copytree(golden / "3", folder / "3")

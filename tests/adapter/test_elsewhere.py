@@ -1,4 +1,4 @@
-"""A job whose root is not where its state lies."""
+"""A job whose root does not contain its state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_work import job
+from recorded_work import make_job
 
 from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name
@@ -25,17 +25,19 @@ QUERY_FOLDER = "home"
 FIRST, NEWEST = CheckpointRef(4, "a" * 32), CheckpointRef(7, "b" * 32)
 
 
-def _job(root: Path, *backends: Backend) -> Job:
-    made = job("pandas", "NoTimeout", None, 1 << 20)
-    options = replace(made.options, root=str(root), backends=backends or (Backend(str(root)),))
-    return replace(made, options=options)
+def job_at(root: Path, *backends: Backend) -> Job:
+    template = make_job("pandas", "NoTimeout", None, 1 << 20)
+    options = replace(template.options, root=str(root), backends=backends or (Backend(str(root)),))
+    return replace(template, options=options)
 
 
-def _pointer(*replication: tuple[Path | str, ReplicationStatus]) -> Pointer:
-    return Pointer("recorded", 3, 8, 0, 5, None, QUERY_FOLDER, replication={str(name): it for name, it in replication})
+def make_pointer(*replication: tuple[Path | str, ReplicationStatus]) -> Pointer:
+    return Pointer(
+        "recorded", 3, 8, 0, 5, None, QUERY_FOLDER, replication={str(name): status for name, status in replication}
+    )
 
 
-def _root(path: Path, *names: str) -> Path:
+def make_root(path: Path, *names: str) -> Path:
     query_folder = path / "operator" / QUERY_FOLDER
     (query_folder / "3").mkdir(parents=True)
     (query_folder / "operator_0.json").write_text("{}")
@@ -44,74 +46,74 @@ def _root(path: Path, *names: str) -> Path:
     return path
 
 
-def _refuse(the_job: Job, pointer: Pointer, scratch: Path) -> None:
-    the_job = replace(the_job, options=replace(the_job.options, operator="operator"))
+def refuse(job: Job, pointer: Pointer, scratch: Path) -> None:
+    job = replace(job, options=replace(job.options, operator="operator"))
     Replicas(Background(), WorkerUploads()).refuse_elsewhere(
-        the_job, Folder(the_job.options.root).child("operator"), pointer, scratch
+        job, Folder(job.options.root).child("operator"), pointer, scratch
     )
 
 
-def _tree(path: Path) -> list[Path]:
+def list_tree(path: Path) -> list[Path]:
     return sorted(path.rglob("*"))
 
 
-@pytest.mark.parametrize("through", [None, NEWEST], ids=["all in Spark's state", "in files"])
-def test_a_root_that_has_nothing_is_refused(tmp_path: Path, through: CheckpointRef | None) -> None:
-    a, b = _root(tmp_path / "a", file_name(NEWEST, DELTA)), tmp_path / "b"
-    pointer = _pointer((a, ReplicationStatus(through)))
-    before = _tree(tmp_path)
+@pytest.mark.parametrize("through", [None, NEWEST], ids=["state in Spark only", "state in files"])
+def test_an_empty_root_is_refused(tmp_path: Path, through: CheckpointRef | None) -> None:
+    a, b = make_root(tmp_path / "a", file_name(NEWEST, DELTA)), tmp_path / "b"
+    pointer = make_pointer((a, ReplicationStatus(through)))
+    before = list_tree(tmp_path)
     with pytest.raises(StateElsewhereError, match=f"'operator' has its state in {a}, but the job names {b},") as raised:
-        _refuse(_job(b), pointer, tmp_path)
+        refuse(job_at(b), pointer, tmp_path)
     assert f"set the root back to {a}" in str(raised.value)
     assert isinstance(raised.value, ChangedJobError)
-    assert _tree(tmp_path) == before, "nothing was written"
-    _refuse(_job(a), pointer, tmp_path)
+    assert list_tree(tmp_path) == before, "no file was written"
+    refuse(job_at(a), pointer, tmp_path)
 
 
-def test_a_root_that_was_left_out_of_the_backends_is_to_be_added(tmp_path: Path) -> None:
-    """The root is right: to set it back would change nothing."""
-    a, b = _root(tmp_path / "a", file_name(NEWEST, DELTA)), tmp_path / "b"
+def test_the_error_asks_to_add_a_root_that_is_missing_in_the_backends(tmp_path: Path) -> None:
+    """The root is right, so that setting it back would not help."""
+    a, b = make_root(tmp_path / "a", file_name(NEWEST, DELTA)), tmp_path / "b"
     with pytest.raises(StateElsewhereError, match="add 'fsspec' to backends, which means the root") as raised:
-        _refuse(_job(a, Backend(str(b))), _pointer((a, ReplicationStatus(NEWEST))), tmp_path)
+        refuse(job_at(a, Backend(str(b))), make_pointer((a, ReplicationStatus(NEWEST))), tmp_path)
     assert f"has its state in {a}, but the job names {b}, which does not have it" in str(raised.value)
     assert "set the root back" not in str(raised.value)
     assert f"looked for under {a}" not in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", [DELTA, SNAPSHOT])
-def test_a_root_that_was_copied_is_taken(tmp_path: Path, kind: str) -> None:
-    a = _root(tmp_path / "a", file_name(NEWEST, kind))
+def test_a_copied_root_is_accepted(tmp_path: Path, kind: str) -> None:
+    a = make_root(tmp_path / "a", file_name(NEWEST, kind))
     shutil.copytree(a, tmp_path / "b")
-    _refuse(_job(tmp_path / "b"), _pointer((a, ReplicationStatus(NEWEST))), tmp_path)
-    _refuse(_job(tmp_path / "b"), _pointer((a, ReplicationStatus(None))), tmp_path)
+    refuse(job_at(tmp_path / "b"), make_pointer((a, ReplicationStatus(NEWEST))), tmp_path)
+    refuse(job_at(tmp_path / "b"), make_pointer((a, ReplicationStatus(None))), tmp_path)
 
 
 def test_a_copy_from_before_the_newest_file_is_refused(tmp_path: Path) -> None:
     a = tmp_path / "a"
-    b = _root(tmp_path / "b", file_name(FIRST, DELTA))
+    b = make_root(tmp_path / "b", file_name(FIRST, DELTA))
     with pytest.raises(StateElsewhereError):
-        _refuse(_job(b), _pointer((a, ReplicationStatus(NEWEST))), tmp_path)
+        refuse(job_at(b), make_pointer((a, ReplicationStatus(NEWEST))), tmp_path)
 
 
-def test_one_of_several_places_is_enough(tmp_path: Path) -> None:
-    """That which is named need not be asked: restores look for themselves, and a removed root is written anew."""
+def test_one_of_several_backends_with_the_state_is_enough(tmp_path: Path) -> None:
+    """The backend that the pointer names is not asked: restores look there, and a removed root is written again."""
     a, b = tmp_path / "a", tmp_path / "b"
-    pointer = _pointer((a, ReplicationStatus(NEWEST)), (b, ReplicationStatus(NEWEST, since=NEWEST)))
+    pointer = make_pointer((a, ReplicationStatus(NEWEST)), (b, ReplicationStatus(NEWEST, since=NEWEST)))
     for backends in ([Backend(str(b))], [Backend(str(tmp_path / "c")), Backend(str(a))]):
-        _refuse(_job(tmp_path / "c", *backends), pointer, tmp_path)
-    # Moved files, under their old name.
-    _refuse(_job(tmp_path / "c", Backend(str(tmp_path / "c"), name=str(a))), pointer, tmp_path)
+        refuse(job_at(tmp_path / "c", *backends), pointer, tmp_path)
+    # The files were moved, and the backend keeps its old name.
+    refuse(job_at(tmp_path / "c", Backend(str(tmp_path / "c"), name=str(a))), pointer, tmp_path)
 
 
-def test_a_pointer_that_names_no_places_is_taken(tmp_path: Path) -> None:
-    """Of an old format: the root is meant, whatever it is called."""
-    _refuse(_job(tmp_path / "a"), _pointer(), tmp_path)
+def test_a_pointer_without_backends_is_accepted(tmp_path: Path) -> None:
+    """Pointers of an old format mean the root, whatever its name is."""
+    refuse(job_at(tmp_path / "a"), make_pointer(), tmp_path)
 
 
-def test_a_place_that_does_not_answer_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(self: Folder, name: str) -> Any:
+def test_a_backend_that_fails_is_not_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_denied(self: Folder, name: str) -> Any:
         raise StorageError("reading: rights") from PermissionError("rights")
 
-    monkeypatch.setattr(Folder, "size", refused)
+    monkeypatch.setattr(Folder, "size", raise_denied)
     with pytest.raises(StorageError, match="rights"):
-        _refuse(_job(tmp_path / "b"), _pointer((tmp_path / "a", ReplicationStatus(NEWEST))), tmp_path)
+        refuse(job_at(tmp_path / "b"), make_pointer((tmp_path / "a", ReplicationStatus(NEWEST))), tmp_path)

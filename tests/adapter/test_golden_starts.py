@@ -1,4 +1,4 @@
-"""Jobs of today start from what every released format has left: from roots with pointers, and from savepoints."""
+"""Current jobs start from the roots with pointers and from the savepoints of every released format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from started_query import GOLDEN, Query, captured, golden_root, rewritten, rows
+from started_query import GOLDEN, Query, capture_pointer, copy_golden_root, read_rows, rewrite_rows
 
 from spark_state_ext import RetainedCheckpoint, Savepoint, savepoint_tables
 from spark_state_ext.files.folder import Folder
@@ -24,42 +24,42 @@ SAVEPOINTS = sorted(path for folder in GOLDEN.glob("savepoint-*") for path in fo
 @pytest.mark.parametrize("golden", FORMATS, ids=lambda path: path.name)
 def test_a_root_of_every_format_starts_a_job(golden: Path, tmp_path: Path, mode: str) -> None:
     old = tmp_path / "old"
-    pointer, operator = golden_root(golden, old)
+    pointer, operator = copy_golden_root(golden, old)
     start = RetainedCheckpoint(str(old), "/checkpoint", mode=mode)
     query = Query(tmp_path / "new-query", operator, start, old if mode == "claim" else None)
-    captured(query, pointer, old, pointer.operator)
+    capture_pointer(query, pointer, old, pointer.operator)
     expected = json.dumps(json.loads((golden / "expected.json").read_text("utf-8")))
-    assert query.call(pointer.bucket, None, rows) == expected
-    committed = query.call(pointer.bucket, None, rewritten)
+    assert query.call(pointer.bucket, None, read_rows) == expected
+    committed = query.call(pointer.bucket, None, rewrite_rows)
     adopted = committed.query_folder == pointer.query_folder
     assert adopted == (mode == "claim")
     if not adopted:
         shutil.rmtree(old)
-    assert query.call(pointer.bucket, committed, rows) == expected
+    assert query.call(pointer.bucket, committed, read_rows) == expected
 
 
 @pytest.fixture(params=SAVEPOINTS, ids=lambda path: f"{path.parent.name}-{path.name}")
 def savepoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A copy, as nothing may ever change the files themselves."""
+    """Return a copy, because the golden files must never change."""
     shutil.copytree(request.param, tmp_path / request.param.name)
     return tmp_path / str(request.param.name)
 
 
-def test_there_are_savepoints_of_the_present_format() -> None:
+def test_golden_savepoints_of_the_current_format_exist() -> None:
     assert [f"{path.parent.name}/{path.name}" for path in SAVEPOINTS] == ["savepoint-1/canonical", "savepoint-1/native"]
 
 
-def _expected() -> list[dict[str, Any]]:
+def read_expected() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads((GOLDEN / "savepoint-1" / "expected.json").read_text("utf-8"))
     return rows
 
 
-def _shown(table: pa.Table) -> Iterator[dict[str, Any]]:
+def format_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     for row in table.to_pylist():
         yield {**row, "day": str(row["day"]), "last": str(row["last"])}
 
 
-def test_savepoints_of_every_format_are_read_without_spark(savepoint: Path) -> None:
+def test_savepoint_tables_reads_savepoints_of_every_format(savepoint: Path) -> None:
     header = read_manifest(Folder(str(savepoint))).header
     assert (header.form, header.batch, header.watermark_ms) == (savepoint.name, 2, 208_000)
     assert header.offsets is not None
@@ -67,23 +67,23 @@ def test_savepoints_of_every_format_are_read_without_spark(savepoint: Path) -> N
     tables = list(savepoint_tables(savepoint))
     assert len(tables) == 2
     assert all(table.num_rows for table in tables), "both buckets have rows"
-    found = [row for table in tables for row in _shown(table)]
-    assert sorted(found, key=lambda row: (row["day"], row["name"] or "")) == _expected()
-    assert all(row["timeout_ms"] for row in found)
+    rows = [row for table in tables for row in format_rows(table)]
+    assert sorted(rows, key=lambda row: (row["day"], row["name"] or "")) == read_expected()
+    assert all(row["timeout_ms"] for row in rows)
 
 
 def test_a_golden_savepoint_has_files_of_every_kind() -> None:
-    """So that reading them means something: deltas of several batches, one of which was in a pointer only."""
+    """The other tests need deltas of several batches, one of which was in a pointer only."""
     native, canonical = (read_manifest(Folder(str(GOLDEN / "savepoint-1" / form))) for form in ("native", "canonical"))
-    kinds = [[file.name.split(".")[1] for file in it.files] for it in (*native.buckets, *canonical.buckets)]
+    kinds = [[file.name.split(".")[1] for file in saved.files] for saved in (*native.buckets, *canonical.buckets)]
     assert kinds == [["delta"] * 2, ["delta"] * 3, ["snapshot"], ["snapshot"]]
-    assert all(it.pointer.earliest_timeout_ms is None for it in native.buckets), "of event time"
+    assert all(saved.pointer.earliest_timeout_ms is None for saved in native.buckets), "timeouts are by event time"
 
 
-def test_savepoints_of_every_format_start_a_job_without_spark(savepoint: Path, tmp_path: Path) -> None:
+def test_savepoints_of_every_format_start_a_job(savepoint: Path, tmp_path: Path) -> None:
     operator = read_manifest(Folder(str(savepoint))).header.operators["golden"]
     query = Query(tmp_path / "new-query", operator, Savepoint(str(savepoint)))
-    committed = [query.call(bucket, None, rewritten) for bucket in range(2)]
+    committed = [query.call(bucket, None, rewrite_rows) for bucket in range(2)]
     shutil.rmtree(savepoint)
-    found = [row for bucket in range(2) for row in json.loads(query.call(bucket, committed[bucket], rows))]
-    assert sorted(row["state.n"] for row in found) == sorted(row["n"] for row in _expected())
+    rows = [row for bucket in range(2) for row in json.loads(query.call(bucket, committed[bucket], read_rows))]
+    assert sorted(row["state.n"] for row in rows) == sorted(row["n"] for row in read_expected())

@@ -1,4 +1,4 @@
-"""Calls on empty disks, whose state is in a store elsewhere: the environment says that they restore lazily."""
+"""Calls on empty disks whose backend is not a file system: an environment variable makes them restore lazily."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from peer_support import SECRET, SECRET_TEXT
 from sqlite_backend import SqliteFiles
-from started_query import GOLDEN, Query, rewritten, rows, unchanged
-from test_starts_elsewhere import _sqlite
+from started_query import GOLDEN, Query, commit_unchanged, read_rows, rewrite_rows
+from test_starts_elsewhere import make_sqlite_backend
 
 from arrow_schemas import CheckpointRef
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
@@ -35,75 +35,77 @@ from tests.helpers.waiting import eventually
 BYTES_MIN = "SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN"
 
 
-def _all(opened: OpenBucket) -> pa.RecordBatch:
+def scan_all(opened: OpenBucket) -> pa.RecordBatch:
     return pa.Table.from_batches(list(opened.bucket.scan())).combine_chunks().to_batches()[0]
 
 
-def _snapshots(opened: OpenBucket) -> dict[CheckpointRef, bytes]:
+def read_snapshots(opened: OpenBucket) -> dict[CheckpointRef, bytes]:
     files = opened.replicas[0].restore.restore()
     assert isinstance(files, SqliteFiles)
     names = {entry.name: parse_file_name(entry.name) for entry in files.entries()}
-    return {it[0]: files.get(name) for name, it in names.items() if it is not None and it[1] == SNAPSHOT}
+    return {
+        parsed[0]: files.get(name) for name, parsed in names.items() if parsed is not None and parsed[1] == SNAPSHOT
+    }
 
 
-def _looked_up(view: View, known: pa.RecordBatch, schema: RowSchema) -> list[dict[str, object]]:
-    found = view.lookup(get_hashes(known), schema.key_columns(known))
-    by_row = found.rows.to_pylist()
-    return [by_row[at] for at in found.index.tolist()]
+def look_up(view: View, known: pa.RecordBatch, schema: RowSchema) -> list[dict[str, object]]:
+    lookup = view.lookup(get_hashes(known), schema.key_columns(known))
+    by_row = lookup.rows.to_pylist()
+    return [by_row[at] for at in lookup.index.tolist()]
 
 
-@pytest.mark.parametrize("lazily", [True, False])
-def test_a_call_restores_what_its_keys_need(
-    lazily: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_call_restores_lazily_above_the_configured_size(
+    lazy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setenv(BYTES_MIN, "1" if lazily else "1000000000")
+    monkeypatch.setenv(BYTES_MIN, "1" if lazy else "1000000000")
     savepoint = tmp_path / "savepoint"
     shutil.copytree(GOLDEN / "savepoint-1" / "canonical", savepoint)
     operator = read_manifest(Folder(str(savepoint))).header.operators["golden"]
-    query = Query(tmp_path / "query", operator, Savepoint(str(savepoint)), backends=[_sqlite(tmp_path)])
-    known = query.call(1, None, _all)
-    assert "restored lazily" not in caplog.text, "what it starts from is fetched whole"
-    pointer = query.call(1, None, unchanged)
+    query = Query(tmp_path / "query", operator, Savepoint(str(savepoint)), backends=[make_sqlite_backend(tmp_path)])
+    known = query.call(1, None, scan_all)
+    assert "restored lazily" not in caplog.text, "the savepoint is fetched whole"
+    pointer = query.call(1, None, commit_unchanged)
     shutil.rmtree(savepoint)
     assert "restored lazily" not in caplog.text
 
     def look(opened: OpenBucket) -> list[dict[str, object]]:
-        return opened.bucket.read(lambda view: _looked_up(view, known, opened.schema))
+        return opened.bucket.read(lambda view: look_up(view, known, opened.schema))
 
     assert query.call(1, pointer, look) == known.to_pylist()
-    assert ("restored lazily" in caplog.text) == lazily
-    # Rows over it, and a look at all of them.
-    later = query.call(1, pointer, rewritten)
-    found = query.call(1, later, rows)
-    assert json.loads(found) == json.loads(json.dumps(known.to_pylist(), default=str))
+    assert ("restored lazily" in caplog.text) == lazy
+    # Write all rows again above the lazy run, and read them.
+    later = query.call(1, pointer, rewrite_rows)
+    rows = query.call(1, later, read_rows)
+    assert json.loads(rows) == json.loads(json.dumps(known.to_pylist(), default=str))
 
 
-def _asks_peers(opened: OpenBucket) -> bool:
+def asks_peers(opened: OpenBucket) -> bool:
     options = opened.bucket._lazy._options
     return options is not None and options.peers is not None
 
 
-def test_a_call_with_the_secret_asks_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_asks_peers_if_it_has_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BYTES_MIN, "1")
     monkeypatch.setenv("SPARK_STATE_EXT_PEER_SECRET", SECRET_TEXT)
     canonical = GOLDEN / "savepoint-1" / "canonical"
     operator = read_manifest(Folder(str(canonical))).header.operators["golden"]
-    query = Query(tmp_path / "query", operator, Savepoint(str(canonical)), backends=[_sqlite(tmp_path)])
-    known = query.call(1, None, _all)
-    pointer = query.call(1, None, unchanged)
-    ((begins, snapshot),) = query.call(1, pointer, _snapshots).items()
+    query = Query(tmp_path / "query", operator, Savepoint(str(canonical)), backends=[make_sqlite_backend(tmp_path)])
+    known = query.call(1, None, scan_all)
+    pointer = query.call(1, None, commit_unchanged)
+    ((base_ref, snapshot),) = query.call(1, pointer, read_snapshots).items()
     path = tmp_path / "snapshot"
     path.write_bytes(snapshot)
     _, index = read_announced_index(lambda start, end: snapshot[start:end], len(snapshot), str(path))
     assert index is not None
     body_bytes = index.body_bytes
     key = BucketKey(operator.operator, pointer.query_folder, 1)
-    asked: list[tuple[BucketKey, CheckpointRef]] = []
+    requests: list[tuple[BucketKey, CheckpointRef]] = []
 
     class Shelf:
         def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> SnapshotFile | None:
-            asked.append((key, ref))
+            requests.append((key, ref))
             return SnapshotFile(path, body_bytes)
 
     server = PeerServer("127.0.0.1", 0, SECRET, Shelf())
@@ -114,16 +116,16 @@ def test_a_call_with_the_secret_asks_peers(tmp_path: Path, monkeypatch: pytest.M
         Membership(Folder(str(query.root)), "b", 10.0).heartbeat(record)
 
         def look(opened: OpenBucket) -> list[dict[str, object]]:
-            return opened.bucket.read(lambda view: _looked_up(view, known, opened.schema))
+            return opened.bucket.read(lambda view: look_up(view, known, opened.schema))
 
         assert query.call(1, pointer, look) == known.to_pylist()
-        assert set(asked) == {(key, begins)}
-        # What runs beside the call may be asking for the rest.
-        eventually(lambda: server.work.questions["given"] == len(asked))
-        assert query.call(1, pointer, _asks_peers)
+        assert set(requests) == {(key, base_ref)}
+        # A background task may still be asking for the other pieces.
+        eventually(lambda: server.work.questions["given"] == len(requests))
+        assert query.call(1, pointer, asks_peers)
         monkeypatch.delenv("SPARK_STATE_EXT_PEER_SECRET")
         assert query.call(1, pointer, look) == known.to_pylist()
-        assert not query.call(1, pointer, _asks_peers)
+        assert not query.call(1, pointer, asks_peers)
         monkeypatch.setenv("SPARK_STATE_EXT_PEER_SECRET", "too short")
         with pytest.raises(UsageError, match="take at least 16"):
             query.call(1, pointer, look)
@@ -131,9 +133,9 @@ def test_a_call_with_the_secret_asks_peers(tmp_path: Path, monkeypatch: pytest.M
         server.close()
 
 
-def test_what_is_no_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_that_is_not_a_number_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BYTES_MIN, "plenty")
     operator = read_manifest(Folder(str(GOLDEN / "savepoint-1" / "native"))).header.operators["golden"]
     query = Query(tmp_path / "query", operator, Savepoint(str(GOLDEN / "savepoint-1" / "native")))
     with pytest.raises(UsageError, match=f"{BYTES_MIN} is 'plenty'"):
-        query.call(1, None, rows)
+        query.call(1, None, read_rows)

@@ -1,4 +1,4 @@
-"""Managers of backends that a worker keeps from call to call, and when it closes them."""
+"""The backends' managers, which a worker keeps between calls, and when it closes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_work import job as recorded_job
+from recorded_work import make_job
 
 from arrow_schemas.lineage import DELTA, CheckpointRef, file_name, new_checkpoint_id
 from arrow_schemas.row import RowSchema
@@ -29,7 +29,7 @@ from tests.helpers.waiting import WAIT_S
 
 
 class Closing(FilesBackup):
-    """A backup that tells that it was closed, and whose uploads wait."""
+    """A backup manager that records that it was closed, and whose uploads wait."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -45,12 +45,12 @@ class Closing(FilesBackup):
 
 
 class ClosingBackend(FilesBackend):
-    """The backend ``fsspec`` with these."""
+    """The backend ``fsspec`` with such backup managers."""
 
     def backup_manager(self, context: BackendContext) -> Closing:
-        made = super().backup_manager(context)
-        assert isinstance(made, FilesBackup)
-        return Closing(made.folder, context)
+        manager = super().backup_manager(context)
+        assert isinstance(manager, FilesBackup)
+        return Closing(manager.folder, context)
 
 
 class Process:
@@ -69,23 +69,23 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.setattr(Process, "uploads", uploads, raising=False)
     monkeypatch.setattr(Process, "replicas", Replicas(background, uploads), raising=False)
     root = str(tmp_path / "root")
-    made = recorded_job("pandas", "NoTimeout", None, 1 << 20)
-    return replace(made, options=replace(made.options, root=root, backends=(Backend(root),)))
+    template = make_job("pandas", "NoTimeout", None, 1 << 20)
+    return replace(template, options=replace(template.options, root=root, backends=(Backend(root),)))
 
 
-def _replica(job: Job, tmp_path: Path, bucket: int = 3) -> Replica:
+def get_replica(job: Job, tmp_path: Path, bucket: int = 3) -> Replica:
     (replica,) = Process.replicas.of(job, "home", bucket, tmp_path)
     return replica
 
 
-def _closed(replica: Replica) -> bool:
-    """After all that waits in the background."""
+def is_closed(replica: Replica) -> bool:
+    """Return whether the backup manager is closed after all background work."""
     assert Process.background.wait(WAIT_S)
     assert isinstance(replica.backup, Closing)
     return replica.backup.closed.is_set()
 
 
-def _restore_is_closed(replica: Replica) -> bool:
+def is_restore_closed(replica: Replica) -> bool:
     try:
         return not replica.restore.restore().size("operator_0.json")
     except InterruptedRestoreError:
@@ -95,33 +95,33 @@ def _restore_is_closed(replica: Replica) -> bool:
 
 
 def test_managers_are_kept_until_their_bucket_is_forgotten(job: Job, tmp_path: Path) -> None:
-    """As after a call that failed: its restore has ended, and the next call must be able to read."""
-    replica = _replica(job, tmp_path)
-    assert _replica(job, tmp_path) is replica
+    """A call that failed has ended its restore manager; the next call needs one that can read."""
+    replica = get_replica(job, tmp_path)
+    assert get_replica(job, tmp_path) is replica
     Process.replicas.forget(job, "home", 3)
-    assert _restore_is_closed(replica)
-    assert _closed(replica)
-    again = _replica(job, tmp_path)
+    assert is_restore_closed(replica)
+    assert is_closed(replica)
+    again = get_replica(job, tmp_path)
     assert again is not replica
-    assert not _restore_is_closed(again)
-    # What is not kept, nobody need close.
+    assert not is_restore_closed(again)
+    # Forgetting a bucket without managers has no effect.
     Process.replicas.forget(job, "home", 4)
 
 
-def test_managers_of_buckets_that_were_used_long_ago_are_closed(
+def test_managers_of_the_least_recently_used_buckets_are_closed(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicas, "_BUCKETS_MAX", 2)
-    first, second, third = (_replica(job, tmp_path, bucket) for bucket in range(3))
-    assert _closed(first)
-    assert _restore_is_closed(first)
-    assert not _closed(second)
-    assert not _closed(third)
+    first, second, third = (get_replica(job, tmp_path, bucket) for bucket in range(3))
+    assert is_closed(first)
+    assert is_restore_closed(first)
+    assert not is_closed(second)
+    assert not is_closed(third)
 
 
-def test_a_backup_with_uploads_under_way_is_closed_later(job: Job, tmp_path: Path) -> None:
-    """Another attempt in this process waits for them."""
-    replica, other = _replica(job, tmp_path), _replica(job, tmp_path, 4)
+def test_a_backup_manager_is_closed_only_after_its_uploads(job: Job, tmp_path: Path) -> None:
+    """Another attempt in this process may wait for the uploads."""
+    replica, other = get_replica(job, tmp_path), get_replica(job, tmp_path, 4)
     assert isinstance(replica.backup, Closing)
     store = LocalStore.at(tmp_path / "store", RowSchema((), ()))
     ref = CheckpointRef(1, new_checkpoint_id())
@@ -131,10 +131,10 @@ def test_a_backup_with_uploads_under_way_is_closed_later(job: Job, tmp_path: Pat
     uploads = Process.uploads
     uploads.submit([upload])
     Process.replicas.forget(job, "home", 3)
-    assert not _closed(replica)
+    assert not is_closed(replica)
     replica.backup.gate.set_result(markers)
     assert upload.done.result(WAIT_S) == markers
     Process.replicas.forget(job, "home", 4)
-    assert _closed(other)
-    assert _closed(replica)
+    assert is_closed(other)
+    assert is_closed(replica)
     store.close()
