@@ -1,4 +1,4 @@
-"""What a call does besides its bucket's work."""
+"""Clean-up of checkpoint files and of spill files that a call starts in the background."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DUE = 10
 
 @pytest.fixture(autouse=True)
 def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
-    """A worker process of its own."""
+    """Give each test a worker process of its own."""
     made = Background()
     monkeypatch.setattr(Process, "housekeeping", Housekeeping(made, HoldWatch()), raising=False)
     yield made
@@ -41,62 +41,62 @@ class Process:
     housekeeping: Housekeeping
 
 
-def _clean_ups(life: Life) -> CleanUps:
+def make_clean_ups(life: Life) -> CleanUps:
     return CleanUps(
         life.bucket(), life.replicas(), Leases(()), life.batches_retained, Folder(str(life.local)), Process.housekeeping
     )
 
 
-def _denied(*args: object, **kwargs: object) -> None:
+def raise_denied(*args: object, **kwargs: object) -> None:
     raise StorageError("403") from PermissionError("may not delete")
 
 
-def test_a_clean_up_that_is_refused_is_told_by_the_next_commit(
+def test_the_next_commit_reports_a_clean_up_that_was_denied(
     life: Life, background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life.history(40)
     pointer, before = life.pointers[-1], life.files("a", "delta")
     mine = Process.housekeeping
-    monkeypatch.setattr(Folder, "remove", _denied)
-    _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
+    monkeypatch.setattr(Folder, "remove", raise_denied)
+    make_clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(WAIT_S)
     with pytest.raises(CleanUpFailedError, match=r"backend a cannot be deleted: 403.*clean_up=False"):
-        _clean_ups(life).raise_failed()
-    # Told once; and nothing was harmed.
-    _clean_ups(life).raise_failed()
+        make_clean_ups(life).raise_failed()
+    # The error is raised only once, and no file is lost.
+    make_clean_ups(life).raise_failed()
     assert life.files("a", "delta") == before
     monkeypatch.undo()
     monkeypatch.setattr(Process, "housekeeping", mine, raising=False)
-    _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
+    make_clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(WAIT_S)
-    gone = len(before) - len(life.files("a", "delta"))
-    assert gone > 0
-    _clean_ups(life).raise_failed()
-    # For metrics, and each file once.
-    assert _clean_ups(life).deleted_files() >= gone
-    assert _clean_ups(life).deleted_files() == 0
+    deleted = len(before) - len(life.files("a", "delta"))
+    assert deleted > 0
+    make_clean_ups(life).raise_failed()
+    # The metrics count each file once.
+    assert make_clean_ups(life).deleted_files() >= deleted
+    assert make_clean_ups(life).deleted_files() == 0
 
 
-def test_a_clean_up_that_may_go_better_another_time_is_not_told(
+def test_a_clean_up_that_failed_for_a_moment_is_not_reported(
     life: Life, background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def busy(*args: object) -> None:
+    def raise_busy(*args: object) -> None:
         raise StorageError("503") from ConnectionError("busy")
 
     life.history(40)
     pointer = life.pointers[-1]
-    monkeypatch.setattr(Folder, "remove", busy)
-    _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
+    monkeypatch.setattr(Folder, "remove", raise_busy)
+    make_clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(WAIT_S)
-    _clean_ups(life).raise_failed()
+    make_clean_ups(life).raise_failed()
 
 
-def test_lost_files_are_noticed_again_where_the_operator_file_cannot_be_brought_back(
+def test_lost_files_are_noticed_again_if_restoring_the_operator_file_failed(
     life: Life, background: Background, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also by a clean-up within the call, which that must not fail."""
+    """The clean-up runs within the call here, and its error must not fail the call."""
 
-    def away() -> None:
+    def raise_away() -> None:
         raise StorageError("503") from ConnectionError("away")
 
     life.history(40)
@@ -112,72 +112,72 @@ def test_lost_files_are_noticed_again_where_the_operator_file_cannot_be_brought_
         Process.housekeeping,
     )
     due = DUE - life.pointers[-1].bucket
-    CleanUps(*args, away).in_turn(life.pointers[-1], replace(life.pointers[-1], calls=due))
+    CleanUps(*args, raise_away).in_turn(life.pointers[-1], replace(life.pointers[-1], calls=due))
     assert "no files are cleaned up in a: 503" in caplog.text
     life.batch({})
     assert "gets a new full backup" not in caplog.text
-    brought: list[str] = []
-    CleanUps(*args, lambda: brought.append("back")).in_turn(life.pointers[-1], replace(life.pointers[-1], calls=due))
-    assert brought == ["back"]
+    restored: list[str] = []
+    CleanUps(*args, lambda: restored.append("back")).in_turn(life.pointers[-1], replace(life.pointers[-1], calls=due))
+    assert restored == ["back"]
     life.batch({})
     assert "files were deleted from a: it gets a new full backup" in caplog.text
 
 
-def test_a_run_that_was_replaced_deletes_nothing(
+def test_a_run_that_lost_its_lease_deletes_no_files(
     life: Life, background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(self: Leases) -> None:
+    def raise_live_run(self: Leases) -> None:
         raise LiveRunError("another run has it")
 
     life.history(40)
     pointer, before = life.pointers[-1], life.files("a", "delta")
-    monkeypatch.setattr(Leases, "check", lost)
-    _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
+    monkeypatch.setattr(Leases, "check", raise_live_run)
+    make_clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(WAIT_S)
     assert life.files("a", "delta") == before
-    _clean_ups(life).raise_failed()
+    make_clean_ups(life).raise_failed()
 
 
-def test_clean_ups_that_hang_take_no_threads_from_uploads_and_are_not_piled_up(
+def test_a_clean_up_that_hangs_does_not_block_uploads_or_start_another_one(
     life: Life, background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life.history(40)
     pointer, before = life.pointers[-1], life.files("a", "delta")
-    real, ends, asked = Folder.entries, threading.Event(), threading.Semaphore(0)
+    list_entries, end, calls = Folder.entries, threading.Event(), threading.Semaphore(0)
 
-    def hangs(self: Folder) -> list[Entry]:
-        asked.release()
-        assert ends.wait(WAIT_S)
-        return real(self)
+    def hang(self: Folder) -> list[Entry]:
+        calls.release()
+        assert end.wait(WAIT_S)
+        return list_entries(self)
 
     monkeypatch.setattr(housekeeping, "_CLEAN_UP_S_MAX", 0.1)
-    monkeypatch.setattr(Folder, "entries", hangs)
+    monkeypatch.setattr(Folder, "entries", hang)
     background.finished = 1
     try:
         for _ in range(3):
-            _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
+            make_clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
             assert background.wait(WAIT_S)
         # With one bucket, uploads have two threads.
         life.options = replace(life.options, commit_timeout_ms=10_000)
         life.batch()
-        assert asked.acquire(timeout=WAIT_S)
-        assert not asked.acquire(timeout=0.1), "one is enough, as long as it hangs"
+        assert calls.acquire(timeout=WAIT_S)
+        assert not calls.acquire(timeout=0.1), "no second clean-up starts while one hangs"
     finally:
-        ends.set()
+        end.set()
     mine = Process.housekeeping
     monkeypatch.undo()
     monkeypatch.setattr(Process, "housekeeping", mine, raising=False)
     abandoned = mine.abandoned[f"{life.local}/3", "a"]
     abandoned.result(WAIT_S)
     assert len(life.files("a", "delta")) < len(before)
-    _clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
+    make_clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(WAIT_S)
     assert (f"{life.local}/3", "a") not in mine.abandoned
 
 
 @pytest.mark.parametrize("finished", [0, 1])
-def test_spill_files_of_earlier_batches_go(finished: int, background: Background, tmp_path: Path) -> None:
-    """Beside the batch; where nobody ever gets to that, now and then within it."""
+def test_spill_files_of_earlier_batches_are_deleted(finished: int, background: Background, tmp_path: Path) -> None:
+    """The background deletes them; if it never gets to it, every few calls do."""
     background.finished = finished
     task, folder, began_s = TaskInfo("query", "run", 7), Folder(str(tmp_path)), 1_000_000.0
     for batch, made_s in ((3, began_s - 5), (7, began_s + 5)):
@@ -188,10 +188,8 @@ def test_spill_files_of_earlier_batches_go(finished: int, background: Background
     assert folder.child("query", "spill").names() == ["7-1000005"]
 
 
-def test_spill_files_of_this_batch_stay_whichever_batch_their_writer_was_told(
-    background: Background, tmp_path: Path
-) -> None:
-    """A sink's thread that batch 3 made tells batch 3 for ever, and its action may run beside the sink's own."""
+def test_spill_files_of_this_batch_stay_even_if_named_for_another_batch(background: Background, tmp_path: Path) -> None:
+    """A sink's thread from batch 3 names batch 3 in later batches too, and may run at the same time as the sink."""
     folder, began_s = Folder(str(tmp_path)), 1_000_000.0
     for made_s in (began_s - 60, began_s + 5):
         folder.child(spill_folder("query", 3, made_s)).put("x.payloads", b"rows")
@@ -204,10 +202,10 @@ def test_spill_files_of_this_batch_stay_whichever_batch_their_writer_was_told(
 
 
 @pytest.mark.parametrize("task", [TaskInfo("query", "run", 7), TaskInfo("", "", None)])
-def test_what_tasks_left_that_were_not_told_their_query_goes_too(
+def test_files_of_tasks_that_did_not_know_their_query_are_deleted_too(
     task: TaskInfo, background: Background, tmp_path: Path
 ) -> None:
-    """Whatever plan they were of: rows in transit after a day, records about first batches after a month."""
+    """Spilled rows are deleted after a day and notes about first batches after a month, for every plan."""
     folder, now_s = Folder(str(tmp_path)), time.time()
     for ago_s in (100, 100_000):
         folder.child(spill_folder("", None, now_s - ago_s)).put("x.payloads", b"rows")
@@ -220,7 +218,7 @@ def test_what_tasks_left_that_were_not_told_their_query_goes_too(
     assert folder.child(STARTING_FOLDER).names() == records[:1]
 
 
-def test_spill_files_are_left_when_their_turn_comes_late(
+def test_a_late_deletion_leaves_spill_files(
     background: Background, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A query that went back to an earlier batch may be writing there."""

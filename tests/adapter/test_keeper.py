@@ -1,4 +1,4 @@
-"""The driver's part in the lease: renewing it while a query is idle, releasing it when the query has ended."""
+"""The driver's part in the lease: it renews the lease of an idle query and releases that of an ended one."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tests.helpers.waiting import eventually
 
 _APP, _PLAN = "app-1 driver:7001", "plan"
 _ME = RunIdentity(_APP, _PLAN, "query")
-_UNTOLD = "t1700000000000-" + "a" * 32
+_UNNAMED = "t1700000000000-" + "a" * 32
 
 
-def _task(folder: Folder, query_folder: str, me: RunIdentity = _ME) -> None:
-    """A task of the query takes the lease."""
+def hold_lease(folder: Folder, query_folder: str, me: RunIdentity = _ME) -> None:
+    """Take the lease as a task of the query does."""
     Lease(folder.child(query_folder), me, 30_000).hold()
 
 
-def _newest(folder: Folder, query_folder: str) -> NumberedRecord:
-    found = LeaseLog(folder.child(query_folder)).newest()
-    assert found is not None
-    return found
+def newest_record(folder: Folder, query_folder: str) -> NumberedRecord:
+    record = LeaseLog(folder.child(query_folder)).newest()
+    assert record is not None
+    return record
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def kept(folder: Folder) -> KeptLeases:
     return KeptLeases(folder, _APP, 30_000, {_PLAN})
 
 
-def test_an_idle_query_keeps_its_lease(folder: Folder, kept: KeptLeases) -> None:
-    _task(folder, "query")
+def test_the_driver_renews_the_lease_of_an_idle_query(folder: Folder, kept: KeptLeases) -> None:
+    hold_lease(folder, "query")
     now_s = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -62,174 +62,170 @@ def test_an_idle_query_keeps_its_lease(folder: Folder, kept: KeptLeases) -> None
     copied = Lease(folder.child("query"), replace(_ME, application="app-2", plan="other"), 30_000, clock)
     with pytest.raises(LiveRunError, match="is being written by query query of application app-1 driver:7001"):
         copied.hold()
-    assert not folder.child("another query of the session").names(), "what is none of ours is left alone"
+    assert not folder.child("another query of the session").names(), "queries without a lease of ours are left alone"
 
 
-def test_what_tasks_renew_the_driver_does_not(folder: Folder, kept: KeptLeases) -> None:
-    _task(folder, "query")
+def test_the_driver_does_not_renew_a_lease_that_tasks_renew(folder: Folder, kept: KeptLeases) -> None:
+    hold_lease(folder, "query")
     for at in range(5):
-        before = _newest(folder, "query")
+        before = newest_record(folder, "query")
         LeaseLog(folder.child("query")).append(before, before.record.renew_by(_ME, at, 30_000))
         kept.poll(["query"], float(at), at)
-        assert _newest(folder, "query").number == before.number + 1
+        assert newest_record(folder, "query").number == before.number + 1
 
 
-def test_a_query_that_has_ended_gives_its_lease_free_once(folder: Folder, kept: KeptLeases) -> None:
-    _task(folder, "query")
+def test_the_driver_releases_the_lease_of_an_ended_query_once(folder: Folder, kept: KeptLeases) -> None:
+    hold_lease(folder, "query")
     kept.poll(["query"], 0.0, 0)
     kept.poll([], 1.0, 0)
-    released = _newest(folder, "query")
+    released = newest_record(folder, "query")
     assert released.record.released
     kept.poll([], 2.0, 0)
-    assert _newest(folder, "query") == released
-    # Started again it holds the lease, idle or not.
+    assert newest_record(folder, "query") == released
+    # A query that is started again holds the lease, idle or not.
     for at in range(3):
         kept.poll(["query"], 3.0 + at, 0)
-    assert not _newest(folder, "query").record.released
+    assert not newest_record(folder, "query").record.released
 
 
-def test_what_belongs_to_another_application_is_neither_renewed_nor_released(
+def test_the_lease_of_another_application_is_neither_renewed_nor_released(
     folder: Folder, kept: KeptLeases, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _task(folder, "query", replace(_ME, application="app-2"))
-    before = _newest(folder, "query")
+    hold_lease(folder, "query", replace(_ME, application="app-2"))
+    before = newest_record(folder, "query")
     with caplog.at_level(logging.WARNING):
         for at in range(3):
             kept.poll(["query"], float(at), at)
     kept.poll([], 4.0, 0)
-    assert _newest(folder, "query") == before
+    assert newest_record(folder, "query") == before
     assert [record.getMessage() for record in caplog.records] == [
         (
             f"query query: the lease of its state at {folder.root}/query was last renewed by {before.record.owner}. If that "
             "run has ended, this one takes the lease over in its first batch; if it goes on, this one fails"
         )
-    ], "said once, where the user looks"
+    ], "one warning, in the log of the driver"
 
 
-def test_a_folder_that_a_query_has_claimed_is_looked_after(folder: Folder, kept: KeptLeases) -> None:
-    """It has another query's name; its lease tells whose it is."""
+def test_the_driver_keeps_the_lease_of_a_claimed_folder(folder: Folder, kept: KeptLeases) -> None:
+    """The folder has another query's name, but its lease names the query that claimed it."""
     claim = Claim("query", f"{folder.root}/query", 0)
     kept.adopted.add("old")
     for at in range(3):
         kept.poll(["query"], float(at), at)
-    assert LeaseLog(folder.child("old")).newest() is None, "it waits for the claim"
+    assert LeaseLog(folder.child("old")).newest() is None, "the driver waits for the claim"
     Lease(folder.child("old"), _ME, 30_000, claim=claim, claims=True).hold()
-    before = _newest(folder, "old")
+    before = newest_record(folder, "old")
     for at in range(3, 6):
         kept.poll(["query", "another query of the session"], float(at), at)
-    renewed = _newest(folder, "old")
+    renewed = newest_record(folder, "old")
     assert renewed.number > before.number
     assert not renewed.record.released
     kept.poll(["another query of the session"], 6.0, 6)
-    released = _newest(folder, "old")
+    released = newest_record(folder, "old")
     assert released.record.released
     assert released.record.claim == claim
     assert not folder.child("query").names()
-    # Once the claim is released, the folder is none of this query's any more.
+    # After the claim is released, the folder no longer belongs to this query.
     release_query_folder(folder.child("old"))
-    _task(folder, "old", replace(_ME, query="old", plan="another plan"))
+    hold_lease(folder, "old", replace(_ME, query="old", plan="another plan"))
     kept.poll(["query"], 7.0, 7)
     kept.poll([], 8.0, 8)
-    assert not _newest(folder, "old").record.released
+    assert not newest_record(folder, "old").record.released
 
 
-def test_a_folder_that_was_claimed_in_an_earlier_run_is_looked_after(folder: Folder, kept: KeptLeases) -> None:
-    """The program of a restart may say no more where the query began."""
+def test_the_driver_keeps_the_lease_of_a_folder_claimed_in_an_earlier_run(folder: Folder, kept: KeptLeases) -> None:
+    """A restarted program may no longer name the snapshot from which the query began."""
     claim = Claim("query", f"{folder.root}/query", 0)
-    for name, its in (("old", claim), ("other", Claim("else", f"{folder.root}/else", 0))):
-        Lease(folder.child(name), _ME, 30_000, claim=its, claims=True).hold()
-    before = {name: _newest(folder, name).number for name in ("old", "other")}
+    for name, owner_claim in (("old", claim), ("other", Claim("else", f"{folder.root}/else", 0))):
+        Lease(folder.child(name), _ME, 30_000, claim=owner_claim, claims=True).hold()
+    before = {name: newest_record(folder, name).number for name in ("old", "other")}
     for at in range(4):
         kept.poll(["query", "another query of the session"], float(at), at)
-    assert _newest(folder, "old").number > before["old"]
-    assert _newest(folder, "other").number == before["other"]
+    assert newest_record(folder, "old").number > before["old"]
+    assert newest_record(folder, "other").number == before["other"]
     kept.poll([], 6.0, 6)
-    assert _newest(folder, "old").record.released
-    assert not _newest(folder, "other").record.released
+    assert newest_record(folder, "old").record.released
+    assert not newest_record(folder, "other").record.released
 
 
-def test_a_folder_that_was_claimed_from_a_query_is_not_its_to_renew(folder: Folder, kept: KeptLeases) -> None:
-    _task(folder, "query")
+def test_the_lease_of_a_folder_claimed_by_another_query_is_not_renewed(folder: Folder, kept: KeptLeases) -> None:
+    hold_lease(folder, "query")
     kept.poll(["query"], 0.0, 0)
     kept.poll([], 1.0, 0)
     claim = Claim("new query", folder.child("new query").root, 0)
     Lease(folder.child("query"), replace(_ME, query="new query"), 30_000, claim=claim, claims=True).hold()
-    claimed = _newest(folder, "query")
-    # The old query is started again, in the same application: it is about to be refused, and ends.
+    claimed = newest_record(folder, "query")
+    # The old query starts again in the same application; it will be refused and end.
     for at in range(3):
         kept.poll(["query"], 20.0 + at, 0)
     kept.poll([], 30.0, 0)
-    assert _newest(folder, "query") == claimed
+    assert newest_record(folder, "query") == claimed
 
 
 _RESCALES = "c" * 32
-_MOVED = make_rescaled_name("query", _RESCALES)
+_RESCALED = make_rescaled_name("query", _RESCALES)
 
 
-def _renewals(folder: Folder, kept: KeptLeases, query: str = "query") -> dict[str, bool]:
-    """Which leases the driver renews while a query is idle."""
-    before = {name: _newest(folder, name).number for name in folder.names()}
+def poll_renewals(folder: Folder, kept: KeptLeases, query: str = "query") -> dict[str, bool]:
+    """Return for each query folder whether the driver renews its lease while a query is idle."""
+    before = {name: newest_record(folder, name).number for name in folder.names()}
     now_ms = int(time.time() * 1000)
     for at in range(3):
         kept.poll([query], now_ms / 1000 + at, now_ms + at)
-    return {name: _newest(folder, name).number > number for name, number in before.items()}
+    return {name: newest_record(folder, name).number > number for name, number in before.items()}
 
 
-def test_a_query_that_was_rescaled_keeps_the_lease_of_the_folder_that_it_goes_on_in(
-    folder: Folder, kept: KeptLeases
-) -> None:
-    """Its first batch holds the old folder's too. That one must age: else nobody would remove the folder."""
+def test_a_rescaled_query_keeps_only_the_lease_of_its_new_folder(folder: Folder, kept: KeptLeases) -> None:
+    """The first batch also holds the old folder's lease. It must expire, or the old folder would never be removed."""
     me = replace(_ME, plan=_RESCALES)
     kept.plans.add(_RESCALES)
     kept.rescaling.add(_RESCALES)
-    _task(folder, "query", me)
-    assert _renewals(folder, kept) == {"query": True}, "it has had no batch with data yet"
-    _task(folder, _MOVED, me)
-    # A later call of that batch may renew the old one last.
-    before = _newest(folder, "query")
+    hold_lease(folder, "query", me)
+    assert poll_renewals(folder, kept) == {"query": True}, "no batch with data has run yet"
+    hold_lease(folder, _RESCALED, me)
+    # A later call of that batch may be the last to renew the old lease.
+    before = newest_record(folder, "query")
     LeaseLog(folder.child("query")).append(before, before.record.renew_by(me, int(time.time() * 1000) + 60_000, 30_000))
-    assert _renewals(folder, kept) == {"query": False, _MOVED: True}
+    assert poll_renewals(folder, kept) == {"query": False, _RESCALED: True}
     kept.poll([], 0.0, 0)
-    assert _newest(folder, "query").record.released
-    assert _newest(folder, _MOVED).record.released
+    assert newest_record(folder, "query").record.released
+    assert newest_record(folder, _RESCALED).record.released
 
 
-def test_a_query_that_was_rescaled_in_an_earlier_run_is_looked_after(folder: Folder, kept: KeptLeases) -> None:
-    _task(folder, "query", replace(_ME, application="app-1 before", plan=_RESCALES))
-    _task(folder, _MOVED)
-    assert _renewals(folder, kept) == {"query": False, _MOVED: True}
-    # And where the folder is called after a query that this one had claimed its first folder from.
+def test_the_driver_keeps_the_lease_of_a_query_rescaled_in_an_earlier_run(folder: Folder, kept: KeptLeases) -> None:
+    hold_lease(folder, "query", replace(_ME, application="app-1 before", plan=_RESCALES))
+    hold_lease(folder, _RESCALED)
+    assert poll_renewals(folder, kept) == {"query": False, _RESCALED: True}
+    # The folder may also be named for another query, whose folder this query claimed.
     claimed = make_rescaled_name("old", _RESCALES)
-    _task(folder, claimed, replace(_ME, query="new"))
-    assert _renewals(folder, KeptLeases(folder, _APP, 30_000, {_PLAN}), "new")[claimed]
+    hold_lease(folder, claimed, replace(_ME, query="new"))
+    assert poll_renewals(folder, KeptLeases(folder, _APP, 30_000, {_PLAN}), "new")[claimed]
 
 
-def test_a_query_that_went_back_to_before_it_was_rescaled_keeps_the_old_folder(
+def test_a_query_rolled_back_to_before_its_rescaling_keeps_the_lease_of_the_old_folder(
     folder: Folder, kept: KeptLeases
 ) -> None:
-    _task(folder, _MOVED, replace(_ME, plan=_RESCALES))
+    hold_lease(folder, _RESCALED, replace(_ME, plan=_RESCALES))
     time.sleep(0.002)
-    _task(folder, "query", replace(_ME, plan="planned later"))
-    assert _renewals(folder, kept) == {"query": True, _MOVED: False}
+    hold_lease(folder, "query", replace(_ME, plan="planned later"))
+    assert poll_renewals(folder, kept) == {"query": True, _RESCALED: False}
 
 
-def test_queries_whose_tasks_are_not_told_theirs_are_looked_after(folder: Folder, kept: KeptLeases) -> None:
-    _task(folder, _UNTOLD, replace(_ME, query=""))
-    others = replace(_ME, query="", plan="planned elsewhere")
-    _task(folder, _UNTOLD.replace("a", "b"), others)
-    before = _newest(folder, _UNTOLD)
+def test_the_driver_keeps_the_lease_of_a_query_whose_tasks_do_not_know_its_id(folder: Folder, kept: KeptLeases) -> None:
+    hold_lease(folder, _UNNAMED, replace(_ME, query=""))
+    other_plan = replace(_ME, query="", plan="planned elsewhere")
+    hold_lease(folder, _UNNAMED.replace("a", "b"), other_plan)
+    before = newest_record(folder, _UNNAMED)
     for at in range(3):
         kept.poll(["query"], float(at), at)
-    assert _newest(folder, _UNTOLD).number > before.number
-    assert _newest(folder, _UNTOLD.replace("a", "b")).number == 1
-    # Whether it was this query that ended is not known.
+    assert newest_record(folder, _UNNAMED).number > before.number
+    assert newest_record(folder, _UNNAMED.replace("a", "b")).number == 1
+    # The driver cannot know that this query has ended.
     kept.poll([], 60.0, 0)
-    assert not _newest(folder, _UNTOLD).record.released
+    assert not newest_record(folder, _UNNAMED).record.released
 
 
-def test_a_root_that_the_driver_cannot_reach_is_said_once(
-    folder: Folder, kept: KeptLeases, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreachable_root_is_logged_once(folder: Folder, kept: KeptLeases, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for at in range(3):
             kept.postpone(StorageError("403"), float(at))
@@ -237,40 +233,40 @@ def test_a_root_that_the_driver_cannot_reach_is_said_once(
     assert f"could not renew or release the leases below {folder.root}: 403" in caplog.records[0].getMessage()
 
 
-def _damage(folder: Folder, query_folder: str) -> None:
+def damage_lease(folder: Folder, query_folder: str) -> None:
     lease = folder.child(query_folder).child(LEASE_FOLDER)
     for name in lease.names():
         lease.put(name, b"damaged")
 
 
-def test_a_damaged_lease_keeps_no_other_one_from_being_renewed_and_released(
+def test_a_damaged_lease_does_not_stop_the_renewal_and_release_of_others(
     folder: Folder, kept: KeptLeases, caplog: pytest.LogCaptureFixture
 ) -> None:
     query_folders = ["query-1", "query-2", "query-3"]
     for query_folder in query_folders:
-        _task(folder, query_folder)
+        hold_lease(folder, query_folder)
     kept.poll(query_folders, 0.0, 0)
-    _damage(folder, "query-2")
+    damage_lease(folder, "query-2")
     for at in range(1, 4):
         kept.poll(query_folders, float(at), at)
-    assert [_newest(folder, query_folder).number for query_folder in ("query-1", "query-3")] == [4, 4]
+    assert [newest_record(folder, query_folder).number for query_folder in ("query-1", "query-3")] == [4, 4]
     kept.poll([], 4.0, 4)
-    assert all(_newest(folder, query_folder).record.released for query_folder in ("query-1", "query-3"))
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(said) == 1
-    assert "query-2" in said[0]
+    assert all(newest_record(folder, query_folder).record.released for query_folder in ("query-1", "query-3"))
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "query-2" in warnings[0]
 
 
-class _Session:
-    """Its list of active queries fails when told to."""
+class Session:
+    """A session whose list of active queries fails while `fails` is set."""
 
     def __init__(self) -> None:
         self.fails = False
-        self.asked = 0
+        self.requests = 0
 
     @property
     def streams(self) -> SimpleNamespace:
-        self.asked += 1
+        self.requests += 1
         if self.fails:
             raise ConnectionError("UNAVAILABLE: one request failed")
         return SimpleNamespace(active=[SimpleNamespace(id="query")])
@@ -283,77 +279,77 @@ def keeper() -> Iterator[LeaseKeeper]:
     keeper.stop()
 
 
-def test_a_session_that_fails_for_a_moment_is_asked_again(folder: Folder, keeper: LeaseKeeper) -> None:
-    _task(folder, "query")
-    session = _Session()
+def test_the_keeper_asks_a_session_again_that_failed_for_a_moment(folder: Folder, keeper: LeaseKeeper) -> None:
+    hold_lease(folder, "query")
+    session = Session()
     session.fails = True
     keeper.keep(session, [folder], _APP, _PLAN, 300)
-    eventually(lambda: session.asked > 2)
+    eventually(lambda: session.requests > 2)
     session.fails = False
-    eventually(lambda: _newest(folder, "query").number > 2)
+    eventually(lambda: newest_record(folder, "query").number > 2)
 
 
-def test_a_session_that_fails_for_long_is_given_up_and_that_is_said(
+def test_the_keeper_stops_with_a_warning_if_a_session_fails_for_long(
     folder: Folder, keeper: LeaseKeeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = _Session()
+    session = Session()
     session.fails = True
     keeper.keep(session, [folder], _APP, _PLAN, 300)
-    eventually(lambda: session.asked > 2)
+    eventually(lambda: session.requests > 2)
     assert keeper._thread is not None
     monkeypatch.setattr("spark_state_ext.spark.client.lease_keeper._LOST_S", 0.0)
     eventually(lambda: keeper._thread is None)
-    assert session.asked > 2
+    assert session.requests > 2
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "no longer renews the leases" in record.getMessage()
 
 
-def test_a_store_that_hangs_keeps_no_other_one_from_being_asked(
+def test_a_root_that_hangs_does_not_stop_the_renewal_in_another(
     folder: Folder, keeper: LeaseKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hangs = Folder(str(tmp_path / "hangs")).child("counts")
-    _task(folder, "query")
-    never, newest = threading.Event(), LeaseLog.newest
+    hanging = Folder(str(tmp_path / "hangs")).child("counts")
+    hold_lease(folder, "query")
+    end, newest = threading.Event(), LeaseLog.newest
 
-    def silent(self: LeaseLog) -> NumberedRecord | None:
-        if self.root.startswith(hangs.root):
-            never.wait()
+    def hang(self: LeaseLog) -> NumberedRecord | None:
+        if self.root.startswith(hanging.root):
+            end.wait()
         return newest(self)
 
-    monkeypatch.setattr(LeaseLog, "newest", silent)
-    session = _Session()
+    monkeypatch.setattr(LeaseLog, "newest", hang)
+    session = Session()
     try:
-        keeper.keep(session, [hangs, folder], _APP, _PLAN, 300)
-        eventually(lambda: _newest(folder, "query").number > 2)
-        assert not never.is_set()
+        keeper.keep(session, [hanging, folder], _APP, _PLAN, 300)
+        eventually(lambda: newest_record(folder, "query").number > 2)
+        assert not end.is_set()
     finally:
-        never.set()
+        end.set()
 
 
-def test_a_request_that_never_returns_does_not_end_renewing(
+def test_a_request_that_never_returns_does_not_stop_the_renewal(
     folder: Folder, keeper: LeaseKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper_module, "_SELDOM_S", 0.3)
-    _task(folder, "query")
-    never, newest, hung = threading.Event(), LeaseLog.newest, [2]
+    hold_lease(folder, "query")
+    end, newest, remaining = threading.Event(), LeaseLog.newest, [2]
 
-    def silent(self: LeaseLog) -> NumberedRecord | None:
-        if hung[0]:
-            hung[0] -= 1
-            never.wait()
+    def hang(self: LeaseLog) -> NumberedRecord | None:
+        if remaining[0]:
+            remaining[0] -= 1
+            end.wait()
         return newest(self)
 
-    monkeypatch.setattr(LeaseLog, "newest", silent)
+    monkeypatch.setattr(LeaseLog, "newest", hang)
 
-    def renewed() -> bool:
-        found = newest(LeaseLog(folder.child("query")))
-        return found is not None and found.number > 2
+    def is_renewed() -> bool:
+        record = newest(LeaseLog(folder.child("query")))
+        return record is not None and record.number > 2
 
-    session = _Session()
+    session = Session()
     try:
         keeper.keep(session, [folder], _APP, _PLAN, 300)
-        eventually(lambda: hung == [0])
-        eventually(renewed)
+        eventually(lambda: remaining == [0])
+        eventually(is_renewed)
     finally:
-        never.set()
+        end.set()

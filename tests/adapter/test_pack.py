@@ -1,4 +1,4 @@
-"""Packing without Spark: every row arrives in its bucket, through the shuffle or a spill file."""
+"""Packing without Spark: every row reaches its bucket through the shuffle or a spill file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.helpers.jobs import job_of
 BUCKETS = 3
 
 
-def job(root: Path) -> Job:
+def make_job(root: Path) -> Job:
     options = StateOptions(
         root=str(root / "root"),
         operator="packed",
@@ -46,10 +46,8 @@ def job(root: Path) -> Job:
 
 
 @pytest.mark.parametrize("inline_bytes", [0, 60_000, 1 << 30])
-def test_every_row_arrives_once_in_its_bucket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline_bytes: int
-) -> None:
-    # A third of the rows needs more than the middle one of these.
+def test_every_row_reaches_its_bucket_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inline_bytes: int) -> None:
+    # A third of the rows needs more than the second of these three sizes.
     monkeypatch.setattr(packing, "inline_share", lambda partition: inline_bytes)
     monkeypatch.setattr(packing, "_SPILLED_BYTES", 50_000)
     rng = np.random.default_rng(3)
@@ -63,11 +61,11 @@ def test_every_row_arrives_once_in_its_bucket(
         )
         for at in range(0, 4_000, 1_000)
     ]
-    the_job = job(tmp_path)
-    files = operator_folder(the_job)
+    job = make_job(tmp_path)
+    files = operator_folder(job)
     seen: list[pa.RecordBatch] = []
     sent = [0] * BUCKETS
-    for packed in pack(the_job.to_plain(), iter(batches)):
+    for packed in pack(job.to_plain(), iter(batches)):
         for label, payload in zip(
             packed.column("bucket").to_pylist(), packed.column("payload").to_pylist(), strict=True
         ):
@@ -78,8 +76,8 @@ def test_every_row_arrives_once_in_its_bucket(
                 assert (find_buckets(hashes, BUCKETS) == bucket).all()
                 seen.append(rows)
     assert max(sent) <= inline_bytes
-    arrived = pa.Table.from_batches(seen).sort_by("c0")
-    assert arrived.equals(pa.Table.from_batches(batches))
+    rows_received = pa.Table.from_batches(seen).sort_by("c0")
+    assert rows_received.equals(pa.Table.from_batches(batches))
     stored = list((tmp_path / "root").rglob("*.payloads"))
     assert bool(stored) == (inline_bytes < 1 << 30)
     assert (sum(sent) > 0) == (inline_bytes > 0)
@@ -95,21 +93,23 @@ def test_a_large_row_among_small_ones_goes_to_a_spill_file(tmp_path: Path) -> No
             "__hash": pa.array(np.zeros(2_000, dtype=np.int64)),
         }
     )
-    the_job = job(tmp_path)
-    files = operator_folder(the_job)
-    payloads = [p for packed in pack(the_job.to_plain(), iter([rows])) for p in packed.column("payload").to_pylist()]
+    job = make_job(tmp_path)
+    files = operator_folder(job)
+    payloads = [p for packed in pack(job.to_plain(), iter([rows])) for p in packed.column("payload").to_pylist()]
     assert max(map(len, payloads)) < 1 << 20
     assert sum(payload[:1] == b"S" for payload in payloads) == 1
-    arrived = [
+    rows_received = [
         batch
         for payload in payloads
         for batch in decode(payload, lambda name, start, length: files.get_range(name, start, start + length))
     ]
-    assert pa.Table.from_batches(arrived).equals(pa.Table.from_batches([rows]))
+    assert pa.Table.from_batches(rows_received).equals(pa.Table.from_batches([rows]))
 
 
-def test_each_attempt_at_a_task_sends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spark fails the job otherwise, where it runs a packing task again as an executor was lost."""
+def test_every_attempt_at_a_packing_task_sends_the_same_payloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise Spark fails the job if it runs a packing task again because an executor was lost."""
     context = SimpleNamespace(partitionId=lambda: 0)
     monkeypatch.setattr(packing, "TaskContext", SimpleNamespace(get=lambda: context))
     rows = pa.record_batch(
@@ -119,7 +119,7 @@ def test_each_attempt_at_a_task_sends_the_same(tmp_path: Path, monkeypatch: pyte
             "__hash": pa.array(np.random.default_rng(3).integers(-(2**63), 2**63, 2_000)),
         }
     )
-    sent, again = (list(pack(job(tmp_path).to_plain(), iter([rows]))) for _ in range(2))
+    sent, again = (list(pack(make_job(tmp_path).to_plain(), iter([rows]))) for _ in range(2))
     assert sum(batch.num_rows for batch in sent) == 2 * BUCKETS
     assert [batch.to_pydict() for batch in sent] == [batch.to_pydict() for batch in again]
 
@@ -137,37 +137,37 @@ def test_each_attempt_at_a_task_sends_the_same(tmp_path: Path, monkeypatch: pyte
         (["2024-01-01", None], None),
     ],
 )
-def test_a_payloads_event_time_is_one_that_sparks_worker_holds(
+def test_a_payload_has_an_event_time_only_if_sparks_worker_can_represent_it(
     tmp_path: Path, times: list[str | None], latest: str | None
 ) -> None:
-    """Spark's Python worker makes local nanoseconds of it, in whatever zone; without one the call judges each row."""
+    """Spark's worker converts it to local nanoseconds in any zone; without one the call checks each row."""
     kind = pa.timestamp("us", "UTC")
     rows = pa.record_batch(
         {"c0": pa.array([1, 2]), "c1": pa.array(times).cast(pa.timestamp("us")).cast(kind), "__hash": pa.array([5, 5])}
     )
-    timed = replace(job(tmp_path), event_time_position=1)
-    (sent,) = pack(timed.to_plain(), iter([rows]))
-    found = sent.column("event_time")
-    assert [None if time is None else str(time.date()) for time in found.to_pylist()] == [latest]
+    timed_job = replace(make_job(tmp_path), event_time_position=1)
+    (sent,) = pack(timed_job.to_plain(), iter([rows]))
+    event_times = sent.column("event_time")
+    assert [None if time is None else str(time.date()) for time in event_times.to_pylist()] == [latest]
     for zone in ("Pacific/Kiritimati", "Pacific/Pago_Pago"):
-        pc.local_timestamp(found.cast(pa.timestamp("us", zone))).cast(pa.timestamp("ns"))
+        pc.local_timestamp(event_times.cast(pa.timestamp("us", zone))).cast(pa.timestamp("ns"))
 
 
-# -- by source partition -----------------------------------------------------------------------------------------
+# -- buckets by source partition -----------------------------------------------------------------------------------
 
 _KEY = '{"type":"struct","fields":[{"name":"k","type":"long","nullable":true,"metadata":{}}]}'
 _SOURCE = SourcePartition("p", {"a": [2, 4], "b": 3}, stream="s", group_by=BY_STREAM_AND_PARTITION)
 
 
-def _summed(keyed: KeyedRows) -> tuple[pa.Table, np.ndarray]:
+def sum_by_key(keyed: KeyedRows) -> tuple[pa.Table, np.ndarray]:
     rows = keyed.by_key
     sums = np.add.reduceat(rows.column("n").to_numpy(), keyed.starts)
     keys = rows.column("k").take(pa.array(keyed.starts))
     return pa.table({"k": keys, "n": sums}), np.arange(len(keyed.starts))
 
 
-def _partitioned(keys: int, rows: int) -> tuple[pa.RecordBatch, list[tuple[int, int, int]]]:
-    """Packed columns of rows from two streams, of which the first has grown; and key, count and bucket of each."""
+def make_partitioned_rows(keys: int, rows: int) -> tuple[pa.RecordBatch, list[tuple[int, int, int]]]:
+    """Return packed columns of rows from two streams of which the first has grown, and key, count and bucket of each."""
     rng = np.random.default_rng(5)
     key, of_b = rng.integers(0, keys, rows), rng.integers(0, 2, rows).astype(bool)
     grown = np.arange(rows) > rows // 2
@@ -186,47 +186,47 @@ def _partitioned(keys: int, rows: int) -> tuple[pa.RecordBatch, list[tuple[int, 
 
 @pytest.mark.parametrize("combine", [False, True])
 @pytest.mark.parametrize(("keys", "rows"), [(12, 3_000), (100_000, 3_000), (1, 1)])
-def test_rows_are_in_the_bucket_of_their_partition(tmp_path: Path, combine: bool, keys: int, rows: int) -> None:
-    """Rows of a key in two streams stay apart, also where they are made fewer, and nothing else goes on with them."""
-    options = replace(job(tmp_path).options, bucket_by=_SOURCE)
-    the_job = job_of(options, columns=("k", "n"), key_schema=_KEY)
-    batch, told = _partitioned(keys, rows)
-    combiner = Combiner(_summed, ("k", "n"), (0,)) if combine else None
-    found: Counter[tuple[int, int]] = Counter()
-    arrived = 0
-    for packed in pack(the_job.to_plain(), iter([batch.slice(0, rows // 3), batch.slice(rows // 3)]), combiner):
+def test_rows_reach_the_bucket_of_their_source_partition(tmp_path: Path, combine: bool, keys: int, rows: int) -> None:
+    """Rows of a key in two streams stay separate even if they are combined, and no helper column is sent with them."""
+    options = replace(make_job(tmp_path).options, bucket_by=_SOURCE)
+    job = job_of(options, columns=("k", "n"), key_schema=_KEY)
+    batch, expected_rows = make_partitioned_rows(keys, rows)
+    combiner = Combiner(sum_by_key, ("k", "n"), (0,)) if combine else None
+    received: Counter[tuple[int, int]] = Counter()
+    rows_received = 0
+    for packed in pack(job.to_plain(), iter([batch.slice(0, rows // 3), batch.slice(rows // 3)]), combiner):
         for label, payload in zip(*packed.select(["bucket", "payload"]).to_pydict().values(), strict=True):
             for decoded in decode(payload, lambda *_: b""):
                 assert decoded.schema.names == ["c0", "c1", "__hash"]
                 hashes = decoded.column("__hash").to_numpy().view(np.uint64)
                 assert not combine or keys > rows or (hashes[1:] >= hashes[:-1]).all()
-                arrived += decoded.num_rows
+                rows_received += decoded.num_rows
                 for key, n in zip(*decoded.select(["c0", "c1"]).to_pydict().values(), strict=True):
-                    found[key, label_bucket(label)] += n
-    wanted: Counter[tuple[int, int]] = Counter()
-    for key, n, bucket in told:
-        wanted[key, bucket] += n
-    assert found == wanted
-    assert arrived == (len(wanted) if combine and keys < rows else rows)
+                    received[key, label_bucket(label)] += n
+    expected: Counter[tuple[int, int]] = Counter()
+    for key, n, bucket in expected_rows:
+        expected[key, bucket] += n
+    assert received == expected
+    assert rows_received == (len(expected) if combine and keys < rows else rows)
 
 
-def test_every_bucket_learns_which_new_partitions_a_batch_has(tmp_path: Path) -> None:
-    """The calls decide by all tasks' rows whether the source may have grown so; each attempt sends the same."""
-    batch, _ = _partitioned(12, 3_000)
+def test_every_bucket_receives_the_new_partitions_of_a_batch(tmp_path: Path) -> None:
+    """The calls decide from the rows of all tasks whether the source may have grown; each attempt sends the same."""
+    batch, _ = make_partitioned_rows(12, 3_000)
 
-    def notes(source: SourcePartition) -> list[tuple[int, dict[str, int]]]:
-        the_job = job_of(replace(job(tmp_path).options, bucket_by=source), columns=("k", "n"), key_schema=_KEY)
-        found = []
-        for packed in pack(the_job.to_plain(), iter([batch.slice(0, 2_000), batch.slice(2_000)])):
+    def read_notes(source: SourcePartition) -> list[tuple[int, dict[str, int]]]:
+        job = job_of(replace(make_job(tmp_path).options, bucket_by=source), columns=("k", "n"), key_schema=_KEY)
+        notes = []
+        for packed in pack(job.to_plain(), iter([batch.slice(0, 2_000), batch.slice(2_000)])):
             for label, payload in zip(*packed.select(["bucket", "payload"]).to_pydict().values(), strict=True):
                 largest = decode_partitions(payload)
                 if largest is not None:
-                    found.append((label_bucket(label), largest))
-        return found
+                    notes.append((label_bucket(label), largest))
+        return notes
 
-    assert notes(_SOURCE) == [(bucket, {"a": 3}) for bucket in range(5)] == notes(_SOURCE)
-    assert notes(replace(_SOURCE, reached={"a": 4})) == []
-    assert notes(replace(_SOURCE, checkpoint_location="/checkpoint")) == []
+    assert read_notes(_SOURCE) == [(bucket, {"a": 3}) for bucket in range(5)] == read_notes(_SOURCE)
+    assert read_notes(replace(_SOURCE, reached={"a": 4})) == []
+    assert read_notes(replace(_SOURCE, checkpoint_location="/checkpoint")) == []
 
 
 @pytest.mark.parametrize(
@@ -258,25 +258,25 @@ def test_the_offsets_of_a_batch_are_compared_before_its_rows_are_read(
     (checkpoint / "offsets").mkdir(parents=True)
     (checkpoint / "metadata").write_text(json.dumps({"id": query}))
     if offsets is not None:
-        # The newest one by its number counts; Hadoop writes a checksum beside each.
+        # The offsets with the highest number count; Hadoop writes a checksum file next to each.
         for name, log in (("9", '{"a":{"0":1},"b":{"0":1}}'), ("12", offsets)):
             (checkpoint / "offsets" / name).write_text(f"v1\n{{}}\n{log}")
             (checkpoint / "offsets" / f".{name}.crc").write_bytes(b"crc")
     source = replace(_SOURCE, checkpoint_location=str(checkpoint))
-    the_job = job_of(replace(job(tmp_path).options, bucket_by=source), columns=("k", "n"), key_schema=_KEY)
-    batch, _ = _partitioned(12, 3_000)
+    job = job_of(replace(make_job(tmp_path).options, bucket_by=source), columns=("k", "n"), key_schema=_KEY)
+    batch, _ = make_partitioned_rows(12, 3_000)
     rows = iter([batch])
-    packed = pack(the_job.to_plain(), rows)
+    packed = pack(job.to_plain(), rows)
     if error is None:
-        assert sum(it.num_rows for it in packed) > 5
+        assert sum(payloads.num_rows for payloads in packed) > 5
         return
     with pytest.raises(error, match=text):
         list(packed)
     assert list(rows) == [batch]
 
 
-def test_a_row_of_no_declared_partition_goes_nowhere(tmp_path: Path) -> None:
-    options = replace(job(tmp_path).options, bucket_by=replace(_SOURCE, counts={"a": 2, "b": 3}))
-    batch, _ = _partitioned(12, 3_000)
+def test_a_row_of_an_undeclared_partition_is_refused(tmp_path: Path) -> None:
+    options = replace(make_job(tmp_path).options, bucket_by=replace(_SOURCE, counts={"a": 2, "b": 3}))
+    batch, _ = make_partitioned_rows(12, 3_000)
     with pytest.raises(PartitionsChangedError, match=r"partition [23] of stream 'a'"):
         list(pack(job_of(options, columns=("k", "n"), key_schema=_KEY).to_plain(), iter([batch])))

@@ -1,4 +1,4 @@
-"""Payloads, and which bucket a row goes to."""
+"""Payloads, the bucket of a row, and spill folders."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from spark_state_ext.spark.shuffle.payload import (
 )
 
 
-def no_file(name: str, offset: int, length: int) -> bytes:
-    raise AssertionError(f"nothing should be read from {name}")
+def read_no_file(name: str, offset: int, length: int) -> bytes:
+    raise AssertionError(f"no file should be read, but was: {name}")
 
 
-def test_rows_come_back_exactly() -> None:
+def test_decoded_rows_equal_the_encoded_rows() -> None:
     batch = pa.record_batch({"a": pa.array([2**53 + 1, None]), "b": pa.array([[{"x": 1}], None])})
-    assert list(decode(encode(batch), no_file)) == [batch]
+    assert list(decode(encode(batch), read_no_file)) == [batch]
 
 
-def test_a_slice_carries_only_its_own_rows() -> None:
+def test_the_payload_of_a_slice_has_only_its_own_rows() -> None:
     batch = pa.record_batch({"a": pa.array(np.random.default_rng(0).integers(0, 2**62, 100_000))})
     assert len(encode(batch.slice(50_000, 10))) < 2_000
 
 
-def test_the_heartbeat_has_no_rows() -> None:
+def test_a_heartbeat_has_no_rows_and_one_nonce_per_stage() -> None:
     beat = heartbeat("application plan 1")
-    assert list(decode(beat, no_file)) == []
+    assert list(decode(beat, read_no_file)) == []
     nonce = heartbeat_nonce(beat)
     assert nonce is not None
     assert len(nonce) == 16
-    assert heartbeat("application plan 1") == beat, "Spark compares what attempts at a task send"
-    assert heartbeat_nonce(heartbeat("application plan 2")) not in (None, nonce), "each stage has its own"
+    assert heartbeat("application plan 1") == beat, "attempts at a task must send the same"
+    assert heartbeat_nonce(heartbeat("application plan 2")) not in (None, nonce), "each stage has its own nonce"
     assert heartbeat_nonce(encode(pa.record_batch({"a": pa.array([1])}))) is None
     with pytest.raises(CorruptFileError):
-        list(decode(b"", no_file))
+        list(decode(b"", read_no_file))
 
 
-def test_a_spilled_payload_is_read_from_its_place() -> None:
+def test_a_spilled_payload_is_read_from_its_range_of_the_file() -> None:
     batch = pa.record_batch({"a": pa.array([1, 2, 3])})
     stored = b"before" + encode(batch) + b"after"
     reference = encode_spill_reference("spill/7/x.payloads", 6, len(encode(batch)))
@@ -62,7 +62,7 @@ def test_a_short_spill_file_is_refused() -> None:
 
 def test_an_unknown_payload_is_refused() -> None:
     with pytest.raises(CorruptFileError, match="same release"):
-        list(decode(b"Zxxx", no_file))
+        list(decode(b"Zxxx", read_no_file))
 
 
 @pytest.mark.parametrize("records", [1, 100, 10_000, 1_000_000, 2**31 - 2])
@@ -72,41 +72,41 @@ def test_a_full_arrow_batch_of_payloads_stays_below_two_gibibytes(records: int) 
     assert target == 4 << 10 or target * records <= 1 << 30
 
 
-def test_payloads_are_not_cut_small_where_there_is_no_limit_of_rows() -> None:
-    """`maxRecordsPerBatch` of 0: Spark sends whatever there is at once."""
+def test_payloads_have_the_maximum_size_if_rows_are_not_limited() -> None:
+    """With a `maxRecordsPerBatch` of 0 Spark sends all rows at once."""
     assert payload_bytes_max(NO_ROW_LIMIT) == 1 << 20
 
 
 @pytest.mark.parametrize("buckets", [1, 3, 16, 64, 32_768])
-def test_buckets_are_ranges_of_hashes_of_equal_size(buckets: int) -> None:
+def test_buckets_are_equal_ranges_of_hashes(buckets: int) -> None:
     hashes = np.random.default_rng(1).integers(0, 2**64, 200_000, dtype=np.uint64)
-    found = find_buckets(np.sort(hashes), buckets)
-    assert found.min() >= 0
-    assert found.max() < buckets
-    assert (np.diff(found) >= 0).all()
+    bucket_of = find_buckets(np.sort(hashes), buckets)
+    assert bucket_of.min() >= 0
+    assert bucket_of.max() < buckets
+    assert (np.diff(bucket_of) >= 0).all()
     if buckets <= 64:
-        counts = np.bincount(found, minlength=buckets)
+        counts = np.bincount(bucket_of, minlength=buckets)
         assert counts.min() > 0.9 * len(hashes) / buckets
 
 
-def test_the_shares_of_any_number_of_tasks_stay_below_what_one_bucket_may_get() -> None:
+def test_the_inline_shares_of_any_number_of_tasks_are_limited_in_sum() -> None:
     shares = [inline_share(partition) for partition in range(100_000)]
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) < 192 << 20
-    # Ordinary batches of ordinary jobs need no spill files.
+    # Typical batches need no spill files.
     assert shares[7] > 1 << 20
     assert shares[199] > 16 << 10
 
 
-def test_only_folders_of_batches_that_are_over_are_stale() -> None:
-    """Rule 6: a spill file is removed by a later batch's call, or after a day where batches are not known."""
+def test_only_spill_folders_of_finished_batches_are_stale() -> None:
+    """Rule 6: a call of a later batch removes a spill file; if batches are unknown, a call removes it after a day."""
     for name, stale in {
         "3-99": True,
         "3-100": False,
         "3-101": False,
         "4-99": False,
         "5-99": False,
-        # Of an earlier release.
+        # Earlier releases used these names.
         "3": True,
         "4": False,
         "": False,
