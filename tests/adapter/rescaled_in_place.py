@@ -1,4 +1,4 @@
-"""A query without Spark that is rescaled in place, by the code of its calls."""
+"""A query without Spark that the code of its calls rescales in place."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from spark_state_ext.rescale.folders import make_rescaled_name
 from spark_state_ext.savepoints.captured_pointers import Captured, make_captured_name
 from spark_state_ext.worker.background import Background
 
-__all__ = ["InPlace", "plan_of", "rescaled_in_place"]
+__all__ = ["InPlace", "make_plan_id", "plan_in_place"]
 
 
-def plan_of(number: int) -> str:
-    """The id of a plan."""
+def make_plan_id(number: int) -> str:
+    """Return the id of a plan."""
     return f"{number:012x}" + 20 * "0"
 
 
 class InPlace(RescaledQuery):
-    """The query with its new buckets, in a folder beside the old one."""
+    """The query with its new buckets, in a folder next to the old one."""
 
     old: list[Pointer]
 
     @property
     def operator(self) -> Folder:
-        """The folder in which both lie."""
+        """The operator folder, which contains both query folders."""
         return Folder(self.job.options.root).child(self.job.operator)
 
     def begin(self) -> None:
-        """What the calls of the first batch do before they change the state."""
+        """Do what the calls of the first batch do before they change the state."""
         replicas, starts = Replicas(Background(), WorkerUploads()), Starts()
         for pointer in self.old:
             rescaling = starts.rescaling(self.job, pointer.bucket, pointer)
@@ -58,20 +58,22 @@ class InPlace(RescaledQuery):
             self.pointers.append(replace(begun, batch=before))
 
     def put_in_force(self) -> None:
-        """What the first bucket does once Spark has handed out a pointer of the query."""
+        """Do what the first bucket does after Spark has handed out a pointer of the query."""
         put_in_force([self.operator], self.name, self.job.plan_id, lambda: None)
 
 
-def rescaled_in_place(folder: Path, old: OldJob, bucket_map: BucketMap, plan: int = 1) -> InPlace:
-    """Plan an old query with another map; its calls have not begun."""
+def plan_in_place(folder: Path, old: OldJob, bucket_map: BucketMap, plan: int = 1) -> InPlace:
+    """Plan to rescale an old query to another bucket map, before its first call."""
     root = Path(old.folder.root).parent.parent
-    pointers = [replace(it, query_folder=old.query_id) for it in old.pointers[-1]]
-    name = make_captured_name(1, plan_of(plan))
-    captured = Captured(old.operator, pointers[0].batch, (), "", 0, {it.bucket: it for it in pointers})
+    pointers = [replace(pointer, query_folder=old.query_id) for pointer in old.pointers[-1]]
+    name = make_captured_name(1, make_plan_id(plan))
+    captured = Captured(old.operator, pointers[0].batch, (), "", 0, {pointer.bucket: pointer for pointer in pointers})
     Folder(str(root)).child(old.operator, STARTING_FOLDER).put(name, captured.encode())
-    job = job_from(root, old, bucket_map, None, plan_id=plan_of(plan), rescaled_from=name, rescaled_buckets=old.buckets)
-    made = InPlace(
-        job, folder, old.models[-1], name=make_rescaled_name(old.query_id, plan_of(plan)), query_id=old.query_id
+    job = job_from(
+        root, old, bucket_map, None, plan_id=make_plan_id(plan), rescaled_from=name, rescaled_buckets=old.buckets
     )
-    made.old = pointers
-    return made
+    query = InPlace(
+        job, folder, old.models[-1], name=make_rescaled_name(old.query_id, make_plan_id(plan)), query_id=old.query_id
+    )
+    query.old = pointers
+    return query

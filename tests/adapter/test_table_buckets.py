@@ -1,4 +1,4 @@
-"""Rows of a table become the snapshots of buckets, without Spark: each row in its bucket, within the task's memory."""
+"""Rows of a table become snapshots of buckets without Spark: each row in its bucket, within the task's memory."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _STATE = '{"type":"struct","fields":[{"name":"text","type":"string","nullable":t
 OPERATOR = OperatorFile("made", "", BUCKETS, _KEY, _STATE)
 
 
-class Watched(HashSorter):
-    """A sorter that notes the most that all of its kind have held."""
+class WatchedSorter(HashSorter):
+    """A sorter that records the maximum of the bytes that all such sorters held at a time."""
 
-    made: list[Watched] = []  # noqa: RUF012 # emptied by each test
+    sorters: list[WatchedSorter] = []  # noqa: RUF012 # emptied by each test
     most_held_bytes = 0
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        Watched.made.append(self)
+        WatchedSorter.sorters.append(self)
 
     def add(self, batch: pa.RecordBatch) -> None:
         super().add(batch)
-        held = sum(it._held_bytes for it in Watched.made)
-        Watched.most_held_bytes = max(Watched.most_held_bytes, held)
+        held = sum(sorter._held_bytes for sorter in WatchedSorter.sorters)
+        WatchedSorter.most_held_bytes = max(WatchedSorter.most_held_bytes, held)
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("SPARK_LOCAL_DIRS", str(tmp_path))
-    monkeypatch.setattr(table_tasks, "HashSorter", Watched)
-    Watched.made, Watched.most_held_bytes = [], 0
+    monkeypatch.setattr(table_tasks, "HashSorter", WatchedSorter)
+    WatchedSorter.sorters, WatchedSorter.most_held_bytes = [], 0
     return {
         "package_version": __version__,
         "operator_file": OPERATOR.encode().decode(),
@@ -61,7 +61,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
 
 
-def rows_of_a_table(hashes: Any, keys: Any) -> Iterator[pa.RecordBatch]:
+def make_table_rows(hashes: Any, keys: Any) -> Iterator[pa.RecordBatch]:
     columns = [
         pa.array(keys, pa.int64()),
         pa.array([f"of {key}" for key in keys.tolist()]),
@@ -72,56 +72,58 @@ def rows_of_a_table(hashes: Any, keys: Any) -> Iterator[pa.RecordBatch]:
     return (whole.slice(at, 1_000) for at in range(0, whole.num_rows, 1_000))
 
 
-def written(told: dict[str, Any], hashes: Any, keys: Any) -> list[BucketCopy]:
-    packed = table_tasks.pack_rows(told, rows_of_a_table(hashes, keys))
-    made = pa.Table.from_batches(table_tasks.write_buckets(told, packed)).to_pylist()
-    return parse_copies((row["saved"], row["pointer"]) for row in made)
+def write_savepoint(arguments: dict[str, Any], hashes: Any, keys: Any) -> list[BucketCopy]:
+    packed = table_tasks.pack_rows(arguments, make_table_rows(hashes, keys))
+    rows = pa.Table.from_batches(table_tasks.write_buckets(arguments, packed)).to_pylist()
+    return parse_copies((row["saved"], row["pointer"]) for row in rows)
 
 
 @pytest.mark.parametrize("memory_bytes", [64 << 10, 64 << 20])
 def test_each_row_is_in_its_bucket(
-    told: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_bytes: int
+    arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_bytes: int
 ) -> None:
-    """Whether or not the rows fit into memory."""
+    """The rows need not fit into memory."""
     monkeypatch.setattr(table_tasks, "_HELD_BYTES_MAX", 100_000)
-    told["memory_bytes_max"] = memory_bytes
+    arguments["memory_bytes_max"] = memory_bytes
     rng = np.random.default_rng(1)
     keys = rng.permutation(ROWS)
     # Every thousandth key shares its hash with another one.
     hashes = (np.where(keys % 1_000 == 0, keys // 2_000, keys)).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    copies = written(told, hashes, keys)
-    assert [it.saved.bucket for it in copies] == list(range(BUCKETS))
+    copies = write_savepoint(arguments, hashes, keys)
+    assert [copy.saved.bucket for copy in copies] == list(range(BUCKETS))
     bucket_of = dict(zip(keys.tolist(), find_buckets(hashes, BUCKETS).tolist(), strict=True))
     seen: dict[int, str] = {}
     for copy in copies:
         pointer = copy.saved.pointer
-        found = [
+        rows = [
             row
-            for batch in read_visible_rows(Folder(told["savepoint"]), copy.saved, OPERATOR.row_schema(), tmp_path)
+            for batch in read_visible_rows(Folder(arguments["savepoint"]), copy.saved, OPERATOR.row_schema(), tmp_path)
             for row in batch.to_pylist()
         ]
-        assert {bucket_of[row["key"]] for row in found} == {copy.saved.bucket}
-        assert pointer.rows == len(found)
-        timeouts = [row["timeout_ms"] for row in found if row["timeout_ms"] is not None]
-        assert timeouts == [row["key"] for row in found if row["key"] % 3 == 0]
+        assert {bucket_of[row["key"]] for row in rows} == {copy.saved.bucket}
+        assert pointer.rows == len(rows)
+        timeouts = [row["timeout_ms"] for row in rows if row["timeout_ms"] is not None]
+        assert timeouts == [row["key"] for row in rows if row["key"] % 3 == 0]
         assert pointer.earliest_timeout_ms == min(timeouts)
-        seen.update((row["key"], row["text"]) for row in found)
+        seen.update((row["key"], row["text"]) for row in rows)
     assert seen == {key: f"of {key}" for key in range(ROWS)}
 
 
-def test_memory_is_that_of_a_task_and_not_of_each_bucket(told: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_limit_is_for_a_task_and_not_for_each_bucket(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(table_tasks, "_HELD_BYTES_MAX", 10_000)
-    told["memory_bytes_max"] = 256 << 10
+    arguments["memory_bytes_max"] = 256 << 10
     keys = np.arange(ROWS)
-    written(told, keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), keys)
-    # A million bytes came.
-    assert sum(it.size_bytes for it in Watched.made) > 500_000
-    assert Watched.most_held_bytes < told["memory_bytes_max"]
+    write_savepoint(arguments, keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), keys)
+    # The table has about a million bytes.
+    assert sum(sorter.size_bytes for sorter in WatchedSorter.sorters) > 500_000
+    assert WatchedSorter.most_held_bytes < arguments["memory_bytes_max"]
 
 
 @pytest.mark.parametrize("memory_bytes", [64 << 10, 64 << 20])
-def test_a_key_that_is_there_twice_is_told(told: dict[str, Any], memory_bytes: int) -> None:
-    told["memory_bytes_max"] = memory_bytes
+def test_a_key_that_occurs_twice_is_refused(arguments: dict[str, Any], memory_bytes: int) -> None:
+    arguments["memory_bytes_max"] = memory_bytes
     keys = np.append(np.arange(ROWS), 777)
     with pytest.raises(StateValueError, match=r"the key \{'key': 777\} more than once"):
-        written(told, keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), keys)
+        write_savepoint(arguments, keys.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), keys)
