@@ -1,4 +1,4 @@
-"""Calling a function per key with plain rows, without Spark: Python's values on the way in and out, and errors."""
+"""Calling a function per key with plain rows, without Spark: Python values as input and output, and errors."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ OUTPUT = StructType([StructField("k", LongType()), StructField("n", LongType())]
 CONTEXT = CallContext(3, 7, 1_000, 500, True, "ProcessingTimeTimeout")
 
 
-def fields(struct: StructType) -> tuple[pa.Field, ...]:
+def make_fields(struct: StructType) -> tuple[pa.Field, ...]:
     return state_fields(json.dumps(struct.jsonValue()))
 
 
-def schema_of(key: StructType = KEY, state: StructType = STATE) -> RowSchema:
-    return RowSchema(key_fields(json.dumps(key.jsonValue())), fields(state))
+def make_schema(key: StructType = KEY, state: StructType = STATE) -> RowSchema:
+    return RowSchema(key_fields(json.dumps(key.jsonValue())), make_fields(state))
 
 
-def grouped(table: pa.Table, keys: int = 1, schema: RowSchema | None = None) -> Groups:
-    """Rows by their first columns; a bad hash, so that only the keys themselves tell them apart."""
+def make_groups(table: pa.Table, keys: int = 1, schema: RowSchema | None = None) -> Groups:
+    """Group rows by their first columns, all with the same hash, so that only the keys themselves distinguish them."""
     hashes = np.zeros(table.num_rows, dtype=np.uint64)
-    return Groups.of(table, hashes, list(range(keys)), table.num_columns, schema or schema_of())
+    return Groups.of(table, hashes, list(range(keys)), table.num_columns, schema or make_schema())
 
 
-def numbers(*rows: tuple[int | None, int | None]) -> Groups:
-    return grouped(
+def make_number_groups(*rows: tuple[int | None, int | None]) -> Groups:
+    return make_groups(
         pa.table({"c0": pa.array([k for k, _ in rows], pa.int64()), "c1": pa.array([v for _, v in rows], pa.int64())})
     )
 
@@ -80,20 +80,20 @@ def run(
     function: Function,
     groups: Groups,
     output: StructType = OUTPUT,
-    found: Lookup | None = None,
+    lookup: Lookup | None = None,
     inputs: StructType = INPUT,
     key: StructType = KEY,
     state: StructType = STATE,
     context: CallContext = CONTEXT,
 ) -> tuple[list[tuple[Any, ...]], Result]:
-    schema, result = schema_of(key, state), Result()
-    made = RowCaller(function, schema, state, inputs, key, output, fields(output))
-    nobody = Lookup(np.full(groups.count, -1, dtype=np.int64), schema.empty())
-    return sent(made.call_data(groups, found or nobody, schema.empty(), context, result)), result
+    schema, result = make_schema(key, state), Result()
+    row_caller = RowCaller(function, schema, state, inputs, key, output, make_fields(output))
+    no_states = Lookup(np.full(groups.count, -1, dtype=np.int64), schema.empty())
+    return send(row_caller.call_data(groups, lookup or no_states, schema.empty(), context, result)), result
 
 
-def sent(frames: Iterator[pd.DataFrame]) -> list[tuple[Any, ...]]:
-    """What comes out behind Spark's operator."""
+def send(frames: Iterator[pd.DataFrame]) -> list[tuple[Any, ...]]:
+    """Return the rows that Spark's operator emits."""
     payloads = [
         pa.RecordBatch.from_pandas(frame, pa.schema([("payload", pa.binary())]), preserve_index=False)
         for frame in frames
@@ -117,11 +117,11 @@ def test_each_key_gets_its_rows_as_named_tuples() -> None:
         assert key._fields == ("k",)
         assert repr(rows[0]) == f"Row(k={key.k}, v={rows[0].v})"
 
-    run(function, numbers((1, 5), (None, 2**53 + 1), (2, None), (1, 6), (None, None)))
+    run(function, make_number_groups((1, 5), (None, 2**53 + 1), (2, None), (1, 6), (None, None)))
     assert seen == {(1,): [(1, 5), (1, 6)], (None,): [(None, 2**53 + 1), (None, None)], (2,): [(2, None)]}
 
 
-def test_columns_that_no_attribute_can_have_go_by_their_place() -> None:
+def test_columns_whose_names_cannot_be_attributes_are_named_by_position() -> None:
     make = make_row_factory("Row", ["k", "class", "a b", "k", "_x", "é"])
     row: Any = make([1, 2, 3, 4, 5, 6])
     assert row._fields == ("k", "_1", "_2", "_3", "_4", "é")
@@ -132,8 +132,8 @@ def test_columns_that_no_attribute_can_have_go_by_their_place() -> None:
 
 
 @pytest.mark.parametrize("portion", [1, 3, 65_536])
-def test_keys_with_many_rows_and_few(monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
-    """Rows are made a portion at a time; those of a key are always together."""
+def test_a_key_gets_all_of_its_rows_in_one_call(monkeypatch: pytest.MonkeyPatch, portion: int) -> None:
+    """Rows are built a portion at a time, but the rows of a key are always passed together."""
     monkeypatch.setattr(rows_module, "_PORTION_ROWS", portion)
     monkeypatch.setattr(rows_module, "_ROWS_MAX", portion)
     sizes = {0: 1, 1: 7, 2: 3, 3: 1, 4: 1, 5: 4}
@@ -143,7 +143,9 @@ def test_keys_with_many_rows_and_few(monkeypatch: pytest.MonkeyPatch, portion: i
         for row in rows:
             yield key.k, row.v
 
-    output, _ = run(function, numbers(*[(key, v) for v in range(7) for key, size in sizes.items() if v < size]))
+    output, _ = run(
+        function, make_number_groups(*[(key, v) for v in range(7) for key, size in sizes.items() if v < size])
+    )
     assert sorted(output) == [(key, v) for key, size in sizes.items() for v in range(size)]
 
 
@@ -173,9 +175,9 @@ TYPES: list[tuple[DataType, list[Any]]] = [
 ]
 
 
-def column_of(values: list[Any], kind: DataType) -> pa.Array:
-    """As Spark sends it: times in the session's zone, larger offsets if it likes."""
-    (field,) = fields(StructType([StructField("v", kind)]))
+def make_column(values: list[Any], kind: DataType) -> pa.Array:
+    """Return a column as Spark may send it: times in the session's zone, and strings with larger offsets."""
+    (field,) = make_fields(StructType([StructField("v", kind)]))
     column = values_to_column(values, kind, field.type, "v")
     if isinstance(kind, TimestampType):
         return column.cast(pa.timestamp("us", "America/New_York"))
@@ -183,12 +185,12 @@ def column_of(values: list[Any], kind: DataType) -> pa.Array:
 
 
 @pytest.mark.parametrize(("kind", "values"), TYPES, ids=[kind.simpleString() for kind, _ in TYPES])
-def test_values_of_every_type_through_rows_state_and_output(kind: DataType, values: list[Any]) -> None:
-    """What comes in is Python's value, what goes out is the same, and so is what lay in the state between."""
+def test_values_of_every_type_are_unchanged_in_rows_state_and_output(kind: DataType, values: list[Any]) -> None:
+    """The function sees Python's values, and the output and the stored state have the same values."""
     struct = StructType([StructField("id", LongType()), StructField("v", kind)])
     key, state = StructType(struct.fields[:1]), StructType([StructField("v", kind)])
-    table = pa.table({"c0": pa.array(range(len(values)), pa.int64()), "c1": column_of(values, kind)})
-    schema = schema_of(key, state)
+    table = pa.table({"c0": pa.array(range(len(values)), pa.int64()), "c1": make_column(values, kind)})
+    schema = make_schema(key, state)
     seen: dict[int, Any] = {}
 
     def function(one: Any, rows: list[Any], group: GroupState) -> list[Any]:
@@ -201,47 +203,47 @@ def test_values_of_every_type_through_rows_state_and_output(kind: DataType, valu
         group.update((row.v,))
         return [(row.id, row.v)]
 
-    # Sliced, as rows of a bucket are.
-    groups = grouped(pa.concat_tables([table, table]).combine_chunks().slice(len(values)), 1, schema)
+    # The rows are a slice, like the rows of a bucket.
+    groups = make_groups(pa.concat_tables([table, table]).combine_chunks().slice(len(values)), 1, schema)
     output, result = run(function, groups, struct, None, struct, key, state)
     assert seen == dict(enumerate(values))
     assert result.data is not None
-    again = Lookup(np.argsort(result.data.positions), result.data.rows)
-    twice, second = run(function, groups, struct, again, struct, key, state)
-    assert twice == output
-    assert second.data is not None
-    assert second.data.rows.column("state.v").equals(result.data.rows.column("state.v"))
-    (field,) = fields(StructType([StructField("v", kind)]))
+    lookup = Lookup(np.argsort(result.data.positions), result.data.rows)
+    second_output, second_result = run(function, groups, struct, lookup, struct, key, state)
+    assert second_output == output
+    assert second_result.data is not None
+    assert second_result.data.rows.column("state.v").equals(result.data.rows.column("state.v"))
+    (field,) = make_fields(StructType([StructField("v", kind)]))
     assert [v for _, v in sorted(output)] == values_to_column(values, kind, field.type, "v").to_pylist()
 
 
 @pytest.mark.parametrize(
     ("kind", "values"),
     [case for case in TYPES if "map" not in case[0].simpleString()],
-    ids=lambda it: it.simpleString() if isinstance(it, DataType) else "",
+    ids=lambda value: value.simpleString() if isinstance(value, DataType) else "",
 )
-def test_keys_of_every_type(kind: DataType, values: list[Any]) -> None:
+def test_keys_of_every_type_equal_the_values_in_their_rows(kind: DataType, values: list[Any]) -> None:
     key = StructType([StructField("v", kind), StructField("id", LongType())])
-    table = pa.table({"c0": column_of(values, kind), "c1": pa.array(range(len(values)), pa.int64())})
-    schema, seen = schema_of(key), dict[int, Any]()
+    table = pa.table({"c0": make_column(values, kind), "c1": pa.array(range(len(values)), pa.int64())})
+    schema, seen = make_schema(key), dict[int, Any]()
 
     def function(one: Any, rows: list[Any], state: GroupState) -> None:
         assert one.v == rows[0].v
         seen[one.id] = one.v
 
-    run(function, grouped(table, 2, schema), OUTPUT, None, key, key)
+    run(function, make_groups(table, 2, schema), OUTPUT, None, key, key)
     assert seen == dict(enumerate(values))
 
 
-def test_a_key_is_as_it_is_stored_and_rows_as_they_came() -> None:
+def test_a_key_has_its_stored_value_and_rows_are_unchanged() -> None:
     key = StructType([StructField("x", DoubleType())])
     seen: list[tuple[str, list[str]]] = []
 
     def function(one: Any, rows: list[Any], state: GroupState) -> None:
         seen.append((str(one.x), [str(row.x) for row in rows]))
 
-    schema = schema_of(key)
-    groups = grouped(pa.table({"c0": [-0.0, 0.0, float("nan")]}), 1, schema)
+    schema = make_schema(key)
+    groups = make_groups(pa.table({"c0": [-0.0, 0.0, float("nan")]}), 1, schema)
     run(function, groups, OUTPUT, None, key, key)
     assert sorted(seen) == [("0.0", ["-0.0", "0.0"]), ("nan", ["nan"])]
 
@@ -249,7 +251,7 @@ def test_a_key_is_as_it_is_stored_and_rows_as_they_came() -> None:
 # -- state and timeouts ---------------------------------------------------------------------------
 
 
-def test_changes_become_rows_of_a_run() -> None:
+def test_changed_keys_become_rows_of_a_run() -> None:
     def function(key: Any, rows: list[Any], state: GroupState) -> None:
         if key.k == 1:
             state.update((10,))
@@ -257,7 +259,7 @@ def test_changes_become_rows_of_a_run() -> None:
         elif key.k == 2:
             state.remove()
 
-    groups = numbers((1, 0), (2, 0), (3, 0))
+    groups = make_number_groups((1, 0), (2, 0), (3, 0))
     _, result = run(function, groups)
     assert result.data is not None
     rows = result.data.rows.to_pylist()
@@ -269,38 +271,38 @@ def test_changes_become_rows_of_a_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("duration_ms", "kept"), [(2**63 - 1_001, 2**63 - 1), (2**63 - 1_000, None), (2**63 - 1, None)]
+    ("duration_ms", "stored"), [(2**63 - 1_001, 2**63 - 1), (2**63 - 1_000, None), (2**63 - 1, None)]
 )
-def test_a_timeout_beyond_a_long_is_refused_where_it_is_set(duration_ms: int, kept: int | None) -> None:
-    """The batch is of 1000 ms after 1970."""
+def test_set_timeout_duration_refuses_a_timeout_beyond_a_long(duration_ms: int, stored: int | None) -> None:
+    """The batch's processing time is 1000 ms after 1970."""
 
     def function(key: Any, rows: list[Any], state: GroupState) -> None:
         state.setTimeoutDuration(duration_ms)
 
-    if kept is not None:
-        result = run(function, numbers((1, 0)))[1].data
+    if stored is not None:
+        result = run(function, make_number_groups((1, 0)))[1].data
         assert result is not None
-        assert result.rows.column("timeout_ms").to_pylist() == [kept]
+        assert result.rows.column("timeout_ms").to_pylist() == [stored]
         return
     with pytest.raises(
         StateValueError, match=rf"setTimeoutDuration\(\) was given {duration_ms}, .*\(key \(1,\), bucket 3, batch 7\)"
     ) as raised:
-        run(function, numbers((1, 0)))
+        run(function, make_number_groups((1, 0)))
     assert "function" in [entry.name for entry in raised.traceback]
 
 
-def test_a_timestamp_beyond_a_long_is_refused_where_it_is_set() -> None:
+def test_set_timeout_timestamp_refuses_a_timeout_beyond_a_long() -> None:
     def function(key: Any, rows: list[Any], state: GroupState) -> None:
         state.setTimeoutTimestamp(2**63 - 2 + rows[0].v)
 
     event_time = dataclasses.replace(CONTEXT, timeout_conf="EventTimeTimeout")
-    result = run(function, numbers((1, 1)), context=event_time)[1].data
+    result = run(function, make_number_groups((1, 1)), context=event_time)[1].data
     assert result is not None
     assert result.rows.column("timeout_ms").to_pylist() == [2**63 - 1]
     with pytest.raises(
         StateValueError, match=r"setTimeoutTimestamp\(\) was given 9223372036854775808, .*\(key \(7,\), buc"
     ):
-        run(function, numbers((1, 1), (7, 2)), context=event_time)
+        run(function, make_number_groups((1, 1), (7, 2)), context=event_time)
 
 
 def test_a_key_that_timed_out_has_no_rows() -> None:
@@ -310,7 +312,7 @@ def test_a_key_that_timed_out_has_no_rows() -> None:
         yield key.k, state.getOption and state.get[0]
         state.remove()
 
-    schema = schema_of()
+    schema = make_schema()
     expired = pa.record_batch(
         [
             pa.array([0, 0], pa.uint64()),
@@ -323,8 +325,8 @@ def test_a_key_that_timed_out_has_no_rows() -> None:
         schema=schema.arrow,
     )
     result = Result()
-    made = RowCaller(function, schema, STATE, INPUT, KEY, OUTPUT, fields(OUTPUT))
-    assert sent(made.call_timeouts(expired, CONTEXT, result)) == [(4, 7), (None, None)]
+    row_caller = RowCaller(function, schema, STATE, INPUT, KEY, OUTPUT, make_fields(OUTPUT))
+    assert send(row_caller.call_timeouts(expired, CONTEXT, result)) == [(4, 7), (None, None)]
     assert result.data is None
     assert result.timeouts is not None
     assert result.timeouts.rows.column("deleted").to_pylist() == [True, True]
@@ -333,7 +335,7 @@ def test_a_key_that_timed_out_has_no_rows() -> None:
 # -- output ---------------------------------------------------------------------------------------
 
 ROWS = [(1, 2), (1, None)]
-GIVEN: dict[str, Callable[[], Any]] = {
+OUTPUT_FORMS: dict[str, Callable[[], Any]] = {
     "a list": lambda: ROWS,
     "a generator": lambda: iter(ROWS),
     "a tuple of rows": lambda: tuple(ROWS),
@@ -345,23 +347,25 @@ GIVEN: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", GIVEN)
-def test_the_forms_of_output(form: str) -> None:
-    output, _ = run(lambda key, rows, state: GIVEN[form](), numbers((1, 0)))
+@pytest.mark.parametrize("form", OUTPUT_FORMS)
+def test_output_may_have_any_of_these_forms(form: str) -> None:
+    output, _ = run(lambda key, rows, state: OUTPUT_FORMS[form](), make_number_groups((1, 0)))
     assert output == ROWS
 
 
-def test_no_output() -> None:
-    given: list[Any] = [None, [], (), iter(())]
-    groups = numbers(*[(at, 0) for at in range(4)])
-    schema = schema_of()
-    made = RowCaller(lambda key, rows, state: given[key.k], schema, STATE, INPUT, KEY, OUTPUT, fields(OUTPUT))
-    nobody = Lookup(np.full(4, -1, dtype=np.int64), schema.empty())
-    assert list(made.call_data(groups, nobody, schema.empty(), CONTEXT, Result())) == []
+def test_without_output_no_frame_is_sent() -> None:
+    outputs: list[Any] = [None, [], (), iter(())]
+    groups = make_number_groups(*[(at, 0) for at in range(4)])
+    schema = make_schema()
+    row_caller = RowCaller(
+        lambda key, rows, state: outputs[key.k], schema, STATE, INPUT, KEY, OUTPUT, make_fields(OUTPUT)
+    )
+    no_states = Lookup(np.full(4, -1, dtype=np.int64), schema.empty())
+    assert list(row_caller.call_data(groups, no_states, schema.empty(), CONTEXT, Result())) == []
 
 
 WHERE = r"\(key \(1,\), bucket 3, batch 7\)"
-WRONG: list[tuple[str, Any, type[Exception], str]] = [
+WRONG_OUTPUT: list[tuple[str, Any, type[Exception], str]] = [
     ("one tuple", (1, 2), ResultTypeError, "the function gave 1 .int. for a row: return, or yield, one tuple for each output row"),
     ("a dict", {"k": 1, "n": 2}, ResultTypeError, "the function gave 'k' .str. for a row"),
     ("dicts", [{"k": 1, "n": 2}], ResultTypeError, r"the function gave \{'k': 1, 'n': 2\} .dict. for a row"),
@@ -376,15 +380,17 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "kind", "text"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
-def test_output_that_is_refused(given: Any, kind: type[StateError], text: str) -> None:
+@pytest.mark.parametrize(
+    ("output", "kind", "text"), [case[1:] for case in WRONG_OUTPUT], ids=[case[0] for case in WRONG_OUTPUT]
+)
+def test_wrong_output_is_refused(output: Any, kind: type[StateError], text: str) -> None:
     with pytest.raises(kind, match=text) as raised:
-        run(lambda key, rows, state: given, numbers((1, 0)))
+        run(lambda key, rows, state: output, make_number_groups((1, 0)))
     assert raised.match(WHERE)
 
 
-def test_output_that_is_refused_is_told_with_the_key_that_gave_it() -> None:
-    """Rows are converted together, long after their keys were called."""
+def test_the_error_of_wrong_output_names_its_key() -> None:
+    """Rows are converted together, after many keys were called."""
 
     def function(key: Any, rows: list[Any], state: Any) -> Any:
         if key.k == 4:
@@ -394,44 +400,44 @@ def test_output_that_is_refused_is_told_with_the_key_that_gave_it() -> None:
     with pytest.raises(
         StateValueError, match=r"'n' of type bigint cannot hold 'many' .*\(key \(6,\), bucket 3, batch 7\)"
     ):
-        run(function, numbers(*((k, k) for k in range(9))))
+        run(function, make_number_groups(*((k, k) for k in range(9))))
 
 
-def test_a_fraction_within_a_list_is_refused() -> None:
+def test_a_fraction_in_a_list_of_integers_is_refused() -> None:
     lists = StructType([StructField("k", LongType()), StructField("all", ArrayType(LongType()))])
     with pytest.raises(
         StateValueError, match=r"'all' of type array<bigint> cannot hold \[1, 2\.5\] \(list\) .*2\.5 is not a whole"
     ) as raised:
-        run(lambda key, rows, state: [(1, [1, 2.5])], numbers((1, 0)), lists)
+        run(lambda key, rows, state: [(1, [1, 2.5])], make_number_groups((1, 0)), lists)
     assert raised.match(WHERE)
 
 
-def test_a_number_is_no_output() -> None:
+def test_a_number_as_output_is_refused() -> None:
     with pytest.raises(ResultTypeError, match=rf"the function gave 5 \(int\): return, or yield, one tuple .* {WHERE}"):
-        run(lambda key, rows, state: 5, numbers((1, 0)))
+        run(lambda key, rows, state: 5, make_number_groups((1, 0)))
 
 
-def test_output_columns_without_null() -> None:
+def test_output_columns_declared_without_nulls_refuse_null() -> None:
     strict = StructType([StructField("k", LongType(), False), StructField("n", LongType(), False)])
     with pytest.raises(
         StateValueError, match=r"output column 'n' is declared without NULLs and row 1 is NULL"
     ) as raised:
-        run(lambda key, rows, state: ROWS, numbers((1, 0)), strict)
+        run(lambda key, rows, state: ROWS, make_number_groups((1, 0)), strict)
     assert raised.match(WHERE)
 
 
-# -- what a function changes after it has given it -----------------------------------------------
+# -- values that a function changes after it has given them --------------------------------------
 
 
 class Point:
-    """Something of the user's own that stands for a struct."""
+    """A user's own class for a struct."""
 
     def __init__(self) -> None:
         self.x, self.tags = 0, [""]
 
 
 def fill(buffer: Any, n: int) -> Any:
-    """The same object every time, with other contents."""
+    """Change the contents of an object, and return the same object."""
     if isinstance(buffer, (list, bytearray)):
         buffer[0] = fill(buffer[0], n) if isinstance(buffer[0], (list, bytearray)) else n
     elif isinstance(buffer, dict):
@@ -464,11 +470,13 @@ CHANGING: list[tuple[str, DataType, Callable[[], Any], Callable[[int], Any]]] = 
 ]
 
 
-@pytest.mark.parametrize(("kind", "make", "found"), [it[1:] for it in CHANGING], ids=[it[0] for it in CHANGING])
-def test_state_is_as_it_was_when_the_keys_call_was_over(
-    kind: DataType, make: Callable[[], Any], found: Callable[[int], Any]
+@pytest.mark.parametrize(
+    ("kind", "make", "expected"), [case[1:] for case in CHANGING], ids=[case[0] for case in CHANGING]
+)
+def test_a_state_has_its_value_from_the_end_of_the_keys_call(
+    kind: DataType, make: Callable[[], Any], expected: Callable[[int], Any]
 ) -> None:
-    """One object for all keys. It may be changed until the function returns, as with Spark, and after that."""
+    """All keys share one object, which may change until the function returns, as in Spark, and after that."""
     buffer = make()
 
     def function(key: Any, rows: list[Any], state: GroupState) -> Any:
@@ -477,60 +485,62 @@ def test_state_is_as_it_was_when_the_keys_call_was_over(
         fill(buffer, key.k)
 
     state = StructType([StructField("k", LongType()), StructField("v", kind)])
-    result = run(function, numbers((1, 0), (2, 0), (3, 0)), state=state)[1].data
+    result = run(function, make_number_groups((1, 0), (2, 0), (3, 0)), state=state)[1].data
     assert result is not None
-    kept = result.rows.select(["state.k", "state.v"]).to_pylist()
-    assert [row["state.v"] for row in kept] == [found(row["state.k"]) for row in kept]
+    rows = result.rows.select(["state.k", "state.v"]).to_pylist()
+    assert [row["state.v"] for row in rows] == [expected(row["state.k"]) for row in rows]
 
 
 @pytest.mark.parametrize("form", ["a generator", "a list", "lists"])
-@pytest.mark.parametrize(("kind", "make", "found"), [it[1:] for it in CHANGING], ids=[it[0] for it in CHANGING])
-def test_output_is_as_it_was_when_it_was_yielded(
-    kind: DataType, make: Callable[[], Any], found: Callable[[int], Any], form: str
+@pytest.mark.parametrize(
+    ("kind", "make", "expected"), [case[1:] for case in CHANGING], ids=[case[0] for case in CHANGING]
+)
+def test_output_has_its_value_from_when_it_was_yielded(
+    kind: DataType, make: Callable[[], Any], expected: Callable[[int], Any], form: str
 ) -> None:
     buffer = make()
 
-    def generating(key: Any, rows: list[Any], state: GroupState) -> Iterator[Any]:
+    def generate(key: Any, rows: list[Any], state: GroupState) -> Iterator[Any]:
         for n in (key.k, key.k + 10):
             yield n, fill(buffer, n)
 
     def function(key: Any, rows: list[Any], state: GroupState) -> Any:
         if form == "a generator":
-            return generating(key, rows, state)
+            return generate(key, rows, state)
         return [[key.k, fill(buffer, key.k)] if form == "lists" else (key.k, fill(buffer, key.k))]
 
     output = StructType([StructField("k", LongType()), StructField("v", kind)])
-    given, _ = run(function, numbers((1, 0), (2, 0), (3, 0)), output)
-    assert len(given) == (6 if form == "a generator" else 3)
-    assert given == [(n, found(n)) for n, _ in given]
+    output_rows, _ = run(function, make_number_groups((1, 0), (2, 0), (3, 0)), output)
+    assert len(output_rows) == (6 if form == "a generator" else 3)
+    assert output_rows == [(n, expected(n)) for n, _ in output_rows]
 
 
 def test_a_list_may_be_changed_and_yielded_again() -> None:
     shared = [0, 0]
 
-    def generating(key: Any, rows: list[Any], state: GroupState) -> Iterator[Any]:
+    def generate(key: Any, rows: list[Any], state: GroupState) -> Iterator[Any]:
         for n in range(3):
             shared[:] = key.k, n
             yield shared
 
-    def returning(key: Any, rows: list[Any], state: GroupState) -> Any:
+    def return_list(key: Any, rows: list[Any], state: GroupState) -> Any:
         shared[:] = key.k, 5
         return [shared]
 
-    groups = numbers((1, 0), (2, 0))
-    assert sorted(run(generating, groups)[0]) == [(k, n) for k in (1, 2) for n in range(3)]
-    assert sorted(run(returning, groups)[0]) == [(1, 5), (2, 5)]
+    groups = make_number_groups((1, 0), (2, 0))
+    assert sorted(run(generate, groups)[0]) == [(k, n) for k in (1, 2) for n in range(3)]
+    assert sorted(run(return_list, groups)[0]) == [(1, 5), (2, 5)]
 
 
-def test_state_that_was_changed_in_place_is_kept_with_its_timeout_only() -> None:
-    """As with Spark, which stores the state of a key that was updated, or has a timeout set."""
+def test_a_state_changed_in_place_is_stored_only_if_a_timeout_is_set() -> None:
+    """Spark too stores the state of a key only if it was updated or a timeout was set."""
     state = StructType([StructField("all", ArrayType(LongType()))])
-    schema = schema_of(KEY, state)
+    schema = make_schema(KEY, state)
     columns = [[0, 0], [1, 2], [[1], [2]], [None, None], [True, True], [False, False]]
     before = pa.record_batch(
         [pa.array(c, f.type) for c, f in zip(columns, schema.arrow, strict=True)], schema=schema.arrow
     )
-    groups = numbers((1, 0), (2, 0))
+    groups = make_number_groups((1, 0), (2, 0))
     at = [groups.keys[0].to_pylist().index(k) for k in (1, 2)]
 
     def function(key: Any, rows: list[Any], group: GroupState) -> None:
@@ -538,36 +548,36 @@ def test_state_that_was_changed_in_place_is_kept_with_its_timeout_only() -> None
         if key.k == 2:
             group.setTimeoutDuration(1)
 
-    result = run(function, groups, found=Lookup(np.argsort(at), before), state=state)[1].data
+    result = run(function, groups, lookup=Lookup(np.argsort(at), before), state=state)[1].data
     assert result is not None
     assert [(row["key.k"], row["state.all"]) for row in result.rows.to_pylist()] == [(2, [2, 5])]
 
 
-def test_values_that_are_nothing_like_their_column_are_named_with_the_key() -> None:
+def test_the_error_of_a_value_of_a_wrong_type_names_the_key() -> None:
     lists = StructType([StructField("k", LongType()), StructField("all", ArrayType(ArrayType(LongType())))])
 
-    def updates(value: Any, key: Any, rows: Any, state: Any) -> None:
+    def update(value: Any, key: Any, rows: Any, state: Any) -> None:
         state.update((1, value))
 
-    def gives(value: Any, key: Any, rows: Any, state: Any) -> list[tuple[Any, ...]]:
+    def give_output(value: Any, key: Any, rows: Any, state: Any) -> list[tuple[Any, ...]]:
         return [(1, value)]
 
-    # An iterator that has been read in part must not pass for what is left of it.
+    # An iterator that was read in part must not be accepted for the rest of it.
     for value in (5, [[1], 5], iter([[1], 5])):
         with pytest.raises(
             StateValueError,
             match=r"^state column 'all' of type array<array<bigint>> cannot hold .*\(key \(4,\), bucket 3",
         ):
-            run(functools.partial(updates, value), numbers((4, 0)), state=lists)
+            run(functools.partial(update, value), make_number_groups((4, 0)), state=lists)
     for value in (5, [[1], 5], iter([[1], 5])):
         with pytest.raises(
             StateValueError,
             match=r"^output column 'all' of type array<array<bigint>> cannot hold .*\(key \(4,\), bucket 3",
         ):
-            run(functools.partial(gives, value), numbers((4, 0)), lists)
+            run(functools.partial(give_output, value), make_number_groups((4, 0)), lists)
 
 
-# -- what goes wrong ------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -575,28 +585,28 @@ def test_an_exception_names_key_bucket_and_batch(late: bool) -> None:
     def function(key: Any, rows: list[Any], state: GroupState) -> Any:
         raise KeyError("missing")
 
-    def generating(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[Any, ...]]:
+    def generate(key: Any, rows: list[Any], state: GroupState) -> Iterator[tuple[Any, ...]]:
         yield 1, 2
         function(key, rows, state)
 
     with pytest.raises(UserFunctionError, match=r"key \(41,\) \(bucket 3, batch 7\): KeyError: 'missing'") as raised:
-        run(generating if late else function, numbers((41, 0)))
+        run(generate if late else function, make_number_groups((41, 0)))
     assert isinstance(raised.value.__cause__, KeyError)
     assert "function" in [entry.name for entry in raised.traceback]
 
 
-def test_an_exit_is_an_error_of_the_function_with_its_key() -> None:
-    """Spark's worker would end by it, behind a traceback without the key."""
+def test_an_exit_is_reported_as_an_error_of_the_function_with_its_key() -> None:
+    """It would end Spark's worker, with a traceback that does not name the key."""
 
     def function(key: Any, rows: Any, state: Any) -> Any:
         sys.exit(3)
 
     with pytest.raises(UserFunctionError, match=r"key \(41,\) \(bucket 3, batch 7\): SystemExit: 3"):
-        run(function, numbers((41, 0)))
+        run(function, make_number_groups((41, 0)))
 
 
-def test_a_null_where_none_may_be_is_named_with_its_key() -> None:
-    """Spark's operator makes 0 of it."""
+def test_the_error_of_a_null_in_a_column_without_nulls_names_its_key() -> None:
+    """Spark's operator would store 0."""
     whole = StructType([StructField("n", LongType(), False)])
 
     def function(key: Any, rows: list[Any], state: GroupState) -> None:
@@ -605,20 +615,20 @@ def test_a_null_where_none_may_be_is_named_with_its_key() -> None:
         else:
             state.update((None if key.k == 3 else 7,))
 
-    run(function, numbers((1, 0), (2, 0)), state=whole)
+    run(function, make_number_groups((1, 0), (2, 0)), state=whole)
     with pytest.raises(
         StateValueError, match=r"'n' is declared without NULLs and was given None \(key \(3,\), bucket 3, batch 7\)"
     ):
-        run(function, numbers((1, 0), (2, 0), (3, 0)), state=whole)
+        run(function, make_number_groups((1, 0), (2, 0), (3, 0)), state=whole)
 
 
-def test_a_state_that_does_not_fit_is_named_with_its_key() -> None:
+def test_the_error_of_a_state_that_does_not_fit_names_its_key() -> None:
     def function(key: Any, rows: list[Any], state: GroupState) -> None:
         state.update((7 if key.k == 1 else "many",))
 
     with pytest.raises(
         StateValueError, match=r"'n' of type bigint cannot hold 'many' \(str\) \(key \(3,\), bucket 3, batch 7\)"
     ):
-        run(function, numbers((1, 0), (3, 0)))
+        run(function, make_number_groups((1, 0), (3, 0)))
     with pytest.raises(StateValueError, match=r"columns n: .*\(key \(1,\), bucket 3, batch 7\)"):
-        run(lambda key, rows, state: state.update((1, 2)), numbers((1, 0)))
+        run(lambda key, rows, state: state.update((1, 2)), make_number_groups((1, 0)))

@@ -1,4 +1,4 @@
-"""State columns between Arrow and the Python values of GroupState."""
+"""Conversion of state columns between Arrow and the Python values of GroupState."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ CASES: list[tuple[DataType, list[Any]]] = [
 ]
 
 
-def arrow_type(spark_type: DataType) -> Any:
+def find_arrow_type(spark_type: DataType) -> Any:
     (field,) = state_fields(json.dumps(StructType([StructField("v", spark_type)]).jsonValue()))
     return field.type
 
 
-@pytest.mark.parametrize(("spark_type", "values"), CASES, ids=[c[0].simpleString() for c in CASES])
-def test_values_come_back_as_they_were(spark_type: DataType, values: list[Any]) -> None:
-    column = values_to_column(values, spark_type, arrow_type(spark_type), "v")
+@pytest.mark.parametrize(("spark_type", "values"), CASES, ids=[case[0].simpleString() for case in CASES])
+def test_values_are_read_as_they_were_written(spark_type: DataType, values: list[Any]) -> None:
+    column = values_to_column(values, spark_type, find_arrow_type(spark_type), "v")
     assert column_to_values(column, spark_type) == values
 
 
-def test_a_nested_struct_comes_back_as_a_row() -> None:
-    column = values_to_column([(1, WHEN)], POINT, arrow_type(POINT), "v")
+def test_a_nested_struct_is_read_as_a_row() -> None:
+    column = values_to_column([(1, WHEN)], POINT, find_arrow_type(POINT), "v")
     (value,) = column_to_values(column, POINT)
     assert isinstance(value, Row)
     assert value.x == 1
@@ -86,51 +86,57 @@ def test_a_nested_struct_comes_back_as_a_row() -> None:
 
 def test_a_struct_may_be_given_as_dict_or_tuple() -> None:
     given = [{"x": 1, "at": WHEN}, (1, WHEN), Row(x=1, at=WHEN)]
-    values = column_to_values(values_to_column(given, POINT, arrow_type(POINT), "v"), POINT)
+    values = column_to_values(values_to_column(given, POINT, find_arrow_type(POINT), "v"), POINT)
     assert values == [Row(x=1, at=WHEN)] * 3
 
 
-def test_an_integer_fits_a_double_and_numpy_fits_an_array() -> None:
-    assert column_to_values(values_to_column([5], DoubleType(), arrow_type(DoubleType()), "v"), DoubleType()) == [5.0]
+def test_a_double_accepts_an_integer_and_an_array_accepts_a_numpy_array() -> None:
+    assert column_to_values(values_to_column([5], DoubleType(), find_arrow_type(DoubleType()), "v"), DoubleType()) == [
+        5.0
+    ]
     array = ArrayType(LongType())
-    assert column_to_values(values_to_column([np.array([1, 2])], array, arrow_type(array), "v"), array) == [[1, 2]]
+    assert column_to_values(values_to_column([np.array([1, 2])], array, find_arrow_type(array), "v"), array) == [[1, 2]]
 
 
-def test_binary_comes_back_as_from_spark() -> None:
+def test_binary_is_read_as_the_type_that_spark_uses() -> None:
     nested = ArrayType(MapType(BinaryType(), BinaryType()))
     for spark_type, value in ((BinaryType(), bytearray(b"ab")), (nested, [{b"k": b"ab"}])):
-        column = values_to_column([value], spark_type, arrow_type(spark_type), "v")
-        (found,) = column_to_values(column, spark_type)
-        inside = found if isinstance(spark_type, BinaryType) else found[0][b"k"]
-        assert inside == b"ab"
-        assert type(inside) is (bytes if SPARK_VERSION >= (4, 1) else bytearray)
+        column = values_to_column([value], spark_type, find_arrow_type(spark_type), "v")
+        (value_read,) = column_to_values(column, spark_type)
+        binary = value_read if isinstance(spark_type, BinaryType) else value_read[0][b"k"]
+        assert binary == b"ab"
+        assert type(binary) is (bytes if SPARK_VERSION >= (4, 1) else bytearray)
 
 
 def test_a_decimal_is_rounded_half_up_as_spark_does() -> None:
     spark_type = DecimalType(5, 1)
-    column = values_to_column([decimal.Decimal("1.25")], spark_type, arrow_type(spark_type), "v")
+    column = values_to_column([decimal.Decimal("1.25")], spark_type, find_arrow_type(spark_type), "v")
     assert column_to_values(column, spark_type) == [decimal.Decimal("1.3")]
 
 
 @pytest.mark.parametrize("value", ["text", b"ab", bytearray(b"ab"), {"a": 1}], ids=repr)
 @pytest.mark.parametrize("element", [StringType(), LongType(), BinaryType()], ids=lambda kind: kind.simpleString())
-def test_what_only_looks_like_a_list_is_none(value: Any, element: DataType) -> None:
+def test_an_array_refuses_text_bytes_and_dicts(value: Any, element: DataType) -> None:
     for spark_type, given in (
         (ArrayType(element), value),
         (MapType(StringType(), ArrayType(element)), {"k": value}),
     ):
         with pytest.raises(StateValueError, match=r"state column 'v' of type .* cannot hold .*: it is not a list"):
-            values_to_column([None, given], spark_type, arrow_type(spark_type), "state column 'v'")
+            values_to_column([None, given], spark_type, find_arrow_type(spark_type), "state column 'v'")
         keep = make_row_copier(StructType([StructField("v", spark_type)]), "state column")
         assert keep is not None
         with pytest.raises(StateValueError, match="it is not a list"):
             keep((given,))
 
 
-def test_a_number_is_no_date() -> None:
+def test_a_date_column_refuses_numbers() -> None:
     dates = DateType()
     given = [dt.date(2024, 1, 2), None, np.datetime64("2024-01-02T05:00:00.000000000")]
-    assert column_to_values(values_to_column(given, dates, arrow_type(dates), "v"), dates) == [given[0], None, given[0]]
+    assert column_to_values(values_to_column(given, dates, find_arrow_type(dates), "v"), dates) == [
+        given[0],
+        None,
+        given[0],
+    ]
     for spark_type, value in (
         (dates, 19_000),
         (dates, 1.5),
@@ -140,19 +146,19 @@ def test_a_number_is_no_date() -> None:
         (MapType(dates, LongType()), {5: 5}),
     ):
         with pytest.raises(StateValueError, match=r"cannot hold .*: it is not a date"):
-            values_to_column([value], spark_type, arrow_type(spark_type), "v")
+            values_to_column([value], spark_type, find_arrow_type(spark_type), "v")
 
 
-def test_text_is_the_same_whatever_is_beside_it() -> None:
+def test_text_does_not_depend_on_the_other_values_of_its_column() -> None:
     text = StringType()
-    for beside in ("y", 5, None, True):
-        given = [b"x", "ä", bytearray(b"z"), beside]
-        found = column_to_values(values_to_column(given, text, arrow_type(text), "v"), text)
-        assert found == ["x", "ä", "z", None if beside is None else str(beside).lower()]
+    for other in ("y", 5, None, True):
+        given = [b"x", "ä", bytearray(b"z"), other]
+        texts = column_to_values(values_to_column(given, text, find_arrow_type(text), "v"), text)
+        assert texts == ["x", "ä", "z", None if other is None else str(other).lower()]
     surrogates: list[list[Any]] = [["a", "\ud800"], [5, "\ud800"]]
     for bad in surrogates:
         with pytest.raises(StateValueError, match=r"v of type string cannot hold '\\ud800' \(str\)"):
-            values_to_column(bad, text, arrow_type(text), "v")
+            values_to_column(bad, text, find_arrow_type(text), "v")
 
 
 MISSING = [
@@ -168,8 +174,8 @@ MISSING = [
     np.timedelta64("NaT", "s"),
     pa.scalar(None, pa.string()),
 ]
-# Per type: a value, and what is read back.
-BESIDE_MISSING: list[tuple[DataType, Any]] = [
+# A value of each type.
+PRESENT_VALUES: list[tuple[DataType, Any]] = [
     (StringType(), "x"),
     (LongType(), 7),
     (BooleanType(), True),
@@ -186,9 +192,9 @@ BESIDE_MISSING: list[tuple[DataType, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("spark_type", "value"), BESIDE_MISSING, ids=lambda it: str(it)[:20])
-def test_missing_values_are_null(spark_type: DataType, value: Any) -> None:
-    """In every column and within others; NaN is a number in columns of floats only."""
+@pytest.mark.parametrize(("spark_type", "value"), PRESENT_VALUES, ids=lambda value: str(value)[:20])
+def test_missing_values_are_null_at_every_level(spark_type: DataType, value: Any) -> None:
+    """NaN is a number only in columns of floats and doubles."""
     inside = StructType([StructField("a", ArrayType(spark_type)), StructField("m", MapType(LongType(), spark_type))])
     keep = make_row_copier(StructType([StructField("v", inside)]), "state column")
     assert keep is not None
@@ -200,10 +206,10 @@ def test_missing_values_are_null(spark_type: DataType, value: Any) -> None:
             ([value, missing], [value, null]),
             ([missing, None], [null, None]),
         ):
-            column = values_to_column(given, spark_type, arrow_type(spark_type), "v")
+            column = values_to_column(given, spark_type, find_arrow_type(spark_type), "v")
             assert repr(column_to_values(column, spark_type)) == repr(expected)
             row = keep(((given, dict(enumerate(given))),))
-            (nested,) = values_to_column(row, inside, arrow_type(inside), "v").to_pylist()
+            (nested,) = values_to_column(row, inside, find_arrow_type(inside), "v").to_pylist()
             plain = column.to_pylist()
             assert repr(nested) == repr({"a": plain, "m": list(enumerate(plain))})
 
@@ -213,12 +219,15 @@ def test_a_missing_key_of_a_map_is_refused() -> None:
         of_kind = MapType(kind, LongType())
         for missing in MISSING[:6] + MISSING[7:]:  # a signaling NaN cannot be a key of a dict
             with pytest.raises(StateValueError, match="a key is NULL"):
-                values_to_column([{missing: 1}], of_kind, arrow_type(of_kind), "v")
+                values_to_column([{missing: 1}], of_kind, find_arrow_type(of_kind), "v")
     doubles = MapType(DoubleType(), LongType())
-    assert repr(values_to_column([{float("nan"): 1}], doubles, arrow_type(doubles), "v").to_pylist()) == "[[(nan, 1)]]"
+    assert (
+        repr(values_to_column([{float("nan"): 1}], doubles, find_arrow_type(doubles), "v").to_pylist())
+        == "[[(nan, 1)]]"
+    )
 
 
-class _Thing:
+class Unconvertible:
     pass
 
 
@@ -233,7 +242,7 @@ class _Thing:
         {"a": 1},
         [1, 2],
         (1,),
-        _Thing(),
+        Unconvertible(),
         np.array(["x"]),
         np.array("x"),
         pd.Series(["x"]),
@@ -243,7 +252,7 @@ class _Thing:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_no_text_is_made_of_other_values(value: Any) -> None:
+def test_a_string_column_refuses_values_that_are_not_text_or_numbers(value: Any) -> None:
     text = StringType()
     cases: list[tuple[DataType, Any]] = [
         (text, value),
@@ -255,84 +264,84 @@ def test_no_text_is_made_of_other_values(value: Any) -> None:
         with pytest.raises(
             StateValueError, match=r"v of type .* cannot hold .*: (it is neither text|Could not|Invalid)"
         ):
-            values_to_column(["x" if spark_type is text else None, given], spark_type, arrow_type(spark_type), "v")
+            values_to_column(["x" if spark_type is text else None, given], spark_type, find_arrow_type(spark_type), "v")
 
 
 @pytest.mark.parametrize(
     "value", [5, True, np.bool_(False), 1e20, np.float64(-0.0), decimal.Decimal("1.50"), b"x", "y"]
 )
-def test_text_within_others_is_that_of_a_column(value: Any) -> None:
-    """As in the steps of a chain, whose states are structs."""
+def test_nested_text_equals_the_text_of_a_column(value: Any) -> None:
+    """Chains need this: the states of their steps are structs."""
     text = StringType()
-    [alone] = column_to_values(values_to_column([value], text, arrow_type(text), "v"), text)
+    [text_read] = column_to_values(values_to_column([value], text, find_arrow_type(text), "v"), text)
     inside: list[tuple[DataType, Any, Any]] = [
-        (ArrayType(text), [value, None], [alone, None]),
-        (MapType(text, text), {value: value}, {alone: alone}),
-        (StructType().add("x", text), (value,), Row(x=alone)),
+        (ArrayType(text), [value, None], [text_read, None]),
+        (MapType(text, text), {value: value}, {text_read: text_read}),
+        (StructType().add("x", text), (value,), Row(x=text_read)),
     ]
     for spark_type, given, expected in inside:
-        assert column_to_values(values_to_column([given], spark_type, arrow_type(spark_type), "v"), spark_type) == [
-            expected
-        ]
+        assert column_to_values(
+            values_to_column([given], spark_type, find_arrow_type(spark_type), "v"), spark_type
+        ) == [expected]
 
 
-def test_keys_of_a_map_stay_as_many() -> None:
+def test_map_keys_that_become_equal_are_refused() -> None:
     hundredths, text = MapType(DecimalType(5, 2), LongType()), MapType(StringType(), LongType())
     near = {decimal.Decimal("1.001"): 1, decimal.Decimal("1.002"): 2}
     pairs: list[tuple[DataType, Any]] = [(hundredths, near), (text, {5: 1, "5": 2}), (ArrayType(hundredths), [near])]
     for spark_type, given in pairs:
         with pytest.raises(StateValueError, match=r"two of its keys are the same as (decimal\(5,2\)|string)"):
-            values_to_column([given], spark_type, arrow_type(spark_type), "v")
+            values_to_column([given], spark_type, find_arrow_type(spark_type), "v")
     for spark_type in (text, hundredths, MapType(LongType(), LongType()), MapType(BinaryType(), LongType())):
         with pytest.raises(StateValueError, match=r"v of type map.* cannot hold \{None: 1\}.*: a key is NULL"):
-            values_to_column([{None: 1}], spark_type, arrow_type(spark_type), "v")
+            values_to_column([{None: 1}], spark_type, find_arrow_type(spark_type), "v")
 
 
-def test_keys_of_a_map_may_be_nested() -> None:
+def test_map_keys_may_be_nested() -> None:
     lists = ArrayType(ArrayType(LongType()))
     cases: list[tuple[MapType, Any]] = [
         (MapType(lists, LongType()), {((1, None), ()): 1, ((2,),): 2}),
         (MapType(StructType().add("x", ArrayType(BinaryType())), LongType()), {Row(x=(b"a",)): 1, Row(x=None): 2}),
     ]
     for spark_type, given in cases:
-        column = values_to_column([given, None], spark_type, arrow_type(spark_type), "v")
+        column = values_to_column([given, None], spark_type, find_arrow_type(spark_type), "v")
         assert column_to_values(column, spark_type) == [given, None]
 
 
-def test_no_number_becomes_infinite() -> None:
+def test_a_number_beyond_a_float_is_refused() -> None:
     single = FloatType()
     largest = float(np.finfo(np.float32).max)
     given = [largest, -largest, float("inf"), float("-inf"), float("nan"), None, 5, True]
-    column = values_to_column(given, single, arrow_type(single), "v")
+    column = values_to_column(given, single, find_arrow_type(single), "v")
     assert repr(column.to_pylist()) == repr(
         [largest, -largest, float("inf"), float("-inf"), float("nan"), None, 5.0, 1.0]
     )
     lists = ArrayType(single)
-    assert repr(values_to_column([given[:6]], lists, arrow_type(lists), "v").to_pylist()) == repr([given[:6]])
+    assert repr(values_to_column([given[:6]], lists, find_arrow_type(lists), "v").to_pylist()) == repr([given[:6]])
     for value in (1e300, -3.5e38, np.float64(1e39)):
         for spark_type, one in ((single, value), (lists, [value]), (StructType().add("x", single), (value,))):
             with pytest.raises(StateValueError, match=r"v of type .* cannot hold .*: it is more than a float holds"):
-                values_to_column([None, one], spark_type, arrow_type(spark_type), "v")
+                values_to_column([None, one], spark_type, find_arrow_type(spark_type), "v")
 
 
 @pytest.mark.parametrize("spark_type", [TimestampType(), TimestampNTZType()], ids=str)
-def test_times_that_python_does_not_have(spark_type: DataType) -> None:
+def test_a_time_that_python_cannot_represent_is_an_error(spark_type: DataType) -> None:
     for year in (0, 10_000):
         us = (year - 1970) * 31_556_952_000_000
-        column = pa.array([0, us], pa.int64()).cast(arrow_type(spark_type))
+        column = pa.array([0, us], pa.int64()).cast(find_arrow_type(spark_type))
         with pytest.raises(StateValueError, match=r"a state column 'v' of type timestamp\w* has a value that Python"):
             column_to_values(column, spark_type, "state column 'v'")
 
 
-def test_text_that_is_not_utf_8_is_told() -> None:
-    """Spark passes on the bytes of a string column as they are."""
+def test_text_that_is_not_utf_8_is_an_error() -> None:
+    """Spark passes on the bytes of a string column unchanged."""
     bad = pa.array([b"x", b"\xff"]).view(pa.string())
     with pytest.raises(StateValueError, match=r"a column 's' of type string has text that is not UTF-8: .*0xff"):
         column_to_values(bad, StringType(), "column 's'")
 
 
 def test_a_time_that_could_not_be_read_again_is_refused() -> None:
-    """East of Greenwich the last hours of the year 9999 by UTC are in the year 10000."""
+    """East of Greenwich, the last hours of the year 9999 by UTC are in the year 10000."""
     script = (
         "import datetime as dt, os, time\nos.environ['TZ'] = 'Asia/Tokyo'\ntime.tzset()\n"
         "import pyarrow as pa\nfrom pyspark.sql.types import TimestampType\n"
@@ -376,9 +385,9 @@ def test_a_time_that_could_not_be_read_again_is_refused() -> None:
     ],
     ids=str,
 )
-def test_a_value_that_does_not_fit_is_named(spark_type: DataType, value: Any) -> None:
+def test_the_error_of_a_value_that_does_not_fit_has_the_value(spark_type: DataType, value: Any) -> None:
     with pytest.raises(StateValueError, match="'total'") as raised:
-        values_to_column([None, value], spark_type, arrow_type(spark_type), "state column 'total'")
+        values_to_column([None, value], spark_type, find_arrow_type(spark_type), "state column 'total'")
     assert repr(value) in str(raised.value)
 
 
@@ -391,7 +400,7 @@ WHOLE: list[tuple[DataType, Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("spark_type", "value", "found"), WHOLE, ids=lambda it: type(it).__name__)
-def test_whole_numbers_of_other_types_within_others(spark_type: DataType, value: Any, found: Any) -> None:
-    column = values_to_column([None, value], spark_type, arrow_type(spark_type), "v")
-    assert column_to_values(column, spark_type) == [None, found]
+@pytest.mark.parametrize(("spark_type", "value", "expected"), WHOLE, ids=lambda value: type(value).__name__)
+def test_nested_integers_accept_whole_numbers_of_other_types(spark_type: DataType, value: Any, expected: Any) -> None:
+    column = values_to_column([None, value], spark_type, find_arrow_type(spark_type), "v")
+    assert column_to_values(column, spark_type) == [None, expected]
