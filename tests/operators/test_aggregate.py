@@ -1,4 +1,4 @@
-"""Aggregation against plain Python over all rows, batch after batch."""
+"""Aggregation over many batches, compared with plain Python over all rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from memory_bucket import plain
-from planned import TIME, aggregation, at
+from memory_bucket import to_comparable
+from planned import TIME, at, make_aggregation
 
 from spark_state_ext import Agg
 from spark_state_ext.errors import ExecutorPackageError, StateValueError, UnsupportedTypeError, UsageError
@@ -75,23 +75,23 @@ ROWS = st.fixed_dictionaries(
         },
     }
 )
-# Tasks that aggregate their rows before the shuffle; none: that is not done.
+# The number of tasks that aggregate their rows before the shuffle; with 0, no task does.
 TASKS = st.sampled_from([0, 1, 2, 5])
 BATCHES = st.lists(st.lists(ROWS, max_size=12), min_size=1, max_size=4)
 
 
-def table(rows: list[dict[str, Any]]) -> Any:
+def make_table(rows: list[dict[str, Any]]) -> Any:
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
-def ordered(value: Any) -> Any:
-    """A key to compare values by, as Spark does."""
+def sort_key(value: Any) -> Any:
+    """Return a key that sorts values as Spark does."""
     if isinstance(value, float):
         return (math.isnan(value), 0.0 if math.isnan(value) else value)
     return value.encode() if isinstance(value, str) else value
 
 
-def mean(values: list[Any]) -> Any:
+def compute_mean(values: list[Any]) -> Any:
     if not values:
         return None
     if isinstance(values[0], decimal.Decimal):
@@ -100,10 +100,10 @@ def mean(values: list[Any]) -> Any:
             return (sum(values, decimal.Decimal(0)) / len(values)).quantize(
                 decimal.Decimal(1).scaleb(-scale), decimal.ROUND_HALF_UP
             )
-    return math.nan if sums(values) is None else sums(values) / len(values)
+    return math.nan if compute_sum(values) is None else compute_sum(values) / len(values)
 
 
-def sums(values: list[Any]) -> Any:
+def compute_sum(values: list[Any]) -> Any:
     if not values:
         return None
     if isinstance(values[0], decimal.Decimal):
@@ -115,28 +115,28 @@ def sums(values: list[Any]) -> Any:
     return sum(values)
 
 
-def variance(values: list[Any]) -> Any:
+def compute_variance(values: list[Any]) -> Any:
     if len(values) < 2:
         return None
     numbers = [float(value) for value in values]
     return statistics.variance(numbers) if all(map(math.isfinite, numbers)) else math.nan
 
 
-def known(values: list[Any]) -> list[Any]:
+def drop_nulls(values: list[Any]) -> list[Any]:
     return [value for value in values if value is not None]
 
 
 MODEL: dict[str, Callable[[list[Any]], Any]] = {
-    "count": lambda values: len(known(values)),
-    "sum": lambda values: sums(known(values)),
-    "mean": lambda values: mean(known(values)),
-    "variance": lambda values: variance(known(values)),
-    "min": lambda values: min(known(values), key=ordered, default=None),
-    "max": lambda values: max(known(values), key=ordered, default=None),
+    "count": lambda values: len(drop_nulls(values)),
+    "sum": lambda values: compute_sum(drop_nulls(values)),
+    "mean": lambda values: compute_mean(drop_nulls(values)),
+    "variance": lambda values: compute_variance(drop_nulls(values)),
+    "min": lambda values: min(drop_nulls(values), key=sort_key, default=None),
+    "max": lambda values: max(drop_nulls(values), key=sort_key, default=None),
     "first": lambda values: values[0],
     "last": lambda values: values[-1],
-    "first_known": lambda values: next(iter(known(values)), None),
-    "last_known": lambda values: next(reversed(known(values)), None),
+    "first_known": lambda values: next(iter(drop_nulls(values)), None),
+    "last_known": lambda values: next(reversed(drop_nulls(values)), None),
 }
 ALL: dict[str, Aggregate] = {
     "rows": Agg.count(),
@@ -154,41 +154,41 @@ ALL: dict[str, Aggregate] = {
 }
 
 
-def same(mine: Any, wanted: Any) -> bool:
-    if isinstance(wanted, float) and isinstance(mine, float):
-        if math.isnan(wanted) or math.isnan(mine):
-            return math.isnan(wanted) and math.isnan(mine)
-        # Floats are added in another order.
-        return mine == wanted or math.isclose(mine, wanted, rel_tol=1e-6, abs_tol=1e-6)
-    return bool(mine == wanted)
+def is_close(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, float) and isinstance(actual, float):
+        if math.isnan(expected) or math.isnan(actual):
+            return math.isnan(expected) and math.isnan(actual)
+        # The model adds floats in another order.
+        return actual == expected or math.isclose(actual, expected, rel_tol=1e-6, abs_tol=1e-6)
+    return bool(actual == expected)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(BATCHES, TASKS)
-def test_all_functions_of_all_types(batches: list[list[dict[str, Any]]], tasks: int) -> None:
-    bucket = aggregation(SCHEMA, ["key"], ALL, tasks=tasks)
+def test_every_function_equals_the_model_for_every_type(batches: list[list[dict[str, Any]]], tasks: int) -> None:
+    bucket = make_aggregation(SCHEMA, ["key"], ALL, tasks=tasks)
     seen: dict[Any, list[dict[str, Any]]] = {}
     for batch in batches:
-        # As Arrow holds them, which has no more digits for a float.
-        rows = table(batch).to_pylist()
+        # Use the values as Arrow stores them: a float may lose digits.
+        rows = make_table(batch).to_pylist()
         for row in rows:
             seen.setdefault(row["key"], []).append(row)
-        given_rows = bucket.step(table(batch))
-        assert [row["key"] for row in given_rows] == list(dict.fromkeys(row["key"] for row in rows))
-        for row in given_rows:
-            mine = seen[row["key"]]
-            assert row["rows"] == row["rows_too"] == len(mine)
+        output = bucket.step(make_table(batch))
+        assert [row["key"] for row in output] == list(dict.fromkeys(row["key"] for row in rows))
+        for row in output:
+            actual = seen[row["key"]]
+            assert row["rows"] == row["rows_too"] == len(actual)
             for name in list(ALL)[2:]:
                 function, column = name.split()
-                values = [one[column] for one in mine]
-                if function == "variance" and not all(math.isfinite(float(v)) for v in known(values)):
-                    # Infinite or NaN by the order of the rows, as Spark's.
+                values = [one[column] for one in actual]
+                if function == "variance" and not all(math.isfinite(float(v)) for v in drop_nulls(values)):
+                    # The result is infinite or NaN depending on the order of the rows, as in Spark.
                     assert row[name] is None or not math.isfinite(row[name])
                     continue
-                wanted = MODEL[function](values)
-                if function in ("mean", "variance") and wanted is not None and abs(wanted) > 1e30:
+                expected = MODEL[function](values)
+                if function in ("mean", "variance") and expected is not None and abs(expected) > 1e30:
                     continue
-                assert same(row[name], wanted), (name, values, row[name], wanted)
+                assert is_close(row[name], expected), (name, values, row[name], expected)
 
 
 # -- event time ----------------------------------------------------------------------------------------------
@@ -208,12 +208,12 @@ STEPS = st.lists(
 
 @settings(max_examples=100, deadline=None)
 @given(STEPS, st.booleans(), st.booleans(), TASKS)
-def test_groups_leave_with_the_watermark(
+def test_groups_end_with_the_watermark(
     steps: list[tuple[list[Any], int]], append: bool, windows: bool, tasks: int
 ) -> None:
-    """As Spark has it: late is what the last watermark has reached, and what this one has reached leaves."""
+    """As in Spark, the previous watermark decides which rows are late, and the current one which groups end."""
     schema = TIMED if not windows else TIMED.set(0, pa.field("at", WINDOW))
-    bucket = aggregation(schema, ["at", "key"], {"n": Agg.count(), "total": Agg.sum("value")}, "at", append, tasks)
+    bucket = make_aggregation(schema, ["at", "key"], {"n": Agg.count(), "total": Agg.sum("value")}, "at", append, tasks)
     state: dict[Any, list[Any]] = {}
     watermark = 0
     for rows, by in [*steps, ([], 60)]:
@@ -223,39 +223,39 @@ def test_groups_leave_with_the_watermark(
             if time is None or time > late:
                 state.setdefault((time, key), []).append(value)
                 touched.add((time, key))
-        over = {group for group in state if group[0] is not None and group[0] <= watermark}
-        wanted = {
-            (*group, len(state[group]), sum(known(state[group])) if known(state[group]) else None)
-            for group in (over if append else touched)
+        ended = {group for group in state if group[0] is not None and group[0] <= watermark}
+        expected = {
+            (*group, len(state[group]), sum(drop_nulls(state[group])) if drop_nulls(state[group]) else None)
+            for group in (ended if append else touched)
         }
-        for group in over:
+        for group in ended:
             del state[group]
         times = [at(time) for time, _, _ in rows]
         column: Any = pa.array(times, TIME)
         if windows:
             column = pa.array([None if time is None else {"start": at(0), "end": time} for time in times], WINDOW)
-        found = bucket.step(
+        output = bucket.step(
             pa.table([column, [key for _, key, _ in rows], [value for *_, value in rows]], schema=schema),
             watermark * 1000,
         )
-        ends = [row["at"]["end"] if windows and row["at"] is not None else row["at"] for row in found]
-        mine = [(end, row["key"], row["n"], row["total"]) for end, row in zip(ends, found, strict=True)]
-        assert sorted(mine, key=repr) == sorted(((at(time), *rest) for time, *rest in wanted), key=repr)
-        left = {
-            (plain(row["at"])[1][1] if windows and row["at"] else row["at"], row["key"])
+        ends = [row["at"]["end"] if windows and row["at"] is not None else row["at"] for row in output]
+        actual = [(end, row["key"], row["n"], row["total"]) for end, row in zip(ends, output, strict=True)]
+        assert sorted(actual, key=repr) == sorted(((at(time), *rest) for time, *rest in expected), key=repr)
+        remaining = {
+            (to_comparable(row["at"])[1][1] if windows and row["at"] else row["at"], row["key"])
             for row, _, _ in bucket.stored.values()
         }
-        assert left == {(at(time), key) for time, key in state}
+        assert remaining == {(at(time), key) for time, key in state}
 
 
-def test_a_new_aggregate_begins_with_the_rows_that_come() -> None:
-    """Its columns are NULL in the state that is there."""
+def test_an_added_aggregate_counts_from_the_next_rows() -> None:
+    """Its columns are NULL in the existing state."""
     schema = pa.schema([("key", pa.string()), ("value", pa.int64())])
-    bucket = aggregation(schema, ["key"], {"n": Agg.count()})
+    bucket = make_aggregation(schema, ["key"], {"n": Agg.count()})
     rows = pa.table({"key": ["a", "b"], "value": [1, 2]}, schema=schema)
     bucket.step(rows)
     more = {"n": Agg.count(), "mean": Agg.mean("value"), "last": Agg.last("value"), "var": Agg.variance("value")}
-    wider = aggregation(schema, ["key"], more)
+    wider = make_aggregation(schema, ["key"], more)
     wider.stored = {
         key: (row, {**dict.fromkeys(wider.state.names), **(state or {})}, timeout)
         for key, (row, state, timeout) in bucket.stored.items()
@@ -266,18 +266,18 @@ def test_a_new_aggregate_begins_with_the_rows_that_come() -> None:
 # -- numbers at their limits -----------------------------------------------------------------------------------
 
 
-def reduced(kernel: Kernel, values: Any, *starts: int) -> Buffers:
+def reduce(kernel: Kernel, values: Any, *starts: int) -> Buffers:
     return kernel.reduce(values, Segments(np.array(starts, dtype=np.int64), len(values)))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4), min_size=1, max_size=4))
-def test_sums_of_longs_are_exact_or_refused(groups: list[list[int]]) -> None:
+def test_sums_of_longs_are_exact_or_an_error(groups: list[list[int]]) -> None:
     schema = pa.schema([("key", pa.int64()), ("value", pa.int64())])
     keys = [key for key, group in enumerate(groups) for _ in group]
     rows = pa.table([pa.array(keys), pa.array([v for group in groups for v in group], pa.int64())], schema=schema)
     totals = [sum(group) for group in groups]
-    bucket = aggregation(schema, ["key"], {"total": Agg.sum("value")})
+    bucket = make_aggregation(schema, ["key"], {"total": Agg.sum("value")})
     over = [key for key, total in enumerate(totals) if not -(2**63) <= total < 2**63]
     if over:
         with pytest.raises(
@@ -293,7 +293,7 @@ def test_sums_of_longs_are_exact_or_refused(groups: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("precision", [18, 19, 28, 37, 38])
-def test_sums_of_decimals_at_their_limits(precision: int) -> None:
+def test_sums_of_decimals_are_exact_at_their_limits(precision: int) -> None:
     kind = pa.decimal128(precision, 2)
     most = decimal.Decimal("9" * precision).scaleb(-2, decimal.Context(60))
     kernel = find_kernel(Agg.sum("v"), kind, "x")
@@ -303,7 +303,7 @@ def test_sums_of_decimals_at_their_limits(precision: int) -> None:
     if precision == 38:
         schema = pa.schema([("key", pa.int64()), ("v", kind)])
         rows = pa.table([pa.array([7, 7, 7, 7, 8, 9]), values], schema=schema)
-        bucket = aggregation(schema, ["key"], {"x": Agg.sum("v")})
+        bucket = make_aggregation(schema, ["key"], {"x": Agg.sum("v")})
         assert [row["x"] for row in bucket.step(rows)] == [most, None, None]
         with pytest.raises(
             StateValueError, match=r"'x' of the key \{'key': 7\} exceeds the range of decimal128\(38, 2\)"
@@ -312,38 +312,38 @@ def test_sums_of_decimals_at_their_limits(precision: int) -> None:
         return
     with decimal.localcontext(decimal.Context(prec=60)):
         twice, thrice = 2 * most, 3 * most
-    assert reduced(kernel, values, 0, 3, 4)[0].to_pylist() == [twice, least, None]
-    assert reduced(kernel, values.slice(1), 0, 3)[0].to_pylist() == [decimal.Decimal("0.00"), None]
-    left, right = reduced(kernel, values, 0, 3, 4), reduced(kernel, values, 0, 2, 4)
+    assert reduce(kernel, values, 0, 3, 4)[0].to_pylist() == [twice, least, None]
+    assert reduce(kernel, values.slice(1), 0, 3)[0].to_pylist() == [decimal.Decimal("0.00"), None]
+    left, right = reduce(kernel, values, 0, 3, 4), reduce(kernel, values, 0, 2, 4)
     assert kernel.merge(left, right)[0].to_pylist() == [thrice, least, None]
 
 
 def test_means_of_decimals_are_rounded_half_up() -> None:
     kernel = find_kernel(Agg.mean("v"), pa.decimal128(8, 2), "x")
     cents = [decimal.Decimal(sign * (n == 0)) / 100 for sign in (1, -1) for n in range(32)]
-    found = kernel.finish(reduced(kernel, pa.array(cents, pa.decimal128(8, 2)), 0, 32))
-    # 0.0003125 and its negative.
-    assert found.to_pylist() == [decimal.Decimal("0.000313"), decimal.Decimal("-0.000313")]
-    assert found.type == pa.decimal128(12, 6)
+    means = kernel.finish(reduce(kernel, pa.array(cents, pa.decimal128(8, 2)), 0, 32))
+    # The exact means are 0.0003125 and its negative.
+    assert means.to_pylist() == [decimal.Decimal("0.000313"), decimal.Decimal("-0.000313")]
+    assert means.type == pa.decimal128(12, 6)
 
 
 HUGE, SMALL = decimal.Decimal(10**35), decimal.Decimal(5)
 BEYOND = r"the aggregate 'm' of the key \{.*'key': 'b'\} exceeds the range of decimal128\(38, 6\)"
 
 
-def test_a_mean_of_decimals_beyond_its_type_names_the_key() -> None:
-    """It has four digits less before the point than the values."""
+def test_the_error_of_a_decimal_mean_beyond_its_type_names_the_key() -> None:
+    """The type of the mean has four digits fewer before the point than that of the values."""
     schema = pa.schema([("key", pa.string()), ("v", pa.decimal128(38, 2))])
-    bucket = aggregation(schema, ["key"], {"n": Agg.count(), "m": Agg.mean("v")})
+    bucket = make_aggregation(schema, ["key"], {"n": Agg.count(), "m": Agg.mean("v")})
     bucket.step(pa.table({"key": ["z"], "v": [SMALL]}, schema=schema))
     with pytest.raises(StateValueError, match=BEYOND):
         bucket.step(pa.table({"key": ["a", "b", "c"], "v": [SMALL, HUGE, None]}, schema=schema))
 
 
 @pytest.mark.parametrize("append", [False, True])
-def test_a_mean_beyond_its_type_names_the_key_of_a_group_by_event_time(append: bool) -> None:
+def test_the_error_of_a_decimal_mean_names_the_key_of_a_group_with_event_time(append: bool) -> None:
     schema = pa.schema([("at", TIME), ("key", pa.string()), ("v", pa.decimal128(38, 2))])
-    bucket = aggregation(schema, ["at", "key"], {"m": Agg.mean("v")}, "at", append)
+    bucket = make_aggregation(schema, ["at", "key"], {"m": Agg.mean("v")}, "at", append)
 
     def step(watermark_s: int, *rows: tuple[int, str, decimal.Decimal]) -> None:
         times, keys, values = zip(*rows, strict=True)
@@ -351,7 +351,7 @@ def test_a_mean_beyond_its_type_names_the_key_of_a_group_by_event_time(append: b
         bucket.step(pa.table(columns, schema=schema), 1000 * watermark_s)
 
     if append:
-        # What is given is some of the keys with rows, and some of those that waited.
+        # The output has some of the keys with rows and some of those that waited.
         step(0, (9, "z", SMALL), (3, "w", SMALL), (3, "b", HUGE))
         with pytest.raises(StateValueError, match=BEYOND):
             step(5, (8, "x", SMALL), (4, "y", SMALL))
@@ -361,18 +361,18 @@ def test_a_mean_beyond_its_type_names_the_key_of_a_group_by_event_time(append: b
         step(5, (4, "y", SMALL), (7, "b", HUGE))
 
 
-def test_the_variance_of_large_numbers_loses_nothing() -> None:
-    """The naive formula gives 0, or less, here."""
+def test_the_variance_of_large_numbers_is_precise() -> None:
+    """The naive formula returns 0 or less here."""
     kernel = find_kernel(Agg.variance("v"), pa.float64(), "x")
     values = 1e9 + np.arange(1000) % 7
-    buffers = reduced(kernel, pa.array(values[:1]), 0)
+    buffers = reduce(kernel, pa.array(values[:1]), 0)
     for start in range(1, 1000, 37):
-        buffers = kernel.merge(buffers, reduced(kernel, pa.array(values[start : start + 37]), 0))
+        buffers = kernel.merge(buffers, reduce(kernel, pa.array(values[start : start + 37]), 0))
     assert kernel.finish(buffers)[0].as_py() == pytest.approx(statistics.variance(values), rel=1e-8)
 
 
 @pytest.mark.parametrize(
-    ("values", "wanted"),
+    ("values", "expected"),
     [
         ([1e308, 1e308, 1e308], 0.0),
         ([None, 1e308, None, 1e308], 0.0),
@@ -382,19 +382,19 @@ def test_the_variance_of_large_numbers_loses_nothing() -> None:
         ([1.0, 2.0, -math.inf], math.nan),
     ],
 )
-def test_the_variance_does_not_depend_on_batches(values: list[float | None], wanted: float) -> None:
-    """Sums of such values are beyond a double."""
+def test_the_variance_of_extreme_values_does_not_depend_on_batches(values: list[float | None], expected: float) -> None:
+    """The sums of such values exceed a double."""
     kernel = find_kernel(Agg.variance("v"), pa.float64(), "x")
     column = pa.array(values, pa.float64())
     with np.errstate(all="ignore"):
-        whole = reduced(kernel, column, 0)
-        single = reduced(kernel, column, *range(len(values)))
+        whole = reduce(kernel, column, 0)
+        single = reduce(kernel, column, *range(len(values)))
         merged = [part.slice(0, 1) for part in single]
         for at in range(1, len(values)):
             merged = kernel.merge(merged, [part.slice(at, 1) for part in single])
-        found = [kernel.finish(buffers)[0].as_py() for buffers in (whole, merged)]
-    assert same(found[0], wanted), found
-    assert same(found[1], wanted), found
+        variances = [kernel.finish(buffers)[0].as_py() for buffers in (whole, merged)]
+    assert is_close(variances[0], expected), variances
+    assert is_close(variances[1], expected), variances
 
 
 EXTREME = st.none() | st.floats(allow_nan=False, allow_infinity=False)
@@ -402,40 +402,40 @@ EXTREME = st.none() | st.floats(allow_nan=False, allow_infinity=False)
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(EXTREME, min_size=1, max_size=5), min_size=1, max_size=5))
-def test_the_variance_of_any_numbers_is_that_of_any_batches(batches: list[list[float | None]]) -> None:
+def test_the_variance_of_any_numbers_does_not_depend_on_batches(batches: list[list[float | None]]) -> None:
     kernel = find_kernel(Agg.variance("v"), pa.float64(), "x")
     values = [value for batch in batches for value in batch]
     with np.errstate(all="ignore"):
         starts = np.cumsum([0, *map(len, batches)])[:-1].tolist()
-        parts = reduced(kernel, pa.array(values, pa.float64()), *starts)
+        parts = reduce(kernel, pa.array(values, pa.float64()), *starts)
         merged = [part.slice(0, 1) for part in parts]
         for at in range(1, len(batches)):
             merged = kernel.merge(merged, [part.slice(at, 1) for part in parts])
-        whole = kernel.finish(reduced(kernel, pa.array(values, pa.float64()), 0))[0].as_py()
-        found = kernel.finish(merged)[0].as_py()
-    if whole is None or found is None:
-        assert whole is found
+        whole = kernel.finish(reduce(kernel, pa.array(values, pa.float64()), 0))[0].as_py()
+        batched = kernel.finish(merged)[0].as_py()
+    if whole is None or batched is None:
+        assert whole is batched
         return
-    # As far off as rounding the mean may be.
+    # Allow the error that rounding of the mean may cause.
     rounded = 1e-15 * max(abs(value) for value in values if value is not None)
-    off = rounded * rounded * len(values)
-    near = whole == found or math.isclose(whole, found, rel_tol=1e-9, abs_tol=off)
-    assert near or min(whole, found) > 1e306 or off == math.inf, (whole, found)
-    assert not math.isnan(whole + found)
+    tolerance = rounded * rounded * len(values)
+    near = whole == batched or math.isclose(whole, batched, rel_tol=1e-9, abs_tol=tolerance)
+    assert near or min(whole, batched) > 1e306 or tolerance == math.inf, (whole, batched)
+    assert not math.isnan(whole + batched)
 
 
 # -- distinct values -------------------------------------------------------------------------------------------
 
 
-def test_about_so_many_distinct_values() -> None:
+def test_approx_count_distinct_is_within_its_error() -> None:
     pytest.importorskip("datasketches")
     schema = pa.schema([("key", pa.string()), ("number", pa.int64()), ("text", pa.string()), ("real", pa.float64())])
-    ways = {name: Agg.approx_count_distinct(name, lg_k=11) for name in schema.names[1:]}
-    bucket = aggregation(schema, ["key"], ways)
-    found: list[dict[str, Any]] = []
+    aggregates = {name: Agg.approx_count_distinct(name, lg_k=11) for name in schema.names[1:]}
+    bucket = make_aggregation(schema, ["key"], aggregates)
+    output: list[dict[str, Any]] = []
     for batch in range(3):
         numbers = np.arange(batch * 5_000, batch * 5_000 + 10_000) % 15_000
-        found = bucket.step(
+        output = bucket.step(
             pa.table(
                 {
                     "key": ["many"] * 10_000 + ["few"] * 4 + ["none"],
@@ -446,15 +446,15 @@ def test_about_so_many_distinct_values() -> None:
                 schema=schema,
             )
         )
-    many, few, none = found
-    for name in ways:
+    many, few, none = output
+    for name in aggregates:
         assert many[name] == pytest.approx(15_000, rel=0.1)
         assert few[name] == 2
         assert none[name] == 0
 
 
 @pytest.mark.parametrize("column", ["small", "wide", "bytes", "day", "time", "flag", "single"])
-def test_distinct_values_of_any_type(column: str) -> None:
+def test_approx_count_distinct_counts_values_of_any_type(column: str) -> None:
     pytest.importorskip("datasketches")
     rows = [
         {
@@ -475,16 +475,16 @@ def test_distinct_values_of_any_type(column: str) -> None:
         },
     ]
     rows = [{**row, "flag": row["small"] == 1, "single": float(row["small"])} for row in rows]  # type: ignore[arg-type]
-    bucket = aggregation(SCHEMA, ["key"], {"n": Agg.approx_count_distinct(column)})
-    assert bucket.step(table([*rows, rows[0]])) == [{"key": "a", "n": 2}]
+    bucket = make_aggregation(SCHEMA, ["key"], {"n": Agg.approx_count_distinct(column)})
+    assert bucket.step(make_table([*rows, rows[0]])) == [{"key": "a", "n": 2}]
 
 
-def test_sketches_of_two_sizes_do_not_go_together() -> None:
+def test_sketches_of_another_size_are_refused() -> None:
     pytest.importorskip("datasketches")
-    rows = table([{"key": "a", "text": str(number)} for number in range(5_000)])
+    rows = make_table([{"key": "a", "text": str(number)} for number in range(5_000)])
     for before, after in ((12, 10), (10, 12)):
         first, then = (
-            aggregation(SCHEMA, ["key"], {"n": Agg.approx_count_distinct("text", lg_k=lg_k)})
+            make_aggregation(SCHEMA, ["key"], {"n": Agg.approx_count_distinct("text", lg_k=lg_k)})
             for lg_k in (before, after)
         )
         first.step(rows)
@@ -493,14 +493,14 @@ def test_sketches_of_two_sizes_do_not_go_together() -> None:
             then.step(rows)
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_missing_package_has_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasketches", None)
-    bucket = aggregation(SCHEMA, ["key"], {"n": Agg.approx_count_distinct("text")})
+    bucket = make_aggregation(SCHEMA, ["key"], {"n": Agg.approx_count_distinct("text")})
     with pytest.raises(ExecutorPackageError, match=r"pip install 'spark_state_ext\[sketches\]'"):
-        bucket.step(table([{"key": "a", "text": "x"}]))
+        bucket.step(make_table([{"key": "a", "text": "x"}]))
 
 
-# -- what is refused -------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -514,17 +514,17 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.
         (Aggregate("median", "v"), pa.int64()),
     ],
 )
-def test_types_without_the_function(aggregate: Aggregate, kind: Any) -> None:
+def test_a_function_refuses_a_type_that_it_does_not_support(aggregate: Aggregate, kind: Any) -> None:
     with pytest.raises(UnsupportedTypeError, match="'x'"):
         find_kernel(aggregate, kind, "x")
 
 
-def test_a_function_that_needs_a_column() -> None:
+def test_a_function_that_needs_a_column_is_refused_without_one() -> None:
     with pytest.raises(UsageError, match="needs a column"):
         find_kernel(Aggregate("sum"), None, "x")
 
 
-def test_text_that_is_none_is_counted_too() -> None:
+def test_text_that_is_not_utf_8_is_counted_too() -> None:
     """Spark's text columns hold any bytes."""
     kernel = DistinctSketch(11)
     items = [b"a\xff", b"a\xfe", b"\xc3\xa4", b"a\xff"]
@@ -532,4 +532,4 @@ def test_text_that_is_none_is_counted_too() -> None:
     buffers = kernel.reduce(text, Segments(np.array([0]), len(items)))
     assert kernel.finish(buffers).to_pylist() == [3]
     valid = kernel.reduce(pa.array(["ä"]), Segments(np.array([0]), 1))
-    assert kernel.finish(kernel.merge(buffers, valid)).to_pylist() == [3], "what is text counts as it does alone"
+    assert kernel.finish(kernel.merge(buffers, valid)).to_pylist() == [3], "valid text is counted as usual"

@@ -1,4 +1,4 @@
-"""The operators need no PySpark, nor the sketches' package."""
+"""The operators need neither PySpark nor the sketches' package."""
 
 from __future__ import annotations
 

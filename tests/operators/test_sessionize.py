@@ -1,4 +1,4 @@
-"""Sessions against a merge in plain Python."""
+"""Sessions, compared with a merge in plain Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned import TIME, at, seconds, sessions
+from planned import TIME, at, make_sessions, seconds
 
 from spark_state_ext import Agg
 from spark_state_ext.errors import StateValueError
@@ -41,7 +41,7 @@ STEPS = st.lists(
 )
 
 
-def batch(rows: list[tuple[str, float, int | None]]) -> Any:
+def make_batch(rows: list[tuple[str, float, int | None]]) -> Any:
     ends = pa.array([at(time + GAP_S) for _, time, _ in rows], TIME)
     return pa.table(
         [pa.array([key for key, *_ in rows], pa.string()), ends, pa.array([value for *_, value in rows], pa.int64())],
@@ -49,7 +49,7 @@ def batch(rows: list[tuple[str, float, int | None]]) -> Any:
     )
 
 
-def results(values: list[int | None]) -> tuple[Any, ...]:
+def compute_results(values: list[int | None]) -> tuple[Any, ...]:
     known = [value for value in values if value is not None]
     spread = statistics.variance(known) if len(known) > 1 else None
     return (
@@ -60,9 +60,9 @@ def results(values: list[int | None]) -> tuple[Any, ...]:
 
 @settings(max_examples=120, deadline=None)
 @given(STEPS)
-def test_sessions_merge_and_end(steps: list[tuple[list[Any], int]]) -> None:
-    """Several open ones of a key, late rows, rows that bridge sessions, and touching ones."""
-    bucket = sessions(SCHEMA, ["key"], "end", GAP_S, AGGREGATES)
+def test_sessions_merge_and_end_as_in_the_model(steps: list[tuple[list[Any], int]]) -> None:
+    """The batches have several open sessions of a key, late rows, rows that join sessions, and sessions that touch."""
+    bucket = make_sessions(SCHEMA, ["key"], "end", GAP_S, AGGREGATES)
     state: dict[str, list[tuple[float, float, list[Any]]]] = {}
     watermark = 0
     for rows, by in [*steps, ([], 200)]:
@@ -70,61 +70,63 @@ def test_sessions_merge_and_end(steps: list[tuple[list[Any], int]]) -> None:
         for key, time, value in rows:
             if time + GAP_S > late:
                 state.setdefault(key, []).append((time, time + GAP_S, [value]))
-        wanted = []
+        expected = []
         for key in list(state):
             merged: list[tuple[float, float, list[Any]]] = []
-            # Stable: stored sessions come first, and then rows as they came.
+            # The sort is stable: stored sessions come first, then rows in their order.
             for start, end, values in sorted(state[key], key=lambda session: session[0]):
                 if merged and start <= merged[-1][1]:
                     merged[-1] = merged[-1][0], max(merged[-1][1], end), merged[-1][2] + values
                 else:
                     merged.append((start, end, values))
-            wanted += [(key, start, end, *results(values)) for start, end, values in merged if end <= watermark]
+            expected += [
+                (key, start, end, *compute_results(values)) for start, end, values in merged if end <= watermark
+            ]
             state[key] = [session for session in merged if session[1] > watermark]
-        state = {key: open_ for key, open_ in state.items() if open_}
-        found = bucket.step(batch(rows), watermark * 1000)
-        mine = [
+        state = {key: sessions for key, sessions in state.items() if sessions}
+        output = bucket.step(make_batch(rows), watermark * 1000)
+        actual = [
             (
                 *(row["key"], seconds(row["session_window"]["start"]), seconds(row["session_window"]["end"])),
                 *(round(row[name], 6) if isinstance(row[name], float) else row[name] for name in AGGREGATES),
             )
-            for row in found
+            for row in output
         ]
-        assert sorted(mine, key=repr) == sorted(wanted, key=repr)
-        kept = {
+        assert sorted(actual, key=repr) == sorted(expected, key=repr)
+        stored_starts = {
             row["key"]: [seconds(one["session_start"]) for one in held["sessions"]]
             for row, held, _ in bucket.stored.values()
             if held
         }
-        assert kept == {key: [start for start, _, _ in open_] for key, open_ in state.items()}
+        assert stored_starts == {key: [start for start, _, _ in sessions] for key, sessions in state.items()}
 
 
-def test_sessions_of_another_gap_go_on() -> None:
-    """The gap may change while sessions are open; what is stored stays as long as it is."""
-    bucket = sessions(SCHEMA, ["key"], "end", GAP_S, {"n": Agg.count()})
-    bucket.step(batch([("a", 10, 1), ("a", 12, 1), ("a", 30, 1)]))
-    bucket.function = sessions(SCHEMA, ["key"], "end", 20, {"n": Agg.count()}).function
-    rows = batch([("a", 18, 1), ("a", 16, 1)])
+def test_open_sessions_continue_with_another_gap() -> None:
+    """The gap may change while sessions are open; stored sessions keep their ends."""
+    bucket = make_sessions(SCHEMA, ["key"], "end", GAP_S, {"n": Agg.count()})
+    bucket.step(make_batch([("a", 10, 1), ("a", 12, 1), ("a", 30, 1)]))
+    bucket.function = make_sessions(SCHEMA, ["key"], "end", 20, {"n": Agg.count()}).function
+    rows = make_batch([("a", 18, 1), ("a", 16, 1)])
     ends = pa.array([at(38), at(36)], TIME)
-    found = bucket.step(rows.set_column(1, "end", ends), 0) + bucket.step(batch([]), 100_000)
+    output = bucket.step(rows.set_column(1, "end", ends), 0) + bucket.step(make_batch([]), 100_000)
     assert [
-        (seconds(row["session_window"]["start"]), seconds(row["session_window"]["end"]), row["n"]) for row in found
+        (seconds(row["session_window"]["start"]), seconds(row["session_window"]["end"]), row["n"]) for row in output
     ] == [(10, 38, 5)]
 
 
-def test_a_sum_beyond_a_long_names_the_key() -> None:
-    bucket = sessions(SCHEMA, ["key"], "end", GAP_S, {"total": Agg.sum("value")})
+def test_the_error_of_a_sum_beyond_a_long_names_the_key() -> None:
+    bucket = make_sessions(SCHEMA, ["key"], "end", GAP_S, {"total": Agg.sum("value")})
     with pytest.raises(StateValueError, match=r"'total' of the key \{'key': 'b'\} exceeds the range of int64"):
-        bucket.step(batch([("a", 1, 1), ("a", 20, 2), ("b", 1, 2**62), ("b", 2, 2**62)]))
-    bucket.step(batch([("a", 1, 1), ("a", 20, 2), ("b", 1, 2**62), ("b", 8, 2**62)]))
+        bucket.step(make_batch([("a", 1, 1), ("a", 20, 2), ("b", 1, 2**62), ("b", 2, 2**62)]))
+    bucket.step(make_batch([("a", 1, 1), ("a", 20, 2), ("b", 1, 2**62), ("b", 8, 2**62)]))
     with pytest.raises(StateValueError, match=r"'total' of the key \{'key': 'b'\} exceeds the range of int64"):
-        bucket.step(batch([("a", 1, 1), ("b", 5, 0)]))
+        bucket.step(make_batch([("a", 1, 1), ("b", 5, 0)]))
 
 
-def test_a_mean_of_decimals_beyond_its_type_names_the_key() -> None:
-    """The sessions that end are some of those there are."""
+def test_the_error_of_a_decimal_mean_beyond_its_type_names_the_key() -> None:
+    """Only some of the sessions end."""
     schema = SCHEMA.set(2, pa.field("value", pa.decimal128(38, 2)))
-    bucket = sessions(schema, ["key"], "end", GAP_S, {"n": Agg.count(), "m": Agg.mean("value")})
+    bucket = make_sessions(schema, ["key"], "end", GAP_S, {"n": Agg.count(), "m": Agg.mean("value")})
     rows = [("z", 90, 1), ("a", 1, 1), ("c", 80, 1), ("b", 70, 1), ("b", 2, 10**35), ("d", 90, 10**35)]
     columns = [[key for key, *_ in rows], pa.array([at(time + GAP_S) for _, time, _ in rows], TIME)]
     values = pa.array([Decimal(value) for *_, value in rows], schema.field("value").type)

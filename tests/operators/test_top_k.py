@@ -1,4 +1,4 @@
-"""The best rows of each key, against all rows so far sorted in plain Python."""
+"""The top rows of each key, compared with all rows so far sorted in plain Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_bucket import MemoryBucket
-from planned import TIME, at, top
+from planned import TIME, at, make_top
 
 from spark_state_ext.operators.arrays import order_within, sort_codes
 from spark_state_ext.operators.top_k import TOP, TopK
@@ -29,8 +29,8 @@ BATCHES = st.lists(
 )
 
 
-def rank_of(value: Any) -> Any:
-    """A key to sort by: NULL, then numbers, then NaN."""
+def make_sort_key(value: Any) -> Any:
+    """Return a sort key: NULL first, then numbers, then NaN."""
     if value is None:
         return (0, 0)
     if isinstance(value, float):
@@ -40,59 +40,61 @@ def rank_of(value: Any) -> Any:
 
 @settings(max_examples=120, deadline=None)
 @given(BATCHES, st.integers(1, 4), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0, 1, 2, 5]))
-def test_row_numbers_over_all_input(
+def test_ranks_equal_the_row_numbers_over_all_input(
     batches: list[list[Any]], k: int, down: bool, down_text: bool, changed_only: bool, tasks: int
 ) -> None:
     order = [("value", down), ("text", down_text)]
-    bucket = top(SCHEMA, ["key"], k, order, changed_only, tasks)
+    bucket = make_top(SCHEMA, ["key"], k, order, changed_only, tasks)
     seen: dict[Any, list[Any]] = {}
     written: dict[Any, Any] = {}
     number = 0
     for rows in batches:
-        before = {key: best(mine, k, order) for key, mine in seen.items()}
+        before = {key: rank_rows(mine, k, order) for key, mine in seen.items()}
         table = []
         for key, value, text in rows:
             number += 1
             table.append({"number": number, "key": key, "value": value, "text": text})
             seen.setdefault(key, []).append(table[-1])
-        found = bucket.step(pa.Table.from_pylist(table, schema=SCHEMA))
-        after = {key: best(mine, k, order) for key, mine in seen.items()}
-        given_rows = [(row["key"], row["rank"], row["number"]) for row in found]
-        assert len(given_rows) == len(set(given_rows))
-        wanted = {
-            (key, rank, one)
+        output = bucket.step(pa.Table.from_pylist(table, schema=SCHEMA))
+        after = {key: rank_rows(mine, k, order) for key, mine in seen.items()}
+        output_ranks = [(row["key"], row["rank"], row["number"]) for row in output]
+        assert len(output_ranks) == len(set(output_ranks))
+        expected = {
+            (key, rank, row_number)
             for key, ranked in after.items()
             if ranked != before.get(key)
-            for rank, one in enumerate(ranked, 1)
-            if not changed_only or before.get(key, [])[rank - 1 : rank] != [one]
+            for rank, row_number in enumerate(ranked, 1)
+            if not changed_only or before.get(key, [])[rank - 1 : rank] != [row_number]
         }
-        assert set(given_rows) == wanted
-        for row in found:
+        assert set(output_ranks) == expected
+        for row in output:
             written[row["key"], row["rank"]] = row["number"]
-            (given_row,) = (one for one in seen[row["key"]] if one["number"] == row["number"])
-            assert repr({name: row[name] for name in SCHEMA.names}) == repr(given_row)
+            (input_row,) = (seen_row for seen_row in seen[row["key"]] if seen_row["number"] == row["number"])
+            assert repr({name: row[name] for name in SCHEMA.names}) == repr(input_row)
     assert written == {
-        (key, rank): one for key, mine in seen.items() for rank, one in enumerate(best(mine, k, order), 1)
+        (key, rank): row_number
+        for key, mine in seen.items()
+        for rank, row_number in enumerate(rank_rows(mine, k, order), 1)
     }
 
 
-def best(rows: list[Any], k: int, order: list[tuple[str, bool]]) -> list[int]:
+def rank_rows(rows: list[Any], k: int, order: list[tuple[str, bool]]) -> list[int]:
     ranked = list(rows)
     for name, down in reversed(order):
-        # Python keeps equal ones in their order, also in reverse.
-        ranked.sort(key=lambda row: rank_of(row[name]), reverse=down)
+        # Python keeps the order of equal rows, even in reverse.
+        ranked.sort(key=lambda row: make_sort_key(row[name]), reverse=down)
     return [row["number"] for row in ranked[:k]]
 
 
-def test_a_smaller_k_takes_hold_when_a_top_changes() -> None:
+def test_a_smaller_k_applies_when_the_top_rows_change() -> None:
     order = [("number", True)]
-    bucket = top(SCHEMA, ["key"], 3, order, False)
+    bucket = make_top(SCHEMA, ["key"], 3, order, False)
 
     def rows(*numbers: int) -> Any:
         return pa.Table.from_pylist([{"number": n, "key": "a"} for n in numbers], schema=SCHEMA)
 
     bucket.step(rows(1, 2, 3))
-    bucket.function = top(SCHEMA, ["key"], 2, order, False).function
+    bucket.function = make_top(SCHEMA, ["key"], 2, order, False).function
     assert bucket.step(rows(2)) == []
     assert [(row["rank"], row["number"]) for row in bucket.step(rows(9))] == [(1, 9), (2, 3)]
 
@@ -115,24 +117,24 @@ def test_a_smaller_k_takes_hold_when_a_top_changes() -> None:
     ],
 )
 @pytest.mark.parametrize("descending", [False, True])
-def test_every_type_has_its_order(kind: Any, values: list[Any], descending: bool) -> None:
-    """NULL is the smallest. With several of each, and keys whose codes do not fit into one number."""
+def test_sort_codes_order_every_type_as_spark_does(kind: Any, values: list[Any], descending: bool) -> None:
+    """NULL is the smallest; values repeat, and the codes with the keys do not fit into one number."""
     column = pa.array([None, *values, values[0], None], kind)
     codes = sort_codes(column, descending)
     ranks = [0, *range(1, len(values) + 1), 1, 0]
-    wanted = sorted(range(len(ranks)), key=lambda place: -ranks[place] if descending else ranks[place])
+    expected = sorted(range(len(ranks)), key=lambda place: -ranks[place] if descending else ranks[place])
     order = order_within(np.zeros(len(column), dtype=np.int64), codes)
-    assert order.tolist() == wanted
+    assert order.tolist() == expected
     keys = np.arange(len(column)) % 3
     order = order_within(keys, codes)
-    assert order.tolist() == sorted(wanted, key=lambda place: place % 3)
+    assert order.tolist() == sorted(expected, key=lambda place: place % 3)
     assert sort_codes(pa.array([], kind), descending)[0].tolist() == []
 
 
-def test_a_key_of_the_state_columns_name() -> None:
-    """What is stored goes by the place of the keys, whatever these are called."""
+def test_a_key_may_have_the_name_of_a_state_column() -> None:
+    """The state is stored by the positions of the keys, not by their names."""
     schema = pa.schema([("top", pa.int64()), ("n", pa.int64())])
-    bucket = top(schema, ["top"], 1, [("n", True)], changed_only=False)
+    bucket = make_top(schema, ["top"], 1, [("n", True)], changed_only=False)
     rows = pa.table([[2, 1, 2], [5, 6, 7]], schema=schema)
     for _ in range(2):
         found = bucket.step(rows)
@@ -140,8 +142,8 @@ def test_a_key_of_the_state_columns_name() -> None:
     assert found == []
 
 
-def test_a_name_that_begins_with_a_dot_is_no_path() -> None:
-    """PyArrow takes it for one where it may."""
+def test_a_column_name_may_begin_with_a_dot() -> None:
+    """PyArrow would interpret such a name as a path."""
     kinds = [(".v", pa.int64()), ("v", pa.int64())]
     bucket = MemoryBucket(
         TopK(2, (("v", True),), (".v", "v"), ("key", ".v", "v"), "rank"),
@@ -150,5 +152,5 @@ def test_a_name_that_begins_with_a_dot_is_no_path() -> None:
     )
     schema = pa.schema([("key", pa.string()), *kinds])
     bucket.step(pa.Table.from_pylist([{"key": "a", ".v": 111, "v": 5}], schema=schema))
-    given = bucket.step(pa.Table.from_pylist([{"key": "a", ".v": 222, "v": 9}], schema=schema))
-    assert [(row[".v"], row["v"], row["rank"]) for row in given] == [(222, 9, 1), (111, 5, 2)]
+    output = bucket.step(pa.Table.from_pylist([{"key": "a", ".v": 222, "v": 9}], schema=schema))
+    assert [(row[".v"], row["v"], row["rank"]) for row in output] == [(222, 9, 1), (111, 5, 2)]
