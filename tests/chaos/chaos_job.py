@@ -1,8 +1,8 @@
-"""Half an hour of faults in a minute: a worker process that commits to two stores that fail, and a driver that kills it.
+"""Half an hour of faults in a minute: a worker process commits to two stores that fail, and a driver kills it.
 
-Everything is real but Spark: processes, LMDB, files, uploads in threads. The driver plays Spark: it hands the worker the
-pointers of the last committed batch, and keeps what the worker returns, all of it or nothing. Time is compressed: what would
-take a minute takes a minute times `SCALE`.
+Everything but Spark is real: processes, LMDB, files, uploads in threads. The driver plays Spark: it gives the worker the
+pointers of the last committed batch, and keeps either all pointers that the worker returns or none. Time is compressed:
+a minute is shortened to a minute times `SCALE`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KEYS = 40
 RETAINED = 5
 STORES = ("east", "west")
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()), pa.field("pad", pa.binary())))
-# As the defaults are, an upload may take a minute while commits go on, and ten at all.
+# As with the defaults, commits continue during the first minute of an upload, which may take ten minutes.
 OPTIONS = CommitOptions(
     commit_delay_ms_max=int(1000 * MINUTE_S), commit_timeout_ms=int(10_000 * MINUTE_S), inline_bytes_max=24 << 10
 )
@@ -73,19 +73,19 @@ class ChaosStore(ObjectDisk):
 
     def _put(self, path: Path, value: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fate = random.random()
-        if fate < 0.08:
+        fault = random.random()
+        if fault < 0.08:
             raise ConnectionRefusedError("no connection")
-        if fate < 0.12:
+        if fault < 0.12:
             _write(path, value[: random.randrange(len(value))])
             raise BrokenPipeError("the connection broke in the middle")
-        if fate < 0.15:
-            # And says nothing of it.
+        if fault < 0.15:
+            # No error reports the torn file.
             _write(path, value[: random.randrange(len(value))])
             return
-        if fate < 0.30:
+        if fault < 0.30:
             time.sleep(random.random() * MINUTE_S)
-        elif fate < 0.31:
+        elif fault < 0.31:
             time.sleep(5 * MINUTE_S)
         _write(path, value)
         if random.random() < 0.03:
@@ -98,18 +98,18 @@ def _write(path: Path, value: bytes) -> None:
     hidden.rename(path)
 
 
-def changes_of(batch: int, bucket: int) -> dict[int, int | None]:
-    """What a batch does to a bucket: always the same."""
+def make_changes(batch: int, bucket: int) -> dict[int, int | None]:
+    """Return a batch's changes of a bucket; they are the same in each call."""
     numbers = random.Random(f"{batch} {bucket}")
     keys = numbers.sample(range(KEYS), numbers.randrange(1, 8))
     return {key: None if numbers.random() < 0.15 else batch for key in keys}
 
 
-def expected(batches: int, bucket: int) -> Model:
-    """The batch computation: everything from the beginning, without a store."""
+def compute_state(batches: int, bucket: int) -> Model:
+    """Return the state by the batch computation: all batches from the first one, without a store."""
     model: Model = {}
     for batch in range(batches):
-        for key, value in changes_of(batch, bucket).items():
+        for key, value in make_changes(batch, bucket).items():
             if value is None:
                 model.pop(key, None)
             else:
@@ -117,27 +117,27 @@ def expected(batches: int, bucket: int) -> Model:
     return model
 
 
-def _rows(batch: int, bucket: int, scratch: Path) -> SpillBuffer:
-    changes = changes_of(batch, bucket)
+def make_rows(batch: int, bucket: int, scratch: Path) -> SpillBuffer:
+    changes = make_changes(batch, bucket)
     keys, values = list(changes), list(changes.values())
-    gone = [value is None for value in values]
-    # Now and then a delta that is too large to go inline.
+    removed = [value is None for value in values]
+    # Some deltas are too large to be inline.
     pad = random.Random(batch * BUCKETS + bucket).randbytes(30_000) if (batch + bucket) % 11 == 0 else b""
     columns = [
         pa.array([key * 0x9E3779B97F4A7C15 % 2**64 for key in keys], pa.uint64()),
         pa.array(keys, pa.int64()),
         pa.array(values, pa.int64()),
-        pa.array([None if it else pad for it in gone], pa.binary()),
+        pa.array([None if is_removed else pad for is_removed in removed], pa.binary()),
         pa.nulls(len(keys), pa.int64()),
-        pa.array([not it for it in gone]),
-        pa.array(gone),
+        pa.array([not is_removed for is_removed in removed]),
+        pa.array(removed),
     ]
     rows = SpillBuffer(scratch, 1 << 20)
     rows.append(sort_by_hash(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
     return rows
 
 
-def _scanned(view: View) -> Model:
+def scan_model(view: View) -> Model:
     return {
         key: value
         for batch in view.scan()
@@ -149,7 +149,7 @@ def _scanned(view: View) -> Model:
 
 
 def worker(folder: str, seed: int, pipe: Connection) -> None:
-    """Serves batches until it is killed."""
+    """Serve batches until the driver kills this process."""
     random.seed(seed)
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
     base = Path(folder)
@@ -158,35 +158,35 @@ def worker(folder: str, seed: int, pipe: Connection) -> None:
     while True:
         batch, pointers, changes = pipe.recv()
         try:
-            made = {}
-            left: list[Upload] = []
+            pointers_made = {}
+            deferred: list[Upload] = []
             for bucket, data in pointers.items():
                 pointer = Pointer.decode(data)
-                replicas = [_replica(base, name, bucket, uploads) for name in STORES]
-                one = Bucket(
+                replicas = [make_replica(base, name, bucket, uploads) for name in STORES]
+                bucket_of_call = Bucket(
                     stores[bucket],
                     replicas,
                     pointer,
                     Writer("query", "run", batch, "host"),
                     CommitContext(base, options=OPTIONS, batches_retained=RETAINED, uploads=uploads, runner=background),
                 )
-                if one.read(_scanned) != expected(batch, bucket):
+                if bucket_of_call.read(scan_model) != compute_state(batch, bucket):
                     pipe.send(("wrong", f"batch {batch} of bucket {bucket} reads another state"))
                     return
-                rows = _rows(batch, bucket, base) if changes else SpillBuffer(base, 1 << 20)
-                # All but the last call leave waiting to it.
-                new = one.commit(rows, may_defer=bucket < BUCKETS - 1)
-                left += new.deferred
-                made[bucket] = replace(new.pointer, batch=batch).encode()
+                rows = make_rows(batch, bucket, base) if changes else SpillBuffer(base, 1 << 20)
+                # All calls but the last leave the wait for their uploads to the last one.
+                commit = bucket_of_call.commit(rows, may_defer=bucket < BUCKETS - 1)
+                deferred += commit.deferred
+                pointers_made[bucket] = replace(commit.pointer, batch=batch).encode()
                 if batch % 7 == bucket % 7:
-                    _clean_up(replicas, pointer, one)
-            one.committer.await_all(left)
-            pipe.send(("done", made))
+                    clean_up_bucket(replicas, pointer, bucket_of_call)
+            bucket_of_call.committer.await_all(deferred)
+            pipe.send(("done", pointers_made))
         except StateError as error:
             pipe.send(("failed", repr(error)))
 
 
-def _replica(base: Path, name: str, bucket: int, uploads: WorkerUploads) -> Replica:
+def make_replica(base: Path, name: str, bucket: int, uploads: WorkerUploads) -> Replica:
     options = {"root": str(base / name), "storage_options": {"implementation": "chaos_job.ChaosStore"}}
     context = BackendContext(
         name, options, "counts", "home", bucket, uploads.pool(name), base, OPTIONS.commit_timeout_ms / 1000
@@ -195,12 +195,12 @@ def _replica(base: Path, name: str, bucket: int, uploads: WorkerUploads) -> Repl
     return Replica(name, backend.backup_manager(context), backend.restore_manager(context))
 
 
-def _clean_up(replicas: list[Replica], pointer: Pointer, bucket: Bucket) -> None:
+def clean_up_bucket(replicas: list[Replica], pointer: Pointer, bucket: Bucket) -> None:
     for replica in replicas:
         status = pointer.replication.get(replica.name)
         if status is None or not is_complete(status) or status.through is None:
             continue
-        # A torn file that nobody owns stops it; that is for a person to see.
+        # A torn file that no pointer refers to stops the clean-up; an operator has to look at it.
         with contextlib.suppress(StateError):
             replica.backup.clean_up(CleanUp(pointer, status.through, RETAINED, lambda: None)).result()
 
@@ -209,13 +209,13 @@ def _clean_up(replicas: list[Replica], pointer: Pointer, bucket: Bucket) -> None
 
 
 @dataclass
-class Seen:
-    """What happened.
+class Counts:
+    """The numbers of events.
 
     Parameters
     ----------
     batches, kills, failures, disks_lost
-        How many batches were committed, workers killed, attempts failed and local disks lost.
+        Number of batches that were committed, workers killed, attempts that failed, and local disks lost.
     """
 
     batches: int = 0
@@ -225,20 +225,20 @@ class Seen:
 
 
 class Driver:
-    """Spark's part.
+    """The part of Spark.
 
     Parameters
     ----------
     folder
-        For everything.
+        Folder for all files.
     seed
-        Of what goes wrong.
+        Seed of the faults.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder = folder
         self.numbers = random.Random(seed)
-        self.seen = Seen()
+        self.counts = Counts()
         self.pointers = {
             bucket: Pointer("counts", bucket, BUCKETS, 0, -1, None, query_folder="home").encode()
             for bucket in range(BUCKETS)
@@ -247,58 +247,58 @@ class Driver:
         self._start()
 
     def run(self, minutes: float) -> None:
-        """So many minutes of the world outside."""
-        ends_s = time.monotonic() + minutes * MINUTE_S
-        while time.monotonic() < ends_s:
+        """Run for that many minutes of uncompressed time."""
+        deadline_s = time.monotonic() + minutes * MINUTE_S
+        while time.monotonic() < deadline_s:
             self.step()
 
     def step(self) -> None:
-        """A batch, and now and then a kill."""
+        """Run a batch; in a quarter of the calls, kill the worker during it."""
         self.batch(kills=self.numbers.random() < 0.25)
 
     def batch(self, kills: bool = False, changes: bool = True) -> None:
-        """The next batch, attempt after attempt; one without changes does not count."""
+        """Run attempts at the next batch until one succeeds; a batch without changes is not counted."""
         while True:
-            self._pipe.send((self.seen.batches, self.pointers, changes))
-            # Most batches are short: so most kills come early.
+            self._pipe.send((self.counts.batches, self.pointers, changes))
+            # Most batches are short, so most kills are early.
             if kills and not self._pipe.poll(0.5 * self.numbers.random() ** 4):
                 kills = False
                 self._kill()
                 continue
             try:
-                told, what = self._pipe.recv()
+                outcome, answer = self._pipe.recv()
             except EOFError as error:
                 raise AssertionError("the worker ended by itself") from error
-            assert told != "wrong", what
-            if told == "failed":
-                self.seen.failures += 1
+            assert outcome != "wrong", answer
+            if outcome == "failed":
+                self.counts.failures += 1
                 continue
-            self.pointers = what
-            self.seen.batches += changes
+            self.pointers = answer
+            self.counts.batches += changes
             return
 
     def stop(self) -> None:
-        """Kill what runs."""
+        """Kill the worker."""
         os.kill(self._process.pid or 0, signal.SIGKILL)
         self._process.join()
 
     def _start(self) -> None:
-        self._pipe, theirs = self._context.Pipe()
+        self._pipe, worker_end = self._context.Pipe()
         seed = self.numbers.getrandbits(32)
-        self._process = self._context.Process(target=worker, args=(str(self.folder), seed, theirs), daemon=True)
+        self._process = self._context.Process(target=worker, args=(str(self.folder), seed, worker_end), daemon=True)
         self._process.start()
-        theirs.close()
+        worker_end.close()
 
     def _kill(self) -> None:
         self.stop()
-        self.seen.kills += 1
-        if self.seen.kills % 3 == 1:
+        self.counts.kills += 1
+        if self.counts.kills % 3 == 1:
             shutil.rmtree(self.folder / "local", ignore_errors=True)
-            self.seen.disks_lost += 1
+            self.counts.disks_lost += 1
         self._start()
 
-    def restored(self, names: tuple[str, ...]) -> Iterator[tuple[int, Model]]:
-        """Each bucket's state from some of the stores alone, on an empty disk, with no help from Spark's state."""
+    def restore(self, names: tuple[str, ...]) -> Iterator[tuple[int, Model]]:
+        """Yield each bucket's state, restored only from these stores on an empty disk, without inline deltas."""
         for bucket, data in self.pointers.items():
             pointer = replace(Pointer.decode(data), inline=())
             store = LocalStore.at(self.folder / f"fresh-{'-'.join(names)}" / str(bucket), SCHEMA)
@@ -310,5 +310,5 @@ class Driver:
                 )
             ]
             reader = Bucket(store, replicas, pointer, Writer("q", "r", 0, "h"), CommitContext(self.folder))
-            yield bucket, reader.read(_scanned)
+            yield bucket, reader.read(scan_model)
             store.close()

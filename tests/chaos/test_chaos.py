@@ -1,6 +1,6 @@
-"""Faults of all kinds, with time compressed: either store alone gives what the batch computation gives.
+"""Faults of all kinds in compressed time: each store alone restores the state of the batch computation.
 
-The suite goes on until there were enough batches, kills and lost disks; the long form goes on for half an hour, compressed.
+The suite runs until there were enough batches, kills and lost disks; the long form runs for half an hour of compressed time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
-from chaos_job import BUCKETS, STORES, Driver, expected
+from chaos_job import BUCKETS, STORES, Driver, compute_state
 
 from arrow_schemas import Pointer
 from tests.helpers.soak import SOAK, examples
@@ -20,30 +20,34 @@ BATCHES, KILLS, DISKS_LOST = examples(10, 20), examples(2, 4), 1
 
 
 @pytest.mark.slow
-def test_faults_of_all_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The worker makes the store by name.
+def test_each_store_restores_the_state_after_faults_of_all_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The worker imports the store's class by name.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     seed = int.from_bytes(os.urandom(3), "big")
     print(f"seed {seed}")
     driver = Driver(tmp_path, seed)
     try:
         driver.run(MINUTES)
-        seen = driver.seen
-        while seen.batches < BATCHES or seen.kills < KILLS or seen.disks_lost < DISKS_LOST:
+        counts = driver.counts
+        while counts.batches < BATCHES or counts.kills < KILLS or counts.disks_lost < DISKS_LOST:
             driver.step()
-        print(seen)
+        print(counts)
 
-        def quiet() -> bool:
+        def all_is_uploaded() -> bool:
             pointers = [Pointer.decode(data) for data in driver.pointers.values()]
-            if all(not it.inline and len(it.replication) == len(STORES) for it in pointers):
+            if all(not pointer.inline and len(pointer.replication) == len(STORES) for pointer in pointers):
                 return True
             driver.batch(changes=False)
             return False
 
-        # Until nothing is inline any more; the stores go on failing meanwhile.
-        eventually(quiet)
+        # Run until no delta is inline; the stores still fail meanwhile.
+        eventually(all_is_uploaded)
     finally:
         driver.stop()
     for names in (*((name,) for name in STORES), STORES):
-        found = dict(driver.restored(names))
-        assert found == {bucket: expected(driver.seen.batches, bucket) for bucket in range(BUCKETS)}, f"seed {seed}"
+        states = dict(driver.restore(names))
+        assert states == {bucket: compute_state(driver.counts.batches, bucket) for bucket in range(BUCKETS)}, (
+            f"seed {seed}"
+        )

@@ -1,8 +1,8 @@
-"""Two drivers on one query's state, as when a Spark checkpoint was copied: exactly one ever commits.
+"""Two drivers on one query's state, as after a copy of a Spark checkpoint: exactly one of them ever commits.
 
-Everything is real but Spark: processes, clocks, LMDB, files, servers of object stores. Each driver commits batch after
-batch from its own copy of the pointer, cleans up, and is idle now and then for longer than the lease, which its keeper
-renews. The one that is refused is planned and started again, over and over.
+Everything but Spark is real: processes, clocks, LMDB, files, servers of object stores. Each driver commits batch after
+batch from its own copy of the pointer and cleans up; sometimes it is idle for longer than the lease, which its keeper
+renews. The refused driver is planned and started again each time.
 
 ``PYTHONPATH=.:tests/core python tests/chaos/two_drivers.py --seconds 600`` runs it on every kind of store of the suite.
 """
@@ -47,15 +47,15 @@ _STORES = ("s3", "azure", "path", "smb", "webhdfs")
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a driver tells at its end.
+class DriverResult:
+    """The result of a driver.
 
     Parameters
     ----------
     commits, refusals, deleted
-        How often it committed and was refused, and how many files its clean-ups deleted.
+        Number of its commits, of its refusals, and of the files that its clean-ups deleted.
     pointer, model
-        What it committed last, and the state that this is.
+        The pointer that it committed last, and the state at that pointer.
     """
 
     commits: int
@@ -67,7 +67,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Start:
-    """What both drivers begin with."""
+    """The arguments of both drivers."""
 
     root: str
     options: Mapping[str, Any]
@@ -78,13 +78,13 @@ class Start:
     at_least: int
 
 
-def _query_folder(start: Start) -> Folder:
+def open_query_folder(start: Start) -> Folder:
     return Folder(start.root, start.options).child("counts", QUERY)
 
 
-def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
-    """A driver, its executor and its keeper; its query ends when both have had their time."""
-    query_folder, application = _query_folder(start), f"app of {name}"
+def drive(name: str, start: Start, results: Connection, both: Barrier) -> None:
+    """Run a driver with its executor and its keeper; the query ends when both drivers have had their time."""
+    query_folder, application = open_query_folder(start), f"app of {name}"
     draw, ended = random.Random(name), threading.Event()
     kept = KeptLeases(Folder(start.root, start.options).child("counts"), application, start.lease_ms)
 
@@ -98,7 +98,7 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         store, lease = LocalStore.at(Path(scratch) / "store", SCHEMA), None
         while time.monotonic() < deadline_s or not (refusals or commits >= start.at_least):
-            # Started again, it is planned again.
+            # A driver that starts again has a new plan.
             lease = lease or Lease(
                 query_folder, RunIdentity(application, uuid.uuid4().hex, QUERY, name), start.lease_ms
             )
@@ -112,14 +112,14 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
                     WRITER,
                     CommitContext(Path(scratch), batches_retained=RETAINED),
                 )
-                new = bucket.commit(buffer_of(changes, Path(scratch))).pointer
+                new_pointer = bucket.commit(buffer_of(changes, Path(scratch))).pointer
                 lease.hold()
-                pointer, model, commits = new, apply_changes(model, changes), commits + 1
+                pointer, model, commits = new_pointer, apply_changes(model, changes), commits + 1
                 if commits % 10 == 0:
                     request = clean_up_at(pointer, RETAINED, lease.check)
                     deleted += clean_up(query_folder.child("3"), request, Path(scratch), time.time() + 700)
                 if not start.seconds:
-                    time.sleep(0.05)  # so often is enough
+                    time.sleep(0.05)  # more commits would show no more
                 elif draw.random() < 0.01:
                     time.sleep(1.2 * start.lease_ms / 1000)
             except LiveRunError:
@@ -127,21 +127,25 @@ def drive(name: str, start: Start, tell: Connection, both: Barrier) -> None:
         both.wait(WAIT_S)
         ended.set()
         store.close()
-    tell.send(Told(commits, refusals, deleted, pointer, model))
+    results.send(DriverResult(commits, refusals, deleted, pointer, model))
 
 
 def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int, at_least: int = 1) -> dict[str, int]:
-    """Both drivers for so long, and until one has committed so often and the other was refused; returns what there was
-    to count.
+    """Run both drivers for that long and until one has committed that often and the other was refused.
+
+    Returns
+    -------
+    dict
+        Numbers of commits, refusals and deleted files.
 
     Raises
     ------
     AssertionError
-        When both committed, or what the one committed cannot be restored.
+        If both committed, or the committed state cannot be restored.
     """
     with tempfile.TemporaryDirectory() as scratch:
         start = Start(root, options, first_pointer(), {}, lease_ms, seconds, at_least)
-        query_folder, pointer, model = _query_folder(start), start.pointer, start.model
+        query_folder, pointer, model = open_query_folder(start), start.pointer, start.model
         with contextlib.closing(LocalStore.at(Path(scratch) / "common", SCHEMA)) as store:
             for at in range(5):
                 changes = {KEYS[at]: Row(at, "before")}
@@ -154,63 +158,63 @@ def run(root: str, options: Mapping[str, Any], seconds: float, lease_ms: int, at
                 )
                 pointer, model = bucket.commit(buffer_of(changes, Path(scratch))).pointer, apply_changes(model, changes)
         start = Start(root, options, pointer, model, lease_ms, seconds, at_least)
-        spawned = multiprocessing.get_context("spawn")
-        both = spawned.Barrier(2)
-        pipes = [spawned.Pipe(duplex=False) for _ in range(2)]
+        context = multiprocessing.get_context("spawn")
+        both = context.Barrier(2)
+        pipes = [context.Pipe(duplex=False) for _ in range(2)]
         drivers = [
-            spawned.Process(target=drive, args=(name, start, pipe[1], both))
+            context.Process(target=drive, args=(name, start, pipe[1], both))
             for name, pipe in zip(("one", "two"), pipes, strict=True)
         ]
         for driver in drivers:
             driver.start()
         for _, child in pipes:
-            # So that the end of a driver that fails is seen.
+            # Close this end, so that the failure of a driver ends `recv`.
             child.close()
-        told: list[Told] = [pipe[0].recv() for pipe in pipes]
+        results: list[DriverResult] = [pipe[0].recv() for pipe in pipes]
         for driver in drivers:
             driver.join()
-        committed = [it for it in told if it.commits]
-        assert len(committed) == 1, f"both committed: {[it.commits for it in told]}"
+        committed = [result for result in results if result.commits]
+        assert len(committed) == 1, f"both committed: {[result.commits for result in results]}"
         (winner,) = committed
         with contextlib.closing(LocalStore.at(Path(scratch) / "fresh", SCHEMA)) as fresh:
             replicas = sole_replica(query_folder.child("3"), Path(scratch))
-            found = Bucket(
+            state = Bucket(
                 fresh, replicas, winner.pointer, WRITER, CommitContext(Path(scratch), batches_retained=RETAINED)
             ).read(scan)
-        assert found == winner.model
+        assert state == winner.model
     return {
         "commits": winner.commits,
-        "refusals": sum(it.refusals for it in told),
-        "files_deleted": sum(it.deleted for it in told),
+        "refusals": sum(result.refusals for result in results),
+        "files_deleted": sum(result.deleted for result in results),
     }
 
 
 def main() -> None:
-    """Run it on every kind of store, and print a line for each."""
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--seconds", type=float, default=600.0, help="for each kind of store")
-    arguments.add_argument("--lease-ms", type=int, default=5_000)
-    arguments.add_argument("--stores", nargs="+", choices=_STORES, default=_STORES, help="kinds of stores")
-    given = arguments.parse_args()
+    """Run both drivers on every kind of store, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0, help="seconds for each kind of store")
+    parser.add_argument("--lease-ms", type=int, default=5_000)
+    parser.add_argument("--stores", nargs="+", choices=_STORES, default=_STORES, help="kinds of stores")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         stores: dict[str, tuple[str, dict[str, Any]]] = {
             "path": (f"{folder}/path", {}),
             "smb": (f"{folder}/smb", {"implementation": "shares.Share"}),
             "webhdfs": (f"{folder}/webhdfs", {"implementation": "shares.ByNameNode"}),
         }
-        if "s3" in given.stores:
+        if "s3" in arguments.stores:
             with s3_server() as s3:
-                _print("s3", run(s3.root("two"), s3.options, given.seconds, given.lease_ms))
-        if "azure" in given.stores and azurite() is not None:
+                print_counts("s3", run(s3.root("two"), s3.options, arguments.seconds, arguments.lease_ms))
+        if "azure" in arguments.stores and azurite() is not None:
             with azure_server(Path(folder) / "azurite") as azure:
-                _print("azure", run(azure.root("two"), azure.options, given.seconds, given.lease_ms))
+                print_counts("azure", run(azure.root("two"), azure.options, arguments.seconds, arguments.lease_ms))
         for kind, (root, options) in stores.items():
-            if kind in given.stores:
-                _print(kind, run(root, options, given.seconds, given.lease_ms))
+            if kind in arguments.stores:
+                print_counts(kind, run(root, options, arguments.seconds, arguments.lease_ms))
 
 
-def _print(store: str, counted: Mapping[str, int]) -> None:
-    print(json.dumps({"store": store, **counted}), flush=True)
+def print_counts(store: str, counts: Mapping[str, int]) -> None:
+    print(json.dumps({"store": store, **counts}), flush=True)
 
 
 if __name__ == "__main__":

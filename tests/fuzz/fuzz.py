@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing of one decoder: ``python tests/fuzz/fuzz.py pointer --seconds 60``.
 
-What it finds is written to a file called ``crash-…`` (or ``oom-…``, ``timeout-…``), and the exit code is not 0. Such a
-file is tried again with ``python tests/fuzz/fuzz.py pointer --replay FILE``.
+It writes an input that fails to a file ``crash-…`` (or ``oom-…``, ``timeout-…``), and exits with a code other than 0.
+``python tests/fuzz/fuzz.py pointer --replay FILE`` tries such a file again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent.parent)]
 
 import atheris  # noqa: E402
 
-# Coverage is that of our own code: what these packages import was not written to be instrumented.
+# Instrument only our own code: the packages that it imports were not written for instrumentation.
 with atheris.instrument_imports(include=["arrow_schemas", "spark_state_ext"]):
     from fuzz_targets import PLANTED, TARGETS, Target
 
@@ -26,10 +26,10 @@ _LENGTH_MAX = 16 << 10
 
 
 def fuzz(target: Target, seconds: int, runs: int, seed: int, corpus: Path, findings: Path) -> None:
-    """Run a target until the time is up, or it has run so often; 0 seconds and -1 runs have no end. Ends the process."""
+    """Run a target for that many seconds (0: no limit) or runs (-1: no limit), and end the process."""
     corpus.mkdir(parents=True, exist_ok=True)
     for i, data in enumerate(target.seeds()):
-        target.check(data)  # a seed that does not decode would be of no use
+        target.check(data)  # a seed that does not decode would be useless
         (corpus / f"seed-{i}").write_bytes(data)
     options = [
         f"-max_total_time={seconds}",
@@ -43,27 +43,27 @@ def fuzz(target: Target, seconds: int, runs: int, seed: int, corpus: Path, findi
     ]
     change = target.change
 
-    def mutator(data: bytes, length_max: int, seed: int) -> bytes:
+    def mutate(data: bytes, length_max: int, seed: int) -> bytes:
         assert change is not None
-        made = change(
+        changed = change(
             data, random.Random(seed), lambda old: bytes(atheris.Mutate(old, min(length_max, 2 * len(old) + 8)))
         )
-        return made[:length_max]
+        return changed[:length_max]
 
-    own = {} if change is None else {"custom_mutator": mutator}
-    atheris.Setup([sys.argv[0], *options, str(corpus)], target, **own)
+    custom = {} if change is None else {"custom_mutator": mutate}
+    atheris.Setup([sys.argv[0], *options, str(corpus)], target, **custom)
     atheris.Fuzz()
 
 
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", choices=["all", *TARGETS, *PLANTED], help="all: one after the other")
-    parser.add_argument("--seconds", type=int, default=60, help="0: no end")
-    parser.add_argument("--runs", type=int, default=-1, help="end after so many inputs; -1: no end")
-    parser.add_argument("--seed", type=int, default=0, help="of the random numbers; 0: another one every time")
-    parser.add_argument("--corpus", type=Path, help="folder that keeps what was interesting, for the next time")
-    parser.add_argument("--findings", type=Path, default=Path(), help="folder for what was found")
+    parser.add_argument("target", choices=["all", *TARGETS, *PLANTED], help="all: every target in turn")
+    parser.add_argument("--seconds", type=int, default=60, help="0: no limit")
+    parser.add_argument("--runs", type=int, default=-1, help="number of inputs; -1: no limit")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers; 0: another seed each time")
+    parser.add_argument("--corpus", type=Path, help="folder that keeps interesting inputs for the next run")
+    parser.add_argument("--findings", type=Path, default=Path(), help="folder for inputs that fail")
     parser.add_argument("--replay", type=Path, help="only try the bytes of this file")
     arguments = parser.parse_args()
     if arguments.target == "all":

@@ -1,4 +1,4 @@
-"""Every fuzz target runs for a while, and finds nothing; `fuzz.py` runs one of them for as long as one likes."""
+"""Every fuzz target runs for a number of inputs without a finding; the script `fuzz.py` runs one for any time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from fuzz_targets import PLANTED, TARGETS
 from tests.helpers.soak import examples
 
 SCRIPT = Path(__file__).with_name("fuzz.py")
-# Inputs that are tried; `make soak` goes on with each target for a part of an hour.
+# Number of inputs; `make soak` fuzzes each target for a part of an hour.
 RUNS = examples(300, 20_000)
 
 needs_atheris = pytest.mark.skipif(
     importlib.util.find_spec("atheris") is None,
-    reason="atheris, which does the fuzzing, is not installed; its wheels are for Linux on x86_64 and Python 3.10 to 3.13",
+    reason="atheris, the fuzzer, is not installed; its wheels are for Linux on x86_64 and Python 3.10 to 3.13",
 )
 
 
-def _fuzz(name: str, folder: Path, runs: int) -> subprocess.CompletedProcess[str]:
+def run_fuzzer(name: str, folder: Path, runs: int) -> subprocess.CompletedProcess[str]:
     findings = folder / name
     findings.mkdir()
     options = ["--seconds", "0", "--runs", str(runs), "--corpus", str(findings / "corpus"), "--findings", str(findings)]
@@ -40,40 +40,42 @@ def _fuzz(name: str, folder: Path, runs: int) -> subprocess.CompletedProcess[str
     )
 
 
-def _coverage(output: str, event: str) -> int:
-    """Edges of our code that were reached, as libFuzzer counts them."""
-    found = re.search(rf"^#\d+\s+{event}\s+cov: (\d+) ", output, re.MULTILINE)
-    assert found, output
-    return int(found[1])
+def find_coverage(output: str, event: str) -> int:
+    """Return the number of edges of our code that libFuzzer has reached."""
+    match = re.search(rf"^#\d+\s+{event}\s+cov: (\d+) ", output, re.MULTILINE)
+    assert match, output
+    return int(match[1])
 
 
 @needs_atheris
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
-def test_nothing_is_found(name: str, tmp_path: Path) -> None:
-    done = _fuzz(name, tmp_path, RUNS)
+def test_the_fuzzer_finds_no_errors(name: str, tmp_path: Path) -> None:
+    done = run_fuzzer(name, tmp_path, RUNS)
     # The end of the output names the exception, and a file with the bytes that cause it.
     assert done.returncode == 0, done.stdout[-6_000:]
     executions = re.search(r"^stat::number_of_executed_units: (\d+)$", done.stdout, re.MULTILINE)
     assert executions, done.stdout
     assert int(executions[1]) >= RUNS
-    assert _coverage(done.stdout, "DONE") > _coverage(done.stdout, "INITED") > 0, "more is reached than by the seeds"
+    assert find_coverage(done.stdout, "DONE") > find_coverage(done.stdout, "INITED") > 0, (
+        "the fuzzer must reach more code than the seeds"
+    )
 
 
 @needs_atheris
 @pytest.mark.slow
-def test_a_planted_mistake_is_found(tmp_path: Path) -> None:
-    done = _fuzz("planted", tmp_path, 10_000_000)
+def test_the_fuzzer_finds_a_planted_mistake(tmp_path: Path) -> None:
+    done = run_fuzzer("planted", tmp_path, 10_000_000)
     assert done.returncode != 0
     assert "ZeroDivisionError" in done.stdout
-    (found,) = (tmp_path / "planted").glob("crash-*")
+    (crash,) = (tmp_path / "planted").glob("crash-*")
     with pytest.raises(ZeroDivisionError):
-        PLANTED["planted"](found.read_bytes())
+        PLANTED["planted"](crash.read_bytes())
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_every_seed_decodes(name: str) -> None:
-    """One that does not would lead nowhere."""
+    """A seed that does not decode would be useless."""
     target = TARGETS[name]
     seeds = target.seeds()
     assert seeds
@@ -82,9 +84,9 @@ def test_every_seed_decodes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, target in TARGETS.items() if target.change is not None])
-def test_changes_by_structure_lead_to_many_inputs(name: str) -> None:
+def test_changes_by_structure_produce_many_inputs(name: str) -> None:
     target = TARGETS[name]
     assert target.change is not None
     chance = random.Random(1)
-    made = {target.change(target.seeds()[0], chance, lambda data: data) for _ in range(200)}
-    assert len(made) > 50
+    inputs = {target.change(target.seeds()[0], chance, lambda data: data) for _ in range(200)}
+    assert len(inputs) > 50

@@ -1,4 +1,4 @@
-"""Building the package, with what is installed: nothing is fetched for that."""
+"""Building the package with the installed tools, without a download."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["build"]
 
 
 def build(kind: str, source: Path, target: Path, environment: Mapping[str, str] | None = None) -> Path:
-    """Build as pip does, with the setuptools that is installed.
+    """Build as pip does, with the installed setuptools.
 
     Parameters
     ----------
     kind
         ``"wheel"`` or ``"sdist"``.
     source, target
-        The tree, and the folder for what is made of it.
+        The source tree, and the folder for the built file.
     environment
-        Variables of the process that builds; None: those of this one.
+        Environment variables of the build; None for those of this process.
 
     Returns
     -------
     Path
-        What was made.
+        The built file.
     """
     code = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}))"
     done = subprocess.run(

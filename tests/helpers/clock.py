@@ -1,4 +1,4 @@
-"""A machine's monotonic clock on which no time passes but what a test lets pass: how fast the machine is does not matter."""
+"""A monotonic clock that only a test moves, so that the speed of the machine does not matter."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ __all__ = ["VirtualClock"]
 
 
 class VirtualClock:
-    """Time passes in `sleep`, and while a commit waits for uploads that hang."""
+    """A clock that moves in `sleep`, and while a commit waits for uploads that hang."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._coming: list[tuple[float, int, Callable[[], Any]]] = []
+        self._scheduled: list[tuple[float, int, Callable[[], Any]]] = []
         self._number = itertools.count()
 
     def __call__(self) -> float:
         return self.now_s
 
     def after(self, seconds: float, work: Callable[[], Any]) -> None:
-        """Call `work` when so much time has passed."""
-        heapq.heappush(self._coming, (self.now_s + seconds, next(self._number), work))
+        """Call `work` after that many seconds."""
+        heapq.heappush(self._scheduled, (self.now_s + seconds, next(self._number), work))
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass."""
+        """Let time pass, and do the work that is due."""
         until_s = self.now_s + seconds
-        while self._coming and self._coming[0][0] <= until_s:
-            self.now_s, _, work = heapq.heappop(self._coming)
+        while self._scheduled and self._scheduled[0][0] <= until_s:
+            self.now_s, _, work = heapq.heappop(self._scheduled)
             work()
         self.now_s = until_s
 
     def pause(self, uploads: Iterable[Upload], timeout_s: float) -> None:
-        """In place of `WorkerUploads.pause`: what does not hang comes to its end in no time, however long that takes."""
-        waited_for: list[Any] = list(uploads)
-        if waited_for and all(upload.manager.gate.is_set() for upload in waited_for):
-            wait([upload.done for upload in waited_for], WAIT_S, return_when=FIRST_EXCEPTION)
+        """Replace `WorkerUploads.pause`: uploads that do not hang complete without any time passing on this clock."""
+        awaited: list[Any] = list(uploads)
+        if awaited and all(upload.manager.gate.is_set() for upload in awaited):
+            wait([upload.done for upload in awaited], WAIT_S, return_when=FIRST_EXCEPTION)
             return
         self.sleep(timeout_s)
-        # Where another process has them, that one's threads want to come to something as well.
+        # If another process has the uploads, its threads need real time to progress.
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""What each folder of tests costs: seconds, and processor seconds of pytest's worker with everything that it started.
+"""The cost of each folder of tests: seconds, and processor seconds of pytest's worker and its descendants.
 
 ``scripts/run_tests.py`` names a folder in an environment variable; each worker leaves a file there, and the script adds
 them up.
@@ -20,12 +20,12 @@ _TICKS_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Costs:
-    """A pytest plugin that counts by folder.
+    """A pytest plugin that adds up the costs by folder.
 
     Parameters
     ----------
     results
-        Folder for the file of this worker.
+        Folder for this worker's file.
     """
 
     def __init__(self, results: Path) -> None:
@@ -36,7 +36,7 @@ class Costs:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self, location: tuple[str, int | None, str]) -> None:
-        """Count what was spent so far for the folder before, when another folder begins."""
+        """Add the costs so far to the previous folder when another folder begins."""
         path = Path(location[0])
         folder = str(path.parent if path.parent.name != "tests" else path.parent / "*.py")
         if folder != self._folder:
@@ -44,7 +44,7 @@ class Costs:
             self._folder = folder
 
     def pytest_sessionfinish(self) -> None:
-        """Write the file. Fixtures of the session are torn down later, and count in the script's sum only."""
+        """Write the file. The teardown of session fixtures comes later; only the script's total includes it."""
         self._count()
         self._by_folder.pop("", None)
         if self._by_folder:
@@ -54,7 +54,7 @@ class Costs:
         now = (time.monotonic(), count_processor_seconds())
         spent = self._by_folder.setdefault(self._folder, [0.0, 0.0])
         for at in (0, 1):
-            # Less than before: a process ended whose parent does not ask for what it used.
+            # A negative difference means that a process ended whose parent does not collect its usage.
             spent[at] += max(0.0, now[at] - self._before[at])
         self._before = now
 
@@ -65,7 +65,7 @@ def count_processor_seconds() -> float:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            # Its parent, and its own time with that of children that have ended.
+            # The parent's id, and the time of the process and of its children that have ended.
             stats[int(folder.name)] = (int(fields[1]), sum(map(int, fields[11:15])) * _TICKS_S)
     me, total = os.getpid(), 0.0
     for pid in stats:

@@ -1,4 +1,4 @@
-"""An own search for bytes in everything below some folders, which shares nothing with the package's scan."""
+"""A search for bytes in all files below some folders that shares no code with the package's scan."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ __all__ = ["files_with"]
 
 
 def files_with(text: str, *folders: Path) -> list[str]:
-    """Names of the files that hold a text, as it is or in columns that are compressed."""
-    wanted, found = text.encode(), []
+    """Return the names of files that contain a text, either directly or in compressed columns."""
+    wanted, names = text.encode(), []
     for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
         data = path.read_bytes()
-        if any(wanted in piece for piece in (data, *_decompressed(data))):
-            found.append(path.name)
-    return found
+        if any(wanted in piece for piece in (data, *decompress(data))):
+            names.append(path.name)
+    return names
 
 
-def _decompressed(data: bytes) -> Iterator[bytes]:
-    """All that lies in Arrow files within some bytes: the file itself, and deltas in pointers in it."""
+def decompress(data: bytes) -> Iterator[bytes]:
+    """Yield the content of all Arrow files within some bytes: of the file itself and of deltas in its pointers."""
     at = data.find(b"ARROW1\0\0")
     while at >= 0:
-        # As a stream, up to its end mark, so that it does not matter what comes behind.
+        # Read it as a stream up to its end mark, so that the bytes after it do not matter.
         reader = pa.ipc.open_stream(pa.py_buffer(data[at + 8 :]))
         for batch in reader:
-            yield from (_plain(column) for column in batch.columns)
+            yield from (join_buffers(column) for column in batch.columns)
             for column in batch.columns:
                 if pa.types.is_binary(column.type):
                     for value in column.drop_null().to_pylist():
-                        yield from _decompressed(value)
+                        yield from decompress(value)
         at = data.find(b"ARROW1\0\0", at + 8)
 
 
-def _plain(column: Any) -> bytes:
+def join_buffers(column: Any) -> bytes:
     return b"".join(
         struct.pack("<I", len(buffer)) + buffer.to_pybytes() for buffer in column.buffers() if buffer is not None
     )

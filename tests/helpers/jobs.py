@@ -1,4 +1,4 @@
-"""A planned operator, for tests that need one and plan none with Spark."""
+"""A planned operator for tests that do not plan it with Spark."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["job_of"]
 
 
 def job_of(options: StateOptions, **fields: Any) -> Job:
-    """A job whose function is called with pandas, of one key column, without a timeout.
+    """Return a job with a pandas function, one key column and no timeout.
 
     Parameters
     ----------
     options
-        Those of `ArrowState`.
+        Options of `ArrowState`.
     fields
-        Fields of the job that are others.
+        Fields of the job that differ from these.
     """
     job = Job(
         options=options,

@@ -1,4 +1,4 @@
-"""How the JVMs of tests run: they start fast, and do not compile well what runs a few times."""
+"""Options of the tests' JVMs: they start fast, and spend little time on the compilation of code that rarely runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from benchmarks.spark import FILE_MANAGER
 __all__ = ["JVM_OPTIONS", "LOCAL_FILES"]
 
 _ARCHIVE = Path(sys.prefix) / "classes.jsa"
-# Queries of tests are short, and so most of a JVM's time would go into compiling well what runs a few times; on two
-# cores that and a concurrent collector take the time from the tests. The archive is made by scripts/bootstrap.py.
+# Queries of tests are short, so that a JVM would spend most of its time on compiling code that runs only a few times; on
+# two cores, this and a concurrent collector slow the tests down. scripts/bootstrap.py makes the archive.
 JVM_OPTIONS: tuple[str, ...] = (
     "-XX:TieredStopAtLevel=1",
     "-XX:+UseSerialGC",
     *(("-Xshare:auto", "-Xlog:cds*=off", f"-XX:SharedArchiveFile={_ARCHIVE}") if _ARCHIVE.exists() else ()),
 )
 
-# By default Spark starts ten processes (chmod, readlink) for each checkpoint file on a local disk. The soak,
-# the tests of a cluster and those of documents have what Spark has by default.
+# By default Spark starts ten processes (chmod, readlink) for each checkpoint file on a local disk. The soak, the tests of
+# a cluster and those of documents use Spark's default.
 LOCAL_FILES = {"spark.sql.streaming.checkpointFileManagerClass": FILE_MANAGER}

@@ -1,4 +1,4 @@
-"""A process that is killed before one of its changes to local files, by the number of that change."""
+"""Simulate a process that is killed before one of its changes to local files, chosen by number."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ _CHANGES = ("replace", "link", "unlink", "remove", "rmdir", "mkdir")
 
 
 class KilledError(BaseException):
-    """The process is killed here. What it would do afterwards, in a `finally` too, is not done."""
+    """Raised where the process is killed. Later changes, even in a `finally`, are not made."""
 
 
 def killed_at(step: int, monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> bool:
-    """Do work until its change number `step`, counted from 0; whether it had so many.
+    """Do work until its change number `step`, counted from 0, and return whether it had that many changes.
 
     Parameters
     ----------
     step
-        The change before which the work ends. No later one is made.
+        The change before which the work ends. Later changes are not made either.
     monkeypatch
-        Puts what counts in the place of the system's calls.
+        Replaces the system calls by functions that count.
     work
-        What is done.
+        The work.
     """
-    left = step
+    remaining = step
 
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+    def count_calls(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            if left <= 0:
-                left = -1
+            nonlocal remaining
+            if remaining <= 0:
+                remaining = -1
                 raise KilledError
-            left -= 1
+            remaining -= 1
             return real(*args, **kwargs)
 
         return call
 
     with monkeypatch.context() as patched:
         for name in _CHANGES:
-            patched.setattr(os, name, counted(getattr(os, name)))
+            patched.setattr(os, name, count_calls(getattr(os, name)))
         with contextlib.suppress(KilledError):
             work()
-    return left < 0
+    return remaining < 0

@@ -1,4 +1,4 @@
-"""Object stores over real HTTP: S3, as the moto server speaks it, and Azure Blob Storage, as Azurite does."""
+"""Object stores over real HTTP: S3 by the moto server, and Azure Blob Storage by Azurite."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.helpers.waiting import WAIT_S
 __all__ = ["Azure", "S3", "azure_server", "s3_server"]
 
 _BUCKET = "states"
-# Azurite's own account, the same everywhere.
+# The public account of Azurite, the same in every installation.
 _ACCOUNT = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where a server is.
+    """A server of an object store.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Server:
     protocol: ClassVar[str]
 
     def root(self, name: str) -> str:
-        """URL of a folder in its bucket or container."""
+        """Return the URL of a folder in its bucket or container."""
         return f"{self.protocol}://{_BUCKET}/{name}"
 
 
@@ -98,36 +98,36 @@ class Azure(Server):
 
 @contextlib.contextmanager
 def s3_server(program: Sequence[str] = ("-m", "moto.server")) -> Iterator[S3]:
-    """A server in a process of its own, with a bucket; Python runs the program."""
-    port = _free_port()
-    with _running([sys.executable, "-W", "ignore", *program, "-H", "127.0.0.1", "-p", str(port)]) as server:
+    """Start a server in a separate process, and create a bucket; Python runs the program."""
+    port = find_free_port()
+    with run_server([sys.executable, "-W", "ignore", *program, "-H", "127.0.0.1", "-p", str(port)]) as server:
         s3 = S3(f"http://127.0.0.1:{port}")
         request = urllib.request.Request(f"{s3.endpoint}/{_BUCKET}", method="PUT")
-        _when_it_answers(server, lambda: urllib.request.urlopen(request, timeout=WAIT_S).close())
+        wait_for_answer(server, lambda: urllib.request.urlopen(request, timeout=WAIT_S).close())
         yield s3
 
 
 def azurite() -> str | None:
-    """The program, which comes from npm; None where it is not installed."""
+    """Return the path of the program, which npm installs; None if it is not installed."""
     in_environment = Path(sys.prefix) / "node_modules" / ".bin" / "azurite-blob"
     return str(in_environment) if in_environment.exists() else shutil.which("azurite-blob")
 
 
 @contextlib.contextmanager
 def azure_server(folder: Path) -> Iterator[Azure]:
-    """A server in a process of its own, with a container; its data is in a folder."""
-    program, port = azurite(), _free_port()
+    """Start a server in a separate process, with its data in a folder, and create a container."""
+    program, port = azurite(), find_free_port()
     assert program is not None, "azurite-blob is not installed: npm install azurite"
-    # The newest adlfs may speak a newer dialect than Azurite knows.
+    # The newest adlfs may use a newer version of the protocol than Azurite knows.
     command = [program, "--silent", "--skipApiVersionCheck", "--disableTelemetry"]
-    with _running([*command, "--blobPort", str(port), "--location", str(folder)]) as server:
+    with run_server([*command, "--blobPort", str(port), "--location", str(folder)]) as server:
         azure = Azure(f"http://127.0.0.1:{port}")
-        _when_it_answers(server, lambda: _answers(azure.endpoint))
+        wait_for_answer(server, lambda: request_endpoint(azure.endpoint))
         azure.create_container()
         yield azure
 
 
-def _free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -135,7 +135,7 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def run_server(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     node = Path(sys.prefix) / "bin"
     environment = {**os.environ, "PATH": os.pathsep.join([os.environ.get("PATH", ""), str(node)])}
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
@@ -146,13 +146,13 @@ def _running(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
         server.wait()
 
 
-def _answers(endpoint: str) -> None:
-    """Any answer will do; a server that is not there gives none."""
+def request_endpoint(endpoint: str) -> None:
+    """Request the endpoint; accept any HTTP status, because only a running server sends one."""
     with contextlib.suppress(urllib.error.HTTPError):
         urllib.request.urlopen(endpoint, timeout=WAIT_S).close()
 
 
-def _when_it_answers(server: subprocess.Popen[bytes], ask: Callable[[], None]) -> None:
+def wait_for_answer(server: subprocess.Popen[bytes], ask: Callable[[], None]) -> None:
     deadline_s = time.monotonic() + WAIT_S
     while True:
         try:

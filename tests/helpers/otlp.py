@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector of a test, and what leads worker processes to it."""
+"""An OpenTelemetry collector for tests, and an entry point that makes worker processes use it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class Collector:
-    """An OTLP endpoint over HTTP that keeps what it gets, and that hangs or refuses when told to."""
+    """An OTLP endpoint over HTTP that keeps its requests; it hangs or refuses them if a test sets it to do so."""
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -40,7 +40,7 @@ class Collector:
                 self.end_headers()
 
             def log_message(self, *args: Any) -> None:
-                """Nothing is printed."""
+                """Print nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
@@ -52,15 +52,15 @@ class Collector:
         self._server.server_close()
 
     def resources(self) -> list[dict[str, str]]:
-        """Attributes of the resources that told something."""
+        """Return the attributes of the resources that sent metrics."""
         return [
-            {it.key: it.value.string_value for it in resource.resource.attributes}
+            {attribute.key: attribute.value.string_value for attribute in resource.resource.attributes}
             for request in self.requests
             for resource in request.resource_metrics
         ]
 
     def names(self) -> set[str]:
-        """Names of the instruments that told something."""
+        """Return the names of the instruments that sent metrics."""
         return {
             metric.name
             for request in self.requests
@@ -70,36 +70,38 @@ class Collector:
         }
 
     def last(self, name: str) -> float:
-        """The newest value of an instrument, summed up over processes: that of a counter, or how often it was told."""
+        """Return the sum over processes of an instrument's newest value: of a counter or gauge, or the count of a histogram."""
         newest: dict[str, float] = {}
         for request in self.requests:
             for resource in request.resource_metrics:
                 (instance,) = [
-                    it.value.string_value for it in resource.resource.attributes if it.key == "service.instance.id"
+                    attribute.value.string_value
+                    for attribute in resource.resource.attributes
+                    if attribute.key == "service.instance.id"
                 ]
                 for scope in resource.scope_metrics:
                     for metric in scope.metrics:
                         if metric.name == f"spark_state_ext.{name}":
                             points = metric.sum.data_points or metric.gauge.data_points
-                            newest[instance] = sum(it.as_int for it in points) + sum(
-                                it.count for it in metric.histogram.data_points
+                            newest[instance] = sum(point.as_int for point in points) + sum(
+                                point.count for point in metric.histogram.data_points
                             )
         return sum(newest.values())
 
 
 def entry_point_in(folder: Path) -> Path:
-    """A folder for Python's path that says of the tree what an installed package says of itself.
+    """Make a folder for Python's path with the entry points that this package would have if it were installed.
 
     Parameters
     ----------
     folder
-        Where it is made.
+        Parent of the new folder.
     """
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     info = folder / "site" / "spark_state_ext-0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: spark-state-ext\nVersion: 0\n")
-    said = setup["options.entry_points"]["opentelemetry_meter_provider"]
-    (info / "entry_points.txt").write_text(f"[opentelemetry_meter_provider]\n{said.strip()}\n")
+    entry_points = setup["options.entry_points"]["opentelemetry_meter_provider"]
+    (info / "entry_points.txt").write_text(f"[opentelemetry_meter_provider]\n{entry_points.strip()}\n")
     return info.parent

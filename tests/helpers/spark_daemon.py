@@ -1,7 +1,7 @@
-"""Spark's daemon of Python workers, which has imported what all of them import before it forks them.
+"""Spark's daemon of Python workers, with the imports that all workers need made before the fork.
 
-Tests make hundreds of workers, and each would spend a second on importing pandas and PyArrow. This package itself is not among
-it: what it keeps in a process begins in each worker, as it does in production.
+Tests start hundreds of workers, and each would need a second to import pandas and PyArrow. The daemon does not import this
+package, so that its state in a process begins in each worker, as in production.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Waiting for something to happen. How long that takes never decides a test: its limit only ends one that would hang."""
+"""Waiting for an event. Its duration never decides a test: the limit only ends a test that would hang."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["WAIT_S", "eventually", "is_running", "removed", "wait_for_uploads"]
 
 
 def eventually(holds: Callable[[], object], every_s: float = 0.01) -> None:
-    """Return as soon as something holds."""
+    """Return as soon as a condition holds."""
     deadline_s = time.monotonic() + WAIT_S
     while not holds():
-        assert time.monotonic() < deadline_s, f"still not so after {WAIT_S:.0f} s"
+        assert time.monotonic() < deadline_s, f"the condition does not hold after {WAIT_S:.0f} s"
         time.sleep(every_s)
 
 
 def is_running(pid: int) -> bool:
-    """True if there is a process with this id."""
+    """Return whether there is a process with this id."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -31,13 +31,13 @@ def is_running(pid: int) -> bool:
 
 
 def removed(folder: Path) -> None:
-    """Remove the folder of a query that has ended, though this process may be about to release its lease there."""
+    """Remove the folder of an ended query, although this process may still be writing the release of its lease."""
 
-    def is_gone() -> bool:
+    def remove_again() -> bool:
         shutil.rmtree(folder, ignore_errors=True)
         return not folder.exists()
 
-    eventually(is_gone)
+    eventually(remove_again)
 
 
 def wait_for_uploads(folder: Path) -> None:

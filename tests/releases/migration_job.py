@@ -1,7 +1,7 @@
-"""A driver with one release of the package, which runs a job in steps; `test_migration` tells it when and how.
+"""A driver with one release of the package, which runs a job in steps; `test_migration` controls it.
 
-Usage: ``python migration_job.py FOLDER CONF``, with settings of the session in JSON. For each line of JSON on its input it runs the job over the batches that are
-there, on Arrow state and on Spark's own, and answers with a line of JSON.
+Usage: ``python migration_job.py FOLDER CONF``, with settings of the session in JSON. For each line of JSON on its input
+it runs the job over the available batches, with Arrow state or with Spark's own, and answers with a line of JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEASE_MS = 1_000
 
 
 def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-    """Counts and sums up a key's rows, and tells what it had when it has been quiet for ten seconds."""
+    """Count and sum up a key's rows, and return the result again when the key had no rows for ten seconds."""
     rows, total = state.getOption or (0, 0.0)
     if state.hasTimedOut:
         state.remove()
@@ -36,13 +36,13 @@ def count(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator
     yield pd.DataFrame({"key": [key[0]], "rows": [rows], "total": [total], "gone": [False]})
 
 
-def session(folder: Path, more: dict[str, str]) -> SparkSession:
-    """A session on one core."""
+def make_session(folder: Path, more: dict[str, str]) -> SparkSession:
+    """Return a session on one core."""
     conf = {
         **more,
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
-        # A batch without data is half of the work, and shows nothing that the next one does not.
+        # A batch without data is half of the work, and the next batch shows the same.
         "spark.sql.streaming.noDataMicroBatches.enabled": "false",
         "spark.driver.memory": "512m",
         "spark.sql.shuffle.partitions": "2",
@@ -57,7 +57,7 @@ def session(folder: Path, more: dict[str, str]) -> SparkSession:
 
 
 def run(spark: SparkSession, folder: Path, options: dict[str, Any], *, arrow: bool) -> list[list[Any]]:
-    """The rows that the job gives for the batches that are there."""
+    """Return the job's output rows for the available batches."""
     reader = spark.readStream.schema("key string, value double, time timestamp").option("maxFilesPerTrigger", 1)
     events = reader.json(str(folder / "in")).withWatermark("time", "0 seconds")
     schemas = ("key string, rows long, total double, gone boolean", "rows long, total double", "update")
@@ -80,13 +80,13 @@ def run(spark: SparkSession, folder: Path, options: dict[str, Any], *, arrow: bo
 
 
 def main(folder: Path, conf: dict[str, str]) -> None:
-    """Answer lines until there are no more."""
-    spark = session(folder, conf)
+    """Answer each line of the standard input."""
+    spark = make_session(folder, conf)
     print(json.dumps({"package": str(Path(spark_state_ext.__file__).parent)}), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            answer: dict[str, Any] = {"rows": run(spark, folder, asked["options"], arrow=asked["arrow"])}
+            answer: dict[str, Any] = {"rows": run(spark, folder, request["options"], arrow=request["arrow"])}
         except Exception as error:
             answer = {"error": str(error)}
         print(json.dumps(answer), flush=True)

@@ -1,7 +1,7 @@
-"""The five steps from the format before the first release to the present one, forth and back, with both releases.
+"""The five steps from the format before the first release to the current one, forward and back, with both releases.
 
-`part-1/` holds the wheel of the project as it stood before the pointer had its second format. Its driver and one of this
-release take turns on one job: what one wrote, the other reads.
+`part-1/` holds a wheel of the project from before the second format of the pointer. A driver of that wheel and one of this
+release take turns on one job: each reads what the other wrote.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 WHEEL = next((HERE / "part-1").glob("*.whl"))
 OLD: dict[str, Any] = {}
-# The steps after the old release: what is written, and what is read.
+# The formats that are written and read in the steps after the old release.
 FIRST = {"pointer_write": "v1", "pointer_read": "v1"}
 SECOND = {"pointer_write": "both", "pointer_read": "v1"}
 THIRD = {"pointer_write": "both", "pointer_read": "v2"}
@@ -44,9 +44,9 @@ class Driver:
     Parameters
     ----------
     package
-        Folder that holds the release.
+        Folder with the release.
     folder
-        The job's.
+        Folder of the job.
     """
 
     def __init__(self, package: Path, folder: Path) -> None:
@@ -59,14 +59,14 @@ class Driver:
             cwd=folder,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(HERE)])},
         )
-        self.package = self._line()["package"]
+        self.package = self._read_line()["package"]
 
     def run(self, options: dict[str, Any], *, arrow: bool = True) -> dict[str, Any]:
-        """The rows of the batches that are there, or the error."""
+        """Return the rows of the available batches, or the error."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"options": options, "arrow": arrow}) + "\n")
         self._process.stdin.flush()
-        return self._line()
+        return self._read_line()
 
     def end(self) -> None:
         """End the driver."""
@@ -74,7 +74,7 @@ class Driver:
         self._process.stdin.close()
         self._process.wait()
 
-    def _line(self) -> dict[str, Any]:
+    def _read_line(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, f"the driver has ended: {self._process.wait()}"
@@ -83,7 +83,7 @@ class Driver:
 
 
 class Job:
-    """The job, and both drivers."""
+    """The job and its two drivers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -95,60 +95,60 @@ class Job:
         self._rows: list[list[Any]] = []
 
     def step(self, options: dict[str, Any], *, in_soak_only: bool = False) -> None:
-        """Some more batches with a release and its options, whatever was refused before among them."""
+        """Add batches and run them with a release and its options; batches that were refused before are included."""
         if in_soak_only and not SOAK:
             return
         for _ in range(BATCHES_A_STEP):
             self._add_batch()
         driver = self.new if options else self.old
-        found = driver.run({**options, "local_dir": self._local_dir()})
-        assert found.keys() == {"rows"}, f"step {self._steps}, {options or 'the old release'}: {found}"
-        assert {row[-1] for row in found["rows"]} == {True, False} or self._steps < 2, "keys have timed out too"
-        self._rows += found["rows"]
+        answer = driver.run({**options, "local_dir": self._next_local_dir()})
+        assert answer.keys() == {"rows"}, f"step {self._steps}, {options or 'the old release'}: {answer}"
+        assert {row[-1] for row in answer["rows"]} == {True, False} or self._steps < 2, "some keys must have timed out"
+        self._rows += answer["rows"]
         if options:
-            # Going back, a user waits until the driver has noted that the query ended: the old release refuses a folder
-            # whose lease it sees renewed. Nothing renews a lease of the old release after its query has ended.
+            # A user who goes back must wait until the driver has released the lease of the ended query: the old release
+            # refuses a folder whose lease is renewed. A lease of the old release is not renewed after its query ended.
             eventually(self._is_released)
 
     def _is_released(self) -> bool:
         (query_folder,) = Folder(str(self.folder / "state" / "state")).names()
-        found = LeaseLog(Folder(str(self.folder / "state" / "state" / query_folder))).newest()
-        return found is not None and found.record.released
+        record = LeaseLog(Folder(str(self.folder / "state" / "state" / query_folder))).newest()
+        return record is not None and record.record.released
 
-    def refused(self, options: dict[str, Any]) -> str:
-        """The error of a release that cannot go on from here."""
+    def run_refused(self, options: dict[str, Any]) -> str:
+        """Return the error of a release that cannot continue from this state."""
         self._add_batch()
         driver = self.new if options else self.old
-        found = driver.run({**options, "local_dir": self._local_dir()})
-        assert "error" in found, f"{options or 'the old release'} went on, with {found}"
-        return str(found["error"])
+        answer = driver.run({**options, "local_dir": self._next_local_dir()})
+        assert "error" in answer, f"{options or 'the old release'} was not refused: {answer}"
+        return str(answer["error"])
 
     def check_rows(self) -> None:
-        """Every batch gave the rows that Spark's own operator gives, run over all of them in one go."""
+        """Check that the output of all steps equals that of Spark's own operator in one run over all batches."""
         expected = self.new.run({}, arrow=False)["rows"]
         assert len({row[0] for row in expected}) == self._batches
         assert self._rows == expected
 
-    def snapshot_formats(self) -> dict[str, int]:
-        """How many snapshots there are, by their format."""
+    def count_snapshot_formats(self) -> dict[str, int]:
+        """Return the number of snapshots by format."""
         (query_folder,) = Folder(str(self.folder / "state" / "state")).names()
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for bucket in range(4):
             files = Folder(str(self.folder / "state" / "state" / query_folder / str(bucket)))
             for name in files.names():
                 parsed = parse_file_name(name)
                 if parsed is not None and parsed[1] == SNAPSHOT:
-                    made = str(read_header(files, *parsed).format)
-                    found[made] = found.get(made, 0) + 1
-        return found
+                    file_format = str(read_header(files, *parsed).format)
+                    counts[file_format] = counts.get(file_format, 0) + 1
+        return counts
 
     def end(self) -> None:
         """End both drivers."""
         self.old.end()
         self.new.end()
 
-    def _local_dir(self) -> str:
-        # Every other step finds the local stores of the one before, the others none.
+    def _next_local_dir(self) -> str:
+        # Every second step has the local stores of the previous step; the others have none.
         self._steps += 1
         return str(self.folder / "local" / str(self._steps // 2))
 
@@ -160,48 +160,48 @@ class Job:
             )
             for _ in range(60)
         ]
-        made = self.folder / "in" / f".{at:04}.json"
-        made.write_text("\n".join(lines))
-        made.rename(self.folder / "in" / f"{at:04}.json")
+        path = self.folder / "in" / f".{at:04}.json"
+        path.write_text("\n".join(lines))
+        path.rename(self.folder / "in" / f"{at:04}.json")
         self._batches += 1
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
+    job_made = Job(tmp_path)
     try:
-        yield made
+        yield job_made
     finally:
-        made.end()
+        job_made.end()
 
 
-def test_five_steps_forth_and_back(job: Job) -> None:
+def test_each_migration_step_can_be_made_and_taken_back(job: Job) -> None:
     assert Path(job.old.package).is_relative_to(job.folder)
     assert Path(job.new.package) == ROOT / "spark_state_ext"
     job.step(OLD)
-    # The new release, as the old one was; and back.
+    # The new release writes and reads the old format; then go back.
     job.step(FIRST)
     job.step(OLD)
-    # It writes both, and reads the old one; and back.
+    # It writes both formats and reads the old one; then go back.
     job.step(SECOND)
     job.step(FIRST, in_soak_only=True)
     job.step(OLD)
     job.step(SECOND)
-    assert set(job.snapshot_formats()) == {"1"}, "an old release reads every snapshot"
-    # It reads the new one; and back, all the way.
+    assert set(job.count_snapshot_formats()) == {"1"}, "the old release must be able to read every snapshot"
+    # It reads the new format; then go back all the way.
     job.step(THIRD)
     job.step(SECOND)
     job.step(THIRD, in_soak_only=True)
     job.step(OLD, in_soak_only=True)
     job.step(THIRD)
-    # It writes the new one only; and back.
+    # It writes only the new format; then go back.
     job.step(LAST)
-    assert "reads up to 1. Use a newer release" in job.refused(OLD)
-    assert "Read 'v2', and write 'v1' or 'both' for a batch" in job.refused(SECOND)
+    assert "reads up to 1. Use a newer release" in job.run_refused(OLD)
+    assert "Read 'v2', and write 'v1' or 'both' for a batch" in job.run_refused(SECOND)
     job.step(LAST, in_soak_only=True)
     job.step(THIRD)
     job.step(FIRST, in_soak_only=True)
     job.step(OLD)
     job.step(LAST)
-    assert job.snapshot_formats().keys() >= {"1"}
+    assert job.count_snapshot_formats().keys() >= {"1"}
     job.check_rows()

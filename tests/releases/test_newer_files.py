@@ -1,4 +1,4 @@
-"""What an earlier release makes of files of formats that it does not know: a typed error that says so, and no rows."""
+"""An earlier release reads files of formats that it does not know: it raises a typed error and returns no rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.waiting import WAIT_S
 HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "golden"
 WHEEL = next((HERE / "part-1").glob("*.whl"))
-# The modules of that time.
+# Uses the module names of that release.
 _READER = """
 import sys
 from pathlib import Path
@@ -55,6 +55,6 @@ def test_an_earlier_release_refuses_snapshots_of_later_formats(number: int, tmp_
     header, rows = done.stdout.splitlines()
     assert header.startswith("VersionSkewError"), header
     assert f"has file format {number}; this release reads up to 1" in header
-    # It looks at the end first, whose checksum it does not know.
+    # It reads the end of the file first, and does not know that checksum.
     assert rows.startswith("CorruptFileError"), rows
     assert "no body record in its footer" in rows

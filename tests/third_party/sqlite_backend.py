@@ -1,6 +1,6 @@
-"""A state backend as another package would have it: checkpoint files are rows of a SQLite database.
+"""A state backend like one of another package: checkpoint files are rows of a SQLite database.
 
-Not for use over a network; it is here as an example, and so that what other packages rely on is tested.
+It cannot be used over a network. It is an example, and tests the interfaces that other packages rely on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TABLE = "CREATE TABLE IF NOT EXISTS files (place TEXT, name TEXT, data BLOB, ma
 
 
 class SqliteBackend:
-    """The factory; its option: ``path`` of the database."""
+    """The factory; its option is the ``path`` of the database."""
 
     def backup_manager(self, context: BackendContext) -> SqliteBackup:
         return SqliteBackup(SqliteFiles(context), context)
@@ -40,7 +40,7 @@ class SqliteBackend:
 
 
 class SqliteFiles:
-    """The files of one bucket, or those that all share."""
+    """The files of one bucket, or those that all buckets share."""
 
     def __init__(self, context: BackendContext) -> None:
         self._path = str(context.options["path"])
@@ -98,7 +98,7 @@ class SqliteFiles:
 
 
 class SqliteBackup:
-    """Puts a bucket's files there."""
+    """Writes a bucket's files to the database."""
 
     def __init__(self, files: SqliteFiles, context: BackendContext) -> None:
         self._files = files
@@ -106,7 +106,7 @@ class SqliteBackup:
         self._held: dict[str, SealedFile] = {}
 
     def init(self, checkpoint: Checkpoint | None) -> None:
-        """Nothing to do: files do not depend on each other."""
+        """Do nothing, because files do not depend on each other."""
 
     def snapshot(self, ref: CheckpointRef, files: Mapping[str, SealedFile]) -> Markers:
         self._held.update({file.name: file for file in files.values()})
@@ -136,13 +136,13 @@ class SqliteBackup:
 
 
 class SqliteRestore:
-    """Gives them back."""
+    """Reads a bucket's files."""
 
     def __init__(self, files: SqliteFiles) -> None:
         self._files = files
 
     def init(self, checkpoint: Checkpoint) -> None:
-        """Nothing to do: files are found by their names."""
+        """Do nothing, because files are found by their names."""
 
     def restore(self) -> SqliteFiles:
         return self._files
@@ -152,16 +152,16 @@ class SqliteRestore:
 
 
 class SqliteAdmin:
-    """Keeps what all buckets share."""
+    """Writes and checks the files that all buckets share."""
 
     def __init__(self, files: SqliteFiles, resources: Mapping[str, bytes]) -> None:
         self._files = files
         self._resources = resources
 
     def create_resources(self) -> None:
-        there = {entry.name for entry in self._files.entries()}
+        present = {entry.name for entry in self._files.entries()}
         for name, content in self._resources.items():
-            if name not in there:
+            if name not in present:
                 self._files.put(name, content)
 
     def validate_resources(self) -> None:
