@@ -1,5 +1,6 @@
-"""Runs a vectorised function over small tables, a batch each, and keeps its state in a dict: what a stream does, without
-Spark and without any of the machinery below a `StateBatch`.
+"""A stream of small tables for a vectorised function, with the state in a dict.
+
+It needs neither Spark nor the code below a `StateBatch`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Values = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Stored:
-    """What is kept of a key."""
+    """The state and the timeout of a key."""
 
     values: Values | None = None
     timeout_ms: int | None = None
@@ -41,26 +42,29 @@ def made(
     known: dict[Key, Values] | None = None,
     **options: Any,
 ) -> StateBatch:
-    """A batch of rows that are by key already."""
-    every = [*with_rows, *due]
+    """Return a batch of rows that are already ordered by key."""
+    all_keys = [*with_rows, *due]
     known = known or {}
-    found = [known.get(canonicalise(key)) for key in every]
-    nothing = (None,) * len(state)
+    states = [known.get(canonicalise(key)) for key in all_keys]
+    no_values = (None,) * len(state)
     options = {"watermark_ms": None, "processing_time_ms": 1_000, **options}
     return StateBatch(
         rows=rows,
-        keys=pa.table([pa.array([key[i] for key in every], it.type) for i, it in enumerate(keys)], schema=keys),
-        state=pa.table(
-            [pa.array([(row or nothing)[i] for row in found], it.type) for i, it in enumerate(state)], schema=state
+        keys=pa.table(
+            [pa.array([key[i] for key in all_keys], field_.type) for i, field_ in enumerate(keys)], schema=keys
         ),
-        exists=pa.array([row is not None for row in found], pa.bool_()),
+        state=pa.table(
+            [pa.array([(row or no_values)[i] for row in states], field_.type) for i, field_ in enumerate(state)],
+            schema=state,
+        ),
+        exists=pa.array([row is not None for row in states], pa.bool_()),
         starts=np.cumsum([0, *sizes])[:-1].astype(np.int64),
         **options,
     )
 
 
 def outcome_of(batch: StateBatch, known: dict[Key, Stored]) -> dict[Key, Stored]:
-    """What is kept after a call, of what was kept before."""
+    """Return the states and timeouts after a call, given those before it."""
     after = dict(known)
     outcome = batch.outcome
     updates = [tuple(row.values()) for table in outcome.updates for row in table.to_pylist()]
@@ -102,7 +106,7 @@ class Driver:
     random: random.Random = field(default_factory=lambda: random.Random(1))
 
     def batch(self, rows: Any, *, watermark_ms: int | None = None, now_ms: int = 0) -> list[dict[str, Any]]:
-        """Run a batch and return what the function gave."""
+        """Run a batch and return the function's output."""
         rows = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema=self.rows)
         groups: dict[Key, list[int]] = {}
         for at, row in enumerate(rows.select(list(self.keys)).to_pylist()):
@@ -110,10 +114,10 @@ class Driver:
         threshold_ms = watermark_ms if self.timeout_conf == "EventTimeTimeout" else now_ms
         due = [
             key
-            for key, it in self.stored.items()
-            if it.timeout_ms is not None and it.timeout_ms < (threshold_ms or 0) and key not in groups
+            for key, entry in self.stored.items()
+            if entry.timeout_ms is not None and entry.timeout_ms < (threshold_ms or 0) and key not in groups
         ]
-        # By hash, in life: in no order that a function may rely on.
+        # Shuffle the keys: in production they are ordered by hash, and a function may not rely on their order.
         order = list(groups)
         self.random.shuffle(order)
         self.random.shuffle(due)
@@ -126,22 +130,23 @@ class Driver:
             order,
             [len(groups[key]) for key in order],
             due,
-            {key: it.values for key, it in self.stored.items() if it.values is not None},
+            {key: entry.values for key, entry in self.stored.items() if entry.values is not None},
             watermark_ms=watermark_ms,
             processing_time_ms=now_ms,
             timeout_conf=self.timeout_conf,
         )
         tables = [
-            conform_table(given, list(self.output), "the function gave") for given in _tables(self.function(batch))
+            conform_table(table, list(self.output), "the function gave")
+            for table in iterate_tables(self.function(batch))
         ]
         self.stored = outcome_of(batch, self.stored)
         return [row for table in tables for row in table.to_pylist()]
 
 
-def _tables(given: Any) -> Iterator[Any]:
-    if given is None:
+def iterate_tables(output: Any) -> Iterator[Any]:
+    if output is None:
         return
-    if isinstance(given, (pa.Table, dict)) or hasattr(given, "__arrow_c_stream__"):
-        yield given
+    if isinstance(output, (pa.Table, dict)) or hasattr(output, "__arrow_c_stream__"):
+        yield output
     else:
-        yield from given
+        yield from output

@@ -1,4 +1,4 @@
-"""What the tests of the core share, beside the model of the store's contract: strategies, buckets, and ways to break things."""
+"""Strategies, buckets and faults that the tests of the core share, in addition to the model of the store's contract."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rows() -> st.SearchStrategy[Row]:
 
 
 def change_sets(max_size: int = 12) -> st.SearchStrategy[dict[Key, Row | None]]:
-    """Changes of distinct keys, deletions among them."""
+    """Return a strategy for changes of distinct keys, some of them deletions."""
     return st.lists(
         st.tuples(st.sampled_from(ALL_KEYS), st.one_of(st.none(), rows(), rows())),
         min_size=1,
@@ -86,8 +86,8 @@ def buffer_of(changes: Changes, scratch: Path, hashed: HashFunction = good_hash)
 def clean_up_at(
     pointer: Pointer, retained: int, still_ours: Callable[[], None] = lambda: None, deletes_max: int | None = None
 ) -> CleanUp:
-    """What a clean-up goes by where all of a pointer's state is."""
-    assert pointer.ref is not None, "there is a state"
+    """Return the request of a clean-up in a backend that has all of a pointer's state."""
+    assert pointer.ref is not None, "the pointer must have a state"
     return CleanUp(pointer, pointer.ref, retained, still_ours, deletes_max)
 
 
@@ -96,12 +96,12 @@ def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path)
 
 
 def committed(store: LocalStore, files: Folder, pointer: Pointer, changes: Changes, scratch: Path) -> Pointer:
-    """One call that changes some keys; returns the new pointer."""
+    """Commit one call that changes some keys, and return the new pointer."""
     return bucket_on(store, files, pointer, scratch).commit(buffer_of(changes, scratch)).pointer
 
 
 def state_at(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Model:
-    """The state at a pointer, by scan, checked against lookups of every key."""
+    """Return the state at a pointer by a scan, after a comparison with lookups of every key."""
     bucket = bucket_on(store, files, pointer, scratch)
     state = bucket.read(scan)
     assert bucket.read(lambda view: look_up(view, KEYS)) == dict(state.items())
@@ -111,14 +111,14 @@ def state_at(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) 
 
 @contextlib.contextmanager
 def small_disk(parent: Path) -> Iterator[Path]:
-    """A real file system of 6 MiB, to be filled."""
+    """Mount a file system of 6 MiB that a test can fill."""
     folder = parent / "small"
     folder.mkdir()
-    mounted = subprocess.run(
+    result = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
     )
-    if mounted.returncode:
-        pytest.skip(f"mounting a small tmpfs to fill needs privileges this user lacks: {mounted.stderr.strip()}")
+    if result.returncode:
+        pytest.skip(f"mounting a small tmpfs to fill needs privileges this user lacks: {result.stderr.strip()}")
     try:
         yield folder
     finally:

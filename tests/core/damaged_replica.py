@@ -1,7 +1,7 @@
-"""A replica of which one page after the other is damaged; run by test_standby_following_failures.
+"""A replica whose pages are damaged one after the other; run by test_standby_following_failures.
 
-Usage: ``python damaged_replica.py FOLDER PAGE``. Damages pages from one on, each followed by a batch and a step of the
-follower, and prints how many files the step read, as JSON.
+Usage: ``python damaged_replica.py FOLDER PAGE``. It damages the pages from PAGE on, runs a batch and a step of the follower
+after each, and prints as JSON how many files the step read.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def main(folder: Path, first: int) -> None:
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     (path,) = world.follower.store_folder.glob("*/data.mdb")
     for page in range(first, path.stat().st_size // page_bytes):
-        # A replica that was rebuilt may be smaller.
+        # A rebuilt replica may be smaller.
         if page < path.stat().st_size // page_bytes:
             with path.open("r+b") as file:
                 file.seek(page * page_bytes)
-                # LMDB notices a header of zeros wherever it reads or changes such a page; the service has it open.
+                # LMDB notices a header of zeros when it reads or changes such a page. The service has the file open.
                 file.write(bytes(16))
         world.batch(changes(page))
-        found = world.follower.step()
-        assert (found.error, found.is_caught_up) == (None, True), f"page {page}"
-        print(json.dumps({"files_read": found.files_read}), flush=True)
+        step = world.follower.step()
+        assert (step.error, step.is_caught_up) == (None, True), f"page {page}"
+        print(json.dumps({"files_read": step.files_read}), flush=True)
     assert world.adopted() == 0
     world.close()
 

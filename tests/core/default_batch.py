@@ -1,4 +1,4 @@
-"""The `StateBatch` that tests begin with: three keys with rows, and one that timed out."""
+"""The default `StateBatch` of tests: three keys with rows, and one that timed out."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def batch_of(
     values: list[list[int | None]] | None = None,
     **options: Any,
 ) -> StateBatch:
-    """By default three keys with rows and one that timed out; two of them have state."""
+    """Return a batch, by default of three keys with rows and one that timed out; two of them have state."""
     with_rows = [A, B, C] if with_rows is None else with_rows
     values = [[*range(at + 1)] for at in range(len(with_rows))] if values is None else values
-    rows = [(*key, value) for key, mine in zip(with_rows, values, strict=True) for value in mine]
+    rows = [(*key, value) for key, key_values in zip(with_rows, values, strict=True) for value in key_values]
     return made(
         KEYS,
         STATE,
         pa.Table.from_pylist([dict(zip(ROWS.names, row, strict=True)) for row in rows], schema=ROWS),
         with_rows,
-        [len(mine) for mine in values],
+        [len(key_values) for key_values in values],
         [D] if due is None else due,
         {A: (10, "ten"), D: (40, None)} if known is None else known,
         **options,
@@ -48,7 +48,7 @@ KNOWN = {A: Stored((10, "ten")), D: Stored((40, None), 5)}
 
 
 def after(batch: StateBatch) -> dict[Key, Stored]:
-    """What is kept of the default batch."""
+    """Return the states and timeouts after the default batch."""
     return outcome_of(batch, KNOWN)
 
 

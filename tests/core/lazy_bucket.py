@@ -1,4 +1,4 @@
-"""A bucket whose snapshot lies in a store elsewhere, with many chunks and cells of every kind, to be restored lazily."""
+"""A bucket for lazy restores, whose snapshot is in a remote store and has many chunks and values of every kind."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ SCHEMA = RowSchema(
 )
 FIRST, LAST = CheckpointRef(1, "1" * 32), CheckpointRef(2, "2" * 32)
 SNAPSHOT_NAME = file_name(LAST, SNAPSHOT)
-# Some that lie together and some apart, at both ends, and one that the state does not have.
+# Some adjacent and some distant keys, keys at both ends, and one key that the state does not have.
 KEYS = [0, 1, 2, 3, 4_000, 4_001, 11_998, 11_999, 12_000, 77]
 KeyArray = npt.NDArray[np.int64]
 HashArray = npt.NDArray[np.uint64]
 
 
 class Later:
-    """A runner that runs nothing until it is told to."""
+    """A runner that runs its work only when `run` is called."""
 
     def __init__(self) -> None:
         self.work: dict[str, Work] = {}
@@ -80,20 +80,20 @@ class Later:
         return name in self.work
 
     def run(self) -> None:
-        """What waits; errors that may happen are those of nobody, as in the background."""
+        """Run the waiting work and ignore its errors, as the background does."""
         while self.work:
             with contextlib.suppress(StateError):
                 self.work.popitem()[1]()
 
 
 def hashes_of(keys: KeyArray) -> HashArray:
-    """Four keys have one hash."""
+    """Return hashes of which every four keys share one."""
     spread: HashArray = (keys // 4).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return spread
 
 
-def clustered(keys: KeyArray) -> HashArray:
-    """Of a bad hash function: most hashes in a corner, a few far away."""
+def cluster_hashes(keys: KeyArray) -> HashArray:
+    """Return hashes of a bad hash function: most of them are close together, and a few are far away."""
     near: HashArray = (keys // 4).astype(np.uint64) + np.uint64(1) << np.where(keys % 1_000 < 4, 44, 3).astype(
         np.uint64
     )
@@ -101,13 +101,13 @@ def clustered(keys: KeyArray) -> HashArray:
 
 
 def values_of(key: int) -> tuple[int, str | None, bytes, list[int], bool]:
-    """State of a key."""
+    """Return the state of a key."""
     note = None if key % 7 == 0 else f"{key:x}" * (50 if key % 11 else 3_000)
     return key * 3, note, b"%d" % key, list(range(key % 4)), key % 2 == 0
 
 
 def rows_of(keys: Sequence[int] | KeyArray, hashed: HashArray, timeouts: bool = False) -> pa.RecordBatch:
-    """Rows in run order."""
+    """Return rows in the order of a run."""
     columns = list(zip(*(values_of(int(key)) for key in keys), strict=True))
     n = len(keys)
     return sort_by_hash(
@@ -126,17 +126,17 @@ def rows_of(keys: Sequence[int] | KeyArray, hashed: HashArray, timeouts: bool = 
 
 
 def are_rows_of(batch: pa.RecordBatch, keys: Sequence[int]) -> bool:
-    """Whether rows are those of some keys, with all that they have, where every tenth times out."""
-    found = {
-        row["key.k"]: (tuple(row[f"state.{it.name}"] for it in SCHEMA.state), row[TIMEOUT_MS])
+    """Return whether the rows are the complete rows of these keys, of which every tenth has a timeout."""
+    states = {
+        row["key.k"]: (tuple(row[f"state.{column.name}"] for column in SCHEMA.state), row[TIMEOUT_MS])
         for row in batch.to_pylist()
     }
-    return found == {key: (values_of(key), key if key % 10 == 0 else None) for key in keys}
+    return states == {key: (values_of(key), key if key % 10 == 0 else None) for key in keys}
 
 
 @dataclass
 class Remote:
-    """A bucket's folder elsewhere: the first delta, which is all rows, an empty second one, and a snapshot of that.
+    """A bucket's remote folder: a first delta with all rows, an empty second one, and a snapshot of the second.
 
     Parameters
     ----------
@@ -163,13 +163,13 @@ class Remote:
         scratch: Path, *, timeouts: bool = False, bad_hashes: bool = False, form: int = 0, chunk_rows: int = 3_001
     ) -> Remote:
         keys = np.arange(12_000, dtype=np.int64)
-        hashed = clustered(keys) if bad_hashes else hashes_of(keys)
+        hashed = cluster_hashes(keys) if bad_hashes else hashes_of(keys)
         remote = Remote(Throttled(f"memory://lazy-{uuid.uuid4().hex}/3"), hashed, keys)
-        everything = rows_of(keys, hashed, timeouts)
+        all_rows = rows_of(keys, hashed, timeouts)
         for ref, parent, kind, batches in (
-            (FIRST, None, DELTA, [everything]),
+            (FIRST, None, DELTA, [all_rows]),
             (LAST, FIRST, DELTA, []),
-            (LAST, FIRST, SNAPSHOT, [everything]),
+            (LAST, FIRST, SNAPSHOT, [all_rows]),
         ):
             lineage = () if parent is None else (parent,)
             header = LineageHeader(
@@ -198,39 +198,39 @@ def bucket_on(
     peers: PieceSource | None = None,
     while_waiting: Callable[[], None] = lambda: None,
 ) -> Bucket:
-    """The bucket in a call."""
+    """Return the bucket in a call."""
     lazy = LazyOptions(1, 1 << 40, later or Later(), peers) if lazily else None
     context = CommitContext(scratch, lazy=lazy, while_waiting=while_waiting)
-    its = sole_replica(remote.folder, scratch) if replicas is None else replicas
-    return Bucket(store, its, pointer or remote.pointer, WRITER, context)
+    call_replicas = sole_replica(remote.folder, scratch) if replicas is None else replicas
+    return Bucket(store, call_replicas, pointer or remote.pointer, WRITER, context)
 
 
 def looked_up(view: View, keys: Sequence[int], remote: Remote) -> dict[int, tuple[object, ...]]:
-    """State of those of some keys that have one."""
+    """Return the states of those keys that have one."""
     wanted = np.array(keys, dtype=np.int64)
     known = np.searchsorted(remote.keys, np.minimum(wanted, remote.keys[-1]))
     hashed = np.where(wanted <= remote.keys[-1], remote.hashed[known], np.uint64(2**64 - 1) - wanted.astype(np.uint64))
-    found = view.lookup(hashed, [pa.array(wanted)])
-    rows = found.rows.to_pylist()
+    lookup = view.lookup(hashed, [pa.array(wanted)])
+    rows = lookup.rows.to_pylist()
     return {
-        key: tuple(rows[at][f"state.{it.name}"] for it in SCHEMA.state)
-        for key, at in zip(keys, found.index.tolist(), strict=True)
+        key: tuple(rows[at][f"state.{column.name}"] for column in SCHEMA.state)
+        for key, at in zip(keys, lookup.index.tolist(), strict=True)
         if at >= 0
     }
 
 
 def expected(keys: list[int], remote: Remote) -> dict[int, tuple[object, ...]]:
-    """What a lookup has to give."""
+    """Return the expected result of a lookup."""
     return {key: values_of(key) for key in keys if key < len(remote.keys)}
 
 
 def base_suffixes(store: LocalStore) -> list[str]:
-    """Of the files of its large runs."""
+    """Return the suffixes of the files of the store's large runs."""
     suffixes = {path.suffix for path in store._environment.folder.glob("base-*")}
-    # Marks of what was compared are told of in `test_compared`.
+    # `test_compared` tests the marks of compared files.
     return sorted(suffixes - {".compared"})
 
 
 def lazy_files(store: LocalStore) -> list[LazyFile]:
-    """Files of runs that are not whole."""
+    """Return the files of runs that are not yet complete."""
     return [lazy for run in store.runs() if (lazy := store.lazy.file(run)) is not None]

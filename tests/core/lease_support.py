@@ -1,4 +1,4 @@
-"""What tests of the lease share: two runs, a clock that stands, and records."""
+"""Two runs, a clock that only tests move, and records, which the tests of the lease share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def found_of(owner: RunIdentity, number: int = 7, **also: Any) -> NumberedRecord
 
 
 def local_run(pid: int | None = None) -> RunIdentity:
-    """A run whose driver is this process, as in local mode."""
+    """Return a run whose driver is this process, as in local mode."""
     pid = os.getpid() if pid is None else pid
     here = replace(ME, host=os.uname().nodename, pid=pid, pid_start=process.get_start_ticks(pid))
     from spark_state_ext.worker.boot import boot_id
@@ -39,13 +39,13 @@ def local_run(pid: int | None = None) -> RunIdentity:
 
 
 class Virtual:
-    """A clock that stands until it is told to go on."""
+    """A clock that moves only when a test or a sleep moves it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        # What happens while somebody sleeps, at most so many seconds later.
+        # Called after each sleep, for example to act as another run.
         self.meanwhile: Callable[[], object] = lambda: None
-        # How far this machine's wall clock is off.
+        # Error of this machine's wall clock in seconds.
         self.off_s = 0.0
 
     @property
@@ -58,6 +58,6 @@ class Virtual:
 
 
 def newest_in(root: Path) -> LeaseRecord:
-    found = LeaseLog(Folder(str(root))).newest()
-    assert found is not None
-    return found.record
+    record = LeaseLog(Folder(str(root))).newest()
+    assert record is not None
+    return record.record

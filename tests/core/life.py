@@ -1,4 +1,4 @@
-"""A bucket that lives from batch to batch, with backends that tell what they are asked, and hang or fail when told to."""
+"""A bucket over many batches, with backends that record their calls, and that hang or fail if a test sets them to."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RETAINED = 2
 
 
 class Watched(FilesBackup):
-    """A backup manager that tells what it is asked, and hangs or fails when told to."""
+    """A backup manager that records its calls, and hangs or fails if a test sets it to."""
 
     def __init__(self, name: str, folder: Folder, context: BackendContext, told: list[str]) -> None:
         super().__init__(folder, context)
@@ -41,7 +41,7 @@ class Watched(FilesBackup):
         self.gate = threading.Event()
         self.gate.set()
         self.fails_with: Exception | None = None
-        # Of which files.
+        # The kinds of files that hang or fail.
         self.kinds: tuple[str, ...] = (DELTA, SNAPSHOT)
 
     def init(self, checkpoint: Checkpoint | None) -> None:
@@ -67,7 +67,7 @@ class Watched(FilesBackup):
 
 @dataclass
 class Life:
-    """A bucket from batch to batch."""
+    """A bucket over many batches."""
 
     local: Path
     options: CommitOptions = field(default_factory=CommitOptions)
@@ -126,23 +126,23 @@ class Life:
         )
 
     def next_stage(self) -> None:
-        """What comes now is no further attempt at the same task."""
+        """Begin the next stage: the next call is not another attempt at the same task."""
         self.run = replace(self.run, stage=self.run.stage + 1)
 
     def batch(self, changes: Changes | None = None, *, may_defer: bool = False) -> Pointer:
-        """A batch; when it fails, the next one is another attempt at it, unless it is in the next stage."""
+        """Run a batch. If it fails, the next one is another attempt at it, unless `next_stage` was called."""
         at = len(self.pointers)
         changes = {KEYS[at % 9]: Row(at), KEYS[(at + 4) % 9]: Row(-at, "n")} if changes is None else changes
         bucket = self.bucket()
-        made = bucket.commit(buffer_of(changes, self.local), may_defer=may_defer)
-        pointer, self.left = made.pointer, made.deferred
+        commit = bucket.commit(buffer_of(changes, self.local), may_defer=may_defer)
+        pointer, self.left = commit.pointer, commit.deferred
         self.pointers.append(pointer)
         self.models.append(apply_changes(self.models[-1], changes))
         self.next_stage()
         return pointer
 
     def history(self, batches: int) -> None:
-        """So many batches, all of which have arrived, and a pointer that says so."""
+        """Run that many batches, wait for their uploads, and commit a pointer that has them confirmed."""
         self.options = replace(self.options, commit_delay_ms_max=0)
         for _ in range(batches):
             self.batch()
@@ -150,7 +150,7 @@ class Life:
         self.batch({})
 
     def settle(self) -> None:
-        """Wait until nothing is on its way."""
+        """Wait until all uploads have ended."""
         deadline_s = time.monotonic() + WAIT_S
         while self.uploads._waiting:
             assert time.monotonic() < deadline_s
@@ -158,11 +158,11 @@ class Life:
         assert self.background.wait(WAIT_S)
 
     def restored(self, pointer: Pointer, *names: str) -> Model:
-        """The state on an empty disk."""
+        """Return the state that an empty disk restores."""
         store = LocalStore.at(self.local / f"fresh-{len(self.stores)}", SCHEMA)
         self.stores.append(store)
         return self.bucket(pointer, store, *names).read(scan)
 
     def files(self, name: str, kind: str) -> list[int]:
-        found = [parsed for it in self.folder(name).names() if (parsed := parse_file_name(it))]
-        return sorted(parsed[0].version for parsed in found if parsed[1] == kind)
+        names = [parsed for file in self.folder(name).names() if (parsed := parse_file_name(file))]
+        return sorted(parsed[0].version for parsed in names if parsed[1] == kind)

@@ -1,7 +1,7 @@
-"""A job in a process of its own, whose state another process asks for; and what its state is after each batch.
+"""A job in a process of its own, whose state another process reads, and a model of its state after each batch.
 
-Run as a script it works on batch after batch until it is killed, or on as many as it is told, and goes on where it was
-when it is started again. Now and then it loses its local stores.
+As a script it runs the given number of batches or until it is killed, and continues from its last batch when it is started
+again. Every 40 batches it loses its local stores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ State = dict[int, tuple[int, int]]
 
 
 def keys_of(batch: int) -> list[int]:
-    """The keys with a row in a batch."""
+    """Return the keys with a row in a batch."""
     return random.Random(batch).sample(range(KEYS), _ROWS)
 
 
@@ -44,7 +44,7 @@ _states: list[State] = []
 
 
 def state_after(batch: int) -> State:
-    """What the state is; nothing after batch -1."""
+    """Return the state after a batch; it is empty after batch -1."""
     while len(_states) <= batch:
         number = len(_states)
         state = dict(_states[-1]) if _states else {}
@@ -58,16 +58,16 @@ def state_after(batch: int) -> State:
 
 
 def counted(batch: StateBatch) -> None:
-    """As `state_after` has it."""
+    """Update the state as `state_after` does."""
     keys, numbers = batch.keys["k"].to_numpy(), batch.rows["batch"].to_numpy()
-    gone = (keys + numbers) % 4 == 0
+    removed = (keys + numbers) % 4 == 0
     n = batch.state["n"].fill_null(0).to_numpy() + 1
-    batch.update({"n": n, "last": numbers}, where=~gone)
-    batch.remove(gone)
+    batch.update({"n": n, "last": numbers}, where=~removed)
+    batch.remove(removed)
 
 
 def job(folder: Path) -> Job:
-    """The job, with its files and local stores in a folder."""
+    """Return the job, with its files and local stores in a folder."""
     options = ArrowState(folder / "root", OPERATOR, buckets=BUCKETS, local_dir=folder / "local").options
     return job_of(
         options,
@@ -88,21 +88,21 @@ def rows_of(batch: int) -> pa.Table:
 
 def work(folder: Path, batches: float) -> None:
     (folder / "local").mkdir(parents=True, exist_ok=True)
-    kept = folder / "pointers.json"
+    pointers_file = folder / "pointers.json"
     buckets, batch = Buckets(job(folder), counted), 0
-    if kept.exists():
-        told = json.loads(kept.read_text())
-        batch = told["batch"] + 1
-        buckets.hold([base64.b64decode(pointer) for pointer in told["pointers"]])
-    upto = batch + batches
-    while batch < upto:
+    if pointers_file.exists():
+        saved = json.loads(pointers_file.read_text())
+        batch = saved["batch"] + 1
+        buckets.hold([base64.b64decode(pointer) for pointer in saved["pointers"]])
+    end = batch + batches
+    while batch < end:
         if batch % 40 == 39:
             buckets.restart()
         buckets.batch(batch, rows_of(batch), Times(1_000 * batch, -1, False))
         pointers = [base64.b64encode(pointer).decode() for pointer in buckets.list_pointers()]
-        written = kept.with_suffix(".new")
-        written.write_text(json.dumps({"batch": batch, "pointers": pointers}))
-        written.replace(kept)
+        new_file = pointers_file.with_suffix(".new")
+        new_file.write_text(json.dumps({"batch": batch, "pointers": pointers}))
+        new_file.replace(pointers_file)
         batch += 1
     buckets.close()
 

@@ -1,6 +1,6 @@
-"""The contract of a local store, as tests: a subclass of `LocalStoreContract` says how a store is opened.
+"""The contract of a local store as tests: a subclass of `LocalStoreContract` defines how a store is opened.
 
-The subclass has to be importable, as other processes open stores too.
+The subclass must be importable because other processes open stores too.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 class LocalStoreContract:
-    """The contract. Subclasses say how a store is opened."""
+    """The contract. Subclasses define how a store is opened."""
 
     @staticmethod
     def open(folder: Path, **options: Any) -> LocalStore:
-        """A store in `folder`, in any process."""
+        """Open a store in `folder`, in any process."""
         raise NotImplementedError
 
     @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ class LocalStoreContract:
         return ref
 
     def chain(self, store: LocalStore, count: int, keys: int = 8) -> tuple[list[CheckpointRef], list[Model]]:
-        """Some checkpoints one upon the other, and the state at each."""
+        """Add checkpoints, each on the previous one, and return them with the state at each."""
         refs: list[CheckpointRef] = []
         models: list[Model] = []
         for i in range(count):
@@ -95,7 +95,7 @@ class LocalStoreContract:
 
     # -- reading ------------------------------------------------------------------------------------
 
-    def test_an_empty_state(self) -> None:
+    def test_an_empty_store_has_no_rows_and_no_timeouts(self) -> None:
         view = self.store().view(None)
         assert scan(view) == {}
         assert look_up(view, ALL_KEYS) == {}
@@ -120,36 +120,36 @@ class LocalStoreContract:
             store.view(two), [("a", 0.0)], hashed
         )
 
-    def test_lookup_takes_keys_in_any_order(self) -> None:
+    def test_a_lookup_accepts_keys_in_any_order(self) -> None:
         store = self.store(chunk_rows=4)
         ref = self.add(store, None, {key: Row(i) for i, key in enumerate(KEYS)})
         backwards = sorted(KEYS, key=good_hash, reverse=True)
         assert look_up(store.view(ref), backwards) == look_up(store.view(ref), KEYS)
         assert look_up(store.view(ref), []) == {}
 
-    def test_what_was_read_outlives_later_changes(self) -> None:
-        """Memory of the store dies with its transaction; nothing of it may leave."""
+    def test_batches_that_were_read_stay_valid_after_later_changes(self) -> None:
+        """The store's memory is valid only within its transaction, so results must not refer to it."""
         store = self.store(chunk_rows=50)
         keys = [(f"key {i}", float(i)) for i in range(500)]
         ref = self.add(store, None, {key: Row(i, "v" * 50, timeout_ms=i + 1) for i, key in enumerate(keys)})
         view = store.view(ref)
-        found = view.lookup(key_hashes(keys, good_hash), key_columns(keys))
+        lookup = view.lookup(key_hashes(keys, good_hash), key_columns(keys))
         expired, batches = view.expired(100), list(view.scan())
-        held = [found.rows, expired, *batches]
-        before = [batch.to_pylist() for batch in held]
+        results = [lookup.rows, expired, *batches]
+        before = [batch.to_pylist() for batch in results]
         for round_number in range(20):
             sibling = self.refs.next(2)
             store.apply([make_run({key: Row(-1, "w" * 50) for key in keys})], sibling, ref)
             store.restore([make_run({key: Row(-2) for key in keys})], self.refs.next(1), None, snapshot=True)
             if round_number % 5 == 4:
                 store.prune(self.add(store, sibling, {keys[0]: Row(0)}))
-        assert [batch.to_pylist() for batch in held] == before
+        assert [batch.to_pylist() for batch in results] == before
 
-    def test_expired_and_earliest(self) -> None:
+    def test_expired_returns_due_keys_and_earliest_timeout_is_a_lower_bound(self) -> None:
         store = self.store(chunk_rows=2)
         one = self.add(store, None, {key: Row(i, timeout_ms=i or None) for i, key in enumerate(KEYS)})
         model = apply_changes({}, {key: Row(i, timeout_ms=i or None) for i, key in enumerate(KEYS)})
-        # Later, sooner, gone, without: only the newest row of a key counts.
+        # Only the newest row of a key counts: here with a later timeout, an earlier one, a deletion and no timeout.
         changes: Changes = {
             KEYS[1]: Row(1, timeout_ms=50),
             KEYS[20]: Row(2, timeout_ms=3),
@@ -172,7 +172,7 @@ class LocalStoreContract:
             if later:
                 assert earliest is not None
                 assert now_ms <= earliest <= min(later)
-        # Below the floor, runs older than the version were dealt with; newer ones still count.
+        # Below the low-watermark, timeouts of runs older than the version were processed; newer runs still count.
         assert make_model([store.view(two).expired(10, 10, 2)]) == find_expired(
             {canonicalise(KEYS[20]): Row(2, timeout_ms=3)}, 10
         )
@@ -186,7 +186,7 @@ class LocalStoreContract:
             assert scan(store.rollback(ref)) == model
         assert scan(store.rollback(None)) == {}
         dropped = store.prune(refs[6])
-        assert dropped == 0, "nothing was merged, so every run is part of the view"
+        assert dropped == 0, "no runs were merged, so every run is part of the view"
         sibling = self.refs.next(3)
         store.apply([make_run({KEYS[0]: None})], sibling, refs[1])
         assert store.prune(refs[6]) == 1
@@ -200,7 +200,7 @@ class LocalStoreContract:
         for i, sibling in enumerate(siblings):
             assert scan(store.view(sibling)) == apply_changes(model, {KEYS[0]: Row(100 + i)})
 
-    def test_apply_twice_adds_nothing(self) -> None:
+    def test_a_second_apply_of_a_checkpoint_adds_no_run(self) -> None:
         store = self.store()
         (one,), (model,) = self.chain(store, 1)
         ref = self.add(store, one, {KEYS[5]: Row(5)})
@@ -209,14 +209,14 @@ class LocalStoreContract:
         assert store.runs() == before
         assert scan(store.view(ref)) == apply_changes(model, {KEYS[5]: Row(5)})
 
-    def test_apply_needs_the_parents_lineage(self) -> None:
+    def test_apply_needs_the_runs_of_its_parent(self) -> None:
         store = self.store()
         ref, parent = self.refs.next(5), self.refs.next(4)
         with pytest.raises(MissingRunError) as caught:
             store.apply([make_run({KEYS[0]: Row(1)})], ref, parent)
         assert caught.value.ref == parent
         assert store.runs() == []
-        # A run from a file needs nothing below it yet; reading says what is missing.
+        # A run from a file does not need its parent yet; a read raises an error that names the missing parent.
         store.restore([make_run({KEYS[0]: Row(1)})], ref, parent, snapshot=False)
         with pytest.raises(MissingRunError) as caught:
             store.view(ref)
@@ -235,7 +235,7 @@ class LocalStoreContract:
         assert store.prune(refs[9]) > 0
         assert [scan(store.view(ref)) for ref in refs[9:]] == models[9:]
 
-    def test_a_merged_run_is_not_used_for_a_checkpoint_inside_it(self) -> None:
+    def test_a_compacted_run_is_not_used_for_a_checkpoint_inside_it(self) -> None:
         store = self.store()
         refs, models = self.chain(store, 8)
         compacted = store.compact(refs[7])
@@ -251,7 +251,7 @@ class LocalStoreContract:
             assert caught.value.ref == ref
         assert scan(store.view(refs[7])) == models[7]
 
-    def test_tombstones_go_when_nothing_is_below_them(self) -> None:
+    def test_compaction_drops_tombstones_without_older_rows(self) -> None:
         store = self.store()
         ref = self.add(store, None, {key: Row(1) for key in KEYS})
         for key in KEYS[:-1]:
@@ -263,34 +263,34 @@ class LocalStoreContract:
         assert scan(store.view(ref)) == apply_changes({}, {KEYS[-1]: Row(1)})
         assert sum(run.rows for run in store.view(ref).runs) < 2 * len(KEYS)
 
-    def test_a_zombie_does_not_drop_what_a_newer_call_was_built_on(self) -> None:
+    def test_a_late_attempt_does_not_prune_runs_that_a_newer_call_needs(self) -> None:
         store = self.store()
         refs, models = self.chain(store, 7)
-        input_of_zombie = refs[5]
+        late_input = refs[5]
         # Batch 8 was committed on batch 7's checkpoint, merged and pruned.
         eight = self.add(store, refs[6], {KEYS[0]: Row(8)})
         model = apply_changes(models[6], {KEYS[0]: Row(8)})
-        # Batch 7 wakes up: its input pointer is that of batch 6.
-        zombie = self.add(store, input_of_zombie, {KEYS[1]: Row(-7)})
-        store.compact(input_of_zombie)
-        store.prune(input_of_zombie)
+        # A late attempt of batch 7 continues: its input is the checkpoint of batch 6.
+        late_ref = self.add(store, late_input, {KEYS[1]: Row(-7)})
+        store.compact(late_input)
+        store.prune(late_input)
         assert scan(store.view(eight)) == model
         store.compact(refs[6])
         store.prune(refs[6])
         assert scan(store.view(eight)) == model
-        # What it wrote itself is nobody's state, and goes once a newer call cleans up.
-        assert scan(store.view(zombie)) == apply_changes(models[5], {KEYS[1]: Row(-7)})
+        # Its own checkpoint belongs to no state, and a newer call prunes it.
+        assert scan(store.view(late_ref)) == apply_changes(models[5], {KEYS[1]: Row(-7)})
         store.prune(eight)
-        assert not store.has(zombie)
+        assert not store.has(late_ref)
 
-    def test_merges_at_odds_leave_both_views_whole(self) -> None:
-        """A zombie compactions deep, a newer call merged shallow: neither prunes what the other reads."""
+    def test_overlapping_compactions_leave_both_views_complete(self) -> None:
+        """A late attempt and a newer call have compacted overlapping runs: neither prunes runs that the other reads."""
         store = self.store()
         refs, models = self.chain(store, 9)
-        # 3..9 merged by a call at 9, 1..5 by a zombie at 5, as if the two had overlapped.
+        # A call at 9 has compacted 3..9 and a late attempt at 5 has compacted 1..5, as if they had run at the same time.
         for low, high in ((2, 8), (0, 4)):
             below = refs[low - 1] if low else None
-            rows = _difference(models[high], models[low - 1] if low else {})
+            rows = find_changes(models[high], models[low - 1] if low else {})
             run = make_run(rows)
             store._add([run], refs[high], refs[low], below, base=below is None, check=lambda txn: None)
         assert scan(store.view(refs[8])) == models[8]
@@ -300,11 +300,11 @@ class LocalStoreContract:
         store.prune(refs[8])
         assert scan(store.view(refs[8])) == models[8]
 
-    def test_another_way_is_found_when_the_merged_one_breaks_off(self) -> None:
+    def test_a_view_uses_other_runs_if_the_parent_of_a_compacted_run_is_missing(self) -> None:
         store = self.store()
         refs, models = self.chain(store, 6)
         absent = self.refs.next(2)
-        # Ends at the head and reaches deeper than its own run, but what lies below it is not here.
+        # This run ends at the head and includes older checkpoints than the head's own run, but its parent is missing.
         store._add(
             [make_run({KEYS[0]: Row(-1)})], refs[5], self.refs.next(3), absent, base=False, check=lambda txn: None
         )
@@ -328,7 +328,7 @@ class LocalStoreContract:
             store.pin(old, 60)
         assert scan(store.view(refs[7])) == models[7]
 
-    def test_long_use_keeps_few_runs_and_forgets_the_others(self) -> None:
+    def test_a_store_keeps_few_runs_after_many_batches(self) -> None:
         store = self.store()
         ref: CheckpointRef | None = None
         model: Model = {}
@@ -342,8 +342,8 @@ class LocalStoreContract:
         assert len(store.runs()) < 25
         assert store._chunks.checked_count < 60
 
-    def test_rows_too_large_for_a_chunk_of_full_length(self) -> None:
-        """A chunk is bounded in bytes, too, or wide rows would take memory without bound."""
+    def test_chunks_of_wide_rows_are_limited_in_bytes(self) -> None:
+        """Without this limit, wide rows would need unlimited memory."""
         store = self.store()
         keys = [(f"key {i}", None) for i in range(400)]
         batch = make_run({key: Row(i, "x" * 200_000) for i, key in enumerate(keys)})
@@ -355,13 +355,13 @@ class LocalStoreContract:
 
     # -- growth, files, processes -------------------------------------------------------------------
 
-    def test_the_map_grows_far_beyond_its_first_size(self) -> None:
+    def test_the_lmdb_map_grows_far_beyond_its_first_size(self) -> None:
         store = self.store(chunk_rows=1000)
         first_bytes = store.map_bytes
         ref: CheckpointRef | None = None
         rng = np.random.default_rng(0)
         for _ in range(6):
-            batch = _numbers(rng, 60_000)
+            batch = make_random_rows(rng, 60_000)
             parent, ref = ref, self.refs.next(ref.version + 1 if ref else 1)
             store.apply([batch.slice(i, 10_000) for i in range(0, 60_000, 10_000)], ref, parent)
         assert store.map_bytes > 16 * first_bytes
@@ -379,23 +379,23 @@ class LocalStoreContract:
         for path in parents:
             assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
-    def test_reopening(self) -> None:
+    def test_a_reopened_store_has_its_runs(self) -> None:
         store = self.store(chunk_rows=2)
         refs, models = self.chain(store, 5)
         runs = store.runs()
         store.close()
-        again = self.store(chunk_rows=3)
-        assert again.runs() == runs
-        assert scan(again.view(refs[4])) == models[4]
+        reopened = self.store(chunk_rows=3)
+        assert reopened.runs() == runs
+        assert scan(reopened.view(refs[4])) == models[4]
 
     def test_another_schema_does_not_read_old_rows(self) -> None:
         store = self.store()
         self.chain(store, 2)
         store.close()
         other = type(SCHEMA)(SCHEMA.keys, (pa.field("count", pa.int32()),))
-        again = self.open(self.folder, schema=other)
-        self._opened.append(again)
-        assert again.runs() == []
+        reopened = self.open(self.folder, schema=other)
+        self._opened.append(reopened)
+        assert reopened.runs() == []
 
     def test_two_objects_of_one_process_share_the_store(self) -> None:
         first, second = self.store(), self.store()
@@ -403,14 +403,14 @@ class LocalStoreContract:
         assert scan(second.view(refs[2])) == models[2]
 
     def test_many_processes_write_read_and_grow(self) -> None:
-        """Writers of their own lineages, one of which grows the map, and readers, all at once."""
+        """Writers of separate lineages, one of which grows the map, and readers work at the same time."""
         store = self.store()
         refs, models = self.chain(store, 3)
         jobs = [(type(self), self.folder, number, refs[2], 30_000 if number == 0 else 20) for number in range(3)]
         before = store.map_bytes
         with _SPAWN.Pool(3) as pool:
-            results = pool.map_async(_work, jobs, chunksize=1)
-            # `Pool` never ends the wait for a worker that is gone; that one's test does.
+            results = pool.map_async(write_lineage, jobs, chunksize=1)
+            # `Pool` waits forever for a worker that has died; the time limit of the test ends that wait.
             while not results.ready():
                 assert scan(store.view(refs[2])) == models[2]
             heads = results.get()
@@ -420,10 +420,10 @@ class LocalStoreContract:
         assert scan(store.view(refs[2])) == models[2]
         assert store.map_bytes > before
 
-    def test_killed_writers_leave_nothing_behind(self) -> None:
+    def test_a_killed_writer_leaves_no_run(self) -> None:
         store = self.store()
         refs, models = self.chain(store, 2)
-        process = _SPAWN.Process(target=_die_writing, args=(type(self), self.folder, refs[1]))
+        process = _SPAWN.Process(target=die_while_writing, args=(type(self), self.folder, refs[1]))
         process.start()
         process.join(WAIT_S)
         assert process.exitcode == 9
@@ -432,14 +432,14 @@ class LocalStoreContract:
         self.add(store, refs[1], {KEYS[0]: Row(1)})
 
 
-def _difference(newer: Model, older: Model) -> dict[Any, Row | None]:
+def find_changes(newer: Model, older: Model) -> dict[Any, Row | None]:
     keys = {canonicalise(key): key for key in KEYS}
-    gone = {keys[key]: None for key in older if key not in newer}
-    return {keys[key]: row for key, row in newer.items()} | gone
+    removed = {keys[key]: None for key in older if key not in newer}
+    return {keys[key]: row for key, row in newer.items()} | removed
 
 
-def _numbers(rng: np.random.Generator, rows: int) -> pa.RecordBatch:
-    """Random keys in run order, 100 bytes or so each."""
+def make_random_rows(rng: np.random.Generator, rows: int) -> pa.RecordBatch:
+    """Return rows of random keys in the order of a run, about 100 bytes each."""
     hashes = np.sort(rng.integers(0, 2**63, rows).astype(np.uint64))
     names = pa.array([f"{h:020d}" for h in hashes.tolist()])
     columns = [
@@ -455,25 +455,25 @@ def _numbers(rng: np.random.Generator, rows: int) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)
 
 
-def _work(job: tuple[type[LocalStoreContract], Path, int, CheckpointRef, int]) -> tuple[CheckpointRef, int]:
-    """In a process of its own: a lineage on top of the common one."""
+def write_lineage(job: tuple[type[LocalStoreContract], Path, int, CheckpointRef, int]) -> tuple[CheckpointRef, int]:
+    """Write a lineage on top of the common one, in a separate process."""
     kind, folder, number, ref, rows = job
     store = kind.open(folder)
     rng = np.random.default_rng(number)
     total = 0
     for step in range(8):
         parent, ref = ref, CheckpointRef(ref.version + 1, f"{number:016x}{step:016x}")
-        store.apply([_numbers(rng, rows)], ref, parent)
+        store.apply([make_random_rows(rng, rows)], ref, parent)
         total += rows
         assert sum(batch.num_rows for batch in store.view(parent).scan()) >= total - rows
         store.compact(parent)
     return ref, total
 
 
-def _die_writing(kind: type[LocalStoreContract], folder: Path, parent: CheckpointRef) -> None:
-    """Dies as Python workers do, with half a run in a write transaction."""
+def die_while_writing(kind: type[LocalStoreContract], folder: Path, parent: CheckpointRef) -> None:
+    """End the process as a Python worker dies, with half of a run in a write transaction."""
     store = kind.open(folder)
-    batch = _numbers(np.random.default_rng(9), 50_000)
+    batch = make_random_rows(np.random.default_rng(9), 50_000)
 
     def batches() -> Iterator[pa.RecordBatch]:
         yield batch

@@ -1,4 +1,4 @@
-"""What the tests of peers share: a bucket's files in two places, a host that has a replica, and a task on another one."""
+"""A bucket whose files are in two stores, a host with a replica and a task on another host, for the tests of peers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ KEY = BucketKey("counts", "query", 3)
 ROOT = Path(__file__).parents[2]
 
 
-def _operator() -> OperatorFile:
-    """One whose rows are those of `lazy_bucket`."""
+def make_operator_file() -> OperatorFile:
+    """Return an operator file for the rows of `lazy_bucket`."""
 
     def schema(columns: dict[str, Any]) -> str:
         fields = [{"name": n, "type": t, "nullable": True, "metadata": {}} for n, t in columns.items()]
@@ -50,13 +50,13 @@ def _operator() -> OperatorFile:
 
     tags = {"type": "array", "elementType": "long", "containsNull": True}
     state = {"n": "long", "note": "string", "raw": "binary", "tags": tags, "flag": "boolean"}
-    made = OperatorFile(KEY.operator, KEY.query_folder, 8, schema({"k": "long"}), schema(state))
-    assert made.row_schema().arrow.equals(SCHEMA.arrow)
-    return made
+    operator_file = OperatorFile(KEY.operator, KEY.query_folder, 8, schema({"k": "long"}), schema(state))
+    assert operator_file.row_schema().arrow.equals(SCHEMA.arrow)
+    return operator_file
 
 
 class PeerWorld:
-    """A bucket whose files lie on a disk, where host b follows them, and in a store elsewhere, from which host a reads.
+    """A bucket whose files are on a disk, where host b follows them, and in a remote store, from which host a reads.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class PeerWorld:
         self.remote = Remote.made(base)
         self.remote.pointer = replace(self.remote.pointer, query_folder=KEY.query_folder)
         self.root = Folder(str(base / "root"))
-        self.root.child(*KEY[:2]).put(operator_file_name(0), _operator().encode())
+        self.root.child(*KEY[:2]).put(operator_file_name(0), make_operator_file().encode())
         files = self.root.child(*KEY[:2], str(KEY.bucket))
         for name in self.remote.folder.names():
             files.put(name, self.remote.folder.get(name))
@@ -80,14 +80,14 @@ class PeerWorld:
         (base / "b").mkdir()
 
     def close(self) -> None:
-        """End what runs."""
+        """Close all servers, followers and stores."""
         while self._closing:
             self._closing.pop()()
 
     # -- host b -------------------------------------------------------------------------------------
 
     def followed(self) -> RootFollower:
-        """Host b has a replica."""
+        """Let host b follow the bucket until it has a replica."""
         follower = RootFollower(FollowedRoot(self.root.root, {}, str(self.base / "b")))
         self._closing.append(follower.close)
         follower.hold(follower.find().operators)
@@ -98,19 +98,19 @@ class PeerWorld:
         return follower
 
     def replica(self) -> Path:
-        """The file of host b's snapshot."""
+        """Return the file of host b's snapshot."""
         (found,) = (self.base / "b").rglob("base-*.arrow")
         return found
 
     def serves(self, shelf: Shelf | None = None, secret: PeerSecret = SECRET, tls: Tls | None = None) -> PeerServer:
-        """Host b answers peers, and tells so."""
+        """Let host b answer peers and publish its address."""
         server = PeerServer("127.0.0.1", 0, secret, shelf or ReplicaShelf([self.followed()]), tls)
         self._closing.append(server.close)
         self.tells(f"{server.scheme}://127.0.0.1:{server.port}")
         return server
 
     def tells(self, address: str, host: str = "b", version: int = 2, in_sync: bool = True) -> None:
-        """A host's record."""
+        """Publish a host's record."""
         replica = StandbyReplica(KEY, version, in_sync=in_sync)
         record = MemberRecord(host, replicas=(replica,), addresses={ADDRESS_KIND: address})
         Membership(self.root, host, 10.0).heartbeat(record)
@@ -124,33 +124,33 @@ class PeerWorld:
         store: LocalStore | None = None,
         answer_s_max: float = WAIT_S,
     ) -> Bucket:
-        """The bucket in a call on host a, whose process knows nothing of peers yet."""
+        """Return the bucket in a call on host a, whose process does not know peers yet."""
         self.peers = Peers(self.root, PeerSettings(secret, ca, answer_s_max), "a", self.clock)
         self._closing.append(self.peers.close)
         return self.call(store)
 
     def call(self, store: LocalStore | None = None) -> Bucket:
-        """The bucket in another call of that process."""
+        """Return the bucket in another call of that process."""
         if store is None:
             self.store = store = LocalStore.at(self.base / "a", SCHEMA)
             self._closing.append(store.close)
         return bucket_on(store, self.remote, self.base, later=self.later, peers=self.peers)
 
     def look_up(self, bucket: Bucket, keys: list[int]) -> int:
-        """Look keys up, which must be right; returns how many requests the store had."""
+        """Look up keys, check the result, and return the number of requests that the remote store got."""
         before = self.remote.folder.requests
-        found = bucket.read(lambda view: looked_up(view, keys, self.remote))
-        assert found == {key: values_of(key) for key in keys if key < len(self.remote.keys)}
+        states = bucket.read(lambda view: looked_up(view, keys, self.remote))
+        assert states == {key: values_of(key) for key in keys if key < len(self.remote.keys)}
         return self.remote.folder.requests - before
 
     def given_bytes(self) -> int:
-        """Bytes that peers have given to host a."""
+        """Return the number of bytes that peers have given to host a."""
         assert self.peers is not None
         return self.peers.given_bytes
 
 
 def service_of(world: PeerWorld, *arguments: str) -> subprocess.Popen[str]:
-    """The service of host b as a process, whose first line is still to be read."""
+    """Start the service of host b as a process, whose first line of output is still unread."""
     command = [sys.executable, "-m", "spark_state_ext", "standby", "run", world.root.root]
     options = ["--local-dir", str(world.base / "b"), "--peer-listen", "127.0.0.1:0", "--peer-address", "127.0.0.1"]
     return subprocess.Popen(
@@ -163,7 +163,7 @@ def service_of(world: PeerWorld, *arguments: str) -> subprocess.Popen[str]:
 
 
 def certified(name: str = "127.0.0.1") -> Tls:
-    """A certificate that signed itself, and its key."""
+    """Return a self-signed certificate and its key."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -171,7 +171,7 @@ def certified(name: str = "127.0.0.1") -> Tls:
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.timezone.utc)
-    made = (
+    certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(subject)
@@ -186,4 +186,4 @@ def certified(name: str = "127.0.0.1") -> Tls:
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return Tls(made.public_bytes(serialization.Encoding.PEM), private)
+    return Tls(certificate.public_bytes(serialization.Encoding.PEM), private)

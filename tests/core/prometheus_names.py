@@ -1,4 +1,4 @@
-"""Records calls with an SDK that Prometheus scrapes, and prints what it would get; run by test_dashboard."""
+"""Record calls with an SDK that Prometheus scrapes, and print what Prometheus would read; run by test_dashboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A query folder of several buckets, written batch by batch through the engine, with a dict that says what it must hold."""
+"""A query folder of several buckets that the engine writes batch by batch, with a model of its state in a dict."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def operator_file(operator: str, query_id: str, buckets: int) -> OperatorFile:
 
 
 def hashed(key: Key) -> int:
-    """As Spark hashes it."""
+    """Return Spark's hash of a key."""
     return hash_key(key_columns([key]))
 
 
@@ -63,7 +63,7 @@ def bucket_of(key: Key, buckets: int) -> int:
 
 @dataclass
 class Job:
-    """A job without Spark: its batches go through the engine, and each pointer is handed to the next batch."""
+    """A job without Spark: its batches go through the engine, and each batch gets the pointers of the previous one."""
 
     root: Path | str
     scratch: Path
@@ -74,7 +74,7 @@ class Job:
     host: str = "host"
     told: bool = True
     retained: int = 2
-    # Given to each call's context besides.
+    # Additional arguments of each call's context.
     context: Mapping[str, Any] = field(default_factory=dict)
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     models: list[Model] = field(default_factory=list)
@@ -82,49 +82,49 @@ class Job:
     def __post_init__(self) -> None:
         folder = Folder(str(self.root), self.storage_options)
         self.folder = folder.child(self.operator, self.query_id or "t1-" + "0" * 32)
-        it = operator_file(self.operator, self.query_id, self.buckets)
-        self.folder.put(operator_file_name(0), it.encode())
+        file = operator_file(self.operator, self.query_id, self.buckets)
+        self.folder.put(operator_file_name(0), file.encode())
         self.stores = [LocalStore.at(self.scratch / f"{self.query_id}-{b}", SCHEMA) for b in range(self.buckets)]
-        none = Pointer(self.operator, 0, self.buckets, 0, -1, None)
-        self.pointers = [[replace(none, bucket=bucket) for bucket in range(self.buckets)]]
+        no_pointer = Pointer(self.operator, 0, self.buckets, 0, -1, None)
+        self.pointers = [[replace(no_pointer, bucket=bucket) for bucket in range(self.buckets)]]
         self.epochs = EpochRegistry()
 
     def batch(self, changes: Changes, at: int | None = None) -> int:
-        """A batch that is committed; its number is that of the batches before, unless a query goes back."""
+        """Commit a batch; `at` is its number if the query goes back to an earlier batch."""
         at = len(self.pointers) - 1 if at is None else at
         del self.pointers[at + 1 :], self.models[at:]
         self.pointers.append(self.attempt(changes))
         self.models.append(apply_changes(self.models[-1] if self.models else {}, changes))
-        self._end()
+        self._release_lease()
         return at
 
-    def _end(self) -> None:
-        """The run ends, and says so in the lease."""
+    def _release_lease(self) -> None:
+        """End the run and release its lease."""
         log, now_ms, me = LeaseLog(self.folder), int(time.time() * 1000), RunIdentity("app", self.run_id, self.query_id)
-        found = log.newest(first=True)
-        before = LeaseRecord(me, 0, 0) if found is None else found.record
-        assert log.append(found, replace(before.renew_by(me, now_ms, 60_000), released=True))
+        record = log.newest(first=True)
+        before = LeaseRecord(me, 0, 0) if record is None else record.record
+        assert log.append(record, replace(before.renew_by(me, now_ms, 60_000), released=True))
 
     def attempt(self, changes: Changes) -> list[Pointer]:
-        """The pointers that an attempt at the next batch makes."""
-        return [self._called(bucket, changes) for bucket in range(self.buckets)]
+        """Return the pointers of an attempt at the next batch."""
+        return [self._call(bucket, changes) for bucket in range(self.buckets)]
 
-    def _called(self, bucket: int, changes: Changes) -> Pointer:
+    def _call(self, bucket: int, changes: Changes) -> Pointer:
         batch, pointer = len(self.pointers) - 1, self.pointers[-1][bucket]
-        mine = {key: row for key, row in changes.items() if bucket_of(key, self.buckets) == bucket}
+        bucket_changes = {key: row for key, row in changes.items() if bucket_of(key, self.buckets) == bucket}
         buffer = SpillBuffer(self.scratch, 1 << 20)
-        if mine:
-            buffer.append(make_run(mine, hashed))
+        if bucket_changes:
+            buffer.append(make_run(bucket_changes, hashed))
         writer = Writer(self.query_id, self.run_id, batch, self.host, told=self.told)
         if not self.told:
-            # The number of calls before, which is another one in each bucket.
+            # Without the batch, Spark's worker numbers the calls, and so each bucket has another number.
             writer = replace(writer, batch=pointer.batch + 1 + bucket)
         writer = replace(writer, epoch=self._epoch(batch, pointer))
         replicas = sole_replica(self.folder.child(str(bucket)), self.scratch, "fsspec")
         context = CommitContext(self.scratch, batches_retained=self.retained, **self.context)
-        it = Bucket(self.stores[bucket], replicas, pointer, writer, context)
-        made = it.commit(buffer).pointer
-        return replace(made, batch=writer.batch)
+        call_bucket = Bucket(self.stores[bucket], replicas, pointer, writer, context)
+        committed = call_bucket.commit(buffer).pointer
+        return replace(committed, batch=writer.batch)
 
     def _epoch(self, batch: int, pointer: Pointer) -> int:
         after = Position(self.query_id, batch - 1, pointer.heartbeats, told=self.told)
@@ -136,18 +136,18 @@ class Job:
 
 
 def as_model(table: pa.Table | pa.RecordBatchReader) -> Model:
-    """Rows that were read, as a dict; the column ``defined`` counts where it is there."""
+    """Return rows that were read as a dict, with the column ``defined`` if they have it."""
     rows = (table if isinstance(table, pa.Table) else table.read_all()).to_pylist()
-    found = {
+    model = {
         (canonicalise(row["name"]), canonicalise(row["x"])): Row(
             row["count"], row["note"], row["timeout_ms"], row.get("defined", True)
         )
         for row in rows
     }
-    assert len(found) == len(rows), "no key twice"
-    return found
+    assert len(model) == len(rows), "each key must occur once"
+    return model
 
 
 def state_of(state: OpenState) -> Model:
-    """All that is open, by scan."""
+    """Return the whole open state by a scan."""
     return as_model(state.scan([*state.schema.names, "defined"]))

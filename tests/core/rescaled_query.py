@@ -1,4 +1,4 @@
-"""A query without Spark that starts from another one's state with another bucket map, batch after batch."""
+"""A query without Spark that starts from another query's state with another bucket map, and runs batches."""
 
 from __future__ import annotations
 
@@ -41,40 +41,40 @@ T = TypeVar("T")
 
 
 class Later:
-    """Background work that is done when the test says so, or never."""
+    """Background work that waits until a test runs it or discards it."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, Callable[[], object]] = OrderedDict()
 
     def submit(self, name: str, work: Callable[[], object]) -> bool:
-        """It waits."""
+        """Let the work wait."""
         self._waiting.setdefault(name, work)
         return True
 
     def busy(self, name: str) -> bool:
-        """Whether it waits."""
+        """Return whether work of this name waits."""
         return name in self._waiting
 
     def do(self) -> None:
-        """What waits is done."""
+        """Do the waiting work."""
         while self._waiting:
             self._waiting.popitem(last=False)[1]()
 
     def die(self) -> None:
-        """What waits is never done."""
+        """Discard the waiting work."""
         self._waiting.clear()
 
 
 def job_from(root: Path, old: OldJob, bucket_map: BucketMap, start: StartFrom | None, **fields: object) -> Job:
-    """A job like the old one, with another map."""
-    it = StateOptions(
+    """Return a job like the old one with another bucket map."""
+    options = StateOptions(
         root=str(root), operator=old.operator, bucket_by=bucket_map, start_from=start, backends=(Backend(str(root)),)
     )
-    of = operator_file(old.operator, "", old.buckets)
+    file = operator_file(old.operator, "", old.buckets)
     return job_of(
-        it,
-        key_schema=of.key_schema,
-        state_schema=of.state_schema,
+        options,
+        key_schema=file.key_schema,
+        state_schema=file.state_schema,
         columns=("name", "x"),
         key_positions=(0, 1),
         **fields,
@@ -82,7 +82,7 @@ def job_from(root: Path, old: OldJob, bucket_map: BucketMap, start: StartFrom | 
 
 
 def bucket_in(bucket_map: BucketMap, key: Key) -> int:
-    """The bucket of a key, which may be one of the model."""
+    """Return the bucket of a key, which may be a key of the model."""
     plain = tuple(float("nan") if value == "NaN" else value for value in key)
     return int(bucket_map.of(np.array([hashed(plain)], np.uint64))[0])
 
@@ -98,11 +98,11 @@ class RescaledQuery:
     scratch
         Local folder.
     name
-        Of its query folder.
+        Name of its query folder.
     model
-        What it has to hold.
+        The expected state.
     runner
-        Its background.
+        Its background work.
     """
 
     job: Job
@@ -118,41 +118,41 @@ class RescaledQuery:
 
     @property
     def bucket_map(self) -> BucketMap:
-        """Its map."""
+        """The new bucket map."""
         return self.job.options.bucket_map
 
     @property
     def folder(self) -> Folder:
-        """Its query folder."""
+        """The query folder."""
         return Folder(self.job.options.root).child(self.job.operator, self.name)
 
     def start(self, sources: Callable[[Pointer], Sequence[object]] | None = None) -> None:
-        """What the first calls of all buckets do."""
+        """Do what the first calls of all buckets do."""
         starts = Starts()
         self.pointers = []
         for bucket in range(self.bucket_map.buckets):
             state = starts.of(self.job, bucket)
             assert state is not None
 
-            def sources_of(parent: Parent) -> Sequence[Any]:
+            def find_sources(parent: Parent) -> Sequence[Any]:
                 return () if sources is None else sources(parent.pointer)
 
-            pointer, _ = bring_files(state, self.job, self.name, sources_of, self.scratch)
+            pointer, _ = bring_files(state, self.job, self.name, find_sources, self.scratch)
             self.pointers.append(pointer)
 
     def called(self, bucket: int, work: Callable[[Bucket], T], local: str = "") -> T:
-        """Do something with a bucket in a call of its own."""
+        """Do some work with a bucket in a separate call."""
         pointer = self.pointers[bucket]
-        files, where = (
+        files, local_folder = (
             self.folder.child(str(bucket)),
             self.scratch / (local or f"local-{self.generation}") / str(bucket),
         )
         origin = None
         if pointer.parents is not None:
             origin = Origin(self.folder, pointer, self.bucket_map, SCHEMA, self.scratch)
-        with closing(LocalStore.at(where, SCHEMA)) as store:
+        with closing(LocalStore.at(local_folder, SCHEMA)) as store:
             (backend,) = self.job.options.backends
-            it = Bucket(
+            call_bucket = Bucket(
                 store,
                 sole_replica(files, self.scratch, backend.name),
                 pointer,
@@ -161,49 +161,51 @@ class RescaledQuery:
                 sources=() if origin is None else (origin,),
             )
             try:
-                return work(it)
+                return work(call_bucket)
             finally:
                 if not self.runner._waiting:
-                    it.close()
+                    call_bucket.close()
 
     def batch(self, changes: Changes, attempts: int = 1) -> None:
-        """A batch that is committed; all attempts but the last at each call are in vain."""
+        """Commit a batch; only the last attempt of each call counts."""
         for _ in range(attempts):
-            made = [self._attempt(bucket, changes) for bucket in range(self.bucket_map.buckets)]
-        self.pointers = made
+            pointers = [self._attempt(bucket, changes) for bucket in range(self.bucket_map.buckets)]
+        self.pointers = pointers
         self.model = apply_changes(self.model, changes)
 
     def _attempt(self, bucket: int, changes: Changes) -> Pointer:
-        mine = {key: row for key, row in changes.items() if bucket_in(self.bucket_map, key) == bucket}
-        made = self.called(bucket, lambda it: it.commit(buffer_of(mine, self.scratch, hashed)).pointer)
-        made = self.finishing.noted([self.folder], self.pointers[bucket], made, lambda: None)
-        return replace(made, batch=made.batch + 1)
+        bucket_changes = {key: row for key, row in changes.items() if bucket_in(self.bucket_map, key) == bucket}
+        pointer = self.called(
+            bucket, lambda call_bucket: call_bucket.commit(buffer_of(bucket_changes, self.scratch, hashed)).pointer
+        )
+        pointer = self.finishing.noted([self.folder], self.pointers[bucket], pointer, lambda: None)
+        return replace(pointer, batch=pointer.batch + 1)
 
     def lose_disks(self) -> None:
-        """Local stores are gone, and with them the processes that worked on them."""
+        """Remove the local stores and discard the background work of their processes."""
         self.runner.die()
         shutil.rmtree(self.scratch / f"local-{self.generation}", ignore_errors=True)
         self.generation += 1
 
     def state(self, local: str = "") -> Model:
-        """All of it, bucket by bucket; each has only what is its own."""
-        found: Model = {}
+        """Return the whole state, and check that each bucket has only its own keys."""
+        state: Model = {}
         for bucket in range(self.bucket_map.buckets):
-            rows = self.called(bucket, lambda it: it.read(scan), local)
+            rows = self.called(bucket, lambda call_bucket: call_bucket.read(scan), local)
             assert all(bucket_in(self.bucket_map, key) == bucket for key in rows)
             assert len(rows) <= self.pointers[bucket].rows
-            found |= rows
-        return found
+            state |= rows
+        return state
 
     def restored(self) -> Model:
-        """The same on an empty disk."""
+        """Return the whole state restored on an empty disk."""
         try:
             return self.state("fresh")
         finally:
             shutil.rmtree(self.scratch / "fresh", ignore_errors=True)
 
     def cleaned_up(self, now_s: float) -> int:
-        """How many files a clean-up of each bucket whose backend is complete has deleted."""
+        """Clean up each bucket whose backend is complete, and return the number of deleted files."""
         deleted = 0
         for bucket, pointer in enumerate(self.pointers):
             (status,) = pointer.replication.values() or (None,)

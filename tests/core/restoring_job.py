@@ -1,4 +1,4 @@
-"""A process that restores a bucket: ``python restoring_job.py FOLDER``, in which are a pointer and its files."""
+"""A process that restores a bucket: ``python restoring_job.py FOLDER``; FOLDER has a pointer and its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spark_state_ext.testing.model import SCHEMA, scan
 
 def main(folder: Path) -> None:
     """Restore from a store whose every request takes ten minutes."""
-    # As services have it: orderly, by an exception.
+    # Exit by an exception, as services do.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     options = {"implementation": STORE, "log": str(folder / "asked"), "takes_s": 600.0}
     files = Folder(str(folder / "a"), options).child("3")

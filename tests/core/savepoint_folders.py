@@ -1,4 +1,4 @@
-"""A savepoint as files, whose rows nobody reads."""
+"""The files of a savepoint for tests that do not read its rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEMA = '{"fields": [{"metadata": {}, "name": "n", "nullable": true, "type": "l
 
 
 def savepoint_at(path: Path) -> Folder:
-    """A savepoint of two buckets with a file each."""
+    """Write a savepoint of two buckets with one file each."""
     folder = Folder(str(path))
     buckets = []
     for bucket in range(2):

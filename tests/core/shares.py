@@ -1,4 +1,4 @@
-"""File systems elsewhere that never put a renamed file in another one's place, played by a folder of this machine."""
+"""Remote file systems that never overwrite a file by a rename, simulated by a folder of this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ByNameNode", "Share"]
 
 
 class Share(DirFileSystem):  # type: ignore[misc]
-    """As an SMB share: to rename a file to a name that is taken is an error, of a class of its client's own."""
+    """An SMB share: a rename to an existing name raises an error of a class of its client."""
 
     protocol: ClassVar[Any] = "smb"
     cachable = False
@@ -22,7 +22,7 @@ class Share(DirFileSystem):  # type: ignore[misc]
         super().__init__(path="/", fs=LocalFileSystem(), **options)
 
     def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
-        """Rename; one of several callers wins, as one server decides."""
+        """Rename a file; only one of several callers succeeds, because one server decides."""
         try:
             os.link(path1, path2)
         except FileExistsError:
@@ -31,18 +31,18 @@ class Share(DirFileSystem):  # type: ignore[misc]
         os.unlink(path1)
 
     def taken(self, path: str) -> None:
-        """Say that there is one already."""
+        """Raise the error for an existing name."""
         raise NameTakenError(errno.EEXIST, "STATUS_OBJECT_NAME_COLLISION", path)
 
 
 class NameTakenError(OSError):
-    """As smbclient's error, which is no `FileExistsError`."""
+    """Like smbclient's error, which is not a `FileExistsError`."""
 
 
 class ByNameNode(Share):
-    """As WebHDFS: nothing happens, and no error says so."""
+    """WebHDFS: a rename to an existing name has no effect and raises no error."""
 
     protocol: ClassVar[Any] = ("webhdfs", "webHDFS")
 
     def taken(self, path: str) -> None:
-        """The answer is ``{"boolean": false}``, which fsspec does not look at."""
+        """Do nothing: the answer is ``{"boolean": false}``, which fsspec ignores."""

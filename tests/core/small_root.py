@@ -1,4 +1,4 @@
-"""A small root and a savepoint of it, the same whenever they are made: ids, times and rows are fixed."""
+"""A small root and a savepoint of it that are always the same: ids, times and rows are fixed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = ("ann", "bob", "cid", "dan", "eve", "fay")
 
 @dataclass(frozen=True)
 class SmallRoot:
-    """Where it all is."""
+    """The root and its job."""
 
     root: Path
     job: Job
@@ -46,9 +46,9 @@ class SmallRoot:
 
 @contextmanager
 def fixed_ids() -> Iterator[None]:
-    """Random ids, the same ones each time.
+    """Replace random ids by the same sequence each time.
 
-    Only this thread gets them: those of earlier tests, such as the keeper of a lease, would take some of them away.
+    Only this thread gets them: threads of earlier tests, such as the keeper of a lease, would use up some of them.
     """
     numbers, mine, random_id = random.Random(7), threading.get_ident(), uuid.uuid4
 
@@ -63,7 +63,7 @@ def fixed_ids() -> Iterator[None]:
 
 
 def _changes(batch: int) -> Changes:
-    """Each batch counts some names; now and then one is removed, and one times out."""
+    """Return a batch's changes: it counts some names and sets a timeout of one; batch 4 also removes one."""
     changes: dict[tuple[object, ...], Row | None] = {
         (name, 0.5 * at): Row(10 * batch + at, f"batch {batch}", 60_000 * batch if at == 1 else None)
         for at, name in enumerate(NAMES)
@@ -76,14 +76,14 @@ def _changes(batch: int) -> Changes:
 
 @contextmanager
 def small_root(folder: Path, batches: int = 8, buckets: int = 2) -> Iterator[SmallRoot]:
-    """A root with one query of some batches.
+    """Make a root with one query of several batches.
 
     Parameters
     ----------
     folder
-        Where it is made.
+        Parent folder of the root.
     batches, buckets
-        How many.
+        Number of batches and of buckets.
     """
     (folder / "scratch").mkdir(parents=True)
     with fixed_ids():
@@ -102,7 +102,7 @@ def small_root(folder: Path, batches: int = 8, buckets: int = 2) -> Iterator[Sma
 
 
 def dated(folder: Path) -> None:
-    """Give files the times of their batches: a checkpoint's version is one more than the number of its batch."""
+    """Set the times of files to those of their batches: a checkpoint's version is its batch's number plus one."""
     for path in folder.rglob("*"):
         if path.is_file():
             version = path.name.partition("_")[0]
@@ -117,7 +117,7 @@ def savepoint_of(
     batch: int | None = None,
     made_ms: Callable[[], int] = lambda: BEGUN_S * 1000,
 ) -> Folder:
-    """A savepoint of a job after a batch, without Spark."""
+    """Take a savepoint of a job after a batch, without Spark."""
     assert form in (NATIVE, CANONICAL)
     folder = Folder(str(path))
     at = len(job.pointers) - 1 if batch is None else batch + 1

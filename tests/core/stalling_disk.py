@@ -1,4 +1,4 @@
-"""A store, made by name, whose reads of checkpoint files take long or fail, and that counts them."""
+"""A store, imported by name, whose reads of checkpoint files are slow or fail, and that logs them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _ERRORS = {"refused": ConnectionRefusedError, "timeout": TimeoutError, "denied":
 
 
 class StallingDisk(ObjectDisk):
-    """A disk under an object store's rules.
+    """A disk that behaves like an object store.
 
     Parameters
     ----------
     log
-        A file that gets a line for each request that is for a checkpoint file.
+        A file to which each request for a checkpoint file adds a line.
     takes_s
-        How long each of them takes, seconds.
+        Duration of each such request in seconds.
     fails
-        How each of them fails then: ``refused``, ``timeout`` or ``denied``; empty when it does not.
+        The error of each such request: ``refused``, ``timeout`` or ``denied``; empty for no error.
     """
 
     protocol = ("stalling", "memory")
@@ -37,7 +37,7 @@ class StallingDisk(ObjectDisk):
         self._fails = fails
 
     def asked(self, what: str, path: str) -> None:
-        """Note a request, and take the time."""
+        """Log a request and delay it."""
         if not path.endswith(".arrow"):
             return
         with open(self._log, "a") as log:
@@ -47,7 +47,7 @@ class StallingDisk(ObjectDisk):
             raise _ERRORS[self._fails](f"{path}: {self._fails}")
 
 
-def _noted(name: str) -> Callable[..., Any]:
+def log_calls(name: str) -> Callable[..., Any]:
     real = getattr(ObjectDisk, name)
 
     def call(self: StallingDisk, path: str, *args: Any, **kwargs: Any) -> Any:
@@ -58,4 +58,4 @@ def _noted(name: str) -> Callable[..., Any]:
 
 
 for _name in ("cat_file", "info"):
-    setattr(StallingDisk, _name, _noted(_name))
+    setattr(StallingDisk, _name, log_calls(_name))

@@ -1,4 +1,4 @@
-"""Hosts with a standby service, whose time a test lets pass, and the job that they follow."""
+"""Hosts with a standby service on a clock that a test moves, and the job that they follow."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ BUCKETS = 4
 
 @contextmanager
 def job_of(base: Path) -> Iterator[Job]:
-    """A job whose tasks run on host a."""
+    """Make a job whose tasks run on host a."""
     (base / "scratch").mkdir()
-    made = Job(base / "root", base / "scratch", buckets=BUCKETS, host="a")
+    job = Job(base / "root", base / "scratch", buckets=BUCKETS, host="a")
     try:
-        yield made
+        yield job
     finally:
-        made.close()
+        job.close()
 
 
 class Host:
-    """A host with a service, whose time a test lets pass."""
+    """A host with a service on a clock that a test moves."""
 
     def __init__(self, base: Path, name: str, clock: VirtualClock, options: dict[str, Any] | None = None) -> None:
         (base / name).mkdir(exist_ok=True)
@@ -47,7 +47,7 @@ class Host:
         self.stop = threading.Event()
 
     def turn(self) -> None:
-        """What is due, to the end."""
+        """Run the service's due work and wait until it is done."""
         self.service.turn(self.stop)
         assert self.part.follower.drain(WAIT_S)
         self.part.follower.tick()
@@ -60,7 +60,7 @@ class Host:
 
 
 class Hosts:
-    """Hosts of one root, on one clock."""
+    """Hosts of one root on one clock."""
 
     def __init__(self, base: Path, *names: str, options: dict[str, Any] | None = None) -> None:
         self.base, self.options, self.clock = base, options, VirtualClock()

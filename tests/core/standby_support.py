@@ -1,4 +1,4 @@
-"""What the tests of followers share: one bucket of a query, written call by call, and a task on the follower's host."""
+"""One bucket of a query that is written call by call, and a task on the follower's host, for the tests of followers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OPERATOR, QUERY, BUCKET, BUCKETS = "counts", "query", 3, 8
 
 
 class Faults(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
-    """A disk that fails at a read: the one with that number, and as many after it."""
+    """A disk on which reads fail: that many reads, from the one with the given number on."""
 
     cachable = False
     reads: ClassVar[int] = 0
@@ -87,16 +87,16 @@ class World:
     base: Path
     root: str = ""
     chunk_rows: int = 3
-    # Of the run: going back begins the next one.
+    # Epoch of the run: going back begins the next one.
     epoch: int = 1
     retained: int = 2
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     follower_class: type[BucketFollower] = BucketFollower
-    # Pointers that were committed, one a batch, each with the state then.
+    # The committed pointer of each batch, with the state at that pointer.
     history: list[tuple[Pointer, Model]] = field(default_factory=list)
     committed: set[CheckpointRef] = field(default_factory=set)
     clock_s: float = 1e9
-    # How tasks restore.
+    # Options of tasks' lazy restores.
     lazy: LazyOptions | None = None
 
     def __post_init__(self) -> None:
@@ -111,18 +111,18 @@ class World:
         self.operator: OperatorFile = operator_file(OPERATOR, QUERY, BUCKETS)
         self.query_folder.put(operator_file_name(0), self.operator.encode())
         self.active = LocalStore.at(self.base / "a", SCHEMA, chunk_rows=self.chunk_rows)
-        none = Pointer(OPERATOR, BUCKET, BUCKETS, 0, -1, None, query_folder=QUERY)
-        self.history.append((none, {}))
+        no_pointer = Pointer(OPERATOR, BUCKET, BUCKETS, 0, -1, None, query_folder=QUERY)
+        self.history.append((no_pointer, {}))
         self.follow()
 
-    def follow(self, **given: Any) -> None:
-        """The host's service begins."""
+    def follow(self, **changes: Any) -> None:
+        """Start the host's service."""
         self.stores = SharedStores()
-        at = replace(self.at, **given)
+        at = replace(self.at, **changes)
         self.follower = self.follower_class(at, self.key, self.operator, self.stores)
 
     def close(self) -> None:
-        """Let go of the local stores."""
+        """Close the local stores."""
         self.stores.close()
         self.active.close()
 
@@ -133,36 +133,36 @@ class World:
 
     @property
     def model(self) -> Model:
-        """The state at it."""
+        """The state at the last committed pointer."""
         return self.history[-1][1]
 
     def bucket(self, store: LocalStore, pointer: Pointer, host: str = "a") -> Bucket:
-        """The bucket, as a task opens it."""
+        """Return the bucket as a task opens it."""
         self._record(pointer)
         writer = Writer(QUERY, f"run {self.epoch}", pointer.batch + 1, host, epoch=self.epoch)
         context = CommitContext(self.scratch, batches_retained=self.retained, lazy=self.lazy)
         return Bucket(store, sole_replica(self.files, self.scratch), pointer, writer, context)
 
     def _record(self, pointer: Pointer) -> None:
-        """A run writes down where it began, before its first file."""
+        """Record where a run began, before it writes its first file."""
         log = EpochLog(self.query_folder)
         number, epochs = log.newest()
         if self.epoch > epochs.numbers_to:
-            parents = tuple(it.number for it in epochs.entries[-1:]) or (0,)
+            parents = tuple(epoch.number for epoch in epochs.entries[-1:]) or (0,)
             after = Position(QUERY, pointer.batch, pointer.heartbeats)
-            it = Epoch(self.epoch, parents, f"plan {self.epoch}", "", after)
-            assert log.append(number + 1, Epochs((*epochs.entries, it)))
+            epoch = Epoch(self.epoch, parents, f"plan {self.epoch}", "", after)
+            assert log.append(number + 1, Epochs((*epochs.entries, epoch)))
 
     def attempt(self, changes: Changes, at: int = -1, store: LocalStore | None = None) -> tuple[Pointer, Model]:
-        """One attempt at the batch after a committed one."""
+        """Run one attempt at the batch after a committed one."""
         pointer, model = self.history[at]
         before = {entry.name for entry in self.files.entries()}
-        made = self.bucket(store or self.active, pointer).commit(buffer_of(changes, self.scratch)).pointer
-        self._dated(before)
-        return replace(made, batch=pointer.batch + 1), apply_changes(model, changes)
+        new_pointer = self.bucket(store or self.active, pointer).commit(buffer_of(changes, self.scratch)).pointer
+        self._set_times(before)
+        return replace(new_pointer, batch=pointer.batch + 1), apply_changes(model, changes)
 
     def commit(self, attempt: tuple[Pointer, Model]) -> None:
-        """Spark takes that one."""
+        """Commit an attempt, as Spark does."""
         if attempt[0].parent is not None:
             self.committed.add(attempt[0].parent)
         self.history.append(attempt)
@@ -170,31 +170,31 @@ class World:
             self.committed.add(attempt[0].ref)
 
     def batch(self, changes: Changes, store: LocalStore | None = None) -> None:
-        """A batch of one attempt."""
+        """Run and commit a batch of one attempt."""
         self.commit(self.attempt(changes, store=store))
 
     def go_back(self, at: int) -> None:
-        """The query is started again at an earlier batch."""
+        """Start the query again from an earlier batch."""
         del self.history[at + 1 :]
         self.epoch += 1
 
     def task(self) -> LocalStore:
-        """The local store as a task on the follower's host opens it."""
+        """Open the local store as a task on the follower's host does."""
         return LocalStore.at(self.follower.store_folder, self.operator.row_schema(), chunk_rows=self.chunk_rows)
 
     def adopted(self, at: int = -1) -> int:
-        """Files that a task on the follower's host fetches to read the state after a batch, which must be right."""
+        """Check the state after a batch in a task on the follower's host, and return the number of files that it fetches."""
         pointer, model = self.history[at]
-        it = self.bucket(self.task(), pointer, "b")
-        assert it.read(scan) == model
-        return it.fetched_files
+        bucket = self.bucket(self.task(), pointer, "b")
+        assert bucket.read(scan) == model
+        return bucket.fetched_files
 
     def names(self) -> list[str]:
-        """Files of the bucket."""
+        """Return the names of the bucket's files."""
         return self.files.names()
 
-    def _dated(self, before: set[str]) -> None:
-        """Each call writes later than the one before, on whatever disk."""
+    def _set_times(self, before: set[str]) -> None:
+        """Give the files of each call a later time than those of the previous call."""
         if not self.files.is_local:
             return
         self.clock_s += 1
@@ -203,22 +203,22 @@ class World:
 
 
 class PrunesToTheNewest(BucketFollower):
-    """A follower that takes the newest file for committed."""
+    """A follower that wrongly treats the newest file as committed."""
 
     def _tidy(self, listing: Listing, line: Line) -> None:
-        super()._tidy(listing, replace(line, head=_its_own_parent(line.head)))
+        super()._tidy(listing, replace(line, head=make_child_of_head(line.head)))
 
 
-def _its_own_parent(head: LineageHeader) -> LineageHeader:
+def make_child_of_head(head: LineageHeader) -> LineageHeader:
     child = replace(head.ref, version=head.ref.version + 1)
     return replace(head, ref=child, parent=head.ref, lineage=(*head.lineage, head.ref))
 
 
 def covering(store: LocalStore) -> set[CheckpointRef]:
-    """The newest checkpoints of runs that were merged."""
+    """Return the newest checkpoints of compacted runs."""
     return {run.newest for run in store.runs() if run.newest != run.oldest}
 
 
 def changes(number: int) -> Changes:
-    """Some rows of a batch, and a deletion now and then."""
+    """Return the changes of a batch; every third one includes a deletion."""
     return {KEYS[number % 5]: Row(number), KEYS[(number + 2) % 5]: None if number % 3 == 0 else Row(-number, "note")}

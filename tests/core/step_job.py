@@ -1,8 +1,8 @@
-"""A job of five batches of which one input or output fails, or kills the process; run by test_every_step.
+"""A job of five batches in which one input or output operation fails or kills the process; run by test_every_step.
 
-Usage: ``python step_job.py FOLDER KIND FATE WHEN SHARE SHARES``. For every n (of this share) the n-th operation on files, or write of the local store, of
-the whole job fails; a second process then goes on from the pointer that was committed. Children are forked from this
-process, which itself touches nothing but its pointer files. Prints which operations failed, as JSON.
+Usage: ``python step_job.py FOLDER KIND FATE WHEN SHARE SHARES``. For every n of this share, the n-th operation of the whole
+job on files or write of the local store fails; a second process then continues from the committed pointer. The jobs run in
+forked children of this process, which itself uses only its pointer files. It prints the failed operations as JSON.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ from spark_state_ext.store import LocalStore
 from spark_state_ext.store.environment import Environment
 from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, apply_changes, scan
 
-# Imported here, or each of a thousand children would do it: that took most of their time.
+# Import these before the forks; otherwise each of a thousand children would spend most of its time on them.
 IMPORTED = (pandas, lmdb, fsspec.implementations.chained)
-# This driver hands out the last pointer only, so that clean-up has something to do within five batches, where two went
-# before.
+# This driver retains only the last pointer, so that clean-up has work within five batches after two earlier ones.
 BEFORE, BATCHES, RETAINED = 2, 7, 0
 FAILED, WRONG, UNHIT = 1, 3, 0
 OPERATIONS = ("open", "pipe_file", "put_file", "cat_file", "get_file", "info", "exists", "ls", "rm_file", "makedirs")
@@ -53,7 +52,7 @@ CHANGES: list[Changes] = [
 
 
 class Steps:
-    """Counts operations; the n-th one fails or kills."""
+    """Counts operations; the n-th one fails or kills the process."""
 
     left: ClassVar[int] = -1
     kills: ClassVar[bool] = False
@@ -73,7 +72,7 @@ class Steps:
         try:
             return work()
         finally:
-            # Also where it raised, as for a file that is not there.
+            # Fail even if the work raised an error, for example for a missing file.
             if failing:
                 cls._fail(name)
 
@@ -81,7 +80,7 @@ class Steps:
     def _fail(cls, name: str) -> NoReturn:
         if cls.kills:
             os._exit(FAILED)
-        if name.startswith("Environment"):  # which translates what LMDB raises
+        if name.startswith("Environment"):  # which translates the errors of LMDB
             raise StorageError(f"{name} fails on purpose")
         raise OSError(errno.EIO, f"{name} fails on purpose")
 
@@ -93,27 +92,27 @@ class CountingFileSystem(LocalFileSystem):  # type: ignore[misc] # fsspec has no
 
 
 class CountingObjects(CountingFileSystem):
-    """The same under the rules of an object store: a PUT is atomic, and there are no folders to make."""
+    """Such a disk that behaves like an object store: a PUT is atomic and creates its folders."""
 
     protocol = ("counted", "memory")
 
     def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
-        """One PUT."""
-        Steps.around("pipe_file", lambda: _put(Path(path), value))
+        """Write bytes by one PUT."""
+        Steps.around("pipe_file", lambda: put(Path(path), value))
 
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
-        """One PUT of a file."""
-        Steps.around("put_file", lambda: _put(Path(rpath), Path(lpath).read_bytes()))
+        """Write a file by one PUT."""
+        Steps.around("put_file", lambda: put(Path(rpath), Path(lpath).read_bytes()))
 
 
-def _put(path: Path, value: bytes) -> None:
+def put(path: Path, value: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden = path.parent.parent / "unfinished put"
     hidden.write_bytes(value)
     hidden.rename(path)
 
 
-def _counted(name: str) -> Callable[..., Any]:
+def count_method(name: str) -> Callable[..., Any]:
     real = getattr(LocalFileSystem, name)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,12 +122,12 @@ def _counted(name: str) -> Callable[..., Any]:
 
 
 for _name in OPERATIONS:
-    setattr(CountingFileSystem, _name, _counted(_name))
+    setattr(CountingFileSystem, _name, count_method(_name))
 fsspec.register_implementation("counting", CountingFileSystem)
 fsspec.register_implementation("counted", CountingObjects)
 
 
-def _count(owner: Any, name: str) -> None:
+def count_calls(owner: Any, name: str) -> None:
     real = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -138,21 +137,21 @@ def _count(owner: Any, name: str) -> None:
 
 
 def models() -> list[Model]:
-    """The state after each number of batches."""
-    found: list[Model] = [{}]
+    """Return the state after each number of batches."""
+    states: list[Model] = [{}]
     for changes in CHANGES:
-        found.append(apply_changes(found[-1], changes))
-    return found
+        states.append(apply_changes(states[-1], changes))
+    return states
 
 
 def committed(folder: Path) -> Pointer:
-    """The pointer that Spark would hand out: this part is not made to fail."""
+    """Return the pointer that Spark would provide; these operations do not fail."""
     path = folder / "pointer"
     return Pointer.decode(path.read_bytes()) if path.exists() else first_pointer()
 
 
-def go_on(folder: Path, files: Folder, store: LocalStore, until: int) -> None:
-    """From the committed pointer on; exits with WRONG when any state is not what it must be."""
+def continue_job(folder: Path, files: Folder, store: LocalStore, until: int) -> None:
+    """Run the batches from the committed pointer on; exit with WRONG if any state is wrong."""
     expected = models()
     while (pointer := committed(folder)).batch + 1 < until:
         batch = pointer.batch + 1
@@ -165,24 +164,26 @@ def go_on(folder: Path, files: Folder, store: LocalStore, until: int) -> None:
         )
         if bucket.read(scan) != expected[batch]:
             os._exit(WRONG)
-        new = replace(bucket.commit(buffer_of(CHANGES[batch], folder)).pointer, batch=batch)
-        (folder / "pointer.new").write_bytes(new.encode())
+        new_pointer = replace(bucket.commit(buffer_of(CHANGES[batch], folder)).pointer, batch=batch)
+        (folder / "pointer.new").write_bytes(new_pointer.encode())
         (folder / "pointer.new").rename(folder / "pointer")
         clean_up(files, pointer, folder)
 
 
 def begin(folder: Path, protocol: str) -> None:
-    """What comes before the five batches."""
+    """Run the batches before the five batches of the test."""
     folder.mkdir()
-    go_on(folder, Folder(f"{protocol}://{folder}/root").child("3"), LocalStore.at(folder / "local", SCHEMA), BEFORE)
+    continue_job(
+        folder, Folder(f"{protocol}://{folder}/root").child("3"), LocalStore.at(folder / "local", SCHEMA), BEFORE
+    )
 
 
 def run(folder: Path, protocol: str) -> None:
-    """The rest of the job."""
+    """Run the rest of the job."""
     files = Folder(f"{protocol}://{folder}/root").child("3")
     store = LocalStore.at(folder / "local", SCHEMA)
-    go_on(folder, files, store, BATCHES)
-    # As the next batch would.
+    continue_job(folder, files, store, BATCHES)
+    # Clean up as the next batch would.
     clean_up(files, committed(folder), folder)
     for replica in ("local", "empty"):
         final = LocalStore.at(folder / replica, SCHEMA) if replica == "empty" else store
@@ -198,7 +199,7 @@ def run(folder: Path, protocol: str) -> None:
 
 
 def clean_up(files: Folder, pointer: Pointer, folder: Path) -> None:
-    """As in the background: what fails waits for another time."""
+    """Clean up as in the background: if it fails, a later call tries again."""
     if pointer.ref is None:
         return
     try:
@@ -207,8 +208,8 @@ def clean_up(files: Folder, pointer: Pointer, folder: Path) -> None:
         logging.getLogger("spark_state_ext").info("clean-up waits: %s", error)
 
 
-def in_a_child(work: Callable[[], None]) -> int:
-    """Exit code of a forked process."""
+def run_in_child(work: Callable[[], None]) -> int:
+    """Do work in a forked process, and return its exit code."""
     pid = os.fork()
     if pid == 0:
         code = UNHIT
@@ -224,24 +225,24 @@ def in_a_child(work: Callable[[], None]) -> int:
 
 
 def main(base: Path, protocol: str, fate: str, when: str, share: int, shares: int) -> None:
-    """Every n of this share, until the job has fewer steps."""
-    # Snapshots and clean-up within five batches.
+    """Run the job for every n of this share, until n exceeds the job's number of steps."""
+    # Make snapshots and clean up within five batches.
     cadence.DELTAS_MIN = 1
     cadence.DELTAS_MAX = 1
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
-    _count(os, "fsync")
-    _count(os, "replace")
-    _count(Environment, "write")
+    count_calls(os, "fsync")
+    count_calls(os, "replace")
+    count_calls(Environment, "write")
     Steps.kills, Steps.after = fate == "kill", when == "after"
     failed: list[str] = []
-    assert in_a_child(partial(begin, base / f"begun-{share}", protocol)) == UNHIT
+    assert run_in_child(partial(begin, base / f"begun-{share}", protocol)) == UNHIT
     for n in range(share, 10_000, shares):
         folder = base / str(n)
         shutil.copytree(base / f"begun-{share}", folder)
         Steps.record = folder / "failed"
         Steps.left = n
         job = partial(run, folder, protocol)
-        code = in_a_child(job)
+        code = run_in_child(job)
         Steps.left = -1
         assert code != WRONG, f"step {n}"
         if not Steps.record.exists():
@@ -249,9 +250,9 @@ def main(base: Path, protocol: str, fate: str, when: str, share: int, shares: in
             print(json.dumps(failed))
             return
         name = Steps.record.read_text()
-        # A background failure is logged and the job goes on; any other ends it.
+        # A failure in the background is logged and the job continues; any other failure ends it.
         assert code == FAILED or fate == "raise", f"step {n}, {name}: exit code {code}"
-        assert in_a_child(job) == UNHIT, f"after step {n}, {name}"
+        assert run_in_child(job) == UNHIT, f"after step {n}, {name}"
         failed.append(name)
         shutil.rmtree(folder)
     raise AssertionError("the job has no end")

@@ -1,4 +1,4 @@
-"""A native savepoint of rows of many types, with a time to live: whole states, deltas upon them, and tombstones."""
+"""A native savepoint of rows of many types with a time to live: it has snapshots, deltas and tombstones."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from spark_state_ext.worker.spill import SpillBuffer
 __all__ = ["KEYS", "OPERATOR", "WIDE", "WideSavepoint", "rows_of", "wide_rows", "wide_savepoint"]
 
 
-def _struct(**columns: Any) -> dict[str, Any]:
+def make_struct(**columns: Any) -> dict[str, Any]:
     fields = [{"name": name, "type": kind, "nullable": True, "metadata": {}} for name, kind in columns.items()]
     return {"type": "struct", "fields": fields}
 
 
-def _array(element: Any) -> dict[str, Any]:
+def make_array(element: Any) -> dict[str, Any]:
     return {"type": "array", "elementType": element, "containsNull": True}
 
 
-_STATE = _struct(
+_STATE = make_struct(
     flag="boolean",
     small="short",
     ratio="float",
@@ -50,49 +50,56 @@ _STATE = _struct(
     day="date",
     at="timestamp",
     data="binary",
-    tags=_array("string"),
+    tags=make_array("string"),
     counts={"type": "map", "keyType": "string", "valueType": "long", "valueContainsNull": True},
-    parts=_array(
-        _struct(name="string", of={"type": "map", "keyType": "long", "valueType": "double", "valueContainsNull": True})
+    parts=make_array(
+        make_struct(
+            name="string", of={"type": "map", "keyType": "long", "valueType": "double", "valueContainsNull": True}
+        )
     ),
 )
 OPERATOR = OperatorFile(
-    "wide", "query", 1, json.dumps(_struct(name="string", n="long")), json.dumps(_STATE)
+    "wide", "query", 1, json.dumps(make_struct(name="string", n="long")), json.dumps(_STATE)
 ).with_expiry()
 WIDE = OPERATOR.row_schema()
 KEYS: list[tuple[str | None, int | None]] = [(name, n) for name in ("a", "", "ü" * 20, None) for n in (0, 1, -5, None)]
 
 
-def _values(key: tuple[Any, ...], version: int) -> list[Any]:
-    """Values of the state's columns; some are NULL or empty."""
+def make_values(key: tuple[Any, ...], version: int) -> list[Any]:
+    """Return values of the state's columns, some of them NULL or empty."""
     chance = random.Random(f"{key} {version}")
 
-    def some(value: Any) -> Any:
+    def maybe_null(value: Any) -> Any:
         return None if chance.random() < 0.2 else value
 
-    def text() -> str:
+    def make_text() -> str:
         return "é" * chance.randrange(4)
 
     return [
-        some(chance.random() < 0.5),
-        some(chance.randrange(-9, 9)),
-        some(chance.choice([float("nan"), -0.0, 0.0, 1.5])),
-        some(Decimal(chance.randrange(-(10**30), 10**30)).scaleb(-2)),
-        some(date(2024, 2, chance.randrange(1, 28))),
-        some(datetime.fromtimestamp(chance.randrange(10**9), timezone.utc)),
-        some(chance.randbytes(chance.randrange(5))),
-        some([some(text()) for _ in range(chance.randrange(3))]),
-        some([(f"k{at}", some(at)) for at in range(chance.randrange(3))]),
-        some([some({"name": some(text()), "of": some([(1, some(0.5))])}) for _ in range(chance.randrange(3))]),
-        some(10_000 + version),
+        maybe_null(chance.random() < 0.5),
+        maybe_null(chance.randrange(-9, 9)),
+        maybe_null(chance.choice([float("nan"), -0.0, 0.0, 1.5])),
+        maybe_null(Decimal(chance.randrange(-(10**30), 10**30)).scaleb(-2)),
+        maybe_null(date(2024, 2, chance.randrange(1, 28))),
+        maybe_null(datetime.fromtimestamp(chance.randrange(10**9), timezone.utc)),
+        maybe_null(chance.randbytes(chance.randrange(5))),
+        maybe_null([maybe_null(make_text()) for _ in range(chance.randrange(3))]),
+        maybe_null([(f"k{at}", maybe_null(at)) for at in range(chance.randrange(3))]),
+        maybe_null(
+            [
+                maybe_null({"name": maybe_null(make_text()), "of": maybe_null([(1, maybe_null(0.5))])})
+                for _ in range(chance.randrange(3))
+            ]
+        ),
+        maybe_null(10_000 + version),
     ]
 
 
 def wide_rows(keys: list[tuple[Any, ...]], version: int, removed: bool = False) -> pa.RecordBatch:
-    """Rows of a run: each key with values that follow from it and the version."""
+    """Return rows of a run, whose values depend only on the key and the version."""
     names = [pa.array([key[at] for key in keys], field.type) for at, field in enumerate(WIDE.keys)]
     columns = WIDE.normalise_keys(names)
-    values = [_values(key, version) for key in keys]
+    values = [make_values(key, version) for key in keys]
     timeouts = [None if removed or hash(key) % 3 == 0 else 5_000 * version for key in range(len(keys))]
     arrays = [
         pa.array(hash_keys(columns), pa.uint64()),
@@ -110,37 +117,39 @@ def wide_rows(keys: list[tuple[Any, ...]], version: int, removed: bool = False) 
 
 @dataclass(frozen=True)
 class WideSavepoint:
-    """A savepoint, and the rows that it has."""
+    """A savepoint and its rows."""
 
     folder: Folder
     rows: list[str]
 
 
 def rows_of(savepoint: Folder, operator: str, schema: RowSchema, scratch: Path) -> list[str]:
-    """All rows, every value as text, sorted; each bucket only has rows of its own."""
-    found = []
+    """Return all rows as sorted texts, and check that each bucket has only its own rows."""
+    rows = []
     manifest = read_manifest(savepoint)
     bucket_map = manifest.header.operators[operator].bucket_map
-    for it in manifest.buckets:
-        if it.operator != operator:
+    for bucket in manifest.buckets:
+        if bucket.operator != operator:
             continue
-        for batch in read_saved_rows(savepoint.child(operator, str(it.bucket)), it.pointer, it.files, schema, scratch):
+        for batch in read_saved_rows(
+            savepoint.child(operator, str(bucket.bucket)), bucket.pointer, bucket.files, schema, scratch
+        ):
             hashes = batch.column(0).to_numpy().astype(np.uint64)
-            assert set(bucket_map.of(hashes).tolist()) <= {it.bucket}
-            found += [repr(row) for row in batch.to_pylist()]
-    return sorted(found)
+            assert set(bucket_map.of(hashes).tolist()) <= {bucket.bucket}
+            rows += [repr(row) for row in batch.to_pylist()]
+    return sorted(rows)
 
 
 def wide_savepoint(folder: Path, bucket_map: BucketMap) -> WideSavepoint:
-    """Some batches, the last of which changes some keys and removes others."""
+    """Write a savepoint of three batches, of which the last one removes some keys."""
     job, savepoint = Folder(str(folder / "job")), Folder(str(folder / "savepoint"))
     operator = OPERATOR.with_map(bucket_map)
     batches = [wide_rows(list(KEYS), 1), wide_rows(KEYS[:9], 2), wide_rows(KEYS[3:6], 3, removed=True)]
     buckets = []
     for bucket in range(bucket_map.buckets):
-        none = Pointer("wide", bucket, bucket_map.buckets, 0, -1, None)
+        no_pointer = Pointer("wide", bucket, bucket_map.buckets, 0, -1, None)
         files = job.child(str(bucket))
-        pointer = _committed(files, none, bucket_map, batches, folder)
+        pointer = commit_batches(files, no_pointer, bucket_map, batches, folder)
         target = savepoint.child("wide", str(bucket))
         replicas = sole_replica(files, folder, "fsspec")
         buckets.append(save_bucket(pointer, replicas, target, NATIVE, WIDE, folder).saved)
@@ -156,18 +165,18 @@ def wide_savepoint(folder: Path, bucket_map: BucketMap) -> WideSavepoint:
     return WideSavepoint(savepoint, sorted(last.values()))
 
 
-def _committed(
+def commit_batches(
     files: Folder, pointer: Pointer, bucket_map: BucketMap, batches: list[pa.RecordBatch], scratch: Path
 ) -> Pointer:
     local = scratch / f"local-{pointer.bucket}"
     with closing(LocalStore.at(local, WIDE)) as store:
         for at, batch in enumerate(batches):
             hashes = batch.column(0).to_numpy().astype(np.uint64)
-            mine = batch.filter(pa.array(bucket_map.of(hashes) == pointer.bucket))
+            bucket_rows = batch.filter(pa.array(bucket_map.of(hashes) == pointer.bucket))
             buffer = SpillBuffer(scratch, 1 << 20)
-            if mine.num_rows:
-                buffer.append(mine)
+            if bucket_rows.num_rows:
+                buffer.append(bucket_rows)
             writer = replace(WRITER, batch=at)
-            it = Bucket(store, sole_replica(files, scratch, "fsspec"), pointer, writer, CommitContext(scratch))
-            pointer = replace(it.commit(buffer).pointer, batch=at)
+            bucket = Bucket(store, sole_replica(files, scratch, "fsspec"), pointer, writer, CommitContext(scratch))
+            pointer = replace(bucket.commit(buffer).pointer, batch=at)
     return pointer
