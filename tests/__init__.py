@@ -1,1 +1,1 @@
-"""Tests, and the helpers that they share: a package, so that these are imported by one name everywhere."""
+"""Tests and their shared helpers. This is a package so that helpers have the same import name everywhere."""

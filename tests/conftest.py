@@ -1,4 +1,4 @@
-"""Spark sessions that all tests share: one classic, and one Connect client of a server of its own."""
+"""Spark sessions and other fixtures that all tests share: a classic session, and a client of a Connect server."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.helpers.jvm import JVM_OPTIONS, LOCAL_FILES
 from tests.helpers.soak import SOAK
 
 HERE = Path(__file__).parent
-# What executors import besides the package: helper modules of the tests, pickled by reference.
+# In addition to the package, executors import helper modules of the tests, which are pickled by reference.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(HERE.parent), str(HERE / "spark"), str(HERE / "third_party"), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_SUBMIT_OPTS", " ".join(JVM_OPTIONS))
 
-# Where a test does not care, the soak has the provider that large jobs have, and the suite has what starts fast.
+# By default the soak uses the state store provider of large jobs, and the suite the settings that start fast.
 _BY_LENGTH = (
     {"spark.sql.streaming.stateStore.providerClass": ROCKSDB}
     if SOAK
@@ -33,7 +33,7 @@ CONF = {
     **_BY_LENGTH,
     "spark.sql.shuffle.partitions": "2",
     "spark.ui.enabled": "false",
-    # The default of Spark 4: 3.5 refuses times before 1900 in Parquet files.
+    # This is the default of Spark 4; without it, Spark 3.5 refuses times before 1900 in Parquet files.
     "spark.sql.parquet.datetimeRebaseModeInRead": "CORRECTED",
     "spark.driver.memory": "1g",
     "spark.sql.session.timeZone": "UTC",
@@ -41,7 +41,7 @@ CONF = {
     "spark.log.level": "ERROR",
 }
 
-# What takes long to start is started by one worker: it runs all tests that ask for one of these fixtures.
+# These fixtures take long to start, so one worker runs all tests that use the same one.
 _ONE_WORKER = {
     "connect": "connect",
     "connect_session": "connect",
@@ -62,28 +62,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long forms to the soak, and see to it that what takes long to start does so once."""
-    left = [item for item in items if item.get_closest_marker("soak")] if not SOAK else []
-    config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in set(left)]
+    """Deselect the long forms outside of the soak, and group the tests of fixtures that take long to start."""
+    deselected = [item for item in items if item.get_closest_marker("soak")] if not SOAK else []
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in set(deselected)]
     for item in items if config.pluginmanager.hasplugin("xdist") else ():
         fixtures = getattr(item, "fixturenames", ())
         group = next((group for fixture, group in _ONE_WORKER.items() if fixture in fixtures), None)
         if group or item.get_closest_marker("connect"):
             item.add_marker(pytest.mark.xdist_group(group or "connect"))
-    # The longest first, so that no worker is alone with one in the end.
+    # Run the longest tests first, so that no worker still runs one after the others have ended.
     items.sort(key=lambda item: (not item.get_closest_marker("connect"), not item.get_closest_marker("slow")))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Each test begins in classic mode: with what a Connect session leaves behind, PySpark makes no classic one."""
+    """Begin each test in classic mode: a Connect session leaves a variable with which PySpark makes no classic session."""
     os.environ.pop("SPARK_CONNECT_MODE_ENABLED", None)
 
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A classic session on two local cores."""
+    """Return a classic session on two local cores."""
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.master("local[2]").appName("spark_state_ext tests")
@@ -97,7 +97,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[Any]:
-    """An S3 server in a process of its own."""
+    """Start an S3 server in a separate process."""
     from tests.helpers.object_store import s3_server
 
     with s3_server() as server:
@@ -106,7 +106,7 @@ def s3() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An Azure Blob Storage server in a process of its own."""
+    """Start an Azure Blob Storage server in a separate process."""
     from tests.helpers.object_store import azure_server, azurite
 
     if azurite() is None:
@@ -117,19 +117,19 @@ def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A standalone master and two workers, each a machine of its own."""
+    """Start a standalone master and two workers, each like a separate machine."""
     from cluster import Cluster, unusable
 
     reason = unusable()
     if reason is not None:
         pytest.skip(f"no Spark cluster can run here: {reason}")
-    with Cluster(tmp_path_factory.mktemp("cluster").resolve()) as made:
-        yield made
+    with Cluster(tmp_path_factory.mktemp("cluster").resolve()) as running_cluster:
+        yield running_cluster
 
 
 @pytest.fixture(scope="session")
 def connect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A Connect server in a process of its own."""
+    """Start a Connect server in a separate process."""
     from pyspark import __version__
 
     if int(__version__.split(".")[0]) < 4:
@@ -143,7 +143,7 @@ def connect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def connect_session(connect_server: Any) -> Iterator[Any]:
-    """A Connect session."""
+    """Return a Connect session."""
     from pyspark.sql.connect.session import SparkSession
 
     session = SparkSession.builder.remote(connect_server.url).create()
@@ -153,24 +153,24 @@ def connect_session(connect_server: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def connect(connect_session: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The Connect session, with this process's PySpark in Connect mode while the test runs."""
-    # pyspark.sql.functions asks this variable which kind of Column to make; a client process has only one kind.
+    """Return the Connect session, and set this process's PySpark to Connect mode while the test runs."""
+    # pyspark.sql.functions reads this variable to choose the kind of Column; a client process has only one kind.
     monkeypatch.setenv("SPARK_CONNECT_MODE_ENABLED", "1")
-    _start_again_where_spark_gave_up(monkeypatch)
+    retry_lost_python_workers(monkeypatch)
     return connect_session
 
 
-def _start_again_where_spark_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start a query anew whose `foreachBatch` function has no process yet.
+def retry_lost_python_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start a query again if the process of its `foreachBatch` function did not start in time.
 
-    The server waits ten seconds for that, which no setting changes (Spark's `PythonWorkerFactory`); a machine with thirty
-    times its load takes longer. Nothing of ours has run by then.
+    The server waits ten seconds for this process, which no setting changes (Spark's `PythonWorkerFactory`); an overloaded
+    machine takes longer. None of our code has run by then.
     """
     from pyspark.sql.connect.streaming.readwriter import DataStreamWriter
 
     start = DataStreamWriter.start
 
-    def started(writer: Any, *args: Any, **options: Any) -> Any:
+    def start_with_retries(writer: Any, *args: Any, **options: Any) -> Any:
         for _ in range(10):
             try:
                 return start(writer, *args, **options)
@@ -179,7 +179,7 @@ def _start_again_where_spark_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
                     raise
         return start(writer, *args, **options)
 
-    monkeypatch.setattr(DataStreamWriter, "start", started)
+    monkeypatch.setattr(DataStreamWriter, "start", start_with_retries)
 
 
 @pytest.fixture(
@@ -189,37 +189,37 @@ def _start_again_where_spark_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 )
 def session(request: pytest.FixtureRequest) -> Any:
-    """Each kind of session in turn."""
+    """Return each kind of session in turn."""
     return request.getfixturevalue("spark" if request.param == "classic" else "connect")
 
 
 @pytest.fixture(params=[pytest.param("spark", marks=pytest.mark.parity), "arrow"])
 def operator(request: pytest.FixtureRequest) -> str:
-    """Whose operator runs the job: Spark's own or ours."""
+    """Return the operator that runs the job: Spark's own ("spark") or ours ("arrow")."""
     kind: str = request.param
     return kind
 
 
 @pytest.fixture
 def clock(life: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The life's clock, on which no time passes but what the test lets pass."""
+    """Replace the clock of `life` by one that only the test moves."""
     from spark_state_ext.commit.uploads import WorkerUploads
     from tests.helpers.clock import VirtualClock
 
-    life.clock_s = made = VirtualClock()
-    monkeypatch.setattr(WorkerUploads, "pause", lambda _, uploads, timeout_s: made.pause(uploads, timeout_s))
-    return made
+    life.clock_s = virtual_clock = VirtualClock()
+    monkeypatch.setattr(WorkerUploads, "pause", lambda _, uploads, timeout_s: virtual_clock.pause(uploads, timeout_s))
+    return virtual_clock
 
 
 @pytest.fixture
 def life(tmp_path: Path) -> Iterator[Any]:
-    """A bucket that lives from batch to batch."""
+    """Return a bucket over many batches."""
     from life import Life
 
-    made = Life(tmp_path)
-    yield made
-    for manager in made.managers.values():
+    bucket_life = Life(tmp_path)
+    yield bucket_life
+    for manager in bucket_life.managers.values():
         manager.gate.set()
-    made.settle()
-    for store in made.stores:
+    bucket_life.settle()
+    for store in bucket_life.stores:
         store.close()

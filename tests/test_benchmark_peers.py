@@ -23,32 +23,32 @@ pytestmark = pytest.mark.soak
 _SMALL = Workload("few events", 300, 50)
 
 
-def _report() -> Report:
+def make_report() -> Report:
     return Report("sample", {})
 
 
-def _measure(work: Path, *programs: Program, timeout_s: float = WAIT_S) -> Report:
-    report = _report()
+def run_measurement(work: Path, *programs: Program, timeout_s: float = WAIT_S) -> Report:
+    report = make_report()
     measure(report, _SMALL, work, batches=3, programs=list(programs), timeout_s=timeout_s)
     return report
 
 
-def _task(folder: Path, variant: str = "cp") -> Task:
+def make_task(folder: Path, variant: str = "cp") -> Task:
     return Task(folder / "in", folder / "work", folder / "result.json", folder / "answer.parquet", variant)
 
 
-def test_what_is_written_is_what_was_given(tmp_path: Path) -> None:
+def test_written_batches_equal_the_given_frames(tmp_path: Path) -> None:
     frames = event_batches(2, 101, 20, seed=1)
     write_batches(tmp_path / "in", [pa.Table.from_pandas(frame, preserve_index=False) for frame in frames], files=2)
-    files = _task(tmp_path).files()
-    assert [len(of_one) for of_one in files] == [2, 2]
-    read = [pd.concat([pd.read_parquet(path) for path in of_one], ignore_index=True) for of_one in files]
-    for one, frame in zip(read, frames, strict=True):
-        pd.testing.assert_frame_equal(one, frame)
+    files = make_task(tmp_path).files()
+    assert [len(batch_files) for batch_files in files] == [2, 2]
+    read = [pd.concat([pd.read_parquet(path) for path in batch_files], ignore_index=True) for batch_files in files]
+    for frame_read, frame in zip(read, frames, strict=True):
+        pd.testing.assert_frame_equal(frame_read, frame)
 
 
-def test_what_is_left_is_ordered_by_key(tmp_path: Path) -> None:
-    leave(_task(tmp_path), [0.5, 0.25], [3, -1], np.array([1, 2]), [0.5, 1.5], {"durability": "none"})
+def test_an_answer_is_written_in_the_order_of_keys(tmp_path: Path) -> None:
+    leave(make_task(tmp_path), [0.5, 0.25], [3, -1], np.array([1, 2]), [0.5, 1.5], {"durability": "none"})
     answer = pd.read_parquet(tmp_path / "answer.parquet")
     assert answer.to_dict("list") == {"key": [-1, 3], "n": [2, 1], "total": [1.5, 0.5]}
 
@@ -58,19 +58,19 @@ def test_each_floor_gives_the_right_answer(variant: str, tmp_path: Path) -> None
     package = PACKAGES[variant]
     if package is not None:
         pytest.importorskip(package)
-    report = _measure(tmp_path, Program("it", "benchmarks.floors", variant, package=package))
+    report = run_measurement(tmp_path, Program("it", "benchmarks.floors", variant, package=package))
     assert "left out" not in report.details
-    assert len(report.timings["it: few events"]) == 2  # the first of three is not counted
+    assert len(report.timings["it: few events"]) == 2  # the first of three batches is not counted
     assert len(report.checks) == 1
     assert report.details["it: few events"]["durability"]
 
 
-def test_the_floors_own_keys_may_be_negative(tmp_path: Path) -> None:
+def test_a_floor_accepts_negative_keys(tmp_path: Path) -> None:
     frames = [pd.DataFrame({"key": [-5, 7, -5], "value": [0.5, 1.0, 2.0]}), pd.DataFrame({"key": [-5], "value": [1.0]})]
     write_batches(tmp_path / "in", [pa.Table.from_pandas(frame, preserve_index=False) for frame in frames], files=1)
     (tmp_path / "state").mkdir()
     floor = FLOORS["LMDB"](tmp_path / "state")
-    for files in _task(tmp_path).files():
+    for files in make_task(tmp_path).files():
         floor.batch(files)
     floor.close()
     keys, values = floor.answer()
@@ -79,7 +79,7 @@ def test_the_floors_own_keys_may_be_negative(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "timeout_s", "why"),
+    ("program", "timeout_s", "reason"),
     [
         (
             Program("it", "benchmarks.floors", "cp", package="no_such_package"),
@@ -91,22 +91,22 @@ def test_the_floors_own_keys_may_be_negative(tmp_path: Path) -> None:
         (Program("it", "benchmarks.floors", "cp"), 0.01, "it was not done after 0 s"),
     ],
 )
-def test_what_cannot_be_run_is_left_out_with_the_reason(
-    program: Program, timeout_s: float, why: str, tmp_path: Path
+def test_a_program_that_cannot_run_is_left_out_with_the_reason(
+    program: Program, timeout_s: float, reason: str, tmp_path: Path
 ) -> None:
-    report = _measure(tmp_path, program, timeout_s=timeout_s)
+    report = run_measurement(tmp_path, program, timeout_s=timeout_s)
     assert not report.timings
-    with pytest.raises(PeerUnavailableError, match=why):
+    with pytest.raises(PeerUnavailableError, match=reason):
         raise PeerUnavailableError(report.details["left out"]["it: few events"])
 
 
 def test_a_wrong_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "expected", lambda batches: expected(batches[:-1]))
     with pytest.raises(BenchmarkError, match="not so: it: few events: final count and sum"):
-        _measure(tmp_path, Program("it", "benchmarks.floors", "cp"))
+        run_measurement(tmp_path, Program("it", "benchmarks.floors", "cp"))
 
 
-def test_the_table_says_what_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_lists_programs_that_were_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "PROGRAMS", (Program("it", "benchmarks.floors", "cp", package="no_such_package"),))
     monkeypatch.setattr(compare, "_QUICK", _SMALL)
     parser = argparse.ArgumentParser()
@@ -115,7 +115,7 @@ def test_the_table_says_what_was_left_out(tmp_path: Path, monkeypatch: pytest.Mo
     assert report.table().endswith("left out: it: few events: the package no_such_package is not installed here")
 
 
-def test_programs_are_told_apart() -> None:
+def test_programs_have_different_names_and_known_environments() -> None:
     names = [program.name for program in compare.PROGRAMS]
     assert len(names) == len(set(names))
     assert {program.environment for program in compare.PROGRAMS} - {None} == set(environments.ENVIRONMENTS)
@@ -124,7 +124,9 @@ def test_programs_are_told_apart() -> None:
     assert all(program.environment is None for program in floors)
 
 
-def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_an_environment_that_cannot_be_made_has_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(environments, "_FAILED", {})
     old = Environment("old", (), pythons=(1,))
     with pytest.raises(PeerUnavailableError, match=r"packages for Python 3\.1, and none of these"):
@@ -136,29 +138,31 @@ def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path, monkeypatch
         Environment("beans", (), pythons=(11,), java=(17,)).python(tmp_path)
 
 
-def test_an_environment_is_made_once_and_anew_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_is_made_once_and_again_when_its_packages_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(environments, "_FAILED", {})
-    ran: list[list[str]] = []
+    commands: list[list[str]] = []
     run = Environment._run
 
-    def noted(self: Environment, command: list[str]) -> None:
-        ran.append(command)
-        # An environment of Python itself; there is nothing to install.
+    def record_and_run(self: Environment, command: list[str]) -> None:
+        commands.append(command)
+        # Make the environment itself; its packages cannot be installed.
         if "pip" not in command:
             run(self, command)
 
-    monkeypatch.setattr(Environment, "_run", noted)
+    monkeypatch.setattr(Environment, "_run", record_and_run)
     pythons = tuple(range(10, 15))
     python = Environment("it", ("one==1",), pythons).python(tmp_path)
     assert python == tmp_path / "it" / "bin" / "python"
-    assert [("pip" in command) for command in ran] == [False, True]
+    assert [("pip" in command) for command in commands] == [False, True]
     assert Environment("it", ("one==1",), pythons).python(tmp_path) == python
-    assert len(ran) == 2
+    assert len(commands) == 2
     Environment("it", ("one==2",), pythons).python(tmp_path)
-    assert ran[-1][-1] == "one==2"
+    assert commands[-1][-1] == "one==2"
 
 
-def test_what_pip_says_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_failed_pip_has_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "_FAILED", {})
     wheel = tmp_path / "no_such_file-1-py3-none-any.whl"
     with pytest.raises(PeerUnavailableError, match=r"could not be made: .* exit code 1: .*no_such_file"):

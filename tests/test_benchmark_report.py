@@ -19,12 +19,12 @@ from benchmarks.report import Bar, BenchmarkError, Report
 pytestmark = pytest.mark.soak
 
 
-def _report() -> Report:
-    made = Report("sample", {"rows": 10, "seed": 7})
-    made.timing("ours: get", [0.030, 0.010, 0.020])
-    made.timing("theirs: get", [0.2])
-    made.ratio("theirs / ours", 10.0)
-    return made
+def make_report() -> Report:
+    report_made = Report("sample", {"rows": 10, "seed": 7})
+    report_made.timing("ours: get", [0.030, 0.010, 0.020])
+    report_made.timing("theirs: get", [0.2])
+    report_made.ratio("theirs / ours", 10.0)
+    return report_made
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,14 @@ def _report() -> Report:
         (math.nan, "at least", 1.0, False),
     ],
 )
-def test_bar(value: float, sense: Literal["at most", "at least"], limit: float, met: bool) -> None:
+def test_a_bar_is_met_within_its_limit(
+    value: float, sense: Literal["at most", "at least"], limit: float, met: bool
+) -> None:
     assert Bar("bar", value, sense, limit).met is met
 
 
-def test_a_report_is_met_only_with_bars_and_all_of_them() -> None:
-    made = _report()
+def test_a_report_is_met_only_if_it_has_bars_and_all_are_met() -> None:
+    made = make_report()
     met = [made.met]
     made.bar("get", 20.0, "at most", 25.0, "ms")
     met.append(made.met)
@@ -52,8 +54,8 @@ def test_a_report_is_met_only_with_bars_and_all_of_them() -> None:
     assert met == [False, True, False]
 
 
-def test_result_file(tmp_path: Path) -> None:
-    made = _report()
+def test_the_result_file_has_all_that_was_reported(tmp_path: Path) -> None:
+    made = make_report()
     made.bar("get", 20.0, "at most", 25.0, "ms")
     made.check("both gave the same", True)
     path = made.write(tmp_path / "results")
@@ -86,16 +88,16 @@ def test_result_file(tmp_path: Path) -> None:
     assert result["versions"]["pandas"] == pd.__version__
 
 
-def test_a_number_that_is_none_is_not_written(tmp_path: Path) -> None:
-    made = _report()
+def test_a_report_with_nan_is_not_written(tmp_path: Path) -> None:
+    made = make_report()
     made.ratio("nothing", math.nan)
     with pytest.raises(ValueError, match="Out of range"):
         made.write(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_table() -> None:
-    made = _report()
+def test_the_table_has_timings_ratios_and_verdicts() -> None:
+    made = make_report()
     made.bar("get", 20.0, "at most", 25.0, "ms")
     made.bar("speed", 3.0, "at least", 3.5, "times")
     lines = made.table().splitlines()
@@ -105,9 +107,9 @@ def test_table() -> None:
     assert [line.split("  ")[-1].strip() for line in verdicts] == ["met", "NOT MET"]
 
 
-def test_wrong_answers_stop_a_benchmark() -> None:
+def test_a_failed_check_stops_a_benchmark() -> None:
     with pytest.raises(BenchmarkError, match="both gave the same"):
-        _report().check("both gave the same", False)
+        make_report().check("both gave the same", False)
 
 
 def test_the_floor_gives_the_right_answer() -> None:
@@ -120,10 +122,10 @@ def test_the_floor_gives_the_right_answer() -> None:
             times = [floor.measure(), floor.measure()]
         answer = floor.answer()
     pd.testing.assert_frame_equal(answer, counting.expected(batches), check_exact=True)
-    assert all(one.wall_s > 0 and one.cpu_s > 0 for one in times)
+    assert all(time.wall_s > 0 and time.cpu_s > 0 for time in times)
 
 
-def test_one_entry_a_key(tmp_path: Path) -> None:
+def test_the_entry_store_returns_loaded_and_updated_entries(tmp_path: Path) -> None:
     values = np.zeros(4, dtype=VALUE)
     values["n"] = [1, 2, 3, 256]
     values["timeout_ms"] = [0, 2**40, 7, 0]
@@ -136,9 +138,9 @@ def test_one_entry_a_key(tmp_path: Path) -> None:
     store.close()
 
 
-def test_store_benchmark_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_store_benchmark_runs_with_small_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--rows", "2000", "--batch", "100", "--repeats", "2", "--loads", "2", "--growth-batches", "6"]
-    # On so little the bars say nothing; 2 would mean that it failed.
+    # The bars are meaningless for so little data; an exit code of 2 would mean that the benchmark failed.
     assert main(["store", *sizes, "--results", str(tmp_path), "--work-dir", str(tmp_path / "work")]) in (0, 1)
     assert "get, 10 runs" in capsys.readouterr().out
     result = json.loads((tmp_path / "store.json").read_text())
@@ -150,22 +152,22 @@ def test_store_benchmark_small(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not list((tmp_path / "work").iterdir())
 
 
-def test_pairs_are_compared_each_by_itself() -> None:
+def test_the_ratio_of_each_pair_is_computed_separately() -> None:
     base = [{"a: batch": [1.0, 2.0, 3.0]}, {"a: batch": [20.0]}]
     head = [{"a: batch": [3.0, 3.0, 1.0]}, {"a: batch": [10.0]}]
     assert paired.ratios(base, head) == {"a: batch": [1.5, 0.5]}
 
 
-def test_what_is_paired_can_be_run_without_other_systems() -> None:
+def test_paired_benchmarks_accept_their_arguments() -> None:
     for name, ours in paired.OURS.items():
-        # 2 would be that the arguments are wrong; the command line is read before anything is run.
+        # An exit code of 2 would mean wrong arguments. `--help` ends the command before the benchmark runs.
         with pytest.raises(SystemExit) as exit_:
             main([name, *ours.arguments, "--help"])
         assert exit_.value.code == 0
 
 
 @pytest.mark.parametrize("name", sorted(paired.OURS))
-def test_of_each_benchmark_some_timings_count_and_none_is_of_a_part(name: str) -> None:
+def test_the_timings_that_are_paired_exist_and_none_is_of_a_part(name: str) -> None:
     labels = [
         label
         for label in json.loads((report.RESULTS / f"{name}.json").read_text())["timings_s"]
@@ -175,7 +177,7 @@ def test_of_each_benchmark_some_timings_count_and_none_is_of_a_part(name: str) -
     assert not [label for label in labels if label.startswith(("function alone", "one entry")) or ", get" in label[-6:]]
 
 
-def test_a_commit_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_commit_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["paired", "no-such-commit", "--results", str(tmp_path)]) == 2
     assert "git knows no commit 'no-such-commit'" in capsys.readouterr().err
 
@@ -183,7 +185,7 @@ def test_a_commit_that_is_not_there_is_an_error(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["keyed_count", "--help"], ["store", "--help"], ["big_bucket", "--help"]]
 )
-def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_shows_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 0

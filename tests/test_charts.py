@@ -1,4 +1,4 @@
-"""Charts show what result files hold."""
+"""Charts show the numbers of result files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ pytestmark = pytest.mark.soak
 _SIZE = "1,000 events of 10 keys"
 
 
-def _peers(**seconds: float) -> dict[str, object]:
+def make_peers_result(**seconds: float) -> dict[str, object]:
     times = {f"{name.replace('_', ' ')}: {_SIZE}": [median, median * 1.1] for name, median in seconds.items()}
     return {"name": "peers", "timings_s": times}
 
 
-def test_a_bar_for_each_contender() -> None:
-    (chart,) = charts_of(_peers(Arrow_state=1.0, Bytewax=3.0, cp=0.01))
+def test_a_chart_has_a_bar_for_each_program() -> None:
+    (chart,) = charts_of(make_peers_result(Arrow_state=1.0, Bytewax=3.0, cp=0.01))
     assert chart.name == "peers-1"
     assert chart.title == "Running count and sum: 1,000 events, 10 keys a batch"
     assert [(label, ours) for label, _, ours in chart.bars] == [
@@ -31,8 +31,8 @@ def test_a_bar_for_each_contender() -> None:
     ]
 
 
-def test_a_giant_is_told_of_and_not_drawn() -> None:
-    (chart,) = charts_of(_peers(Arrow_state=1.0, Bytewax=2.0, Flink=20.0))
+def test_a_chart_names_a_program_that_is_far_slower_and_does_not_draw_it() -> None:
+    (chart,) = charts_of(make_peers_result(Arrow_state=1.0, Bytewax=2.0, Flink=20.0))
     assert [label for label, _, _ in chart.bars] == ["Arrow state", "Bytewax"]
     assert chart.title.endswith("(not shown: Flink, 21 s)")
 

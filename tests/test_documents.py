@@ -1,4 +1,4 @@
-"""Documents against the code: tables name what there is, with its numbers; snippets run as they are; links lead somewhere."""
+"""Documents compared with the code: tables are complete and have the right numbers, links have a target."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _FENCED = re.compile(r"^```(\w*)[^`\n]*\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
 def section(page: Path, title: str) -> str:
-    """Text below a heading, down to the next of its kind or of a higher one."""
-    found = re.search(rf"^(##+) {re.escape(title)}\n(.*?)(?=^##|\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert found, title
-    return found[2]
+    """Return the text of a section, up to the next heading of the same or a higher level."""
+    match = re.search(rf"^(##+) {re.escape(title)}\n(.*?)(?=^##|\Z)", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert match, title
+    return match[2]
 
 
-def rows(text: str) -> list[list[str]]:
-    """Cells of the rows of a section's tables, without heads."""
+def read_rows(text: str) -> list[list[str]]:
+    """Return the cells of the rows of a section's tables, without the header rows."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     heads = {at - 1 for at, line in enumerate(lines) if re.fullmatch(r"[|\- ]+", line)}
     heads |= {at + 1 for at in heads}
@@ -56,7 +56,7 @@ def rows(text: str) -> list[list[str]]:
     ]
 
 
-def python_blocks(text: str) -> list[str]:
+def find_python_blocks(text: str) -> list[str]:
     return [code for language, code in _FENCED.findall(text) if language == "python"]
 
 
@@ -64,14 +64,14 @@ def python_blocks(text: str) -> list[str]:
 
 
 def test_every_error_is_in_the_table() -> None:
-    table = rows((OPERATING / "errors.md").read_text())
+    table = read_rows((OPERATING / "errors.md").read_text())
     named = [name for row in table for name in re.findall(r"`(\w+Error)`", row[0])]
     assert sorted([*named, "StateError"]) == sorted(errors.__all__)
 
 
-def test_formats_are_those_of_the_code() -> None:
+def test_formats_in_the_table_equal_those_of_the_code() -> None:
     page = DOCS / "format.md"
-    table = {row[0]: row[1] for row in rows(page.read_text().split("\n## ")[0])}
+    table = {row[0]: row[1] for row in read_rows(page.read_text().split("\n## ")[0])}
     assert table.pop("payload").startswith("none")
     assert table.pop("operator file") == f"1; 2 with `function`; {OPERATOR_FORMAT} with `bucket_map`"
     expected = {
@@ -93,109 +93,113 @@ def test_formats_are_those_of_the_code() -> None:
 
 def test_every_option_is_in_the_table() -> None:
     parameters = dict(inspect.signature(ArrowState).parameters)
-    table = {row[0].strip("`"): row[1].strip("`") for row in rows((OPERATING / "options.md").read_text())}
+    table = {row[0].strip("`"): row[1].strip("`") for row in read_rows((OPERATING / "options.md").read_text())}
     assert list(table) == list(parameters)
     assert table.pop("root") == ""
-    assert {name: ast.literal_eval(told) for name, told in table.items()} == {
+    assert {name: ast.literal_eval(default) for name, default in table.items()} == {
         name: parameters[name].default for name in table
     }
 
 
 def test_every_column_of_the_metrics_is_in_the_table() -> None:
-    told: list[tuple[str, str]] = []
+    documented: list[tuple[str, str]] = []
     exported_as: dict[str, str] = {}
-    for names, kinds, _, instrument in rows(section(OPERATING / "metrics.md", "Columns")):
+    for names, kinds, _, list_exported in read_rows(section(OPERATING / "metrics.md", "Columns")):
         columns = re.findall(r"`(\w+)`", names)
         types = [kind.split(",")[0] for kind in kinds.split("; ")]
-        told += zip(columns, types if len(types) == len(columns) else types * len(columns), strict=True)
+        documented += zip(columns, types if len(types) == len(columns) else types * len(columns), strict=True)
         units = {"ms": "ms", "bytes": "bytes"}
         for column in columns:
             assert kinds.partition(", ")[2] == units.get(column.rpartition("_")[2], ""), column
-            exported_as[column] = instrument.split(" ")[0]
-    assert sorted(told) == sorted((field.name, str(field.type)) for field in metrics.SCHEMA)
+            exported_as[column] = list_exported.split(" ")[0]
+    assert sorted(documented) == sorted((field.name, str(field.type)) for field in metrics.SCHEMA)
     assert {name: kind for name, kind in exported_as.items() if kind} == {
-        it.column: it.kind for it in INSTRUMENTS if it.column
+        instrument.column: instrument.kind for instrument in INSTRUMENTS if instrument.column
     } | {"query_id": "`query_id`", "run_id": "`query_id`", "operator": "`query_id`"}
 
 
 def test_every_instrument_of_failed_calls_is_in_its_table() -> None:
-    told = {row[0].strip("`"): row[1] for row in rows(section(OPERATING / "metrics.md", "Through OpenTelemetry"))}
-    assert told == {it.name: it.kind for it in INSTRUMENTS if not it.column}
+    documented = {
+        row[0].strip("`"): row[1] for row in read_rows(section(OPERATING / "metrics.md", "Through OpenTelemetry"))
+    }
+    assert documented == {instrument.name: instrument.kind for instrument in INSTRUMENTS if not instrument.column}
 
 
 def test_every_aggregate_is_in_the_table() -> None:
-    told = [
-        name for row in rows(section(DOCS / "operators.md", "Functions")) for name in re.findall(r"Agg\.(\w+)", row[0])
+    documented = [
+        name
+        for row in read_rows(section(DOCS / "operators.md", "Functions"))
+        for name in re.findall(r"Agg\.(\w+)", row[0])
     ]
-    assert set(told) == {name for name in vars(Agg) if not name.startswith("_")}
+    assert set(documented) == {name for name in vars(Agg) if not name.startswith("_")}
 
 
 def test_every_operator_has_a_section() -> None:
     for name in operators.__all__:
-        assert python_blocks(section(DOCS / "operators.md", name)), name
+        assert find_python_blocks(section(DOCS / "operators.md", name)), name
 
 
 @pytest.mark.parametrize("protocol", [BackendAdmin, BackendFactory, BackupManager, RestoreManager])
-def test_what_a_backend_has_to_do_is_told(protocol: type) -> None:
+def test_every_method_of_a_backend_and_its_parameters_are_documented(protocol: type) -> None:
     methods = {name: method for name, method in vars(protocol).items() if inspect.isfunction(method)}
     for name, method in methods.items():
-        told = method.__doc__ or ""
+        docstring = method.__doc__ or ""
         if not name.startswith("_"):
-            assert told, name
+            assert docstring, name
             assert f"`{name}(" in (DOCS / "backends.md").read_text(), name
             for parameter in list(inspect.signature(method).parameters)[1:]:
-                assert re.search(rf"^ *{parameter}$", told, re.MULTILINE), (name, parameter)
+                assert re.search(rf"^ *{parameter}$", docstring, re.MULTILINE), (name, parameter)
 
 
-def test_what_a_backend_is_made_for_is_told() -> None:
+def test_every_field_of_a_backend_context_is_documented() -> None:
     text = (DOCS / "backends.md").read_text()
-    assert [it.name for it in fields(BackendContext) if f"`{it.name}`" not in text] == []
+    assert [field.name for field in fields(BackendContext) if f"`{field.name}`" not in text] == []
 
 
-def told_in(doc: str, title: str) -> str:
-    """Text of a section of a numpydoc docstring; empty where there is none."""
-    found = re.search(rf"^{title}\n-{{{len(title)}}}\n(.*?)(?=^\w+\n---|\Z)", doc, re.MULTILINE | re.DOTALL)
-    return found[1].strip() if found else ""
+def read_section(doc: str, title: str) -> str:
+    """Return the text of a section of a numpydoc docstring, or an empty text if it has none."""
+    match = re.search(rf"^{title}\n-{{{len(title)}}}\n(.*?)(?=^\w+\n---|\Z)", doc, re.MULTILINE | re.DOTALL)
+    return match[1].strip() if match else ""
 
 
-def exported() -> Iterator[tuple[str, Any]]:
-    """Functions, methods and classes that are exported."""
+def list_exported() -> Iterator[tuple[str, Any]]:
+    """Yield the names and objects of exported functions, methods and classes."""
     for name in spark_state_ext.__all__:
-        it = getattr(spark_state_ext, name)
-        if not callable(it):
+        exported = getattr(spark_state_ext, name)
+        if not callable(exported):
             continue
-        yield name, it
-        for method, raw in vars(it).items() if inspect.isclass(it) else ():
+        yield name, exported
+        for method, raw in vars(exported).items() if inspect.isclass(exported) else ():
             function = getattr(raw, "__func__", raw)
             if inspect.isfunction(function) and not method.startswith("_"):
                 yield f"{name}.{method}", function
 
 
-@pytest.mark.parametrize(("name", "it"), [pytest.param(*found, id=found[0]) for found in exported()])
-def test_parameters_and_results_of_what_is_exported_are_told(name: str, it: Any) -> None:
-    doc, signature = inspect.cleandoc(it.__doc__ or ""), inspect.signature(it)
+@pytest.mark.parametrize(("name", "exported"), [pytest.param(*pair, id=pair[0]) for pair in list_exported()])
+def test_parameters_and_results_of_exported_objects_are_documented(name: str, exported: Any) -> None:
+    doc, signature = inspect.cleandoc(exported.__doc__ or ""), inspect.signature(exported)
     assert doc, name
-    heads = re.findall(r"^\S.*$", told_in(doc, "Parameters"), re.MULTILINE)
+    heads = re.findall(r"^\S.*$", read_section(doc, "Parameters"), re.MULTILINE)
     named = [parameter.lstrip("*") for head in heads for parameter in head.split(" : ")[0].split(", ")]
     assert sorted(named) == sorted(parameter for parameter in signature.parameters if parameter != "self"), name
-    if not inspect.isclass(it) and signature.return_annotation not in ("None", None):
-        assert told_in(doc, "Returns"), name
+    if not inspect.isclass(exported) and signature.return_annotation not in ("None", None):
+        assert read_section(doc, "Returns"), name
 
 
 def test_every_kind_of_file_has_an_owner_and_is_verified() -> None:
-    """What commands know of files, `docs/ownership.md` says too; rows in transit and parents are read in other ways."""
-    told = [row[0] for row in rows((DOCS / "ownership.md").read_text())]
-    assert [kind.name for kind in KINDS if not any(kind.name in it for it in told)] == []
+    """`docs/ownership.md` has all kinds of files that commands know; spilled rows and parents are verified differently."""
+    documented = [row[0] for row in read_rows((DOCS / "ownership.md").read_text())]
+    assert [kind.name for kind in KINDS if not any(kind.name in name for name in documented)] == []
     assert set(KINDS) - set(DECODERS) == {CHECKPOINT, PARENT, SPILL}
 
 
-def test_links_lead_somewhere() -> None:
+def test_every_link_has_a_target() -> None:
     for page in PAGES:
         for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", _FENCED.sub("", page.read_text())):
-            leads_to = (page.parent / target) if target else page
-            assert leads_to.exists(), (page.name, target)
+            linked_page = (page.parent / target) if target else page
+            assert linked_page.exists(), (page.name, target)
             if anchor:
-                heads = re.findall(r"^#+ (.*)$", _FENCED.sub("", leads_to.read_text()), re.MULTILINE)
+                heads = re.findall(r"^#+ (.*)$", _FENCED.sub("", linked_page.read_text()), re.MULTILINE)
                 anchors = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
                 assert anchor in anchors, (page.name, target, anchor)
 
@@ -211,20 +215,20 @@ def test_lines_are_not_too_long() -> None:
         assert [line for line in lines if len(line) > most] == [], page.name
 
 
-# -- what is said of Spark ------------------------------------------------------------------------
+# -- statements about Spark -----------------------------------------------------------------------
 
 
-def stream_of_ids(spark: Any, folder: Path) -> Any:
-    """Whole numbers as a stream; a file more with each call."""
+def read_stream_of_ids(spark: Any, folder: Path) -> Any:
+    """Return a stream of whole numbers; each call adds a file."""
     spark.range(8).coalesce(1).write.mode("append").parquet(str(folder))
     return spark.readStream.schema("id long").parquet(str(folder)).selectExpr("id % 2 AS k")
 
 
 @pytest.mark.spark
 @pytest.mark.parametrize("kind", ["spark", "arrow"])
-def test_misnamed_columns_are_null_where_that_is_asked_for(spark: Any, tmp_path: Path, kind: str) -> None:
-    # Inside, as executors cannot import this module.
-    def misnaming(key: Any, pdfs: Any, state: Any) -> Any:
+def test_misnamed_columns_are_null_without_strict_output(spark: Any, tmp_path: Path, kind: str) -> None:
+    # A nested function, because executors cannot import this module.
+    def count_misnamed(key: Any, pdfs: Any, state: Any) -> Any:
         n = sum(len(pdf) for pdf in pdfs)
         state.update((n,))
         yield pd.DataFrame({"k": [key[0]], "N": [n]})
@@ -233,8 +237,8 @@ def test_misnamed_columns_are_null_where_that_is_asked_for(spark: Any, tmp_path:
         state = ArrowState(tmp_path / "state", buckets=2, local_dir=tmp_path / "local", strict_output=False)
         enable(spark, state)
     try:
-        counts = stream_of_ids(spark, tmp_path / "in").groupBy("k")
-        counts = counts.applyInPandasWithState(misnaming, "k long, n long", "n long", "update", "NoTimeout")
+        counts = read_stream_of_ids(spark, tmp_path / "in").groupBy("k")
+        counts = counts.applyInPandasWithState(count_misnamed, "k long, n long", "n long", "update", "NoTimeout")
         writer = counts.writeStream.outputMode("update").format("memory").queryName(f"misnamed_by_{kind}")
         assert writer.trigger(availableNow=True).start().awaitTermination(WAIT_S)
         assert {(row.k, row.n) for row in spark.table(f"misnamed_by_{kind}").collect()} == {(0, None), (1, None)}
@@ -250,7 +254,7 @@ def test_shuffle_partitions_are_fixed_at_the_first_start(spark: Any, tmp_path: P
         for partitions in ("2", "3"):
             spark.conf.set("spark.sql.shuffle.partitions", partitions)
             state = ArrowState(tmp_path / "state", buckets=4, local_dir=tmp_path / "local")
-            counts = operators.aggregate(state, stream_of_ids(spark, tmp_path / "in"), "k", {"n": Agg.count()})
+            counts = operators.aggregate(state, read_stream_of_ids(spark, tmp_path / "in"), "k", {"n": Agg.count()})
             writer = counts.writeStream.outputMode("update").format("noop")
             writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
             query = writer.trigger(availableNow=True).start()
@@ -263,24 +267,24 @@ def test_shuffle_partitions_are_fixed_at_the_first_start(spark: Any, tmp_path: P
 
 
 @pytest.mark.spark
-def test_a_stream_cannot_be_sorted_before(spark: Any, tmp_path: Path) -> None:
-    ordered = stream_of_ids(spark, tmp_path / "in").orderBy("k")
+def test_spark_refuses_to_sort_a_stream(spark: Any, tmp_path: Path) -> None:
+    sorted_stream = read_stream_of_ids(spark, tmp_path / "in").orderBy("k")
     with pytest.raises(AnalysisException, match="orting is not supported"):
-        ordered.writeStream.format("noop").outputMode("update").start()
+        sorted_stream.writeStream.format("noop").outputMode("update").start()
 
 
 @pytest.mark.spark
-def test_local_folders_are_the_applications_by_default(spark: Any) -> None:
-    def folders(batches: Any) -> Any:
+def test_the_default_local_folders_are_those_of_the_application(spark: Any) -> None:
+    def read_folders(batches: Any) -> Any:
         for batch in batches:
-            told = os.environ["SPARK_LOCAL_DIRS"].split(",")[0]
-            yield pa.RecordBatch.from_pydict({"folder": [told] * batch.num_rows})
+            folder = os.environ["SPARK_LOCAL_DIRS"].split(",")[0]
+            yield pa.RecordBatch.from_pydict({"folder": [folder] * batch.num_rows})
 
-    (row,) = spark.range(1).mapInArrow(folders, "folder string").collect()
+    (row,) = spark.range(1).mapInArrow(read_folders, "folder string").collect()
     assert Path(row.folder).name.startswith("blockmgr-")
 
 
-def test_what_contributors_are_sent_to_is_there() -> None:
+def test_paths_and_names_in_the_page_for_contributors_exist() -> None:
     text = (DOCS / "contributing.md").read_text()
     named = {path for path in re.findall(r"`([\w/]+(?:\.py|\.md|/)|tests/\w+)`", text) if "/" in path}
     assert len(named) > 30

@@ -1,4 +1,4 @@
-"""One word for one thing: words that were given up for those of `docs/glossary.md` do not come back."""
+"""The code and the documents use the terms of `docs/glossary.md`, and none of the terms that they replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = sorted(path for package in ("arrow_schemas", "spark_state_ext") for path in (ROOT / package).rglob("*.py"))
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GLOSSARY = ROOT / "docs" / "glossary.md"
-# Names in the code, and what is said in their place.
+# Names that the code no longer uses, and their replacements.
 NAMES = {
     "Place": "Replica",
     "sole_place": "sole_replica",
@@ -39,43 +39,43 @@ NAMES = {
     "timeout_floor_version": "timer_low_watermark_version",
     "caught_up": "with_full_snapshot",
 }
-# Words in text. Keys of formats stand in backticks, and keep their names until the format changes.
+# Words that the text no longer uses. Keys of formats are in backticks, and keep their names until the format changes.
 WORDS = ("beat", "beats", "standing", "standings", "presumed", "homes")
-# The folder of a user's function, and those of Java and Spark, are called homes by others.
+# These modules use "home" in the sense of other projects: for a user's folder and for those of Java and Spark.
 _OTHER_HOMES = {"error_border.py", "server.py"}
 
 
-def _names(path: Path) -> Iterator[tuple[int, str]]:
+def list_names(path: Path) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type == tokenize.NAME:
             yield token.start[0], token.string
 
 
-def _text(path: Path) -> str:
-    """A page without what stands in backticks."""
+def read_prose(path: Path) -> str:
+    """Return the text of a page without the parts in backticks."""
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL))
 
 
-def test_names_that_were_given_up_do_not_come_back() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{line}: {name}, say {NAMES[name]}"
+def test_replaced_names_do_not_occur_in_the_code() -> None:
+    errors = [
+        f"{path.relative_to(ROOT)}:{line}: {name}, use {NAMES[name]}"
         for path in LIBRARY
-        for line, name in _names(path)
+        for line, name in list_names(path)
         if name in NAMES and not ("home" in name and path.name in _OTHER_HOMES)
     ]
-    assert not found, "\n".join(found)
+    assert not errors, "\n".join(errors)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_use_the_words_of_the_glossary(page: Path) -> None:
-    # The page about the change names both.
+    # The page about the change names both the old and the new terms.
     if page.name == "005-rooms.md":
         return
-    found = re.findall(rf"\b(?:{'|'.join(WORDS)})\b", _text(page))
-    assert not found
+    words = re.findall(rf"\b(?:{'|'.join(WORDS)})\b", read_prose(page))
+    assert not words
 
 
-def test_the_glossary_has_one_line_a_term() -> None:
+def test_the_glossary_has_one_line_for_each_term() -> None:
     terms = [line.split("|")[1].strip() for line in GLOSSARY.read_text().splitlines() if re.match(r"\| \w", line)]
     terms = [term for term in terms if term != "term"]
     assert len(terms) > 30

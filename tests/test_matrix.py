@@ -1,4 +1,4 @@
-"""What `scripts/matrix.py --write` refuses: results of other versions than the corner asks for."""
+"""`scripts/matrix.py --write` refuses results with other versions than a corner of the matrix requires."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 import matrix
 
 
-def result(corner: matrix.Corner, **versions: str) -> matrix.Result:
+def make_result(corner: matrix.Corner, **versions: str) -> matrix.Result:
     return matrix.Result(corner, "3.12.1", versions, "17.0.15", "1 passed (1 s)", passed=True)
 
 
 @pytest.mark.parametrize(
-    ("version", "condition", "held"),
+    ("version", "condition", "expected"),
     [
         ("2023.12.2", "==2023.12.2", True),
         ("2023.6.0", "==2023.12.2", False),
@@ -28,11 +28,11 @@ def result(corner: matrix.Corner, **versions: str) -> matrix.Result:
         ("26.0.1.post1", ">=26", True),
     ],
 )
-def test_conditions(version: str, condition: str, held: bool) -> None:
-    assert matrix.holds(version, condition) is held
+def test_holds_compares_versions(version: str, condition: str, expected: bool) -> None:
+    assert matrix.holds(version, condition) is expected
 
 
-def test_all_requirements_can_be_read() -> None:
+def test_all_requirements_can_be_parsed() -> None:
     for corner in matrix.corners():
         for requirement in corner.requirements:
             name, conditions = matrix.parsed(requirement)
@@ -41,25 +41,25 @@ def test_all_requirements_can_be_read() -> None:
                 matrix.holds("1.0", condition)
 
 
-def test_contradictions_are_named() -> None:
+def test_contradictions_lists_versions_that_differ_from_the_requirements() -> None:
     corner = matrix.Corner("old", "", ["3.10"], ["pyspark[connect]==3.5.9", "fsspec==2023.12.2", "lmdb>=2,<3"], "", "")
-    assert result(corner, pyspark="3.5.9", fsspec="2023.12.2", lmdb="2.1").contradictions() == []
-    assert result(corner, pyspark="3.5.9", fsspec="2023.6.0", lmdb="3.0").contradictions() == [
+    assert make_result(corner, pyspark="3.5.9", fsspec="2023.12.2", lmdb="2.1").contradictions() == []
+    assert make_result(corner, pyspark="3.5.9", fsspec="2023.6.0", lmdb="3.0").contradictions() == [
         "old asks for fsspec==2023.12.2 and ran with fsspec 2023.6.0",
         "old asks for lmdb>=2,<3 and ran with lmdb 3.0",
     ]
     # A corner that could not be set up has no versions.
-    assert result(corner).contradictions() == []
+    assert make_result(corner).contradictions() == []
 
 
-def test_such_a_result_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_with_contradictions_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "matrix.md"
     empty = "".join(f"<!-- {name}: begin -->\n<!-- {name}: end -->\n" for name in ("corners", "results"))
     page.write_text(empty)
     installed = {"3.5": "2023.6.0"}
 
     def check(corner: matrix.Corner, folder: Path, tests: list[str]) -> matrix.Result:
-        return result(corner, fsspec=installed.get(corner.name, "2026.9.0"))
+        return make_result(corner, fsspec=installed.get(corner.name, "2026.9.0"))
 
     monkeypatch.setattr(matrix, "DOCUMENT", page)
     monkeypatch.setattr(matrix, "check", check)

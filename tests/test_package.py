@@ -1,4 +1,4 @@
-"""What is built: a source distribution that is whole, and a wheel made from it. Nothing is fetched for that."""
+"""The built packages: a complete source distribution and a wheel from it, built without downloads."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _FILES = (
     "setup.cfg",
     "setup.py",
 )
-# What runs leave behind.
+# Files that test runs leave behind.
 _LEFT = shutil.ignore_patterns("__pycache__", "*.py[co]", ".hypothesis")
 
 
-def files(folder: Path) -> set[str]:
+def list_files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 @dataclass(frozen=True)
 class Built:
-    """What was built, and from what."""
+    """The built packages, and the names of their source files."""
 
     sources: set[str]
     sdist: Path
@@ -58,14 +58,14 @@ class Built:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """A source distribution, unpacked, and a wheel built from that."""
+    """Build a source distribution, unpack it, and build a wheel from it."""
     folder = tmp_path_factory.mktemp("package")
     source = folder / "source"
     for name in _WHOLE:
         shutil.copytree(ROOT / name, source / name, ignore=_LEFT)
     for name in _FILES:
         shutil.copy(ROOT / name, source / name)
-    sources = files(source)
+    sources = list_files(source)
     archive = build("sdist", source, folder)
     with tarfile.open(archive) as packed:
         packed.extractall(folder / "sdist")
@@ -73,38 +73,40 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(sources, sdist, build("wheel", sdist, folder))
 
 
-def test_the_source_distribution_is_whole(built: Built) -> None:
-    """Documents with their charts, the changelog, benchmarks, and tests with their data."""
-    assert sorted(built.sources - files(built.sdist)) == []
+def test_the_source_distribution_has_all_files(built: Built) -> None:
+    """It has the documents with their charts, the changelog, the benchmarks, and the tests with their data."""
+    assert sorted(built.sources - list_files(built.sdist)) == []
 
 
 def test_tests_run_from_the_source_distribution(built: Built) -> None:
-    """All are found, and of those that need no more than files of the distribution some are run."""
+    """Collect all tests, and run some of those that need only files of the distribution."""
     environment = {**os.environ, "PYTHONPATH": str(built.sdist)}
-    pytest_there = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     for arguments in (
         ["--collect-only"],
         ["tests/core/test_golden.py", "tests/test_figures.py"],
     ):
         done = subprocess.run(
-            [*pytest_there, *arguments], cwd=built.sdist, env=environment, capture_output=True, text=True, check=False
+            [*pytest_command, *arguments], cwd=built.sdist, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout
 
 
-def test_the_wheel_has_the_packages_and_nothing_else(built: Built) -> None:
+def test_the_wheel_has_only_the_packages(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         names = set(archive.namelist())
         (entry_points,) = [archive.read(name).decode() for name in names if name.endswith("/entry_points.txt")]
     packages = {name for name in names if ".dist-info/" not in name}
-    assert packages == {name for name in built.sources if name.startswith(tuple(f"{it}/" for it in _PACKAGES))}
+    assert packages == {
+        name for name in built.sources if name.startswith(tuple(f"{package}/" for package in _PACKAGES))
+    }
     assert {f"{name}/py.typed" for name in _PACKAGES} <= packages
     assert any(name.endswith("/LICENSE") for name in names)
     assert "[spark_state_ext.backends]\nfsspec = " in entry_points
 
 
-def test_the_wheel_is_the_build_of_this_tree(built: Built) -> None:
-    """What executors get from it is what a client in this tree has (`VersionSkewError`). A wheel is a zip."""
+def test_the_wheel_has_the_version_and_build_of_this_tree(built: Built) -> None:
+    """Executors with the wheel and a client in this tree must agree (`VersionSkewError`). A wheel is a zip file."""
     code = "from spark_state_ext import version; print(version.__file__, version.version_and_build())"
     environment = {**os.environ, "PYTHONPATH": str(built.wheel)}
     done = subprocess.run(
@@ -118,31 +120,31 @@ def test_the_wheel_is_the_build_of_this_tree(built: Built) -> None:
     assert done.stdout.split() == [f"{built.wheel}/spark_state_ext/version.py", version_and_build()], done.stderr
 
 
-def test_what_an_index_shows_leads_nowhere_else(built: Built) -> None:
-    """No link to a file beside the README, and no picture: an index has neither. Code is as it was."""
-    shown = built.metadata.get_payload()
-    assert isinstance(shown, str)
+def test_the_description_for_an_index_has_no_relative_links(built: Built) -> None:
+    """It has no pictures and no links to other files, which an index does not have; the code is unchanged."""
+    description = built.metadata.get_payload()
+    assert isinstance(description, str)
     assert built.metadata["Description-Content-Type"] == "text/markdown"
     blocks = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-    assert blocks.findall(shown) == blocks.findall((ROOT / "README.md").read_text())
-    prose = re.sub(r"`[^`\n]*`", "", blocks.sub("", shown))
+    assert blocks.findall(description) == blocks.findall((ROOT / "README.md").read_text())
+    prose = re.sub(r"`[^`\n]*`", "", blocks.sub("", description))
     assert [target for target in re.findall(r"\]\(([^)]*)\)", prose) if not target.startswith("https://")] == []
     assert "![" not in prose
     assert "<img" not in prose
-    # What links led to is named.
-    assert "`docs/operating/README.md`" in shown
+    # The targets of the links are named instead.
+    assert "`docs/operating/README.md`" in description
 
 
-def test_what_is_installed_with_it(built: Built) -> None:
-    """No Spark in the core; with it, the pandas that it supports; packages of object stores by extra."""
-    wanted: dict[str, set[str]] = {}
+def test_the_wheel_has_the_expected_requirements(built: Built) -> None:
+    """The core does not require Spark; the extras require Spark with a supported pandas, and object stores' packages."""
+    requirements: dict[str, set[str]] = {}
     for line in built.metadata.get_all("Requires-Dist", []):
         requirement, _, marker = line.partition(";")
         extra = re.search(r"extra == ['\"](\w+)['\"]", marker)
-        wanted.setdefault(extra[1] if extra else "", set()).add(requirement.strip().replace(" ", ""))
-    names = {extra: {re.split(r"[<>=\[]", it)[0] for it in found} for extra, found in wanted.items()}
+        requirements.setdefault(extra[1] if extra else "", set()).add(requirement.strip().replace(" ", ""))
+    names = {extra: {re.split(r"[<>=\[]", text)[0] for text in texts} for extra, texts in requirements.items()}
     assert names[""] == {"fsspec", "lmdb", "numpy", "pandas", "pyarrow", "tenacity"}
-    assert "pandas<3" in wanted["spark"] & wanted["client"]
+    assert "pandas<3" in requirements["spark"] & requirements["client"]
     assert names["spark"] == {"pandas", "pyspark"}
     assert names["client"] == {"pandas", "pyspark-client"}
     assert [names[extra] for extra in ("s3", "azure", "gcs")] == [{"s3fs"}, {"adlfs"}, {"gcsfs"}]

@@ -1,4 +1,4 @@
-"""The runner of the suite leaves no process behind, counts what tests cost by folder, and keeps a budget."""
+"""The runner of the suite ends all processes of tests and fails if the tests exceed a budget."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from tests.helpers.waiting import eventually, is_running
 
 RUNNER = Path(__file__).parent.parent / "scripts" / "run_tests.py"
-# It starts a process in a session of its own, of which pytest knows nothing.
-_LEAVES = """
+# This test starts a process in a separate session, which pytest does not know.
+TEST_THAT_LEAVES_A_PROCESS = """
 import subprocess, time
 from pathlib import Path
 
@@ -22,14 +22,14 @@ def test_it(tmp_path):
 """
 
 
-def _start(folder: Path, test: str, *arguments: str) -> subprocess.Popen[str]:
+def start_runner(folder: Path, test: str, *arguments: str) -> subprocess.Popen[str]:
     (folder / "test_left.py").write_text(test)
     command = [sys.executable, str(RUNNER), *arguments, str(folder / "test_left.py"), "-q", "-p", "no:cacheprovider"]
     return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_what_a_test_leaves_running_is_ended_and_reported(tmp_path: Path) -> None:
-    run = _start(tmp_path, _LEAVES.format(pid=str(tmp_path / "pid"), seconds=0))
+def test_a_process_that_a_test_leaves_running_is_ended_and_reported(tmp_path: Path) -> None:
+    run = start_runner(tmp_path, TEST_THAT_LEAVES_A_PROCESS.format(pid=str(tmp_path / "pid"), seconds=0))
     output, _ = run.communicate(timeout=120)
     pid = int((tmp_path / "pid").read_text())
     assert run.returncode == 0, output
@@ -37,10 +37,10 @@ def test_what_a_test_leaves_running_is_ended_and_reported(tmp_path: Path) -> Non
     assert not is_running(pid)
 
 
-def test_a_run_that_is_ended_in_the_middle_leaves_no_process(tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_no_process(tmp_path: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         (tmp_path / "pid").unlink(missing_ok=True)
-        run = _start(tmp_path, _LEAVES.format(pid=str(tmp_path / "pid"), seconds=600))
+        run = start_runner(tmp_path, TEST_THAT_LEAVES_A_PROCESS.format(pid=str(tmp_path / "pid"), seconds=600))
         eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         run.send_signal(number)
         output, _ = run.communicate(timeout=120)
@@ -48,12 +48,12 @@ def test_a_run_that_is_ended_in_the_middle_leaves_no_process(tmp_path: Path) -> 
         assert not is_running(int((tmp_path / "pid").read_text()))
 
 
-def test_a_run_that_costs_more_than_its_budget_fails(tmp_path: Path) -> None:
+def test_a_run_that_exceeds_its_budget_fails(tmp_path: Path) -> None:
     for budget, status in (("processor_seconds = 0.001", 3), ("seconds = 0.001", 3), ("seconds = 1000 # enough", 0)):
         (tmp_path / "budget.toml").write_text(
             f"[tool.other]\nseconds = 0\n[tool.spark_state_ext.suite]\n{budget}\n[x]\n"
         )
-        run = _start(tmp_path, "def test_it(): pass", "--budget", str(tmp_path / "budget.toml"))
+        run = start_runner(tmp_path, "def test_it(): pass", "--budget", str(tmp_path / "budget.toml"))
         output, _ = run.communicate(timeout=120)
         assert run.returncode == status, output
         assert ("more than the budget" in output) == (status == 3)

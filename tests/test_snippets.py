@@ -1,8 +1,9 @@
 """Snippets of the documents, run as a reader pastes them.
 
-Python blocks of a page run in turn in one namespace, with nothing set up for them but what every session here has. Two things differ
-from pasting: folders below ``/tmp`` are in a folder of the test, and where a snippet waits some seconds for a query, the test waits until
-a batch with rows has come. A ``text`` block behind a Python block is what that prints. What cannot run says why: ``python no-run: …``.
+The Python blocks of a page run in turn in one namespace, with only the setup of every session here. Two things differ from
+pasting: folders below ``/tmp`` are in a folder of the test, and if a snippet waits some seconds for a query, the test waits
+until there was a batch with rows. A ``text`` block after a Python block is the output of that block. A block that cannot run
+has the reason: ``python no-run: …``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Block:
     page: Path
     line: int
     language: str
-    why_not: str
+    no_run_reason: str
     text: str
 
     @property
@@ -53,50 +54,50 @@ class Block:
         return f"{self.page.name}:{self.line}"
 
 
-def told_as(page: Path) -> str:
-    """The name of a page that tells it from those in other folders: `README`, `docs-operating-README`."""
+def make_page_id(page: Path) -> str:
+    """Return a name of a page that is unique over all folders: `README`, `docs-operating-README`."""
     return "-".join(page.relative_to(ROOT).with_suffix("").parts)
 
 
-def blocks(page: Path, language: str = "python") -> list[Block]:
-    """Blocks of a language that run, in order."""
-    return [it for it in every_block(page) if it.language == language and not it.why_not]
+def find_blocks(page: Path, language: str = "python") -> list[Block]:
+    """Return the blocks of a language that run, in order."""
+    return [block for block in find_all_blocks(page) if block.language == language and not block.no_run_reason]
 
 
-def every_block(page: Path) -> list[Block]:
+def find_all_blocks(page: Path) -> list[Block]:
     text = page.read_text()
-    found = []
+    blocks = []
     for match in _BLOCK.finditer(text):
         language, _, rest = match[1].partition(" ")
         assert not rest or rest.startswith(_NO_RUN), (page.name, match[1])
         line = text.count("\n", 0, match.start()) + 1
-        found.append(Block(page, line, language, rest.removeprefix(_NO_RUN), match[2]))
-    return found
+        blocks.append(Block(page, line, language, rest.removeprefix(_NO_RUN), match[2]))
+    return blocks
 
 
-def placed(code: str, folder: Path) -> str:
-    """Code whose files lie in a folder."""
+def place_in(code: str, folder: Path) -> str:
+    """Return code that uses a folder instead of ``/tmp``."""
     return code.replace('"/tmp/', f'"{folder}/')
 
 
-def pasted(block: Block, names: dict[str, Any], folder: Path) -> None:
-    """Run a block; a traceback names its line of the page."""
-    exec(compile("\n" * block.line + placed(block.text, folder), str(block.page), "exec"), names)
+def paste(block: Block, names: dict[str, Any], folder: Path) -> None:
+    """Run a block so that a traceback has its line of the page."""
+    exec(compile("\n" * block.line + place_in(block.text, folder), str(block.page), "exec"), names)
 
 
-def until(query: Any, fits: Callable[[Any], bool]) -> None:
-    """Wait for a batch whose progress is as asked for."""
+def wait_for_progress(query: Any, is_wanted: Callable[[Any], bool]) -> None:
+    """Wait for a batch whose progress meets a condition."""
 
-    def came() -> bool:
+    def has_batch() -> bool:
         assert query.exception() is None
-        return any(fits(progress) for progress in query.recentProgress)
+        return any(is_wanted(progress) for progress in query.recentProgress)
 
-    eventually(came, 0.1)
+    eventually(has_batch, 0.1)
 
 
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Queries that snippets have waited for, some seconds each."""
+    """Let snippets wait for a batch with rows, and return the queries for which they waited."""
     from pyspark.sql.streaming.query import StreamingQuery
 
     original, queries = StreamingQuery.awaitTermination, list[Any]()
@@ -105,7 +106,7 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         if timeout is None:
             return original(self)
         queries.append(self)
-        return until(self, lambda progress: progress["numInputRows"] > 0)
+        return wait_for_progress(self, lambda progress: progress["numInputRows"] > 0)
 
     monkeypatch.setattr(StreamingQuery, "awaitTermination", await_termination)
     return queries
@@ -114,27 +115,27 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 # -- Python ---------------------------------------------------------------------------------------
 
 
-def pages() -> Iterator[Any]:
-    """Pages with Python that runs here; a client of Connect runs in a process of its own, below."""
+def list_pages() -> Iterator[Any]:
+    """Yield pages with Python that runs here; a test below runs a client of Connect in a separate process."""
     for page in PAGES:
-        code = "".join(block.text for block in blocks(page))
+        code = "".join(block.text for block in find_blocks(page))
         if code and ".remote(" not in code:
             marks = [pytest.mark.spark] if "SparkSession" in code else []
             marks += [pytest.mark.slow] if page.stem == "operators" else []
-            yield pytest.param(page, id=told_as(page), marks=marks)
+            yield pytest.param(page, id=make_page_id(page), marks=marks)
 
 
-@pytest.mark.parametrize("page", list(pages()))
-def test_a_page_runs_as_pasted(
+@pytest.mark.parametrize("page", list(list_pages()))
+def test_the_snippets_of_a_page_run_as_pasted(
     page: Path,
     request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert SAID in page.read_text(), "a page says how its snippets run"
-    here = every_block(page)
-    code = "".join(block.text for block in here)
+    assert SAID in page.read_text(), "the page must say how its snippets run"
+    page_blocks = find_all_blocks(page)
+    code = "".join(block.text for block in page_blocks)
     for package, used in (
         ("polars", "import polars"),
         ("duckdb", "import duckdb"),
@@ -159,16 +160,16 @@ def test_a_page_runs_as_pasted(
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = ""
     try:
-        for block in here:
-            if block.language == "python" and not block.why_not:
-                pasted(block, names, tmp_path)
+        for block in page_blocks:
+            if block.language == "python" and not block.no_run_reason:
+                paste(block, names, tmp_path)
                 printed = capsys.readouterr().out
             elif block.language == "text" and printed:
                 assert block.text.strip() == printed.strip(), block.place
     finally:
         if spark is not None:
             disable(spark)
-            # The session is that of other tests, too.
+            # Other tests use this session too.
             spark.conf.set("spark.sql.shuffle.partitions", partitions)
     assert [query.exception() for query in queries if query.exception()] == []
     if page == ROOT / "README.md":
@@ -177,16 +178,16 @@ def test_a_page_runs_as_pasted(
 
 @pytest.mark.spark
 @pytest.mark.connect
-def test_the_page_on_connect_runs_as_pasted(connect_server: Any, tmp_path: Path) -> None:
-    """Its client, in a process of its own as there."""
+def test_the_snippet_for_connect_runs_as_pasted(connect_server: Any, tmp_path: Path) -> None:
+    """The client runs in a separate process, as on the page."""
     page = ROOT / "docs" / "connect.md"
     assert SAID in page.read_text()
-    (block,) = blocks(page)
-    code = placed(block.text, tmp_path)
+    (block,) = find_blocks(page)
+    code = place_in(block.text, tmp_path)
     assert code.count("sc://localhost:15002") == 1
     code = code.replace("sc://localhost:15002", connect_server.url)
     (tmp_path / "count.py").write_text(code)
-    # Nothing of Spark's but how its JVM starts.
+    # Keep no variables of Spark except for the options of its JVM.
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -208,9 +209,9 @@ def test_the_page_on_connect_runs_as_pasted(connect_server: Any, tmp_path: Path)
     assert all(int(n) > 0 for n in counted.values())
 
 
-def test_few_snippets_are_not_run_and_say_why() -> None:
-    left = [block for page in PAGES for block in every_block(page) if block.why_not]
-    assert [block.page.name for block in left] == [
+def test_few_snippets_do_not_run_and_each_has_a_reason() -> None:
+    skipped = [block for page in PAGES for block in find_all_blocks(page) if block.no_run_reason]
+    assert [block.page.name for block in skipped] == [
         "backends.md",
         "backends.md",
         "asking-a-live-job.md",
@@ -225,21 +226,21 @@ def test_few_snippets_are_not_run_and_say_why() -> None:
         "reading.md",
         "reading.md",
     ]
-    for block in left:
-        assert len(block.why_not) > 20, block.place
-        # What can be told without running: it is Python, and what it imports of ours is there.
+    for block in skipped:
+        assert len(block.no_run_reason) > 20, block.place
+        # Without a run, check that the block is Python and that its imports from this package exist.
         for node in ast.walk(ast.parse(block.text)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spark_state_ext"):
                 module = importlib.import_module(node.module or "")
                 assert [name.name for name in node.names if not hasattr(module, name.name)] == [], block.place
 
 
-def test_an_example_of_s3(s3: Any) -> None:
-    """The options reach a server that is not Amazon's."""
+def test_the_example_of_s3_writes_and_reads(s3: Any) -> None:
+    """The options of the example work with a server other than Amazon's."""
     pytest.importorskip("s3fs")
-    (block,) = [it for it in blocks(ROOT / "docs" / "operating" / "s3.md") if "endpoint_url" in it.text]
+    (block,) = [block for block in find_blocks(ROOT / "docs" / "operating" / "s3.md") if "endpoint_url" in block.text]
     names: dict[str, Any] = {}
-    # Its server takes any credentials.
+    # The test server accepts any credentials.
     exec(block.text.replace("http://localhost:9000", s3.endpoint).replace('"…"', '"any"'), names)
     state: ArrowState = names["state"]
     folder = Folder(state.options.root, state.options.storage_options)
@@ -248,16 +249,16 @@ def test_an_example_of_s3(s3: Any) -> None:
 
 
 @pytest.mark.spark
-def test_several_steps(spark: Any, tmp_path: Path) -> None:
-    """Its alerts, read from memory in place of the console, whose rows are the JVM's to print."""
-    (block,) = blocks(ROOT / "docs" / "parity.md")
-    code = placed(block.text, tmp_path)
+def test_the_example_of_several_steps_emits_alerts(spark: Any, tmp_path: Path) -> None:
+    """Read its alerts from a memory sink instead of the console, whose rows the JVM prints."""
+    (block,) = find_blocks(ROOT / "docs" / "parity.md")
+    code = place_in(block.text, tmp_path)
     assert code.count('.format("console")') == 1
     names: dict[str, Any] = {"__name__": "__main__"}
     head, _ = code.replace('.format("console")', '.format("memory").queryName("alerted")').split("query.await")
     try:
         exec(head, names)
-        until(names["query"], lambda progress: progress["sink"]["numOutputRows"] > 0)
+        wait_for_progress(names["query"], lambda progress: progress["sink"]["numOutputRows"] > 0)
         names["query"].stop()
         alerts = {(row.user, row.above) for row in spark.table("alerted").collect()}
         assert alerts
@@ -271,20 +272,20 @@ def test_several_steps(spark: Any, tmp_path: Path) -> None:
 _INLINE = re.compile(r"`((?:python3? (?:-m |[\w/]+\.py\b)|pip install |make |spark-state-ext )[^`\n]*)`")
 
 
-def commands(page: Path) -> list[tuple[str, str]]:
-    """Commands of shell blocks, and of the text, with where they stand."""
-    found = []
-    for block in blocks(page, "bash"):
+def list_commands(page: Path) -> list[tuple[str, str]]:
+    """Return the commands of shell blocks and of the text, each with its place."""
+    places_and_commands = []
+    for block in find_blocks(page, "bash"):
         for line in block.text.replace("\\\n", " ").splitlines():
             command = re.sub(r"\s#.*", "", line).strip()
             if command:
-                found.append((block.place, command))
-    return found + [(page.name, command) for command in _INLINE.findall(_BLOCK.sub("", page.read_text()))]
+                places_and_commands.append((block.place, command))
+    return places_and_commands + [(page.name, command) for command in _INLINE.findall(_BLOCK.sub("", page.read_text()))]
 
 
 @cache
-def help_of(*arguments: str) -> str:
-    """What a module of ours says of its options."""
+def read_help(*arguments: str) -> str:
+    """Return the help text of a module of this package."""
     done = subprocess.run(
         [sys.executable, "-m", *arguments, "--help"],
         capture_output=True,
@@ -297,13 +298,13 @@ def help_of(*arguments: str) -> str:
     return done.stdout
 
 
-def checked_module(words: list[str]) -> None:
-    """``-m MODULE`` of ours is there, and has the commands and options of a line."""
-    module, *given = words
+def check_module(words: list[str]) -> None:
+    """Check that a module of this package exists and has the commands and options of a line."""
+    module, *arguments = words
     if module == "venv":
         return
     if module == "pytest":
-        assert all((ROOT / word).exists() for word in given if not word.startswith("-"))
+        assert all((ROOT / word).exists() for word in arguments if not word.startswith("-"))
         return
     spec = importlib.util.find_spec(module) or importlib.util.find_spec(f"{module}.__main__")
     assert spec is not None, module
@@ -311,24 +312,24 @@ def checked_module(words: list[str]) -> None:
     assert main is not None, module
     assert main.origin is not None, module
     if "argparse" not in Path(main.origin).read_text() and module != "spark_state_ext":
-        assert not given, "it takes no arguments"
+        assert not arguments, "the module takes no arguments"
         return
-    told = help_of(module)
-    if module in ("benchmarks", "spark_state_ext") and given and not given[0].startswith("-"):
-        named = [given.pop(0)]
-        assert re.search(rf"^ +{named[0]}\b|`{named[0]}`", told, re.MULTILINE), named[0]
-        if module == "spark_state_ext" and named[0] in ("savepoint", "erase", "standby") and given:
-            named.append(given.pop(0))
-            assert re.search(rf"^ +{named[1]}\b", help_of(module, named[0]), re.MULTILINE), named[1]
-        told = help_of(module, *named) if any(word.startswith("--") for word in given) else told
-    for word in given:
+    help_text = read_help(module)
+    if module in ("benchmarks", "spark_state_ext") and arguments and not arguments[0].startswith("-"):
+        named = [arguments.pop(0)]
+        assert re.search(rf"^ +{named[0]}\b|`{named[0]}`", help_text, re.MULTILINE), named[0]
+        if module == "spark_state_ext" and named[0] in ("savepoint", "erase", "standby") and arguments:
+            named.append(arguments.pop(0))
+            assert re.search(rf"^ +{named[1]}\b", read_help(module, named[0]), re.MULTILINE), named[1]
+        help_text = read_help(module, *named) if any(word.startswith("--") for word in arguments) else help_text
+    for word in arguments:
         if word.startswith("--"):
-            assert re.search(rf"(?<![\w-]){word}(?![\w-])", told), word
+            assert re.search(rf"(?<![\w-]){word}(?![\w-])", help_text), word
 
 
-def checked_requirement(word: str) -> None:
-    """What pip is to install is this package with extras that it has, or something that one of its extras brings."""
-    extras = setup()["options.extras_require"]
+def check_requirement(word: str) -> None:
+    """Check that pip installs this package with existing extras, or a package that one of the extras requires."""
+    extras = read_setup()["options.extras_require"]
     name, _, chosen = word.partition("[")
     if name in ("spark_state_ext", ".", "./spark_state_ext"):
         for extra in filter(None, chosen.rstrip("]").split(",")):
@@ -338,16 +339,16 @@ def checked_requirement(word: str) -> None:
         assert any(re.search(rf"^{bare}\b", line, re.MULTILINE) for line in extras.values()), word
 
 
-def setup() -> configparser.ConfigParser:
+def read_setup() -> configparser.ConfigParser:
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
     return parser
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=told_as(page)) for page in PAGES])
-def test_commands_are_there(page: Path) -> None:
-    """Modules and their options, targets of make, extras, and programs that PySpark brings."""
-    for place, command in commands(page):
+@pytest.mark.parametrize("page", [pytest.param(page, id=make_page_id(page)) for page in PAGES])
+def test_commands_of_a_page_exist(page: Path) -> None:
+    """Check modules and their options, targets of make, extras, and programs of PySpark."""
+    for place, command in list_commands(page):
         try:
             words = shlex.split(command)
             program, *given = words
@@ -356,23 +357,23 @@ def test_commands_are_there(page: Path) -> None:
                 assert given[0] in targets
             elif program in ("python", "python3"):
                 if given[0] == "-m":
-                    checked_module(given[1:])
+                    check_module(given[1:])
                 else:
-                    # A script of the repository, or one that the page has the reader write.
+                    # A script of the repository, or one that the page asks the reader to write.
                     assert (ROOT / given[0]).exists() or f"`{given[0]}`" in page.read_text()
             elif program == "spark-state-ext":
-                checked_module(["spark_state_ext", *given])
+                check_module(["spark_state_ext", *given])
             elif program == "pip":
                 assert given[0] == "install"
                 for word in given[1:]:
-                    checked_requirement(word)
+                    check_requirement(word)
             elif program == "export":
-                # A variable that the package asks for.
+                # A variable that the package reads.
                 name = given[0].partition("=")[0]
                 assert any(f'"{name}"' in path.read_text() for path in (ROOT / "spark_state_ext").rglob("*.py")), name
             elif program == "spark-submit":
                 assert shutil.which(program)
             else:
-                assert program == ".", "no test knows this command"
+                assert program == ".", "the test does not know this command"
         except AssertionError as error:
             raise AssertionError(f"{place}: {command}: {error}") from error
