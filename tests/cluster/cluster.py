@@ -1,8 +1,7 @@
-"""A real Spark cluster on this machine: a standalone master and its workers, each a process and a machine of its own.
+"""A real Spark cluster on this machine: a standalone master and its workers, each a process like a separate machine.
 
-Each worker has an address, a disk and, where the system allows it, a host name, a boot and process numbers of its own.
-All workers find their own disk under the same path, `Cluster.local_dir`, and no other's: state that moves comes from the
-checkpoint.
+Each worker has its own address, disk and, if the system allows it, host name, boot id and process numbers. All workers see
+only their own disk, under the same path `Cluster.local_dir`: state that moves comes from the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ __all__ = ["Cluster", "WorkerNode", "cannot_isolate", "unusable"]
 _MASTER = "org.apache.spark.deploy.master.Master"
 _WORKER = "org.apache.spark.deploy.worker.Worker"
 _EXECUTOR = "CoarseGrainedExecutorBackend"
-# Less than any executor has.
+# Less memory than any executor needs.
 _BYSTANDER_MB = 64
-# Short queries: time is better spent than on compiling well what runs a few times. Workers that count their processes
-# from 1 must not share files that are named by such numbers.
+# The queries are short, so that compiling code that runs only a few times would waste time. Workers whose process numbers
+# all begin at 1 must not share files that are named by such numbers.
 _JAVA = " ".join((*JVM_OPTIONS, "-XX:-UsePerfData"))
-# Arguments: host name, disk, where it is seen, the file with the boot, and what to run.
+# Arguments: host name, disk, its mount point, the file with the boot id, and the command.
 _AS_A_MACHINE = (
     'hostname "$1" && mount --bind "$2" "$3" && mount --bind "$4" /proc/sys/kernel/random/boot_id || exit 1; '
     'shift 4; "$@" & wait $!'
@@ -46,9 +45,9 @@ _AS_A_MACHINE = (
 
 
 def unusable() -> str | None:
-    """Why no cluster can run here, in words for the user; None when one can."""
+    """Return the reason why no cluster can run here, as text for the user; None if one can."""
     if not Path("/proc/self/cwd").exists():
-        return "this system has no /proc, by which executors are found and killed"
+        return "this system has no /proc, which is needed to find and kill executors"
     try:
         spark_home()
     except ServerError as error:
@@ -56,37 +55,37 @@ def unusable() -> str | None:
     return None
 
 
-def _in_namespaces() -> list[str]:
-    # Only root needs no names of its own for that.
+def make_namespace_command() -> list[str]:
+    # Only root can do this without a user namespace.
     mapped = [] if os.geteuid() == 0 else ["--map-root-user"]
     return ["unshare", *mapped, "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 
-def _as_a_machine(name: str, disk: Path, local_dir: Path, boot_file: Path) -> list[str]:
-    given = [name, str(disk), str(local_dir), str(boot_file)]
-    return [*_in_namespaces(), "sh", "-c", _AS_A_MACHINE, "sh", *given]
+def make_machine_command(name: str, disk: Path, local_dir: Path, boot_file: Path) -> list[str]:
+    arguments = [name, str(disk), str(local_dir), str(boot_file)]
+    return [*make_namespace_command(), "sh", "-c", _AS_A_MACHINE, "sh", *arguments]
 
 
 def cannot_isolate(folder: Path) -> str | None:
-    """Why processes cannot get a host name, a boot and process numbers of their own; None when they can.
+    """Return the reason why processes cannot have their own host name, boot id and process numbers; None if they can.
 
     Parameters
     ----------
     folder
-        For a trial.
+        Folder for a trial.
     """
     disk, boot_file = folder / "trial-disk", folder / "trial-boot"
     disk.mkdir(parents=True, exist_ok=True)
     boot_file.write_text("trial\n")
     try:
-        command = [*_as_a_machine("trial", disk, disk, boot_file), "cat", "/proc/sys/kernel/random/boot_id"]
+        command = [*make_machine_command("trial", disk, disk, boot_file), "cat", "/proc/sys/kernel/random/boot_id"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except OSError as error:
         return str(error)
     finally:
         shutil.rmtree(disk)
         boot_file.unlink()
-    return None if done.stdout == "trial\n" else done.stderr.strip() or "another boot was seen"
+    return None if done.stdout == "trial\n" else done.stderr.strip() or "the process saw another boot id"
 
 
 @dataclass
@@ -96,15 +95,15 @@ class WorkerNode:
     Parameters
     ----------
     name
-        Its host name, and its variable ``CLUSTER_WORKER``, which its executors and their Python inherit.
+        Its host name, and its variable ``CLUSTER_WORKER``, which its executors and their Python processes inherit.
     address
-        What Spark knows it by.
+        Its address for Spark.
     folder
-        For all that it writes.
+        Folder for all files of the worker.
     started
-        The worker, or what keeps it apart.
+        The process of the worker, or of its namespaces.
     disks_lost
-        How many of its disks were renamed away.
+        Number of its disks that were renamed to lose them.
     """
 
     name: str
@@ -115,47 +114,48 @@ class WorkerNode:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The worker, or what keeps it apart."""
+        """Return the process of the worker, or of its namespaces."""
         assert self.started is not None
         return self.started
 
     @property
     def disk(self) -> Path:
-        """The folder that its executors see as `Cluster.local_dir`."""
+        """Return the folder that its executors see as `Cluster.local_dir`."""
         return self.folder / "disk"
 
     def executors(self) -> list[int]:
-        """The JVMs of its executors."""
-        return [pid for pid in descendants(self.process.pid) if _is_java(pid, _EXECUTOR)]
+        """Return the process ids of the JVMs of its executors."""
+        return [pid for pid in descendants(self.process.pid) if is_java(pid, _EXECUTOR)]
 
     def daemon(self) -> int:
-        """The worker's own JVM."""
-        (pid,) = [it for it in (self.process.pid, *descendants(self.process.pid)) if _is_java(it, f"{_WORKER} ")]
+        """Return the process id of the worker's own JVM."""
+        processes = (self.process.pid, *descendants(self.process.pid))
+        (pid,) = [process for process in processes if is_java(process, f"{_WORKER} ")]
         return pid
 
 
-def _is_java(pid: int, kind: str) -> bool:
+def is_java(pid: int, kind: str) -> bool:
     command = command_of(pid)
     return command.partition(" ")[0].endswith("/java") and kind in command
 
 
 class Cluster:
-    """A master and workers; ``with Cluster(...)`` makes sure that nothing of them is left.
+    """A master and workers; ``with Cluster(...)`` ends all of their processes.
 
     Parameters
     ----------
     folder
-        For everything.
+        Folder for all files.
     workers
-        How many.
+        Number of workers.
     cores
-        How many tasks each runs at once.
+        Number of tasks that each worker runs at a time.
     memory_mb
-        Memory of an executor, MiB.
+        Memory of an executor in MiB.
     isolated
-        Workers have host names, boots and process numbers of their own. None: where the system allows it.
+        True if workers have their own host names, boot ids and process numbers; None if the system's permissions decide.
     bystanders
-        How many of the workers, the last ones, have too little memory for an executor.
+        Number of workers, the last ones, that have too little memory for an executor.
 
     Examples
     --------
@@ -209,13 +209,13 @@ class Cluster:
 
     @property
     def local_dir(self) -> str:
-        """A path that leads each worker's executors to that worker's disk."""
-        # Spark starts an executor, and that its Python, three folders below the worker's.
+        """Return a path that for each worker's executors leads to that worker's disk."""
+        # Spark starts an executor, and the executor its Python, three folders below the worker's folder.
         return str(self.folder / "local") if self.isolated else "/proc/self/cwd/../../../disk"
 
     @property
     def conf(self) -> dict[str, str]:
-        """What an application needs to use all of the cluster, and nothing outside of it."""
+        """Return the settings with which an application uses the whole cluster and no other resources."""
         return {
             "spark.master": self.url,
             "spark.driver.host": "127.0.0.1",
@@ -226,7 +226,7 @@ class Cluster:
             "spark.executor.cores": str(self.cores),
             "spark.executor.extraJavaOptions": _JAVA,
             "spark.cores.max": str(self.cores * self._with_executors),
-            # A job begins when all executors are there.
+            # A job begins when all executors are registered.
             "spark.scheduler.minRegisteredResourcesRatio": "1.0",
             "spark.scheduler.maxRegisteredResourcesWaitingTime": "240s",
             "spark.ui.enabled": "false",
@@ -235,16 +235,16 @@ class Cluster:
         }
 
     def driver(self, script: Path, arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-        """Start a driver with the Python that has the wheel, in a process of its own.
+        """Start a driver as a process, with the Python that has the wheel.
 
         Parameters
         ----------
         script, arguments
             What it runs.
         log
-            The file for its output; added to.
+            The file to which its output is appended.
         """
-        # Executors run the Python that the driver's environment names.
+        # Executors use the Python that the driver's environment names.
         variables = {"PYSPARK_PYTHON": str(self.python)}
         return self._start([str(self.python), "-W", "ignore", str(script), *arguments], log, variables)
 
@@ -255,24 +255,24 @@ class Cluster:
         wait_until(lambda: not any(worker.executors() for worker in self.workers), "executors end with their driver")
 
     def kill_executors(self, worker: WorkerNode, *, python_too: bool = True, lose_disk: bool = False) -> int:
-        """Kill a worker's executors with SIGKILL; the worker starts others.
+        """Kill a worker's executors with SIGKILL; the worker starts new ones.
 
         Parameters
         ----------
         worker
-            Whose.
+            The worker.
         python_too
-            Their Python processes are killed with them. Otherwise these find out by themselves, and work on until then.
+            Also kill their Python processes. Otherwise these continue until they notice the death of their executor.
         lose_disk
-            What is on the worker's disk goes too, before another executor can be started.
+            Also empty the worker's disk, before it can start another executor.
 
         Returns
         -------
         int
-            How many were killed.
+            The number of killed executors.
         """
         daemon = worker.daemon()
-        # While it stands still it starts no other.
+        # While the worker is stopped, it does not start another executor.
         os.kill(daemon, signal.SIGSTOP)
         try:
             doomed = worker.executors()
@@ -282,25 +282,25 @@ class Cluster:
                 else:
                     os.kill(pid, signal.SIGKILL)
             if lose_disk:
-                _empty(worker.disk)
+                empty_folder(worker.disk)
         finally:
             os.kill(daemon, signal.SIGCONT)
         return len(doomed)
 
     def kill_worker(self, worker: WorkerNode, *, lose_disk: bool = True) -> float:
-        """Kill a worker with its executors, their Python processes and all else on it.
+        """Kill a worker with its executors, their Python processes and all other processes on it.
 
         Parameters
         ----------
         worker
             Which.
         lose_disk
-            Its disk is taken away. Otherwise the machine only boots anew.
+            Also rename its disk. Otherwise the machine only boots again.
 
         Returns
         -------
         float
-            When it began to die, seconds since 1970.
+            The time at which the kill began, in seconds since 1970.
         """
         dead_s = time.time()
         kill_tree(worker.process.pid)
@@ -311,7 +311,7 @@ class Cluster:
         return dead_s
 
     def restart_worker(self, worker: WorkerNode) -> None:
-        """Start a worker that was killed again, with an empty disk if it lost its own, and wait until the master knows it."""
+        """Start a killed worker again, with an empty disk if it lost its own, and wait until it has registered."""
         log = self.folder / "master.log"
         before = log.read_text(errors="replace").count("Registering worker ")
         self._launch_worker(worker)
@@ -323,7 +323,7 @@ class Cluster:
     def run_on(
         self, worker: WorkerNode, command: Sequence[str], log: Path, variables: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Start a process on the machine that a worker is; it ends with that machine at the latest.
+        """Start a process on the machine of a worker; it ends with that machine at the latest.
 
         Parameters
         ----------
@@ -332,19 +332,19 @@ class Cluster:
         command
             What it runs.
         log
-            The file for its output; added to.
+            The file to which its output is appended.
         variables
-            Added to its environment, which tells the worker's name as that of its executors does.
+            Additional environment variables; like an executor, the process also gets the worker's name.
         """
         inside = ["nsenter", "--target", str(worker.daemon()), "--mount", "--uts", "--pid"] if self.isolated else []
-        return self._start([*inside, *command], log, {**_names_of(worker), **variables})
+        return self._start([*inside, *command], log, {**make_variables(worker), **variables})
 
     def calls(self) -> pa.Table:
-        """The package's metrics from the disks of all workers, with a column ``worker``, in the order of their ends."""
+        """Return the package's metrics from the disks of all workers, with a column ``worker``, ordered by their ends."""
         tables = []
         for worker in self.workers:
-            found = metrics.read(worker.disk)
-            tables.append(found.append_column("worker", pa.array([worker.name] * found.num_rows, pa.string())))
+            calls = metrics.read(worker.disk)
+            tables.append(calls.append_column("worker", pa.array([worker.name] * calls.num_rows, pa.string())))
         return pa.concat_tables(tables).sort_by([("ended_ms", "ascending")])
 
     def stop(self) -> None:
@@ -379,7 +379,7 @@ class Cluster:
             "SPARK_CONF_DIR": str(self.folder),
             "SPARK_DAEMON_MEMORY": "256m",
             "SPARK_DAEMON_JAVA_OPTS": f"{_JAVA} -Dspark.master.rest.enabled=false -Dspark.ui.enabled=false",
-            # An isolated host's own name leads to no address.
+            # The name of an isolated host cannot be resolved to an address.
             "SPARK_LOCAL_IP": address,
             "SPARK_LOCAL_HOSTNAME": address,
         }
@@ -400,7 +400,7 @@ class Cluster:
         wait_until(listens, f"the master starts; see {log}")
 
     def _start_worker(self, number: int, name: str) -> None:
-        # Spark starts no speculative attempt on the host of the first one, so each has an address of its own.
+        # Spark does not start a speculative attempt on the host of the first one, so each worker has its own address.
         address, folder = f"127.0.0.{number + 1}", self.folder / name
         for inner in ("scratch", "work"):
             (folder / inner).mkdir(parents=True)
@@ -413,25 +413,25 @@ class Cluster:
         self.workers.append(worker)
 
     def _launch_worker(self, worker: WorkerNode) -> None:
-        """Start the machine that a worker is, with an empty disk if it has none, and the worker on it."""
+        """Start the machine of a worker, with an empty disk if it has none, and the worker on it."""
         folder, command = worker.folder, self._commands[worker.name]
         worker.disk.mkdir(exist_ok=True)
         if self.isolated:
             local_dir, boot_file = Path(self.local_dir), folder / "boot_id"
             local_dir.mkdir(exist_ok=True)
             boot_file.write_text(f"{uuid.uuid4()}\n")
-            command = [*_as_a_machine(worker.name, worker.disk, local_dir, boot_file), *command]
-        variables = {**self._daemon_variables(worker.address), **_names_of(worker)}
+            command = [*make_machine_command(worker.name, worker.disk, local_dir, boot_file), *command]
+        variables = {**self._daemon_variables(worker.address), **make_variables(worker)}
         worker.started = self._start(command, folder / "worker.log", variables)
 
 
-def _names_of(worker: WorkerNode) -> dict[str, str]:
-    """What processes of a worker have in their environment."""
+def make_variables(worker: WorkerNode) -> dict[str, str]:
+    """Return the environment variables of a worker's processes."""
     folders = {"SPARK_LOCAL_DIRS": str(worker.folder / "scratch"), "TMPDIR": str(worker.folder)}
     return {"CLUSTER_WORKER": worker.name, "SPARK_STATE_EXT_HOST": worker.name, **folders}
 
 
-def _empty(folder: Path) -> None:
+def empty_folder(folder: Path) -> None:
     for entry in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()

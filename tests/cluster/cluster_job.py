@@ -1,7 +1,7 @@
-"""The driver of a cluster's query, in a process and an environment of its own: ``cluster_job.py SETTINGS``.
+"""The driver of a cluster's query, in a separate process and environment: ``cluster_job.py SETTINGS``.
 
-Its function follows orders, by the number of the input file that a row is from: a task stands still until another attempt at
-it runs, or until its executor is killed. Processes meet in a folder: who makes a file there first is the one.
+Its function follows orders for the input file of a row: a task waits until another attempt at it runs, or until its executor
+is killed. Processes coordinate through files in a folder: the first process that creates a file has the claim.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _OUTPUT = "kind string, key long, at int, n long, total long, first long, last l
 _STATE = "n long, total long, first long, last long, rows long"
 
 
-def follower(folder: Path, orders: Mapping[int, str], wait_s: float) -> Callable[[int], None]:
-    """What follows the orders of a file in a worker.
+def make_follower(folder: Path, orders: Mapping[int, str], wait_s: float) -> Callable[[int], None]:
+    """Return a function that follows the order for a file in a worker.
 
     Parameters
     ----------
     folder
-        Where processes meet.
+        Folder through which processes coordinate.
     orders
-        What happens while which file is worked on: ``slow``, or some kind of ``kill``.
+        The order for each file: ``slow``, or a kind of ``kill``.
     wait_s
-        How long a task stands still at most; then it fails.
+        Maximum seconds that a task waits; then it fails.
     """
 
-    # Nested, so that all of it travels to the workers by value: these do not have this module.
+    # Nested functions are pickled by value, because the workers do not have this module.
     def claim(name: str, text: str) -> bool:
-        """Whether this process is the first; the file is there with its text at once."""
+        """Create a file atomically with its text, and return whether this process was the first."""
         if (folder / name).exists():
             return False
         hidden = folder / f".{name}-{os.getpid()}-{time.monotonic_ns()}-{os.environ['CLUSTER_WORKER']}"
@@ -57,7 +57,7 @@ def follower(folder: Path, orders: Mapping[int, str], wait_s: float) -> Callable
             hidden.unlink()
         return True
 
-    def stand_still(until: str) -> None:
+    def wait_for_file(until: str) -> None:
         deadline_s = time.monotonic() + wait_s
         while not (folder / until).exists():
             if time.monotonic() > deadline_s:
@@ -65,9 +65,9 @@ def follower(folder: Path, orders: Mapping[int, str], wait_s: float) -> Callable
             time.sleep(0.02)
 
     def identify() -> None:
-        """Who this process is, and where its package is from."""
+        """Write the identity of this process and the location of its package to a file."""
         worker, pid = os.environ["CLUSTER_WORKER"], os.getpid()
-        told = {
+        identity = {
             "worker": worker,
             "host": socket.gethostname(),
             "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -75,32 +75,32 @@ def follower(folder: Path, orders: Mapping[int, str], wait_s: float) -> Callable
             "package": spark_state_ext.__file__,
             "paths": os.environ.get("PYTHONPATH", ""),
         }
-        claim(f"process-{worker}-{pid}", json.dumps(told))
+        claim(f"process-{worker}-{pid}", json.dumps(identity))
 
     def follow(at: int) -> None:
         identify()
         task = TaskContext.get()
         assert task is not None
         for earlier, order in orders.items():
-            # A kill that comes late comes before the next file is through.
+            # A late kill comes before the end of the next file.
             if earlier < at and order.startswith("kill"):
-                stand_still(f"killed-{earlier}")
+                wait_for_file(f"killed-{earlier}")
         order = orders.get(at, "")
         me = f"{task.partitionId()} {task.taskAttemptId()}"
         if order == "slow":
             if claim(f"slow-{at}", me):
-                stand_still(f"seen-{at}")
+                wait_for_file(f"seen-{at}")
             partition, attempt = (folder / f"slow-{at}").read_text().split()
             if int(partition) == task.partitionId() and int(attempt) != task.taskAttemptId():
                 claim(f"seen-{at}", me)
         elif order.startswith("kill") and claim(f"kill-{at}", os.environ["CLUSTER_WORKER"]) and "late" not in order:
-            stand_still(f"killed-{at}")
+            wait_for_file(f"killed-{at}")
 
     return follow
 
 
-def sums_and_sessions(follow: Callable[[int], None], gap_ms: int) -> Callable[..., Iterator[pd.DataFrame]]:
-    """The function of a key's rows."""
+def make_sums_and_sessions(follow: Callable[[int], None], gap_ms: int) -> Callable[..., Iterator[pd.DataFrame]]:
+    """Return the function of a key's rows."""
     columns = ["kind", "key", "at", "n", "total", "first", "last"]
 
     def step(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
@@ -110,10 +110,10 @@ def sums_and_sessions(follow: Callable[[int], None], gap_ms: int) -> Callable[..
             out.append(("session", key[0], -1, rows, 0, first, last))
             state.update((n, total, 0, 0, 0))
         else:
-            found = pd.concat(list(pdfs)).sort_values("time")
-            at = int(found["at"].max())
+            rows_in = pd.concat(list(pdfs)).sort_values("time")
+            at = int(rows_in["at"].max())
             follow(at)
-            for value, when in zip(found["value"], found["time"], strict=True):
+            for value, when in zip(rows_in["value"], rows_in["time"], strict=True):
                 ms = round(when.timestamp() * 1000)
                 if rows and ms - last > gap_ms:
                     out.append(("session", key[0], -1, rows, 0, first, last))
@@ -128,8 +128,8 @@ def sums_and_sessions(follow: Callable[[int], None], gap_ms: int) -> Callable[..
     return step
 
 
-def writer(out: Path, meeting: Path, orders: Mapping[int, str], wait_s: float) -> Callable[[Any, int], None]:
-    """The sink: one file a batch. A batch that runs again has to give the same rows."""
+def make_writer(out: Path, meeting: Path, orders: Mapping[int, str], wait_s: float) -> Callable[[Any, int], None]:
+    """Return the sink, which writes one file for each batch; a batch that runs again must have the same rows."""
 
     def write(df: Any, batch: int) -> None:
         rows = sorted([list(row) for row in df.collect()])
@@ -142,7 +142,7 @@ def writer(out: Path, meeting: Path, orders: Mapping[int, str], wait_s: float) -
         for at in {row[2] for row in rows if row[0] == "total"}:
             if orders.get(at) != "restart" or (meeting / f"restarted-{at}").exists():
                 continue
-            # The batch's state is written and the batch is not committed; this process is killed now.
+            # The state of the batch is written, but the batch is not committed. The trial kills this process now.
             (meeting / f"restart-{at}").touch()
             time.sleep(wait_s)
             raise TimeoutError("this driver was not killed")
@@ -151,7 +151,7 @@ def writer(out: Path, meeting: Path, orders: Mapping[int, str], wait_s: float) -
 
 
 def main(settings: Mapping[str, Any]) -> None:
-    """Run the query over what is left of its input."""
+    """Run the query over the rest of its input."""
     folder = Path(settings["folder"])
     meeting, out = folder / "meeting", folder / "out"
     orders = {int(at): order for at, order in settings["orders"].items()}
@@ -161,14 +161,14 @@ def main(settings: Mapping[str, Any]) -> None:
     spark = builder.getOrCreate()
     (meeting / f"driver-{os.getpid()}").write_text(spark_state_ext.__file__)
     enable(spark, ArrowState(folder / "root", "clustered", local_dir=settings["local_dir"], buckets=8, lease_ms=1_000))
-    step = sums_and_sessions(follower(meeting, orders, settings["wait_s"]), settings["gap_ms"])
+    step = make_sums_and_sessions(make_follower(meeting, orders, settings["wait_s"]), settings["gap_ms"])
     events = spark.readStream.schema(_INPUT).option("maxFilesPerTrigger", 1).parquet(str(folder / "in"))
     query = (
         events.withWatermark("time", "0 seconds")
         .groupBy(F.col("key"))
         .applyInPandasWithState(step, _OUTPUT, _STATE, "update", "EventTimeTimeout")
         .writeStream.outputMode("update")
-        .foreachBatch(writer(out, meeting, orders, settings["wait_s"]))
+        .foreachBatch(make_writer(out, meeting, orders, settings["wait_s"]))
         .option("checkpointLocation", str(folder / "checkpoint"))
         .trigger(availableNow=True)
         .start()

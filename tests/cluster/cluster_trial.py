@@ -1,4 +1,4 @@
-"""A query on the cluster, and what is done to it: executors and drivers killed, tasks held up, disks lost; all of it counted."""
+"""A query on the cluster with killed executors and drivers, delayed tasks and lost disks, all of which are counted."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import pyarrow.compute as pc
 from cluster import Cluster
 from processes import WAIT_S, wait_until
 
-__all__ = ["CASES", "SHARES", "SHORT", "Case", "Seen", "Trial", "long_orders"]
+__all__ = ["CASES", "SHARES", "SHORT", "Case", "Outcome", "Trial", "make_long_orders"]
 
 _STATES = "org.apache.spark.sql.execution.streaming.state"
-# What is done while which file of the input is worked on, at its least: everything once.
+# The shortest orders, by the number of the input file during which they apply: each kind once.
 SHORT = {1: "slow", 2: "kill", 3: "restart", 4: "kill late, jvm", 5: "kill, disk"}
-# The same, shared out between the cases.
+# The same orders, distributed over the cases.
 SHARES = {
     "hdfs-1": {1: "slow", 2: "kill", 3: "restart"},
     "rocksdb-1": {1: "kill late, jvm", 3: "slow"},
@@ -35,7 +35,7 @@ _TAIL = 2500
 
 @dataclass(frozen=True)
 class Case:
-    """How Spark keeps the state that it keeps itself.
+    """The way in which Spark stores its own state.
 
     Parameters
     ----------
@@ -50,12 +50,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return a name for output."""
         return f"{self.provider}-{self.checkpoint_format}"
 
     @property
     def conf(self) -> dict[str, str]:
-        """The settings."""
+        """Return the settings of Spark."""
         kinds = {"hdfs": "HDFSBackedStateStoreProvider", "rocksdb": "RocksDBStateStoreProvider"}
         return {
             "spark.sql.streaming.stateStore.providerClass": f"{_STATES}.{kinds[self.provider]}",
@@ -63,12 +63,12 @@ class Case:
         }
 
 
-# Spark's HDFS-backed provider has no ids of checkpoints, so there is no fourth.
+# Spark's HDFS-backed provider has no checkpoint ids, so there is no fourth case.
 CASES = (Case("hdfs", 1), Case("rocksdb", 1), Case("rocksdb", 2))
 
 
-def long_orders(seed: int) -> dict[int, str]:
-    """Orders for a longer query, drawn at random: each kind twice, side by side with others or apart."""
+def make_long_orders(seed: int) -> dict[int, str]:
+    """Return random orders for a longer query: each kind twice, for adjacent or distant files."""
     draw = random.Random(seed)
     kinds = ["slow", "kill", "kill, jvm", "kill late", "kill late, jvm", "kill, disk", "kill, all", "restart"] * 2
     draw.shuffle(kinds)
@@ -80,25 +80,25 @@ def long_orders(seed: int) -> dict[int, str]:
 
 
 @dataclass
-class Seen:
-    """What happened, and what came of it.
+class Outcome:
+    """The events of a trial and its result.
 
     Parameters
     ----------
     executors_killed, executors_lost, executors_added
-        Killed with SIGKILL; lost as their drivers saw it, and come.
+        Executors that were killed with SIGKILL, that their drivers reported as lost, and that were added.
     drivers_killed, disks_lost
-        How many.
+        Numbers of killed drivers and lost disks.
     speculative_attempts, speculation_won
-        Attempts that Spark started beside a slow one, and how many of them were through first.
+        Attempts that Spark started in addition to a slow one, and those of them that ended first.
     moves
-        How often the buckets of a partition were worked on by another worker than in the batch before.
+        How often the buckets of a partition were processed by another worker than in the previous batch.
     restored_files
         Checkpoint files that executors fetched.
     batches, keys, sessions
         Batches with data, keys, and sessions that timed out.
     equal
-        The query emitted what the batch computation gives.
+        True if the query's output equals that of the batch computation.
     """
 
     executors_killed: int = 0
@@ -117,7 +117,7 @@ class Seen:
     differences: list[str] = field(default_factory=list)
 
     def missing(self, orders: Mapping[int, str]) -> list[str]:
-        """What should have happened and was not seen."""
+        """Return the expected events that did not happen."""
         kinds = list(orders.values())
         least = {
             "executors_killed": sum(kind.startswith("kill") for kind in kinds),
@@ -129,8 +129,8 @@ class Seen:
             "restored_files": 1,
             "sessions": 1,
         }
-        told = asdict(self)
-        return [f"{name} is {told[name]}, expected {n} or more" for name, n in least.items() if told[name] < n]
+        counts = asdict(self)
+        return [f"{name} is {counts[name]}, expected {n} or more" for name, n in least.items() if counts[name] < n]
 
 
 class Trial:
@@ -139,15 +139,15 @@ class Trial:
     Parameters
     ----------
     cluster
-        Where.
+        The cluster.
     folder
-        For input, state, output and logs; must not exist.
+        Folder for input, state, output and logs; must not exist.
     case
-        How Spark keeps its state.
+        The way in which Spark stores its own state.
     orders
-        What happens while which file is worked on.
+        The order for each input file.
     seed
-        Of the input, and of what happens at random.
+        Seed of the input and of random times.
     """
 
     def __init__(self, cluster: Cluster, folder: Path, case: Case, orders: Mapping[int, str], seed: int) -> None:
@@ -155,15 +155,15 @@ class Trial:
         self.folder = folder
         self.case = case
         self.orders = dict(orders)
-        self.seen = Seen()
+        self.outcome = Outcome()
         self._draw = random.Random(seed)
         self._meeting = folder / "meeting"
         self._out = folder / "out"
         self._log = folder / "driver.log"
-        self._tables = work.tables(max(self.orders, default=0) + 1 + _FILES_AFTER, seed)
+        self._tables = work.make_tables(max(self.orders, default=0) + 1 + _FILES_AFTER, seed)
 
-    def run(self) -> Seen:
-        """Run the query through all that happens to it, and compare."""
+    def run(self) -> Outcome:
+        """Run the query with all orders, and compare its output with the batch computation."""
         for folder in (self._meeting, self._out, self.folder / "events"):
             folder.mkdir(parents=True)
         work.write_input(self.folder / "in", self._tables)
@@ -172,17 +172,17 @@ class Trial:
         self._count_events()
         self._count_calls(started_ms)
         self._compare()
-        return self.seen
+        return self.outcome
 
     def processes(self) -> list[dict[str, str]]:
-        """What each Python process of the executors said of itself."""
+        """Return the identities that the executors' Python processes have written."""
         return [json.loads(path.read_text()) for path in sorted(self._meeting.glob("process-*"))]
 
     def driver_packages(self) -> list[str]:
-        """Where the drivers had the package from."""
+        """Return the locations of the drivers' package."""
         return [path.read_text() for path in self._meeting.glob("driver-*")]
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -196,16 +196,16 @@ class Trial:
             "spark.eventLog.rolling.enabled": "false",
             "spark.sql.session.timeZone": "UTC",
             "spark.sql.shuffle.partitions": str(_PARTITIONS),
-            # So that clean-up has something to do within so few batches.
+            # Clean-up must have files to delete within these few batches.
             "spark.sql.streaming.minBatchesToRetain": "2",
-            # Whoever is free takes a task, wherever its state was: tasks move.
+            # Any free executor takes a task, wherever its state is, so that tasks move.
             "spark.locality.wait": "0s",
             "spark.speculation": "true",
             "spark.speculation.interval": "50ms",
             "spark.speculation.multiplier": "1.2",
             "spark.speculation.quantile": "0.5",
             "spark.speculation.minTaskRuntime": "100ms",
-            # A kill takes running tasks and files of shuffles with it, and is no reason to give up.
+            # A kill loses running tasks and files of shuffles, and must not end the query.
             "spark.task.maxFailures": "20",
             "spark.stage.maxConsecutiveAttempts": "20",
         }
@@ -227,61 +227,63 @@ class Trial:
             return self.cluster.driver(script, [str(settings)], self._log)
 
         driver = start()
-        # A query that neither ends nor asks for anything is at its end.
+        # A query that neither ends nor requests anything for a long time hangs.
         quiet_since_s = time.monotonic()
         while driver.poll() is None:
             if self._kill_executors():
                 quiet_since_s = time.monotonic()
-            for at in self._asked("restart", "restarted"):
+            for at in self._open_requests("restart", "restarted"):
                 self.cluster.kill_driver(driver)
-                self.seen.drivers_killed += 1
+                self.outcome.drivers_killed += 1
                 (self._meeting / f"restarted-{at}").touch()
                 driver, quiet_since_s = start(), time.monotonic()
             if time.monotonic() - quiet_since_s > 2 * WAIT_S:
                 self.cluster.kill_driver(driver)
-                raise TimeoutError(f"the query does not come to its end: {self._end_of_log()}")
+                raise TimeoutError(f"the query does not end: {self._end_of_log()}")
             time.sleep(0.05)
         if driver.returncode != 0:
             raise RuntimeError(f"the driver failed: {self._end_of_log()}")
-        wait_until(lambda: not any(it.executors() for it in self.cluster.workers), "executors end with their driver")
+        wait_until(
+            lambda: not any(worker.executors() for worker in self.cluster.workers), "executors end with their driver"
+        )
 
-    def _asked(self, name: str, answer: str) -> list[int]:
-        """Files in which a task or a driver asks for something that has not been done yet."""
-        asked = (int(path.name.rpartition("-")[2]) for path in self._meeting.glob(f"{name}-*"))
-        return [at for at in asked if not (self._meeting / f"{answer}-{at}").exists()]
+    def _open_requests(self, name: str, answer: str) -> list[int]:
+        """Return the input files for which a task or a driver has requested an event that has not happened yet."""
+        requests = (int(path.name.rpartition("-")[2]) for path in self._meeting.glob(f"{name}-*"))
+        return [at for at in requests if not (self._meeting / f"{answer}-{at}").exists()]
 
     def _kill_executors(self) -> bool:
-        asked = self._asked("kill", "killed")
-        for at in asked:
+        requests = self._open_requests("kill", "killed")
+        for at in requests:
             order, name = self.orders[at], (self._meeting / f"kill-{at}").read_text()
             if "late" in order:
-                # Anywhere in the batch: while state is read, committed or sent away, or in the sink.
+                # Kill at a random point of the batch: while state is read, committed or uploaded, or in the sink.
                 time.sleep(self._draw.random())
             for worker in self.cluster.workers:
                 if worker.name == name or "all" in order:
                     lose_disk = "disk" in order
-                    self.seen.executors_killed += self.cluster.kill_executors(
+                    self.outcome.executors_killed += self.cluster.kill_executors(
                         worker, python_too="jvm" not in order, lose_disk=lose_disk
                     )
-                    self.seen.disks_lost += lose_disk
+                    self.outcome.disks_lost += lose_disk
             (self._meeting / f"killed-{at}").touch()
-        return bool(asked)
+        return bool(requests)
 
     def _end_of_log(self) -> str:
         return f"{self._log}\n{self._log.read_text(errors='replace')[-_TAIL:]}"
 
-    # -- what came of it ---------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
     def _events(self) -> list[dict[str, Any]]:
-        """What drivers noted; a driver that was killed left a line half written."""
-        found = []
+        """Return the events in the drivers' logs, without the last line of a killed driver, which may be incomplete."""
+        events = []
         for path in sorted((self.folder / "events").iterdir()):
             for line in path.read_text(errors="replace").splitlines():
                 try:
-                    found.append(json.loads(line))
+                    events.append(json.loads(line))
                 except ValueError:
                     continue
-        return found
+        return events
 
     def _count_events(self) -> None:
         batches: dict[tuple[str, int], int] = {}
@@ -292,36 +294,36 @@ class Trial:
                 case "SparkListenerApplicationStart":
                     application = event["App ID"]
                 case "SparkListenerExecutorAdded":
-                    self.seen.executors_added += 1
+                    self.outcome.executors_added += 1
                 case "SparkListenerExecutorRemoved":
-                    self.seen.executors_lost += 1
+                    self.outcome.executors_lost += 1
                 case "SparkListenerStageSubmitted" if event["Stage Info"]["Number of Tasks"] == _PARTITIONS:
-                    # The stage with the state; its number is one of the application's.
+                    # This is the stage with the state; its number is unique only within the application.
                     batch = int(event["Properties"]["streaming.sql.batchId"])
                     batches[application, event["Stage Info"]["Stage ID"]] = batch
                 case "SparkListenerTaskStart":
-                    self.seen.speculative_attempts += event["Task Info"]["Speculative"]
+                    self.outcome.speculative_attempts += event["Task Info"]["Speculative"]
                 case "SparkListenerTaskEnd":
                     task, reason = event["Task Info"], event["Task End Reason"]["Reason"]
-                    self.seen.speculation_won += task["Speculative"] and reason == "Success"
+                    self.outcome.speculation_won += task["Speculative"] and reason == "Success"
                     batch = batches.get((application, event["Stage ID"]), -1)
                     if reason == "Success" and batch >= 0:
-                        # Of tasks that ran again, as the driver was killed, the last one counts.
+                        # If a task ran again because the driver was killed, its last run counts.
                         hosts.setdefault(task["Partition ID"], {})[batch] = task["Host"]
         for by_batch in hosts.values():
             in_order = [by_batch[batch] for batch in sorted(by_batch)]
-            self.seen.moves += sum(a != b for a, b in pairwise(in_order))
+            self.outcome.moves += sum(a != b for a, b in pairwise(in_order))
 
     def _count_calls(self, started_ms: float) -> None:
-        # Without what was on a disk that was lost.
+        # Metrics on lost disks are missing.
         calls = self.cluster.calls()
         calls = calls.filter(pc.greater_equal(calls.column("ended_ms"), int(started_ms)))
-        self.seen.restored_files = sum(calls.column("restored_files").to_pylist())
+        self.outcome.restored_files = sum(calls.column("restored_files").to_pylist())
 
     def _compare(self) -> None:
-        should, found = work.expected(self._tables), work.emitted(self._out)
-        self.seen.batches = len(found.totals)
-        self.seen.keys = len({key for keys in found.totals.values() for key in keys})
-        self.seen.sessions = found.sessions.total()
-        self.seen.differences = [*found.repeated, *work.differences(should, found)]
-        self.seen.equal = not self.seen.differences
+        expected, actual = work.compute_output(self._tables), work.read_output(self._out)
+        self.outcome.batches = len(actual.totals)
+        self.outcome.keys = len({key for keys in actual.totals.values() for key in keys})
+        self.outcome.sessions = actual.sessions.total()
+        self.outcome.differences = [*actual.repeated, *work.find_differences(expected, actual)]
+        self.outcome.equal = not self.outcome.differences

@@ -1,4 +1,4 @@
-"""What the commands of this folder share: a folder for a run, and an end that leaves no process behind."""
+"""Functions that the commands of this folder share: a folder for a run, and an end that leaves no process behind."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ __all__ = ["end_with_the_cluster", "run_folder"]
 
 
 def end_with_the_cluster() -> None:
-    """Have what ends this process end its cluster too."""
+    """Let signals that end this process end its cluster too."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
 @contextmanager
 def run_folder(name: str, kept: Path | None) -> Iterator[Path]:
-    """A new folder for logs and state.
+    """Make a new folder for logs and state.
 
     Parameters
     ----------
     name
-        Begins the name of a folder that is removed afterwards.
+        Prefix of the name of a folder that is removed afterwards.
     kept
-        Where it stays, made if absent; None: it does not.
+        Parent of a folder that is kept, made if absent; None to remove the folder afterwards.
     """
     with tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True) as temporary:
         parent = kept or Path(temporary)

@@ -1,7 +1,7 @@
-"""The driver of a query that outlives its hosts, in a process and an environment of its own: ``failover_job.py SETTINGS``.
+"""The driver of a query that survives its hosts, in a separate process and environment: ``failover_job.py SETTINGS``.
 
-It makes a savepoint of the state that the query begins with, unless there is one, and then works on one file of events after
-the other, until a file named ``stop`` is there.
+It makes a savepoint of the query's initial state unless there is one, and then processes one file of events after the other
+until there is a file named ``stop``.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _INPUT = "key bigint, amount bigint"
 _OUTPUT = "key bigint, n bigint, total bigint, bucket int, host string"
 _STATE = "n bigint, total bigint, pad binary"
 _OPERATOR = "totals"
-# With the other columns, a row of a snapshot has about 100 bytes, and none of these can be compressed.
+# With the other columns, a row of a snapshot has about 100 bytes, which cannot be compressed.
 _PAD_BYTES = 56
 
 
 def add_up(batch: Any) -> pa.Table:
-    """Count events of keys and add up their amounts; their pad stays in their state."""
+    """Count the events of keys and add up their amounts; the padding stays in the state."""
     new = batch.aggregate([([], "count_all"), ("amount", "sum")])
     n = pc.add(pc.fill_null(batch.state["n"], 0), new["count_all"])
     total = pc.add(pc.fill_null(batch.state["total"], 0), new["amount_sum"])
     batch.update({"n": n, "total": total, "pad": batch.state["pad"]})
-    found = batch.keys.append_column("n", n).append_column("total", total)
-    found = found.append_column("bucket", pa.repeat(pa.scalar(batch.bucket, pa.int32()), found.num_rows))
-    return found.append_column("host", pa.repeat(os.environ["CLUSTER_WORKER"], found.num_rows))
+    output = batch.keys.append_column("n", n).append_column("total", total)
+    output = output.append_column("bucket", pa.repeat(pa.scalar(batch.bucket, pa.int32()), output.num_rows))
+    return output.append_column("host", pa.repeat(os.environ["CLUSTER_WORKER"], output.num_rows))
 
 
 def make_savepoint(spark: SparkSession, path: str, rows: int, settings: Mapping[str, Any]) -> None:
-    """The state before the first event: each key once, with its own number."""
+    """Write the state before the first event: each key once, with its own number as total."""
     pad = F.substring(F.unhex(F.sha2(F.col("id").cast("string"), 512)), 1, _PAD_BYTES)
     table = spark.range(rows).select(
         F.col("id").alias("key"), F.lit(1).cast("bigint").alias("n"), F.col("id").alias("total"), pad.alias("pad")
@@ -57,13 +57,13 @@ def make_savepoint(spark: SparkSession, path: str, rows: int, settings: Mapping[
     )
 
 
-def writer(out: Path) -> Any:
-    """The sink: one file a batch. A batch that runs again has to give the same rows; where, is told beside it."""
+def make_writer(out: Path) -> Any:
+    """Return the sink: it writes a file with rows and one with hosts for each batch; repeated batches must be equal."""
 
     def write(df: Any, batch: int) -> None:
-        found = df.collect()
-        rows = sorted([list(row[:3]) for row in found])
-        hosts = {row["bucket"]: row["host"] for row in found}
+        output = df.collect()
+        rows = sorted([list(row[:3]) for row in output])
+        hosts = {row["bucket"]: row["host"] for row in output}
         (out.with_name("hosts") / f"{batch:06}.json").write_text(json.dumps(hosts))
         path = out / f"{batch:06}.json"
         if path.exists() and json.loads(path.read_text()) != rows:
@@ -76,7 +76,7 @@ def writer(out: Path) -> Any:
 
 
 def main(settings: Mapping[str, Any]) -> None:
-    """Make the savepoint, and run the query until it is told to stop."""
+    """Make the savepoint, and run the query until the file ``stop`` exists."""
     folder = Path(settings["folder"])
     builder = SparkSession.builder.appName("failover")
     for name, value in settings["conf"].items():
@@ -99,7 +99,7 @@ def main(settings: Mapping[str, Any]) -> None:
     query = (
         state.apply_in_arrow_with_state(events, "key", add_up, _OUTPUT, _STATE)
         .writeStream.outputMode("update")
-        .foreachBatch(writer(folder / "out"))
+        .foreachBatch(make_writer(folder / "out"))
         .option("checkpointLocation", str(folder / "checkpoint"))
         .start()
     )

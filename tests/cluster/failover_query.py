@@ -1,4 +1,4 @@
-"""A query on the cluster whose hosts are killed: its input, its output, its standby services."""
+"""A query on the cluster whose hosts are killed, with its input, its output and its standby services."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TAIL = 2500
 _SETTLED_S = 3.0
 _HEARTBEAT_S = 2.0
 _PEER_SECRET = "SPARK_STATE_EXT_PEER_SECRET"
-# The service, which tells in its log also what is in order.
+# The service with a log level that also shows normal events.
 _SERVICE = (
     "import logging, sys; logging.basicConfig(format='%(asctime)s %(message)s'); "
     "logging.getLogger('spark_state_ext').setLevel(logging.INFO); "
@@ -36,16 +36,16 @@ _SERVICE = (
 
 @dataclass(frozen=True)
 class Size:
-    """How much state, and the line to it.
+    """The size of the state, and the speed of the line to the store.
 
     Parameters
     ----------
     gb
-        State in all, 10^9 bytes.
+        Total state in 10^9 bytes.
     bytes_s, request_s
-        Of the line to the store while a host fails.
+        Bandwidth of the line to the store while a host fails, and the delay of each request.
     buckets
-        Of the operator.
+        Buckets of the operator.
     replicas
         Standby replicas of each bucket.
     """
@@ -58,7 +58,7 @@ class Size:
 
     @property
     def rows(self) -> int:
-        """Keys in all."""
+        """Return the total number of keys."""
         return int(self.gb * 1e9 / _ROW_BYTES)
 
 
@@ -68,15 +68,15 @@ class FailoverQuery:
     Parameters
     ----------
     cluster
-        Where.
+        The cluster.
     store
-        With its root and savepoint.
+        The store with the root and the savepoint.
     folder
-        For input, checkpoint, output and logs; must not exist.
+        Folder for input, checkpoint, output and logs; must not exist.
     size
-        Of the state.
+        Size of the state.
     seed
-        Of the events.
+        Seed of the events.
     """
 
     def __init__(self, cluster: Cluster, store: SlowS3, folder: Path, size: Size, seed: int) -> None:
@@ -88,25 +88,25 @@ class FailoverQuery:
         self._random = np.random.default_rng(seed)
         self._n = np.ones(size.rows, np.int64)
         self._total = np.arange(size.rows, dtype=np.int64)
-        self._right: dict[int, list[list[int]]] = {}
+        self._expected: dict[int, list[list[int]]] = {}
         self._log = folder / "driver.log"
         self._driver: subprocess.Popen[bytes] | None = None
 
     @property
     def root(self) -> str:
-        """The root of the operator's state."""
+        """Return the root of the operator's state."""
         return self.store.root(f"{self.folder.parent.name}/root")
 
     @property
     def driver(self) -> subprocess.Popen[bytes]:
-        """The driver that was started last."""
+        """Return the most recently started driver."""
         assert self._driver is not None
         return self._driver
 
     # -- the driver --------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the driver, or the next one where one has ended."""
+        """Start the first driver, or the next one after a driver has ended."""
         settings = self.folder / "settings.json"
         if self._driver is None:
             for name in ("in", "out", "hosts", "events"):
@@ -115,12 +115,12 @@ class FailoverQuery:
         self._driver = self.cluster.driver(Path(__file__).with_name("failover_job.py"), [str(settings)], self._log)
 
     def end(self) -> None:
-        """Have the query stop.
+        """Stop the query.
 
         Raises
         ------
         RuntimeError
-            When its driver failed.
+            If its driver failed.
         """
         (self.folder / "stop").touch()
         wait_until(lambda: self.driver.poll() is not None, "the driver ends")
@@ -128,7 +128,7 @@ class FailoverQuery:
             raise RuntimeError(f"the driver failed: {self.end_of_log()}")
 
     def end_of_log(self) -> str:
-        """The end of the driver's log, and where it is."""
+        """Return the path and the end of the driver's log."""
         return f"{self._log}\n{self._log.read_text(errors='replace')[-_TAIL:]}"
 
     @property
@@ -143,7 +143,7 @@ class FailoverQuery:
             "spark.sql.session.timeZone": "UTC",
             "spark.sql.shuffle.partitions": str(self.cluster.cores),
             "spark.sql.streaming.minBatchesToRetain": "5",
-            # A kill takes running tasks and files of shuffles with it, and is no reason to give up.
+            # A kill loses running tasks and files of shuffles, and must not end the query.
             "spark.task.maxFailures": "20",
             "spark.stage.maxConsecutiveAttempts": "20",
             **self.conf,
@@ -163,31 +163,31 @@ class FailoverQuery:
     # -- input and output --------------------------------------------------------------------------
 
     def feed(self) -> int:
-        """Give the query another file; its number, which is that of the batch."""
+        """Give the query another file, and return its number, which is also that of the batch."""
         keys = self._random.choice(self.size.rows, min(_EVENTS, self.size.rows), replace=False)
         amounts = self._random.integers(1000, size=len(keys))
         self._n[keys] += 1
         self._total[keys] += amounts
         number, self.fed = self.fed, self.fed + 1
-        self._right[number] = sorted(np.column_stack([keys, self._n[keys], self._total[keys]]).tolist())
+        self._expected[number] = sorted(np.column_stack([keys, self._n[keys], self._total[keys]]).tolist())
         hidden = self.folder / f".{number}"
         pq.write_table(pa.table({"key": keys, "amount": amounts}), hidden)
         hidden.rename(self.folder / "in" / f"{number:06}.parquet")
         return number
 
     def committed(self, batch: int) -> bool:
-        """Whether Spark has committed a batch."""
+        """Return whether Spark has committed a batch."""
         return self._commit(batch).exists()
 
     def wait_for(self, batch: int, wait_s: float) -> float:
-        """When a batch was committed, seconds since 1970.
+        """Wait until a batch is committed, and return that time in seconds since 1970.
 
         Raises
         ------
         RuntimeError
-            When the driver has ended.
+            If the driver has ended.
         TimeoutError
-            When it is not.
+            If the batch is not committed in time.
         """
 
         def committed() -> bool:
@@ -202,86 +202,86 @@ class FailoverQuery:
         return self.folder / "checkpoint" / "commits" / str(batch)
 
     def compare(self) -> None:
-        """Compare what was emitted with the batch computation.
+        """Compare the output with the batch computation.
 
         Raises
         ------
         RuntimeError
-            When they differ.
+            If they differ.
         """
         out = self.folder / "out"
         wrong = [path.name for path in out.glob("differs-*")]
-        for number, right in self._right.items():
+        for number, expected_rows in self._expected.items():
             path = out / f"{number:06}.json"
-            if not path.exists() or json.loads(path.read_text()) != right:
+            if not path.exists() or json.loads(path.read_text()) != expected_rows:
                 wrong.append(path.name)
-        expected = {f"{number:06}.json" for number in self._right}
-        wrong += sorted(path.name for path in out.glob("*.json") if path.name not in expected)
+        expected_names = {f"{number:06}.json" for number in self._expected}
+        wrong += sorted(path.name for path in out.glob("*.json") if path.name not in expected_names)
         if wrong:
             raise RuntimeError(f"{self.folder.name}: not equal to the batch computation: {wrong}")
 
     # -- standby -----------------------------------------------------------------------------------
 
     def with_peers(self) -> None:
-        """Have services give to peers, and executors ask them; before anything is started."""
+        """Let services answer peers and executors ask them; call this before any start."""
         self._peer_secret = secrets.token_hex(16)
         self.conf[f"spark.executorEnv.{_PEER_SECRET}"] = self._peer_secret
 
     def start_service(self, worker: WorkerNode, port: int | None = None) -> None:
-        """Start a worker's standby service; with a port it tells its metrics there."""
+        """Start a worker's standby service; with a port, it serves its metrics there."""
         options = ["--storage-options", json.dumps(self.store.options), "--local-dir", self.cluster.local_dir]
         if port is not None:
             options += ["--address", "127.0.0.1", "--port", str(port)]
         variables = {}
         if self._peer_secret:
-            # All hosts of the cluster have one network.
+            # All hosts of the cluster share one network.
             options += ["--peer-listen", "127.0.0.1:0", "--peer-address", "127.0.0.1"]
             variables[_PEER_SECRET] = self._peer_secret
         command = [str(self.cluster.python), "-c", _SERVICE, "standby", "run", *options, self.root]
         self.services[worker.name] = self.cluster.run_on(worker, command, self.service_log(worker), variables)
 
     def service_log(self, worker: WorkerNode) -> Path:
-        """The log of a worker's services, one after the other."""
+        """Return the log of all services of a worker."""
         return self.folder / f"standby-{worker.name}.log"
 
     def set_replicas(self) -> None:
-        """Have services keep as many replicas as the size says, and tell of themselves often."""
+        """Set the number of replicas to that of the size, and a short heartbeat of members."""
         self.tool("standby", "settings", "--replicas", str(self.size.replicas), "--heartbeat", str(_HEARTBEAT_S))
 
     def wait_for_replicas(self) -> None:
-        """Wait until every bucket has its replicas, and all have caught up."""
+        """Wait until every bucket has its replicas, and all are in sync."""
         self.tool("standby", "status", "--wait", "--timeout", str(int(HEAL_S_MAX)))
 
     def tool(self, *command: str) -> str:
-        """Run a command of the command line about the root; what it says.
+        """Run a command of the command line for the root, and return its output.
 
         Parameters
         ----------
         command
-            Its words, and from the first one on that begins with ``-`` its options.
+            The words of the command, and from the first word on that begins with ``-`` its options.
 
         Raises
         ------
         RuntimeError
-            When it does not succeed.
+            If the command fails.
         """
-        words = [it for it in command[:2] if not it.startswith("-")]
+        words = [word for word in command[:2] if not word.startswith("-")]
         options = ["--storage-options", json.dumps(self.store.options), *command[len(words) :]]
-        called = [str(self.cluster.python), "-m", "spark_state_ext", *words, self.root, *options]
-        done = subprocess.run(called, capture_output=True, text=True, check=False, cwd=self.folder)
+        command_line = [str(self.cluster.python), "-m", "spark_state_ext", *words, self.root, *options]
+        done = subprocess.run(command_line, capture_output=True, text=True, check=False, cwd=self.folder)
         if done.returncode != 0:
-            said = f"{done.stdout[-_TAIL:]}{done.stderr[-_TAIL:]}"
-            raise RuntimeError(f"{' '.join(words)} ends with {done.returncode}: {said}")
+            output = f"{done.stdout[-_TAIL:]}{done.stderr[-_TAIL:]}"
+            raise RuntimeError(f"{' '.join(words)} ends with {done.returncode}: {output}")
         return done.stdout + done.stderr
 
     def settle(self) -> None:
-        """Wait until nobody has anything more to say to the store."""
-        since_s, seen = time.monotonic(), self.store.passed()
+        """Wait until there is no more traffic with the store."""
+        since_s, last = time.monotonic(), self.store.passed()
         deadline_s = since_s + HEAL_S_MAX
         while time.monotonic() - since_s < _SETTLED_S:
             time.sleep(_SETTLED_S / 10)
             now = self.store.passed()
-            if now["up_bytes"] - seen["up_bytes"] > 1 << 16 or now["down_bytes"] - seen["down_bytes"] > 1 << 20:
-                since_s, seen = time.monotonic(), now
+            if now["up_bytes"] - last["up_bytes"] > 1 << 16 or now["down_bytes"] - last["down_bytes"] > 1 << 20:
+                since_s, last = time.monotonic(), now
             if time.monotonic() > deadline_s:
                 raise TimeoutError("the store is still busy")

@@ -1,4 +1,4 @@
-"""A query on the cluster whose only executor's host is killed again and again, with its disk; and how long that takes."""
+"""A query on the cluster whose only executor's host is killed several times with its disk, and the time that it takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slow_s3 import SlowS3
 
 __all__ = ["CONTROL", "LAZY", "MODES", "PEER", "STANDBY", "Failover", "FailoverTrial"]
 
-# How a task comes to its state where its host is new.
+# The ways in which a task on a new host gets its state.
 CONTROL, LAZY, PEER, STANDBY, ONE_REPLICA = "control", "lazy", "peer", "standby", "one_replica"
 MODES = (CONTROL, LAZY, PEER, STANDBY, ONE_REPLICA)
 _REPLICAS = {PEER: 1, STANDBY: 2, ONE_REPLICA: 1}
@@ -27,22 +27,22 @@ _WARM_UP_FILES = 3
 
 @dataclass(frozen=True)
 class Failover:
-    """What came of killing a host.
+    """The result of killing a host.
 
     Parameters
     ----------
     killed, landed
-        The worker that was killed, and the one whose executor went on.
+        The killed worker, and the one whose executor continued.
     seconds
-        From its death until Spark had committed the next batch.
+        Seconds from its death until Spark had committed the next batch.
     lost_s, executor_s
-        From its death until Spark knew that the executor was lost, and until it had another one.
+        Seconds from its death until Spark knew that the executor was lost, and until it had another one.
     read_s
-        The longest that a task of that batch took to restore what it needed.
+        The longest time in which a task of that batch restored its state.
     task_s
         The longest task with state.
     restored_files, down_bytes
-        Checkpoint files that tasks fetched, and what came over the line until the commit.
+        Checkpoint files that tasks fetched, and bytes that came over the line until the commit.
     """
 
     killed: str
@@ -58,7 +58,7 @@ class Failover:
 
 @dataclass
 class _Kill:
-    """Before the events of Spark are read."""
+    """A kill whose events in Spark's log are not read yet."""
 
     worker: str
     dead_s: float
@@ -69,12 +69,12 @@ class _Kill:
 
 
 class FailoverTrial(FailoverQuery):
-    """One query from its beginning to its end, with one executor.
+    """A query with one executor, from its beginning to its end.
 
     Parameters
     ----------
     cluster, store, folder, size, seed
-        As for `FailoverQuery`.
+        Arguments of `FailoverQuery`.
     mode
         One of `MODES`. For `PEER` the last worker of the cluster is a bystander, and the only one with a service.
     """
@@ -82,25 +82,25 @@ class FailoverTrial(FailoverQuery):
     def __init__(self, cluster: Cluster, store: SlowS3, folder: Path, mode: str, size: Size, seed: int) -> None:
         super().__init__(cluster, store, folder, replace(size, replicas=_REPLICAS.get(mode, 0)), seed)
         self.mode = mode
-        # One executor: one host has all of the state.
+        # With one executor, one host has the whole state.
         self.conf = {"spark.cores.max": str(cluster.cores)}
         if mode == CONTROL:
-            # No file is so large.
+            # No file is that large, so that no restore is lazy.
             self.conf["spark.executorEnv.SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN"] = str(1 << 62)
-        # Where services run: nowhere, where no task can run, or everywhere.
+        # Services run on no worker, on the one without executors, or on all.
         self._followers = cluster.workers[-1:] if mode == PEER else cluster.workers if mode in _REPLICAS else []
         if mode in (PEER, ONE_REPLICA):
             self.with_peers()
 
     def run(self, kills: int) -> list[Failover]:
-        """Run the query, kill its hosts, and compare what it emitted.
+        """Run the query, kill its hosts, and compare its output with the batch computation.
 
         Raises
         ------
         RuntimeError
-            When the driver or a standby ended, or an output is wrong.
+            If the driver or a standby service ended, or an output is wrong.
         TimeoutError
-            When something does not come.
+            If a wait takes too long.
         """
         self.store.line()
         self.start()
@@ -112,21 +112,21 @@ class FailoverTrial(FailoverQuery):
             for worker in self._followers:
                 self.start_service(worker)
             self.wait_for_replicas()
-        found = [self._kill() for _ in range(kills)]
+        kills_made = [self._kill() for _ in range(kills)]
         self.end()
         self.compare()
-        return self._timed(found)
+        return self._measure(kills_made)
 
     # -- hosts -------------------------------------------------------------------------------------
 
     def active(self) -> WorkerNode:
-        """The worker with the executor."""
-        (found,) = [worker for worker in self.cluster.workers if worker.executors()]
-        return found
+        """Return the worker with the executor."""
+        (worker,) = [candidate for candidate in self.cluster.workers if candidate.executors()]
+        return worker
 
     def _kill(self) -> _Kill:
         worker = self.active()
-        # Between two batches, so that the next one is all of what the death costs.
+        # Kill between two batches, so that only the next batch is delayed.
         self.store.line(self.size.bytes_s, self.size.request_s)
         time.sleep(0.5)
         before = self.store.passed()["down_bytes"]
@@ -134,10 +134,10 @@ class FailoverTrial(FailoverQuery):
         batch = self.feed()
         committed_s = self.wait_for(batch, HEAL_S_MAX)
         down_bytes = self.store.passed()["down_bytes"] - before
-        # Nobody waits for the rest.
+        # The rest of the recovery is not measured, so remove the limits.
         self.store.line()
         wait_until(lambda: self._calls(batch).num_rows >= self.size.buckets, "executors write their metrics")
-        found = _Kill(worker.name, dead_s, batch, committed_s, down_bytes, self._calls(batch))
+        kill = _Kill(worker.name, dead_s, batch, committed_s, down_bytes, self._calls(batch))
         print(
             json.dumps({"killed": worker.name, "seconds": round(committed_s - dead_s, 2), "down_bytes": down_bytes}),
             file=sys.stderr,
@@ -150,13 +150,13 @@ class FailoverTrial(FailoverQuery):
         self.settle()
         if self._followers:
             self.wait_for_replicas()
-        return found
+        return kill
 
     def _calls(self, batch: int) -> pa.Table:
         calls = self.cluster.calls()
         return calls.filter(pc.equal(calls.column("batch"), batch))
 
-    # -- what Spark saw ----------------------------------------------------------------------------
+    # -- Spark's events ----------------------------------------------------------------------------
 
     def _events(self) -> list[dict[str, Any]]:
         return [
@@ -165,34 +165,34 @@ class FailoverTrial(FailoverQuery):
             for line in path.read_text(errors="replace").splitlines()
         ]
 
-    def _timed(self, kills: list[_Kill]) -> list[Failover]:
+    def _measure(self, kills: list[_Kill]) -> list[Failover]:
         events = self._events()
-        removed_s = [it["Timestamp"] / 1000 for it in events if it["Event"] == "SparkListenerExecutorRemoved"]
-        added_s = [it["Timestamp"] / 1000 for it in events if it["Event"] == "SparkListenerExecutorAdded"]
-        tasks = [it["Task Info"] for it in events if it["Event"] == "SparkListenerTaskEnd"]
+        removed_s = [event["Timestamp"] / 1000 for event in events if event["Event"] == "SparkListenerExecutorRemoved"]
+        added_s = [event["Timestamp"] / 1000 for event in events if event["Event"] == "SparkListenerExecutorAdded"]
+        tasks = [event["Task Info"] for event in events if event["Event"] == "SparkListenerTaskEnd"]
 
-        def after(kill: _Kill, times_s: list[float]) -> float:
-            return min((it - kill.dead_s for it in times_s if it >= kill.dead_s), default=float("nan"))
+        def find_delay(kill: _Kill, times_s: list[float]) -> float:
+            return min((time_s - kill.dead_s for time_s in times_s if time_s >= kill.dead_s), default=float("nan"))
 
-        found = []
+        failovers = []
         for kill in kills:
-            within_it = [
-                (it["Finish Time"] - it["Launch Time"]) / 1000
-                for it in tasks
-                if kill.dead_s <= it["Launch Time"] / 1000 and it["Finish Time"] / 1000 <= kill.committed_s
+            task_times_s = [
+                (task["Finish Time"] - task["Launch Time"]) / 1000
+                for task in tasks
+                if kill.dead_s <= task["Launch Time"] / 1000 and task["Finish Time"] / 1000 <= kill.committed_s
             ]
             by_process = kill.calls.group_by(["worker", "pid"]).aggregate([("read_ms", "sum")])
-            found.append(
+            failovers.append(
                 Failover(
                     killed=kill.worker,
                     landed=" ".join(sorted(set(kill.calls.column("worker").to_pylist()))),
                     seconds=kill.committed_s - kill.dead_s,
-                    lost_s=after(kill, removed_s),
-                    executor_s=after(kill, added_s),
+                    lost_s=find_delay(kill, removed_s),
+                    executor_s=find_delay(kill, added_s),
                     read_s=max(by_process.column("read_ms_sum").to_pylist()) / 1000,
-                    task_s=max(within_it, default=float("nan")),
+                    task_s=max(task_times_s, default=float("nan")),
                     restored_files=sum(kill.calls.column("restored_files").to_pylist()),
                     down_bytes=kill.down_bytes,
                 )
             )
-        return found
+        return failovers

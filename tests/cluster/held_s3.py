@@ -1,8 +1,8 @@
-"""moto's S3 server, but one that gives a part of an object without reading all of it, as any store does.
+"""moto's S3 server with a cache, so that it returns a part of an object without reading the whole, as real stores do.
 
-``python held_s3.py -H 127.0.0.1 -p PORT``. moto reads an object from its file for each request, so a hundred ranges of a
-snapshot would take it a hundred times as long as the whole. Here the objects that were read last stay in memory, up to
-`HELD_BYTES_MAX`: all of them together may be several times what a query has in the store.
+``python held_s3.py -H 127.0.0.1 -p PORT``. moto reads the whole object from its file for each request, so that a hundred
+ranges of a snapshot would take a hundred times as long as the snapshot. Here the most recently read objects stay in memory,
+up to `HELD_BYTES_MAX`, which is several times the size of a query's objects.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ HELD_BYTES_MAX = 7 << 30
 _VALUE: Any = vars(FakeKey)["value"]
 
 
-class _Held:
-    """Values of the keys that were read last; requests come in threads of their own."""
+class ValueCache:
+    """The values of the most recently read keys; each request has its own thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class _Held:
 
     def get(self, key: FakeKey) -> bytes:
         with self._lock:
-            # The key is kept as well, so no other one can get its id.
+            # The cache also keeps the key, so that no other key can get its id.
             if id(key) in self._values:
                 self._values.move_to_end(id(key))
                 return self._values[id(key)][1]
@@ -53,8 +53,8 @@ class _Held:
 
 
 if __name__ == "__main__":
-    # moto keeps the parts of an object, too, and those below this in memory.
+    # moto also keeps the parts of an upload, and those below this size in memory.
     os.environ["MOTO_S3_DEFAULT_KEY_BUFFER_SIZE"] = str(1 << 20)
-    held = _Held()
-    type.__setattr__(FakeKey, "value", property(held.get, held.set))
+    cache = ValueCache()
+    type.__setattr__(FakeKey, "value", property(cache.get, cache.set))
     main()

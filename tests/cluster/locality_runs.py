@@ -1,17 +1,17 @@
-"""Where Spark runs a bucket's task again: ``python tests/cluster/locality_runs.py --batches 20``.
+"""Measure on which host Spark runs a bucket's next task: ``python tests/cluster/locality_runs.py --batches 20``.
 
-A standalone cluster of three workers, each with a host name, a boot, process numbers and a disk of its own, and one executor on
-each. A query with a small state runs over and over, each time under other public settings of Spark that may steer tasks. The
-package's metrics tell on which worker each bucket's call was. A line of JSON for each setting:
+A standalone cluster has three workers, each with its own host name, boot id, process numbers, disk and executor. A query with
+a small state runs several times, each time with other public settings of Spark that may influence the placement of tasks. The
+package's metrics have the worker of each bucket's call. The script prints a line of JSON for each setting:
 
-* ``stayed``: share of the buckets whose task ran where it had run in the batch before; of the median batch, and of the worst;
-* ``hosts_per_bucket``: on how many hosts a bucket's tasks ran in all, of the mean bucket;
+* ``stayed``: share of the buckets whose task ran on the host of the previous batch; of the median batch, and of the worst;
+* ``hosts_per_bucket``: total number of hosts on which a bucket's tasks ran, of the mean bucket;
 * ``largest_share``: share of the buckets on the host that had most of them, of the median batch;
-* ``first_worker_share``: share of the buckets that the first worker had, in the first batch that counts. Where an executor is
-  lost, it is that worker's: if no other bucket moves, at least all but these stayed, in the worst batch too.
+* ``first_worker_share``: share of the buckets on the first worker, in the first batch that counts. If an executor is lost, it
+  is that worker's: if no other bucket moves, at least all but these stayed, even in the worst batch.
 
-By chance ``stayed`` would be a third. ``--out FILE`` keeps all lines with the versions that they are of, together with those of other
-settings that the file has already, where they are of the same state, batches and versions.
+By chance ``stayed`` would be a third. ``--out FILE`` writes all lines with their versions, together with the lines of other
+settings that the file already has for the same state, batches and versions.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from processes import kill_tree, wait_until
 
 from spark_state_ext.version import __version__
 
-__all__ = ["SETTINGS", "Placement", "Setting", "kept", "placement"]
+__all__ = ["SETTINGS", "Placement", "Setting", "measure_placement", "merge_results"]
 
 _HOSTS, _CORES, _BUCKETS = 3, 2, 16
 _ROW_BYTES, _EVENTS = 100, 2_000
-# Stores are restored, and Python starts.
+# In these batches stores are restored and Python starts.
 _WARM_UP_BATCHES = 3
 _RUN_S_MAX = 600.0
 _TAIL = 2_500
@@ -49,18 +49,18 @@ _TAIL = 2_500
 
 @dataclass(frozen=True)
 class Setting:
-    """What is tried.
+    """A set of settings to measure.
 
     Parameters
     ----------
     name
-        In words.
+        Name for the output.
     conf
         Settings of Spark.
     partitions
         Shuffle partitions.
     loses
-        In the middle a worker's executor is killed; the worker starts another one.
+        True if a worker's executor is killed in the middle; the worker starts another one.
     """
 
     name: str
@@ -91,16 +91,16 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the tasks of buckets ran.
+    """The placement of buckets' tasks on hosts.
 
     Parameters
     ----------
     batches
-        Batches that were compared with the one before.
+        Number of batches that were compared with the previous one.
     stayed, stayed_min
-        Share of the buckets that ran where they had run before: of the median batch, and of the worst.
+        Share of the buckets that ran on their previous host: of the median batch, and of the worst.
     hosts_per_bucket
-        Hosts on which a bucket ran in all, of the mean bucket.
+        Total number of hosts on which a bucket ran, of the mean bucket.
     largest_share
         Share of the buckets on the host with most of them, of the median batch.
     first_worker_share
@@ -115,54 +115,56 @@ class Placement:
     first_worker_share: float
 
 
-def placement(calls: pa.Table, warm_up: int, first: str) -> Placement:
-    """What metrics of calls tell.
+def measure_placement(calls: pa.Table, warm_up: int, first: str) -> Placement:
+    """Compute the placement from metrics of calls.
 
     Parameters
     ----------
     calls
-        Of one query; `batch`, `bucket`, `ended_ms` and `worker`. Of several attempts the last one counts.
+        Metrics of one query: `batch`, `bucket`, `ended_ms` and `worker`. The last one of several attempts counts.
     warm_up
-        Batches at the beginning that do not count.
+        Number of batches at the beginning that do not count.
     first
         Name of the first worker.
 
     Raises
     ------
     ValueError
-        When there are not two batches that count, or a bucket is missing in one.
+        If there are fewer than two batches that count, or a bucket is missing in a batch.
     """
     last = calls.filter(pc.greater_equal(calls["batch"], warm_up)).sort_by("ended_ms")
-    where: dict[int, dict[int, str]] = {}
+    workers_by_batch: dict[int, dict[int, str]] = {}
     for batch, bucket, worker in zip(*(last[name].to_pylist() for name in ("batch", "bucket", "worker")), strict=True):
-        where.setdefault(batch, {})[bucket] = worker
-    batches = [where[batch] for batch in sorted(where)]
+        workers_by_batch.setdefault(batch, {})[bucket] = worker
+    batches = [workers_by_batch[batch] for batch in sorted(workers_by_batch)]
     buckets = set().union(*batches)
-    if len(batches) < 2 or any(it.keys() != buckets for it in batches):
-        raise ValueError(f"batches {sorted(where)} do not each have all of {len(buckets)} buckets, or are too few")
+    if len(batches) < 2 or any(batch.keys() != buckets for batch in batches):
+        raise ValueError(
+            f"batches {sorted(workers_by_batch)} do not each have all of {len(buckets)} buckets, or are too few"
+        )
     stayed = [
         sum(before[bucket] == now[bucket] for bucket in buckets) / len(buckets) for before, now in pairwise(batches)
     ]
-    workers = [list(it.values()) for it in batches]
+    workers = [list(batch.values()) for batch in batches]
     return Placement(
         batches=len(stayed),
         stayed=round(statistics.median(stayed), 3),
         stayed_min=round(min(stayed), 3),
-        hosts_per_bucket=round(statistics.mean(len({it[bucket] for it in batches}) for bucket in buckets), 2),
+        hosts_per_bucket=round(statistics.mean(len({batch[bucket] for batch in batches}) for bucket in buckets), 2),
         first_worker_share=round(workers[0].count(first) / len(buckets), 3),
         largest_share=round(statistics.median(max(map(each.count, set(each))) / len(buckets) for each in workers), 3),
     )
 
 
 def run(cluster: Cluster, folder: Path, setting: Setting, gb: float, batches: int) -> Placement:
-    """Run the query once, over as many files as batches, and see where its tasks ran.
+    """Run the query once, over one file for each batch, and measure the placement of its tasks.
 
     Raises
     ------
     RuntimeError
-        When the driver ended.
+        If the driver ended.
     TimeoutError
-        When a batch does not come.
+        If a batch is not committed in time.
     """
     rows = int(gb * 1e9 / _ROW_BYTES)
     for name in ("in", "out"):
@@ -173,30 +175,30 @@ def run(cluster: Cluster, folder: Path, setting: Setting, gb: float, batches: in
         events = pa.table({"key": keys, "amount": random.integers(1000, size=len(keys))})
         pq.write_table(events, folder / "in" / f"{number:06}.parquet")
     settings = folder / "settings.json"
-    settings.write_text(json.dumps(_job(cluster, folder, setting, rows)))
+    settings.write_text(json.dumps(make_settings(cluster, folder, setting, rows)))
     log = folder / "driver.log"
     driver = cluster.driver(Path(__file__).with_name("failover_job.py"), [str(settings)], log)
     last = folder / "checkpoint" / "commits" / str(batches - 1)
 
-    def ended() -> bool:
+    def is_last_committed() -> bool:
         if driver.poll() is not None:
             raise RuntimeError(f"the driver ended: {log}\n{log.read_text(errors='replace')[-_TAIL:]}")
         return last.exists()
 
     def calls() -> pa.Table:
         query = json.loads((folder / "checkpoint" / "metadata").read_text())["id"]
-        found = cluster.calls()
-        return found.filter(pc.equal(found["query_id"], query))
+        all_calls = cluster.calls()
+        return all_calls.filter(pc.equal(all_calls["query_id"], query))
 
     try:
         if setting.loses:
             half = last.with_name(str((_WARM_UP_BATCHES + batches) // 2))
-            wait_until(lambda: ended() or half.exists(), f"{half} is there; see {log}", wait_s=_RUN_S_MAX)
+            wait_until(lambda: is_last_committed() or half.exists(), f"{half} is there; see {log}", wait_s=_RUN_S_MAX)
             if not cluster.kill_executors(cluster.workers[0]):
-                raise RuntimeError("there was no executor to be killed")
-        wait_until(ended, f"batch {batches - 1} is committed; see {log}", wait_s=_RUN_S_MAX)
+                raise RuntimeError("there was no executor to kill")
+        wait_until(is_last_committed, f"batch {batches - 1} is committed; see {log}", wait_s=_RUN_S_MAX)
         (folder / "stop").touch()
-        # Metrics are written by and by, and at the latest when an executor's Python ends.
+        # Metrics are written periodically, and at the latest when an executor's Python ends.
         wait_until(lambda: len(calls()) >= batches * _BUCKETS, "executors write their metrics")
         wait_until(lambda: driver.poll() is not None, "the driver ends")
     finally:
@@ -204,10 +206,10 @@ def run(cluster: Cluster, folder: Path, setting: Setting, gb: float, batches: in
             kill_tree(driver.pid)
             driver.wait()
     wait_until(lambda: not any(worker.executors() for worker in cluster.workers), "executors end with their driver")
-    return placement(calls(), _WARM_UP_BATCHES, cluster.workers[0].name)
+    return measure_placement(calls(), _WARM_UP_BATCHES, cluster.workers[0].name)
 
 
-def _job(cluster: Cluster, folder: Path, setting: Setting, rows: int) -> dict[str, Any]:
+def make_settings(cluster: Cluster, folder: Path, setting: Setting, rows: int) -> dict[str, Any]:
     conf = {
         **cluster.conf,
         "spark.log.level": "WARN",
@@ -228,41 +230,43 @@ def _job(cluster: Cluster, folder: Path, setting: Setting, rows: int) -> dict[st
     }
 
 
-def kept(gb: float, batches: int, lines: Sequence[Mapping[str, Any]], before: Mapping[str, Any]) -> dict[str, Any]:
-    """What goes into the file of results: these lines, and those of other settings that it has and that are like them.
+def merge_results(
+    gb: float, batches: int, lines: Sequence[Mapping[str, Any]], before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the new content of the results file: these lines, and its comparable lines for other settings.
 
     Parameters
     ----------
     gb, batches
-        State in all, and batches of each setting.
+        Total state, and batches of each setting.
     lines
-        One for each setting.
+        The new results, one for each setting.
     before
-        The file as it was; empty where there was none.
+        The previous content of the file; empty if there was none.
     """
-    of = {
+    header = {
         "command": f"python tests/cluster/locality_runs.py --gb {gb:g} --batches {batches}",
         "versions": {"pyspark": pyspark.__version__, "spark_state_ext": __version__},
         "hosts": _HOSTS,
         "cores": _HOSTS * _CORES,
         "buckets": _BUCKETS,
     }
-    alike = all(before.get(name) == value for name, value in of.items())
-    found = {it["name"]: it for it in before["settings"]} if alike else {}
-    found |= {it["name"]: it for it in lines}
-    return {**of, "settings": [found[it.name] for it in SETTINGS if it.name in found]}
+    is_comparable = all(before.get(name) == value for name, value in header.items())
+    results = {line["name"]: line for line in before["settings"]} if is_comparable else {}
+    results |= {line["name"]: line for line in lines}
+    return {**header, "settings": [results[setting.name] for setting in SETTINGS if setting.name in results]}
 
 
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [it.name for it in SETTINGS]
+    names = [setting.name for setting in SETTINGS]
     parser.add_argument("--settings", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--gb", type=float, default=0.01, metavar="N", help="state in all")
+    parser.add_argument("--gb", type=float, default=0.01, metavar="N", help="total state")
     parser.add_argument("--batches", type=int, default=20, metavar="N")
-    parser.add_argument("--out", type=Path, help="a file for all lines")
+    parser.add_argument("--out", type=Path, help="file for all lines")
     parser.add_argument("--folder", type=Path, help="keeps logs and state; made if absent")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     reason = unusable()
     if reason is not None:
         print(f"no cluster can run here: {reason}", file=sys.stderr)
@@ -270,21 +274,21 @@ def main() -> int:
     end_with_the_cluster()
     lines: list[dict[str, Any]] = []
     with (
-        run_folder("locality", given.folder) as folder,
+        run_folder("locality", arguments.folder) as folder,
         Cluster(folder / "cluster", workers=_HOSTS, cores=_CORES) as cluster,
     ):
         if not cluster.isolated:
-            print("hosts cannot be told apart here: namespaces are not allowed", file=sys.stderr)
+            print("hosts cannot be isolated here: namespaces are not allowed", file=sys.stderr)
             return 2
-        for at, name in enumerate(given.settings):
+        for at, name in enumerate(arguments.settings):
             setting = SETTINGS[names.index(name)]
-            found = run(cluster, folder / f"query-{at}", setting, given.gb, given.batches)
-            lines.append({**asdict(setting), **asdict(found)})
+            placement = run(cluster, folder / f"query-{at}", setting, arguments.gb, arguments.batches)
+            lines.append({**asdict(setting), **asdict(placement)})
             print(json.dumps(lines[-1]), flush=True)
-            if given.out is not None:
-                before = json.loads(given.out.read_text()) if given.out.exists() else {}
-                told = kept(given.gb, given.batches, lines, before)
-                given.out.write_text(json.dumps(told, indent=1) + "\n")
+            if arguments.out is not None:
+                before = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+                results = merge_results(arguments.gb, arguments.batches, lines, before)
+                arguments.out.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Processes by their parents, as Linux shows them; those of other containers on this machine too."""
+"""Find and kill processes by their parents, including those of containers on this machine, as Linux shows them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["WAIT_S", "command_of", "descendants", "kill_tree", "wait_until"]
 
-# Far more than anything takes on a slow machine: who waits so long waits for what does not come.
+# Far more than any step takes on a slow machine: after this time, the event will not come.
 WAIT_S = 240.0
 
 
@@ -21,7 +21,7 @@ def wait_until(met: Callable[[], bool], what: str, every_s: float = 0.05, wait_s
     Raises
     ------
     TimeoutError
-        When it was not met within `wait_s`; its text is `what`.
+        If the condition was not met within `wait_s`; its text is `what`.
     """
     deadline_s = time.monotonic() + wait_s
     while not met():
@@ -30,29 +30,29 @@ def wait_until(met: Callable[[], bool], what: str, every_s: float = 0.05, wait_s
         time.sleep(every_s)
 
 
-def _parents() -> dict[int, int]:
-    """The parent of each process that lives; zombies do not."""
-    found: dict[int, int] = {}
+def read_parents() -> dict[int, int]:
+    """Return the parent of each process that lives; zombies do not live."""
+    parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, IndexError):
                 state, parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:2]
                 if state not in "ZX":
-                    found[int(entry.name)] = int(parent)
-    return found
+                    parents[int(entry.name)] = int(parent)
+    return parents
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below one, parents before their children."""
-    parents = _parents()
-    found = [pid]
-    for above in found:
-        found += [child for child, parent in parents.items() if parent == above]
-    return found[1:]
+    """Return all descendants of a process, parents before their children."""
+    parents = read_parents()
+    pids = [pid]
+    for above in pids:
+        pids += [child for child, parent in parents.items() if parent == above]
+    return pids[1:]
 
 
 def command_of(pid: int) -> str:
-    """A process's command line; empty where it has ended."""
+    """Return a process's command line, or an empty text if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -60,16 +60,16 @@ def command_of(pid: int) -> str:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and all below it, and return when none of them runs."""
-    # Stopped first: a parent that still ran could start another child.
-    for one in (pid, *descendants(pid)):
-        _signal(one, signal.SIGSTOP)
+    """Kill a process and all of its descendants, and return when none of them runs."""
+    # Stop them first: a running parent could start another child.
+    for process in (pid, *descendants(pid)):
+        send_signal(process, signal.SIGSTOP)
     doomed = [pid, *descendants(pid)]
-    for one in doomed:
-        _signal(one, signal.SIGKILL)
-    wait_until(lambda: not _parents().keys() & set(doomed), f"processes {doomed} end")
+    for process in doomed:
+        send_signal(process, signal.SIGKILL)
+    wait_until(lambda: not read_parents().keys() & set(doomed), f"processes {doomed} end")
 
 
-def _signal(pid: int, number: signal.Signals) -> None:
+def send_signal(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

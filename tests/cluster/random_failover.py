@@ -1,22 +1,22 @@
 """Minutes of random failover: ``python tests/cluster/random_failover.py --minutes 15 --seed 1``.
 
-A standalone cluster of three workers, each with a host name, a boot, process numbers, a disk and a standby service of its own,
-runs a query with two executors. Its state is in an S3 server over HTTP; files come all the time. At random moments, most of
-them within a batch, something is killed, and is there again some seconds later:
+A standalone cluster of three workers, each with its own host name, boot id, process numbers, disk and standby service, runs a
+query with two executors. Its state is in an S3 server over HTTP, and new files come all the time. At random moments, most of
+them within a batch, one of these is killed, and started again some seconds later:
 
-* ``worker``: a worker with its executor, Python and standby service; its machine boots anew. ``worker_disk``: its disk is
-  renamed away too.
+* ``worker``: a worker with its executor, Python and standby service; its machine boots again. ``worker_disk``: its disk is
+  renamed too.
 * ``executor``: the executor of a worker, with its Python processes.
-* ``service_kill``, ``service_term``: a standby service, with SIGKILL or SIGTERM. ``service_stop``: it stands still for a while.
-* ``store``: what listens where clients know the object store. The server behind it holds its objects in memory and lives on:
-  connections are reset and new ones are refused, which is all that clients see of a killed one.
+* ``service_kill``, ``service_term``: a standby service, with SIGKILL or SIGTERM. ``service_stop``: it is stopped for a while.
+* ``store``: the proxy at the address of the object store. The server behind it keeps its objects in memory and continues:
+  connections are reset and new ones are refused, as if the store itself had been killed.
 
-In the end all of it is there again. The output of every batch must be that of the batch computation. All replicas must be in
-sync, every file whole. A service that was dead for long must have been counted as lost by another one. The services' counters of
-takeovers, added up, must be about the number of buckets whose host was another one than in the batch before: a service that is
-killed forgets what it has not told yet, and an attempt that Spark did not take counts too.
+In the end all of them run again. The output of every batch must equal that of the batch computation. All replicas must be in
+sync, and every file complete. Another service must have counted a service as lost that was dead for long. The sum of the
+services' counters of takeovers must be about the number of buckets whose host changed from batch to batch: a killed service
+loses counts that it has not published yet, and attempts that Spark did not commit count too.
 
-One line of JSON; the exit status is 0 only if all is right.
+The script prints one line of JSON; the exit status is 0 only if all checks pass.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ import pyarrow as pa
 from cluster import Cluster, WorkerNode, unusable
 from commands import end_with_the_cluster, run_folder
 from failover_query import HEAL_S_MAX, SETUP_S_MAX, FailoverQuery, Size
-from failover_watch import Watch, by_outcome, moves_of, told_in
+from failover_watch import Watch, count_by_outcome, read_counted_moves, read_moves
 from processes import WAIT_S, command_of, descendants, kill_tree, wait_until
 from slow_s3 import slow_s3
 
 from spark_state_ext.worker import metrics
 
-# How often each is drawn.
+# The weight of each kind in the random choice.
 KINDS = {
     "worker": 3,
     "worker_disk": 3,
@@ -61,19 +61,19 @@ KINDS = {
 }
 _WARM_UP_FILES, _FILES_AHEAD, _LAST_FILES = 3, 2, 3
 _PAUSE_S, _DOWN_S, _STORE_DOWN_S = (2.0, 10.0), (1.0, 15.0), (1.0, 8.0)
-# Another service must have seen within this that one is dead, whatever happens meanwhile.
+# Another service must notice a dead one within this time, whatever happens meanwhile.
 _LOST_S_MAX = WAIT_S
-# Whoever counts a move does it by then.
+# All moves are counted by then.
 _COUNTED_S = 30.0
-# Of so many moves some must have been counted, and in any case no more than so many times as many.
+# From this number of moves on, some must have been counted; and the counts may be at most this factor times the moves.
 _SOME_OF_MOVES, _COUNTED_TIMES_MAX = 10, 2
 _CONF = {
-    # Two executors on three hosts: buckets of one go on beside those of the other.
+    # With two executors on three hosts, a host may get the buckets of the other one in addition to its own.
     "spark.cores.max": "2",
     "spark.sql.shuffle.partitions": "4",
-    # As Spark has it by default.
+    # This is Spark's default.
     "spark.sql.streaming.minBatchesToRetain": "100",
-    # While the store is away every attempt fails.
+    # Every attempt fails while the store is unavailable.
     "spark.task.maxFailures": "1000",
     "spark.stage.maxConsecutiveAttempts": "1000",
 }
@@ -81,18 +81,18 @@ _CONF = {
 
 @dataclass
 class _Down:
-    """Something that was killed or stopped.
+    """A component that was killed or stopped.
 
     Parameters
     ----------
     revive
-        Makes it work again.
+        Starts it again.
     at_s
-        When, by the monotonic clock.
+        Time to revive it, by the monotonic clock.
     until
-        And what must have been seen before.
+        Condition that must hold before it is revived.
     what
-        For messages.
+        Name for messages.
     """
 
     revive: Callable[[], None]
@@ -103,7 +103,7 @@ class _Down:
 
 @dataclass
 class Done:
-    """What was done, and what came of it."""
+    """The events and errors of a run."""
 
     kills: Counter[str] = field(default_factory=Counter)
     within_batches: int = 0
@@ -113,18 +113,18 @@ class Done:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that is not in use."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
         return port
 
 
-def _go_on(*pids: int) -> None:
-    """Have processes that may stand still go on.
+def continue_processes(*pids: int) -> None:
+    """Continue processes that may be stopped.
 
-    What puts a service on its machine (``nsenter``) stands still with it. A machine whose service has no parent that takes
-    note of its death does not end.
+    The process that puts a service on its machine (``nsenter``) stops with the service. A machine does not end until the
+    parent of its service has noticed the service's death.
     """
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -132,12 +132,12 @@ def _go_on(*pids: int) -> None:
 
 
 class Feeder(threading.Thread):
-    """Gives the query one file after the other, a few ahead of what it has committed.
+    """A thread that gives the query one file after the other, a few ahead of its last commit.
 
     Parameters
     ----------
     query
-        Which.
+        The query.
     """
 
     def __init__(self, query: FailoverQuery) -> None:
@@ -146,26 +146,26 @@ class Feeder(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Feed, until it is ended."""
+        """Feed the query until `end` is called."""
         while not self._ended.wait(0.1):
             if self._query.committed(self._query.fed - _FILES_AHEAD):
                 self._query.feed()
 
     def end(self) -> None:
-        """Feed no more."""
+        """Stop feeding."""
         self._ended.set()
         self.join()
 
 
 class RandomFailover:
-    """A query, and what is done to it.
+    """A query with random failures.
 
     Parameters
     ----------
     query
-        With its cluster and its store.
+        The query with its cluster and its store.
     seed
-        Of what is done, and when.
+        Seed of the failures and their times.
     """
 
     def __init__(self, query: FailoverQuery, seed: int) -> None:
@@ -175,22 +175,22 @@ class RandomFailover:
         self._ports = {worker.name: free_port() for worker in self.cluster.workers}
         self._down: dict[str, _Down] = {}
         self._watch: Watch | None = None
-        # Of each worker's log, before its service was started last.
+        # The size of each worker's log before the last start of its service.
         self._logged_bytes: dict[str, int] = {}
 
     @property
     def watch(self) -> Watch:
-        """Of the services' metrics."""
+        """Return the watch of the services' metrics."""
         assert self._watch is not None
         return self._watch
 
     def run(self, minutes: float) -> dict[str, Any]:
-        """Run the query through all that happens to it; the line of JSON.
+        """Run the query with random failures, and return the line of JSON.
 
         Parameters
         ----------
         minutes
-            For how long something happens.
+            Duration of the failures.
         """
         query = self.query
         query.start()
@@ -200,65 +200,65 @@ class RandomFailover:
         for worker in self.cluster.workers:
             self._start_service(worker)
         query.wait_for_replicas()
-        # What moved before the last batch nobody has followed; that one is not known to be committed yet.
+        # Moves before the last batch were not watched; that batch itself may not be committed yet.
         first = query.fed - 1
         self._watch = Watch(self._ports)
         try:
-            self._all_kinds(minutes)
-            self._bring_to_its_end()
-            return self._judged(first)
+            self._cause_failures(minutes)
+            self._complete()
+            return self._judge(first)
         finally:
             self.watch.close()
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------
 
-    def _all_kinds(self, minutes: float) -> None:
+    def _cause_failures(self, minutes: float) -> None:
         feeder = Feeder(self.query)
         feeder.start()
         end_s = time.monotonic() + 60 * minutes
         due_s = time.monotonic()
         try:
             while time.monotonic() < end_s:
-                self._look_at_driver()
+                self._check_driver()
                 self._revive(time.monotonic())
                 if time.monotonic() >= due_s:
-                    self._happen()
+                    self._cause_failure()
                     due_s = time.monotonic() + self._draw.uniform(*_PAUSE_S)
                 time.sleep(0.05)
-            wait_until(lambda: self._revive(float("inf")) == 0, "all is revived", wait_s=2 * _LOST_S_MAX)
+            wait_until(lambda: self._revive(float("inf")) == 0, "all components are revived", wait_s=2 * _LOST_S_MAX)
         finally:
             feeder.end()
 
-    def _happen(self) -> None:
-        """Have one of the kinds happen that can."""
+    def _cause_failure(self) -> None:
+        """Cause a failure of a random kind, if it is possible now."""
         kinds = list(KINDS)
-        kind = self._draw.choices(kinds, [KINDS[it] for it in kinds])[0]
+        kind = self._draw.choices(kinds, [KINDS[name] for name in kinds])[0]
         worker = self._draw.choice(self.cluster.workers)
         if not getattr(self, f"_{kind}")(worker):
             return
         self.done.kills[kind] += 1
-        started = max((int(it.name) for it in self._offsets() if it.name.isdigit()), default=-1)
+        started = max((int(path.name) for path in self._offsets() if path.name.isdigit()), default=-1)
         self.done.within_batches += not self.query.committed(started)
-        self._say(f"{kind} {'' if kind == 'store' else worker.name}")
+        self._log(f"{kind} {'' if kind == 'store' else worker.name}")
 
     def _offsets(self) -> list[Path]:
         return list((self.query.folder / "checkpoint" / "offsets").iterdir())
 
     def _worker(self, worker: WorkerNode, lose_disk: bool = False) -> bool:
-        # One of the three stays.
-        if self._is_down(worker) or sum(self._is_down(it) for it in self.cluster.workers) > 1:
+        # At least one of the three workers must stay up.
+        if self._is_down(worker) or sum(self._is_down(other) for other in self.cluster.workers) > 1:
             return False
         service_down = self._down.pop(f"service {worker.name}", None)
         service = self.query.services.pop(worker.name, None)
         if service is not None:
-            _go_on(service.pid)
+            continue_processes(service.pid)
         self.cluster.kill_worker(worker, lose_disk=lose_disk)
         if service is not None:
             service.wait()
 
         def revive() -> None:
             self.cluster.restart_worker(worker)
-            # Its service comes a little later.
+            # Its service starts a little later.
             self._put_down(f"service {worker.name}", lambda: self._start_service(worker), (0.0, 4.0))
 
         self._put_down(f"worker {worker.name}", revive, _DOWN_S, None if service_down else worker)
@@ -286,7 +286,7 @@ class RandomFailover:
         pid, has_begun = self._pid_of(worker, service.pid), self._has_begun(worker)
         os.kill(pid, signal.SIGTERM)
         wait_until(lambda: service.poll() is not None, f"the service of {worker.name} ends on SIGTERM")
-        # Python that has not come to the service yet ends as the signal says.
+        # If Python has not started the service yet, the signal ends the process without a handler.
         if service.returncode != 0 and (has_begun or service.returncode != -signal.SIGTERM):
             self.done.wrong.append(f"on SIGTERM the service of {worker.name} ended with {service.returncode}")
         self._put_down(f"service {worker.name}", lambda: self._start_service(worker), _DOWN_S, worker)
@@ -298,7 +298,7 @@ class RandomFailover:
         pid = self._pid_of(worker, self.query.services[worker.name].pid)
         os.kill(pid, signal.SIGSTOP)
         outside = self.query.services[worker.name].pid
-        self._put_down(f"service {worker.name}", lambda: _go_on(outside, pid), _DOWN_S)
+        self._put_down(f"service {worker.name}", lambda: continue_processes(outside, pid), _DOWN_S)
         return True
 
     def _store(self, worker: WorkerNode) -> bool:
@@ -311,34 +311,34 @@ class RandomFailover:
     def _put_down(
         self, what: str, revive: Callable[[], None], between_s: tuple[float, float], dead: WorkerNode | None = None
     ) -> None:
-        """Note what is to be revived; of the services that died, half wait until another one has seen it."""
+        """Record a component to revive; half of the dead services stay down until another service has noticed it."""
         down = _Down(revive, time.monotonic() + self._draw.uniform(*between_s), what)
         if dead is not None and self._draw.random() < 0.5:
             before, name = self.watch.lost(but=dead.name), dead.name
             deadline_s = time.monotonic() + _LOST_S_MAX
 
-            def seen() -> bool:
+            def is_noticed() -> bool:
                 if self.watch.lost(but=name) > before:
                     self.done.services_lost += 1
                     return True
                 if not self.query.services.keys() - {name}:
-                    # All are down, and wait for each other: nobody is left to see it.
+                    # All other services are down too, so none can notice it.
                     return True
                 if time.monotonic() > deadline_s:
                     self.done.wrong.append(f"no service has counted that of {name} as lost in {_LOST_S_MAX:.0f} s")
                     return True
                 return False
 
-            down.until = seen
+            down.until = is_noticed
         self._down[what] = down
 
     def _revive(self, now_s: float) -> int:
-        """Revive what is due; how much is still down."""
+        """Revive the components that are due, and return the number of those still down."""
         for name, down in list(self._down.items()):
             if down.at_s <= now_s and down.until():
                 del self._down[name]
                 down.revive()
-                self._say(f"{name} is back")
+                self._log(f"{name} is back")
         return len(self._down)
 
     # -- workers and services ----------------------------------------------------------------------
@@ -350,7 +350,7 @@ class RandomFailover:
         return not self._is_down(worker) and f"service {worker.name}" not in self._down
 
     def _has_begun(self, worker: WorkerNode) -> bool:
-        """Whether the service that was started last has told where it listens."""
+        """Return whether the most recently started service has logged its address."""
         with self.query.service_log(worker).open("rb") as log:
             log.seek(self._logged_bytes[worker.name])
             return b" has /healthz " in log.read()
@@ -361,49 +361,51 @@ class RandomFailover:
         self.query.start_service(worker, self._ports[worker.name])
 
     def _pid_of(self, worker: WorkerNode, pid: int) -> int:
-        """The service itself, below what puts it on its machine; it may just have been started."""
+        """Return the id of the service's own process below ``nsenter``; wait if it is just starting."""
 
-        def found() -> list[int]:
-            return [it for it in descendants(pid) if " standby run " in command_of(it).replace("nsenter", "")]
+        def find_pids() -> list[int]:
+            return [child for child in descendants(pid) if " standby run " in command_of(child).replace("nsenter", "")]
 
-        wait_until(lambda: bool(found()), f"the service of {worker.name} starts")
-        return found()[-1]
+        wait_until(lambda: bool(find_pids()), f"the service of {worker.name} starts")
+        return find_pids()[-1]
 
-    def _look_at_driver(self) -> None:
-        """Where the query has failed, as it may without a store, somebody starts it again."""
+    def _check_driver(self) -> None:
+        """Start the query again if it has failed, which may happen without a store."""
         if self.query.driver.poll() is None:
             return
         self.done.driver_restarts += 1
-        self._say(f"the driver ended with {self.query.driver.returncode}: {self.query.end_of_log()}")
+        self._log(f"the driver ended with {self.query.driver.returncode}: {self.query.end_of_log()}")
         wait_until(
-            lambda: not any(it.executors() for it in self.cluster.workers if not self._is_down(it)),
+            lambda: not any(worker.executors() for worker in self.cluster.workers if not self._is_down(worker)),
             "executors end with their driver",
         )
         self.query.start()
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         print(f"{time.strftime('%H:%M:%S')} batch {self.query.fed - 1}: {text}", file=sys.stderr, flush=True)
 
-    # -- what came of it ---------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
-    def _bring_to_its_end(self) -> None:
-        """Work off what was fed, and a few files more: what a batch did is known once another one has followed it."""
+    def _complete(self) -> None:
+        """Wait for all files that were fed and for a few more, because a batch's moves are known only after the next batch."""
 
         def drained() -> bool:
-            self._look_at_driver()
+            self._check_driver()
             return self.query.committed(self.query.fed - 1)
 
         for _ in range(1 + _LAST_FILES):
-            wait_until(drained, f"the query works off its input; {self.query.end_of_log()}", wait_s=HEAL_S_MAX)
+            wait_until(drained, f"the query processes its input; {self.query.end_of_log()}", wait_s=HEAL_S_MAX)
             self.query.feed()
-        wait_until(drained, f"the query works off its input; {self.query.end_of_log()}", wait_s=HEAL_S_MAX)
+        wait_until(drained, f"the query processes its input; {self.query.end_of_log()}", wait_s=HEAL_S_MAX)
         self.query.wait_for_replicas()
 
-    def _judged(self, first: int) -> dict[str, Any]:
-        moves = [it for it in moves_of(self.query.folder / "hosts") if it.batch >= first]
+    def _judge(self, first: int) -> dict[str, Any]:
+        moves = [move for move in read_moves(self.query.folder / "hosts") if move.batch >= first]
         time.sleep(_COUNTED_S)
         counted = self.watch.takeovers()
-        told = [it for worker in self.cluster.workers for it in told_in(self.query.service_log(worker))]
+        counted_moves = [
+            move for worker in self.cluster.workers for move in read_counted_moves(self.query.service_log(worker))
+        ]
         wrong = self.done.wrong
         total = counted.total()
         if total > _COUNTED_TIMES_MAX * len(moves) or (len(moves) >= _SOME_OF_MOVES and not total):
@@ -426,55 +428,55 @@ class RandomFailover:
             "kills": dict(sorted(self.done.kills.items())),
             "within_batches": self.done.within_batches,
             "moves": len(moves),
-            "batches_with_moves": len({it.batch for it in moves}),
+            "batches_with_moves": len({move.batch for move in moves}),
             "failovers": {f"{outcome}{', failed' * (failed == 'true')}": n for (outcome, failed), n in counted.items()},
-            "what_tasks_fetched": by_outcome(told, moves, calls),
+            "what_tasks_fetched": count_by_outcome(counted_moves, moves, calls),
             "services_seen_lost": self.done.services_lost,
             "driver_restarts": self.done.driver_restarts,
             "batch_s_median": round(usual_s, 2),
             "batch_s_max": round(max(gaps_s), 2),
-            "unavailable_s": round(sum(it - usual_s for it in gaps_s if it > 3 * usual_s), 1),
+            "unavailable_s": round(sum(gap_s - usual_s for gap_s in gaps_s if gap_s > 3 * usual_s), 1),
             "verify": verified,
             "wrong": wrong,
         }
 
     def _gaps_s(self, first: int) -> list[float]:
-        """Between the outputs of two batches."""
+        """Return the seconds between the outputs of consecutive batches."""
         times_s = sorted(
-            it.stat().st_mtime for it in (self.query.folder / "out").glob("*.json") if int(it.stem) >= first
+            path.stat().st_mtime for path in (self.query.folder / "out").glob("*.json") if int(path.stem) >= first
         )
         return [after - before for before, after in pairwise(times_s)]
 
 
-def _run(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    size = Size(given.gb, buckets=given.buckets)
+def run_failover(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    size = Size(arguments.gb, buckets=arguments.buckets)
     with slow_s3(folder) as store, Cluster(folder / "cluster", workers=3, cores=1, memory_mb=768) as cluster:
         if not cluster.isolated:
-            print("hosts cannot be told apart here: namespaces are not allowed", file=sys.stderr)
+            print("hosts cannot be isolated here: namespaces are not allowed", file=sys.stderr)
             sys.exit(2)
-        query = FailoverQuery(cluster, store, folder / "query", size, given.seed)
+        query = FailoverQuery(cluster, store, folder / "query", size, arguments.seed)
         query.conf = dict(_CONF)
-        return RandomFailover(query, given.seed).run(given.minutes)
+        return RandomFailover(query, arguments.seed).run(arguments.minutes)
 
 
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--gb", type=float, default=0.05, metavar="N", help="of state")
+    parser.add_argument("--gb", type=float, default=0.05, metavar="N", help="total state")
     parser.add_argument("--buckets", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="keeps logs and state; made if absent")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     reason = unusable()
     if reason is not None:
         print(f"no cluster can run here: {reason}", file=sys.stderr)
         return 2
     end_with_the_cluster()
-    with run_folder("random-failover", given.folder) as folder:
-        told = {"minutes": given.minutes, "seed": given.seed, **_run(given, folder)}
-    print(json.dumps(told), flush=True)
-    return 1 if told["wrong"] else 0
+    with run_folder("random-failover", arguments.folder) as folder:
+        line = {"minutes": arguments.minutes, "seed": arguments.seed, **run_failover(arguments, folder)}
+    print(json.dumps(line), flush=True)
+    return 1 if line["wrong"] else 0
 
 
 if __name__ == "__main__":

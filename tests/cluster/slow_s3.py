@@ -1,4 +1,4 @@
-"""An S3 server over real HTTP at the end of a line that can be made thin, long, or cut."""
+"""An S3 server over real HTTP behind a line whose bandwidth and delay can be set, and that can be cut."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["SlowS3", "slow_s3"]
 
 
 class _Line:
-    """The process that is the line; it can be killed, and started again on its port."""
+    """The process of the line; it can be killed, and started again on its port."""
 
     def __init__(self, to: str, settings: Path) -> None:
         self._command = [sys.executable, str(Path(__file__).with_name("throttle.py")), "--to", to]
@@ -42,47 +42,47 @@ class _Line:
 
 @dataclass(frozen=True)
 class SlowS3(S3):
-    """The server, at the near end of its line.
+    """The server behind its line.
 
     Parameters
     ----------
     settings
         The file with the settings of the line.
     process
-        The line.
+        The process of the line.
     """
 
     settings: Path = Path()
     process: _Line | None = None
 
     def line(self, bytes_s: float | None = None, request_s: float = 0.0, away: bool = False) -> None:
-        """Make the line of some kind; by default nothing holds anything up."""
+        """Set bandwidth and delay of the line, or cut it; by default it has no limits."""
         values = {"request_s": request_s, "away": away, **({} if bytes_s is None else {"bytes_s": bytes_s})}
         write_json(self.settings, values)
 
     def passed(self) -> dict[str, int]:
-        """Bytes that have come from the server and that have gone to it, and requests."""
-        found: dict[str, int] = json.loads(passed_file(self.settings).read_text())
-        return found
+        """Return the bytes from the server and to it, and the number of requests."""
+        counts: dict[str, int] = json.loads(passed_file(self.settings).read_text())
+        return counts
 
     def kill(self) -> None:
-        """Kill what listens where clients know the store: connections are reset, and new ones refused.
+        """Kill the proxy at the store's address: connections are reset, and new ones are refused.
 
-        The server behind it holds its objects in memory, so it stays; clients cannot tell one from the other. A request
-        that was under way may have done its work.
+        The server behind it has its objects in memory, so it continues; for clients there is no difference. A request
+        that was in progress may have been executed.
         """
         assert self.process is not None
         self.process.kill()
 
     def revive(self) -> None:
-        """Have it listen there again."""
+        """Start the proxy again at the same address."""
         assert self.process is not None
         self.process.start()
 
 
 @contextlib.contextmanager
 def slow_s3(folder: Path) -> Iterator[SlowS3]:
-    """A server and its line, each in a process of its own, until the block ends."""
+    """Run a server and its line, each in a separate process, until the block ends."""
     settings = folder / "line.json"
     write_json(settings, {})
     with s3_server([str(Path(__file__).with_name("held_s3.py"))]) as server:

@@ -1,9 +1,9 @@
-"""A store's line, made as thin and as long as one wishes: ``throttle.py --to PORT --settings FILE``.
+"""A proxy that limits the line to a store: ``throttle.py --to PORT --settings FILE``.
 
-It passes on what clients and a server on this machine say to each other. The settings are read again whenever their file has
-changed: ``bytes_s``, how many bytes a second come from the server, and how many go to it, all connections together;
-``request_s``, how much longer each request takes; ``away``, nobody gets through. It prints the port that it listens on, and
-writes what went through into ``FILE.passed``.
+It forwards the traffic between clients and a server on this machine. It reads its settings again whenever their file has
+changed: ``bytes_s`` is the bandwidth in each direction of all connections together, ``request_s`` the delay of each request,
+and with ``away`` all connections are reset. It prints the port on which it listens, and writes its counters to
+``FILE.passed``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any
 __all__ = ["Line", "Settings", "passed_file", "write_json"]
 
 _PIECE_BYTES = 1 << 16
-# What nobody used of the line is lost, but for this long.
+# Unused bandwidth of at most this many seconds is saved; the rest is lost.
 _SAVED_S = 0.02
 _LOOK_S = 0.05
 
 
 def passed_file(settings: Path) -> Path:
-    """Where it is told what went through."""
+    """Return the path of the file with the counters."""
     return settings.with_name(f"{settings.name}.passed")
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file, whole at once."""
+    """Write a file atomically."""
     hidden = path.with_name(f".{path.name}-{os.getpid()}")
     hidden.write_text(json.dumps(dict(values)))
     hidden.rename(path)
@@ -42,7 +42,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 @dataclass
 class Settings:
-    """What the line is like now, from a file.
+    """The current settings of the line, read from a file.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Settings:
     _changed_ns: int = field(default=-1, repr=False)
 
     def refresh(self) -> None:
-        """Read the file again where it has changed."""
+        """Read the file again if it has changed."""
         changed_ns = self.path.stat().st_mtime_ns
         if changed_ns != self._changed_ns:
             values = json.loads(self.path.read_text())
@@ -73,7 +73,7 @@ class Line:
     Parameters
     ----------
     settings
-        Of the line.
+        Settings of the line.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -82,7 +82,7 @@ class Line:
         self.passed_bytes = 0
 
     async def take(self, size_bytes: int) -> None:
-        """Wait until so many bytes have gone through."""
+        """Wait until the line has forwarded that many bytes."""
         self.passed_bytes += size_bytes
         if self._settings.bytes_s == float("inf"):
             return
@@ -100,9 +100,11 @@ class _Proxy:
         self._requests = 0
 
     async def serve(self, listen: int) -> None:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", listen, limit=_PIECE_BYTES, backlog=256)
+        server = await asyncio.start_server(
+            self._handle_connection, "127.0.0.1", listen, limit=_PIECE_BYTES, backlog=256
+        )
         print(server.sockets[0].getsockname()[1], flush=True)
-        told = None
+        last_written = None
         while True:
             self._settings.refresh()
             passed = {
@@ -110,31 +112,31 @@ class _Proxy:
                 "up_bytes": self._up.passed_bytes,
                 "requests": self._requests,
             }
-            if passed != told:
+            if passed != last_written:
                 write_json(passed_file(self._settings.path), passed)
-                told = passed
+                last_written = passed
             if self._settings.away:
                 for writer in list(self._open):
                     writer.transport.abort()
             await asyncio.sleep(_LOOK_S)
 
-    async def _connected(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+    async def _handle_connection(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
         if self._settings.away:
             to_client.transport.abort()
             return
         try:
             server, to_server = await asyncio.open_connection("127.0.0.1", self._port, limit=_PIECE_BYTES)
         except OSError:
-            # The server was killed: the client learns it as it would from the server.
+            # The server was killed. Reset the connection, as the server itself would.
             to_client.transport.abort()
             return
         # A request begins with the first bytes from the client after some from the server.
-        asked = [False]
+        is_request_open = [False]
         self._open |= {to_client, to_server}
         try:
             await asyncio.gather(
-                self._pass_on(client, to_server, self._up, asked, True),
-                self._pass_on(server, to_client, self._down, asked, False),
+                self._forward(client, to_server, self._up, is_request_open, True),
+                self._forward(server, to_client, self._down, is_request_open, False),
             )
         finally:
             self._open -= {to_client, to_server}
@@ -142,15 +144,20 @@ class _Proxy:
                 with contextlib.suppress(OSError):
                     writer.close()
 
-    async def _pass_on(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: Line, asked: list[bool], is_client: bool
+    async def _forward(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        line: Line,
+        is_request_open: list[bool],
+        is_client: bool,
     ) -> None:
         with contextlib.suppress(OSError):
             while piece := await reader.read(_PIECE_BYTES):
-                if is_client and not asked[0]:
+                if is_client and not is_request_open[0]:
                     self._requests += 1
                     await asyncio.sleep(self._settings.request_s)
-                asked[0] = is_client
+                is_request_open[0] = is_client
                 await line.take(len(piece))
                 writer.write(piece)
                 await writer.drain()
@@ -161,13 +168,15 @@ class _Proxy:
 def main() -> int:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--to", type=int, required=True, metavar="PORT", help="of the server, on 127.0.0.1")
+    parser.add_argument("--to", type=int, required=True, metavar="PORT", help="port of the server on 127.0.0.1")
     parser.add_argument("--settings", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--listen", type=int, default=0, metavar="PORT", help="where; by default on a free one")
-    given = parser.parse_args()
-    settings = Settings(given.settings)
+    parser.add_argument(
+        "--listen", type=int, default=0, metavar="PORT", help="port to listen on; by default a free one"
+    )
+    arguments = parser.parse_args()
+    settings = Settings(arguments.settings)
     settings.refresh()
-    asyncio.run(_Proxy(given.to, settings).serve(given.listen))
+    asyncio.run(_Proxy(arguments.to, settings).serve(arguments.listen))
     return 0
 
 

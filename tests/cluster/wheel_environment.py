@@ -1,6 +1,6 @@
-"""A Python environment in which the package comes from its wheel, as a user's executors have it.
+"""A Python environment with the package from its wheel, as on a user's executors.
 
-Third-party packages are those of the environment that the tests run in, so nothing is fetched.
+It uses the third-party packages of the tests' environment, so there are no downloads.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LEFT = shutil.ignore_patterns("__pycache__", "*.py[co]")
 
 
 def clean_environment() -> dict[str, str]:
-    """The variables of this process, without those that lead Python or Spark to the source tree or to another Spark."""
+    """Return this process's variables without those that lead Python or Spark to the source tree or to another Spark."""
     dropped = ("PYTHON", "PYSPARK_", "SPARK_", "PYTEST_", "VIRTUAL_ENV")
     return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
 
 
-def _run(command: list[str], folder: Path) -> str:
+def run_command(command: list[str], folder: Path) -> str:
     done = subprocess.run(
         command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False
     )
@@ -38,12 +38,12 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def build_wheel(folder: Path) -> Path:
-    """Build the wheel of this tree from a copy, with the setuptools that is installed.
+    """Build the wheel of this tree from a copy, with the installed setuptools.
 
     Parameters
     ----------
     folder
-        For the copy and the wheel.
+        Folder for the copy and the wheel.
 
     Returns
     -------
@@ -64,7 +64,7 @@ def make_environment(folder: Path) -> Path:
     Parameters
     ----------
     folder
-        For the environment; made if absent.
+        Folder for the environment; made if absent.
 
     Returns
     -------
@@ -73,13 +73,15 @@ def make_environment(folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     wheel = build_wheel(folder)
-    _run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], folder)
+    run_command([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], folder)
     python = folder / "venv" / "bin" / "python"
-    site = Path(_run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip())
-    # In an added folder Python reads no .pth files, so an editable install of the source tree does not come along.
+    site = Path(
+        run_command([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], folder).strip()
+    )
+    # Python reads no .pth files in an added folder, so an editable install of the source tree is not included.
     others = dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib"))
     (site / "third_party.pth").write_text("\n".join(others) + "\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
-    # Into the folder itself: an older copy of the package among the third-party ones is not touched.
-    _run([*pip, "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)], folder)
+    # Install into the folder itself, so that an older copy of the package in the tests' environment stays unchanged.
+    run_command([*pip, "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)], folder)
     return python
