@@ -45,20 +45,20 @@ def test_a_bar_is_met_within_its_limit(
 
 
 def test_a_report_is_met_only_if_it_has_bars_and_all_are_met() -> None:
-    made = make_report()
-    met = [made.met]
-    made.bar("get", 20.0, "at most", 25.0, "ms")
-    met.append(made.met)
-    made.bar("speed", 3.0, "at least", 3.5, "times")
-    met.append(made.met)
+    new_report = make_report()
+    met = [new_report.met]
+    new_report.bar("get", 20.0, "at most", 25.0, "ms")
+    met.append(new_report.met)
+    new_report.bar("speed", 3.0, "at least", 3.5, "times")
+    met.append(new_report.met)
     assert met == [False, True, False]
 
 
 def test_the_result_file_has_all_that_was_reported(tmp_path: Path) -> None:
-    made = make_report()
-    made.bar("get", 20.0, "at most", 25.0, "ms")
-    made.check("both gave the same", True)
-    path = made.write(tmp_path / "results")
+    new_report = make_report()
+    new_report.bar("get", 20.0, "at most", 25.0, "ms")
+    new_report.check("both gave the same", True)
+    path = new_report.write(tmp_path / "results")
     assert path == tmp_path / "results" / "sample.json"
     result = json.loads(path.read_text())
     assert result["format"] == report.RESULT_FORMAT
@@ -89,18 +89,18 @@ def test_the_result_file_has_all_that_was_reported(tmp_path: Path) -> None:
 
 
 def test_a_report_with_nan_is_not_written(tmp_path: Path) -> None:
-    made = make_report()
-    made.ratio("nothing", math.nan)
+    new_report = make_report()
+    new_report.ratio("nothing", math.nan)
     with pytest.raises(ValueError, match="Out of range"):
-        made.write(tmp_path)
+        new_report.write(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_the_table_has_timings_ratios_and_verdicts() -> None:
-    made = make_report()
-    made.bar("get", 20.0, "at most", 25.0, "ms")
-    made.bar("speed", 3.0, "at least", 3.5, "times")
-    lines = made.table().splitlines()
+    new_report = make_report()
+    new_report.bar("get", 20.0, "at most", 25.0, "ms")
+    new_report.bar("speed", 3.0, "at least", 3.5, "times")
+    lines = new_report.table().splitlines()
     assert next(line for line in lines if line.startswith("ours: get")).split()[2:4] == ["20.0", "ms"]
     assert any(line.startswith("theirs / ours") and line.endswith("10.00") for line in lines)
     verdicts = [line for line in lines if line.endswith(("met", "NOT MET"))]

@@ -167,9 +167,9 @@ def test_padding_does_not_change_other_columns(padded: Events) -> None:
 
 
 def test_ids_count_up_from_a_thousand() -> None:
-    made = events(Config(), 0, 1000)
-    assert to_ints(made.person, "id").tolist() == list(range(1000, 1020))
-    assert to_ints(made.auction, "id").tolist() == list(range(1000, 1060))
+    generated = events(Config(), 0, 1000)
+    assert to_ints(generated.person, "id").tolist() == list(range(1000, 1020))
+    assert to_ints(generated.auction, "id").tolist() == list(range(1000, 1060))
 
 
 def test_times_are_computed_from_event_number_and_rate(plain: Events) -> None:
@@ -195,8 +195,8 @@ def test_mixed_order_is_a_permutation_of_each_group() -> None:
 
 def test_every_reference_follows_the_rules_event_by_event() -> None:
     """The rules are written as loops here, and compared with all values that the generator may choose."""
-    made = events(Config(), 0, 10_000)
-    rows = [iter(table.to_pylist()) for table in made]
+    generated = events(Config(), 0, 10_000)
+    rows = [iter(table.to_pylist()) for table in generated]
     persons = auctions = 0
     for number in range(10_000):
         if number % 50 == 0:
@@ -221,12 +221,12 @@ def test_every_reference_follows_the_rules_event_by_event() -> None:
 
 
 def test_references_are_to_existing_events(plain: Events) -> None:
-    made = events(Config(), 0, 200_000)
+    generated = events(Config(), 0, 200_000)
     # Exceptions are the next ten of each kind, and the first hot bidder.
-    assert to_ints(made.bid, "auction").max() <= to_ints(made.auction, "id").max() + 10
-    assert to_ints(made.bid, "bidder").max() <= to_ints(made.person, "id").max() + 10
-    assert to_ints(made.auction, "seller").max() <= to_ints(made.person, "id").max() + 10
-    assert min(to_ints(made.bid, "auction").min(), to_ints(made.bid, "bidder").min()) >= 1000
+    assert to_ints(generated.bid, "auction").max() <= to_ints(generated.auction, "id").max() + 10
+    assert to_ints(generated.bid, "bidder").max() <= to_ints(generated.person, "id").max() + 10
+    assert to_ints(generated.auction, "seller").max() <= to_ints(generated.person, "id").max() + 10
+    assert min(to_ints(generated.bid, "auction").min(), to_ints(generated.bid, "bidder").min()) >= 1000
     latest = list_numbers("bid") // 50
     ahead = to_ints(plain.bid, "bidder") - 1000 - latest
     assert (ahead.min(), ahead.max()) == (-999, 10)
@@ -257,10 +257,10 @@ def test_hot_references_have_their_ratios(plain: Events) -> None:
 
 def test_other_references_are_uniform() -> None:
     config = Config(hot_auction_ratio=1, hot_bidder_ratio=1, hot_seller_ratio=1)
-    made = events(config, FIRST, 200_000)
+    generated = events(config, FIRST, 200_000)
     last = list_numbers("bid", FIRST, 200_000) // 50
-    auctions = np.bincount(to_ints(made.bid, "auction") - 1000 - (last * 3 + 2) + 100, minlength=111)
-    bidders = np.bincount(to_ints(made.bid, "bidder") - 1000 - last + 999, minlength=1010)
+    auctions = np.bincount(to_ints(generated.bid, "auction") - 1000 - (last * 3 + 2) + 100, minlength=111)
+    bidders = np.bincount(to_ints(generated.bid, "bidder") - 1000 - last + 999, minlength=1010)
     for counts in (auctions, bidders):
         mean = len(last) / len(counts)
         assert np.all(np.abs(counts - mean) < 6 * mean**0.5)

@@ -371,11 +371,12 @@ class Model:
             return True
 
         written = {
-            key: max(clock_ms, *(ms for ms, _ in mine)) if by_event_time else clock_ms for key, mine in groups.items()
+            key: max(clock_ms, *(ms for ms, _ in key_rows)) if by_event_time else clock_ms
+            for key, key_rows in groups.items()
         }
-        for key, mine in groups.items():
+        for key, key_rows in groups.items():
             written_ms = written[key]
-            if call(key, sum(value for _, value in mine), False, written_ms):
+            if call(key, sum(value for _, value in key_rows), False, written_ms):
                 due.discard(key)
                 continue
             if self.ttl is not None and self.ttl.refresh == "read" and self.visible_state(key, clock_ms) is not None:

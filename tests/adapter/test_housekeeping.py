@@ -29,10 +29,10 @@ DUE = 10
 @pytest.fixture(autouse=True)
 def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
     """Give each test a worker process of its own."""
-    made = Background()
-    monkeypatch.setattr(Process, "housekeeping", Housekeeping(made, HoldWatch()), raising=False)
-    yield made
-    assert made.wait(WAIT_S)
+    worker_background = Background()
+    monkeypatch.setattr(Process, "housekeeping", Housekeeping(worker_background, HoldWatch()), raising=False)
+    yield worker_background
+    assert worker_background.wait(WAIT_S)
 
 
 class Process:
@@ -56,7 +56,7 @@ def test_the_next_commit_reports_a_clean_up_that_was_denied(
 ) -> None:
     life.history(40)
     pointer, before = life.pointers[-1], life.files("a", "delta")
-    mine = Process.housekeeping
+    housekeeping_of_worker = Process.housekeeping
     monkeypatch.setattr(Folder, "remove", raise_denied)
     make_clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(WAIT_S)
@@ -66,7 +66,7 @@ def test_the_next_commit_reports_a_clean_up_that_was_denied(
     make_clean_ups(life).raise_failed()
     assert life.files("a", "delta") == before
     monkeypatch.undo()
-    monkeypatch.setattr(Process, "housekeeping", mine, raising=False)
+    monkeypatch.setattr(Process, "housekeeping", housekeeping_of_worker, raising=False)
     make_clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(WAIT_S)
     deleted = len(before) - len(life.files("a", "delta"))
@@ -164,15 +164,15 @@ def test_a_clean_up_that_hangs_does_not_block_uploads_or_start_another_one(
         assert not calls.acquire(timeout=0.1), "no second clean-up starts while one hangs"
     finally:
         end.set()
-    mine = Process.housekeeping
+    housekeeping_of_worker = Process.housekeeping
     monkeypatch.undo()
-    monkeypatch.setattr(Process, "housekeeping", mine, raising=False)
-    abandoned = mine.abandoned[f"{life.local}/3", "a"]
+    monkeypatch.setattr(Process, "housekeeping", housekeeping_of_worker, raising=False)
+    abandoned = housekeeping_of_worker.abandoned[f"{life.local}/3", "a"]
     abandoned.result(WAIT_S)
     assert len(life.files("a", "delta")) < len(before)
     make_clean_ups(life).in_turn(pointer, replace(pointer, calls=DUE - pointer.bucket))
     assert background.wait(WAIT_S)
-    assert (f"{life.local}/3", "a") not in mine.abandoned
+    assert (f"{life.local}/3", "a") not in housekeeping_of_worker.abandoned
 
 
 @pytest.mark.parametrize("finished", [0, 1])

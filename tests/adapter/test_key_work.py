@@ -116,7 +116,7 @@ def rows_for(*keys: Key, at_ms: int = 0) -> list[tuple[Key, int, int]]:
 
 
 def record_keys(log: list[Any]) -> Callable[[StateBatch], None]:
-    """Return a function that records each key, whether it timed out and whether it has a state, and changes nothing."""
+    """Return a function that records each key, whether it timed out and whether it has a state, without changes."""
 
     def function(batch: StateBatch) -> None:
         names = batch.keys["k"].to_pylist()

@@ -393,9 +393,9 @@ class Cluster:
         def listens() -> bool:
             if master.poll() is not None:
                 raise RuntimeError(f"the master ended: {log.read_text(errors='replace')[-2000:]}")
-            found = re.search(r"Starting Spark master at (spark://\S+)", log.read_text(errors="replace"))
-            self.url = found[1] if found else ""
-            return bool(found)
+            match = re.search(r"Starting Spark master at (spark://\S+)", log.read_text(errors="replace"))
+            self.url = match[1] if match else ""
+            return bool(match)
 
         wait_until(listens, f"the master starts; see {log}")
 

@@ -207,10 +207,12 @@ def bucket_on(
 
 def looked_up(view: View, keys: Sequence[int], remote: Remote) -> dict[int, tuple[object, ...]]:
     """Return the states of those keys that have one."""
-    wanted = np.array(keys, dtype=np.int64)
-    known = np.searchsorted(remote.keys, np.minimum(wanted, remote.keys[-1]))
-    hashed = np.where(wanted <= remote.keys[-1], remote.hashed[known], np.uint64(2**64 - 1) - wanted.astype(np.uint64))
-    lookup = view.lookup(hashed, [pa.array(wanted)])
+    key_array = np.array(keys, dtype=np.int64)
+    known = np.searchsorted(remote.keys, np.minimum(key_array, remote.keys[-1]))
+    hashed = np.where(
+        key_array <= remote.keys[-1], remote.hashed[known], np.uint64(2**64 - 1) - key_array.astype(np.uint64)
+    )
+    lookup = view.lookup(hashed, [pa.array(key_array)])
     rows = lookup.rows.to_pylist()
     return {
         key: tuple(rows[at][f"state.{column.name}"] for column in SCHEMA.state)

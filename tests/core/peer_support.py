@@ -99,8 +99,8 @@ class PeerWorld:
 
     def replica(self) -> Path:
         """Return the file of host b's snapshot."""
-        (found,) = (self.base / "b").rglob("base-*.arrow")
-        return found
+        (snapshot_file,) = (self.base / "b").rglob("base-*.arrow")
+        return snapshot_file
 
     def serves(self, shelf: Shelf | None = None, secret: PeerSecret = SECRET, tls: Tls | None = None) -> PeerServer:
         """Let host b answer peers and publish its address."""

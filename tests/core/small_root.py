@@ -50,10 +50,10 @@ def fixed_ids() -> Iterator[None]:
 
     Only this thread gets them: threads of earlier tests, such as the keeper of a lease, would use up some of them.
     """
-    numbers, mine, random_id = random.Random(7), threading.get_ident(), uuid.uuid4
+    numbers, this_thread, random_id = random.Random(7), threading.get_ident(), uuid.uuid4
 
     def fixed_id() -> uuid.UUID:
-        if threading.get_ident() != mine:
+        if threading.get_ident() != this_thread:
             return random_id()
         return uuid.UUID(int=numbers.getrandbits(128), version=4)
 

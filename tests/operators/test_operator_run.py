@@ -160,10 +160,10 @@ def test_top_k_equals_a_model_of_the_best_rows(drawn: list[Any], buckets: int, k
     result = run_steps(steps, top_k, *arguments, descending=[down, True], emit=emit, rank="place", buckets=buckets)
     seen: dict[Any, list[Any]] = {}
     for (rows, _, _), batch in zip(steps, result.batches, strict=True):
-        before = {key: rank_rows(mine, k, [("value", down)]) for key, mine in seen.items()}
+        before = {key: rank_rows(key_rows, k, [("value", down)]) for key, key_rows in seen.items()}
         for row in rows:
             seen.setdefault(row["key"], []).append(row)
-        after = {key: rank_rows(mine, k, [("value", down)]) for key, mine in seen.items()}
+        after = {key: rank_rows(key_rows, k, [("value", down)]) for key, key_rows in seen.items()}
         expected = {
             (number, key, place)
             for key, ranked in after.items()
@@ -190,16 +190,16 @@ def test_sessionize_equals_a_model_of_sessions(drawn: list[Any], restart: Any) -
             if time is not None and time + 5 > late:
                 open_groups.setdefault(row["key"], []).append((time, time + 5, 1))
         expected = []
-        for key, mine in list(open_groups.items()):
+        for key, sessions in list(open_groups.items()):
             merged: list[tuple[int, int, int]] = []
-            for start, end, n in sorted(mine):
+            for start, end, n in sorted(sessions):
                 if merged and start <= merged[-1][1]:
                     merged[-1] = merged[-1][0], max(merged[-1][1], end), merged[-1][2] + n
                 else:
                     merged.append((start, end, n))
             expected += [(key, start, end, n) for start, end, n in merged if end <= watermark]
             open_groups[key] = [session for session in merged if session[1] > watermark]
-        open_groups = {key: mine for key, mine in open_groups.items() if mine}
+        open_groups = {key: sessions for key, sessions in open_groups.items() if sessions}
         assert sorted_windows(batch.output, "session_window") == sort_rows(expected)
         assert batch.state.num_rows == len(open_groups)
     assert not open_groups

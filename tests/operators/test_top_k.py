@@ -49,14 +49,14 @@ def test_ranks_equal_the_row_numbers_over_all_input(
     written: dict[Any, Any] = {}
     number = 0
     for rows in batches:
-        before = {key: rank_rows(mine, k, order) for key, mine in seen.items()}
+        before = {key: rank_rows(key_rows, k, order) for key, key_rows in seen.items()}
         table = []
         for key, value, text in rows:
             number += 1
             table.append({"number": number, "key": key, "value": value, "text": text})
             seen.setdefault(key, []).append(table[-1])
         output = bucket.step(pa.Table.from_pylist(table, schema=SCHEMA))
-        after = {key: rank_rows(mine, k, order) for key, mine in seen.items()}
+        after = {key: rank_rows(key_rows, k, order) for key, key_rows in seen.items()}
         output_ranks = [(row["key"], row["rank"], row["number"]) for row in output]
         assert len(output_ranks) == len(set(output_ranks))
         expected = {
@@ -73,8 +73,8 @@ def test_ranks_equal_the_row_numbers_over_all_input(
             assert repr({name: row[name] for name in SCHEMA.names}) == repr(input_row)
     assert written == {
         (key, rank): row_number
-        for key, mine in seen.items()
-        for rank, row_number in enumerate(rank_rows(mine, k, order), 1)
+        for key, key_rows in seen.items()
+        for rank, row_number in enumerate(rank_rows(key_rows, k, order), 1)
     }
 
 
@@ -137,9 +137,9 @@ def test_a_key_may_have_the_name_of_a_state_column() -> None:
     bucket = make_top(schema, ["top"], 1, [("n", True)], changed_only=False)
     rows = pa.table([[2, 1, 2], [5, 6, 7]], schema=schema)
     for _ in range(2):
-        found = bucket.step(rows)
+        output = bucket.step(rows)
     assert len(bucket.stored) == 2
-    assert found == []
+    assert output == []
 
 
 def test_a_column_name_may_begin_with_a_dot() -> None:
