@@ -192,7 +192,8 @@ def test_deferred_uploads_are_waited_for_at_the_end_of_a_task(life: Life) -> Non
     pointer = life.batch(may_defer=True)
     # The pointer claims that every file has arrived, which is true after the task's last call has waited.
     assert (pointer.inline, pointer.replication) == ((), {"a": ReplicationStatus(pointer.ref)})
-    assert [upload.file for upload in life.left] == [file_name(pointer.ref, DELTA)] if pointer.ref else []
+    assert pointer.ref is not None
+    assert [upload.file for upload in life.left] == [file_name(pointer.ref, DELTA)]
     assert not any(upload.done.done() for upload in life.left)
     life.manager("a").gate.set()
     life.bucket().committer.await_all(life.left)

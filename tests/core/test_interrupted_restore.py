@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from core_support import WRITER, buffer_of
@@ -32,7 +32,7 @@ from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptStoreError, InterruptedRestoreError, LiveRunError, StorageError
-from spark_state_ext.files.folder import Folder
+from spark_state_ext.files.folder import Folder, Readable
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Row, scan
 from spark_state_ext.worker import retry
@@ -390,15 +390,32 @@ def test_a_restore_uses_another_backend_if_one_cannot_be_opened(restores: Restor
 def test_all_backends_are_opened_before_a_file_is_requested(restores: Restores) -> None:
     """Files are requested in parallel, and each request must see the whole list of backends."""
 
+    opened: list[str] = []
+    opened_at_requests: list[int] = []
+
+    class Recording:
+        def __init__(self, files: Readable) -> None:
+            self._files = files
+
+        def __getattr__(self, name: str) -> Any:
+            if name != "where":
+                opened_at_requests.append(len(opened))
+            return getattr(self._files, name)
+
     class Slow(FilesRestore):
         def init(self, checkpoint: Checkpoint) -> None:
-            time.sleep(0.3)
+            time.sleep(0.1)
+            opened.append(self._folder.root)
+
+        def restore(self) -> Readable:
+            return cast("Readable", Recording(super().restore()))
 
     replicas = [
         replace(replica, restore=Slow(restores.life.folder(replica.name), 0.0))
         for replica in map(restores.replica, "ab")
     ]
     assert restores.bucket(*replicas).read(scan) == restores.life.models[-1]
+    assert set(opened_at_requests) == {2}
 
 
 # -- gaps ------------------------------------------------------------------------------------------

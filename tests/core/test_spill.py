@@ -99,7 +99,8 @@ def test_spill_buffer_returns_its_batches_in_order_every_time(
     for _ in range(2):
         assert list(buffer) == batches, "the buffer must return the same batches each time"
     assert buffer.rows == sum(batch.num_rows for batch in batches)
-    assert (buffer.spilled_bytes > 0) == (memory < 1_000 and bool(batches)) or memory >= 100
+    if memory < 100:
+        assert (buffer.spilled_bytes > 0) == bool(batches)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -198,8 +198,10 @@ def test_refresh_on_read_extends_the_life_of_the_state() -> None:
     assert rows_of(extended) == {1: replace(LIVE, expires_ms=110), 3: replace(PERMANENT, expires_ms=130)}
     assert expiry.extend_life(lookup, np.array([1, 3]), times) is None
     assert expiry.extend_life(lookup, np.array([], dtype=np.int64), times) is None
+    # A row that only has a timeout has no state that could expire.
     kept = expiry.extend_life(lookup, np.array([4]), times)
-    assert kept is None or rows_of(kept) == {5: ONLY_A_TIMEOUT}
+    assert kept is not None
+    assert rows_of(kept) == {5: ONLY_A_TIMEOUT}
 
 
 def test_removed_rows_are_tombstones_or_keep_their_timeout() -> None:
