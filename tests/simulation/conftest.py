@@ -1,4 +1,4 @@
-"""What every simulation is run with."""
+"""Fixture of all simulations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Damage, lost snapshots, holds that end and stores that do not answer are logged, thousands of times."""
+    """Do not log: damage, lost snapshots, expired holds and failing stores would fill the log."""
     logger = logging.getLogger("spark_state_ext")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

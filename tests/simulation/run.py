@@ -1,9 +1,9 @@
-"""As many simulated histories as one likes: ``python tests/simulation/run.py --histories 20000 --seed 1``.
+"""Simulate any number of histories: ``python tests/simulation/run.py --histories 20000 --seed 1``.
 
-A history that fails is shortened by Hypothesis and printed; the same seed and number of processes find it again. Two
-runs with other seeds go through other histories. After those of buckets come as many of drivers around one lease, of
-queries that claim one folder, of savepoints, of erase requests, of queries that are rescaled, of their runs' epochs, and
-of standbys.
+If a history fails, Hypothesis shortens and prints it. The same seed and number of processes find it again; another seed
+gives other histories. After the histories of buckets, the same number of histories is simulated for each other subject:
+drivers that compete for one lease, queries that claim one folder, savepoints, erase requests, rescaling, epochs of runs,
+and standby.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from sim_lease import simulate_lease  # noqa: E402
 from sim_parts import History, Step  # noqa: E402
 from sim_rescales import simulate_rescales  # noqa: E402
 from sim_savepoints import simulate_savepoints  # noqa: E402
-from sim_search import searched  # noqa: E402
+from sim_search import search_histories  # noqa: E402
 from sim_standby import simulate_standby  # noqa: E402
 from sim_timeline import simulate_timeline  # noqa: E402
 from sim_world import simulate  # noqa: E402
 
 
 def run(count: int, from_seed: int) -> Counter[str]:
-    """Simulate `count` histories; raises `WrongStateError` with the shortest history found to be wrong."""
-    seen: Counter[str] = Counter()
+    """Simulate `count` histories; raises `WrongStateError` with the shortest history that fails."""
+    counts: Counter[str] = Counter()
 
     def check(history: History) -> None:
         world = simulate(history)
-        seen.update(
+        counts.update(
             histories=1,
             steps=len(history.steps),
             commits=world.commits,
@@ -64,142 +64,142 @@ def run(count: int, from_seed: int) -> Counter[str]:
             histories_that_erase_in_time=int(history.config.erase_window_ms > 0),
         )
 
-    searched(histories(), check, count, from_seed, shrinks=True)
-    return seen
+    search_histories(histories(), check, count, from_seed, shrinks=True)
+    return counts
 
 
 def run_leases(count: int, from_seed: int) -> Counter[str]:
-    """As `run`, of drivers around one lease; raises `WrongLeaseError`."""
-    seen: Counter[str] = Counter()
+    """Simulate drivers that compete for one lease; raises `WrongLeaseError`."""
+    counts: Counter[str] = Counter()
 
     def check(steps: tuple[Step, ...]) -> None:
         world = simulate_lease(steps)
-        seen.update(
+        counts.update(
             lease_histories=1,
             lease_take_overs=world.take_overs,
             lease_histories_with_two_live_drivers=int(world.live_max > 1),
             lease_histories_with_one_identity=int(world.collisions > 0),
         )
 
-    searched(lease_histories(), check, count, from_seed, shrinks=True)
-    return seen
+    search_histories(lease_histories(), check, count, from_seed, shrinks=True)
+    return counts
 
 
 def run_claims(count: int, from_seed: int) -> Counter[str]:
-    """As `run_leases`, with queries that claim the folder."""
-    seen: Counter[str] = Counter()
+    """Simulate queries that claim one query folder; raises `WrongLeaseError`."""
+    counts: Counter[str] = Counter()
 
     def check(steps: tuple[Step, ...]) -> None:
         world = simulate_claims(steps)
-        seen.update(
+        counts.update(
             claim_histories=1,
             claim_histories_with_chains=int(world.counted["claims in a chain"] > 0),
             claim_histories_with_releases_in_chains=int(world.counted["releases in a chain"] > 0),
         )
-        seen.update({f"folder_{name.replace(' ', '_')}": times for name, times in world.counted.items()})
+        counts.update({f"folder_{name.replace(' ', '_')}": times for name, times in world.counted.items()})
 
-    searched(claim_histories(), check, count, from_seed, shrinks=True)
-    return seen
+    search_histories(claim_histories(), check, count, from_seed, shrinks=True)
+    return counts
 
 
 def run_savepoints(count: int, from_seed: int) -> Counter[str]:
-    """As `run`, of savepoints and of queries that start from them."""
-    seen: Counter[str] = Counter()
+    """Simulate savepoints and queries that start from them; raises `WrongStateError`."""
+    counts: Counter[str] = Counter()
 
     def check(history: History) -> None:
         world = simulate_savepoints(history)
-        seen.update(savepoint_histories=1)
-        seen.update({name.replace(" ", "_").replace("-", "_"): times for name, times in world.yard.counted.items()})
+        counts.update(savepoint_histories=1)
+        counts.update({name.replace(" ", "_").replace("-", "_"): times for name, times in world.yard.counted.items()})
 
-    searched(savepoint_histories(), check, count, from_seed, shrinks=True)
-    return seen
+    search_histories(savepoint_histories(), check, count, from_seed, shrinks=True)
+    return counts
 
 
 def run_erasures(count: int, from_seed: int) -> Counter[str]:
-    """As `run`, of queries that are asked to erase keys."""
-    seen: Counter[str] = Counter()
+    """Simulate queries with erase requests; raises `WrongStateError`."""
+    counts: Counter[str] = Counter()
 
     def check(history: History) -> None:
         world = simulate_erasures(history)
-        seen.update(erasure_histories=1)
-        seen.update({f"erasure_{name.replace(' ', '_')}": times for name, times in world.counted.items()})
+        counts.update(erasure_histories=1)
+        counts.update({f"erasure_{name.replace(' ', '_')}": times for name, times in world.counted.items()})
 
-    searched(erasure_histories(), check, count, from_seed, shrinks=True)
-    return seen
+    search_histories(erasure_histories(), check, count, from_seed, shrinks=True)
+    return counts
 
 
 def run_rescales(count: int, from_seed: int) -> Counter[str]:
-    """As `run`, of queries that are started again with another number of buckets."""
-    seen: Counter[str] = Counter()
+    """Simulate queries that are rescaled; raises `WrongStateError`."""
+    counts: Counter[str] = Counter()
 
     def check(history: History) -> None:
         world = simulate_rescales(history)
-        seen.update(rescale_histories=1, rescale_commits=world.commits, rescale_files_deleted=world.deleted)
-        seen.update({f"rescale_{name.replace(' ', '_')}": times for name, times in world.counted.items()})
+        counts.update(rescale_histories=1, rescale_commits=world.commits, rescale_files_deleted=world.deleted)
+        counts.update({f"rescale_{name.replace(' ', '_')}": times for name, times in world.counted.items()})
 
-    searched(rescale_histories(), check, count, from_seed, shrinks=True)
-    return seen
+    search_histories(rescale_histories(), check, count, from_seed, shrinks=True)
+    return counts
 
 
 def run_timelines(count: int, from_seed: int) -> Counter[str]:
-    """As `run`, of the runs of one query; raises `WrongLineError`."""
-    seen: Counter[str] = Counter()
+    """Simulate the runs of one query and their epochs; raises `WrongLineError`."""
+    counts: Counter[str] = Counter()
 
     def check(steps: tuple[Step, ...]) -> None:
         world = simulate_timeline(steps)
-        seen.update(timeline_histories=1)
-        seen.update({f"timeline_{name}": times for name, times in world.counted.items()})
+        counts.update(timeline_histories=1)
+        counts.update({f"timeline_{name}": times for name, times in world.counted.items()})
 
-    searched(timeline_histories(), check, count, from_seed, shrinks=True)
-    return seen
+    search_histories(timeline_histories(), check, count, from_seed, shrinks=True)
+    return counts
 
 
 def run_standby(count: int, from_seed: int) -> Counter[str]:
-    """As `run`, of hosts that keep replicas; raises `WrongStandbyError`."""
-    seen: Counter[str] = Counter()
+    """Simulate hosts that keep standby replicas; raises `WrongStandbyError`."""
+    counts: Counter[str] = Counter()
 
     def check(steps: tuple[Step, ...]) -> None:
         world = simulate_standby(steps)
-        seen.update(standby_histories=1, standby_hosts_died=world.died, standby_moves=world.moves)
+        counts.update(standby_histories=1, standby_hosts_died=world.died, standby_moves=world.moves)
 
-    searched(standby_histories(), check, count, from_seed, shrinks=True)
-    return seen
+    search_histories(standby_histories(), check, count, from_seed, shrinks=True)
+    return counts
 
 
-def _share(counts: tuple[int, ...], from_seed: int, results: multiprocessing.Queue[Counter[str]]) -> None:
+def _simulate_share(share: tuple[int, ...], from_seed: int, results: multiprocessing.Queue[Counter[str]]) -> None:
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
-    # What was imported stays; going through it again and again takes a twentieth of the time.
+    # Imported objects stay, and the collector would spend a twentieth of the time on them.
     gc.freeze()
-    count, leases, savepoints, erasures, rescales, timelines, standby = counts
-    seen = run(count, from_seed) if count else Counter[str]()
+    count, leases, savepoints, erasures, rescales, timelines, standby = share
+    counts = run(count, from_seed) if count else Counter[str]()
     if leases:
-        seen.update(run_leases(leases, from_seed))
-        seen.update(run_claims(leases, from_seed))
+        counts.update(run_leases(leases, from_seed))
+        counts.update(run_claims(leases, from_seed))
     if savepoints:
-        seen.update(run_savepoints(savepoints, from_seed))
+        counts.update(run_savepoints(savepoints, from_seed))
     if erasures:
-        seen.update(run_erasures(erasures, from_seed))
+        counts.update(run_erasures(erasures, from_seed))
     if rescales:
-        seen.update(run_rescales(rescales, from_seed))
+        counts.update(run_rescales(rescales, from_seed))
     if timelines:
-        seen.update(run_timelines(timelines, from_seed))
+        counts.update(run_timelines(timelines, from_seed))
     if standby:
-        seen.update(run_standby(standby, from_seed))
-    results.put(seen)
+        counts.update(run_standby(standby, from_seed))
+    results.put(counts)
 
 
 def main() -> int:
-    """Run them in several processes; prints one line of JSON."""
+    """Run the histories in several processes and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--histories", type=int, default=20_000)
     parser.add_argument(
-        "--leases", type=int, help="histories of leases, and of claims; as many as the others by default"
+        "--leases", type=int, help="histories of leases, and as many of claims; as many as --histories by default"
     )
-    parser.add_argument("--savepoints", type=int, help="histories of savepoints; as many as the others by default")
-    parser.add_argument("--erasures", type=int, help="histories of erase requests; as many as the others by default")
-    parser.add_argument("--rescales", type=int, help="histories of rescaling; as many as the others by default")
-    parser.add_argument("--timelines", type=int, help="histories of epochs; as many as the others by default")
-    parser.add_argument("--standby", type=int, help="histories of standbys; as many as the others by default")
+    parser.add_argument("--savepoints", type=int, help="histories of savepoints; as many as --histories by default")
+    parser.add_argument("--erasures", type=int, help="histories of erase requests; as many as --histories by default")
+    parser.add_argument("--rescales", type=int, help="histories of rescaling; as many as --histories by default")
+    parser.add_argument("--timelines", type=int, help="histories of epochs; as many as --histories by default")
+    parser.add_argument("--standby", type=int, help="histories of standby; as many as --histories by default")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
@@ -207,11 +207,11 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     results: multiprocessing.Queue[Counter[str]] = context.Queue()
     names = ("histories", "leases", "savepoints", "erasures", "rescales", "timelines", "standby")
-    wanted = [getattr(arguments, name) for name in names]
-    each = [arguments.histories if count is None else count for count in wanted]
-    shares = tuple(-(-count // arguments.processes) for count in each)
+    requested_counts = [getattr(arguments, name) for name in names]
+    history_counts = [arguments.histories if count is None else count for count in requested_counts]
+    shares = tuple(-(-count // arguments.processes) for count in history_counts)
     workers = [
-        context.Process(target=_share, args=(shares, arguments.seed * 1_000 + i, results))
+        context.Process(target=_simulate_share, args=(shares, arguments.seed * 1_000 + i, results))
         for i in range(arguments.processes)
     ]
     for worker in workers:
@@ -220,14 +220,14 @@ def main() -> int:
         worker.join()
     if any(worker.exitcode for worker in workers):
         print(
-            f"seed {arguments.seed}, {arguments.processes} processes: a history gave a wrong state or lease, see above"
+            f"seed {arguments.seed}, {arguments.processes} processes: the invariants of a history were violated, see above"
         )
         return 1
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for _ in workers:
-        # Not added, which leaves out what is 0.
-        seen.update(results.get())
-    print(json.dumps({"seed": arguments.seed, **seen, "seconds": round(time.monotonic() - started_s)}))
+        # `update` keeps counts of 0; `+` drops them.
+        counts.update(results.get())
+    print(json.dumps({"seed": arguments.seed, **counts, "seconds": round(time.monotonic() - started_s)}))
     return 0
 
 

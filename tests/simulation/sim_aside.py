@@ -1,7 +1,7 @@
-"""Work that is done beside the rest of a history, a piece at a time: it stops where it pauses, until it is told to go on.
+"""Work that runs next to the rest of a history in pieces: it stops where it pauses, until the history lets it continue.
 
-Each has a thread of its own, of which one runs at any time; so what runs is the product's code as it is, and a history
-is the same again.
+Each piece of work has its own thread, and only one thread runs at any time. So the product's code runs unchanged, and a
+history can be repeated.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from sim_stores import DiedError
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 
-__all__ = ["Aside", "Trap", "die", "pause", "trapped", "traps"]
+__all__ = ["PausableWork", "Trap", "die", "pause", "set_trap", "list_trap_patches"]
 
 _HERE = threading.local()
-# What changes a folder.
+# Methods that change a folder.
 _CHANGES = ("create", "put", "put_file", "remove", "duplicate_to")
 
 
-class Aside:
-    """One piece of work.
+class PausableWork:
+    """Work that can pause.
 
     Parameters
     ----------
     work
-        What is done.
+        Function to run.
     lives
-        Whether the process that does it lives; where it does not, the work ends at its next pause.
+        Whether its process is alive; if not, the work ends at its next pause.
     """
 
     def __init__(self, work: Callable[[], object], lives: Callable[[], bool] = lambda: True) -> None:
@@ -41,41 +41,41 @@ class Aside:
         self._thread: threading.Thread | None = None
         self._killed = False
         self._error: BaseException | None = None
-        self.over = False
+        self.is_over = False
 
-    def go_on(self) -> None:
-        """Until its next pause, or its end; raises what it raises, but for `DiedError`."""
-        if not self.over:
-            self._advance()
+    def advance(self) -> None:
+        """Run until the next pause or the end; raises the work's errors, except `DiedError`."""
+        if not self.is_over:
+            self._advance_thread()
 
-    def _advance(self) -> None:
+    def _advance_thread(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="simulated aside", daemon=True)
             self._thread.start()
         self._killed |= not self._lives()
         self._turn.release()
         self._back.acquire()
-        if self.over:
+        if self.is_over:
             self._thread.join()
             error, self._error = self._error, None
             if error is not None:
                 raise error
 
     def end(self) -> None:
-        """To its end, whatever there is to do."""
-        while not self.over:
-            self.go_on()
+        """Run to the end."""
+        while not self.is_over:
+            self.advance()
 
     def kill(self) -> None:
-        """It dies where it is."""
+        """Let the process die where the work is."""
         self._killed = True
         if self._thread is None:
-            self.over = True
+            self.is_over = True
         self.end()
 
     def _run(self) -> None:
         self._turn.acquire()
-        _HERE.aside = self
+        _HERE.activity = self
         try:
             if not self._killed:
                 self._work()
@@ -83,7 +83,7 @@ class Aside:
             pass
         except BaseException as error:
             self._error = error
-        self.over = True
+        self.is_over = True
         self._back.release()
 
     def _pause(self) -> None:
@@ -95,56 +95,56 @@ class Aside:
 
 
 def pause() -> bool:
-    """The work that calls this stops here for a while; False where it is none that can."""
-    aside: Aside | None = getattr(_HERE, "aside", None)
-    if aside is None:
+    """Pause the work that calls this; returns False if the caller cannot pause."""
+    activity: PausableWork | None = getattr(_HERE, "activity", None)
+    if activity is None:
         return False
-    aside._pause()
+    activity._pause()
     return True
 
 
 def die() -> NoReturn:
-    """The process that does this dies: nothing that is left to do in it is done either."""
-    aside: Aside | None = getattr(_HERE, "aside", None)
-    if aside is not None:
-        aside._killed = True
+    """Let the calling process die: its remaining work is not done either."""
+    activity: PausableWork | None = getattr(_HERE, "activity", None)
+    if activity is not None:
+        activity._killed = True
     raise DiedError
 
 
 class Trap:
-    """Which of the next changes to files is special, and how.
+    """A disturbance at one of the next changes to files.
 
     Parameters
     ----------
     at
-        Its number, from 0; negative: none is.
-    happens
-        What happens then: ``"dies"``, ``"fails"``, or ``"waits"``.
-    waits
-        What is done meanwhile where the work cannot pause.
+        Number of the change, from 0; negative for no disturbance.
+    action
+        Kind of disturbance: ``"dies"``, ``"fails"``, or ``"waits"``.
+    meanwhile
+        Called instead of a pause if the work cannot pause.
     """
 
-    def __init__(self, at: int, happens: str, waits: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, at: int, action: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         self._at = at
-        self._happens = happens
-        self._waits = waits
+        self._action = action
+        self._meanwhile = meanwhile
 
     def hit(self) -> None:
-        """A change is about to be made."""
+        """Count a change that is about to be made, and cause the disturbance if its turn has come."""
         self._at -= 1
         if self._at != -1:
             return
-        if self._happens == "dies":
+        if self._action == "dies":
             die()
-        if self._happens == "fails":
+        if self._action == "fails":
             raise StorageError("fails on purpose")
         if not pause():
-            self._waits()
+            self._meanwhile()
 
 
 @contextmanager
-def trapped(trap: Trap) -> Iterator[None]:
-    """The changes to files that this thread makes are such."""
+def set_trap(trap: Trap) -> Iterator[None]:
+    """Apply a trap to the changes to files that this thread makes."""
     before = getattr(_HERE, "trap", None)
     _HERE.trap = trap
     try:
@@ -153,17 +153,17 @@ def trapped(trap: Trap) -> Iterator[None]:
         _HERE.trap = before
 
 
-def traps() -> list[tuple[Any, str, Any]]:
-    """What is put in the place of a folder's methods while a history runs."""
-    return [(Folder, name, _with_traps(getattr(Folder, name))) for name in _CHANGES]
+def list_trap_patches() -> list[tuple[Any, str, Any]]:
+    """Replacements of a folder's methods while a history runs."""
+    return [(Folder, name, _add_trap(getattr(Folder, name))) for name in _CHANGES]
 
 
-def _with_traps(real: Callable[..., Any]) -> Callable[..., Any]:
-    def change(self: Folder, *args: Any, **kwargs: Any) -> Any:
+def _add_trap(real: Callable[..., Any]) -> Callable[..., Any]:
+    def change_folder(self: Folder, *args: Any, **kwargs: Any) -> Any:
         trap: Trap | None = getattr(_HERE, "trap", None)
         if trap is None:
             return real(self, *args, **kwargs)
         trap.hit()
         return real(self, *args, **kwargs)
 
-    return change
+    return change_folder

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from sim_parts import Built, probe
+from sim_parts import Variant, probe
 
 from arrow_schemas import CheckpointRef, Pointer
 from arrow_schemas.ages import Ages
@@ -305,33 +305,33 @@ def committing(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) ->
 
 
 BROKEN = {
-    "identity from the batch": Built(bucket=IdentityFromBatch),
-    "no parent check": Built(bucket=NoParentCheck),
-    "clean-up by version only": Built(classify=clean_up_by_version),
-    "delta applied on a sibling": Built(bucket=DeltaOnASibling),
-    "clean-up blind to parallel lineages": Built(classify=clean_up_trusting_the_lineage),
-    "clean-up looking aside where versions repeat": Built(classify=clean_up_where_versions_repeat),
-    "clean-up without retention": Built(classify=clean_up_without_retention),
-    "clean-up after the batches retained": Built(classify=clean_up_after_the_batches_retained),
-    "clean-up leaning on what it did not verify": Built(classify=clean_up_unverified),
-    "clean-up by calls": Built(classify=clean_up_by_calls),
-    "every call counted as a heartbeat": Built(bucket=EveryCallAHeartbeat),
-    "no renewal": Built(bucket=NeverRenewed),
-    "leaked pins": Built(bucket=LeakedPins),
-    "inline copies dropped at once": Built(bucket=committing(DroppedAtOnce)),
-    "uploads noted before they are done": Built(bucket=committing(NotedAtOnce)),
-    "deferred uploads left alone": Built(bucket=committing(LeftAlone)),
-    "uploads before forgotten": Built(bucket=committing(NobodyBefore)),
-    "a gap passed by": Built(bucket=committing(GapPassedBy)),
-    "caught up at once": Built(bucket=committing(Committer, CaughtUpAtOnce)),
-    "never late": Built(bucket=committing(NeverLate)),
-    "neighbours on different attempts": Built(next_call_ms=called_for_its_own),
-    "a removed root unnoticed": Built(probe=removed_root_unnoticed),
-    "a look at what the pointer says only": Built(probe=looking_by_the_pointer),
-    "erased at once": Built(patches=((retention, "erased_before", erased_at_once),)),
-    "erased with the window": Built(patches=((retention, "erased_before", erased_with_the_window),)),
-    "erased and not renewed": Built(patches=((bucket_module, "is_old", renewed_by_heartbeats_only),)),
-    "a look at the newest file only": Built(patches=((probes, "has_state", newest_file_only),)),
+    "identity from the batch": Variant(bucket=IdentityFromBatch),
+    "no parent check": Variant(bucket=NoParentCheck),
+    "clean-up by version only": Variant(classify=clean_up_by_version),
+    "delta applied on a sibling": Variant(bucket=DeltaOnASibling),
+    "clean-up blind to parallel lineages": Variant(classify=clean_up_trusting_the_lineage),
+    "clean-up looking aside where versions repeat": Variant(classify=clean_up_where_versions_repeat),
+    "clean-up without retention": Variant(classify=clean_up_without_retention),
+    "clean-up after the batches retained": Variant(classify=clean_up_after_the_batches_retained),
+    "clean-up leaning on what it did not verify": Variant(classify=clean_up_unverified),
+    "clean-up by calls": Variant(classify=clean_up_by_calls),
+    "every call counted as a heartbeat": Variant(bucket=EveryCallAHeartbeat),
+    "no renewal": Variant(bucket=NeverRenewed),
+    "leaked pins": Variant(bucket=LeakedPins),
+    "inline copies dropped at once": Variant(bucket=committing(DroppedAtOnce)),
+    "uploads noted before they are done": Variant(bucket=committing(NotedAtOnce)),
+    "deferred uploads left alone": Variant(bucket=committing(LeftAlone)),
+    "uploads before forgotten": Variant(bucket=committing(NobodyBefore)),
+    "a gap passed by": Variant(bucket=committing(GapPassedBy)),
+    "caught up at once": Variant(bucket=committing(Committer, CaughtUpAtOnce)),
+    "never late": Variant(bucket=committing(NeverLate)),
+    "neighbours on different attempts": Variant(next_call_ms=called_for_its_own),
+    "a removed root unnoticed": Variant(probe=removed_root_unnoticed),
+    "a look at what the pointer says only": Variant(probe=looking_by_the_pointer),
+    "erased at once": Variant(patches=((retention, "erased_before", erased_at_once),)),
+    "erased with the window": Variant(patches=((retention, "erased_before", erased_with_the_window),)),
+    "erased and not renewed": Variant(patches=((bucket_module, "is_old", renewed_by_heartbeats_only),)),
+    "a look at the newest file only": Variant(patches=((probes, "has_state", newest_file_only),)),
 }
 
 __all__ = ["BROKEN", "committing"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sim_broken import committing
-from sim_parts import Built
+from sim_parts import Variant
 
 from arrow_schemas.lineage import CheckpointRef
 from arrow_schemas.pointer import Pointer
@@ -80,11 +80,11 @@ class CaughtUpByItsSize(Snapshots):
 
 
 BROKEN_UPLOADS = {
-    "a confirmed delta removed to be sent again": Built(patches=((FilesBackup, "_put", _sent_anew),)),
-    "confirmed by its size": Built(patches=((FilesBackup, "_compare", _has_its_size),)),
-    "caught up by its size": Built(bucket=committing(Committer, CaughtUpByItsSize)),
-    "failures of dead runs told": Built(patches=((committer_module, "still_counts", _whoever_failed),)),
-    "a failure told once": Built(bucket=committing(ToldOnce)),
-    "losses forgotten at once": Built(bucket=committing(Committer, ForgottenAtOnce)),
-    "losses forgotten when answered": Built(bucket=committing(Committer, ForgottenWhenAnswered)),
+    "a confirmed delta removed to be sent again": Variant(patches=((FilesBackup, "_put", _sent_anew),)),
+    "confirmed by its size": Variant(patches=((FilesBackup, "_compare", _has_its_size),)),
+    "caught up by its size": Variant(bucket=committing(Committer, CaughtUpByItsSize)),
+    "failures of dead runs told": Variant(patches=((committer_module, "still_counts", _whoever_failed),)),
+    "a failure told once": Variant(bucket=committing(ToldOnce)),
+    "losses forgotten at once": Variant(bucket=committing(Committer, ForgottenAtOnce)),
+    "losses forgotten when answered": Variant(bucket=committing(Committer, ForgottenWhenAnswered)),
 }

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from sim_lease import LEASE_STEPS, THIRD_S, Driver, LateFiles, LeaseWorld, Process, WrongLeaseError, simulated
+from sim_lease import LEASE_STEPS, THIRD_S, Driver, LateFiles, LeaseWorld, Process, WrongLeaseError, run_lease_world
 from sim_parts import Numbers, Step
 
 from spark_state_ext.errors import MissingCheckpointError, OwnershipError, StorageError
@@ -263,5 +263,5 @@ def simulate_claims(steps: Iterable[Step], patches: Iterable[tuple[Any, str, Any
         As for `simulate_lease`.
     """
     world = ClaimWorld()
-    simulated(world, steps, [(RunIdentity, "here", lambda _: staticmethod(_nobody)), *patches])
+    run_lease_world(world, steps, [(RunIdentity, "here", lambda _: staticmethod(_nobody)), *patches])
     return world

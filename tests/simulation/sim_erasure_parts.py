@@ -1,4 +1,4 @@
-"""Parts of the simulated query that is asked to erase keys: what stands beside pointers, processes, and attempts at tasks."""
+"""Parts of the simulated query with erase requests: states next to pointers, processes, and attempts at tasks."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
-from sim_parts import SCHEMA, Config, Held, Partition
+from sim_parts import SCHEMA, BucketState, Config, Partition
 
 from spark_state_ext.engine.erase_requests import EraseWatch
 from spark_state_ext.engine.erased_rows import ErasedRows
 
-__all__ = ["ErasureConfig", "Kept", "Memory", "Process", "Run", "Task", "rows_of_keys"]
+__all__ = ["ErasureConfig", "ErasedState", "Memory", "Process", "Run", "Task", "find_erased_keys"]
 
 
 @dataclass(frozen=True)
 class ErasureConfig(Config):
-    """What stays the same over a history.
+    """Configuration of a history.
 
     Parameters
     ----------
     partitions
-        Over how many tasks the buckets are spread.
+        Number of tasks that the buckets are spread over.
     switches
-        There are runs that do not look for requests.
+        Whether some runs do not look for requests.
     """
 
     partitions: int = 1
@@ -32,19 +32,19 @@ class ErasureConfig(Config):
 
 
 @dataclass(frozen=True)
-class Kept(Held):
-    """What Spark's state holds of a bucket, and beside it what it stands for.
+class ErasedState(BucketState):
+    """What Spark's state holds of a bucket, with the state that it stands for.
 
     Parameters
     ----------
     rows
-        Of each key, when its state began.
+        By key, when its state began.
     carried
-        Ids of the requests that the state was without once.
+        Ids of the requests that the state reflects: its keys were removed at some time.
     late
-        A late attempt of another run has written it over what was committed.
+        Whether a late attempt of another run wrote it over the committed one.
     waits
-        Its call could not read a request.
+        Whether its call could not read a request.
     """
 
     rows: Mapping[int, int] = field(default_factory=dict)
@@ -55,13 +55,13 @@ class Kept(Held):
 
 @dataclass
 class Memory:
-    """What an executor has of a partition."""
+    """What an executor's memory holds of a partition."""
 
     loaded: dict[int, Partition] = field(default_factory=dict)
 
 
 class Process:
-    """An executor's."""
+    """A worker process of an executor."""
 
     def __init__(self, partitions: int) -> None:
         self.watch = EraseWatch()
@@ -70,7 +70,7 @@ class Process:
 
 @dataclass
 class Run:
-    """A start of the query."""
+    """A run of the query."""
 
     number: int
     looks: bool
@@ -79,11 +79,11 @@ class Run:
 
 @dataclass
 class Task:
-    """An attempt at one."""
+    """An attempt at a task."""
 
     run: Run
     batch: int
-    began: int
+    began_at: int
     partition: int
     process: Process
     called: Sequence[int]
@@ -91,13 +91,13 @@ class Task:
     handed_out: Partition
     chance: random.Random
     cleans: bool
-    made: dict[int, Kept] = field(default_factory=dict)
-    over: bool = False
+    results: dict[int, ErasedState] = field(default_factory=dict)
+    has_ended: bool = False
     calls: Iterator[None] = field(default_factory=lambda: iter(()))
 
 
-def rows_of_keys(rows: Mapping[int, int], columns: Sequence[pa.Array]) -> list[int]:
-    """Which keys of a bucket a call takes away, by the rows that it finds."""
+def find_erased_keys(rows: Mapping[int, int], columns: Sequence[pa.Array]) -> list[int]:
+    """Return the keys of a bucket that a call erases, according to the rows that it finds."""
     keys = sorted(rows)
     count = len(keys)
     arrays = [
@@ -109,5 +109,5 @@ def rows_of_keys(rows: Mapping[int, int], columns: Sequence[pa.Array]) -> list[i
         pa.array([False] * count),
     ]
     live = pa.RecordBatch.from_arrays(arrays, schema=SCHEMA.arrow)
-    found: list[int] = ErasedRows.found([live], columns, SCHEMA).rows.column(1).to_pylist()
-    return found
+    erased: list[int] = ErasedRows.found([live], columns, SCHEMA).rows.column(1).to_pylist()
+    return erased

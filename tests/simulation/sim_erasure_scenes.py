@@ -1,4 +1,4 @@
-"""Histories of erase requests that chance seldom finds, each for what might go wrong in it."""
+"""Histories of erase requests that random search seldom finds; each provokes a certain mistake."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterable, Sequence
 from sim_erasure_parts import ErasureConfig
 from sim_erasures import EXECUTORS, KEYS, ErasureWorld, Patch
 from sim_parts import Numbers, WrongStateError
-from sim_search import replaced
+from sim_search import replace_attributes
 
 from spark_state_ext.files.horizon import recent_heartbeats
 
-__all__ = ["ERASURE_SCENES", "ErasureScene", "played_erasures"]
+__all__ = ["ERASURE_SCENES", "ErasureScene", "play_erasure_scene"]
 
 RETAINED = 3
 OVERTAKES = 3
-# Those of the second bucket.
+# Keys of the second bucket.
 ODD = tuple(range(1, KEYS, 2))
 
 
 class ErasureScene:
-    """A query of two buckets, each of which is a task of its own."""
+    """A query of two buckets; each bucket is a task of its own."""
 
     def __init__(self) -> None:
         self.world = ErasureWorld(ErasureConfig(True, False, RETAINED, False, buckets=2, partitions=2, switches=True))
@@ -31,154 +31,154 @@ class ErasureScene:
         """The newest batch that is committed."""
         return self.world.batch
 
-    def go(self, batches: int = 1, first_on: int = 0) -> None:
-        """Batches in which both buckets are called, the second one in a process of its own."""
+    def run_batches(self, batches: int = 1, first_executor: int = 0) -> None:
+        """Run batches in which both buckets are called, each in its own process."""
         for _ in range(batches):
-            self._batch(first_on, ())
+            self._batch(first_executor, ())
 
-    def asked_behind(self, *requests: Sequence[int]) -> int:
-        """A batch in which somebody asks between the calls: only the first bucket's process sees that. Gives the batch."""
+    def run_batch_with_requests(self, *requests: Sequence[int]) -> int:
+        """Run a batch with requests between its calls, so that only the first bucket's process sees them; returns the batch."""
         self._batch(0, requests)
         return self.batch
 
-    def first_only(self) -> None:
-        """A batch without data, in which a timeout calls the first bucket."""
+    def call_first_bucket(self) -> None:
+        """Run a batch without data in which a timeout calls the first bucket."""
         self.world.planned[self.batch + 1] = (0,)
         self._batch(0, ())
 
-    def dies(self) -> None:
-        """The first bucket is called, and the query dies in the batch."""
+    def die_in_batch(self) -> None:
+        """Call the first bucket in a batch in which the query then dies."""
         self.world.plan(self.batch + 1, self._numbers, True)
         task = self.world.begin(0, self._numbers)
         task.process = self.world.processes[0]
-        while self.world.go_on_with(task):
+        while self.world.advance_task(task):
             pass
 
     def ask(self, *keys: int) -> None:
-        """Somebody asks."""
-        self.world.asking.ask(*keys)
+        """Make a request."""
+        self.world.users.ask(*keys)
 
     def restart(self, batch: int | None = None, *, looks: bool = True) -> None:
-        """The query starts again, and its processes go on."""
+        """Start the query again; its processes live on."""
         self.world.restart(self.batch if batch is None else batch, looks, [False] * EXECUTORS)
         self.world.check()
 
-    def _batch(self, first_on: int, asked: Iterable[Sequence[int]]) -> None:
+    def _batch(self, first_executor: int, requests: Iterable[Sequence[int]]) -> None:
         world, numbers = self.world, self._numbers
         world.plan(self.batch + 1, numbers, True)
         tasks = {p: world.begin(p, numbers) for p in (1, 0)}
         for task in tasks.values():
             task.cleans = True
-        tasks[1].process, tasks[0].process = world.processes[2], world.processes[first_on]
-        world.go_on_with(tasks[1])
-        for keys in asked:
-            world.asking.ask(*keys)
+        tasks[1].process, tasks[0].process = world.processes[2], world.processes[first_executor]
+        world.advance_task(tasks[1])
+        for keys in requests:
+            world.users.ask(*keys)
         for task in tasks.values():
-            while world.go_on_with(task):
+            while world.advance_task(task):
                 pass
-            if not task.over:
+            if not task.has_ended:
                 raise WrongStateError(f"a call of batch {task.batch} fails")
         world.commit({p: [task] for p, task in tasks.items()}, numbers)
         world.check()
 
 
 def seen_by_one_bucket(scene: ErasureScene) -> None:
-    """The second bucket carries it out a batch later."""
-    scene.asked_behind(ODD)
-    scene.go(3)
+    """The second bucket carries the request out one batch later than the first."""
+    scene.run_batch_with_requests(ODD)
+    scene.run_batches(3)
 
 
-def back_to_where_one_bucket_had_seen_it(scene: ErasureScene) -> None:
-    """The second one has the keys again, and the first one's mark says that it has carried the request out."""
-    batch = scene.asked_behind(ODD)
-    scene.go(2)
+def back_to_where_one_bucket_saw_it(scene: ErasureScene) -> None:
+    """The second bucket has the keys again, and the first bucket's mark says that it has carried the request out."""
+    batch = scene.run_batch_with_requests(ODD)
+    scene.run_batches(2)
     scene.restart(batch)
-    scene.go(4)
+    scene.run_batches(4)
 
 
-def nobody_looked_between(scene: ErasureScene) -> None:
-    """A heartbeat has passed, in which the second bucket was called and did not look."""
-    scene.asked_behind(ODD)
+def no_look_in_between(scene: ErasureScene) -> None:
+    """In one heartbeat, the second bucket is called and does not look for requests."""
+    scene.run_batch_with_requests(ODD)
     scene.restart(looks=False)
-    scene.go()
+    scene.run_batches()
     scene.restart()
-    scene.go(4)
+    scene.run_batches(4)
 
 
-def listed_behind_a_writer(scene: ErasureScene) -> None:
-    """A listing has the second of two requests and lacks the first."""
-    scene.world.asking.arm(0, OVERTAKES, 1)
-    scene.go(4)
+def listed_while_others_write(scene: ErasureScene) -> None:
+    """A listing contains the second of two requests, but not the first."""
+    scene.world.users.set_fault(0, OVERTAKES, 1)
+    scene.run_batches(4)
 
 
-def two_in_one_heartbeat(scene: ErasureScene) -> None:
-    """Timeouts call the first bucket again, and it carries out another one before the second bucket is called."""
-    scene.asked_behind(ODD)
+def two_requests_in_one_heartbeat(scene: ErasureScene) -> None:
+    """A timeout calls the first bucket again; it carries out another request before the second bucket is called."""
+    scene.run_batch_with_requests(ODD)
     scene.ask(0)
-    scene.first_only()
-    scene.go(4)
+    scene.call_first_bucket()
+    scene.run_batches(4)
 
 
 def done_again_much_later(scene: ErasureScene) -> None:
-    """A process remembers when a request was done, before the query went back and did not look for long."""
-    scene.go()
+    """A process remembers when a request was done; then the query goes back and does not look for a long time."""
+    scene.run_batches()
     before = scene.batch
     scene.ask(*ODD)
-    scene.go(3)
-    scene.dies()
+    scene.run_batches(3)
+    scene.die_in_batch()
     scene.restart(before, looks=False)
-    scene.go(recent_heartbeats(RETAINED) + 2)
+    scene.run_batches(recent_heartbeats(RETAINED) + 2)
     scene.restart()
-    scene.go(3, first_on=1)
-    scene.go(3)
+    scene.run_batches(3, first_executor=1)
+    scene.run_batches(3)
 
 
-def asked_for_when_all_are_gone(scene: ErasureScene) -> None:
-    """Of the requests before there are records only."""
+def asked_after_all_requests_were_removed(scene: ErasureScene) -> None:
+    """The earlier requests were removed; only their records exist."""
     scene.ask(*ODD)
-    scene.go(recent_heartbeats(RETAINED) + 5)
+    scene.run_batches(recent_heartbeats(RETAINED) + 5)
     scene.ask(*ODD)
-    scene.go(3)
+    scene.run_batches(3)
 
 
-def damaged_before_all_have_read_it(scene: ErasureScene) -> None:
-    """The first bucket has carried two out, and the second one cannot read the first of them."""
-    scene.asked_behind(ODD[:2], ODD[2:])
-    scene.world.asking.spoil(1)
-    scene.go(3)
+def damaged_before_all_buckets_read_it(scene: ErasureScene) -> None:
+    """The first bucket has carried out two requests; the second bucket cannot read the first of them."""
+    scene.run_batch_with_requests(ODD[:2], ODD[2:])
+    scene.world.users.spoil(1)
+    scene.run_batches(3)
 
 
 def asked_in_another_folder(scene: ErasureScene) -> None:
-    """A mark is of requests that are not there any more, and others have their numbers."""
+    """A mark refers to requests that no longer exist, and other requests have their numbers."""
     scene.ask(0)
-    scene.go(3)
+    scene.run_batches(3)
     scene.restart()
-    scene.world.asking.lose()
+    scene.world.users.lose()
     scene.ask(*ODD)
-    scene.go(4)
+    scene.run_batches(4)
 
 
 ERASURE_SCENES = (
     seen_by_one_bucket,
-    back_to_where_one_bucket_had_seen_it,
-    nobody_looked_between,
-    listed_behind_a_writer,
-    two_in_one_heartbeat,
+    back_to_where_one_bucket_saw_it,
+    no_look_in_between,
+    listed_while_others_write,
+    two_requests_in_one_heartbeat,
     done_again_much_later,
-    asked_for_when_all_are_gone,
-    damaged_before_all_have_read_it,
+    asked_after_all_requests_were_removed,
+    damaged_before_all_buckets_read_it,
     asked_in_another_folder,
 )
 
 
-def played_erasures(script: Callable[[ErasureScene], None], patches: Iterable[Patch] = ()) -> ErasureWorld:
-    """Play a scene to its end; raises `WrongStateError` when anything is wrong."""
+def play_erasure_scene(script: Callable[[ErasureScene], None], patches: Iterable[Patch] = ()) -> ErasureWorld:
+    """Play a scene to its end; raises `WrongStateError` if an invariant is violated."""
     scene = ErasureScene()
     world = scene.world
     try:
-        with replaced([*world.asking.patches(), *patches]):
-            # So that every key has state.
-            scene.go(8)
+        with replace_attributes([*world.users.patches(), *patches]):
+            # After these, every key has state.
+            scene.run_batches(8)
             script(scene)
             world.calm()
     finally:

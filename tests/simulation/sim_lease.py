@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import fsspec
 from sim_parts import Numbers, Step
-from sim_search import replaced
+from sim_search import replace_attributes
 
 from spark_state_ext.errors import OwnershipError, StorageError
 from spark_state_ext.files.folder import Folder
@@ -29,7 +29,7 @@ from spark_state_ext.ownership.lease import Clock, Lease
 from spark_state_ext.ownership.lease_log import LeaseLog
 from spark_state_ext.ownership.lease_record import NumberedRecord, RunIdentity
 
-__all__ = ["LEASE_STEPS", "Driver", "LeaseWorld", "Process", "WrongLeaseError", "simulate_lease", "simulated"]
+__all__ = ["LEASE_STEPS", "Driver", "LeaseWorld", "Process", "WrongLeaseError", "simulate_lease", "run_lease_world"]
 
 LEASE_MS = 9_000
 LEASE_S = LEASE_MS / 1000
@@ -344,7 +344,7 @@ def _in_place(world: LeaseWorld, patches: Iterable[tuple[Any, str, Any]]) -> Abs
         (lease_module, "wait", lambda *_: None),
         *((owner, name, made(world)) for owner, name, made in patches),
     ]
-    return replaced(values)
+    return replace_attributes(values)
 
 
 def simulate_lease(steps: Iterable[Step], patches: Iterable[tuple[Any, str, Any]] = ()) -> LeaseWorld:
@@ -358,11 +358,11 @@ def simulate_lease(steps: Iterable[Step], patches: Iterable[tuple[Any, str, Any]
         What is put in the place of something, for a broken variant: object, name, and what makes it of the world.
     """
     world = LeaseWorld()
-    simulated(world, steps, patches)
+    run_lease_world(world, steps, patches)
     return world
 
 
-def simulated(world: LeaseWorld, steps: Iterable[Step], patches: Iterable[tuple[Any, str, Any]]) -> None:
+def run_lease_world(world: LeaseWorld, steps: Iterable[Step], patches: Iterable[tuple[Any, str, Any]]) -> None:
     """Run a history in a world to its end; it is closed then.
 
     Parameters

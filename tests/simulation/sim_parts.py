@@ -35,12 +35,12 @@ __all__ = [
     "SCHEMA",
     "UPLOAD",
     "Attempt",
-    "Built",
+    "Variant",
     "Call",
     "Changes",
     "Config",
     "Executor",
-    "Held",
+    "BucketState",
     "History",
     "Machine",
     "Memory",
@@ -48,11 +48,11 @@ __all__ = [
     "Numbers",
     "Partition",
     "WrongStateError",
-    "changed",
-    "changes_of",
+    "apply_changes",
+    "draw_changes",
     "probe",
-    "rows_of",
-    "scanned",
+    "buffer_changes",
+    "scan_rows",
 ]
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
@@ -72,7 +72,7 @@ class WrongStateError(AssertionError):
 
 
 @dataclass(frozen=True)
-class Held:
+class BucketState:
     """What Spark's state holds of a bucket: the pointer, and when the bucket is called for timeouts."""
 
     pointer: Pointer
@@ -80,7 +80,7 @@ class Held:
 
 
 # By bucket.
-Partition = Mapping[int, Held]
+Partition = Mapping[int, BucketState]
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def probe(key: str, run: str, committer: Committer, replicas: Sequence[Replica],
 
 
 @dataclass(frozen=True)
-class Built:
+class Variant:
     """What is under test: what is built, or a variant of it.
 
     Parameters
@@ -360,7 +360,7 @@ class Numbers:
         return self.below(2) == 0
 
 
-def changes_of(numbers: Numbers) -> Changes:
+def draw_changes(numbers: Numbers) -> Changes:
     changes: Changes = {}
     for _ in range(1 + numbers.below(3)):
         value = numbers.below(100)
@@ -368,12 +368,12 @@ def changes_of(numbers: Numbers) -> Changes:
     return changes
 
 
-def changed(model: Model, changes: Changes) -> Model:
+def apply_changes(model: Model, changes: Changes) -> Model:
     after = {**model, **{k: n for k, n in changes.items() if n is not None}}
     return {k: n for k, n in after.items() if changes.get(k, n) is not None}
 
 
-def rows_of(changes: Changes, scratch: Path, hashes: Mapping[int, int] | None = None) -> SpillBuffer:
+def buffer_changes(changes: Changes, scratch: Path, hashes: Mapping[int, int] | None = None) -> SpillBuffer:
     """As a commit takes them; with the hashes of their keys, where these do not follow from the keys."""
     buffer = SpillBuffer(scratch, 1 << 20)
     if changes:
@@ -395,7 +395,7 @@ def rows_of(changes: Changes, scratch: Path, hashes: Mapping[int, int] | None = 
     return buffer
 
 
-def scanned(view: View) -> Model:
+def scan_rows(view: View) -> Model:
     return {
         k: n
         for batch in view.scan()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from sim_aside import Trap, trapped
+from sim_aside import Trap, set_trap
 from sim_parts import Executor, Numbers, WrongStateError
 
 from spark_state_ext.engine.folders import operator_folders
@@ -65,7 +65,7 @@ class Removals:
         def watched() -> None:
             world, before = self._world, left_of(self._world.job)
             try:
-                with trapped(trap) if trap else nullcontext():
+                with set_trap(trap) if trap else nullcontext():
                     work()
             finally:
                 gone = before - left_of(world.job)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sim_parts import Numbers, WrongStateError
 from sim_rescale_parts import ALL_KEYS
-from sim_search import replaced
+from sim_search import replace_attributes
 from sim_yard import OPERATOR
 
 from arrow_schemas.erase import EraseDone
@@ -72,7 +72,9 @@ class Onlookers:
         """Somebody reads the state by the root."""
         world = self._world
         try:
-            with replaced([(state_folder, "last_renewed_ms", lambda folder: self._renewals.get(folder.name))]):
+            with replace_attributes(
+                [(state_folder, "last_renewed_ms", lambda folder: self._renewals.get(folder.name))]
+            ):
                 found = find_state(world.yard.root("a"), OPERATOR, None)
         except UsageError as error:
             raise WrongStateError(f"a reader does not find the state: {error}") from error

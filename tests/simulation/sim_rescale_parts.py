@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from sim_parts import Attempt, Changes, Config, Model, Numbers, Partition
-from sim_spark import Made, StateFiles
+from sim_spark import StateFiles, TaskResult
 
 from arrow_schemas import BucketMap
 from spark_state_ext.engine.job import Job
@@ -15,7 +15,7 @@ __all__ = [
     "COUNTS",
     "HASHES",
     "ALL_KEYS",
-    "MovedMade",
+    "MovedResult",
     "MovingFiles",
     "PlannedAttempt",
     "RescaleConfig",
@@ -108,7 +108,7 @@ class PlannedAttempt(Attempt):
 
 
 @dataclass(frozen=True)
-class MovedMade(Made):
+class MovedResult(TaskResult):
     """What an attempt made that moved the state to other buckets.
 
     Parameters
@@ -129,7 +129,7 @@ class MovedMade(Made):
     plan_id: str = ""
 
 
-def only(made: Made, labels: Iterable[int]) -> Made:
+def only(made: TaskResult, labels: Iterable[int]) -> TaskResult:
     """What an attempt made of some of the labels."""
     mine = frozenset(labels)
     partition = {bucket: held for bucket, held in made.partition.items() if bucket in mine}
@@ -143,7 +143,7 @@ class MovingFiles(StateFiles):
     has its own state stores.
     """
 
-    def overwrite(self, batch: int, made: Made) -> None:
+    def overwrite(self, batch: int, made: TaskResult) -> None:
         if batch < 0 or _folders(self.at(batch)) != _folders(made.partition):
             return
         # Files of partitions whose tasks did not succeed again stay, with what they say is no more.

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sim_parts import SCHEMA, Model, Numbers, WrongStateError, changed, rows_of, scanned
+from sim_parts import SCHEMA, Model, Numbers, WrongStateError, apply_changes, buffer_changes, scan_rows
 from sim_rescale_parts import COUNTS, HASHES, changes_in, of_bucket
-from sim_stores import opened
+from sim_stores import open_folder
 from sim_yard import OPERATOR
 
 from arrow_schemas import BucketMap, Writer
@@ -92,7 +92,7 @@ class Saving:
     def __init__(self, world: RescaleWorld, number: int, form: str) -> None:
         self.world = world
         self.name = f"s{number}"
-        self.folder = opened(f"{world.yard.name}/savepoints/{number}", replaces=world.config.replaces)
+        self.folder = open_folder(f"{world.yard.name}/savepoints/{number}", replaces=world.config.replaces)
         self.total = world.total()
         self._number = number
         self._form = form
@@ -172,7 +172,7 @@ class _Other:
             result = self._called(bucket, self.world.folder / f"{self.name}-{bucket}", changes)
             assert isinstance(result, CommitResult)
             made.append(replace(result.pointer, batch=result.pointer.batch + 1))
-            self.model = changed(self.model, changes)
+            self.model = apply_changes(self.model, changes)
         first, self.pointers = self.pointers[0], made
         if first.batch >= 0:
             self._finishing.in_turn(
@@ -221,8 +221,8 @@ class _Other:
                 sources=origins,
             )
             if changes is None:
-                return it.read(scanned)
-            result = it.commit(rows_of(changes, world.folder, HASHES))
+                return it.read(scan_rows)
+            result = it.commit(buffer_changes(changes, world.folder, HASHES))
             if not origins:
                 return result
             folders = [origins[0].query_folder, *(it.child(self.name) for it in operator_folders(self._job))]

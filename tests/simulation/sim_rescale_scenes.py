@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sim_parts import Built, Call, Numbers, WrongStateError
-from sim_rescale_parts import ALL_KEYS, MovedMade, PlannedAttempt, RescaleConfig, keys_of, only
+from sim_parts import Call, Numbers, Variant, WrongStateError
+from sim_rescale_parts import ALL_KEYS, MovedResult, PlannedAttempt, RescaleConfig, keys_of, only
 from sim_rescale_savepoints import Saving
-from sim_rescales import RescaleWorld, beside_rescaling
-from sim_spark import Made
-from sim_world import small
+from sim_rescales import RescaleWorld, patch_for_rescaling
+from sim_spark import TaskResult
+from sim_world import scale_down
 
 from arrow_schemas import BucketMap
 from arrow_schemas.savepoint import NATIVE
 
-__all__ = ["RESCALE_SCENES", "RescaleScene", "played_rescales"]
+__all__ = ["RESCALE_SCENES", "RescaleScene", "play_rescale_scene"]
 
 _NUMBERS = Numbers(b"scene")
 _QUIET = Numbers(bytes([11] * 100_000))
@@ -29,15 +29,15 @@ class RescaleScene:
 
     Parameters
     ----------
-    built
+    variant
         What is under test.
     retained
         How many batches Spark retains.
     """
 
-    def __init__(self, built: Built, retained: int = 3) -> None:
+    def __init__(self, variant: Variant, retained: int = 3) -> None:
         config = RescaleConfig(False, True, retained, False, buckets=2, partitions=2, timeouts=True, journal=True)
-        self.world = RescaleWorld(config, built)
+        self.world = RescaleWorld(config, variant)
 
     def attempt(self, executor: int, value: int, *, heartbeat: bool = True, keys: Sequence[int] = ()) -> PlannedAttempt:
         """A task of the next batch, which gives keys a value."""
@@ -57,7 +57,7 @@ class RescaleScene:
         }
         return replace(planned, calls=calls, run=world.stage())
 
-    def run(self, attempt: PlannedAttempt) -> Made:
+    def run(self, attempt: PlannedAttempt) -> TaskResult:
         """It succeeds."""
         made = self.world._run(attempt, None, _QUIET)
         if made is None:
@@ -73,7 +73,7 @@ class RescaleScene:
             made = self.run(self.attempt(executor, value, **task))
         self.commit(made)
 
-    def commit(self, *made: Made) -> None:
+    def commit(self, *made: TaskResult) -> None:
         """A batch is over."""
         self.world._commit(self.world.batch + 1, made, _NUMBERS)
         self.world.check()
@@ -293,7 +293,7 @@ def refused_and_gone_on(scene: RescaleScene) -> None:
     scene.start(3)
     onlookers.ask(_QUIET)
     made = scene.world._run(scene.attempt(0, 2), None, _QUIET)
-    if not isinstance(made, MovedMade) or made.groups != {1}:
+    if not isinstance(made, MovedResult) or made.groups != {1}:
         raise WrongStateError("the query is rescaled while a request waits")
     for _ in range(2):
         onlookers.read()
@@ -350,12 +350,12 @@ _RETAINED: dict[Callable[[RescaleScene], None], int] = {
 }
 
 
-def played_rescales(script: Callable[[RescaleScene], None], built: Built) -> RescaleWorld:
+def play_rescale_scene(script: Callable[[RescaleScene], None], variant: Variant) -> RescaleWorld:
     """Play a scene to its end; raises `WrongStateError` when anything is wrong."""
-    scene = RescaleScene(built, _RETAINED.get(script, 3))
+    scene = RescaleScene(variant, _RETAINED.get(script, 3))
     world = scene.world
     try:
-        with beside_rescaling(built), small(False, replace(built, patches=())):
+        with patch_for_rescaling(variant), scale_down(False, replace(variant, patches=())):
             script(scene)
             world.check()
             world.calm()

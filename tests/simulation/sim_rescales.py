@@ -19,27 +19,27 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import ClassVar
 
-from sim_aside import Trap, trapped, traps
+from sim_aside import Trap, list_trap_patches, set_trap
 from sim_parts import (
     Attempt,
-    Built,
+    BucketState,
     Call,
     Executor,
-    Held,
     History,
     Machine,
     Model,
     Numbers,
     Partition,
+    Variant,
     WrongStateError,
-    changed,
+    apply_changes,
 )
 from sim_rescale_finishing import Removals, check_nothing_is_left, in_pieces
 from sim_rescale_onlookers import Onlookers
 from sim_rescale_parts import (
     COUNTS,
     HASHES,
-    MovedMade,
+    MovedResult,
     MovingFiles,
     PlannedAttempt,
     RescaleConfig,
@@ -49,11 +49,11 @@ from sim_rescale_parts import (
     whole,
 )
 from sim_rescale_savepoints import save_and_start
-from sim_savepoints import in_turn
-from sim_search import replaced
-from sim_spark import Made
+from sim_savepoints import map_one_by_one
+from sim_search import replace_attributes
+from sim_spark import TaskResult
 from sim_stores import DiedError, Fault
-from sim_world import DEFAULT, EXECUTORS, STARTS_MAX, World, lived
+from sim_world import DEFAULT, EXECUTORS, STARTS_MAX, World, run_world
 from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Yard
 
 from arrow_schemas import BucketMap, CheckpointRef
@@ -86,7 +86,7 @@ from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.worker import Worker
 from tests.helpers.jobs import job_of
 
-__all__ = ["RESCALE_STEPS", "RescaleWorld", "beside_rescaling", "simulate_rescales"]
+__all__ = ["RESCALE_STEPS", "RescaleWorld", "patch_for_rescaling", "simulate_rescales"]
 
 RESCALE_STEPS = (
     "batch",  # as in `sim_world`, each
@@ -135,7 +135,7 @@ class RescaleWorld(World):
 
     Parameters
     ----------
-    config, built
+    config, variant
         As for `World`.
     """
 
@@ -143,7 +143,7 @@ class RescaleWorld(World):
     hashes = HASHES
     config: RescaleConfig
 
-    def __init__(self, config: RescaleConfig, built: Built = DEFAULT) -> None:
+    def __init__(self, config: RescaleConfig, variant: Variant = DEFAULT) -> None:
         self.yard = Yard(config, uuid.uuid4().hex)
         self.counted: Counter[str] = Counter()
         # Folders that were removed, as nothing needed them any more.
@@ -151,7 +151,7 @@ class RescaleWorld(World):
         self._checked: set[bytes] = set()
         self._processes: dict[str, _Process] = {}
         # Attempts that succeeded while another one stood still.
-        self._beside: list[tuple[int, Made]] = []
+        self._beside: list[tuple[int, TaskResult]] = []
         self._origins: list[Origin] = []
         # What plans know of the old buckets: read when the query was planned, and noted since.
         self._known: dict[str, dict[int, Pointer]] = {}
@@ -164,7 +164,7 @@ class RescaleWorld(World):
         self._states: dict[CheckpointRef, Model] = {}
         self._alone = self._steady = False
         self._plans, self._markers, self.savepoints = itertools.count(1), itertools.count(1), itertools.count(1)
-        super().__init__(config, built, self.yard.name)
+        super().__init__(config, variant, self.yard.name)
         self.configured = ["a", "b"] if config.two else ["a"]
         self.operator = self.yard.root("a").child(OPERATOR)
         first = OperatorFile(OPERATOR, "q0", config.buckets, KEY_SCHEMA, STATE_SCHEMA)
@@ -235,7 +235,7 @@ class RescaleWorld(World):
             return
         happens = "" if self._calm or self._steady else ("dies", "fails", "", "")[numbers.below(4)]
         try:
-            with trapped(Trap(numbers.below(4), happens)) if happens else nullcontext():
+            with set_trap(Trap(numbers.below(4), happens)) if happens else nullcontext():
                 folder_in_force.put_in_force(
                     operator_folders(job), pointer.query_folder, job.plan_id, lambda: self._check_ours(job)
                 )
@@ -456,7 +456,7 @@ class RescaleWorld(World):
         cleans = numbers.yes() if cleans is None else cleans
         return PlannedAttempt(executor, batch, partition, calls, cleans, heartbeat, self.switches, now_ms, job=self.job)
 
-    def _surely(self, attempt: Attempt, numbers: Numbers) -> Made:
+    def _surely(self, attempt: Attempt, numbers: Numbers) -> TaskResult:
         attempt = replace(attempt, run=attempt.run or self.stage())
         for _ in range(STARTS_MAX):
             steady, self._steady = self._steady, True
@@ -478,7 +478,7 @@ class RescaleWorld(World):
             attempt = replace(again, run=self.stage())
         raise WrongStateError(f"batch {attempt.batch} fails again and again, and nothing fails any more")
 
-    def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> Made | None:
+    def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> TaskResult | None:
         assert isinstance(attempt, PlannedAttempt)
         executor = self.executors[attempt.executor]
         before = dict(executor.loaded)
@@ -499,14 +499,14 @@ class RescaleWorld(World):
 
     def _run_moving(
         self, attempt: PlannedAttempt, fault: Fault | None, numbers: Numbers, zombie: bool
-    ) -> MovedMade | None:
+    ) -> MovedResult | None:
         """A task for each partition: some may succeed and others fail."""
         handed_out, executor, at = attempt.partition, self.executors[attempt.executor], attempt.batch
         seen = self._handed_out_to.setdefault(attempt.planned.plan_id, {})
         for bucket, held in handed_out.items():
             seen.setdefault(bucket, set()).add(held.pointer.ref)
         before, owner = executor.loaded.get(at), executor.uploads.owner
-        made: dict[int, Made] = {}
+        made: dict[int, TaskResult] = {}
         for number in range(self.config.partitions):
             calls = {b: call for b, call in attempt.calls.items() if b % self.config.partitions == number}
             task = replace(attempt, calls=calls, partition=self._stateless(attempt, calls), handed_out=handed_out)
@@ -535,7 +535,7 @@ class RescaleWorld(World):
         if not made:
             return None
         self.counted["moves"] += 1
-        return MovedMade(
+        return MovedResult(
             partition,
             frozenset().union(*(task.called for task in made.values())),
             frozenset().union(*(task.removed for task in made.values())),
@@ -551,14 +551,14 @@ class RescaleWorld(World):
         count = task.planned.options.buckets
         return [b for b in sorted(task.handed_out) if b >= count and b % self.config.partitions == number]
 
-    def _stateless(self, attempt: PlannedAttempt, buckets: Iterable[int]) -> dict[int, Held]:
+    def _stateless(self, attempt: PlannedAttempt, buckets: Iterable[int]) -> dict[int, BucketState]:
         """In the place of pointers that buckets have not yet."""
         count, marker = attempt.planned.options.buckets, next(self._markers)
         made = {}
         for bucket in buckets:
             pointer = Pointer(OPERATOR, bucket, count, 0, -1, None, calls=marker)
             self.models[pointer.encode()] = {}
-            made[bucket] = Held(pointer)
+            made[bucket] = BucketState(pointer)
         return made
 
     def _call(
@@ -585,7 +585,7 @@ class RescaleWorld(World):
 
     def _note_state(self, made: Pointer, before: Pointer, call: Call) -> None:
         if made.ref is not None:
-            self._states[made.ref] = changed(self.models[before.encode()], call.changes)
+            self._states[made.ref] = apply_changes(self.models[before.encode()], call.changes)
 
     def _first_call(
         self, attempt: PlannedAttempt, number: int, run: Run, fault: Fault | None, numbers: Numbers
@@ -594,7 +594,7 @@ class RescaleWorld(World):
         begun, model = self._begun(attempt, number, numbers)
         stateless = attempt.partition[number].pointer
         self.models[begun.encode()] = self.models[stateless.encode()] = model
-        partition = {**attempt.partition, number: Held(begun)}
+        partition = {**attempt.partition, number: BucketState(begun)}
         made = super()._call(replace(attempt, partition=partition), number, run, fault, numbers)
         made = self._noted(attempt, begun, made, numbers)
         self._note_state(made[0].pointer, begun, attempt.calls[number])
@@ -619,7 +619,7 @@ class RescaleWorld(World):
             state = rescaling.initial_state()
             folder = state.pointer.query_folder
             wanted = state.begins(job, folder)
-            with trapped(Trap(-1, "")):
+            with set_trap(Trap(-1, "")):
                 # It is done by one thread of a process at a time.
                 operator = catalog.admit(self.operator, wanted, False, with_state=True)
             begun, _ = begin_bucket(state, job, self.operator, folder, replicas, self.folder)
@@ -663,7 +663,7 @@ class RescaleWorld(World):
                     lambda: self._meanwhile(attempt, numbers) if beside else self._work(numbers),
                 )
         try:
-            with trapped(trap) if trap else nullcontext():
+            with set_trap(trap) if trap else nullcontext():
                 yield
         except LineageError as error:
             self._check_refused(attempt, error)
@@ -679,7 +679,7 @@ class RescaleWorld(World):
         """While a call stands still, another attempt at its task runs, or what waits in backgrounds is done."""
         self.counted["calls that stood still"] += 1
         if numbers.below(4) == 0:
-            with trapped(Trap(-1, "")):
+            with set_trap(Trap(-1, "")):
                 self.onlookers.ask(numbers)
                 self.onlookers.read()
         if numbers.yes() or attempt.planned is not self.job or attempt.batch != self.batch + 1:
@@ -687,7 +687,7 @@ class RescaleWorld(World):
             return
         self._steady = True
         try:
-            with trapped(Trap(-1, "")):
+            with set_trap(Trap(-1, "")):
                 again = self._attempt(
                     numbers.below(EXECUTORS), attempt.batch, attempt.heartbeat, attempt.now_ms, numbers
                 )
@@ -708,7 +708,7 @@ class RescaleWorld(World):
         labels = {bucket for bucket in made.called | made.partition.keys() if bucket % self.config.partitions in late}
         self.spark.overwrite(attempt.batch, only(made, labels))
 
-    def _commit(self, batch: int, done: Sequence[Made], numbers: Numbers) -> None:
+    def _commit(self, batch: int, done: Sequence[TaskResult], numbers: Numbers) -> None:
         done = self._complete(batch, [*(made for of, made in self._beside if of == batch), *done], numbers)
         self._beside.clear()
         parts = []
@@ -720,7 +720,7 @@ class RescaleWorld(World):
         self.spark.times_ms[batch] = self.planned[batch][1]
         self.spark.commit(
             batch,
-            Made(
+            TaskResult(
                 {bucket: held for part in parts for bucket, held in sorted(part.partition.items())},
                 frozenset().union(*(part.called for part in parts)),
                 frozenset().union(*(part.removed for part in parts)),
@@ -728,26 +728,26 @@ class RescaleWorld(World):
         )
         self.onlookers.commit(batch, data=self.planned[batch][0])
 
-    def _complete(self, batch: int, done: list[Made], numbers: Numbers) -> list[Made]:
+    def _complete(self, batch: int, done: list[TaskResult], numbers: Numbers) -> list[TaskResult]:
         """Attempts of the query as it was planned last, of which some task of each partition succeeded."""
         number = self.config.partitions
-        mine = [it for it in done if not isinstance(it, MovedMade) or it.plan_id == self.job.plan_id]
+        mine = [it for it in done if not isinstance(it, MovedResult) or it.plan_id == self.job.plan_id]
         if {group for it in mine for group in _groups(it, number)} == set(range(number)):
             return mine
         heartbeat, now_ms = self.planned[batch]
         made = self._surely(self._attempt(numbers.below(EXECUTORS), batch, heartbeat, now_ms, numbers), numbers)
         return self._complete(batch, [*mine, made], numbers)
 
-    def _chosen(self, done: Sequence[Made], numbers: Numbers) -> Made:
+    def _chosen(self, done: Sequence[TaskResult], numbers: Numbers) -> TaskResult:
         if self.config.checkpoint_v2:
             return done[numbers.below(len(done))]
         return done[-1] if self.config.last_wins else done[0]
 
     # -- checks ------------------------------------------------------------------------------------
 
-    def _check_moved(self, batch: int, parts: Sequence[Made]) -> None:
+    def _check_moved(self, batch: int, parts: Sequence[TaskResult]) -> None:
         """The state that is moved is what Spark had handed to those attempts that count."""
-        moved = [part for part in parts if isinstance(part, MovedMade)]
+        moved = [part for part in parts if isinstance(part, MovedResult)]
         if not moved:
             return
         number = len(parts)
@@ -763,7 +763,7 @@ class RescaleWorld(World):
         for part in moved:
             for bucket, held in part.partition.items():
                 before = of_bucket(total, BucketMap(held.pointer.buckets), bucket)
-                expected, found = changed(before, dict(part.changes[bucket])), self.models[held.pointer.encode()]
+                expected, found = apply_changes(before, dict(part.changes[bucket])), self.models[held.pointer.encode()]
                 if found != expected:
                     raise WrongStateError(f"batch {batch} moved {found} to bucket {bucket}, and should have {expected}")
 
@@ -840,9 +840,9 @@ class RescaleWorld(World):
         self.onlookers.check_calm()
 
 
-def _groups(made: Made, partitions: int) -> frozenset[int]:
+def _groups(made: TaskResult, partitions: int) -> frozenset[int]:
     """Partitions of which an attempt's task succeeded."""
-    return made.groups if isinstance(made, MovedMade) else frozenset(range(partitions))
+    return made.groups if isinstance(made, MovedResult) else frozenset(range(partitions))
 
 
 def _count(partition: Partition) -> int:
@@ -852,23 +852,25 @@ def _count(partition: Partition) -> int:
     return counts.pop()
 
 
-def beside_rescaling(built: Built) -> AbstractContextManager[None]:
+def patch_for_rescaling(variant: Variant) -> AbstractContextManager[None]:
     """What is put in the place of threads, of folders' methods, and of what is broken."""
-    return replaced([*in_pieces(), *traps(), (resolution, "map_in_parallel", in_turn), *built.patches])
+    return replace_attributes(
+        [*in_pieces(), *list_trap_patches(), (resolution, "map_in_parallel", map_one_by_one), *variant.patches]
+    )
 
 
-def simulate_rescales(history: History, built: Built = DEFAULT) -> RescaleWorld:
+def simulate_rescales(history: History, variant: Variant = DEFAULT) -> RescaleWorld:
     """Run a history to its end; raises `WrongStateError` when anything is.
 
     Parameters
     ----------
     history
         The history; its configuration is a `RescaleConfig`.
-    built
+    variant
         What is under test.
     """
     assert isinstance(history.config, RescaleConfig)
-    world = RescaleWorld(history.config, built)
-    with beside_rescaling(built):
-        lived(world, history, replace(built, patches=()))
+    world = RescaleWorld(history.config, variant)
+    with patch_for_rescaling(variant):
+        run_world(world, history, replace(variant, patches=()))
     return world

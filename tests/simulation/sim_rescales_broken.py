@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from sim_parts import Built
+from sim_parts import Variant
 from sim_rescale_parts import PlannedAttempt
 from sim_rescales import RescaleWorld
 
@@ -258,11 +258,11 @@ def _dead_stay(self: Finishing, *args: Any) -> bool:
 _BRING = first_call.bring_files
 
 
-def _patched(*patches: tuple[Any, str, Any]) -> Built:
-    return Built(patches=patches)
+def _patched(*patches: tuple[Any, str, Any]) -> Variant:
+    return Variant(patches=patches)
 
 
-BROKEN_RESCALES: dict[str, Built] = {
+BROKEN_RESCALES: dict[str, Variant] = {
     "not compared with what Spark hands out": _patched((Rescaling, "give", _not_compared)),
     "buckets that are no more not compared": _patched((Rescaling, "give", _not_called)),
     "each call brings its own parents": _patched(

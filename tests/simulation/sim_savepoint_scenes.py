@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from sim_aside import Aside, Trap, trapped
-from sim_parts import Built, Config, Numbers, WrongStateError
-from sim_savepoints import SavepointWorld, beside
-from sim_starts import RefusedError, Started
+from sim_aside import PausableWork, Trap, set_trap
+from sim_parts import Config, Numbers, Variant, WrongStateError
+from sim_savepoints import SavepointWorld, patch_for_savepoints
+from sim_starts import RefusedError, StartedQuery
 from sim_taking import HOLD_S
-from sim_world import small
-from sim_yard import Query, Taken
+from sim_world import scale_down
+from sim_yard import Query, SimSavepoint
 
 from spark_state_ext.engine.start_from import CLAIM, NO_CLAIM
 
-__all__ = ["SAVEPOINT_SCENES", "SavepointScene", "played_savepoints"]
+__all__ = ["SAVEPOINT_SCENES", "SavepointScene", "play_savepoint_scene"]
 
 
 class _Last(Numbers):
@@ -38,20 +38,20 @@ class SavepointScene:
 
     Parameters
     ----------
-    built
+    variant
         As for `World`.
     """
 
-    def __init__(self, built: Built) -> None:
-        self._built = built
-        self.world = SavepointWorld(Config(True, False, 1, False, ends_calmly=True, buckets=3), built)
+    def __init__(self, variant: Variant) -> None:
+        self._variant = variant
+        self.world = SavepointWorld(Config(True, False, 1, False, ends_calmly=True, buckets=3), variant)
 
     def begin(self, **config: Any) -> None:
         """Begin with another configuration."""
         self.world.close()
-        self.world = SavepointWorld(replace(self.world.config, **config), self._built)
+        self.world = SavepointWorld(replace(self.world.config, **config), self._variant)
 
-    def batches(self, count: int, query: Query | None = None, but: Aside | None = None) -> None:
+    def batches(self, count: int, query: Query | None = None, but: PausableWork | None = None) -> None:
         """So many batches of a query, with their clean-ups and all else that waits, but for somebody who stands still."""
         query = query or self.world
         for _ in range(count):
@@ -61,14 +61,14 @@ class SavepointScene:
             query._commit(batch, [query._surely(attempt, _LAST)], _NUMBERS)
             self.work(query, but)
 
-    def work(self, query: Query, but: Aside | None = None) -> None:
+    def work(self, query: Query, but: PausableWork | None = None) -> None:
         """All that waits in a query's processes is done."""
         for executor in query.executors:
             while executor.waiting:
                 query._work_off(executor, 0)
-        for aside in [it for it in self.world.yard.asides if it is not but]:
-            aside.end()
-        self.world.yard.asides = [it for it in self.world.yard.asides if not it.over]
+        for activity in [it for it in self.world.yard.activities if it is not but]:
+            activity.end()
+        self.world.yard.activities = [it for it in self.world.yard.activities if not it.is_over]
         self.world.look()
 
     def call(self, query: Query) -> None:
@@ -78,7 +78,7 @@ class SavepointScene:
         query._run(query._attempt(0, batch, heartbeat, now_ms, _NUMBERS, cleans=False), None, _LAST)
         self.world.look()
 
-    def call_or_end(self, query: Started) -> bool:
+    def call_or_end(self, query: StartedQuery) -> bool:
         """As `call`; a query that may not start ends."""
         try:
             self.call(query)
@@ -87,27 +87,27 @@ class SavepointScene:
             return False
         return True
 
-    def taking(self) -> Aside:
+    def taking(self) -> PausableWork:
         """Somebody who takes a savepoint, and stops wherever that is possible."""
         return self.world.take(_LAST)
 
-    def taken(self) -> Taken:
+    def taken(self) -> SimSavepoint:
         """A savepoint."""
         self.taking().end()
         return self.world.saved[-1]
 
-    def start(self, taken: Taken, mode: str) -> Started:
+    def start(self, taken: SimSavepoint, mode: str) -> StartedQuery:
         """A query that starts from it."""
         return self.world.start_from(taken, mode, clean_up=True)
 
-    def detaching(self, query: Started, stops_at: int) -> Aside:
+    def detaching(self, query: StartedQuery, stops_at: int) -> PausableWork:
         """What lets go of a savepoint, stopped before one of its changes to files."""
         executor = query.executors[0]
         at = next(at for at, (name, _) in enumerate(executor.waiting) if name.startswith("detaching"))
         _, work = executor.waiting.pop(at)
 
         def stopped() -> None:
-            with trapped(Trap(stops_at, "waits")):
+            with set_trap(Trap(stops_at, "waits")):
                 work()
 
         return self.world.yard.begin(stopped)
@@ -126,8 +126,8 @@ def copied_while_batches_go_on(scene: SavepointScene) -> None:
     scene.batches(14)
     taking = scene.taking()
     who = scene.world.yard.takings[0]
-    while not taking.over:
-        taking.go_on()
+    while not taking.is_over:
+        taking.advance()
         if who.copies or who.hold is None:
             # Else Spark would have dropped the batch before its pointers were read.
             scene.world.yard.pass_time(0.9 * HOLD_S)
@@ -140,7 +140,7 @@ def silent_for_too_long(scene: SavepointScene) -> None:
     scene.batches(14)
     taking = scene.taking()
     while not scene.world.yard.takings[0].hold:
-        taking.go_on()
+        taking.advance()
     scene.batches(2, but=taking)
     scene.world.yard.pass_time(2 * HOLD_S)
     scene.batches(14, but=taking)
@@ -149,7 +149,7 @@ def silent_for_too_long(scene: SavepointScene) -> None:
         raise WrongStateError("who was silent for longer than his hold lasts was not told")
     dead = scene.taking()
     while not scene.world.yard.takings[0].hold:
-        dead.go_on()
+        dead.advance()
     scene.world.calm()
 
 
@@ -256,11 +256,11 @@ SAVEPOINT_SCENES: tuple[Callable[[SavepointScene], None], ...] = (
 )
 
 
-def played_savepoints(script: Callable[[SavepointScene], None], built: Built) -> None:
+def play_savepoint_scene(script: Callable[[SavepointScene], None], variant: Variant) -> None:
     """Play a script with what is built, or with a variant of it."""
-    scene = SavepointScene(built)
+    scene = SavepointScene(variant)
     try:
-        with beside(built.patches), small(False, Built()):
+        with patch_for_savepoints(variant.patches), scale_down(False, Variant()):
             script(scene)
             scene.world.check()
     finally:

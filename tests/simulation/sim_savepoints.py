@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
-from sim_aside import Aside, Trap, trapped, traps
-from sim_parts import Built, Config, History, Model, Numbers, Step, WrongStateError
-from sim_search import replaced
-from sim_starts import RefusedError, Started
-from sim_stores import opened
+from sim_aside import PausableWork, Trap, list_trap_patches, set_trap
+from sim_parts import Config, History, Model, Numbers, Step, Variant, WrongStateError
+from sim_search import replace_attributes
+from sim_starts import RefusedError, StartedQuery
+from sim_stores import open_folder
 from sim_taking import HOLD_S, Session, Taking, spark_parts
-from sim_world import DEFAULT, FIRST_BUCKET, STEPS, lived
-from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Query, Taken, Yard, rows_in
+from sim_world import DEFAULT, FIRST_BUCKET, STEPS, run_world
+from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Query, SimSavepoint, Yard, rows_in
 
 from arrow_schemas.operator import OperatorFile, operator_file_name
 from arrow_schemas.pointer import Pointer
@@ -78,20 +78,20 @@ class SavepointWorld(Query):
 
     Parameters
     ----------
-    config, built
+    config, variant
         As for `World`.
     """
 
     kinds: ClassVar[tuple[str, ...]] = SAVEPOINT_STEPS
 
-    def __init__(self, config: Config, built: Built = DEFAULT) -> None:
-        super().__init__(Yard(config, uuid.uuid4().hex), "q0", built)
+    def __init__(self, config: Config, variant: Variant = DEFAULT) -> None:
+        super().__init__(Yard(config, uuid.uuid4().hex), "q0", variant)
         operator = OperatorFile(OPERATOR, "q0", self.number_of_buckets, KEY_SCHEMA, STATE_SCHEMA)
         self.query_folder.put(operator_file_name(0), operator.encode())
-        self.saved: list[Taken] = []
-        self.started: list[Started] = []
+        self.saved: list[SimSavepoint] = []
+        self.started: list[StartedQuery] = []
         # Those that are over too.
-        self._owners: list[Started] = []
+        self._owners: list[StartedQuery] = []
         self._begun, self._queries = itertools.count(), itertools.count(1)
 
     def close(self) -> None:
@@ -114,12 +114,12 @@ class SavepointWorld(Query):
     def _take(self, numbers: Numbers) -> None:
         if self.batch < 0 or len(self.yard.takings) >= TAKINGS_MAX or len(self.saved) >= SAVEPOINTS_MAX:
             return
-        aside = self.take(Numbers(bytes(numbers.below(256) for _ in range(12))))
+        activity = self.take(Numbers(bytes(numbers.below(256) for _ in range(12))))
         if numbers.below(3) == 0:
             # Nothing happens meanwhile.
-            aside.end()
+            activity.end()
 
-    def take(self, numbers: Numbers) -> Aside:
+    def take(self, numbers: Numbers) -> PausableWork:
         """Somebody begins to take a savepoint; the numbers say where he stops."""
         taking = Taking(self, numbers, named=tuple(self.configured))
         self.yard.takings.append(taking)
@@ -128,7 +128,7 @@ class SavepointWorld(Query):
 
     def _taken(self, taking: Taking) -> None:
         number = next(self._begun)
-        folder = opened(f"{self._name}/savepoints/{number}", replaces=self.config.replaces)
+        folder = open_folder(f"{self._name}/savepoints/{number}", replaces=self.config.replaces)
         form = CANONICAL if taking.numbers.below(4) == 0 else NATIVE
         damaged, verify = set(self.damaged), form == NATIVE and taking.numbers.yes()
         state = ArrowState(
@@ -177,13 +177,13 @@ class SavepointWorld(Query):
         tainted = unseen and any(file.name in names for bucket in manifest.buckets for file in bucket.files)
         stranger = folder.child(OPERATOR, str(FIRST_BUCKET)), "a note.txt"
         stranger[0].put(stranger[1], b"somebody's")
-        taken = Taken(folder, manifest, taking.expected, stranger, tainted)
+        taken = SimSavepoint(folder, manifest, taking.expected, stranger, tainted)
         if manifest.header.batch != taking.batch:
             raise WrongStateError(f"a savepoint of batch {taking.batch} says that it is of {manifest.header.batch}")
         self.check_saved(taken)
         self.saved.append(taken)
 
-    def check_saved(self, taken: Taken) -> None:
+    def check_saved(self, taken: SimSavepoint) -> None:
         """Its state is that of the batch, by itself."""
         for number, model in taken.models.items():
             saved = taken.manifest.bucket(OPERATOR, number)
@@ -205,8 +205,8 @@ class SavepointWorld(Query):
 
     def _aside(self, numbers: Numbers) -> None:
         for _ in range(1 + numbers.below(6)):
-            if self.yard.asides:
-                self.yard.go_on(self.yard.asides[numbers.below(len(self.yard.asides))])
+            if self.yard.activities:
+                self.yard.advance(self.yard.activities[numbers.below(len(self.yard.activities))])
                 self.look()
 
     def _wait(self, numbers: Numbers) -> None:
@@ -232,11 +232,11 @@ class SavepointWorld(Query):
         taken, mode = fit[numbers.below(len(fit))], CLAIM if numbers.yes() else NO_CLAIM
         self.start_from(taken, mode, numbers.below(4) > 0)
 
-    def start_from(self, taken: Taken, mode: str, clean_up: bool) -> Started:
+    def start_from(self, taken: SimSavepoint, mode: str, clean_up: bool) -> StartedQuery:
         """A query is planned that starts from a savepoint."""
         newest_ms = self.planned[max(self.planned)][1] if self.planned else 0
         name = f"q{next(self._queries)}"
-        made = Started(self.yard, name, taken, mode, clean_up, newest_ms, self._built)
+        made = StartedQuery(self.yard, name, taken, mode, clean_up, newest_ms, self._variant)
         self.started.append(made)
         self._owners.append(made)
         self.yard.counted[f"starts with {mode}"] += 1
@@ -249,13 +249,13 @@ class SavepointWorld(Query):
         step = bytes(numbers.below(256) for _ in range(12))
         self._goes_on(query, lambda: query.step(step))
 
-    def _goes_on(self, query: Started, work: Callable[[], object]) -> None:
+    def _goes_on(self, query: StartedQuery, work: Callable[[], object]) -> None:
         try:
             work()
         except RefusedError:
             self._ends(query)
 
-    def _ends(self, query: Started) -> None:
+    def _ends(self, query: StartedQuery) -> None:
         self.started.remove(query)
         query.close()
 
@@ -289,13 +289,13 @@ class SavepointWorld(Query):
                 self._ends(query)
         self.release(taken, Trap(numbers.below(3), "waits"))
 
-    def release(self, taken: Taken, trap: Trap | None = None) -> Aside:
+    def release(self, taken: SimSavepoint, trap: Trap | None = None) -> PausableWork:
         """Its user frees the claim, and may stop before one of the changes to files."""
         return self.yard.begin(lambda: self._released(taken, trap or Trap(-1, "")))
 
-    def _released(self, taken: Taken, trap: Trap) -> None:
+    def _released(self, taken: SimSavepoint, trap: Trap) -> None:
         try:
-            with trapped(trap):
+            with set_trap(trap):
                 claims.release_claim(taken.folder)
         except NotClaimableError as error:
             if not is_consumed(taken.folder) and not taken.gone():
@@ -320,7 +320,7 @@ class SavepointWorld(Query):
         for query in self.started:
             query.look()
 
-    def _look_at(self, taken: Taken) -> None:
+    def _look_at(self, taken: SimSavepoint) -> None:
         """Who owns it, and whether what is gone was his to delete."""
         claim = read_claim(taken.folder)
         if claim is not None:
@@ -333,9 +333,9 @@ class SavepointWorld(Query):
 
     def calm(self) -> None:
         """Whoever takes a savepoint dies, and its hold ends."""
-        for aside in list(self.yard.asides):
-            aside.kill()
-        self.yard.asides.clear()
+        for activity in list(self.yard.activities):
+            activity.kill()
+        self.yard.activities.clear()
         self.yard.takings.clear()
         self.yard.calm = True
         super().calm()
@@ -348,7 +348,7 @@ class SavepointWorld(Query):
             if not taken.gone():
                 self.check_saved(taken)
 
-    def _check_let_go(self, query: Started) -> None:
+    def _check_let_go(self, query: StartedQuery) -> None:
         """A query that went on for long says that it needs nothing, and has deleted what it owns."""
         if not is_detached(query.query_folder):
             raise WrongStateError(f"{query.query_folder.root} does not say that it is detached")
@@ -370,21 +370,21 @@ class SavepointWorld(Query):
             raise WrongStateError(f"{len(holds)} holds of the dead are left in {self.query_folder.root}")
 
 
-def in_turn(_: str, __: int, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def map_one_by_one(_: str, __: int, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     """In place of threads."""
     return [work(item) for item in items]
 
 
-def beside(patches: Sequence[tuple[Any, str, Any]]) -> AbstractContextManager[None]:
+def patch_for_savepoints(patches: Sequence[tuple[Any, str, Any]]) -> AbstractContextManager[None]:
     """What is put in the place of Spark, and of what is broken."""
-    values = [*spark_parts(), *traps(), (resolution, "map_in_parallel", in_turn)]
+    values = [*spark_parts(), *list_trap_patches(), (resolution, "map_in_parallel", map_one_by_one)]
     # Who is late looks only where that cannot be avoided.
-    return replaced([*values, (claims, "_CHECK_S", math.inf), *patches])
+    return replace_attributes([*values, (claims, "_CHECK_S", math.inf), *patches])
 
 
-def simulate_savepoints(history: History, built: Built = DEFAULT) -> SavepointWorld:
+def simulate_savepoints(history: History, variant: Variant = DEFAULT) -> SavepointWorld:
     """Run a history to its end; raises `WrongStateError` when anything is."""
-    world = SavepointWorld(history.config, built)
-    with beside(built.patches):
-        lived(world, history, replace(built, patches=()))
+    world = SavepointWorld(history.config, variant)
+    with patch_for_savepoints(variant.patches):
+        run_world(world, history, replace(variant, patches=()))
     return world

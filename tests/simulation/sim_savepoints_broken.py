@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sim_parts import Built, Held
+from sim_parts import BucketState, Variant
 from sim_taking import HOLD_S, SimReader
 
 from arrow_schemas.lineage import SNAPSHOT
@@ -137,7 +137,7 @@ def _without_inline(pointer: Pointer, sources: Sources, scratch: Path | None = N
 class Uncommitted(SimReader):
     """What executors have in memory is taken for what is committed."""
 
-    def read(self, batch: int) -> dict[int, Held]:
+    def read(self, batch: int) -> dict[int, BucketState]:
         found = super().read(batch)
         for executor in self.world.executors:
             for newer in sorted(executor.loaded):
@@ -260,28 +260,30 @@ def _files_left_where_they_are(files: Any, file: SavedFile, target: Folder, scra
     return copy_file(files, file, target, scratch)
 
 
-BROKEN_SAVEPOINTS: dict[str, Built] = {
-    "hold written after the pointers are read": Built(patches=((savepoints, "take_savepoint", _read_before_the_hold),)),
-    "clean-up blind to holds": Built(patches=((retention, "clean_up", _clean_up_blind),)),
-    "holds looked for once": Built(patches=((HoldWatch, "living", _looked_once),)),
-    "a hold over in spite of renewals": Built(patches=((HoldWatch, "living", _by_the_first_look),)),
-    "a hold that is never over": Built(patches=((HoldWatch, "living", _never_over),)),
-    "a lost hold unnoticed by its maker": Built(patches=((Hold, "renew", _renewed_anew),)),
-    "a renewal that writes nothing": Built(patches=((Hold, "renew", _not_renewed),)),
-    "an unconfirmed snapshot believed": Built(patches=((bucket_copy, "find_needed_files", _unconfirmed),)),
-    "inline deltas forgotten": Built(patches=((bucket_copy, "find_needed_files", _without_inline),)),
-    "uncommitted pointers saved": Built(patches=((savepoints, "StateReader", Uncommitted),)),
-    "files that start a query left behind": Built(patches=((first_call, "copy_file", _files_left_where_they_are),)),
-    "a claim that the last one has": Built(patches=((first_call, "claim_savepoint", _claimed_by_looking),)),
-    "a claim not checked before deleting": Built(
+BROKEN_SAVEPOINTS: dict[str, Variant] = {
+    "hold written after the pointers are read": Variant(
+        patches=((savepoints, "take_savepoint", _read_before_the_hold),)
+    ),
+    "clean-up blind to holds": Variant(patches=((retention, "clean_up", _clean_up_blind),)),
+    "holds looked for once": Variant(patches=((HoldWatch, "living", _looked_once),)),
+    "a hold over in spite of renewals": Variant(patches=((HoldWatch, "living", _by_the_first_look),)),
+    "a hold that is never over": Variant(patches=((HoldWatch, "living", _never_over),)),
+    "a lost hold unnoticed by its maker": Variant(patches=((Hold, "renew", _renewed_anew),)),
+    "a renewal that writes nothing": Variant(patches=((Hold, "renew", _not_renewed),)),
+    "an unconfirmed snapshot believed": Variant(patches=((bucket_copy, "find_needed_files", _unconfirmed),)),
+    "inline deltas forgotten": Variant(patches=((bucket_copy, "find_needed_files", _without_inline),)),
+    "uncommitted pointers saved": Variant(patches=((savepoints, "StateReader", Uncommitted),)),
+    "files that start a query left behind": Variant(patches=((first_call, "copy_file", _files_left_where_they_are),)),
+    "a claim that the last one has": Variant(patches=((first_call, "claim_savepoint", _claimed_by_looking),)),
+    "a claim not checked before deleting": Variant(
         patches=((detachment, "delete_claimed_savepoint", _consumed_by_anybody),)
     ),
-    "a savepoint deleted that nobody claimed": Built(patches=((detachment, "detach", _consumed_whoever_started),)),
-    "more deleted than the manifest names": Built(patches=((claims, "delete_files", _all_below),)),
-    "the manifest deleted first": Built(patches=((claims, "delete_files", _manifest_first),)),
-    "detached at the first call": Built(patches=((first_call, "note_start", _detached_at_once),)),
-    "let go at the first call": Built(patches=((first_call, "bring_files", _let_go_at_once),)),
-    "released by a look": Built(patches=((claims, "release_claim", _released_by_a_look),)),
-    "deleted by a look": Built(patches=((detachment, "delete_claimed_savepoint", _deleted_by_a_look),)),
-    "released after something was deleted": Built(patches=((claims, "release_claim", _released_anyway),)),
+    "a savepoint deleted that nobody claimed": Variant(patches=((detachment, "detach", _consumed_whoever_started),)),
+    "more deleted than the manifest names": Variant(patches=((claims, "delete_files", _all_below),)),
+    "the manifest deleted first": Variant(patches=((claims, "delete_files", _manifest_first),)),
+    "detached at the first call": Variant(patches=((first_call, "note_start", _detached_at_once),)),
+    "let go at the first call": Variant(patches=((first_call, "bring_files", _let_go_at_once),)),
+    "released by a look": Variant(patches=((claims, "release_claim", _released_by_a_look),)),
+    "deleted by a look": Variant(patches=((detachment, "delete_claimed_savepoint", _deleted_by_a_look),)),
+    "released after something was deleted": Variant(patches=((claims, "release_claim", _released_anyway),)),
 }

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from sim_parts import KEYS, UPLOAD, Attempt, Built, Call, Changes, Config, Numbers
-from sim_spark import Made
-from sim_stores import Fault, dies
-from sim_world import DRAWN, FIRST_BUCKET, NOW_S, World, small
+from sim_parts import KEYS, UPLOAD, Attempt, Call, Changes, Config, Numbers, Variant
+from sim_spark import TaskResult
+from sim_stores import Fault, die_here
+from sim_world import DRAWN, FIRST_BUCKET, NOW_S, World, scale_down
 
 from arrow_schemas import Pointer
 from spark_state_ext.backends import CleanUp
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.files import retention
 
-__all__ = ["SCENES", "Scene", "played"]
+__all__ = ["SCENES", "Scene", "play_scene"]
 
 RETAINED = 6
 _NUMBERS = Numbers(b"no chance")
@@ -29,20 +29,20 @@ class Scene:
 
     Parameters
     ----------
-    built
+    variant
         As for `World`.
     """
 
-    def __init__(self, built: Built) -> None:
-        self._built = built
-        self.world = World(Config(False, True, RETAINED, True), built)
+    def __init__(self, variant: Variant) -> None:
+        self._variant = variant
+        self.world = World(Config(False, True, RETAINED, True), variant)
 
     def begin(self, **config: Any) -> None:
         """Begin with another configuration."""
         self.world.close()
-        self.world = World(replace(self.world.config, **config), self._built)
+        self.world = World(replace(self.world.config, **config), self._variant)
 
-    def task(self, executor: int, changes: Changes, heartbeat: bool = True, cleans: bool = False) -> Made:
+    def task(self, executor: int, changes: Changes, heartbeat: bool = True, cleans: bool = False) -> TaskResult:
         """A task of the next batch."""
         world, batch = self.world, self.world.batch + 1
         partition = world._handed_out(executor, batch)
@@ -54,7 +54,7 @@ class Scene:
             self.clean(partition[FIRST_BUCKET].pointer)
         return made
 
-    def draw(self, executor: int, to: int) -> Made:
+    def draw(self, executor: int, to: int) -> TaskResult:
         """A task of the next batch, which has data, and gives its row to the bucket at `to`; the first has a timeout."""
         world, batch = self.world, self.world.batch + 1
         heartbeat, now_ms = world._plan(batch, True, Numbers(b"\x01\x05"))
@@ -68,7 +68,7 @@ class Scene:
         assert made is not None
         return made
 
-    def wait(self, executor: int) -> Made:
+    def wait(self, executor: int) -> TaskResult:
         """A task of the next batch, which has no data, and calls what is due."""
         world, batch = self.world, self.world.batch + 1
         heartbeat, now_ms = world._plan(batch, False, Numbers(b"\x01\x05"))
@@ -76,7 +76,7 @@ class Scene:
         assert made is not None
         return made
 
-    def attempt(self, executor: int, run: Run, fault: Fault | None = None, cleans: bool = False) -> Made | None:
+    def attempt(self, executor: int, run: Run, fault: Fault | None = None, cleans: bool = False) -> TaskResult | None:
         """An attempt at a task of the next batch, of a stage, which may fail."""
         return self.world._run(replace(self.planned(executor), cleans=cleans, run=run), fault, _NUMBERS)
 
@@ -85,11 +85,11 @@ class Scene:
         world, batch = self.world, self.world.batch + 1
         return Attempt(executor, batch, world._handed_out(executor, batch), {FIRST_BUCKET: Call({1: batch})}, False)
 
-    def idle(self, executor: int) -> Made:
+    def idle(self, executor: int) -> TaskResult:
         """A task of the next batch in which the bucket is not called."""
         return self.world._idle(executor, self.world.batch + 1)
 
-    def commit(self, *made: Made) -> None:
+    def commit(self, *made: TaskResult) -> None:
         """The batch is over, and everybody gets to what waits."""
         self.world._commit(self.world.batch + 1, made, _NUMBERS)
         for executor in range(len(self.world.executors)):
@@ -272,7 +272,7 @@ def sent_again(scene: Scene) -> None:
         scene.begin(replaces=False, journal=True)
         scene.commit(scene.task(0, {1: 1}))
         made = scene.task(0, {2: 2})
-        scene.attempt(2, scene.world.stage(), Fault(at, dies, False))
+        scene.attempt(2, scene.world.stage(), Fault(at, die_here, False))
         scene.send(2)
         # Before a snapshot holds the same.
         scene.world._commit(scene.world.batch + 1, [made], _NUMBERS)
@@ -333,7 +333,7 @@ def joined_by_a_torn_snapshot(scene: Scene) -> None:
         world = scene.world
         scene.alone(4, cleans=False)
         world.configured = ["a", "b"]
-        made = scene.attempt(0, world.stage(), world.torn(at, None, dies))
+        made = scene.attempt(0, world.stage(), world.torn(at, None, die_here))
         if made is not None:
             world._commit(world.batch + 1, [made], _NUMBERS)
         scene.finish(0)
@@ -356,18 +356,18 @@ def lost_and_not_answered(scene: Scene) -> None:
         assert noticed is not None
         scene.commit(noticed)
         run = world.stage()
-        scene.attempt(0, run, Fault(at, dies, False) if at < 7 else None)
+        scene.attempt(0, run, Fault(at, die_here, False) if at < 7 else None)
         made = scene.attempt(0, run)
         assert made is not None
         scene.commit(made)
         world.check()
 
 
-def played(script: Callable[[Scene], None], built: Built) -> None:
+def play_scene(script: Callable[[Scene], None], variant: Variant) -> None:
     """Play a scene; raises `WrongStateError` when anything is."""
-    scene = Scene(built)
+    scene = Scene(variant)
     try:
-        with small(True, built):
+        with scale_down(True, variant):
             script(scene)
     finally:
         scene.world.close()

@@ -1,4 +1,4 @@
-"""Going through histories as Hypothesis makes them, each lived to its end in a world of replaced names."""
+"""Run histories that Hypothesis generates, and replace attributes while they run."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import Any, TypeVar
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
-__all__ = ["replaced", "searched"]
+__all__ = ["replace_attributes", "search_histories"]
 
 _History = TypeVar("_History")
 
 
-def searched(
-    drawn: SearchStrategy[_History],
-    lived: Callable[[_History], object],
+def search_histories(
+    strategy: SearchStrategy[_History],
+    run: Callable[[_History], object],
     count: int,
     from_seed: int,
     *,
     shrinks: bool = False,
 ) -> None:
-    """Live through histories, the same ones for the same seed; raises what the first wrong one raises.
+    """Run generated histories, the same ones for the same seed; raises the error of the first that fails.
 
     Parameters
     ----------
-    drawn
-        Histories.
-    lived
-        Goes through one; raises when anything in it is wrong.
+    strategy
+        Strategy that generates histories.
+    run
+        Runs one history; raises if an invariant is violated.
     count
-        How many, where none is wrong.
+        Number of histories, if none fails.
     from_seed
-        What they are drawn with.
+        Seed of the generator.
     shrinks
-        Whether Hypothesis looks for a shorter one that is wrong too.
+        Whether Hypothesis shortens a history that fails.
     """
 
     @seed(from_seed)
@@ -47,21 +47,21 @@ def searched(
         phases=[Phase.generate, Phase.shrink] if shrinks else [Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(drawn)
+    @given(strategy)
     def check(history: _History) -> None:
-        lived(history)
+        run(history)
 
     check()
 
 
 @contextmanager
-def replaced(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Put values in the place of others for a while.
+def replace_attributes(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Replace attributes of modules and classes until the context ends.
 
     Parameters
     ----------
     values
-        Module or class, name in it, and what it is meanwhile. Of one name the last value counts.
+        Module or class, attribute name and new value. If a name is given twice, the last value counts.
     """
     values = list(values)
     before = [(owner, name, inspect.getattr_static(owner, name)) for owner, name, _ in values]

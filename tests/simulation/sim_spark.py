@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sim_parts import Config, Held, Memory, Partition
+from sim_parts import BucketState, Config, Memory, Partition
 
-__all__ = ["Made", "StateFiles"]
+__all__ = ["TaskResult", "StateFiles"]
 
 
 @dataclass(frozen=True)
-class Made:
+class TaskResult:
     """What an attempt at a batch made of a partition.
 
     Parameters
@@ -49,7 +49,7 @@ class StateFiles:
         self._retained = config.retained
         self._base, self._base_batch = dict(first), -1
         # None: the bucket is no more.
-        self._files: dict[int, Mapping[int, Held | None]] = {}
+        self._files: dict[int, Mapping[int, BucketState | None]] = {}
         self.batch = -1
         self.newest_ever = -1
         # When batches were begun, and how far back one may go by time, milliseconds; 0: as far as there are files.
@@ -85,7 +85,7 @@ class StateFiles:
             return executor.loaded[batch - 1]
         return self.at(batch - 1)
 
-    def commit(self, batch: int, made: Made) -> None:
+    def commit(self, batch: int, made: TaskResult) -> None:
         """A batch is over, and this is what counts, or whose file is there."""
         self._write(batch, made)
         self.batch = batch
@@ -96,7 +96,7 @@ class StateFiles:
             self._base_batch += 1
             _lay(self._files.pop(self._base_batch), self._base)
 
-    def overwrite(self, batch: int, made: Made) -> None:
+    def overwrite(self, batch: int, made: TaskResult) -> None:
         """A late attempt's file takes the place of another's, whatever has happened since."""
         if self._base_batch < batch <= self.batch:
             self._write(batch, made)
@@ -116,12 +116,12 @@ class StateFiles:
             found += [(self.batch, e.loaded[self.batch]) for e in executors if self.batch in e.loaded]
         return found
 
-    def _write(self, batch: int, made: Made) -> None:
+    def _write(self, batch: int, made: TaskResult) -> None:
         there = {b: held for b, held in made.partition.items() if self._whole or b in made.called}
         self._files[batch] = {**there, **dict.fromkeys(made.removed)}
 
 
-def _lay(file: Mapping[int, Held | None], partition: dict[int, Held]) -> None:
+def _lay(file: Mapping[int, BucketState | None], partition: dict[int, BucketState]) -> None:
     """Lay what a batch's file has over what was there before."""
     for bucket, held in file.items():
         if held is None:

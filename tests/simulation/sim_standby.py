@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sim_parts import Numbers, Step
-from sim_search import replaced
+from sim_search import replace_attributes
 
 from arrow_schemas.standby import BucketKey, MemberRecord, StandbyReplica, StandbySettings
 from spark_state_ext.errors import MissingCheckpointError
@@ -368,7 +368,7 @@ def simulate_standby(steps: Iterable[Step], patches: Iterable[Patch] = ()) -> St
     """
     first, *others = steps
     world = StandbyWorld(first)
-    with replaced([(owner, name, made(world)) for owner, name, made in patches]):
+    with replace_attributes([(owner, name, made(world)) for owner, name, made in patches]):
         for step in others:
             world.step(step)
         world.end()

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from sim_aside import Trap, trapped
-from sim_parts import Attempt, Built, Executor, Held, Numbers, Partition, WrongStateError
-from sim_spark import Made, StateFiles
+from sim_aside import Trap, set_trap
+from sim_parts import Attempt, BucketState, Executor, Numbers, Partition, Variant, WrongStateError
+from sim_spark import StateFiles, TaskResult
 from sim_stores import Fault
 from sim_world import DEFAULT, FIRST_BUCKET
-from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Query, Taken, Yard
+from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Query, SimSavepoint, Yard
 
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.beginning.detachment import Detaching
@@ -37,7 +37,7 @@ from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.worker import Worker
 from tests.helpers.jobs import job_of
 
-__all__ = ["RefusedError", "Started"]
+__all__ = ["RefusedError", "StartedQuery"]
 
 
 class RefusedError(Exception):
@@ -55,7 +55,7 @@ class StartedFiles(StateFiles):
         oldest = super().oldest
         return oldest if self.begun_at is None else max(oldest, self.begun_at)
 
-    def commit(self, batch: int, made: Made) -> None:
+    def commit(self, batch: int, made: TaskResult) -> None:
         super().commit(batch, made)
         if self.begun_at is None and not any(it.pointer.encode() in self.first for it in self.at(batch).values()):
             self.begun_at = batch
@@ -71,12 +71,12 @@ class _Process:
         self.detaching = Detaching()
 
 
-class Started(Query):
+class StartedQuery(Query):
     """A query that starts from a savepoint.
 
     Parameters
     ----------
-    yard, folder_name, built
+    yard, folder_name, variant
         As for `Query`.
     taken
         The savepoint.
@@ -94,14 +94,14 @@ class Started(Query):
         self,
         yard: Yard,
         folder_name: str,
-        taken: Taken,
+        taken: SimSavepoint,
         mode: str,
         clean_up: bool,
         newest_ms: int,
-        built: Built = DEFAULT,
+        variant: Variant = DEFAULT,
     ) -> None:
         self.taken, self.mode, self.clean_up = taken, mode, clean_up
-        super().__init__(yard, folder_name, built)
+        super().__init__(yard, folder_name, variant)
         # Attempts at the first batch go on from what was saved.
         self.models = {self._first(number).encode(): taken.models[number] for number in self.buckets}
         self.planned[-1] = False, newest_ms
@@ -166,7 +166,7 @@ class Started(Query):
 
     # -- attempts ----------------------------------------------------------------------------------
 
-    def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> Made | None:
+    def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> TaskResult | None:
         try:
             return super()._run(attempt, fault, numbers, zombie)
         except OwnershipError as error:
@@ -189,7 +189,7 @@ class Started(Query):
         if pointer.encode() in self.empty:
             begun = self._first_step(executor, number, run, numbers)
             self.models[begun.encode()] = self.models[pointer.encode()]
-            partition: Mapping[int, Held] = {**attempt.partition, number: Held(begun)}
+            partition: Mapping[int, BucketState] = {**attempt.partition, number: BucketState(begun)}
             attempt = replace(attempt, partition=partition)
         elif number == FIRST_BUCKET:
             self._process(executor).detaching.in_turn(
@@ -206,7 +206,7 @@ class Started(Query):
         trap = Trap(numbers.below(12), "dies", lambda: None) if numbers.below(4) == 0 else None
         if trap is None and numbers.below(4) == 0:
             trap = Trap(numbers.below(12), "waits", self._meanwhile)
-        with trapped(trap) if trap else nullcontext():
+        with set_trap(trap) if trap else nullcontext():
             found = process.starts.of(job, number)
             assert found is not None, "it is in the savepoint"
             nonce = run.stage.to_bytes(16, "big")
@@ -221,8 +221,8 @@ class Started(Query):
 
     def _meanwhile(self) -> None:
         """Something else goes on while a first step stands still."""
-        if self.yard.asides:
-            self.yard.go_on(self.yard.asides[0])
+        if self.yard.activities:
+            self.yard.advance(self.yard.activities[0])
 
     # -- checks ------------------------------------------------------------------------------------
 

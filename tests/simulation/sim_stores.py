@@ -1,4 +1,4 @@
-"""Stores that the simulated world keeps checkpoint files in, and what goes wrong there."""
+"""Folders in memory for the checkpoint files of a simulation, and faults of single operations."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fsspec.implementations.memory import MemoryFileSystem
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files.folder import Folder
 
-__all__ = ["DiedError", "Fault", "FaultyFolder", "Share", "dies", "fails", "opened"]
+__all__ = ["DiedError", "Fault", "FaultyFolder", "Share", "die_here", "fail_here", "open_folder"]
 
-# What publishes a file.
+# Operations that publish a file.
 _WRITES = frozenset({"put", "put_file", "create"})
 
 
 class DiedError(BaseException):
-    """The process dies at this line; nothing in it can catch that."""
+    """The simulated process dies at this line; product code does not catch a `BaseException`."""
 
 
 class Share(DirFileSystem):  # type: ignore[misc]
-    """As an SMB share: a rename never puts a file in another one's place."""
+    """A file system like an SMB share: renaming a file never replaces another one."""
 
     protocol: ClassVar[Any] = "smb"
 
@@ -32,93 +32,93 @@ class Share(DirFileSystem):  # type: ignore[misc]
         super().__init__(path="/", fs=MemoryFileSystem(), **options)
 
     def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
-        """Rename."""
+        """Rename a file; fails if the new name exists."""
         if self.exists(path2):
             raise OSError(errno.EEXIST, "STATUS_OBJECT_NAME_COLLISION", path2)
         super().mv(path1, path2, **kwargs)
 
 
-def opened(path: str, *, replaces: bool) -> Folder:
-    """A folder in memory.
+def open_folder(path: str, *, replaces: bool) -> Folder:
+    """Open a folder in memory.
 
     Parameters
     ----------
     path
         Its path.
     replaces
-        A file takes another one's place there in one step.
+        Whether a rename replaces an existing file in one step.
     """
     return Folder(f"memory://{path}", None if replaces else {"implementation": f"{__name__}.Share"})
 
 
 class Fault:
-    """Which of the next operations on files is special, and how.
+    """A fault in one of the next operations on files.
 
     Parameters
     ----------
     at
-        Its number, from 0.
-    happens
-        What happens then; may raise.
+        Number of the operation, from 0.
+    action
+        Called at that operation; may raise.
     after
-        The operation is done all the same, before that.
-    torn
-        What is written then is damaged; called with its name in messages.
+        Whether the operation is carried out first.
+    on_torn
+        If given, the file that the operation writes is damaged; called with the file's location.
     """
 
     def __init__(
-        self, at: int, happens: Callable[[], None], after: bool, torn: Callable[[str], None] | None = None
+        self, at: int, action: Callable[[], None], after: bool, on_torn: Callable[[str], None] | None = None
     ) -> None:
         self.left = at
-        self.happens = happens
+        self.action = action
         self.after = after
-        self.torn = torn
-        # It has come to pass.
-        self.over = False
+        self.on_torn = on_torn
+        # The operation was reached.
+        self.has_happened = False
 
     def hit(self) -> bool:
         self.left -= 1
-        self.over |= self.left == -1
+        self.has_happened |= self.left == -1
         return self.left == -1
 
 
-def fails() -> None:
-    """The operation does."""
+def fail_here() -> None:
+    """Fail the operation."""
     raise StorageError("fails on purpose")
 
 
-def dies() -> None:
-    """The process does."""
+def die_here() -> None:
+    """Kill the simulated process."""
     raise DiedError
 
 
 class FaultyFolder:
-    """A folder of which one operation is special."""
+    """A folder in which one operation has a fault."""
 
     def __init__(self, real: Folder, fault: Fault) -> None:
         self._real = real
         self._fault = fault
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._real, name)
-        if not callable(found) or name in ("where", "child"):
-            return found
+        attribute = getattr(self._real, name)
+        if not callable(attribute) or name in ("where", "child"):
+            return attribute
 
         def call(*args: Any) -> Any:
             hit = self._fault.hit()
             if hit and not self._fault.after:
-                self._fault.happens()
-            result = self._torn(*args) if hit and self._fault.torn and name in _WRITES else found(*args)
+                self._fault.action()
+            result = self._write_torn(*args) if hit and self._fault.on_torn and name in _WRITES else attribute(*args)
             if hit and self._fault.after:
-                self._fault.happens()
+                self._fault.action()
             return result
 
         return call
 
-    def _torn(self, name: str, content: Any) -> bool:
-        """A file of the right size, of which the second half has not arrived."""
+    def _write_torn(self, name: str, content: Any) -> bool:
+        """Write a file of the right size whose second half has not arrived."""
         data = bytes(content) if isinstance(content, (bytes, memoryview)) else Path(content).read_bytes()
         self._real.put(name, data[: len(data) // 2].ljust(len(data), b"\0"))
-        assert self._fault.torn is not None
-        self._fault.torn(self._real.where(name))
+        assert self._fault.on_torn is not None
+        self._fault.on_torn(self._real.where(name))
         return True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from sim_aside import die, pause
-from sim_parts import Held, Model, Numbers, WrongStateError
+from sim_parts import BucketState, Model, Numbers, WrongStateError
 
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.errors import StateError
@@ -174,7 +174,7 @@ class SimReader:
     def pointers(self, store: StoreOfState, batch: int) -> Iterator[Frame]:
         yield Frame(self.taking, lambda: self._read(batch))
 
-    def read(self, batch: int) -> dict[int, Held]:
+    def read(self, batch: int) -> dict[int, BucketState]:
         """What Spark gives of a batch."""
         return dict(self.world.spark.at(batch))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sim_parts import Numbers, Step
-from sim_search import replaced
+from sim_search import replace_attributes
 
 from arrow_schemas.lineage import DELTA, CheckpointRef, LineageHeader, Writer, file_name
 from arrow_schemas.pointer import LineageEntry, Pointer
@@ -444,7 +444,7 @@ def simulate_timeline(steps: Sequence[Step], patches: Sequence[Patch] = ()) -> T
     """Live through a history; raises `WrongLineError` where something is taken for what it is not."""
     world = TimelineWorld(Numbers(steps[0][1:] if steps else b""))
     with ExitStack() as stack:
-        stack.enter_context(replaced([(owner, name, made(world)) for owner, name, made in patches]))
+        stack.enter_context(replace_attributes([(owner, name, made(world)) for owner, name, made in patches]))
         for step in steps:
             world.step(step)
     return world

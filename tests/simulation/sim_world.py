@@ -28,26 +28,26 @@ from sim_parts import (
     KEYS,
     SCHEMA,
     Attempt,
-    Built,
+    BucketState,
     Call,
     Config,
     Executor,
-    Held,
     History,
     Machine,
     Model,
     Numbers,
     Partition,
     Step,
+    Variant,
     WrongStateError,
-    changed,
-    changes_of,
-    rows_of,
-    scanned,
+    apply_changes,
+    buffer_changes,
+    draw_changes,
+    scan_rows,
 )
-from sim_search import replaced
-from sim_spark import Made, StateFiles
-from sim_stores import DiedError, Fault, FaultyFolder, dies, fails, opened
+from sim_search import replace_attributes
+from sim_spark import StateFiles, TaskResult
+from sim_stores import DiedError, Fault, FaultyFolder, die_here, fail_here, open_folder
 
 from arrow_schemas import CheckpointRef, Pointer, Writer
 from arrow_schemas.lineage import SNAPSHOT, file_name, parse_file_name
@@ -112,7 +112,7 @@ STEPS = (
 )
 
 
-DEFAULT = Built()
+DEFAULT = Variant()
 
 
 class World:
@@ -122,7 +122,7 @@ class World:
     ----------
     config
         What stays the same.
-    built
+    variant
         What is under test.
     name
         Of its folder in memory, where that is another world's too.
@@ -133,13 +133,13 @@ class World:
     # Of keys, by key; None: what follows from the key.
     hashes: ClassVar[Mapping[int, int] | None] = None
 
-    def __init__(self, config: Config, built: Built = DEFAULT, name: str = "") -> None:
+    def __init__(self, config: Config, variant: Variant = DEFAULT, name: str = "") -> None:
         self.config = config
-        self._built = built
+        self._variant = variant
         self._name = name or uuid.uuid4().hex
         self.buckets = self._numbered()
         # Two backends, of which one or both are configured.
-        homes = {name: self._home(opened(f"{self._name}/{name}", replaces=config.replaces)) for name in ("a", "b")}
+        homes = {name: self._home(open_folder(f"{self._name}/{name}", replaces=config.replaces)) for name in ("a", "b")}
         self.folders = {name: {b: home.child(str(b)) for b in self.buckets} for name, home in homes.items()}
         self.files = self.folders["a"][self.buckets[0]]
         self.configured = ["a"]
@@ -156,7 +156,7 @@ class World:
             machines[1] = machines[0]
         self.executors: list[Executor] = []
         self.executors += [Executor(machine, self.executors, config.buckets) for machine in machines]
-        first = {b: Held(self._first(b)) for b in self.buckets}
+        first = {b: BucketState(self._first(b)) for b in self.buckets}
         self.spark = self._state_files(first)
         # The model of every pointer.
         self.models: dict[bytes, Model] = {held.pointer.encode(): {} for held in first.values()}
@@ -242,7 +242,7 @@ class World:
         """Attempts at the next batch one after the other, until those that the numbers ask for are done."""
         batch = self.batch + 1
         heartbeat, now_ms = self._plan(batch, numbers.below(4) > 0, numbers)
-        done: list[Made] = []
+        done: list[TaskResult] = []
         run = self.stage()
         for _ in range(1 + numbers.below(3)):
             executor = numbers.below(EXECUTORS)
@@ -307,11 +307,11 @@ class World:
                 done.append(made)
             self._commit(batch, done, numbers)
 
-    def _idle(self, executor: int, batch: int) -> Made:
+    def _idle(self, executor: int, batch: int) -> TaskResult:
         """A task that calls nothing."""
         partition = self._handed_out(executor, batch)
         self.executors[executor].load(batch, partition)
-        return Made(partition, frozenset())
+        return TaskResult(partition, frozenset())
 
     @property
     def _planned(self) -> bool:
@@ -351,7 +351,7 @@ class World:
             due = held.due_ms is not None and held.due_ms < now_ms
             if self._planned and not (heartbeat or due):
                 continue
-            changes = {} if quiet else changes_of(numbers)
+            changes = {} if quiet else draw_changes(numbers)
             if drawn >= 0:
                 changes[KEYS + batch % DRAWN] = batch if drawn == at else None
             timeout_ms = now_ms + numbers.below(60) if self.config.timeouts and numbers.yes() else None
@@ -359,7 +359,7 @@ class World:
         cleans = numbers.yes() if cleans is None else cleans
         return Attempt(executor, batch, partition, calls, cleans, heartbeat, self.switches, now_ms)
 
-    def _commit(self, batch: int, done: Sequence[Made], numbers: Numbers) -> None:
+    def _commit(self, batch: int, done: Sequence[TaskResult], numbers: Numbers) -> None:
         if self.config.checkpoint_v2:
             chosen = done[numbers.below(len(done))]
         else:
@@ -488,8 +488,8 @@ class World:
             return self.failing(at, run, after)
         # Where files cannot be replaced, somebody would have to delete what was damaged on its way.
         if kind < 3 and self.config.replaces:
-            return self.torn(at, run, dies if kind == 1 else lambda: None)
-        return Fault(at, dies if numbers.yes() else lambda: self._work(numbers), after)
+            return self.torn(at, run, die_here if kind == 1 else lambda: None)
+        return Fault(at, die_here if numbers.yes() else lambda: self._work(numbers), after)
 
     def failing(self, at: int, run: Run | None, after: bool = False) -> Fault:
         """An operation that fails, of a run."""
@@ -497,7 +497,7 @@ class World:
         def happens() -> None:
             if run is not None:
                 self.failures.make(run)
-            fails()
+            fail_here()
 
         return Fault(at, happens, after)
 
@@ -511,7 +511,7 @@ class World:
 
         return Fault(at, happens, True, torn)
 
-    def _surely(self, attempt: Attempt, numbers: Numbers) -> Made:
+    def _surely(self, attempt: Attempt, numbers: Numbers) -> TaskResult:
         """Until it succeeds, as whoever mends what failed before starts again."""
         attempt = replace(attempt, run=attempt.run or self.stage())
         for _ in range(STARTS_MAX):
@@ -522,7 +522,7 @@ class World:
             attempt = replace(attempt, run=self.stage())
         raise WrongStateError(f"batch {attempt.batch} fails again and again, and nothing fails any more")
 
-    def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> Made | None:
+    def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> TaskResult | None:
         """A task from its partition to its new one; None when it failed."""
         executor = self.executors[attempt.executor]
         run = attempt.run or self.stage()
@@ -544,12 +544,12 @@ class World:
                 else:
                     result, committer = self._call(attempt, number, run, fault, numbers)
                     made = result.pointer
-                    models[made.encode()] = changed(self.models[pointer.encode()], call.changes)
+                    models[made.encode()] = apply_changes(self.models[pointer.encode()], call.changes)
                     left += result.deferred
                     if executor.uploads is not uploads:
                         # Something beside the call killed its process: nothing of the task is left to go on.
                         raise DiedError
-                partition[number] = Held(made, self._due_ms(made, attempt.now_ms))
+                partition[number] = BucketState(made, self._due_ms(made, attempt.now_ms))
             if left:
                 # What the last call of the task does.
                 committer.await_all(left)
@@ -557,7 +557,7 @@ class World:
             executor.die()
             return None
         except StorageError as error:
-            if fault is None or not fault.over:
+            if fault is None or not fault.has_happened:
                 self.failures.refuse_others(run, ended, error)
                 if isinstance(error, UploadFailedError):
                     given = [(n, attempt.partition[n].pointer) for n in attempt.calls]
@@ -586,7 +586,7 @@ class World:
                 self._check_noticed(executor.machine, name, before, made, since)
             if attempt.cleans:
                 self._submit_clean_up(executor, before, numbers)
-        return Made(partition, frozenset(attempt.calls))
+        return TaskResult(partition, frozenset(attempt.calls))
 
     def _call(
         self, attempt: Attempt, number: int, run: Run, fault: Fault | None, numbers: Numbers
@@ -601,12 +601,12 @@ class World:
         store = self._store(executor.machine, pointer)
         bucket = self._bucket(store, replicas, pointer, attempt.batch, executor, run, attempt.now_ms)
         if self.looking:
-            self._built.probe(f"{self._name}/{number}", self.looking, bucket.committer, replicas, pointer)
-        found, expected = bucket.read(scanned), self.models[pointer.encode()]
+            self._variant.probe(f"{self._name}/{number}", self.looking, bucket.committer, replicas, pointer)
+        found, expected = bucket.read(scan_rows), self.models[pointer.encode()]
         if found != expected:
             raise WrongStateError(f"batch {attempt.batch} read {found}; {pointer.ref} was written as {expected}")
         may_defer = numbers.yes()
-        rows = rows_of(call.changes, self.folder, self.hashes)
+        rows = buffer_changes(call.changes, self.folder, self.hashes)
         made = bucket.commit(rows, attempt.heartbeat, may_defer=may_defer)
         pointer = replace(made.pointer, batch=attempt.batch, earliest_timeout_ms=call.timeout_ms)
         return replace(made, pointer=pointer), bucket.committer
@@ -615,7 +615,7 @@ class World:
         if not self.config.timeouts:
             return None
         alone = self.config.checkpoint_v2
-        after_ms = self._built.next_call_ms(pointer.earliest_timeout_ms, now_ms, alone=alone)
+        after_ms = self._variant.next_call_ms(pointer.earliest_timeout_ms, now_ms, alone=alone)
         return None if after_ms is None else now_ms + after_ms
 
     def _replicas(self, pointer: Pointer, fault: Fault | None = None, names: Sequence[str] = ()) -> list[Replica]:
@@ -637,7 +637,7 @@ class World:
         now_ms: int = 0,
     ) -> Bucket:
         writer = Writer("query", "run", batch, "simulated")
-        return self._built.bucket(
+        return self._variant.bucket(
             store,
             replicas,
             pointer,
@@ -768,7 +768,7 @@ class World:
     def _check_on(self, store: LocalStore, pointer: Pointer, names: Sequence[str]) -> None:
         expected = self.models[pointer.encode()]
         try:
-            found = self._bucket(store, self._replicas(pointer, names=names), pointer, self.batch, None).read(scanned)
+            found = self._bucket(store, self._replicas(pointer, names=names), pointer, self.batch, None).read(scan_rows)
         except (CorruptError, MissingCheckpointError) as error:
             raise WrongStateError(f"{pointer.ref} of batch {pointer.batch} is lost: {error}") from error
         if found != expected:
@@ -819,7 +819,7 @@ def _renewed(pointer: Pointer, name: str) -> bool:
     )
 
 
-def small(ingests: bool, built: Built) -> AbstractContextManager[None]:
+def scale_down(ingests: bool, variant: Variant) -> AbstractContextManager[None]:
     """Everything happens sooner, and one thing at a time, so that a history is the same again."""
     ids = random.Random(49374)
     values = [
@@ -830,23 +830,23 @@ def small(ingests: bool, built: Built) -> AbstractContextManager[None]:
         (files_module, "_PIECE_BYTES", 1 << 10 if ingests else files_module._PIECE_BYTES),
         (checkpoint, "_INGESTED_BYTES_MIN", 0 if ingests else checkpoint._INGESTED_BYTES_MIN),
         (loader, "_read_in_order", _one_by_one),
-        (retention, "classify", built.classify),
-        *built.patches,
+        (retention, "classify", variant.classify),
+        *variant.patches,
     ]
-    return replaced(values)
+    return replace_attributes(values)
 
 
-def simulate(history: History, built: Built = DEFAULT) -> World:
+def simulate(history: History, variant: Variant = DEFAULT) -> World:
     """Run a history to its end; raises `WrongStateError` when anything is."""
-    world = World(history.config, built)
-    lived(world, history, built)
+    world = World(history.config, variant)
+    run_world(world, history, variant)
     return world
 
 
-def lived(world: World, history: History, built: Built) -> None:
+def run_world(world: World, history: History, variant: Variant) -> None:
     """Run a history in a world to its end; it is closed then."""
     try:
-        with small(history.config.ingests, built):
+        with scale_down(history.config.ingests, variant):
             for step in history.steps:
                 world.step(step)
             world.check()
@@ -868,4 +868,4 @@ def _fast_folder() -> str | None:
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
-__all__ = ["Config", "History", "World", "WrongStateError", "lived", "simulate", "small"]
+__all__ = ["Config", "History", "World", "WrongStateError", "run_world", "simulate", "scale_down"]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-from sim_aside import Aside, pause
-from sim_parts import SCHEMA, UPLOAD, Built, Config, Executor, Model, Numbers, WrongStateError
-from sim_stores import opened
+from sim_aside import PausableWork, pause
+from sim_parts import SCHEMA, UPLOAD, Config, Executor, Model, Numbers, Variant, WrongStateError
+from sim_stores import open_folder
 from sim_taking import HOLD_S, Taking
 from sim_world import DEFAULT, FIRST_BUCKET, World
 
@@ -25,7 +25,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.savepoints.saved_rows import read_saved_rows
 
-__all__ = ["KEY_SCHEMA", "OPERATOR", "STATE_SCHEMA", "Query", "Taken", "Yard", "rows_in"]
+__all__ = ["KEY_SCHEMA", "OPERATOR", "STATE_SCHEMA", "Query", "SimSavepoint", "Yard", "rows_in"]
 
 OPERATOR = "simulated"
 
@@ -40,7 +40,7 @@ KEY_SCHEMA, STATE_SCHEMA = _schema("k"), _schema("n")
 
 
 @dataclass
-class Taken:
+class SimSavepoint:
     """A savepoint.
 
     Parameters
@@ -104,7 +104,7 @@ class Yard:
     now_s: float = 0.0
     # Of the step that is taken.
     numbers: Numbers = field(default_factory=lambda: Numbers(b"yard"))
-    asides: list[Aside] = field(default_factory=list)
+    activities: list[PausableWork] = field(default_factory=list)
     takings: list[Taking] = field(default_factory=list)
     counted: Counter[str] = field(default_factory=Counter)
     calm: bool = False
@@ -112,7 +112,7 @@ class Yard:
 
     def root(self, backend: str) -> Folder:
         """Of a backend."""
-        return opened(f"{self.name}/{backend}", replaces=self.config.replaces)
+        return open_folder(f"{self.name}/{backend}", replaces=self.config.replaces)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -131,20 +131,20 @@ class Yard:
             self._watches[owner] = HoldWatch(lambda: self.now_s + offset_s)
         return self._watches[owner]
 
-    def begin(self, work: Callable[[], object], lives: Callable[[], bool] = lambda: True) -> Aside:
+    def begin(self, work: Callable[[], object], lives: Callable[[], bool] = lambda: True) -> PausableWork:
         """Work that may stop; it is begun."""
-        aside = Aside(work, lives)
-        self.asides.append(aside)
-        self.go_on(aside)
-        return aside
+        activity = PausableWork(work, lives)
+        self.activities.append(activity)
+        self.advance(activity)
+        return activity
 
-    def go_on(self, aside: Aside) -> None:
+    def advance(self, activity: PausableWork) -> None:
         """One of them goes on."""
         if self.calm:
-            aside.end()
+            activity.end()
         else:
-            aside.go_on()
-        self.asides = [it for it in self.asides if not it.over]
+            activity.advance()
+        self.activities = [it for it in self.activities if not it.is_over]
 
     def pass_time(self, seconds: float) -> None:
         """Time passes, while those that copy renew their holds."""
@@ -156,8 +156,8 @@ class Yard:
 
     def close(self) -> None:
         """End all that is under way."""
-        for aside in self.asides:
-            aside.kill()
+        for activity in self.activities:
+            activity.kill()
         memory = fsspec.filesystem("memory")
         if memory.exists(f"/{self.name}"):
             memory.rm(f"/{self.name}", recursive=True)
@@ -172,14 +172,14 @@ class Query(World):
         What it shares with the others.
     folder_name
         Name of its query folder.
-    built
+    variant
         As for `World`.
     """
 
-    def __init__(self, yard: Yard, folder_name: str, built: Built = DEFAULT) -> None:
+    def __init__(self, yard: Yard, folder_name: str, variant: Variant = DEFAULT) -> None:
         self.yard = yard
         self._folder_name = folder_name
-        super().__init__(yard.config, built, yard.name)
+        super().__init__(yard.config, variant, yard.name)
         self.query_folder = self._home(yard.root("a"))
 
     def close(self) -> None:

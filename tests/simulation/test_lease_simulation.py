@@ -8,7 +8,7 @@ from sim_histories import lease_histories
 from sim_lease import WrongLeaseError, simulate_lease
 from sim_lease_broken import BROKEN_LEASES, Patch
 from sim_parts import Step
-from sim_search import searched
+from sim_search import search_histories
 
 from tests.helpers.soak import examples
 
@@ -24,7 +24,7 @@ def test_no_history_gives_a_lease_to_two_runs(steps: tuple[Step, ...]) -> None:
 
 def test_histories_are_of_the_kind_that_matters() -> None:
     take_overs: list[int] = []
-    searched(lease_histories(), lambda steps: take_overs.append(simulate_lease(steps).take_overs), 50, SEED)
+    search_histories(lease_histories(), lambda steps: take_overs.append(simulate_lease(steps).take_overs), 50, SEED)
     # One is the new run's of the end.
     assert sum(count > 1 for count in take_overs) > len(take_overs) / 4
 
@@ -32,4 +32,4 @@ def test_histories_are_of_the_kind_that_matters() -> None:
 @pytest.mark.parametrize("patches", BROKEN_LEASES.values(), ids=list(BROKEN_LEASES))
 def test_broken_leases_are_found(patches: tuple[Patch, ...]) -> None:
     with pytest.raises(WrongLeaseError):
-        searched(lease_histories(), lambda steps: simulate_lease(steps, patches), HISTORIES, SEED)
+        search_histories(lease_histories(), lambda steps: simulate_lease(steps, patches), HISTORIES, SEED)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, given, settings
 from sim_histories import rescale_histories
-from sim_parts import Built, History, WrongStateError
-from sim_rescale_scenes import RESCALE_SCENES, RescaleScene, played_rescales
+from sim_parts import History, Variant, WrongStateError
+from sim_rescale_scenes import RESCALE_SCENES, RescaleScene, play_rescale_scene
 from sim_rescales import simulate_rescales
 from sim_rescales_broken import BROKEN_RESCALES
-from sim_search import searched
+from sim_search import search_histories
 
 from tests.helpers.soak import examples
 
@@ -63,22 +63,22 @@ def test_no_history_moves_a_key_wrongly(history: History) -> None:
 
 @pytest.mark.parametrize("script", RESCALE_SCENES, ids=lambda script: script.__name__)
 def test_no_scene_moves_a_key_wrongly(script: Callable[[RescaleScene], None]) -> None:
-    played_rescales(script, Built())
+    play_rescale_scene(script, Variant())
 
 
 @pytest.mark.parametrize("name", BROKEN_RESCALES)
 def test_broken_rescales_are_found(name: str) -> None:
-    built = BROKEN_RESCALES[name]
+    variant = BROKEN_RESCALES[name]
 
     with pytest.raises(WrongStateError):
         for script in sorted(RESCALE_SCENES, key=lambda script: script.__name__ != FOUND_BY[name]):
-            played_rescales(script, built)
-        searched(rescale_histories(), lambda history: simulate_rescales(history, built), BROKEN_MAX, SEED)
+            play_rescale_scene(script, variant)
+        search_histories(rescale_histories(), lambda history: simulate_rescales(history, variant), BROKEN_MAX, SEED)
 
 
 def test_histories_are_of_the_kind_that_matters() -> None:
     seen: Counter[str] = Counter()
-    searched(rescale_histories(), lambda history: seen.update(simulate_rescales(history).counted), 30, SEED)
+    search_histories(rescale_histories(), lambda history: seen.update(simulate_rescales(history).counted), 30, SEED)
     for name in ("plans that rescale", "batches that moved the state", "parents without a snapshot of their own"):
         assert seen[name] > 10, name
     for name in ("killed in a first batch", "switches of backends", "queries begun with a savepoint", "goings back"):

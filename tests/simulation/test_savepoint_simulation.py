@@ -11,11 +11,11 @@ from sim_claims import simulate_claims
 from sim_claims_broken import BROKEN_CLAIMS, Patch
 from sim_histories import claim_histories, savepoint_histories
 from sim_lease import WrongLeaseError
-from sim_parts import Built, History, Step, WrongStateError
-from sim_savepoint_scenes import SAVEPOINT_SCENES, SavepointScene, played_savepoints
+from sim_parts import History, Step, Variant, WrongStateError
+from sim_savepoint_scenes import SAVEPOINT_SCENES, SavepointScene, play_savepoint_scene
 from sim_savepoints import simulate_savepoints
 from sim_savepoints_broken import BROKEN_SAVEPOINTS
-from sim_search import searched
+from sim_search import search_histories
 
 from tests.helpers.soak import examples
 
@@ -58,18 +58,18 @@ def test_no_history_gives_a_wrong_savepoint(history: History) -> None:
 
 @pytest.mark.parametrize("script", SAVEPOINT_SCENES, ids=lambda script: script.__name__)
 def test_no_scene_gives_a_wrong_savepoint(script: Callable[[SavepointScene], None]) -> None:
-    played_savepoints(script, Built())
+    play_savepoint_scene(script, Variant())
 
 
 @pytest.mark.parametrize("name", BROKEN_SAVEPOINTS)
 def test_broken_savepoints_are_found(name: str) -> None:
-    built = BROKEN_SAVEPOINTS[name]
+    variant = BROKEN_SAVEPOINTS[name]
 
     with pytest.raises(WrongStateError):
         for script in sorted(SAVEPOINT_SCENES, key=lambda script: script.__name__ != FOUND_BY[name]):
-            played_savepoints(script, built)
-        searched(
-            savepoint_histories(), lambda history: simulate_savepoints(history, built), SAVEPOINTS_BROKEN_MAX, SEED
+            play_savepoint_scene(script, variant)
+        search_histories(
+            savepoint_histories(), lambda history: simulate_savepoints(history, variant), SAVEPOINTS_BROKEN_MAX, SEED
         )
 
 
@@ -82,12 +82,12 @@ def test_no_history_gives_a_folder_to_two_queries(steps: tuple[Step, ...]) -> No
 @pytest.mark.parametrize("patches", BROKEN_CLAIMS.values(), ids=list(BROKEN_CLAIMS))
 def test_broken_claims_are_found(patches: tuple[Patch, ...]) -> None:
     with pytest.raises(WrongLeaseError):
-        searched(claim_histories(), lambda steps: simulate_claims(steps, patches), CLAIMS_BROKEN_MAX, SEED)
+        search_histories(claim_histories(), lambda steps: simulate_claims(steps, patches), CLAIMS_BROKEN_MAX, SEED)
 
 
 def test_histories_are_of_the_kind_that_matters() -> None:
     seen: Counter[str] = Counter()
-    searched(claim_histories(), lambda steps: seen.update(simulate_claims(steps).counted), 60, SEED)
+    search_histories(claim_histories(), lambda steps: seen.update(simulate_claims(steps).counted), 60, SEED)
     assert seen["claims"] > 60
     for name in (
         "claims in a chain",
@@ -102,7 +102,9 @@ def test_histories_are_of_the_kind_that_matters() -> None:
 @pytest.mark.soak
 def test_savepoints_are_of_the_kind_that_matters() -> None:
     seen: Counter[str] = Counter()
-    searched(savepoint_histories(), lambda history: seen.update(simulate_savepoints(history).yard.counted), 300, SEED)
+    search_histories(
+        savepoint_histories(), lambda history: seen.update(simulate_savepoints(history).yard.counted), 300, SEED
+    )
     for name in (
         "savepoints finished",
         "clean-ups held up",

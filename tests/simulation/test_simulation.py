@@ -13,9 +13,9 @@ import pytest
 from sim_broken import BROKEN
 from sim_broken_uploads import BROKEN_UPLOADS
 from sim_histories import histories
-from sim_parts import Built, Config, History, WrongStateError
-from sim_scenes import SCENES, Scene, played
-from sim_search import searched
+from sim_parts import Config, History, Variant, WrongStateError
+from sim_scenes import SCENES, Scene, play_scene
+from sim_search import search_histories
 from sim_world import simulate
 
 from tests.helpers.soak import SOAK, examples
@@ -106,7 +106,7 @@ def test_no_history_gives_a_wrong_state() -> None:
 
 @pytest.mark.parametrize("script", SCENES, ids=lambda script: script.__name__)
 def test_no_scene_gives_a_wrong_state(script: Callable[[Scene], None]) -> None:
-    played(script, Built())
+    play_scene(script, Variant())
 
 
 def test_a_background_has_room_for_every_bucket() -> None:
@@ -120,14 +120,14 @@ ALL_BROKEN = BROKEN | BROKEN_UPLOADS
 
 @pytest.mark.parametrize("name", ALL_BROKEN)
 def test_broken_variants_are_found(name: str) -> None:
-    built = ALL_BROKEN[name]
+    variant = ALL_BROKEN[name]
 
     def check() -> None:
-        searched(histories(), lambda history: simulate(history, built), BROKEN_MAX, SEED)
+        search_histories(histories(), lambda history: simulate(history, variant), BROKEN_MAX, SEED)
 
     def scenes() -> None:
         for script in sorted(SCENES, key=lambda script: script.__name__ != FOUND_BY.get(name)):
-            played(script, built)
+            play_scene(script, variant)
 
     with pytest.raises(WrongStateError, match=WRONG):
         for search in (check, scenes) if name in NO_SCENE else (scenes, check):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sim_histories import standby_histories
-from sim_search import searched
+from sim_search import search_histories
 from sim_standby import Patch, StandbyWorld, WrongStandbyError, simulate_standby
 from sim_standby_broken import BROKEN_STANDBY
 
@@ -15,12 +15,12 @@ SEED = 3
 
 
 def test_no_history_leaves_a_bucket_without_its_replicas() -> None:
-    searched(standby_histories(), simulate_standby, examples(75, 3_000), SEED)
+    search_histories(standby_histories(), simulate_standby, examples(75, 3_000), SEED)
 
 
 def test_histories_are_of_the_kind_that_matters() -> None:
     worlds: list[StandbyWorld] = []
-    searched(standby_histories(), lambda steps: worlds.append(simulate_standby(steps)), 40, SEED)
+    search_histories(standby_histories(), lambda steps: worlds.append(simulate_standby(steps)), 40, SEED)
     assert sum(len(world.running) > 2 for world in worlds) > len(worlds) / 3
     assert sum(world.died > 0 for world in worlds) > len(worlds) / 3
     assert sum(world.moves > 24 for world in worlds) > len(worlds) / 3
@@ -29,4 +29,4 @@ def test_histories_are_of_the_kind_that_matters() -> None:
 @pytest.mark.parametrize("patches", BROKEN_STANDBY.values(), ids=list(BROKEN_STANDBY))
 def test_broken_variants_are_found(patches: tuple[Patch, ...]) -> None:
     with pytest.raises(WrongStandbyError):
-        searched(standby_histories(), lambda steps: simulate_standby(steps, patches), HISTORIES, SEED)
+        search_histories(standby_histories(), lambda steps: simulate_standby(steps, patches), HISTORIES, SEED)

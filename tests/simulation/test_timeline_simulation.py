@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from sim_histories import timeline_histories
 from sim_parts import Step
-from sim_search import searched
+from sim_search import search_histories
 from sim_timeline import TIMELINE_STEPS, WrongLineError, simulate_timeline
 from sim_timeline_broken import BROKEN_TIMELINES
 
@@ -42,7 +42,7 @@ def test_a_run_returns_after_several_others_to_what_they_gave_up() -> None:
 
 def test_histories_are_of_the_kind_that_matters() -> None:
     seen: Counter[str] = Counter()
-    searched(timeline_histories(), lambda steps: seen.update(simulate_timeline(steps).counted), 300, SEED)
+    search_histories(timeline_histories(), lambda steps: seen.update(simulate_timeline(steps).counted), 300, SEED)
     assert min(seen[kind] for kind in ("back", "return", "claim", "late", "task", "old", "remove", "unsure")) > 3
     # Most of the time readers are told something.
     assert seen["read"] > 3 * seen["refused"]
@@ -52,4 +52,4 @@ def test_histories_are_of_the_kind_that_matters() -> None:
 def test_broken_timelines_are_found(name: str) -> None:
     histories, patches = timeline_histories(KINDS.get(name, TIMELINE_STEPS)), BROKEN_TIMELINES[name]
     with pytest.raises(WrongLineError):
-        searched(histories, lambda steps: simulate_timeline(steps, patches), HISTORIES, SEED)
+        search_histories(histories, lambda steps: simulate_timeline(steps, patches), HISTORIES, SEED)
