@@ -59,7 +59,7 @@ def run(count: int, from_seed: int) -> Counter[str]:
             histories_with_neighbours=int(history.config.buckets > 1),
             histories_with_timeouts=int(history.config.timeouts),
             histories_with_neighbours_and_timeouts=int(history.config.buckets > 1 and history.config.timeouts),
-            histories_with_one_identity=int(history.config.same_run and world.begun > 1),
+            histories_with_one_identity=int(history.config.same_run and world.start_count > 1),
             histories_without_replacing_rename=int(not history.config.replaces),
             histories_that_erase_in_time=int(history.config.erase_window_ms > 0),
         )
@@ -109,7 +109,7 @@ def run_savepoints(count: int, from_seed: int) -> Counter[str]:
     def check(history: History) -> None:
         world = simulate_savepoints(history)
         counts.update(savepoint_histories=1)
-        counts.update({name.replace(" ", "_").replace("-", "_"): times for name, times in world.yard.counted.items()})
+        counts.update({name.replace(" ", "_").replace("-", "_"): times for name, times in world.shared.counted.items()})
 
     search_histories(savepoint_histories(), check, count, from_seed, shrinks=True)
     return counts

@@ -30,13 +30,13 @@ class PausableWork:
     ----------
     work
         Function to run.
-    lives
+    is_alive
         Whether its process is alive; if not, the work ends at its next pause.
     """
 
-    def __init__(self, work: Callable[[], object], lives: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, work: Callable[[], object], is_alive: Callable[[], bool] = lambda: True) -> None:
         self._work = work
-        self._lives = lives
+        self._is_alive = is_alive
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._killed = False
@@ -52,7 +52,7 @@ class PausableWork:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="simulated aside", daemon=True)
             self._thread.start()
-        self._killed |= not self._lives()
+        self._killed |= not self._is_alive()
         self._turn.release()
         self._back.acquire()
         if self.is_over:

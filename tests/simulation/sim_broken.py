@@ -1,4 +1,4 @@
-"""Ways in which this could have been built wrong. The simulator has to find each."""
+"""Broken variants of buckets, commits, clean-up and timeouts. The simulator must find each of them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from spark_state_ext.worker.spill import SpillBuffer
 
 T = TypeVar("T")
 
-# The world puts others in its place.
+# The world replaces `retention.classify`, so keep the original.
 _CLASSIFY = retention.classify
 
 
 class IdentityFromBatch(Bucket):
-    """A checkpoint's id follows from its batch: every attempt at a batch has the same."""
+    """A checkpoint's id follows from its batch, so all attempts at a batch have the same id."""
 
     def _create_ref(self) -> CheckpointRef:
         digest = hashlib.md5(str(self._writer.batch).encode()).hexdigest()
@@ -51,7 +51,7 @@ class IdentityFromBatch(Bucket):
 
 
 class NoParentCheck(Bucket):
-    """A local store that is at the version asked for is taken for the state asked for."""
+    """A local store with the requested version is taken for the requested state."""
 
     def _run_on_view(self, pointer: Pointer, work: Callable[[View], T]) -> T:
         for run in self._store.runs():
@@ -59,12 +59,12 @@ class NoParentCheck(Bucket):
                 try:
                     return work(self._store.view(run.newest))
                 except MissingRunError:
-                    continue  # the end of a lineage that is not whole here
+                    continue  # the lineage is not complete here
         return super()._run_on_view(pointer, work)
 
 
 class DeltaOnASibling(Bucket):
-    """Files are found by version and kind; which of several it is, and what it was built on, is not looked at."""
+    """Files are found by version and kind; their ids and parents are not checked."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,17 +90,17 @@ class _ByVersion(Loader):
                     return error
         return MissingCheckpointError(f"no {fetch.kind} of version {fetch.ref.version}")
 
-    def _apply(self, chain: Chain, fetch: Fetch, found: CheckpointFile | LazySnapshot) -> None:
-        assert isinstance(found, CheckpointFile), "the simulation restores nothing lazily"
+    def _apply(self, chain: Chain, fetch: Fetch, checkpoint: CheckpointFile | LazySnapshot) -> None:
+        assert isinstance(checkpoint, CheckpointFile), "the simulation restores nothing lazily"
         at = chain.refs.index(fetch.ref)
         parent = chain.refs[at - 1] if at else None
-        self._store.restore(found.batches, fetch.ref, parent, snapshot=fetch.kind == SNAPSHOT)
+        self._store.restore(checkpoint.batches, fetch.ref, parent, snapshot=fetch.kind == SNAPSHOT)
 
 
 def clean_up_by_version(
     entries: Iterable[Entry], pointer: Pointer, batches_retained: int, *args: Any, **kwargs: Any
 ) -> Decision:
-    """What is older than so many versions goes."""
+    """Delete all files that are older than a number of versions."""
     names = []
     for entry in entries:
         parsed = parse_file_name(entry.name)
@@ -109,34 +109,34 @@ def clean_up_by_version(
     return Decision(tuple(names))
 
 
-def _beside(entries: Iterable[Entry], pointer: Pointer, headers: Headers) -> tuple[list[Entry], list[Entry]]:
-    """The files of a pointer's lineage, and the others."""
+def _split_by_lineage(entries: Iterable[Entry], pointer: Pointer, headers: Headers) -> tuple[list[Entry], list[Entry]]:
+    """Return the files of a pointer's lineage, and the other files."""
     entries = list(entries)
     refs = [(parse_file_name(entry.name) or (None,))[0] for entry in entries]
     known = dict.fromkeys(ref for ref in refs if ref is not None)
     kinds = {ref: {""} for ref in known}
-    mine = set(retention._walk_back(pointer.ref, kinds, headers)) if pointer.ref in kinds else set()
-    line = [entry for entry, ref in zip(entries, refs, strict=True) if ref in mine]
-    return line, [entry for entry, ref in zip(entries, refs, strict=True) if ref not in mine]
+    lineage = set(retention._walk_back(pointer.ref, kinds, headers)) if pointer.ref in kinds else set()
+    lineage_entries = [entry for entry, ref in zip(entries, refs, strict=True) if ref in lineage]
+    return lineage_entries, [entry for entry, ref in zip(entries, refs, strict=True) if ref not in lineage]
 
 
 def clean_up_trusting_the_lineage(
     entries: Iterable[Entry], pointer: Pointer, retained: int, now_s: float, headers: Headers, *args: Any
 ) -> Decision:
-    """Blind to lineages that go on in parallel."""
-    line, beside = _beside(entries, pointer, headers)
-    decision = _CLASSIFY(line, pointer, retained, now_s, headers, *args)
+    """Ignore lineages that continue in parallel."""
+    lineage_entries, others = _split_by_lineage(entries, pointer, headers)
+    decision = _CLASSIFY(lineage_entries, pointer, retained, now_s, headers, *args)
     if not decision.lean_on:
         return decision
     border = min(decision.lean_on).version
-    names = [e.name for e in beside if (parsed := parse_file_name(e.name)) and parsed[0].version < border]
+    names = [e.name for e in others if (parsed := parse_file_name(e.name)) and parsed[0].version < border]
     return replace(decision, delete=(*decision.delete, *names))
 
 
 def clean_up_where_versions_repeat(
     entries: Iterable[Entry], pointer: Pointer, retained: int, now_s: float, headers: Headers, *args: Any
 ) -> Decision:
-    """Where each version has one id only, all are taken for one lineage."""
+    """If each version has only one id, assume that all files are of one lineage."""
     refs = {parsed[0] for entry in entries if (parsed := parse_file_name(entry.name))}
     linear = len({ref.version for ref in refs}) == len(refs)
     decide = clean_up_trusting_the_lineage if linear else _CLASSIFY
@@ -144,49 +144,49 @@ def clean_up_where_versions_repeat(
 
 
 def clean_up_without_retention(entries: Iterable[Entry], pointer: Pointer, retained: int, *args: Any) -> Decision:
-    """What the pointer does not need goes."""
+    """Delete all files that the pointer does not need."""
     return _CLASSIFY(entries, replace(pointer, retained=0), 0, *args)
 
 
 def clean_up_after_the_batches_retained(
     entries: Iterable[Entry], pointer: Pointer, retained: int, *args: Any
 ) -> Decision:
-    """A checkpoint from before the retained batches is taken for one that no pointer names."""
+    """Assume that no pointer names a checkpoint from before the retained batches."""
     return _CLASSIFY(entries, replace(pointer, heartbeats=pointer.heartbeats + 2 * retained), retained, *args)
 
 
 def clean_up_by_calls(entries: Iterable[Entry], pointer: Pointer, *args: Any) -> Decision:
-    """Time is counted in the pointer's own calls, whatever they are for."""
+    """Count the pointer's calls instead of its heartbeats."""
     return _CLASSIFY(entries, replace(pointer, heartbeats=pointer.calls), *args)
 
 
 def clean_up_unverified(*args: Any) -> Decision:
-    """Snapshots are leaned on as they are."""
+    """Depend on snapshots without verifying them."""
     return replace(_CLASSIFY(*args), lean_on=())
 
 
 class EveryCallAHeartbeat(Bucket):
-    """Calls are counted whatever they are for."""
+    """Every call counts as a heartbeat."""
 
     def commit(self, rows: SpillBuffer, heartbeat: bool = True, **kwargs: Any) -> CommitResult:
         return super().commit(rows, **kwargs)
 
 
 class NeverRenewed(Bucket):
-    """The file of a quiet bucket grows old."""
+    """A quiet bucket's checkpoint is never renewed."""
 
     def _renewal_due(self, pointer: Pointer) -> bool:
         return False
 
 
 class LeakedPins(Bucket):
-    """What a snapshot read stays pinned."""
+    """Runs that a snapshot read stay pinned."""
 
     def unpin(self, pin: str) -> None:
         return
 
 
-class DroppedAtOnce(Committer):
+class InlineDeltasDropped(Committer):
     """A delta counts as confirmed once its upload has begun."""
 
     def finish(self, pointer: Pointer, submitted: SubmittedDelta) -> Phase:
@@ -195,8 +195,8 @@ class DroppedAtOnce(Committer):
         return super().finish(pointer, submitted)
 
 
-class NotedAtOnce(Committer):
-    """The record that an upload is done is made before it is."""
+class UploadsRecordedAtOnce(Committer):
+    """An upload is recorded as done when it begins."""
 
     def _submit(self, uploads: Sequence[Upload], *also: Any) -> None:
         super()._submit(uploads, *also)
@@ -204,94 +204,96 @@ class NotedAtOnce(Committer):
             upload.store.record(upload.record(DONE, self._context.uploads.owner, markers={}))
 
 
-class LeftAlone(Committer):
-    """What the last call of a task has to wait for is forgotten."""
+class DeferredUploadsIgnored(Committer):
+    """The last call of a task does not wait for deferred uploads."""
 
     def finish(self, pointer: Pointer, submitted: SubmittedDelta) -> Phase:
         return replace(super().finish(pointer, submitted), deferred=())
 
 
-class NobodyBefore(Committer):
-    """A delta that is waited for is waited for without those before it that another process has under way."""
+class EarlierUploadsIgnored(Committer):
+    """A call waits for its own delta, but not for earlier deltas that another process uploads."""
 
     def _resume(self, pointer: Pointer, mine: bool = False) -> list[Upload]:
         return super()._resume(pointer)
 
 
-class GapPassedBy(Committer):
-    """A backend is taken to have everything before the newest delta that it has confirmed."""
+class GapIgnored(Committer):
+    """A backend counts as having all deltas before the newest one that it has confirmed."""
 
     def _settle(self, pointer: Pointer) -> Pointer:
         records = read_upload_records(self._store)
-        found = super()._settle(pointer)
-        replication = dict(found.replication)
+        settled = super()._settle(pointer)
+        replication = dict(settled.replication)
         for delta in pointer.inline:
             for name, status in replication.items():
                 record = records.get(record_name(name, delta.name))
                 if record is not None and record.state == DONE:
                     replication[name] = replace(status, through=delta.ref)
-        return settle(replace(found, replication=replication), {})
+        return settle(replace(settled, replication=replication), {})
 
 
-class CaughtUpAtOnce(Snapshots):
-    """A backend that is added counts as whole when its full snapshot is under way."""
+class CompleteAtOnce(Snapshots):
+    """A backend that joins counts as complete while its full snapshot is under way."""
 
     def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], confirmed: bool = False) -> Pointer:
         return super().with_full_snapshot(pointer, names, confirmed=True)
 
 
 class NeverLate(Committer):
-    """Commits go on however many batches uploads lag behind."""
+    """Commits continue however many batches uploads lag behind."""
 
     def begin(self, pointer: Pointer) -> Phase:
         self._context = replace(self._context, batches_retained=1 << 30)
         return super().begin(pointer)
 
 
-def called_for_its_own(earliest_timeout_ms: int | None, now_ms: int, *, alone: bool) -> int | None:
-    """A bucket is called when its own timeouts are over, whatever becomes of its neighbours."""
+def call_for_own_timeouts(earliest_timeout_ms: int | None, now_ms: int, *, alone: bool) -> int | None:
+    """Call a bucket when its own timeouts are due, independently of its neighbours."""
     return aligned_timeouts.compute_next_call_ms(earliest_timeout_ms, now_ms, alone=True)
 
 
-def removed_root_unnoticed(*args: Any) -> None:
-    """Where the local store is warm, nobody looks at the root."""
+def skip_probe(*args: Any) -> None:
+    """Do not look at the root if the local store has the state."""
 
 
-def looking_by_the_pointer(key: str, run: str, committer: Committer, *args: Any) -> None:
-    """What was confirmed since the pointer was made is not looked for."""
+def probe_by_pointer(key: str, run: str, committer: Committer, *args: Any) -> None:
+    """Do not look for files that were confirmed after the pointer was made."""
     replicas, pointer = args
     names = [
-        replica.name for replica in replicas if is_complete(it := pointer.replication.get(replica.name)) and it.through
+        replica.name
+        for replica in replicas
+        if is_complete(status := pointer.replication.get(replica.name)) and status.through
     ]
     if names:
         probe(key, run, committer, *args)
 
 
-def newest_file_only(files: Readable, pointer: Pointer, through: CheckpointRef) -> bool:
-    """Deltas that were sent since a root was removed are taken for all of it."""
+def has_newest_file(files: Readable, pointer: Pointer, through: CheckpointRef) -> bool:
+    """Assume that the newest delta implies all earlier files, even if it was sent after the root was removed."""
     return has_checkpoint(files, through)
 
 
-def erased_at_once(ages: Ages | None) -> int | None:
-    """What was made before the newest pointer is taken for what nobody goes back to."""
+def erase_at_once(ages: Ages | None) -> int | None:
+    """Assume that no query goes back to anything before the newest pointer."""
     return ages.marks[-1][1] if ages is not None and ages.marks else None
 
 
-def erased_with_the_window(ages: Ages | None) -> int | None:
-    """What was made before the window is taken for what no pointer of the window needs."""
+def erase_with_the_window(ages: Ages | None) -> int | None:
+    """Assume that no pointer of the window needs a file from before the window."""
     if ages is None or not ages.marks:
         return None
-    before = [heartbeat for time_ms, heartbeat in ages.marks if time_ms <= ages.marks[-1][0] - ages.window_ms]
-    return before[-1] if before else None
+    older = [heartbeat for time_ms, heartbeat in ages.marks if time_ms <= ages.marks[-1][0] - ages.window_ms]
+    return older[-1] if older else None
 
 
-def renewed_by_heartbeats_only(ages: Ages, now_ms: int) -> bool:
-    """A checkpoint may be as old as it likes, if few batches came."""
+def renew_by_heartbeats_only(ages: Ages, now_ms: int) -> bool:
+    """Let a checkpoint grow old if few batches come."""
     return erasure.is_snapshot_due(ages, now_ms)
 
 
-def committing(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) -> type[Bucket]:
-    """A bucket with another committer or other snapshots."""
+def make_bucket(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) -> type[Bucket]:
+    """Make a class of buckets with another committer or other snapshots."""
 
     class Committing(Bucket):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -305,33 +307,33 @@ def committing(kind: type[Committer], snapshots: type[Snapshots] = Snapshots) ->
 
 
 BROKEN = {
-    "identity from the batch": Variant(bucket=IdentityFromBatch),
-    "no parent check": Variant(bucket=NoParentCheck),
-    "clean-up by version only": Variant(classify=clean_up_by_version),
-    "delta applied on a sibling": Variant(bucket=DeltaOnASibling),
-    "clean-up blind to parallel lineages": Variant(classify=clean_up_trusting_the_lineage),
-    "clean-up looking aside where versions repeat": Variant(classify=clean_up_where_versions_repeat),
-    "clean-up without retention": Variant(classify=clean_up_without_retention),
-    "clean-up after the batches retained": Variant(classify=clean_up_after_the_batches_retained),
-    "clean-up leaning on what it did not verify": Variant(classify=clean_up_unverified),
-    "clean-up by calls": Variant(classify=clean_up_by_calls),
-    "every call counted as a heartbeat": Variant(bucket=EveryCallAHeartbeat),
-    "no renewal": Variant(bucket=NeverRenewed),
-    "leaked pins": Variant(bucket=LeakedPins),
-    "inline copies dropped at once": Variant(bucket=committing(DroppedAtOnce)),
-    "uploads noted before they are done": Variant(bucket=committing(NotedAtOnce)),
-    "deferred uploads left alone": Variant(bucket=committing(LeftAlone)),
-    "uploads before forgotten": Variant(bucket=committing(NobodyBefore)),
-    "a gap passed by": Variant(bucket=committing(GapPassedBy)),
-    "caught up at once": Variant(bucket=committing(Committer, CaughtUpAtOnce)),
-    "never late": Variant(bucket=committing(NeverLate)),
-    "neighbours on different attempts": Variant(next_call_ms=called_for_its_own),
-    "a removed root unnoticed": Variant(probe=removed_root_unnoticed),
-    "a look at what the pointer says only": Variant(probe=looking_by_the_pointer),
-    "erased at once": Variant(patches=((retention, "erased_before", erased_at_once),)),
-    "erased with the window": Variant(patches=((retention, "erased_before", erased_with_the_window),)),
-    "erased and not renewed": Variant(patches=((bucket_module, "is_old", renewed_by_heartbeats_only),)),
-    "a look at the newest file only": Variant(patches=((probes, "has_state", newest_file_only),)),
+    "a checkpoint's id follows from its batch": Variant(bucket=IdentityFromBatch),
+    "parents are not checked": Variant(bucket=NoParentCheck),
+    "clean-up goes by version only": Variant(classify=clean_up_by_version),
+    "a delta is applied on a sibling": Variant(bucket=DeltaOnASibling),
+    "clean-up ignores parallel lineages": Variant(classify=clean_up_trusting_the_lineage),
+    "clean-up sees parallel lineages only if versions repeat": Variant(classify=clean_up_where_versions_repeat),
+    "clean-up ignores retained batches": Variant(classify=clean_up_without_retention),
+    "clean-up keeps only what retained batches wrote": Variant(classify=clean_up_after_the_batches_retained),
+    "clean-up depends on unverified snapshots": Variant(classify=clean_up_unverified),
+    "clean-up counts calls instead of heartbeats": Variant(classify=clean_up_by_calls),
+    "every call counts as a heartbeat": Variant(bucket=EveryCallAHeartbeat),
+    "quiet buckets are not renewed": Variant(bucket=NeverRenewed),
+    "pins are never released": Variant(bucket=LeakedPins),
+    "inline deltas are dropped at once": Variant(bucket=make_bucket(InlineDeltasDropped)),
+    "uploads are recorded as done when they begin": Variant(bucket=make_bucket(UploadsRecordedAtOnce)),
+    "deferred uploads are not awaited": Variant(bucket=make_bucket(DeferredUploadsIgnored)),
+    "earlier uploads are not awaited": Variant(bucket=make_bucket(EarlierUploadsIgnored)),
+    "a gap before a confirmed delta is ignored": Variant(bucket=make_bucket(GapIgnored)),
+    "a joining backend is complete at once": Variant(bucket=make_bucket(Committer, CompleteAtOnce)),
+    "uploads may lag without limit": Variant(bucket=make_bucket(NeverLate)),
+    "neighbours come from different attempts": Variant(next_call_ms=call_for_own_timeouts),
+    "a removed root is not noticed": Variant(probe=skip_probe),
+    "the probe goes by the pointer alone": Variant(probe=probe_by_pointer),
+    "files before the newest pointer are erased": Variant(patches=((retention, "erased_before", erase_at_once),)),
+    "files before the window are erased": Variant(patches=((retention, "erased_before", erase_with_the_window),)),
+    "checkpoints are not renewed by time": Variant(patches=((bucket_module, "is_old", renew_by_heartbeats_only),)),
+    "the probe looks for the newest file only": Variant(patches=((probes, "has_state", has_newest_file),)),
 }
 
-__all__ = ["BROKEN", "committing"]
+__all__ = ["BROKEN", "make_bucket"]

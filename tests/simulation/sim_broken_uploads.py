@@ -1,11 +1,11 @@
-"""Ways in which what is sent, what fails and what is lost could be dealt with wrongly. The simulator has to find each."""
+"""Broken variants of uploads, of failures and of lost files. The simulator must find each of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sim_broken import committing
+from sim_broken import make_bucket
 from sim_parts import Variant
 
 from arrow_schemas.lineage import CheckpointRef
@@ -21,28 +21,28 @@ from spark_state_ext.files.sealed_file import SealedFile
 __all__ = ["BROKEN_UPLOADS"]
 
 
-def _sent_anew(self: FilesBackup, file: SealedFile) -> None:
-    """What is there is removed where a rename does not replace it, though somebody may have been told that it is safe."""
+def _send_again(self: FilesBackup, file: SealedFile) -> None:
+    """Remove the existing file if a rename does not replace it, although a call may have reported it as confirmed."""
     if not self.folder.replaces:
         self.folder.remove(file.name)
     self.folder.put(file.name, file.get_range(0, file.size_bytes))
 
 
-def _has_its_size(self: FilesBackup, file: SealedFile) -> bool | None:
-    """A large file counts as confirmed when it has the right size."""
+def _has_expected_size(self: FilesBackup, file: SealedFile) -> bool | None:
+    """A large file counts as confirmed if it has the right size."""
     try:
         return self.folder.size(file.name) == file.size_bytes
     except MissingCheckpointError:
         return None
 
 
-def _whoever_failed(*_: Any) -> bool:
-    """What is noted matters to every run."""
+def _always_counts(*_: Any) -> bool:
+    """A recorded failure counts for every run."""
     return True
 
 
-class ToldOnce(Committer):
-    """A failure is forgotten when it is told, so that the next attempt at the task takes it for mended."""
+class ReportedOnce(Committer):
+    """A failure is forgotten once it is reported, so the next attempt at the task ignores it."""
 
     def _raise_failed(self, pointer: Pointer, records: Mapping[str, UploadRecord]) -> None:
         try:
@@ -54,25 +54,25 @@ class ToldOnce(Committer):
 
 
 class ForgottenAtOnce(Snapshots):
-    """That a backend lacks files is forgotten when a commit begins to see to it."""
+    """A backend's loss is forgotten when a commit begins to repair it."""
 
     def without_lost(self, pointer: Pointer) -> Pointer:
-        found = super().without_lost(pointer)
+        renewed = super().without_lost(pointer)
         self._store.record({}, [record_name(name, _LOST) for name in self.lost])
-        return found
+        return renewed
 
 
-class ForgottenWhenAnswered(Snapshots):
-    """That a backend lacks files is forgotten when an attempt has seen to it, whichever attempt Spark takes."""
+class ForgottenWhenRepaired(Snapshots):
+    """A backend's loss is forgotten when an attempt has repaired it, even if Spark takes another attempt."""
 
     def with_full_snapshot(self, pointer: Pointer, names: Sequence[str], confirmed: bool = False) -> Pointer:
-        made = super().with_full_snapshot(pointer, names, confirmed)
+        renewed = super().with_full_snapshot(pointer, names, confirmed)
         self._store.record({}, [record_name(name, _LOST) for name in names])
-        return made
+        return renewed
 
 
-class CaughtUpByItsSize(Snapshots):
-    """A backend that joins counts as whole when the full snapshot that another machine sent is found, whatever its bytes."""
+class BootstrappedBySize(Snapshots):
+    """A joining backend counts as complete once another machine's full snapshot exists, whatever its bytes are."""
 
     def _begin_check(self, name: str, ref: CheckpointRef) -> bool:
         self._note_outcome(ref, [name], self._create_record(DONE))
@@ -80,11 +80,11 @@ class CaughtUpByItsSize(Snapshots):
 
 
 BROKEN_UPLOADS = {
-    "a confirmed delta removed to be sent again": Variant(patches=((FilesBackup, "_put", _sent_anew),)),
-    "confirmed by its size": Variant(patches=((FilesBackup, "_compare", _has_its_size),)),
-    "caught up by its size": Variant(bucket=committing(Committer, CaughtUpByItsSize)),
-    "failures of dead runs told": Variant(patches=((committer_module, "still_counts", _whoever_failed),)),
-    "a failure told once": Variant(bucket=committing(ToldOnce)),
-    "losses forgotten at once": Variant(bucket=committing(Committer, ForgottenAtOnce)),
-    "losses forgotten when answered": Variant(bucket=committing(Committer, ForgottenWhenAnswered)),
+    "a confirmed delta is removed to be sent again": Variant(patches=((FilesBackup, "_put", _send_again),)),
+    "an upload is confirmed by its size": Variant(patches=((FilesBackup, "_compare", _has_expected_size),)),
+    "a bootstrap snapshot is confirmed by its size": Variant(bucket=make_bucket(Committer, BootstrappedBySize)),
+    "failures of ended runs are reported": Variant(patches=((committer_module, "still_counts", _always_counts),)),
+    "a failure is reported only once": Variant(bucket=make_bucket(ReportedOnce)),
+    "a loss is forgotten when its repair begins": Variant(bucket=make_bucket(Committer, ForgottenAtOnce)),
+    "a loss is forgotten when an attempt repairs it": Variant(bucket=make_bucket(Committer, ForgottenWhenRepaired)),
 }

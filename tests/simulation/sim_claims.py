@@ -1,9 +1,9 @@
-"""Queries that claim one query folder: as `sim_lease`, with the old query, those that claim it from one another, and releases.
+"""Queries that claim one query folder: as `sim_lease`, with the first query, queries that claim the folder, and releases.
 
-What must hold of the records, beside what holds of leases: a claim that was made stands in every later record, until a
-query that goes by the owner's pointers claims the folder from it, or a user releases it; a release gives the folder back
-to the query that it was claimed from; nobody has the lease who does not know the claim; nobody else cleans up for longer
-than a third of a lease; and what was built upon is not released.
+Invariants of the records, in addition to those of leases: A claim stays in every later record, until a query that
+continues from the owner's pointers claims the folder, or a user releases it. A release gives the folder back to the query
+that it was claimed from. Only a run that knows the claim gets the lease. Other runs clean up for at most a third of a
+lease. A claim that was built upon is not released.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ CLAIM_STEPS = (
     *LEASE_STEPS,
     "claim",
     "claim",
-    "claim",  # a query that claims the folder starts, by the pointers of whoever has it now
-    "again",  # a query that has claimed it, or wanted to, starts again
+    "claim",  # a query that claims the folder starts from the pointers of its present owner
+    "again",  # a query that has claimed it, or tried to, starts again
     "commit",
     "commit",  # a batch of it is committed
-    "clean",  # whoever has been there before cleans up, late
+    "clean",  # processes of all drivers clean up late
     "release",
-    "release",  # a user frees the claim
-    "chain",  # a query claims the folder from one that has claimed it and built, and its claim is released
+    "release",  # a user releases the claim
+    "chain",  # a query claims the folder from one that has claimed it and built upon it; then its claim is released
 )
 
 
@@ -50,7 +50,7 @@ class NewQuery:
     claim
         Its claim.
     begun, committed
-        It has handed pointers to Spark, and a batch with them is committed.
+        Whether it has handed pointers to Spark, and whether a batch with them is committed.
     """
 
     claim: Claim
@@ -59,11 +59,11 @@ class NewQuery:
 
 
 class LateFolder:
-    """The query folder of a release, of which a record may arrive late."""
+    """The query folder as a release sees it; its record may arrive late."""
 
     def __init__(self, world: ClaimWorld, late: bool) -> None:
         self._real = world.query_folder
-        self._lease = LateFiles(self._real.child(LEASE_FOLDER), world.late)
+        self._lease = LateFiles(self._real.child(LEASE_FOLDER), world.late_writes)
         self._lease.next_is_late = late
 
     def __getattr__(self, name: str) -> Any:
@@ -74,46 +74,47 @@ class LateFolder:
 
 
 class ClaimWorld(LeaseWorld):
-    """Drivers of several queries around one folder, which the first of them began."""
+    """Drivers of several queries around one folder, which belonged to the first query."""
 
     kinds: ClassVar[tuple[str, ...]] = CLAIM_STEPS
     drivers_max: ClassVar[int] = 8
 
     def __init__(self) -> None:
-        # By plan of a driver; None: it is the first query's.
+        # By plan of a driver; None for the first query.
         self.queries: dict[str, NewQuery | None] = {}
-        self._starts: NewQuery | None = None
-        self.made: list[NewQuery] = []
-        # Claims that were built upon, and since when the one that counts does.
-        self.built: set[str] = set()
+        self._starting: NewQuery | None = None
+        self.new_queries: list[NewQuery] = []
+        # Claims that were built upon.
+        self.built_upon: set[str] = set()
+        # When the newest record's claim last changed.
         self.changed_s = 0.0
-        # Whose the folder is, by all claims and releases so far.
+        # The query that owns the folder, by all claims and releases so far.
         self.rightful: str | None = None
         self.counted: Counter[str] = Counter()
         super().__init__()
 
     @property
     def claimed(self) -> str | None:
-        """Whose the folder is, by the newest record."""
-        return None if self._found is None else _id(self._found)
+        """The claim in the newest record."""
+        return None if self._newest is None else _get_claim_id(self._newest)
 
     # -- steps -------------------------------------------------------------------------------------
 
     def _claim(self, numbers: Numbers) -> None:
         if self.owner is not None and numbers.yes():
-            # As one should: the query that has the folder is stopped first, maybe in the application of the next one.
+            # Users should stop the query that has the folder; the new one may run in the same application.
             self.owner.alive = False
-        at, begins = len(self.made), numbers.below(4)
-        claim = Claim(f"query-{at}", f"the query {at}", at, instead_of=self._committed_by(numbers))
-        self.made.append(NewQuery(claim))
-        self._start(self.made[-1], numbers)
-        # It begins at once, most times.
-        if self.queries[self.drivers[-1].identity.plan] is self.made[-1] and begins:
+        at, begins = len(self.new_queries), numbers.below(4)
+        claim = Claim(f"query-{at}", f"the query {at}", at, instead_of=self._find_replaced_claim(numbers))
+        self.new_queries.append(NewQuery(claim))
+        self._start(self.new_queries[-1], numbers)
+        # Usually it begins at once.
+        if self.queries[self.drivers[-1].identity.plan] is self.new_queries[-1] and begins:
             self.tick(self.drivers[-1], self.drivers[-1].processes[0])
 
-    def _committed_by(self, numbers: Numbers) -> str | None:
-        """Whose committed pointers a new query begins with: those of the query that has the folder, if it has some."""
-        query = next((it for it in self.made if it.claim.id == self.claimed), None)
+    def _find_replaced_claim(self, numbers: Numbers) -> str | None:
+        """Return the claim of the query whose committed pointers a new query begins with."""
+        query = next((query for query in self.new_queries if query.claim.id == self.claimed), None)
         if query is not None and query.begun and (query.committed or numbers.below(4)):
             query.committed = True
         if query is None or query.committed:
@@ -128,18 +129,18 @@ class ClaimWorld(LeaseWorld):
         self._release(numbers)
 
     def _again(self, numbers: Numbers) -> None:
-        if self.made:
-            self._start(self.made[-1 - numbers.below(min(3, len(self.made)))], numbers)
+        if self.new_queries:
+            self._start(self.new_queries[-1 - numbers.below(min(3, len(self.new_queries)))], numbers)
 
     def _start(self, query: NewQuery | None, numbers: Numbers) -> None:
-        self._starts = query
+        self._starting = query
         try:
             self._driver(numbers)
         finally:
-            self._starts = None
+            self._starting = None
 
     def _commit(self, numbers: Numbers) -> None:
-        for query in [query for query in self.made if query.begun and not query.committed]:
+        for query in [query for query in self.new_queries if query.begun and not query.committed]:
             query.committed = numbers.yes()
 
     def _clean(self, numbers: Numbers) -> None:
@@ -163,10 +164,10 @@ class ClaimWorld(LeaseWorld):
 
     def _begin(self, driver: Driver) -> None:
         super()._begin(driver)
-        query = self.queries.setdefault(driver.identity.plan, self._starts)
+        query = self.queries.setdefault(driver.identity.plan, self._starting)
         if query is not None:
             lease = driver.processes[-1].lease
-            # Committed pointers name the claim, and not the one that it replaced.
+            # Committed pointers name the claim, but not the claim that it replaced.
             claim = replace(query.claim, instead_of=None) if query.committed else query.claim
             lease._claim, lease._claims = claim, not query.committed
 
@@ -179,83 +180,87 @@ class ClaimWorld(LeaseWorld):
         process.lease.note_task(driver.identity, claims=not committed)
         super()._hold(driver, process)
         if committed:
-            self.built.add(query.claim.id)
+            self.built_upon.add(query.claim.id)
         else:
             note_handed_over(self.query_folder, query.claim.id)
             query.begun = True
 
     # -- checks ------------------------------------------------------------------------------------
 
-    def _may_delete(self, driver: Driver) -> None:
-        super()._may_delete(driver)
-        if self._known_by(driver) != self.claimed and self.now_s > self.changed_s + THIRD_S:
+    def _check_may_delete(self, driver: Driver) -> None:
+        super()._check_may_delete(driver)
+        if self._find_known_claim(driver) != self.claimed and self.now_s > self.changed_s + THIRD_S:
             raise WrongLeaseError(
                 f"{driver.identity.plan} cleans up {self.now_s - self.changed_s:.1f} s after {self.claimed} had claimed it"
             )
 
-    def _known_by(self, driver: Driver) -> str | None:
+    def _find_known_claim(self, driver: Driver) -> str | None:
         query = self.queries[driver.identity.plan]
         return None if query is None else query.claim.id
 
-    def _look(self) -> None:
-        before, found = self._found, self._log.newest()
-        if found is not None and found != before:
-            self._judge(before, found)
-        super()._look()
+    def _check_newest_record(self) -> None:
+        before, newest = self._newest, self._log.newest()
+        if newest is not None and newest != before:
+            self._check_record(before, newest)
+        super()._check_newest_record()
 
-    def _judge(self, before: NumberedRecord | None, found: NumberedRecord) -> None:
-        was, now, owner = None if before is None else _id(before), _id(found), self._driver_of(found.record.owner)
-        if now != was:
+    def _check_record(self, before: NumberedRecord | None, newest: NumberedRecord) -> None:
+        claim_before, claim_now = None if before is None else _get_claim_id(before), _get_claim_id(newest)
+        owner = self._driver_of(newest.record.owner)
+        if claim_now != claim_before:
             self.changed_s = self.now_s
         if owner is None:
-            self._judge_release(was, found)
+            self._check_release(claim_before, newest)
             return
-        if now != was:
+        if claim_now != claim_before:
             self.counted["claims"] += 1
-            self.rightful = now
+            self.rightful = claim_now
         query = self.queries[owner.identity.plan]
-        if now != self._known_by(owner):
-            raise WrongLeaseError(f"{owner.identity.plan} has the lease of a folder that {now} has claimed")
-        if now != was and was is not None and (query is None or query.claim.instead_of != was):
-            raise WrongLeaseError(f"{owner.identity.plan} has the lease of a folder that {was} had claimed")
-        if now != was and was is not None:
+        if claim_now != self._find_known_claim(owner):
+            raise WrongLeaseError(f"{owner.identity.plan} has the lease of a folder that {claim_now} has claimed")
+        claimed_from_owner = claim_now != claim_before and claim_before is not None
+        if claimed_from_owner and (query is None or query.claim.instead_of != claim_before):
+            raise WrongLeaseError(f"{owner.identity.plan} has the lease of a folder that {claim_before} had claimed")
+        if claim_now != claim_before and claim_before is not None:
             self.counted["claims in a chain"] += 1
-            # It was claimed from by its committed pointers.
-            self.built.add(was)
+            # Its committed pointers were the input of the new claim.
+            self.built_upon.add(claim_before)
 
-    def _judge_release(self, was: str | None, found: NumberedRecord) -> None:
-        now = found.record.claim
-        if was in self.built:
-            raise WrongLeaseError(f"the claim {was} is released, after it was built upon")
-        query = next(it for it in self.made if it.claim.id == was)
+    def _check_release(self, claim_before: str | None, newest: NumberedRecord) -> None:
+        claim_now = newest.record.claim
+        if claim_before in self.built_upon:
+            raise WrongLeaseError(f"the claim {claim_before} is released, after it was built upon")
+        query = next(query for query in self.new_queries if query.claim.id == claim_before)
         self.rightful = query.claim.instead_of
         self.counted["releases in a chain"] += self.rightful is not None
-        if (None if now is None else now.id) != self.rightful:
-            raise WrongLeaseError(f"{now} has the folder after a release, and it was claimed from {self.rightful}")
+        if (None if claim_now is None else claim_now.id) != self.rightful:
+            raise WrongLeaseError(
+                f"{claim_now} has the folder after a release, and it was claimed from {self.rightful}"
+            )
 
     def calm(self) -> None:
-        """As for leases; the new run is of the query whose the folder is. What that has built upon is not released."""
-        while self.late:
-            self.late.pop()()
-            self._look()
-        if self.rightful in self.built:
+        """As for leases, with a run of the query that owns the folder. If it built upon its claim, a release is refused."""
+        while self.late_writes:
+            self.late_writes.pop()()
+            self._check_newest_record()
+        if self.rightful in self.built_upon:
             self._release(Numbers(b"\0\0"))
-            self._look()
-        self._starts = next((query for query in self.made if query.claim.id == self.rightful), None)
+            self._check_newest_record()
+        self._starting = next((query for query in self.new_queries if query.claim.id == self.rightful), None)
         super().calm()
 
 
-def _id(found: NumberedRecord) -> str | None:
-    return None if found.record.claim is None else found.record.claim.id
+def _get_claim_id(newest: NumberedRecord) -> str | None:
+    return None if newest.record.claim is None else newest.record.claim.id
 
 
-def _nobody(*_: Any, **__: Any) -> RunIdentity:
-    """Who releases a claim is no driver."""
+def _make_release_identity(*_: Any, **__: Any) -> RunIdentity:
+    """Make the identity of a release, which is not a driver."""
     return RunIdentity("a release", "a release", pid=0)
 
 
 def simulate_claims(steps: Iterable[Step], patches: Iterable[tuple[Any, str, Any]] = ()) -> ClaimWorld:
-    """Run a history to its end; raises `WrongLeaseError` when anything is.
+    """Run a history to its end; raises `WrongLeaseError` if an invariant is violated.
 
     Parameters
     ----------
@@ -263,5 +268,5 @@ def simulate_claims(steps: Iterable[Step], patches: Iterable[tuple[Any, str, Any
         As for `simulate_lease`.
     """
     world = ClaimWorld()
-    run_lease_world(world, steps, [(RunIdentity, "here", lambda _: staticmethod(_nobody)), *patches])
+    run_lease_world(world, steps, [(RunIdentity, "here", lambda _: staticmethod(_make_release_identity)), *patches])
     return world

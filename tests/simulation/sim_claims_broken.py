@@ -1,4 +1,4 @@
-"""Ways in which claims to a query folder could have been built wrong. The simulator of claims has to find each."""
+"""Broken variants of claims to a query folder. The simulator of claims must find each of them."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ Patch = tuple[Any, str, Callable[[LeaseWorld], Any]]
 _APPEND = LeaseLog.append
 
 
-def _forgotten(_: LeaseWorld) -> Any:
-    """Only the record that makes a claim has it."""
+def _forget_claim(_: LeaseWorld) -> Any:
+    """Only the record that makes a claim contains it."""
 
     def append(self: LeaseLog, after: NumberedRecord | None, record: LeaseRecord) -> bool:
-        again = after is not None and after.record.claim is not None
-        return _APPEND(self, after, replace(record, claim=None) if again else record)
+        has_claim = after is not None and after.record.claim is not None
+        return _APPEND(self, after, replace(record, claim=None) if has_claim else record)
 
     return append
 
 
-def _not_checked_by_clean_up(_: LeaseWorld) -> Any:
-    """Who cleans up looks whether the lease is his run's, and not whose the folder is."""
+def _clean_up_without_check(_: LeaseWorld) -> Any:
+    """A clean-up checks only that its run has the lease, not which query has claimed the folder."""
     return lambda self, record: self._me.plan in record.replaced or not record.owner.is_same_run(self._me)
 
 
-def _not_checked_at_the_start(_: LeaseWorld) -> Any:
-    """Who begins looks whether another run lives, and not whose the folder is."""
+def _begin_without_check(_: LeaseWorld) -> Any:
+    """A run that begins checks only whether another run is alive, not which query has claimed the folder."""
 
-    def decided(
-        found: NumberedRecord | None,
+    def decide_without_claim(
+        newest: NumberedRecord | None,
         me: RunIdentity,
         watch: Watch | None,
         now_s: float,
@@ -55,52 +55,54 @@ def _not_checked_at_the_start(_: LeaseWorld) -> Any:
         over: bool,
         *_: Any,
     ) -> Decision:
-        claim = None if found is None or found.record.claim is None else found.record.claim.id
-        return decide(found, me, watch, now_s, lease_ms, over, claim)
+        claim = None if newest is None or newest.record.claim is None else newest.record.claim.id
+        return decide(newest, me, watch, now_s, lease_ms, over, claim)
 
-    return decided
+    return decide_without_claim
 
 
-def _taken_by_the_last(_: LeaseWorld) -> Any:
-    """Whoever claims the folder gets it, whoever had claimed it before."""
+def _let_last_claim_win(_: LeaseWorld) -> Any:
+    """A new claim always succeeds, even if another query has claimed the folder."""
     return lambda claim, record: True
 
 
-def _built_unsaid(_: LeaseWorld) -> Any:
-    """The record does not say that somebody has built upon the claim."""
+def _omit_building(_: LeaseWorld) -> Any:
+    """Records do not say that a claim was built upon."""
     return lambda self: {"id": self.id, "by": self.by, "claimed_ms": self.claimed_ms, "built": False}
 
 
-def _released_unwatched(_: LeaseWorld) -> Any:
-    """Who releases a claim does not look whether its owner lives."""
+def _release_without_watching(_: LeaseWorld) -> Any:
+    """A release does not check whether the claim's owner is alive."""
     return lambda log, *args: log.newest()
 
 
-def _released_to_the_first(_: LeaseWorld) -> Any:
-    """A release takes the claim away, whichever one it replaced: the query that began the folder has it then."""
+def _release_to_first_query(_: LeaseWorld) -> Any:
+    """A release removes the claim without restoring the claim that it replaced."""
     return lambda query_folder, claim: None
 
 
-def _put_back_unbuilt(_: LeaseWorld) -> Any:
-    """A release puts the claim back as it stood, which may not say yet that its query has built."""
+def _restore_claim_as_it_was(_: LeaseWorld) -> Any:
+    """A release restores the claim as it was recorded, which may not say yet that it was built upon."""
 
-    def freed(log: LeaseLog, found: NumberedRecord, before: Claim | None, me: RunIdentity, clock: Clock) -> bool:
-        record = found.record.take_over(me, int(clock.wall_s() * 1000), found.record.lease_ms)
-        return log.append(found, replace(record, claim=before, released=True))
+    def write_release(
+        log: LeaseLog, newest: NumberedRecord, before: Claim | None, me: RunIdentity, clock: Clock
+    ) -> bool:
+        record = newest.record.take_over(me, int(clock.wall_s() * 1000), newest.record.lease_ms)
+        return log.append(newest, replace(record, claim=before, released=True))
 
-    return freed
+    return write_release
 
 
 BROKEN_CLAIMS: dict[str, tuple[Patch, ...]] = {
-    "a claim forgotten by the next record": ((LeaseLog, "append", _forgotten),),
-    "a claim not checked by clean-up": ((Lease, "_is_held_by_other", _not_checked_by_clean_up),),
-    "a claim not checked by who begins": ((lease_module, "decide", _not_checked_at_the_start),),
-    "a claim that the last one has": ((lease_module, "takes_place", _taken_by_the_last),),
-    "a claim of which nobody knows that it was built upon": (
-        (Claim, "to_plain", _built_unsaid),
+    "the next record forgets the claim": ((LeaseLog, "append", _forget_claim),),
+    "clean-up does not check the claim": ((Lease, "_is_held_by_other", _clean_up_without_check),),
+    "a run that begins does not check the claim": ((lease_module, "decide", _begin_without_check),),
+    "the last query to claim the folder gets it": ((lease_module, "takes_place", _let_last_claim_win),),
+    "records do not say that a claim was built upon": (
+        (Claim, "to_plain", _omit_building),
         (Lease, "_record_building", lambda _: lambda self: None),
     ),
-    "a claim released while its owner lives": ((release, "wait_until_free", _released_unwatched),),
-    "a release that forgets the claim that was replaced": ((release, "find_replaced_claim", _released_to_the_first),),
-    "a claim put back without what was built": ((release, "_write_release", _put_back_unbuilt),),
+    "a claim is released while its owner lives": ((release, "wait_until_free", _release_without_watching),),
+    "a release forgets the replaced claim": ((release, "find_replaced_claim", _release_to_first_query),),
+    "a release restores a claim as it was recorded": ((release, "_write_release", _restore_claim_as_it_was),),
 }

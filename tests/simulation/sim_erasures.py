@@ -273,7 +273,7 @@ class ErasureWorld:
             process,
             called,
             planned is None,
-            self.spark[partition].handed_out(process.memory[partition], batch),
+            self.spark[partition].hand_out(process.memory[partition], batch),
             random.Random(numbers.below(1 << 8)),
             numbers.below(4) > 0 or self._calm,
         )
@@ -422,7 +422,7 @@ class ErasureWorld:
         }
         for at, files in enumerate(self.spark):
             memory = [process.memory[at] for process in self.processes]
-            for batch, partition in files.reachable(memory):
+            for batch, partition in files.list_reachable(memory):
                 for state in partition.values():
                     assert isinstance(state, ErasedState)
                     now = {number for number, record in done_records.items() if batch >= min(record.batch, files.batch)}

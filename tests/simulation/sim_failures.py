@@ -1,7 +1,7 @@
-"""Which run's uploads were made to fail, and which attempts Spark saw fail for it.
+"""Which runs had failed uploads, and which attempts reported a failure.
 
-A failure counts for the run that saw it, and there in every attempt at the task. What failed in a run that is over must not fail the
-next one.
+A failure counts for the run that saw it, in every attempt at the task. A failure of a run that has ended must not make an
+attempt of the next run fail.
 """
 
 from __future__ import annotations
@@ -21,57 +21,59 @@ _Where = tuple[Folder, str]
 
 
 class Failures:
-    """What was made to fail, and who was told."""
+    """Failures that the simulation caused, and the attempts that reported them."""
 
     def __init__(self) -> None:
-        self._made: list[Run] = []
-        # Files that were not there when an attempt at a task was told that they could not be sent.
-        self._told: dict[tuple[object, ...], list[_Where]] = {}
+        self._failed_runs: list[Run] = []
+        # Files that did not exist when an attempt at a task reported that they could not be sent.
+        self._missing_files: dict[tuple[object, ...], list[_Where]] = {}
 
-    def make(self, run: Run) -> None:
-        """An upload of a run fails."""
-        self._made.append(run)
+    def note_failure(self, run: Run) -> None:
+        """Note that an upload of a run fails."""
+        self._failed_runs.append(run)
 
     @staticmethod
-    def ended(machine: Machine, run: Run) -> int | None:
-        """The last stage of a run that told of a failure, as a machine knows."""
+    def read_failed_stage(machine: Machine, run: Run) -> int | None:
+        """Return the last stage of a run that reported a failure, as a machine knows it."""
         return FailedStage(machine.folder / "any bucket").read(run)
 
-    def refuse_others(self, run: Run, ended: int | None, error: Exception) -> None:
-        """An attempt failed though nothing failed in it; raises where nothing has failed that counts for it.
+    def check_failure(self, run: Run, failed_stage: int | None, error: Exception) -> None:
+        """Check an attempt that failed without a fault of its own; raises if no earlier failure counts for it.
 
         Parameters
         ----------
         run
-            The attempt's.
-        ended
-            What `ended` said when it began.
+            The attempt's run and stage.
+        failed_stage
+            What `read_failed_stage` returned when the attempt began.
         error
-            What it raised.
+            The error that the attempt raised.
         """
-        if not any(made == run or still_counts(made, run, ended) for made in self._made):
-            raise WrongStateError(f"what failed in a run that is over fails the next one, {run}: {error}") from error
+        if not any(
+            failed_run == run or still_counts(failed_run, run, failed_stage) for failed_run in self._failed_runs
+        ):
+            raise WrongStateError(f"a failure of an ended run fails the next one, {run}: {error}") from error
 
-    def tell(self, machine: Machine, attempt: Attempt, folders: Iterable[tuple[int, str, Folder]]) -> None:
-        """An attempt was told that what it builds on could not be sent."""
-        self._told[_key(machine, attempt)] = [
+    def note_report(self, machine: Machine, attempt: Attempt, folders: Iterable[tuple[int, str, Folder]]) -> None:
+        """Note that an attempt reported that its input's deltas could not be sent."""
+        self._missing_files[_make_key(machine, attempt)] = [
             (folder, delta.name)
             for bucket, backend, folder in folders
-            for name, delta in _pending(attempt, bucket)
+            for name, delta in _list_pending(attempt, bucket)
             if name == backend and not folder.exists(delta.name)
         ]
 
-    def hidden(self, machine: Machine, attempt: Attempt) -> bool:
-        """Whether an attempt must not succeed: another one at its task was told, and nobody has sent anything since."""
-        lacking = self._told.get(_key(machine, attempt), [])
-        return bool(lacking) and not any(folder.exists(name) for folder, name in lacking)
+    def must_fail(self, machine: Machine, attempt: Attempt) -> bool:
+        """Whether an attempt must fail: another attempt at its task reported a failure, and no file was sent since."""
+        missing = self._missing_files.get(_make_key(machine, attempt), [])
+        return bool(missing) and not any(folder.exists(name) for folder, name in missing)
 
 
-def _key(machine: Machine, attempt: Attempt) -> tuple[object, ...]:
+def _make_key(machine: Machine, attempt: Attempt) -> tuple[object, ...]:
     pointers = tuple(attempt.partition[number].pointer.ref for number in attempt.calls)
     return machine.disk, attempt.run, pointers
 
 
-def _pending(attempt: Attempt, bucket: int) -> list[tuple[str, InlineDelta]]:
+def _list_pending(attempt: Attempt, bucket: int) -> list[tuple[str, InlineDelta]]:
     pointer: Pointer = attempt.partition[bucket].pointer
     return list_pending(pointer) if bucket in attempt.calls else []

@@ -1,4 +1,4 @@
-"""Histories for Hypothesis: any bytes are one."""
+"""Strategies for histories: any bytes are a history."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sim_standby import STANDBY_STEPS
 from sim_timeline import TIMELINE_STEPS
 from sim_world import STEPS
 
-# Long enough for snapshots to be leaned on, and shorter ones for what goes wrong early.
+# Long histories let clean-up depend on snapshots; shorter ones find what fails early.
 STEPS_MAX = 48
 STEP_BYTES = 16
-# How often each is drawn: enough batches for files to be cleaned up, and time for whoever copies.
+# Weights of steps with savepoints: enough batches for files to be cleaned up, and enough time for processes that copy.
 _SAVEPOINT_KINDS = {
     **dict.fromkeys(STEPS, 1),
     "batch": 4,
@@ -39,10 +39,10 @@ _SAVEPOINT_KINDS = {
     "release": 1,
 }
 
-# Of steps at erase requests: enough batches for requests to be done, and to be removed.
+# Weights of steps with erase requests: enough batches for requests to be done and removed.
 _ERASURE_KINDS = {**dict.fromkeys(ERASURE_STEPS, 1), "batch": 8, "go": 3, "ask": 2, "zombie": 3, "restart": 5}
 
-# Of steps at rescaling: enough batches for snapshots to arrive, and starts between them.
+# Weights of steps with rescaling: enough batches for snapshots to arrive, and starts between them.
 _RESCALE_KINDS = {
     **dict.fromkeys(RESCALE_STEPS, 1),
     "batch": 7,
@@ -60,55 +60,55 @@ _RESCALE_KINDS = {
 
 def histories(
     kinds: Sequence[str] = STEPS,
-    numbered: Sequence[str] = STEPS,
+    all_kinds: Sequence[str] = STEPS,
     steps_numbers: Sequence[int] = (8, 16, 32, STEPS_MAX),
     **fixed: Any,
 ) -> st.SearchStrategy[History]:
-    """Configurations and up to `STEPS_MAX` steps.
+    """Histories of one query: configurations and up to `STEPS_MAX` steps.
 
     Parameters
     ----------
     kinds
-        What the steps are drawn from.
-    numbered
-        All that there are, in the order of their numbers.
+        Kinds that steps are drawn from.
+    all_kinds
+        All kinds in the order of their numbers.
     steps_numbers
-        How many there may be.
+        Possible numbers of steps.
     fixed
-        Fields of the configuration that are the same in all.
+        Fields of the configuration that are the same in all histories.
     """
-    drawn: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
+    fields: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
         ("checkpoint_v2", "last_wins", "ingests", "one_disk", "ends_calmly", "journal", "patient", "changelog"),
         st.booleans(),
     )
-    drawn |= dict.fromkeys(("timeouts", "replaces", "same_run"), st.booleans())
-    drawn |= {"retained": st.integers(1, 3), "inline_bytes_max": st.sampled_from([0, 8_000, 1 << 20])}
-    # Each bucket takes as long as the first, so that most partitions have one.
-    drawn |= {"buckets": st.sampled_from([1, 1, 1, 1, 1, 1, 1, 1, 2, 3])}
-    drawn |= {"erase_window_ms": st.sampled_from([0, 0, 0, 40, 160])}
-    drawn |= {name: st.just(value) for name, value in fixed.items()}
+    fields |= dict.fromkeys(("timeouts", "replaces", "same_run"), st.booleans())
+    fields |= {"retained": st.integers(1, 3), "inline_bytes_max": st.sampled_from([0, 8_000, 1 << 20])}
+    # Each bucket takes as long as the first, so most partitions have one bucket.
+    fields |= {"buckets": st.sampled_from([1, 1, 1, 1, 1, 1, 1, 1, 2, 3])}
+    fields |= {"erase_window_ms": st.sampled_from([0, 0, 0, 40, 160])}
+    fields |= {name: st.just(value) for name, value in fixed.items()}
     step = st.tuples(
-        st.sampled_from([numbered.index(kind) for kind in kinds]), st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES)
+        st.sampled_from([all_kinds.index(kind) for kind in kinds]), st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES)
     )
     lengths = st.sampled_from(list(steps_numbers))
     steps = lengths.flatmap(lambda n: st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=n, max_size=n))
-    return st.builds(History, st.builds(Config, **drawn), steps.map(tuple))
+    return st.builds(History, st.builds(Config, **fields), steps.map(tuple))
 
 
 def savepoint_histories(**fixed: Any) -> st.SearchStrategy[History]:
-    """As `histories`, of a query of which savepoints are taken, and of those that start from them."""
-    kinds = [kind for kind, times in _SAVEPOINT_KINDS.items() for _ in range(times)]
+    """Histories of a query with savepoints, and of queries that start from them."""
+    kinds = [kind for kind, weight in _SAVEPOINT_KINDS.items() for _ in range(weight)]
     return histories(kinds, SAVEPOINT_STEPS, (16, 32, STEPS_MAX), **fixed)
 
 
 def erasure_histories(**fixed: Any) -> st.SearchStrategy[History]:
-    """Of a query that is asked to erase keys."""
-    drawn: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
+    """Histories of a query with erase requests."""
+    fields: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
         ("checkpoint_v2", "last_wins", "changelog", "timeouts", "switches"), st.booleans()
     )
-    drawn |= {"retained": st.integers(1, 3), "partitions": st.integers(1, 3), "buckets": st.integers(1, 4)}
-    drawn |= {"ingests": st.just(False)} | {name: st.just(value) for name, value in fixed.items()}
-    kinds = [kind for kind, times in _ERASURE_KINDS.items() for _ in range(times)]
+    fields |= {"retained": st.integers(1, 3), "partitions": st.integers(1, 3), "buckets": st.integers(1, 4)}
+    fields |= {"ingests": st.just(False)} | {name: st.just(value) for name, value in fixed.items()}
+    kinds = [kind for kind, weight in _ERASURE_KINDS.items() for _ in range(weight)]
     step = st.tuples(
         st.sampled_from([ERASURE_STEPS.index(kind) for kind in kinds]),
         st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES),
@@ -116,21 +116,21 @@ def erasure_histories(**fixed: Any) -> st.SearchStrategy[History]:
     steps = st.sampled_from([8, 16, 32]).flatmap(
         lambda n: st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=n, max_size=n)
     )
-    return st.builds(History, st.builds(ErasureConfig, **drawn), steps.map(tuple))
+    return st.builds(History, st.builds(ErasureConfig, **fields), steps.map(tuple))
 
 
 def rescale_histories(**fixed: Any) -> st.SearchStrategy[History]:
-    """Of a query that is started now and then with another number of buckets."""
-    drawn: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
+    """Histories of a query that is sometimes started with another number of buckets."""
+    fields: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(
         ("checkpoint_v2", "last_wins", "ingests", "one_disk", "journal", "patient", "changelog", "timeouts"),
         st.booleans(),
     )
-    drawn |= dict.fromkeys(("replaces", "same_run", "two"), st.booleans())
-    drawn |= {"retained": st.integers(1, 3), "inline_bytes_max": st.sampled_from([0, 8_000, 1 << 20])}
-    drawn |= {"ends_calmly": st.sampled_from([False, False, True])}
-    drawn |= {"buckets": st.sampled_from(COUNTS), "partitions": st.integers(1, 2)}
-    drawn |= {name: st.just(value) for name, value in fixed.items()}
-    kinds = [kind for kind, times in _RESCALE_KINDS.items() for _ in range(times)]
+    fields |= dict.fromkeys(("replaces", "same_run", "two"), st.booleans())
+    fields |= {"retained": st.integers(1, 3), "inline_bytes_max": st.sampled_from([0, 8_000, 1 << 20])}
+    fields |= {"ends_calmly": st.sampled_from([False, False, True])}
+    fields |= {"buckets": st.sampled_from(COUNTS), "partitions": st.integers(1, 2)}
+    fields |= {name: st.just(value) for name, value in fixed.items()}
+    kinds = [kind for kind, weight in _RESCALE_KINDS.items() for _ in range(weight)]
     step = st.tuples(
         st.sampled_from([RESCALE_STEPS.index(kind) for kind in kinds]),
         st.binary(min_size=STEP_BYTES, max_size=STEP_BYTES),
@@ -138,31 +138,31 @@ def rescale_histories(**fixed: Any) -> st.SearchStrategy[History]:
     steps = st.sampled_from([8, 16, 32]).flatmap(
         lambda n: st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=n, max_size=n)
     )
-    return st.builds(History, st.builds(RescaleConfig, **drawn), steps.map(tuple))
+    return st.builds(History, st.builds(RescaleConfig, **fields), steps.map(tuple))
 
 
 def claim_histories() -> st.SearchStrategy[tuple[Step, ...]]:
-    """As `lease_histories`, with queries that claim the folder."""
+    """Histories of queries that claim one query folder."""
     return _lease_histories(len(CLAIM_STEPS))
 
 
 def lease_histories() -> st.SearchStrategy[tuple[Step, ...]]:
-    """Steps of drivers, processes and a store around one lease."""
+    """Histories of drivers, processes and a store around one lease."""
     return _lease_histories(len(LEASE_STEPS))
 
 
 def timeline_histories(kinds: Sequence[str] = TIMELINE_STEPS) -> st.SearchStrategy[tuple[Step, ...]]:
-    """Steps of the runs of one query, of some kinds."""
+    """Histories of the runs of one query, with steps of the given kinds."""
     numbers = [TIMELINE_STEPS.index(kind) for kind in kinds]
     step = st.tuples(st.sampled_from(numbers), st.binary(min_size=8, max_size=8))
     return st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=8, max_size=40).map(tuple)
 
 
 def standby_histories() -> st.SearchStrategy[tuple[Step, ...]]:
-    """What a world begins with, and steps of its hosts, buckets and records."""
+    """Histories of hosts, buckets and records; the first element is what the world begins with."""
     step = st.tuples(st.integers(0, len(STANDBY_STEPS) - 1), st.binary(min_size=3, max_size=3))
     steps = st.lists(step.map(lambda s: bytes([s[0], *s[1]])), min_size=12, max_size=40)
-    return st.tuples(st.binary(min_size=3, max_size=3), steps).map(lambda it: (it[0], *it[1]))
+    return st.tuples(st.binary(min_size=3, max_size=3), steps).map(lambda parts: (parts[0], *parts[1]))
 
 
 def _lease_histories(kinds: int) -> st.SearchStrategy[tuple[Step, ...]]:

@@ -1,4 +1,4 @@
-"""Ways in which the lease could have been built wrong. The simulator of leases has to find each."""
+"""Broken variants of the lease. The simulator of leases must find each of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["BROKEN_LEASES"]
 Patch = tuple[Any, str, Callable[[LeaseWorld], Any]]
 
 
-def _by_job_group(_: LeaseWorld) -> Any:
-    """Runs are told apart by a name that users set, and every driver has the same."""
+def _compare_job_groups(_: LeaseWorld) -> Any:
+    """Runs are distinguished by a label that users set and that is the same for every driver."""
     return lambda self, other: self.query == other.query
 
 
-def _over_with_a_process(world: LeaseWorld) -> Any:
-    """A run is taken to be over when one of its executors' processes has ended."""
+def _end_with_a_process(world: LeaseWorld) -> Any:
+    """A run counts as ended when one of its executors' processes has ended."""
 
     def is_over(identity: RunIdentity) -> bool:
         driver = world.drivers[identity.pid - 1]
@@ -32,11 +32,11 @@ def _over_with_a_process(world: LeaseWorld) -> Any:
     return is_over
 
 
-def _by_the_time_of_day(world: LeaseWorld) -> Any:
-    """The time in a record is compared with that of another machine."""
+def _compare_times_of_day(world: LeaseWorld) -> Any:
+    """The time in a record is compared with the time of day of another machine."""
 
-    def decided(
-        found: NumberedRecord | None,
+    def decide_wrongly(
+        newest: NumberedRecord | None,
         me: RunIdentity,
         watch: Watch | None,
         now_s: float,
@@ -44,30 +44,30 @@ def _by_the_time_of_day(world: LeaseWorld) -> Any:
         over: bool,
         claim: str | None = None,
     ) -> Decision:
-        # Half an hour behind the writer's, or ahead of it.
+        # Half an hour behind the writer's clock, or ahead of it.
         wall_ms = 1000 * (1e9 + world.now_s + (1_800 if me.pid % 2 else -1_800))
-        decision = decide(found, me, watch, now_s, lease_ms, over, claim)
-        if decision is Decision.WATCH and found is not None and wall_ms - found.record.renewed_ms > lease_ms:
+        decision = decide(newest, me, watch, now_s, lease_ms, over, claim)
+        if decision is Decision.WATCH and newest is not None and wall_ms - newest.record.renewed_ms > lease_ms:
             return Decision.TAKE_OVER
         return decision
 
-    return decided
+    return decide_wrongly
 
 
-def _watched_for_a_third(_: LeaseWorld) -> Any:
-    """A newcomer does not wait for a whole lease."""
+def _watch_briefly(_: LeaseWorld) -> Any:
+    """A new run does not wait for a whole lease."""
 
-    def decided(
-        found: NumberedRecord | None, me: RunIdentity, watch: Watch | None, now_s: float, *args: Any
+    def decide_wrongly(
+        newest: NumberedRecord | None, me: RunIdentity, watch: Watch | None, now_s: float, *args: Any
     ) -> Decision:
-        decision = decide(found, me, watch, now_s, *args)
+        decision = decide(newest, me, watch, now_s, *args)
         return Decision.TAKE_OVER if decision is Decision.WATCH and watch is not None else decision
 
-    return decided
+    return decide_wrongly
 
 
-def _rewritten(_: LeaseWorld) -> Any:
-    """There is one file, which everybody rewrites: the one that arrives last counts."""
+def _rewrite_one_file(_: LeaseWorld) -> Any:
+    """There is one file, which all runs rewrite; the last write counts."""
 
     def append(self: LeaseLog, after: NumberedRecord | None, record: LeaseRecord) -> bool:
         self._files.put(f"{1:016d}.json", record.encode())
@@ -76,22 +76,22 @@ def _rewritten(_: LeaseWorld) -> Any:
     return append
 
 
-def _forgotten(_: LeaseWorld) -> Any:
-    """The record does not say who was replaced."""
+def _forget_replaced(_: LeaseWorld) -> Any:
+    """The record does not name the runs that were replaced."""
     return lambda self, me, now_ms, lease_ms: self.renew_by(me, now_ms, lease_ms)
 
 
-def _never_looked(_: LeaseWorld) -> Any:
-    """Who held it once believes that it still does."""
+def _never_look(_: LeaseWorld) -> Any:
+    """A run that once had the lease assumes that it still has it."""
     return lambda self, and_so: self._newest
 
 
 BROKEN_LEASES: dict[str, tuple[Patch, ...]] = {
-    "a run told by its job group": ((RunIdentity, "is_same_run", _by_job_group),),
-    "handed over because a process ended": ((RunIdentity, "is_over", _over_with_a_process),),
-    "handed over by the time of day": ((lease_module, "decide", _by_the_time_of_day),),
-    "not watched for a whole lease": ((lease_module, "decide", _watched_for_a_third),),
-    "one file that is rewritten": ((LeaseLog, "append", _rewritten),),
-    "nobody told who was replaced": ((LeaseRecord, "take_over", _forgotten),),
-    "never looked at again": ((Lease, "_look", _never_looked),),
+    "runs are distinguished by their job group": ((RunIdentity, "is_same_run", _compare_job_groups),),
+    "the lease is handed over when a process ends": ((RunIdentity, "is_over", _end_with_a_process),),
+    "the lease is handed over by the time of day": ((lease_module, "decide", _compare_times_of_day),),
+    "a new run does not watch for a whole lease": ((lease_module, "decide", _watch_briefly),),
+    "all records are written to one file": ((LeaseLog, "append", _rewrite_one_file),),
+    "records do not name replaced runs": ((LeaseRecord, "take_over", _forget_replaced),),
+    "an owner never reads the records again": ((Lease, "_look", _never_look),),
 }

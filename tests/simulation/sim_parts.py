@@ -1,4 +1,4 @@
-"""Parts of the simulated world: values, machines, and what fails."""
+"""Parts of the simulated world: values, machines, executors and errors."""
 
 from __future__ import annotations
 
@@ -57,69 +57,69 @@ __all__ = [
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 KEYS = 6
-# A background that does not keep up takes no more than this for each bucket: a snapshot, and a clean-up of two backends, twice.
+# A background that is behind accepts at most this for each bucket: a snapshot, and a clean-up of two backends, twice.
 WAITING_MAX = 6
 UPLOAD = "upload"
 
 Model = dict[int, int]
 Changes = dict[int, "int | None"]
-# Numbers from 0 to 255.
+# Numbers from 0 to 255; the first one gives the kind of step.
 Step = bytes
 
 
 class WrongStateError(AssertionError):
-    """The state that a pointer gave is not the one its writer had, or is gone though Spark may hand it out."""
+    """A pointer's state differs from what its writer had, or is lost although Spark may hand the pointer out."""
 
 
 @dataclass(frozen=True)
 class BucketState:
-    """What Spark's state holds of a bucket: the pointer, and when the bucket is called for timeouts."""
+    """What Spark's state holds of a bucket: the pointer, and when timeouts call the bucket."""
 
     pointer: Pointer
     due_ms: int | None = None
 
 
-# By bucket.
+# By bucket number.
 Partition = Mapping[int, BucketState]
 
 
 @dataclass(frozen=True)
 class Config:
-    """What stays the same over a history.
+    """Configuration of a history.
 
     Parameters
     ----------
     checkpoint_v2
-        Spark's checkpoint format 2: the driver records which attempt counts. Format 1 finds state by batch number: what is
-        in its file, or what an executor has in memory.
+        Whether Spark uses checkpoint format 2, in which the driver records which attempt counts. Format 1 finds state by
+        batch number: in the batch's file, or in an executor's memory.
     last_wins
-        Under format 1, a later attempt overwrites the file of an earlier one.
+        Under format 1, whether a later attempt overwrites the file of an earlier one.
     retained
         Spark's minBatchesToRetain.
     ingests
-        Snapshots are copied as they are, as large ones are; else they go into the environment.
+        Whether snapshots are copied unchanged, like large ones; otherwise their rows are written to the environment.
     one_disk
-        Two of the executors are on one machine.
+        Whether two of the executors are on one machine.
     ends_calmly
-        At the end nothing goes wrong for a while, after which there must be few files.
+        Whether the history ends with a time without failures, after which few files may be left.
     journal
-        Deltas may go inline, and uploads take their time.
+        Whether deltas may go inline, and uploads take some time.
     inline_bytes_max
-        How many.
+        Maximum size of inline deltas.
     patient
-        Commits go on however long uploads take.
+        Whether commits continue however long uploads take.
     buckets
-        How many the partition has. With more than one there are rows that each attempt gives to one of them by chance.
+        Number of the partition's buckets. With more than one, each attempt gives some rows to a random bucket.
     changelog
-        Under format 1, a batch's file holds only what was called; else it holds the whole partition.
+        Under format 1, whether a batch's file holds only the called buckets; otherwise it holds the whole partition.
     timeouts
-        There are processing-time timeouts, which call buckets in batches without data.
+        Whether there are processing-time timeouts, which call buckets in batches without data.
     replaces
-        In the store of the checkpoint files, a file takes another one's place in one step.
+        Whether a rename in the store of the checkpoint files replaces an existing file in one step.
     same_run
-        The query that starts again has the identity of the run before.
+        Whether a query that starts again has the identity of its previous run.
     erase_window_ms
-        Removed rows have to be gone within a time, of which this is a part; 0: they need not.
+        Window of the erasure option, of which the time for removed rows is a multiple; 0 for no limit.
     """
 
     checkpoint_v2: bool
@@ -147,38 +147,38 @@ class History:
     steps: tuple[Step, ...]
 
 
-# Runs of histories have names of their own.
+# Shared by all histories: their runs have unique names.
 _PROBES = Probes()
 
 
 def probe(key: str, run: str, committer: Committer, replicas: Sequence[Replica], pointer: Pointer) -> None:
-    """Look for what backends confirmed, as a run's first call of a bucket does."""
-    begun = _PROBES.start_once(
+    """Look for the files that backends confirmed, as a run's first call of a bucket does."""
+    probes = _PROBES.start_once(
         key,
         run,
         partial(committer.with_confirmed, pointer),
         replicas,
         lambda name: committer.snapshots.note_lost(name, pointer.heartbeats),
     )
-    _PROBES.await_all(begun)
+    _PROBES.await_all(probes)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is under test: what is built, or a variant of it.
+    """What is under test: the product or a broken variant of it.
 
     Parameters
     ----------
     bucket
-        Class of buckets.
+        The class of buckets.
     classify
-        Clean-up's decision.
+        Decides what clean-up deletes.
     next_call_ms
-        When a bucket asks to be called for timeouts.
+        Computes when a bucket asks to be called for timeouts.
     probe
-        What a run's first call of a bucket does about files that are gone: key, run, committer, replicas, pointer.
+        What a run's first call of a bucket does about lost files; gets the key, run, committer, replicas and pointer.
     patches
-        What else is put in its place while a history runs: object, name, value.
+        Further replacements while a history runs: object, name and value.
     """
 
     bucket: type[Bucket] = Bucket
@@ -193,42 +193,42 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # How many disks it has had.
+        # Number of disks that it has had.
         self.disks = 1
         self._stores: dict[int | str, LocalStore] = {}
 
     @property
     def disk(self) -> tuple[Path, int]:
-        """What tells its disk from all others."""
+        """What distinguishes its disk from all others."""
         return self.folder, self.disks
 
-    def store(self, bucket: int | str) -> LocalStore:
-        """A bucket's store on it, by the bucket's number or its own name."""
+    def open_store(self, bucket: int | str) -> LocalStore:
+        """Open a bucket's store, by the bucket's number or another name."""
         if bucket not in self._stores:
             self._stores[bucket] = LocalStore.at(self.folder / str(bucket), SCHEMA, chunk_rows=4)
         return self._stores[bucket]
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close all open stores."""
         while self._stores:
             self._stores.popitem()[1].close()
 
     def lose(self) -> None:
-        """The disk is empty."""
+        """Replace the disk by an empty one."""
         self.close()
         self.disks += 1
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class LateUploads(WorkerUploads):
-    """Uploads that begin when their executor gets to them.
+    """Uploads that begin when their executor works on them.
 
     Parameters
     ----------
     executor
         The executor.
     world
-        All of them, as one may wait for what another has under way.
+        All executors, because one may wait for another one's uploads.
     """
 
     def __init__(self, executor: Executor, world: list[Executor]) -> None:
@@ -244,7 +244,7 @@ class LateUploads(WorkerUploads):
         return any(executor.uploads.owner == owner for executor in self._world)
 
     def pause(self, uploads: Iterable[Upload], timeout_s: float) -> None:
-        """Who is waited for gets to uploads, in whatever order they wait in: this executor, or else everybody."""
+        """Let this executor work on its uploads; if no uploads are given, let all executors do so."""
         for executor in [self._executor] if list(uploads) else self._world:
             while any(name == UPLOAD for name, _ in executor.waiting):
                 at = next(at for at, (name, _) in enumerate(executor.waiting) if name == UPLOAD)
@@ -253,19 +253,19 @@ class LateUploads(WorkerUploads):
                 except DiedError:
                     executor.die()
         if self._executor.uploads is not self:
-            # The process that waits died in the middle of something else.
+            # The waiting process died while it worked on something else.
             raise DiedError
 
 
 class Memory(Protocol):
-    """What an executor has of a partition."""
+    """What an executor's memory holds of a partition."""
 
     loaded: dict[int, Partition]
 
 
 @dataclass
 class Executor:
-    """What Spark has loaded in its memory, by batch, and what waits in its workers' background."""
+    """What Spark has loaded in an executor's memory, by batch, and what waits in its workers' background."""
 
     machine: Machine
     world: list[Executor] = field(default_factory=list)
@@ -286,10 +286,10 @@ class Executor:
         return any(waiting == name for waiting, _ in self.waiting)
 
     def load(self, batch: int, partition: Partition) -> None:
-        """Spark keeps the last two versions."""
+        """Keep a partition in memory; Spark keeps the last two versions."""
         self.loaded[batch] = partition
-        for old in sorted(self.loaded)[:-2]:
-            del self.loaded[old]
+        for old_batch in sorted(self.loaded)[:-2]:
+            del self.loaded[old_batch]
 
     def die(self) -> None:
         self.loaded.clear()
@@ -299,14 +299,14 @@ class Executor:
 
 @dataclass(frozen=True)
 class Call:
-    """What a bucket's call does.
+    """A call of a bucket.
 
     Parameters
     ----------
     changes
-        To its rows.
+        Changes to its rows.
     timeout_ms
-        The earliest timeout of its keys afterwards.
+        Earliest timeout of its keys after the call.
     """
 
     changes: Changes
@@ -315,24 +315,24 @@ class Call:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A task: what it was told and what it will do.
+    """A task: what Spark gave it and what it will do.
 
     Parameters
     ----------
     executor, batch, now_ms
-        Where and when.
+        Where and when it runs.
     partition
-        What Spark handed out.
+        The partition that Spark handed out.
     calls
-        Of the buckets that Spark calls.
+        Calls of the buckets that Spark calls.
     cleans
-        Whether it has files cleaned up.
+        Whether it submits clean-ups.
     heartbeat
         Whether the batch has data.
     switches
-        How often the query had changed its backends by then.
+        Number of changes of the query's backends until then.
     run
-        Of which run and stage; of a stage of its own where not given.
+        Its run and stage; if not given, it gets a stage of its own.
     """
 
     executor: int
@@ -347,14 +347,14 @@ class Attempt:
 
 
 class Numbers:
-    """Small numbers of a step, one after the other; when they are used up, others that follow from them."""
+    """The numbers of a step, one after the other; when they are used up, random numbers that follow from them."""
 
     def __init__(self, step: Step) -> None:
         self._left = list(step)
-        self._further = random.Random(step)
+        self._random = random.Random(step)
 
     def below(self, n: int) -> int:
-        return (self._left.pop(0) if self._left else self._further.randrange(256)) % n
+        return (self._left.pop(0) if self._left else self._random.randrange(256)) % n
 
     def yes(self) -> bool:
         return self.below(2) == 0
@@ -369,16 +369,16 @@ def draw_changes(numbers: Numbers) -> Changes:
 
 
 def apply_changes(model: Model, changes: Changes) -> Model:
-    after = {**model, **{k: n for k, n in changes.items() if n is not None}}
-    return {k: n for k, n in after.items() if changes.get(k, n) is not None}
+    merged = {**model, **{k: n for k, n in changes.items() if n is not None}}
+    return {k: n for k, n in merged.items() if changes.get(k, n) is not None}
 
 
 def buffer_changes(changes: Changes, scratch: Path, hashes: Mapping[int, int] | None = None) -> SpillBuffer:
-    """As a commit takes them; with the hashes of their keys, where these do not follow from the keys."""
+    """Buffer changes for a commit; `hashes` gives the keys' hashes if they do not follow from the keys."""
     buffer = SpillBuffer(scratch, 1 << 20)
     if changes:
         keys, values = list(changes), list(changes.values())
-        gone = [value is None for value in values]
+        removed = [value is None for value in values]
         columns = [
             pa.array(
                 np.array(keys, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -388,8 +388,8 @@ def buffer_changes(changes: Changes, scratch: Path, hashes: Mapping[int, int] | 
             pa.array(keys, pa.int64()),
             pa.array(values, pa.int64()),
             pa.nulls(len(keys), pa.int64()),
-            pa.array([not g for g in gone]),
-            pa.array(gone),
+            pa.array([not is_removed for is_removed in removed]),
+            pa.array(removed),
         ]
         buffer.append(sort_by_hash(pa.RecordBatch.from_arrays(columns, schema=SCHEMA.arrow)))
     return buffer

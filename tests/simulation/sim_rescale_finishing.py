@@ -103,7 +103,7 @@ def check_nothing_is_left(world: RescaleWorld) -> None:
     """
     (current,) = {held.pointer.query_folder for held in world.spark.at(world.batch).values()}
     places = operator_folders(world.job)
-    roots = [world.yard.root(name).child(world.job.operator) for name in ("a", "b")]
+    roots = [world.shared.root(name).child(world.job.operator) for name in ("a", "b")]
     known = {it.root for it in places}
     if any(_parents(it, current) for it in roots if it.root not in known):
         world.counted["rescalings whose parents' backend has gone"] += 1

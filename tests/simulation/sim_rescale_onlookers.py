@@ -61,7 +61,7 @@ class Onlookers:
         """Somebody asks for a key to be erased."""
         world = self._world
         key = sorted(ALL_KEYS)[numbers.below(len(ALL_KEYS))]
-        made = erase_keys(world.yard.root("a").root, [key], operator=OPERATOR, storage_options=world.yard.options)
+        made = erase_keys(world.shared.root("a").root, [key], operator=OPERATOR, storage_options=world.shared.options)
         for it in (it for it in made if it.query_folder.startswith("q0")):
             if it.query_folder not in self.committed:
                 raise WrongStateError(f"a request goes to {it.query_folder}, which is of a rescaling that failed")
@@ -75,7 +75,7 @@ class Onlookers:
             with replace_attributes(
                 [(state_folder, "last_renewed_ms", lambda folder: self._renewals.get(folder.name))]
             ):
-                found = find_state(world.yard.root("a"), OPERATOR, None)
+                found = find_state(world.shared.root("a"), OPERATOR, None)
         except UsageError as error:
             raise WrongStateError(f"a reader does not find the state: {error}") from error
         if found.folder.name not in self.committed:
@@ -129,7 +129,7 @@ class Onlookers:
         late = self._asked - self._done.keys()
         if late:
             raise WrongStateError(f"{len(late)} requests do not reach the query, which goes on in {name}")
-        told = erase_status(world.yard.root("a").root, operator=OPERATOR, storage_options=world.yard.options)
+        told = erase_status(world.shared.root("a").root, operator=OPERATOR, storage_options=world.shared.options)
         waiting = [
             it for it in told if it.query_folder.startswith("q0") and (it.query_folder, it.state) != (name, "done")
         ]

@@ -71,7 +71,7 @@ def save_and_start(world: RescaleWorld, numbers: Numbers) -> None:
             raise WrongStateError(f"a query keeps the parents {query.parents()} for ever")
         world.counted["queries begun with a savepoint that finished"] += 1
     for name in world.configured:
-        world.yard.root(name).child(OPERATOR, query.name).remove_tree(PARENTS_FOLDER)
+        world.shared.root(name).child(OPERATOR, query.name).remove_tree(PARENTS_FOLDER)
     query.look("its parents are gone")
     world.counted["queries begun with a savepoint"] += 1
 
@@ -92,7 +92,7 @@ class Saving:
     def __init__(self, world: RescaleWorld, number: int, form: str) -> None:
         self.world = world
         self.name = f"s{number}"
-        self.folder = open_folder(f"{world.yard.name}/savepoints/{number}", replaces=world.config.replaces)
+        self.folder = open_folder(f"{world.shared.name}/savepoints/{number}", replaces=world.config.replaces)
         self.total = world.total()
         self._number = number
         self._form = form
@@ -152,7 +152,7 @@ class _Other:
     def start(self, savepoint: Folder) -> None:
         """What the first calls of all buckets do."""
         world, starts = self.world, Starts()
-        source = Savepoint(savepoint.root, storage_options=world.yard.options)
+        source = Savepoint(savepoint.root, storage_options=world.shared.options)
         options = replace(
             world.job.options, buckets=self.bucket_map.buckets, start_from=source, rescale=None, bucket_by=None
         )
@@ -208,7 +208,7 @@ class _Other:
             replica
             for name in world.configured
             for replica in sole_replica(
-                world.yard.root(name).child(OPERATOR, self.name, str(bucket)), world.folder, name
+                world.shared.root(name).child(OPERATOR, self.name, str(bucket)), world.folder, name
             )
         ]
         try:

@@ -54,7 +54,7 @@ from sim_search import replace_attributes
 from sim_spark import TaskResult
 from sim_stores import DiedError, Fault
 from sim_world import DEFAULT, EXECUTORS, STARTS_MAX, World, run_world
-from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Yard
+from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, SharedWorld
 
 from arrow_schemas import BucketMap, CheckpointRef
 from arrow_schemas.operator import OperatorFile, operator_file_name
@@ -144,7 +144,7 @@ class RescaleWorld(World):
     config: RescaleConfig
 
     def __init__(self, config: RescaleConfig, variant: Variant = DEFAULT) -> None:
-        self.yard = Yard(config, uuid.uuid4().hex)
+        self.shared = SharedWorld(config, uuid.uuid4().hex)
         self.counted: Counter[str] = Counter()
         # Folders that were removed, as nothing needed them any more.
         self.removed: set[str] = set()
@@ -164,33 +164,33 @@ class RescaleWorld(World):
         self._states: dict[CheckpointRef, Model] = {}
         self._alone = self._steady = False
         self._plans, self._markers, self.savepoints = itertools.count(1), itertools.count(1), itertools.count(1)
-        super().__init__(config, variant, self.yard.name)
+        super().__init__(config, variant, self.shared.name)
         self.configured = ["a", "b"] if config.two else ["a"]
-        self.operator = self.yard.root("a").child(OPERATOR)
+        self.operator = self.shared.root("a").child(OPERATOR)
         first = OperatorFile(OPERATOR, "q0", config.buckets, KEY_SCHEMA, STATE_SCHEMA)
         self.operator.child("q0").put(operator_file_name(0), first.encode())
         self.onlookers = Onlookers(self)
         self.job = self._planned_with(config.buckets)
 
-    def _numbered(self) -> range:
+    def _list_bucket_numbers(self) -> range:
         return range(self.config.buckets)
 
-    def _home(self, root: Folder) -> Folder:
+    def _locate_query(self, root: Folder) -> Folder:
         return root.child(OPERATOR, "q0")
 
-    def _first(self, bucket: int) -> Pointer:
+    def _make_first_pointer(self, bucket: int) -> Pointer:
         return Pointer(OPERATOR, bucket, self.config.buckets, 0, -1, None, query_folder="q0")
 
-    def _state_files(self, first: Partition) -> MovingFiles:
+    def _make_state_files(self, first: Partition) -> MovingFiles:
         return MovingFiles(self.config, first)
 
-    def _files(self, name: str, pointer: Pointer) -> Folder:
-        return self.yard.root(name).child(OPERATOR, pointer.query_folder, str(pointer.bucket))
+    def _get_folder(self, name: str, pointer: Pointer) -> Folder:
+        return self.shared.root(name).child(OPERATOR, pointer.query_folder, str(pointer.bucket))
 
-    def _store(self, machine: Machine, pointer: Pointer) -> LocalStore:
-        return machine.store(f"{pointer.query_folder}-{pointer.bucket}")
+    def _get_store(self, machine: Machine, pointer: Pointer) -> LocalStore:
+        return machine.open_store(f"{pointer.query_folder}-{pointer.bucket}")
 
-    def _sources(self, pointer: Pointer) -> Sequence[Restorable]:
+    def _list_sources(self, pointer: Pointer) -> Sequence[Restorable]:
         if pointer.parents is None or self._alone:
             return ()
         self._origins.append(self.origin(pointer))
@@ -198,7 +198,7 @@ class RescaleWorld(World):
 
     def origin(self, pointer: Pointer) -> Origin:
         """What a rescaled bucket began with."""
-        backends, schema = self.yard.backends(self.configured), self.job.operator_file("").row_schema()
+        backends, schema = self.shared.backends(self.configured), self.job.operator_file("").row_schema()
         found = find_origin(backends, pointer, BucketMap(pointer.buckets), schema, self.folder)
         assert found is not None, "it needs its parents"
         return found
@@ -276,7 +276,7 @@ class RescaleWorld(World):
     def _process_of(self, attempt: PlannedAttempt) -> _Process:
         return self._process(self.executors[attempt.executor])
 
-    def _request(self, executor: Executor, request: CleanUp, numbers: Numbers) -> CleanUp:
+    def _adjust_clean_up(self, executor: Executor, request: CleanUp, numbers: Numbers) -> CleanUp:
         """It leaves alone what somebody copies from."""
         return replace(request, held=lambda: request.pointer.query_folder in self.held)
 
@@ -292,12 +292,12 @@ class RescaleWorld(World):
         number = next(self._plans)
         plan_id = f"{number:012x}".ljust(32, "0")
         options = StateOptions(
-            root=self.yard.root("a").root,
+            root=self.shared.root("a").root,
             operator=OPERATOR,
             buckets=count,
             local_dir=str(self.folder),
-            storage_options=self.yard.options,
-            backends=tuple(self.yard.backends(self.configured)),
+            storage_options=self.shared.options,
+            backends=tuple(self.shared.backends(self.configured)),
             rescale="/a/checkpoint",
         )
         job = job_of(
@@ -391,7 +391,7 @@ class RescaleWorld(World):
             if numbers.below(4) == 0:
                 self.sleeping.append(attempt)
             else:
-                self._run(attempt, self._fault(numbers, run) if numbers.yes() else None, numbers)
+                self._run(attempt, self._draw_fault(numbers, run) if numbers.yes() else None, numbers)
         self._beside.clear()
         self.counted["killed in a first batch"] += heartbeat and self.count != self.job.options.buckets
         self._begin_anew(numbers)
@@ -427,7 +427,7 @@ class RescaleWorld(World):
     # -- attempts ----------------------------------------------------------------------------------
 
     @property
-    def _planned(self) -> bool:
+    def _has_planned_calls(self) -> bool:
         return True
 
     def _attempt(
@@ -441,7 +441,7 @@ class RescaleWorld(World):
         quiet: bool = False,
         cleans: bool | None = None,
     ) -> PlannedAttempt:
-        partition = self._handed_out(executor, batch)
+        partition = self._hand_out(executor, batch)
         bucket_map = self.job.options.bucket_map if heartbeat else BucketMap(_count(partition))
         calls: dict[int, Call] = {}
         # Tasks run side by side, so that any label's call may come first.
@@ -456,7 +456,7 @@ class RescaleWorld(World):
         cleans = numbers.yes() if cleans is None else cleans
         return PlannedAttempt(executor, batch, partition, calls, cleans, heartbeat, self.switches, now_ms, job=self.job)
 
-    def _surely(self, attempt: Attempt, numbers: Numbers) -> TaskResult:
+    def _run_until_success(self, attempt: Attempt, numbers: Numbers) -> TaskResult:
         attempt = replace(attempt, run=attempt.run or self.stage())
         for _ in range(STARTS_MAX):
             steady, self._steady = self._steady, True
@@ -476,7 +476,7 @@ class RescaleWorld(World):
                 cleans=attempt.cleans,
             )
             attempt = replace(again, run=self.stage())
-        raise WrongStateError(f"batch {attempt.batch} fails again and again, and nothing fails any more")
+        raise WrongStateError(f"batch {attempt.batch} fails again and again without faults")
 
     def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> TaskResult | None:
         assert isinstance(attempt, PlannedAttempt)
@@ -735,7 +735,9 @@ class RescaleWorld(World):
         if {group for it in mine for group in _groups(it, number)} == set(range(number)):
             return mine
         heartbeat, now_ms = self.planned[batch]
-        made = self._surely(self._attempt(numbers.below(EXECUTORS), batch, heartbeat, now_ms, numbers), numbers)
+        made = self._run_until_success(
+            self._attempt(numbers.below(EXECUTORS), batch, heartbeat, now_ms, numbers), numbers
+        )
         return self._complete(batch, [*mine, made], numbers)
 
     def _chosen(self, done: Sequence[TaskResult], numbers: Numbers) -> TaskResult:
@@ -786,7 +788,7 @@ class RescaleWorld(World):
                 return
         raise WrongStateError(f"a call is refused that goes on from what its plan knows: {error}") from error
 
-    def _check_drawn(self, partition: Partition, batch: int) -> None:
+    def _check_drawn_rows(self, partition: Partition, batch: int) -> None:
         """Each key is in its bucket, and every bucket is there."""
         bucket_map = BucketMap(_count(partition))
         if partition.keys() != set(range(bucket_map.buckets)):
@@ -804,9 +806,9 @@ class RescaleWorld(World):
     def step(self, step: bytes) -> None:
         """Take one step, and look at what Spark may hand out."""
         super().step(step)
-        for batch, partition in self.spark.reachable(self.executors):
-            self._check_drawn(partition, batch)
-        for pointer in self.reachable():
+        for batch, partition in self.spark.list_reachable(self.executors):
+            self._check_drawn_rows(partition, batch)
+        for pointer in self.list_reachable():
             if pointer.encode() not in self._checked:
                 holding = [[name] for name in self.configured if self._holds(name, pointer)]
                 for names in holding or [self.configured]:

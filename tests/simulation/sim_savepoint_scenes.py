@@ -58,7 +58,7 @@ class SavepointScene:
             batch = query.batch + 1
             heartbeat, now_ms = query._plan(batch, True, _NUMBERS)
             attempt = query._attempt(0, batch, heartbeat, now_ms, _NUMBERS, cleans=True)
-            query._commit(batch, [query._surely(attempt, _LAST)], _NUMBERS)
+            query._commit(batch, [query._run_until_success(attempt, _LAST)], _NUMBERS)
             self.work(query, but)
 
     def work(self, query: Query, but: PausableWork | None = None) -> None:
@@ -66,39 +66,39 @@ class SavepointScene:
         for executor in query.executors:
             while executor.waiting:
                 query._work_off(executor, 0)
-        for activity in [it for it in self.world.yard.activities if it is not but]:
+        for activity in [it for it in self.world.shared.activities if it is not but]:
             activity.end()
-        self.world.yard.activities = [it for it in self.world.yard.activities if not it.is_over]
-        self.world.look()
+        self.world.shared.activities = [it for it in self.world.shared.activities if not it.is_over]
+        self.world.check_now()
 
     def call(self, query: Query) -> None:
         """An attempt at the next batch that comes to nothing."""
         batch = query.batch + 1
         heartbeat, now_ms = query._plan(batch, True, _NUMBERS)
         query._run(query._attempt(0, batch, heartbeat, now_ms, _NUMBERS, cleans=False), None, _LAST)
-        self.world.look()
+        self.world.check_now()
 
     def call_or_end(self, query: StartedQuery) -> bool:
         """As `call`; a query that may not start ends."""
         try:
             self.call(query)
         except RefusedError:
-            self.world._ends(query)
+            self.world._end_query(query)
             return False
         return True
 
-    def taking(self) -> PausableWork:
+    def taker(self) -> PausableWork:
         """Somebody who takes a savepoint, and stops wherever that is possible."""
         return self.world.take(_LAST)
 
-    def taken(self) -> SimSavepoint:
+    def savepoint(self) -> SimSavepoint:
         """A savepoint."""
-        self.taking().end()
+        self.taker().end()
         return self.world.saved[-1]
 
-    def start(self, taken: SimSavepoint, mode: str) -> StartedQuery:
+    def start(self, savepoint: SimSavepoint, mode: str) -> StartedQuery:
         """A query that starts from it."""
-        return self.world.start_from(taken, mode, clean_up=True)
+        return self.world.start_from(savepoint, mode, clean_up=True)
 
     def detaching(self, query: StartedQuery, stops_at: int) -> PausableWork:
         """What lets go of a savepoint, stopped before one of its changes to files."""
@@ -110,45 +110,45 @@ class SavepointScene:
             with set_trap(Trap(stops_at, "waits")):
                 work()
 
-        return self.world.yard.begin(stopped)
+        return self.world.shared.begin(stopped)
 
     def batch_alone(self, query: Query) -> None:
         """A batch of a query; nothing that waits is done."""
         batch = query.batch + 1
         heartbeat, now_ms = query._plan(batch, True, _NUMBERS)
         attempt = query._attempt(0, batch, heartbeat, now_ms, _NUMBERS, cleans=False)
-        query._commit(batch, [query._surely(attempt, _LAST)], _NUMBERS)
-        self.world.look()
+        query._commit(batch, [query._run_until_success(attempt, _LAST)], _NUMBERS)
+        self.world.check_now()
 
 
 def copied_while_batches_go_on(scene: SavepointScene) -> None:
     """Whatever the query deletes, who holds it finds all that he read of."""
     scene.batches(14)
-    taking = scene.taking()
-    who = scene.world.yard.takings[0]
-    while not taking.is_over:
-        taking.advance()
+    taker = scene.taker()
+    who = scene.world.shared.takers[0]
+    while not taker.is_over:
+        taker.advance()
         if who.copies or who.hold is None:
             # Else Spark would have dropped the batch before its pointers were read.
-            scene.world.yard.pass_time(0.9 * HOLD_S)
-            scene.batches(14, but=taking)
+            scene.world.shared.pass_time(0.9 * HOLD_S)
+            scene.batches(14, but=taker)
     assert scene.world.saved, "it was taken"
 
 
 def silent_for_too_long(scene: SavepointScene) -> None:
     """Who sleeps for longer than his hold lasts is told when he wakes up; who dies holds up nobody for ever."""
     scene.batches(14)
-    taking = scene.taking()
-    while not scene.world.yard.takings[0].hold:
-        taking.advance()
-    scene.batches(2, but=taking)
-    scene.world.yard.pass_time(2 * HOLD_S)
-    scene.batches(14, but=taking)
-    taking.end()
+    taker = scene.taker()
+    while not scene.world.shared.takers[0].hold:
+        taker.advance()
+    scene.batches(2, but=taker)
+    scene.world.shared.pass_time(2 * HOLD_S)
+    scene.batches(14, but=taker)
+    taker.end()
     if scene.world.saved:
         raise WrongStateError("who was silent for longer than his hold lasts was not told")
-    dead = scene.taking()
-    while not scene.world.yard.takings[0].hold:
+    dead = scene.taker()
+    while not scene.world.shared.takers[0].hold:
         dead.advance()
     scene.world.calm()
 
@@ -161,31 +161,31 @@ def uploads_under_way(scene: SavepointScene) -> None:
         scene.batch_alone(scene.world)
         # The savepoint is of what was committed, and nothing else.
         scene.call(scene.world)
-        scene.taken()
+        scene.savepoint()
 
 
 def begun_twice(scene: SavepointScene) -> None:
     """The first batch comes to nothing, and is run again."""
     scene.batches(9)
-    taken = scene.taken()
+    savepoint = scene.savepoint()
     for mode in (NO_CLAIM, CLAIM):
-        query = scene.start(taken, mode)
+        query = scene.start(savepoint, mode)
         scene.call(query)
         scene.call(query)
         scene.batches(3, query)
         if mode == NO_CLAIM:
             scene.world._delete(_NUMBERS)
-            assert taken.deleted, "it said that it needs nothing"
-            taken = scene.taken()
+            assert savepoint.deleted, "it said that it needs nothing"
+            savepoint = scene.savepoint()
     scene.world.calm()
-    assert len(taken.gone()) == len(taken.files), "its owner has deleted it"
+    assert len(savepoint.list_missing_files()) == len(savepoint.files), "its owner has deleted it"
 
 
 def claimed_twice(scene: SavepointScene) -> None:
     """The second query to claim it is refused."""
     scene.batches(9)
-    taken = scene.taken()
-    first, second = scene.start(taken, CLAIM), scene.start(taken, CLAIM)
+    savepoint = scene.savepoint()
+    first, second = scene.start(savepoint, CLAIM), scene.start(savepoint, CLAIM)
     scene.call(first)
     assert not scene.call_or_end(second), "two queries own one savepoint"
     scene.batches(3, first)
@@ -194,11 +194,11 @@ def claimed_twice(scene: SavepointScene) -> None:
 def released_and_claimed_anew(scene: SavepointScene) -> None:
     """Who was taken to be gone comes back, when the savepoint is another query's."""
     scene.batches(9)
-    taken = scene.taken()
-    first = scene.start(taken, CLAIM)
+    savepoint = scene.savepoint()
+    first = scene.start(savepoint, CLAIM)
     scene.batch_alone(first)
-    scene.world.release(taken)
-    second = scene.start(taken, CLAIM)
+    scene.world.release(savepoint)
+    second = scene.start(savepoint, CLAIM)
     scene.call(second)
     scene.batches(3, first)
     scene.batches(3, second)
@@ -208,40 +208,40 @@ def released_while_it_is_deleted(scene: SavepointScene) -> None:
     """Its owner and who takes it to be dead stand still anywhere: nobody gets a savepoint that is being deleted."""
     scene.batches(9)
     for stops_at, released_at in itertools.product(range(3), range(-1, 2)):
-        taken = scene.taken()
-        first = scene.start(taken, CLAIM)
+        savepoint = scene.savepoint()
+        first = scene.start(savepoint, CLAIM)
         scene.batch_alone(first)
         scene.batch_alone(first)
-        release = scene.world.release(taken, Trap(released_at, "waits"))
+        release = scene.world.release(savepoint, Trap(released_at, "waits"))
         detaching = scene.detaching(first, stops_at)
         if released_at == 0:
             release.end()
-        second = None if first.taken.owner is not None else scene.start(taken, CLAIM)
+        second = None if first.savepoint.owner is not None else scene.start(savepoint, CLAIM)
         if second is not None:
             scene.call_or_end(second)
         detaching.end()
         release.end()
-        scene.world.look()
-        if second in scene.world.started:
+        scene.world.check_now()
+        if second in scene.world.started_queries:
             scene.batches(2, second)
-        for query in list(scene.world.started):
-            scene.world._ends(query)
+        for query in list(scene.world.started_queries):
+            scene.world._end_query(query)
 
 
 def died_while_it_deleted(scene: SavepointScene) -> None:
     """Stopped anywhere, the next call goes on."""
     scene.batches(9)
     for stops_at in range(9):
-        taken = scene.taken()
-        query = scene.start(taken, CLAIM)
+        savepoint = scene.savepoint()
+        query = scene.start(savepoint, CLAIM)
         scene.batch_alone(query)
         scene.batch_alone(query)
         scene.detaching(query, stops_at).kill()
         for executor in query.executors:
             executor.die()
         scene.batches(2, query)
-        scene.world._check_let_go(query)
-        scene.world._ends(query)
+        scene.world._check_detached(query)
+        scene.world._end_query(query)
 
 
 SAVEPOINT_SCENES: tuple[Callable[[SavepointScene], None], ...] = (

@@ -261,29 +261,35 @@ def _files_left_where_they_are(files: Any, file: SavedFile, target: Folder, scra
 
 
 BROKEN_SAVEPOINTS: dict[str, Variant] = {
-    "hold written after the pointers are read": Variant(
+    "a hold is written after the pointers are read": Variant(
         patches=((savepoints, "take_savepoint", _read_before_the_hold),)
     ),
-    "clean-up blind to holds": Variant(patches=((retention, "clean_up", _clean_up_blind),)),
-    "holds looked for once": Variant(patches=((HoldWatch, "living", _looked_once),)),
-    "a hold over in spite of renewals": Variant(patches=((HoldWatch, "living", _by_the_first_look),)),
-    "a hold that is never over": Variant(patches=((HoldWatch, "living", _never_over),)),
-    "a lost hold unnoticed by its maker": Variant(patches=((Hold, "renew", _renewed_anew),)),
-    "a renewal that writes nothing": Variant(patches=((Hold, "renew", _not_renewed),)),
-    "an unconfirmed snapshot believed": Variant(patches=((bucket_copy, "find_needed_files", _unconfirmed),)),
-    "inline deltas forgotten": Variant(patches=((bucket_copy, "find_needed_files", _without_inline),)),
-    "uncommitted pointers saved": Variant(patches=((savepoints, "StateReader", Uncommitted),)),
-    "files that start a query left behind": Variant(patches=((first_call, "copy_file", _files_left_where_they_are),)),
-    "a claim that the last one has": Variant(patches=((first_call, "claim_savepoint", _claimed_by_looking),)),
-    "a claim not checked before deleting": Variant(
+    "clean-up ignores holds": Variant(patches=((retention, "clean_up", _clean_up_blind),)),
+    "a process looks for holds only once": Variant(patches=((HoldWatch, "living", _looked_once),)),
+    "a hold ends although it is renewed": Variant(patches=((HoldWatch, "living", _by_the_first_look),)),
+    "a hold never ends": Variant(patches=((HoldWatch, "living", _never_over),)),
+    "a holder does not notice that its hold is lost": Variant(patches=((Hold, "renew", _renewed_anew),)),
+    "a renewal writes nothing": Variant(patches=((Hold, "renew", _not_renewed),)),
+    "an unconfirmed snapshot counts as existing": Variant(patches=((bucket_copy, "find_needed_files", _unconfirmed),)),
+    "inline deltas are not saved": Variant(patches=((bucket_copy, "find_needed_files", _without_inline),)),
+    "uncommitted pointers are saved": Variant(patches=((savepoints, "StateReader", Uncommitted),)),
+    "a new query does not copy all files": Variant(patches=((first_call, "copy_file", _files_left_where_they_are),)),
+    "the last query to claim a savepoint gets it": Variant(
+        patches=((first_call, "claim_savepoint", _claimed_by_looking),)
+    ),
+    "a claim is not checked before deleting": Variant(
         patches=((detachment, "delete_claimed_savepoint", _consumed_by_anybody),)
     ),
-    "a savepoint deleted that nobody claimed": Variant(patches=((detachment, "detach", _consumed_whoever_started),)),
-    "more deleted than the manifest names": Variant(patches=((claims, "delete_files", _all_below),)),
-    "the manifest deleted first": Variant(patches=((claims, "delete_files", _manifest_first),)),
-    "detached at the first call": Variant(patches=((first_call, "note_start", _detached_at_once),)),
-    "let go at the first call": Variant(patches=((first_call, "bring_files", _let_go_at_once),)),
-    "released by a look": Variant(patches=((claims, "release_claim", _released_by_a_look),)),
-    "deleted by a look": Variant(patches=((detachment, "delete_claimed_savepoint", _deleted_by_a_look),)),
-    "released after something was deleted": Variant(patches=((claims, "release_claim", _released_anyway),)),
+    "a savepoint without a claim is deleted": Variant(patches=((detachment, "detach", _consumed_whoever_started),)),
+    "more files are deleted than the manifest names": Variant(patches=((claims, "delete_files", _all_below),)),
+    "the manifest is deleted first": Variant(patches=((claims, "delete_files", _manifest_first),)),
+    "a query is detached at its first call": Variant(patches=((first_call, "note_start", _detached_at_once),)),
+    "a savepoint is deleted at the first call": Variant(patches=((first_call, "bring_files", _let_go_at_once),)),
+    "a release checks the mark before it removes the claim": Variant(
+        patches=((claims, "release_claim", _released_by_a_look),)
+    ),
+    "an owner checks the claim before it makes its mark": Variant(
+        patches=((detachment, "delete_claimed_savepoint", _deleted_by_a_look),)
+    ),
+    "a release ignores that files were deleted": Variant(patches=((claims, "release_claim", _released_anyway),)),
 }

@@ -1,4 +1,4 @@
-"""Spark's part of a partition's state: what its files hold by batch, what executors have in memory, and what is handed out."""
+"""Spark's part of a partition's state: its files by batch, the memory of executors, and what Spark hands out."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class TaskResult:
     Parameters
     ----------
     partition
-        All of it, as the attempt's executor has it in memory.
+        The whole partition, as the attempt's executor has it in memory.
     called
         The buckets that were called.
     removed
-        Those of them that are no more.
+        Buckets that no longer exist after the attempt.
     """
 
     partition: Partition
@@ -30,15 +30,15 @@ class TaskResult:
 
 
 class StateFiles:
-    """Of one partition, as the driver and all executors find them.
+    """Spark's state files of one partition, as the driver and all executors see them.
 
-    Under checkpoint format 2 each batch has one attempt, whole. Under format 1 each batch has a file, the first
-    attempt's or the last one's, and that may hold only what was called; what was not is that of the files before.
+    Under checkpoint format 2, each batch has the whole result of one attempt. Under format 1 each batch has a file, which
+    the first attempt or the last one wrote. It may hold only the called buckets; the others are in earlier batches' files.
 
     Parameters
     ----------
     config
-        What stays the same.
+        Configuration of the history.
     first
         The partition before the first batch.
     """
@@ -48,83 +48,83 @@ class StateFiles:
         self._v2 = config.checkpoint_v2
         self._retained = config.retained
         self._base, self._base_batch = dict(first), -1
-        # None: the bucket is no more.
+        # None: the bucket no longer exists.
         self._files: dict[int, Mapping[int, BucketState | None]] = {}
         self.batch = -1
         self.newest_ever = -1
-        # When batches were begun, and how far back one may go by time, milliseconds; 0: as far as there are files.
+        # When batches began, milliseconds; and how far back in time a query may go: 0 for as far as there are files.
         self.times_ms: dict[int, int] = {}
         self._window_ms = config.erase_window_ms
         self._newest_ms = 0
 
     @property
     def oldest(self) -> int:
-        """The oldest batch that Spark retains, and to which a query may go back."""
+        """The oldest batch that Spark retains and that a query may go back to."""
         oldest = max(-1, self.newest_ever - self._retained)
         if not self._window_ms:
             return oldest
-        # The one that counted when the window began; not below one that was deleted.
-        until = [b for b, time_ms in self.times_ms.items() if time_ms <= self._newest_ms - self._window_ms]
-        return max([oldest, self._base_batch, *(b for b in until if b <= self.batch)])
+        # The batch that was committed when the window began; but no batch whose files were deleted.
+        candidates = [b for b, time_ms in self.times_ms.items() if time_ms <= self._newest_ms - self._window_ms]
+        return max([oldest, self._base_batch, *(b for b in candidates if b <= self.batch)])
 
     @property
     def batches(self) -> list[int]:
-        """Those at which the query may start again."""
+        """The batches at which the query may start again."""
         return list(range(self.oldest, self.batch + 1))
 
     def at(self, batch: int) -> Partition:
-        """The partition as the files of a batch and those before have it."""
-        found = dict(self._base)
-        for written in range(self._base_batch + 1, batch + 1):
-            _lay(self._files[written], found)
-        return found
+        """Return the partition according to the files of a batch and earlier batches."""
+        partition = dict(self._base)
+        for file_batch in range(self._base_batch + 1, batch + 1):
+            _apply_file(self._files[file_batch], partition)
+        return partition
 
-    def handed_out(self, executor: Memory, batch: int) -> Partition:
-        """What Spark gives a task of a batch on an executor."""
+    def hand_out(self, executor: Memory, batch: int) -> Partition:
+        """Return the partition that Spark gives to a task of a batch on an executor."""
         if not self._v2 and batch - 1 in executor.loaded:
             return executor.loaded[batch - 1]
         return self.at(batch - 1)
 
-    def commit(self, batch: int, made: TaskResult) -> None:
-        """A batch is over, and this is what counts, or whose file is there."""
-        self._write(batch, made)
+    def commit(self, batch: int, result: TaskResult) -> None:
+        """Commit a batch with the result that counts, or whose file exists."""
+        self._write(batch, result)
         self.batch = batch
         self.newest_ever = max(self.newest_ever, batch)
         self._newest_ms = max(self._newest_ms, self.times_ms.get(batch, 0))
-        # Spark writes a snapshot now and then, and deletes what is older than the oldest batch.
+        # Spark writes snapshots and deletes files before the oldest batch that it retains.
         while self._base_batch < self.oldest - 1:
             self._base_batch += 1
-            _lay(self._files.pop(self._base_batch), self._base)
+            _apply_file(self._files.pop(self._base_batch), self._base)
 
-    def overwrite(self, batch: int, made: TaskResult) -> None:
-        """A late attempt's file takes the place of another's, whatever has happened since."""
+    def overwrite(self, batch: int, result: TaskResult) -> None:
+        """Overwrite a batch's file with that of a late attempt."""
         if self._base_batch < batch <= self.batch:
-            self._write(batch, made)
+            self._write(batch, result)
 
     def go_back(self, batch: int) -> None:
-        """The query starts again after a batch."""
+        """Start the query again after a batch."""
         self.batch = batch
-        for later in [b for b in self._files if b > batch]:
-            del self._files[later]
-        for later in [b for b in self.times_ms if b > batch]:
-            del self.times_ms[later]
+        for later_batch in [b for b in self._files if b > batch]:
+            del self._files[later_batch]
+        for later_batch in [b for b in self.times_ms if b > batch]:
+            del self.times_ms[later_batch]
 
-    def reachable(self, executors: Sequence[Memory]) -> list[tuple[int, Partition]]:
-        """Every partition that Spark may still hand out, with its batch."""
-        found = [(batch, self.at(batch)) for batch in self.batches]
+    def list_reachable(self, executors: Sequence[Memory]) -> list[tuple[int, Partition]]:
+        """Return every partition that Spark may still hand out, with its batch."""
+        partitions = [(batch, self.at(batch)) for batch in self.batches]
         if not self._v2:
-            found += [(self.batch, e.loaded[self.batch]) for e in executors if self.batch in e.loaded]
-        return found
+            partitions += [(self.batch, e.loaded[self.batch]) for e in executors if self.batch in e.loaded]
+        return partitions
 
-    def _write(self, batch: int, made: TaskResult) -> None:
-        there = {b: held for b, held in made.partition.items() if self._whole or b in made.called}
-        self._files[batch] = {**there, **dict.fromkeys(made.removed)}
+    def _write(self, batch: int, result: TaskResult) -> None:
+        written_states = {b: state for b, state in result.partition.items() if self._whole or b in result.called}
+        self._files[batch] = {**written_states, **dict.fromkeys(result.removed)}
 
 
-def _lay(file: Mapping[int, BucketState | None], partition: dict[int, BucketState]) -> None:
-    """Lay what a batch's file has over what was there before."""
-    for bucket, held in file.items():
-        if held is None:
+def _apply_file(file: Mapping[int, BucketState | None], partition: dict[int, BucketState]) -> None:
+    """Apply a batch's file to the partition of earlier files."""
+    for bucket, state in file.items():
+        if state is None:
             partition.pop(bucket, None)
         else:
-            partition[bucket] = held
+            partition[bucket] = state

@@ -1,7 +1,7 @@
-"""Queries that start from a savepoint, in a simulated world of their own: from their first call on.
+"""Queries that start from a savepoint, from their first call on, in a simulated world of their own.
 
-The first step of each bucket, what says that a query is detached, and what deletes a claimed savepoint are the product's
-code, stopped or broken off at any change to a file.
+The first step of each bucket, the record that a query is detached, and the deletion of a claimed savepoint are the
+product's code; they pause, fail or die at any change to a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sim_parts import Attempt, BucketState, Executor, Numbers, Partition, Varian
 from sim_spark import StateFiles, TaskResult
 from sim_stores import Fault
 from sim_world import DEFAULT, FIRST_BUCKET
-from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Query, SimSavepoint, Yard
+from sim_yard import KEY_SCHEMA, OPERATOR, STATE_SCHEMA, Query, SharedWorld, SimSavepoint
 
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.beginning.detachment import Detaching
@@ -41,11 +41,11 @@ __all__ = ["RefusedError", "StartedQuery"]
 
 
 class RefusedError(Exception):
-    """A query cannot start, as it may not."""
+    """A query is not allowed to start."""
 
 
 class StartedFiles(StateFiles):
-    """Once a batch with data is committed, nobody goes back to before it: what the query was started from may be gone."""
+    """After a batch with data is committed, no query goes back to before it, because the savepoint may be deleted."""
 
     begun_at: int | None = None
     first: frozenset[bytes] = frozenset()
@@ -55,9 +55,9 @@ class StartedFiles(StateFiles):
         oldest = super().oldest
         return oldest if self.begun_at is None else max(oldest, self.begun_at)
 
-    def commit(self, batch: int, made: TaskResult) -> None:
-        super().commit(batch, made)
-        if self.begun_at is None and not any(it.pointer.encode() in self.first for it in self.at(batch).values()):
+    def commit(self, batch: int, result: TaskResult) -> None:
+        super().commit(batch, result)
+        if self.begun_at is None and not any(state.pointer.encode() in self.first for state in self.at(batch).values()):
             self.begun_at = batch
 
 
@@ -76,76 +76,76 @@ class StartedQuery(Query):
 
     Parameters
     ----------
-    yard, folder_name, variant
+    shared, folder_name, variant
         As for `Query`.
-    taken
+    savepoint
         The savepoint.
     mode
-        Whether it claims it.
+        Whether it claims the savepoint.
     clean_up
-        Whether the query deletes anything.
+        Whether the query may delete files.
     newest_ms
-        Time of the last batch that there was before.
+        Time of the last batch before its start.
     """
 
     spark: StartedFiles
 
     def __init__(
         self,
-        yard: Yard,
+        shared: SharedWorld,
         folder_name: str,
-        taken: SimSavepoint,
+        savepoint: SimSavepoint,
         mode: str,
         clean_up: bool,
         newest_ms: int,
         variant: Variant = DEFAULT,
     ) -> None:
-        self.taken, self.mode, self.clean_up = taken, mode, clean_up
-        super().__init__(yard, folder_name, variant)
-        # Attempts at the first batch go on from what was saved.
-        self.models = {self._first(number).encode(): taken.models[number] for number in self.buckets}
+        self.savepoint, self.mode, self.clean_up = savepoint, mode, clean_up
+        super().__init__(shared, folder_name, variant)
+        # Attempts at the first batch continue from the saved state.
+        self.models = {self._make_first_pointer(number).encode(): savepoint.models[number] for number in self.buckets}
         self.planned[-1] = False, newest_ms
         self.batch_ms = 1_000_000 + int(folder_name[1:])
         self._processes: dict[str, _Process] = {}
         self._jobs: dict[str, Job] = {}
 
     @property
-    def is_begun(self) -> bool:
-        """By the model: a batch with data is committed, so that the query needs nothing of the savepoint."""
+    def has_begun(self) -> bool:
+        """Whether a batch with data is committed in the model, so that the query no longer needs the savepoint."""
         return self.spark.begun_at is not None
 
     @property
-    def source_gone(self) -> bool:
-        """Somebody else deleted the savepoint; whether he might, the world of all queries says."""
-        return self.taken.owner != self._folder_name and bool(self.taken.gone())
+    def is_source_gone(self) -> bool:
+        """Whether others deleted the savepoint's files; `SavepointWorld` checks whether they were allowed to."""
+        return self.savepoint.owner != self._folder_name and bool(self.savepoint.list_missing_files())
 
     @property
     def is_known(self) -> bool:
-        """Its folder says what it was started from."""
+        """Whether its folder records what it was started from."""
         return read_start(self.query_folder) is not None
 
-    def _state_files(self, first: Partition) -> StateFiles:
-        made = StartedFiles(self.config, first)
-        made.first = frozenset(held.pointer.encode() for held in first.values())
-        return made
+    def _make_state_files(self, first: Partition) -> StateFiles:
+        files = StartedFiles(self.config, first)
+        files.first = frozenset(state.pointer.encode() for state in first.values())
+        return files
 
     def _damage(self, numbers: Numbers) -> None:
-        """Its lineage begins with a snapshot, and has nothing below it."""
+        """Do nothing: its lineage begins with a snapshot, without files below it."""
 
-    def _job(self, run: Run) -> Job:
-        """The job as that run planned it."""
+    def _get_job(self, run: Run) -> Job:
+        """Return the job that a run planned."""
         key = run.id
         if key not in self._jobs:
-            root = self.yard.root("a").root
+            root = self.shared.root("a").root
             options = StateOptions(
                 root=root,
                 operator=OPERATOR,
                 buckets=self.number_of_buckets,
                 local_dir=str(self.folder),
-                storage_options=self.yard.options,
-                backends=tuple(self.yard.backends(self.configured)),
+                storage_options=self.shared.options,
+                backends=tuple(self.shared.backends(self.configured)),
                 clean_up=self.clean_up,
-                start_from=Savepoint(self.taken.folder.root, self.mode, storage_options=self.yard.options),
+                start_from=Savepoint(self.savepoint.folder.root, self.mode, storage_options=self.shared.options),
             )
             self._jobs[key] = job_of(
                 options,
@@ -161,7 +161,7 @@ class StartedQuery(Query):
             )
         return self._jobs[key]
 
-    def _process(self, executor: Executor) -> _Process:
+    def _get_process(self, executor: Executor) -> _Process:
         return self._processes.setdefault(executor.uploads.owner, _Process())
 
     # -- attempts ----------------------------------------------------------------------------------
@@ -170,15 +170,15 @@ class StartedQuery(Query):
         try:
             return super()._run(attempt, fault, numbers, zombie)
         except OwnershipError as error:
-            if self.is_begun:
+            if self.has_begun:
                 return None  # a late attempt at the first batch
-            there = read_claim(self.taken.folder)
-            if there is not None and there.id != self._folder_name:
-                self.yard.counted["starts refused"] += 1
+            claim = read_claim(self.savepoint.folder)
+            if claim is not None and claim.id != self._folder_name:
+                self.shared.counted["starts refused"] += 1
                 raise RefusedError from error
             raise WrongStateError(f"{self._folder_name} may not start, though nobody else claims: {error}") from error
         except WrongStateError as error:
-            if self.source_gone and not self.is_begun:
+            if self.is_source_gone and not self.has_begun:
                 raise RefusedError from error
             raise
 
@@ -187,52 +187,54 @@ class StartedQuery(Query):
     ) -> tuple[CommitResult, Committer]:
         pointer, executor = attempt.partition[number].pointer, self.executors[attempt.executor]
         if pointer.encode() in self.empty:
-            begun = self._first_step(executor, number, run, numbers)
-            self.models[begun.encode()] = self.models[pointer.encode()]
-            partition: Mapping[int, BucketState] = {**attempt.partition, number: BucketState(begun)}
+            first_pointer = self._run_first_step(executor, number, run, numbers)
+            self.models[first_pointer.encode()] = self.models[pointer.encode()]
+            partition: Mapping[int, BucketState] = {**attempt.partition, number: BucketState(first_pointer)}
             attempt = replace(attempt, partition=partition)
         elif number == FIRST_BUCKET:
-            self._process(executor).detaching.in_turn(
-                self._job(run),
+            self._get_process(executor).detaching.in_turn(
+                self._get_job(run),
                 self.query_folder,
                 lambda: None,
                 executor,  # type: ignore[arg-type] # it has what is used of a Worker
             )
         return super()._call(attempt, number, run, fault, numbers)
 
-    def _first_step(self, executor: Executor, number: int, run: Run, numbers: Numbers) -> Pointer:
-        """As `opening.open_bucket`, but for the lease."""
-        process, job, root = self._process(executor), self._job(run), self.yard.root("a").child(OPERATOR)
+    def _run_first_step(self, executor: Executor, number: int, run: Run, numbers: Numbers) -> Pointer:
+        """Do what `opening.open_bucket` does, except for the lease."""
+        process, job, root = self._get_process(executor), self._get_job(run), self.shared.root("a").child(OPERATOR)
         trap = Trap(numbers.below(12), "dies", lambda: None) if numbers.below(4) == 0 else None
         if trap is None and numbers.below(4) == 0:
-            trap = Trap(numbers.below(12), "waits", self._meanwhile)
+            trap = Trap(numbers.below(12), "waits", self._advance_other)
         with set_trap(trap) if trap else nullcontext():
-            found = process.starts.of(job, number)
-            assert found is not None, "it is in the savepoint"
+            initial_state = process.starts.of(job, number)
+            assert initial_state is not None, "it is in the savepoint"
             nonce = run.stage.to_bytes(16, "big")
             folder = process.folders.of(root, self._folder_name, self.batch_ms, nonce)
             assert folder == self._folder_name, "tasks are told it"
-            _, state = claim_source(found, job, root, folder, self.batch_ms)
+            _, claimed_state = claim_source(initial_state, job, root, folder, self.batch_ms)
             if self.mode == CLAIM:
-                self.yard.counted["claims"] += self.taken.is_claimed_by(self._folder_name)
-            process.catalog.admit(root, state.begins(job, folder), False, batch_ms=self.batch_ms)
-            self.yard.counted["first steps"] += 1
-            return begin_bucket(state, job, root, folder, Shared.of(Worker.current()).replicas, self.folder)[0]
+                self.shared.counted["claims"] += self.savepoint.is_claimed_by(self._folder_name)
+            process.catalog.admit(root, claimed_state.begins(job, folder), False, batch_ms=self.batch_ms)
+            self.shared.counted["first steps"] += 1
+            return begin_bucket(claimed_state, job, root, folder, Shared.of(Worker.current()).replicas, self.folder)[0]
 
-    def _meanwhile(self) -> None:
-        """Something else goes on while a first step stands still."""
-        if self.yard.activities:
-            self.yard.advance(self.yard.activities[0])
+    def _advance_other(self) -> None:
+        """Continue another activity while a first step is suspended."""
+        if self.shared.activities:
+            self.shared.advance(self.shared.activities[0])
 
     # -- checks ------------------------------------------------------------------------------------
 
     def _check_on(self, store: LocalStore, pointer: Pointer, names: Sequence[str]) -> None:
         if pointer.encode() not in self.empty:
             super()._check_on(store, pointer, names)
-        elif not self.source_gone and self.taken.gone():
-            raise WrongStateError(f"{self._folder_name} has nothing to start from: {self.taken.gone()}")
+        elif not self.is_source_gone and self.savepoint.list_missing_files():
+            raise WrongStateError(
+                f"{self._folder_name} has nothing to start from: {self.savepoint.list_missing_files()}"
+            )
 
-    def look(self) -> None:
-        """What its folder says must be so."""
-        if not self.is_begun and is_detached(self.query_folder):
-            raise WrongStateError(f"{self._folder_name} says that it is detached, and has not committed a batch")
+    def check_now(self) -> None:
+        """Check what its folder records."""
+        if not self.has_begun and is_detached(self.query_folder):
+            raise WrongStateError(f"{self._folder_name} says that it is detached, but has not committed a batch")

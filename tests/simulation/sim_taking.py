@@ -1,6 +1,6 @@
-"""Spark as `take_savepoint` sees it: a session whose tasks run here, and a reader of the simulated state.
+"""Spark as `take_savepoint` sees it: a session whose tasks run in this process, and a reader of the simulated state.
 
-What the client and its tasks do is the product's code. Between any two of its steps the work may pause.
+The client and its tasks run the product's code. Between any two of their steps the work may pause.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from spark_state_ext.spark.executor import savepoint_tasks
 if TYPE_CHECKING:
     from sim_savepoints import SavepointWorld
 
-__all__ = ["HOLD_S", "Session", "SimReader", "Taking", "spark_parts"]
+__all__ = ["HOLD_S", "Session", "SimReader", "Taker", "list_spark_patches"]
 
 HOLD_S = HOLD_MS / 1000
 _POINTERS = pa.schema([("pointer", pa.binary())])
 
 
 @dataclass
-class Taking:
-    """Somebody who copies from the query's folder.
+class Taker:
+    """A process that copies from the query's folder.
 
     Parameters
     ----------
     world
-        The query's.
+        The world of the query.
     numbers
-        How it goes.
+        Decide when it pauses or dies.
     lasts_s
         How long its hold lasts.
     """
@@ -52,53 +52,53 @@ class Taking:
     lasts_s: float = HOLD_S
     hold: Hold | None = None
     renewed_s: float = 0.0
-    # A task copies, and renews the hold beside that.
+    # Whether a task copies now; its process renews the hold meanwhile.
     copies: bool = False
-    # Its process stands still for a while: nothing is renewed beside a copy.
+    # Whether its process is suspended for a while, so that the hold is not renewed during a copy.
     asleep: bool = False
-    # It was never silent for longer than its hold lasts.
-    in_time: bool = True
-    # Backends that it knows, as the query had them when it began; and whether the query has had others since.
-    named: tuple[str, ...] = ()
-    misses_some: bool = False
-    # By the model: the batch that was read, and the state of each bucket then.
+    # Whether the hold was always renewed in time.
+    renewed_in_time: bool = True
+    # The query's backends when it began; and whether the query has had other backends since.
+    backends_known: tuple[str, ...] = ()
+    misses_backends: bool = False
+    # By the model: the batch that was read, and the state of each bucket at that batch.
     batch: int = -1
     expected: dict[int, Model] = field(default_factory=dict)
 
-    def began(self, hold_id: str) -> None:
-        """Its hold was placed."""
-        self.hold, self.renewed_s = Hold(self.world.query_folder, hold_id), self.world.yard.now_s
+    def note_hold(self, hold_id: str) -> None:
+        """Note that its hold was placed."""
+        self.hold, self.renewed_s = Hold(self.world.query_folder, hold_id), self.world.shared.now_s
 
-    def passed(self, now_s: float, renewed: bool = False) -> None:
-        """Time has passed; in little steps, or the hold was renewed meanwhile where somebody copies."""
+    def pass_time(self, now_s: float, renewed: bool = False) -> None:
+        """Let time pass; with `renewed`, a process that copies has renewed its hold meanwhile."""
         if self.hold is None:
             return
         copies = self.copies and not self.asleep
         if now_s - self.renewed_s > self.lasts_s and not (copies and renewed):
-            self.in_time = False
+            self.renewed_in_time = False
         if copies:
             try:
                 self.hold.renew()
             except StateError as error:
-                if self.in_time:
+                if self.renewed_in_time:
                     raise WrongStateError(f"a hold that was renewed in time is gone: {error}") from error
-                return  # logged, in the real one
+                return  # the product logs it
             self.renewed_s = now_s
 
     def run(self, task: Task, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """A task. Who lost the hold must be told before anything is copied."""
+        """Run a task. If the hold is lost, the task must fail before it copies anything."""
         work = getattr(savepoint_tasks, task.what)
         if task.what != "save":
             for row in work(task.plain, batches):
                 if task.what == "begin":
-                    # It lasts from now on, however long it takes until the client hears of it.
-                    self.began(json.loads(row.column(0)[0].as_py())["hold"])
+                    # The hold begins now, however long it takes until the client gets its id.
+                    self.note_hold(json.loads(row.column(0)[0].as_py())["hold"])
                 yield row
             return
         assert self.hold is not None, "it is placed first"
         lost, self.copies = not self.hold._numbers(), True
         self.asleep = self.numbers.below(4) == 0
-        self.renewed_s = self.world.yard.now_s
+        self.renewed_s = self.world.shared.now_s
         try:
             for row in work(task.plain, batches):
                 if lost:
@@ -108,7 +108,7 @@ class Taking:
             self.copies = False
 
     def pause(self) -> None:
-        """Between two of its steps."""
+        """Pause or die between two steps."""
         if self.numbers.below(50) == 0:
             die()
         if self.numbers.below(2):
@@ -116,55 +116,55 @@ class Taking:
 
 
 class Frame:
-    """A DataFrame: batches, and what is done with each when somebody asks for them."""
+    """A simulated DataFrame: batches, and tasks that run when the rows are collected."""
 
-    def __init__(self, taking: Taking, batches: Callable[[], Iterable[pa.RecordBatch]]) -> None:
-        self._taking = taking
+    def __init__(self, taker: Taker, batches: Callable[[], Iterable[pa.RecordBatch]]) -> None:
+        self._taker = taker
         self._batches = batches
 
     def coalesce(self, _: int) -> Frame:
         return self
 
     def mapInArrow(self, task: Task, _: str) -> Frame:
-        return Frame(self._taking, lambda: self._taking.run(task, self._batches()))
+        return Frame(self._taker, lambda: self._taker.run(task, self._batches()))
 
     def collect(self) -> list[Any]:
-        self._taking.pause()
-        found = [SimpleNamespace(**row) for batch in self._batches() for row in batch.to_pylist()]
-        self._taking.pause()
-        return found
+        self._taker.pause()
+        rows = [SimpleNamespace(**row) for batch in self._batches() for row in batch.to_pylist()]
+        self._taker.pause()
+        return rows
 
 
 class Session:
-    """A SparkSession, in which one savepoint is taken."""
+    """A simulated SparkSession, in which one savepoint is taken."""
 
-    def __init__(self, taking: Taking) -> None:
-        self.taking = taking
+    def __init__(self, taker: Taker) -> None:
+        self.taker = taker
 
     def range(self, _: int) -> Frame:
-        return Frame(self.taking, lambda: ())
+        return Frame(self.taker, lambda: ())
 
     def createDataFrame(self, rows: Sequence[tuple[Any, ...]], schema: str) -> Frame:
         names = [column.split()[0] for column in schema.split(",")]
         batch = pa.RecordBatch.from_pydict(
             {name: [row[at] for row in rows] for at, name in enumerate(names)} if rows else {name: [] for name in names}
         )
-        return Frame(self.taking, lambda: (batch,))
+        return Frame(self.taker, lambda: (batch,))
 
 
 class SimReader:
-    """In the place of `StateReader`: what Spark's files hold now."""
+    """Replaces `StateReader`: reads what Spark's files hold now."""
 
     def __init__(self, spark: Session, location: str) -> None:
-        self.taking = spark.taking
-        self.world = spark.taking.world
+        self.taker = spark.taker
+        self.world = spark.taker.world
 
     def stores(self) -> list[StoreOfState]:
         return [StoreOfState(0, "default", "simulated", self.world.query_folder.name)]
 
     def batch(self, batch: int | None = None) -> CommittedBatch:
         wanted = self.world.batch if batch is None else batch
-        self.taking.batch = wanted
+        self.taker.batch = wanted
         return CommittedBatch("a query", wanted, tuple(range(wanted + 1, self.world.batch + 1)), "", {0: "simulated"})
 
     def has(self, batch: int) -> bool:
@@ -172,25 +172,25 @@ class SimReader:
 
     @contextmanager
     def pointers(self, store: StoreOfState, batch: int) -> Iterator[Frame]:
-        yield Frame(self.taking, lambda: self._read(batch))
+        yield Frame(self.taker, lambda: self._read(batch))
 
     def read(self, batch: int) -> dict[int, BucketState]:
-        """What Spark gives of a batch."""
+        """Return what Spark's files hold after a batch."""
         return dict(self.world.spark.at(batch))
 
     def _read(self, batch: int) -> Iterator[pa.RecordBatch]:
-        taking, world = self.taking, self.world
+        taker, world = self.taker, self.world
         if not self.has(batch):
             raise RuntimeError(f"Spark has dropped batch {batch}")
-        taking.expected = {b: world.models[held.pointer.encode()] for b, held in world.spark.at(batch).items()}
-        found = self.read(batch)
-        empty = [world.without_state(bucket) for bucket in world.other_buckets]
-        for some in itertools.chain([empty], ([held.pointer] for held in found.values())):
-            yield _batch(some)
-            taking.pause()
+        taker.expected = {b: world.models[state.pointer.encode()] for b, state in world.spark.at(batch).items()}
+        states = self.read(batch)
+        empty = [world.make_empty_pointer(bucket) for bucket in world.other_buckets]
+        for pointers in itertools.chain([empty], ([state.pointer] for state in states.values())):
+            yield _make_batch(pointers)
+            taker.pause()
 
 
-def _batch(pointers: Iterable[Pointer]) -> pa.RecordBatch:
+def _make_batch(pointers: Iterable[Pointer]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(
         [pa.array([pointer.encode() for pointer in pointers], pa.binary())], schema=_POINTERS
     )
@@ -198,7 +198,7 @@ def _batch(pointers: Iterable[Pointer]) -> pa.RecordBatch:
 
 @dataclass(frozen=True)
 class Task:
-    """What `task_functions.task_entry` makes, without the border to Spark's worker, which tells errors anew."""
+    """Replaces the result of `task_functions.task_entry`, without the border to Spark's worker, which changes errors."""
 
     task: str
     plain: dict[str, Any]
@@ -211,13 +211,13 @@ class Task:
         return function
 
 
-def spark_parts(reader: type[SimReader] = SimReader) -> list[tuple[Any, str, Any]]:
-    """What is put in the place of Spark's parts while a history runs.
+def list_spark_patches(reader: type[SimReader] = SimReader) -> list[tuple[Any, str, Any]]:
+    """Replacements of Spark's parts while a history runs.
 
     Parameters
     ----------
     reader
-        What reads Spark's state.
+        Class that reads Spark's state.
     """
     return [
         (tasks, "task_entry", Task),

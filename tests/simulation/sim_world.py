@@ -1,12 +1,13 @@
-"""A world in which the buckets of one partition live: Spark's driver with both of its checkpoint formats, executors, and all that goes wrong.
+"""A simulated world for the buckets of one partition: Spark's driver, both checkpoint formats, executors and failures.
 
-The real thing is simulated around: real buckets, real LMDB stores, real checkpoint files in an object store in memory. A
-history is a plain value: a configuration and a list of steps, each a few small numbers that are taken modulo what there is. So
-any list of numbers is a history, and a history that fails can be printed, shortened and run again.
+Buckets, LMDB stores and checkpoint files (in an object store in memory) are the product's; the world around them is
+simulated. A history is a plain value: a configuration and a list of steps. Each step is a few small numbers, which are
+taken modulo the number of choices. So any list of numbers is a history, and a history that fails can be printed,
+shortened and run again.
 
-The model is a dict for every pointer that was ever made: the state that its writer had. Where the partition has several
-buckets, each attempt at a batch with data gives that batch's row to one of them by chance; whatever Spark hands out has
-it once.
+The model keeps a dict for every pointer that was ever made: the state that its writer had. If the partition has several
+buckets, each attempt at a batch with data gives that batch's row to a random bucket. In whatever Spark hands out, the
+row must be in exactly one bucket.
 """
 
 from __future__ import annotations
@@ -83,11 +84,11 @@ from spark_state_ext.store import LocalStore
 from spark_state_ext.worker.background import Inline
 
 EXECUTORS = 3
-# Clocks play no part here: every file is old enough to go, as far as that is concerned.
+# A time at which every file is old enough to be deleted.
 NOW_S = 4e9
-# Rows that attempts draw are told apart by their batch, modulo this.
+# Rows that attempts draw are distinguished by their batch, modulo this.
 DRAWN = 4
-# Whoever mends what failed and starts again succeeds, if not at once where both runs have one identity.
+# So many starts after a failure are enough to succeed, even if all runs have one identity.
 STARTS_MAX = 3
 FIRST_BUCKET = 3
 
@@ -96,19 +97,19 @@ STEPS = (
     "batch",
     "batch",
     "batch",
-    "twice",  # some batches that two executors run both, as with two actions in foreachBatch
+    "twice",  # some batches that two executors both run, as with two actions in foreachBatch
     "twice",
     "quiet",  # a batch without changes
     "gap",  # batches in which the bucket is not called
-    "work",  # an executor gets to what waits in its background
+    "work",  # an executor works on what waits in its background
     "work",
     "zombie",  # an attempt of an earlier batch wakes up
     "restart",  # the query starts again, at any batch that Spark retains
     "lose disk",  # a machine loses its local disk
-    "lose memory",  # an executor's processes die: what it had loaded and what waited is gone
+    "lose memory",  # an executor's processes die: loaded partitions and waiting work are lost
     "damage",  # a snapshot is damaged
-    "switch",  # the query starts again, with other backends
-    "raid",  # somebody deletes all that lies in a backend
+    "switch",  # the query starts again with other backends
+    "raid",  # somebody deletes all files in a backend
 )
 
 
@@ -116,96 +117,99 @@ DEFAULT = Variant()
 
 
 class World:
-    """Spark's part, played by numbers.
+    """The simulated world; the numbers of steps decide what Spark does.
 
     Parameters
     ----------
     config
-        What stays the same.
+        Configuration of the history.
     variant
         What is under test.
     name
-        Of its folder in memory, where that is another world's too.
+        Name of its folder in memory, if it is shared with another world.
     """
 
-    # What the first number of a step is.
+    # The kind of a step by its first number.
     kinds: ClassVar[tuple[str, ...]] = STEPS
-    # Of keys, by key; None: what follows from the key.
+    # Hashes by key; None if they follow from the keys.
     hashes: ClassVar[Mapping[int, int] | None] = None
 
     def __init__(self, config: Config, variant: Variant = DEFAULT, name: str = "") -> None:
         self.config = config
         self._variant = variant
         self._name = name or uuid.uuid4().hex
-        self.buckets = self._numbered()
+        self.buckets = self._list_bucket_numbers()
         # Two backends, of which one or both are configured.
-        homes = {name: self._home(open_folder(f"{self._name}/{name}", replaces=config.replaces)) for name in ("a", "b")}
+        homes = {
+            name: self._locate_query(open_folder(f"{self._name}/{name}", replaces=config.replaces))
+            for name in ("a", "b")
+        }
         self.folders = {name: {b: home.child(str(b)) for b in self.buckets} for name, home in homes.items()}
         self.files = self.folders["a"][self.buckets[0]]
         self.configured = ["a"]
-        # What clean-ups have found out.
-        self.known = retention.KnownFiles()
+        # What clean-ups know about files.
+        self.known_files = retention.KnownFiles()
         self.switches = 0
-        # Pointers that say of a backend what is not so any more, as somebody has deleted files.
-        self.false: dict[str, set[bytes]] = {name: set() for name in self.folders}
-        # Beats at which a machine's disk was told that a bucket's files in a backend are gone.
-        self.noticed: dict[tuple[Path, int, int, str], int] = {}
+        # By backend, pointers whose replication status is no longer true because somebody deleted files.
+        self.outdated: dict[str, set[bytes]] = {name: set() for name in self.folders}
+        # The heartbeat at which a bucket's lost files in a backend were noted on a machine's disk.
+        self.known_losses: dict[tuple[Path, int, int, str], int] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=_fast_folder()))
         machines = [Machine(self.folder / str(i)) for i in range(EXECUTORS)]
         if config.one_disk:
             machines[1] = machines[0]
         self.executors: list[Executor] = []
         self.executors += [Executor(machine, self.executors, config.buckets) for machine in machines]
-        first = {b: BucketState(self._first(b)) for b in self.buckets}
-        self.spark = self._state_files(first)
-        # The model of every pointer.
-        self.models: dict[bytes, Model] = {held.pointer.encode(): {} for held in first.values()}
-        # Of no state at all, which nobody can lose: a late attempt at the first batch sends all there is.
+        first = {b: BucketState(self._make_first_pointer(b)) for b in self.buckets}
+        self.spark = self._make_state_files(first)
+        # The model state of every pointer.
+        self.models: dict[bytes, Model] = {state.pointer.encode(): {} for state in first.values()}
+        # Pointers without state, which cannot be lost.
         self.empty = set(self.models)
-        # Of batches that Spark has planned: whether they have data, and their processing time, milliseconds.
+        # By planned batch: whether it has data, and its processing time in milliseconds.
         self.planned: dict[int, tuple[bool, int]] = {}
         self.sleeping: list[Attempt] = []
         self.damaged: set[str] = set()
         self.stages, self.starts = itertools.count(), itertools.count()
-        self.run_id, self.begun = "", 0
+        self.run_id, self.start_count = "", 0
         self.start()
         self.failures = Failures()
         self.deleted = 0
         self.commits = 0
         self._calm = False
-        # The run, where each begins with a probe for files that are gone.
-        self.looking = ""
+        # The run's name, if each run begins with a probe for lost files.
+        self.probing_run = ""
 
-    def _numbered(self) -> range:
-        """Numbers of the partition's buckets."""
+    def _list_bucket_numbers(self) -> range:
+        """Return the numbers of the partition's buckets."""
         return range(FIRST_BUCKET, FIRST_BUCKET + self.config.buckets)
 
-    def _files(self, name: str, pointer: Pointer) -> Folder:
-        """Where a pointer's bucket has its files in a backend."""
+    def _get_folder(self, name: str, pointer: Pointer) -> Folder:
+        """Return a backend's folder with the files of a pointer's bucket."""
         return self.folders[name][pointer.bucket]
 
-    def _store(self, machine: Machine, pointer: Pointer) -> LocalStore:
-        """And on a machine."""
-        return machine.store(pointer.bucket)
+    def _get_store(self, machine: Machine, pointer: Pointer) -> LocalStore:
+        """Return a machine's local store of a pointer's bucket."""
+        return machine.open_store(pointer.bucket)
 
-    def _sources(self, pointer: Pointer) -> Sequence[Restorable]:
-        """What its state may be read from besides."""
+    def _list_sources(self, pointer: Pointer) -> Sequence[Restorable]:
+        """Return additional sources of a pointer's state."""
         return ()
 
-    def _home(self, root: Folder) -> Folder:
-        """The query's folder in a backend."""
+    def _locate_query(self, root: Folder) -> Folder:
+        """Return the query's folder in a backend."""
         return root
 
-    def _first(self, bucket: int) -> Pointer:
-        """What Spark holds of a bucket before the first batch."""
+    def _make_first_pointer(self, bucket: int) -> Pointer:
+        """Return the pointer that Spark holds of a bucket before the first batch."""
         return Pointer("simulated", bucket, 8, 0, -1, None)
 
-    def _state_files(self, first: Partition) -> StateFiles:
+    def _make_state_files(self, first: Partition) -> StateFiles:
         return StateFiles(self.config, first)
 
     @property
     def batch(self) -> int:
-        """The newest batch that is committed."""
+        """The newest committed batch."""
         return self.spark.batch
 
     def close(self) -> None:
@@ -221,13 +225,13 @@ class World:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self) -> None:
-        """The query starts again."""
-        self.begun += 1
+        """Start the query again."""
+        self.start_count += 1
         if not (self.run_id and self.config.same_run):
             self.run_id = f"run {next(self.starts)}"
 
     def stage(self) -> Run:
-        """What tells the next stage's attempts from all others."""
+        """Return the identity of the next stage, which distinguishes its attempts from all others."""
         return Run(self.run_id, next(self.stages))
 
     # -- steps -------------------------------------------------------------------------------------
@@ -239,49 +243,49 @@ class World:
         getattr(self, f"_{kind.replace(' ', '_')}")(numbers)
 
     def _batch(self, numbers: Numbers) -> None:
-        """Attempts at the next batch one after the other, until those that the numbers ask for are done."""
+        """Run attempts at the next batch one after the other, as many as the numbers ask for."""
         batch = self.batch + 1
         heartbeat, now_ms = self._plan(batch, numbers.below(4) > 0, numbers)
-        done: list[TaskResult] = []
+        results: list[TaskResult] = []
         run = self.stage()
         for _ in range(1 + numbers.below(3)):
             executor = numbers.below(EXECUTORS)
-            # Not deterministic: each attempt does what it likes.
+            # Attempts are not deterministic: each one makes its own changes.
             attempt = replace(self._attempt(executor, batch, heartbeat, now_ms, numbers), run=run)
             fate = numbers.below(6)
             if fate == 0:
                 self.sleeping.append(attempt)
                 continue
-            made = self._run(attempt, self._fault(numbers, run) if fate < 3 else None, numbers)
-            if made is not None:
-                done.append(made)
-        if not done:
+            result = self._run(attempt, self._draw_fault(numbers, run) if fate < 3 else None, numbers)
+            if result is not None:
+                results.append(result)
+        if not results:
             # The driver tries until one succeeds.
             executor = numbers.below(EXECUTORS)
             attempt = self._attempt(executor, batch, heartbeat, now_ms, numbers, cleans=True)
-            done.append(self._surely(replace(attempt, run=run), numbers))
-        self._commit(batch, done, numbers)
+            results.append(self._run_until_success(replace(attempt, run=run), numbers))
+        self._commit(batch, results, numbers)
 
     def _twice(self, numbers: Numbers) -> None:
-        """Each executor goes on from what it has in memory: under format 1 two lineages go on in parallel."""
+        """Run batches on two executors that continue from memory: under format 1 two lineages continue in parallel."""
         busy = numbers.yes()
         for _ in range(1 + numbers.below(5) * numbers.below(4)):
             batch = self.batch + 1
             heartbeat, now_ms = self._plan(batch, numbers.below(4) > 0, numbers)
-            done = []
+            results = []
             for executor in (0, 2):
-                if executor and not heartbeat and not busy and not self._planned:
-                    # Its state is such that no timeout calls it.
-                    done.append(self._idle(executor, batch))
+                if executor and not heartbeat and not busy and not self._has_planned_calls:
+                    # No timeout calls its state.
+                    results.append(self._idle(executor, batch))
                     continue
                 quiet = not busy and executor > 0
                 attempt = self._attempt(executor, batch, heartbeat, now_ms, numbers, quiet=quiet)
-                made = self._run(attempt, None, numbers)
-                if made is not None:
-                    done.append(made)
-            if not done:
+                result = self._run(attempt, None, numbers)
+                if result is not None:
+                    results.append(result)
+            if not results:
                 return
-            self._commit(batch, done, numbers)
+            self._commit(batch, results, numbers)
             for executor in (0, 2):
                 if numbers.yes():
                     self._work(numbers, executor)
@@ -290,44 +294,44 @@ class World:
         batch = self.batch + 1
         heartbeat, now_ms = self._plan(batch, True, numbers)
         attempt = self._attempt(numbers.below(EXECUTORS), batch, heartbeat, now_ms, numbers, quiet=True, cleans=True)
-        self._commit(batch, [self._surely(attempt, numbers)], numbers)
+        self._commit(batch, [self._run_until_success(attempt, numbers)], numbers)
 
     def _gap(self, numbers: Numbers) -> None:
-        """Batches without data: Spark's tasks run, and take what is not called from one version to the next."""
+        """Run batches without data: Spark's tasks carry buckets that are not called from one version to the next."""
         both = numbers.yes()
         for _ in range(1 + numbers.below(8)):
             batch = self.batch + 1
             heartbeat, now_ms = self._plan(batch, False, numbers)
-            done = []
+            results = []
             for executor in (0, 2) if both else (numbers.below(EXECUTORS),):
-                if not self._planned:
-                    done.append(self._idle(executor, batch))
+                if not self._has_planned_calls:
+                    results.append(self._idle(executor, batch))
                     continue
-                made = self._surely(self._attempt(executor, batch, heartbeat, now_ms, numbers), numbers)
-                done.append(made)
-            self._commit(batch, done, numbers)
+                result = self._run_until_success(self._attempt(executor, batch, heartbeat, now_ms, numbers), numbers)
+                results.append(result)
+            self._commit(batch, results, numbers)
 
     def _idle(self, executor: int, batch: int) -> TaskResult:
-        """A task that calls nothing."""
-        partition = self._handed_out(executor, batch)
+        """Run a task that calls no bucket."""
+        partition = self._hand_out(executor, batch)
         self.executors[executor].load(batch, partition)
         return TaskResult(partition, frozenset())
 
     @property
-    def _planned(self) -> bool:
-        """Data and timeouts say what is called; else it is by chance."""
+    def _has_planned_calls(self) -> bool:
+        """Whether data and timeouts decide which buckets are called; otherwise chance does."""
         return self.config.buckets > 1 or self.config.timeouts
 
     def _plan(self, batch: int, heartbeat: bool, numbers: Numbers) -> tuple[bool, int]:
-        """What stands in Spark's log before a batch begins: whether it has data, and its processing time."""
-        if not (self._planned or self.config.erase_window_ms):
+        """Decide what Spark's log says before a batch begins: whether it has data, and its processing time."""
+        if not (self._has_planned_calls or self.config.erase_window_ms):
             return heartbeat, 0
         if batch not in self.planned:
             newest_ms = self.planned[max(self.planned)][1] if self.planned else 0
             # Clocks are set back now and then.
             step_ms = -25 if numbers.below(16) == 0 else numbers.below(20)
             if self.config.erase_window_ms and numbers.below(8) == 0:
-                # Nothing came for a while.
+                # The stream paused for a while.
                 step_ms *= 20
             self.planned[batch] = heartbeat, newest_ms + step_ms
         return self.planned[batch]
@@ -343,27 +347,27 @@ class World:
         quiet: bool = False,
         cleans: bool | None = None,
     ) -> Attempt:
-        """A task of a batch; with `quiet` it changes nothing that nobody draws."""
-        partition = self._handed_out(executor, batch)
+        """Make an attempt at a batch's task; with `quiet` it only changes drawn rows."""
+        partition = self._hand_out(executor, batch)
         calls: dict[int, Call] = {}
-        drawn = numbers.below(len(self.buckets)) if self.config.buckets > 1 and heartbeat else -1
-        for at, (bucket, held) in enumerate(partition.items()):
-            due = held.due_ms is not None and held.due_ms < now_ms
-            if self._planned and not (heartbeat or due):
+        drawing_index = numbers.below(len(self.buckets)) if self.config.buckets > 1 and heartbeat else -1
+        for index, (bucket, state) in enumerate(partition.items()):
+            due = state.due_ms is not None and state.due_ms < now_ms
+            if self._has_planned_calls and not (heartbeat or due):
                 continue
             changes = {} if quiet else draw_changes(numbers)
-            if drawn >= 0:
-                changes[KEYS + batch % DRAWN] = batch if drawn == at else None
+            if drawing_index >= 0:
+                changes[KEYS + batch % DRAWN] = batch if drawing_index == index else None
             timeout_ms = now_ms + numbers.below(60) if self.config.timeouts and numbers.yes() else None
             calls[bucket] = Call(changes, timeout_ms)
         cleans = numbers.yes() if cleans is None else cleans
         return Attempt(executor, batch, partition, calls, cleans, heartbeat, self.switches, now_ms)
 
-    def _commit(self, batch: int, done: Sequence[TaskResult], numbers: Numbers) -> None:
+    def _commit(self, batch: int, results: Sequence[TaskResult], numbers: Numbers) -> None:
         if self.config.checkpoint_v2:
-            chosen = done[numbers.below(len(done))]
+            chosen = results[numbers.below(len(results))]
         else:
-            chosen = done[-1] if self.config.last_wins else done[0]
+            chosen = results[-1] if self.config.last_wins else results[0]
         if batch in self.planned:
             self.spark.times_ms[batch] = self.planned[batch][1]
         self.spark.commit(batch, chosen)
@@ -372,9 +376,14 @@ class World:
         if not self.sleeping:
             return
         attempt = self.sleeping.pop(numbers.below(len(self.sleeping)))
-        made = self._run(attempt, None, numbers, zombie=True)
-        if made is not None and not self.config.checkpoint_v2 and self.config.last_wins and attempt.batch <= self.batch:
-            self.spark.overwrite(attempt.batch, made)
+        result = self._run(attempt, None, numbers, zombie=True)
+        if (
+            result is not None
+            and not self.config.checkpoint_v2
+            and self.config.last_wins
+            and attempt.batch <= self.batch
+        ):
+            self.spark.overwrite(attempt.batch, result)
 
     def _work(self, numbers: Numbers, which: int | None = None) -> None:
         executor = self.executors[numbers.below(EXECUTORS) if which is None else which]
@@ -388,12 +397,12 @@ class World:
         try:
             work()
         except StateError:
-            return  # logged, in the real one
+            return  # the product logs it
         except DiedError:
             executor.die()
 
     def _restart(self, numbers: Numbers) -> None:
-        """The query ends and starts again, at a batch that Spark still has; another application, or the same."""
+        """End the query and start it again, at a batch that Spark retains, in another application or the same."""
         batches = self.spark.batches
         self.start()
         self.spark.go_back(batches[0] if numbers.below(3) == 0 else batches[numbers.below(len(batches))])
@@ -413,16 +422,16 @@ class World:
         self.executors[numbers.below(EXECUTORS)].die()
 
     def _damage(self, numbers: Numbers) -> None:
-        """Any snapshot that clean-up has not looked at yet, and one of those that it has.
+        """Damage a snapshot: any that clean-up has not verified yet, and at most one of the verified snapshots.
 
-        Not where backends came and went: what joins late begins with a snapshot, and has nothing below it.
+        Do nothing after backends changed: a backend that joins late begins with a snapshot, without files below it.
         """
         if self.switches:
             return
-        files = self.folders[self.configured[numbers.below(len(self.configured))]][self._one_bucket(numbers)]
+        files = self.folders[self.configured[numbers.below(len(self.configured))]][self._draw_bucket(numbers)]
         snapshots = [n for n in files.names() if (parse_file_name(n) or (None, ""))[1] == SNAPSHOT]
         parsed = {name: found[0] for name in snapshots if (found := parse_file_name(name))}
-        believed = {name for name, ref in parsed.items() if self.known.is_known_whole(files, ref)}
+        believed = {name for name, ref in parsed.items() if self.known_files.is_known_whole(files, ref)}
         if self.damaged & {files.where(name) for name in believed}:
             snapshots = [name for name in snapshots if name not in believed]
         if not snapshots:
@@ -434,156 +443,165 @@ class World:
         files.put(name, bytes(data))
 
     def _switch(self, numbers: Numbers) -> None:
-        """Another list of backends, such that one of them holds what Spark may hand out."""
+        """Start with another list of backends, one of which holds all states that Spark may hand out."""
         self._restart(numbers)
         wanted = (["a"], ["a", "b"], ["b", "a"], ["b"])[numbers.below(4)]
-        if any(all(self._holds(name, pointer) for pointer in self.reachable()) for name in wanted):
+        if any(all(self._holds(name, pointer) for pointer in self.list_reachable()) for name in wanted):
             self.switches += wanted != self.configured
             self.configured = wanted
 
     def _holds(self, name: str, pointer: Pointer) -> bool:
-        """Whether a backend gives a pointer's state back, with what is inline."""
+        """Whether a backend holds a pointer's state, together with the inline deltas."""
         if pointer.ref is None:
             return True
         replication = pointer.replication or {"a": ReplicationStatus(pointer.ref)}
-        return is_complete(replication.get(name)) and pointer.encode() not in self.false[name]
+        return is_complete(replication.get(name)) and pointer.encode() not in self.outdated[name]
 
     def _raid(self, numbers: Numbers) -> None:
-        """Only where another backend holds all that Spark may hand out, in which nothing is damaged."""
+        """Delete a backend's files, if another backend without damage holds all states that Spark may hand out."""
         if len(self.configured) < 2:
             return
-        lost = self.configured[numbers.below(2)]
-        kept = next(name for name in self.configured if name != lost)
-        damaged = any(files.where(name) in self.damaged for files in self._all(kept) for name in files.names())
-        if damaged or not all(self._holds(kept, pointer) for pointer in self.reachable()):
+        lost_name = self.configured[numbers.below(2)]
+        kept_name = next(name for name in self.configured if name != lost_name)
+        damaged = any(
+            files.where(name) in self.damaged for files in self._list_folders(kept_name) for name in files.names()
+        )
+        if damaged or not all(self._holds(kept_name, pointer) for pointer in self.list_reachable()):
             return
-        self.raid(lost)
+        self.raid(lost_name)
 
     def raid(self, name: str) -> None:
-        """Somebody deletes all that lies in a backend."""
-        for files in self._all(name):
+        """Delete all files in a backend."""
+        for files in self._list_folders(name):
             for file in files.names():
                 files.remove(file)
-        self.false[name].update(self.models.keys() - self.empty)
-        self.noticed = {key: heartbeats for key, heartbeats in self.noticed.items() if key[-1] != name}
+        self.outdated[name].update(self.models.keys() - self.empty)
+        self.known_losses = {key: heartbeats for key, heartbeats in self.known_losses.items() if key[-1] != name}
 
     # -- attempts ----------------------------------------------------------------------------------
 
-    def _handed_out(self, executor: int, batch: int) -> Partition:
-        """The partition that Spark gives a task of a batch on an executor."""
-        partition = self.spark.handed_out(self.executors[executor], batch)
-        self._check_drawn(partition, batch - 1)
+    def _hand_out(self, executor: int, batch: int) -> Partition:
+        """Return the partition that Spark gives to a task of a batch on an executor."""
+        partition = self.spark.hand_out(self.executors[executor], batch)
+        self._check_drawn_rows(partition, batch - 1)
         return partition
 
-    def _one_bucket(self, numbers: Numbers) -> int:
+    def _draw_bucket(self, numbers: Numbers) -> int:
         return self.buckets[numbers.below(len(self.buckets))] if self.config.buckets > 1 else FIRST_BUCKET
 
-    def _all(self, name: str) -> list[Folder]:
-        """A backend's folders."""
+    def _list_folders(self, name: str) -> list[Folder]:
+        """Return a backend's folders."""
         return list(self.folders[name].values())
 
-    def _fault(self, numbers: Numbers, run: Run | None = None) -> Fault:
+    def _draw_fault(self, numbers: Numbers, run: Run | None = None) -> Fault:
         at, kind, after = numbers.below(8), numbers.below(5), numbers.yes()
         if kind == 0:
-            return self.failing(at, run, after)
-        # Where files cannot be replaced, somebody would have to delete what was damaged on its way.
+            return self.make_failing(at, run, after)
+        # If files cannot be replaced, a damaged upload would stay until somebody deletes it.
         if kind < 3 and self.config.replaces:
-            return self.torn(at, run, die_here if kind == 1 else lambda: None)
+            return self.make_torn(at, run, die_here if kind == 1 else lambda: None)
         return Fault(at, die_here if numbers.yes() else lambda: self._work(numbers), after)
 
-    def failing(self, at: int, run: Run | None, after: bool = False) -> Fault:
-        """An operation that fails, of a run."""
+    def make_failing(self, at: int, run: Run | None, after: bool = False) -> Fault:
+        """Make a fault that lets an operation of a run fail."""
 
-        def happens() -> None:
+        def fail() -> None:
             if run is not None:
-                self.failures.make(run)
+                self.failures.note_failure(run)
             fail_here()
 
-        return Fault(at, happens, after)
+        return Fault(at, fail, after)
 
-    def torn(self, at: int, run: Run | None, happens: Callable[[], None]) -> Fault:
-        """A file that is damaged on its way, of a run; then something happens."""
+    def make_torn(self, at: int, run: Run | None, action: Callable[[], None]) -> Fault:
+        """Make a fault that damages a file of a run on its way, and then calls `action`."""
 
-        def torn(where: str) -> None:
+        def note_torn(where: str) -> None:
             self.damaged.add(where)
             if run is not None:
-                self.failures.make(run)
+                self.failures.note_failure(run)
 
-        return Fault(at, happens, True, torn)
+        return Fault(at, action, True, note_torn)
 
-    def _surely(self, attempt: Attempt, numbers: Numbers) -> TaskResult:
-        """Until it succeeds, as whoever mends what failed before starts again."""
+    def _run_until_success(self, attempt: Attempt, numbers: Numbers) -> TaskResult:
+        """Run an attempt until it succeeds; after each failure the query is started again."""
         attempt = replace(attempt, run=attempt.run or self.stage())
         for _ in range(STARTS_MAX):
-            made = self._run(attempt, None, numbers)
-            if made is not None:
-                return made
+            result = self._run(attempt, None, numbers)
+            if result is not None:
+                return result
             self.start()
             attempt = replace(attempt, run=self.stage())
-        raise WrongStateError(f"batch {attempt.batch} fails again and again, and nothing fails any more")
+        raise WrongStateError(f"batch {attempt.batch} fails again and again without faults")
 
     def _run(self, attempt: Attempt, fault: Fault | None, numbers: Numbers, zombie: bool = False) -> TaskResult | None:
-        """A task from its partition to its new one; None when it failed."""
+        """Run a task from its input partition to its new one; returns None if it fails."""
         executor = self.executors[attempt.executor]
         run = attempt.run or self.stage()
         attempt = replace(attempt, run=run)
-        noticed = dict(self.noticed)
-        ended, hidden = self.failures.ended(executor.machine, run), self.failures.hidden(executor.machine, attempt)
-        # What is so old that Spark does not retain it may be cleaned up; it must not be anything else. And a query that was
-        # started again with other backends has seen to it that these hold what Spark may hand out, not what it once did.
+        losses_before = dict(self.known_losses)
+        failed_stage, must_fail = (
+            self.failures.read_failed_stage(executor.machine, run),
+            self.failures.must_fail(executor.machine, attempt),
+        )
+        # A late attempt may fail if its batch is so old that its files may be deleted, but it must not read wrong state. It may
+        # also fail after a change of backends: these must hold what Spark may hand out now, not what it handed out before.
         excused = zombie and (attempt.batch <= self.spark.oldest or attempt.switches != self.switches)
         partition = dict(attempt.partition)
         models: dict[bytes, Model] = {}
         uploads = executor.uploads
         try:
-            left: list[Upload] = []
+            deferred: list[Upload] = []
             for number, call in attempt.calls.items():
                 pointer = attempt.partition[number].pointer
                 if not attempt.heartbeat and self.config.timeouts and has_nothing_due(pointer, attempt.now_ms):
-                    made = pointer
+                    new_pointer = pointer
                 else:
                     result, committer = self._call(attempt, number, run, fault, numbers)
-                    made = result.pointer
-                    models[made.encode()] = apply_changes(self.models[pointer.encode()], call.changes)
-                    left += result.deferred
+                    new_pointer = result.pointer
+                    models[new_pointer.encode()] = apply_changes(self.models[pointer.encode()], call.changes)
+                    deferred += result.deferred
                     if executor.uploads is not uploads:
-                        # Something beside the call killed its process: nothing of the task is left to go on.
+                        # Work next to the call killed its process: nothing of the task is left to continue.
                         raise DiedError
-                partition[number] = BucketState(made, self._due_ms(made, attempt.now_ms))
-            if left:
-                # What the last call of the task does.
-                committer.await_all(left)
+                partition[number] = BucketState(new_pointer, self._compute_due_ms(new_pointer, attempt.now_ms))
+            if deferred:
+                # The last call of a task waits for deferred uploads.
+                committer.await_all(deferred)
         except DiedError:
             executor.die()
             return None
         except StorageError as error:
             if fault is None or not fault.has_happened:
-                self.failures.refuse_others(run, ended, error)
+                self.failures.check_failure(run, failed_stage, error)
                 if isinstance(error, UploadFailedError):
-                    given = [(n, attempt.partition[n].pointer) for n in attempt.calls]
-                    where = [(n, name, self._files(name, it)) for n, it in given for name in self.configured]
-                    self.failures.tell(executor.machine, attempt, where)
+                    inputs = [(n, attempt.partition[n].pointer) for n in attempt.calls]
+                    folders = [
+                        (n, name, self._get_folder(name, pointer)) for n, pointer in inputs for name in self.configured
+                    ]
+                    self.failures.note_report(executor.machine, attempt, folders)
             return None
         except (CorruptError, MissingCheckpointError) as error:
             if excused:
                 return None
             raise WrongStateError(f"batch {attempt.batch} cannot read {attempt.partition}: {error}") from error
-        if hidden and models:
-            raise WrongStateError(f"batch {attempt.batch} hides what another attempt at its task was told in {run}")
+        if must_fail and models:
+            raise WrongStateError(
+                f"batch {attempt.batch} succeeds although another attempt at its task reported a failure in {run}"
+            )
         self.models.update(models)
         executor.load(attempt.batch, partition)
         for number in attempt.calls:
-            before, made = attempt.partition[number].pointer, partition[number].pointer
-            if made is before:
+            before, new_pointer = attempt.partition[number].pointer, partition[number].pointer
+            if new_pointer is before:
                 continue
             self.commits += 1
-            for name in made.replication:
-                # What was false stays so, until the backend gets everything anew.
-                renewed = made.ref != before.ref and _renewed(made, name)
-                if before.encode() in self.false[name] and not renewed:
-                    self.false[name].add(made.encode())
-                since = noticed.get((*executor.machine.disk, number, name), -1)
-                self._check_noticed(executor.machine, name, before, made, since)
+            for name in new_pointer.replication:
+                # A status that is no longer true stays so until the backend gets the whole state again.
+                gets_snapshot = new_pointer.ref != before.ref and _gets_full_snapshot(new_pointer, name)
+                if before.encode() in self.outdated[name] and not gets_snapshot:
+                    self.outdated[name].add(new_pointer.encode())
+                since = losses_before.get((*executor.machine.disk, number, name), -1)
+                self._check_known_loss(executor.machine, name, before, new_pointer, since)
             if attempt.cleans:
                 self._submit_clean_up(executor, before, numbers)
         return TaskResult(partition, frozenset(attempt.calls))
@@ -591,42 +609,42 @@ class World:
     def _call(
         self, attempt: Attempt, number: int, run: Run, fault: Fault | None, numbers: Numbers
     ) -> tuple[CommitResult, Committer]:
-        """A bucket's call, from its pointer to its new one."""
+        """Run a bucket's call, from its input pointer to its new one."""
         executor, pointer, call = (
             self.executors[attempt.executor],
             attempt.partition[number].pointer,
             attempt.calls[number],
         )
-        replicas = self._replicas(pointer, fault)
-        store = self._store(executor.machine, pointer)
-        bucket = self._bucket(store, replicas, pointer, attempt.batch, executor, run, attempt.now_ms)
-        if self.looking:
-            self._variant.probe(f"{self._name}/{number}", self.looking, bucket.committer, replicas, pointer)
-        found, expected = bucket.read(scan_rows), self.models[pointer.encode()]
-        if found != expected:
-            raise WrongStateError(f"batch {attempt.batch} read {found}; {pointer.ref} was written as {expected}")
+        replicas = self._make_replicas(pointer, fault)
+        store = self._get_store(executor.machine, pointer)
+        bucket = self._open_bucket(store, replicas, pointer, attempt.batch, executor, run, attempt.now_ms)
+        if self.probing_run:
+            self._variant.probe(f"{self._name}/{number}", self.probing_run, bucket.committer, replicas, pointer)
+        rows_found, expected = bucket.read(scan_rows), self.models[pointer.encode()]
+        if rows_found != expected:
+            raise WrongStateError(f"batch {attempt.batch} read {rows_found}; {pointer.ref} was written as {expected}")
         may_defer = numbers.yes()
         rows = buffer_changes(call.changes, self.folder, self.hashes)
-        made = bucket.commit(rows, attempt.heartbeat, may_defer=may_defer)
-        pointer = replace(made.pointer, batch=attempt.batch, earliest_timeout_ms=call.timeout_ms)
-        return replace(made, pointer=pointer), bucket.committer
+        result = bucket.commit(rows, attempt.heartbeat, may_defer=may_defer)
+        pointer = replace(result.pointer, batch=attempt.batch, earliest_timeout_ms=call.timeout_ms)
+        return replace(result, pointer=pointer), bucket.committer
 
-    def _due_ms(self, pointer: Pointer, now_ms: int) -> int | None:
+    def _compute_due_ms(self, pointer: Pointer, now_ms: int) -> int | None:
         if not self.config.timeouts:
             return None
         alone = self.config.checkpoint_v2
         after_ms = self._variant.next_call_ms(pointer.earliest_timeout_ms, now_ms, alone=alone)
         return None if after_ms is None else now_ms + after_ms
 
-    def _replicas(self, pointer: Pointer, fault: Fault | None = None, names: Sequence[str] = ()) -> list[Replica]:
+    def _make_replicas(self, pointer: Pointer, fault: Fault | None = None, names: Sequence[str] = ()) -> list[Replica]:
         replicas: list[Replica] = []
         for name in names or self.configured:
-            files = self._files(name, pointer)
+            files = self._get_folder(name, pointer)
             folder: Any = files if fault is None else FaultyFolder(files, fault)
             replicas += [replace(replica, root=name == "a") for replica in sole_replica(folder, self.folder, name)]
         return replicas
 
-    def _bucket(
+    def _open_bucket(
         self,
         store: LocalStore,
         replicas: list[Replica],
@@ -657,107 +675,111 @@ class World:
                 run=run or self.stage(),
                 batch_ms=now_ms,
             ),
-            sources=self._sources(pointer),
+            sources=self._list_sources(pointer),
         )
 
     def _submit_clean_up(self, executor: Executor, pointer: Pointer, numbers: Numbers) -> None:
-        """Of each backend that holds the pointer's state, with the listing of now, to be used later."""
+        """Submit a clean-up of each backend that holds the pointer's state; it lists the files now and deletes later."""
         for name in self.configured:
             replication = pointer.replication or {"a": ReplicationStatus(pointer.ref)}
             if is_complete(replication.get(name)) and (head := replication[name].through) is not None:
                 self._submit_clean_up_of(name, head, executor, pointer, numbers)
 
     def _submit_clean_up_of(
-        self, of: str, head: CheckpointRef, executor: Executor, pointer: Pointer, numbers: Numbers
+        self, backend: str, head: CheckpointRef, executor: Executor, pointer: Pointer, numbers: Numbers
     ) -> None:
         number = pointer.bucket
-        here = self._files(of, pointer)
-        entries = here.entries()
-        fault = self._fault(numbers) if numbers.below(4) == 0 and not self._calm else None
-        files: Any = here if fault is None else FaultyFolder(here, fault)
-        store = self._store(executor.machine, pointer)
-        committer = self._bucket(store, self._replicas(pointer), pointer, self.batch, executor).committer
-        # Files that may be deleted before another run takes the state over.
-        left = numbers.below(6) if numbers.below(8) == 0 and not self._calm else 1 << 30
+        folder = self._get_folder(backend, pointer)
+        entries = folder.entries()
+        fault = self._draw_fault(numbers) if numbers.below(4) == 0 and not self._calm else None
+        files: Any = folder if fault is None else FaultyFolder(folder, fault)
+        store = self._get_store(executor.machine, pointer)
+        committer = self._open_bucket(store, self._make_replicas(pointer), pointer, self.batch, executor).committer
+        # Number of files that may be deleted before another run takes the state over.
+        checks_left = numbers.below(6) if numbers.below(8) == 0 and not self._calm else 1 << 30
 
-        def still_ours() -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
+        def check_lease() -> None:
+            nonlocal checks_left
+            checks_left -= 1
+            if checks_left < 0:
                 raise LiveRunError("lost on purpose")
 
         def work() -> None:
             try:
-                request = self._request(executor, CleanUp(pointer, head, self.config.retained, still_ours), numbers)
-                retention.clean_up(files, request, self.folder, NOW_S, entries, self.known)
+                request = self._adjust_clean_up(
+                    executor, CleanUp(pointer, head, self.config.retained, check_lease), numbers
+                )
+                retention.clean_up(files, request, self.folder, NOW_S, entries, self.known_files)
             except LostFilesError:
-                committer.snapshots.note_lost(of, pointer.heartbeats)
-                self.noticed[(*executor.machine.disk, number, of)] = pointer.heartbeats
+                committer.snapshots.note_lost(backend, pointer.heartbeats)
+                self.known_losses[(*executor.machine.disk, number, backend)] = pointer.heartbeats
             finally:
-                gone = {entry.name for entry in entries} - set(here.names())
-                self.deleted += len(gone)
-                # Where nothing goes wrong any more, it is enough to look at the end.
-                if gone and not self._calm:
-                    self.check(number, of)
+                deleted = {entry.name for entry in entries} - set(folder.names())
+                self.deleted += len(deleted)
+                # In a time without failures it is enough to check at the end.
+                if deleted and not self._calm:
+                    self.check(number, backend)
 
         executor.submit(f"clean-up {uuid.uuid4()}", work)
 
-    def _request(self, executor: Executor, request: CleanUp, numbers: Numbers) -> CleanUp:
-        """What a clean-up that begins now goes by."""
+    def _adjust_clean_up(self, executor: Executor, request: CleanUp, numbers: Numbers) -> CleanUp:
+        """Return the request of a clean-up that begins now."""
         return request
 
     # -- checks ------------------------------------------------------------------------------------
 
-    def reachable(self) -> list[Pointer]:
-        """Every pointer that Spark may still hand out."""
-        partitions = [partition for _, partition in self.spark.reachable(self.executors)]
-        found = [held.pointer for partition in partitions for held in partition.values()]
-        return list({(it.query_folder, it.bucket, it.ref): it for it in found}.values())
+    def list_reachable(self) -> list[Pointer]:
+        """Return every pointer that Spark may still hand out."""
+        partitions = [partition for _, partition in self.spark.list_reachable(self.executors)]
+        pointers = [state.pointer for partition in partitions for state in partition.values()]
+        return list({(pointer.query_folder, pointer.bucket, pointer.ref): pointer for pointer in pointers}.values())
 
     def check(self, bucket: int | None = None, backend: str | None = None) -> None:
-        """Each of them gives its writer's state on an empty disk. (Attempts check what executors have.)
+        """Check that each reachable pointer gives its writer's state on an empty disk. (Attempts check executors' disks.)
 
         Parameters
         ----------
         bucket, backend
-            Where something has changed, if not everywhere.
+            Where files have changed, if not everywhere.
         """
-        for batch, partition in self.spark.reachable(self.executors):
-            self._check_drawn(partition, batch)
-        for pointer in self.reachable():
+        for batch, partition in self.spark.list_reachable(self.executors):
+            self._check_drawn_rows(partition, batch)
+        for pointer in self.list_reachable():
             if bucket not in (None, pointer.bucket):
                 continue
-            # Each backend that says to hold everything, and where none does, all together.
+            # Each backend that claims to be complete is checked alone; if there is none, all are checked together.
             holding = [[name] for name in self.configured if self._holds(name, pointer)]
             for names in holding or [self.configured]:
                 if backend is None or backend in names:
                     self._check_with(pointer, names)
 
-    def _check_drawn(self, partition: Partition, batch: int) -> None:
-        """What attempts drew for the last batches with data is in one bucket each."""
+    def _check_drawn_rows(self, partition: Partition, batch: int) -> None:
+        """Check that each row that attempts drew for the last batches with data is in one bucket."""
         if self.config.buckets == 1:
             return
         with_data = [b for b in range(batch + 1) if self.planned.get(b, (False, 0))[0]]
-        models = {number: self.models[held.pointer.encode()] for number, held in partition.items()}
+        models = {number: self.models[state.pointer.encode()] for number, state in partition.items()}
         for newest in {b % DRAWN: b for b in with_data}.values():
             having = [number for number, model in models.items() if model.get(KEYS + newest % DRAWN) == newest]
             if len(having) != 1:
                 raise WrongStateError(f"after batch {batch} the row of batch {newest} is in the buckets {having}")
 
-    def _check_noticed(self, machine: Machine, name: str, before: Pointer, made: Pointer, since: int) -> None:
-        """Who knows since a heartbeat that a backend's files are gone must not hand on that it has them."""
-        if before.encode() not in self.false[name]:
-            self.noticed.pop((*machine.disk, made.bucket, name), None)
+    def _check_known_loss(self, machine: Machine, name: str, before: Pointer, new_pointer: Pointer, since: int) -> None:
+        """Check that a new pointer does not claim files that were noted as lost."""
+        if before.encode() not in self.outdated[name]:
+            self.known_losses.pop((*machine.disk, new_pointer.bucket, name), None)
             return
-        # What was noticed longer ago is noticed again.
-        fresh = since >= 0 and since >= before.heartbeats - recent_heartbeats(
+        # An older note has expired; the loss is noticed again.
+        is_recent = since >= 0 and since >= before.heartbeats - recent_heartbeats(
             max(self.config.retained, before.retained)
         )
-        if fresh and made.encode() in self.false[name] and is_complete(made.replication[name]):
-            raise WrongStateError(f"{made.ref} says that {name} has what is lost, as is known since heartbeat {since}")
+        if is_recent and new_pointer.encode() in self.outdated[name] and is_complete(new_pointer.replication[name]):
+            raise WrongStateError(
+                f"{new_pointer.ref} says that {name} has files that were noted as lost at heartbeat {since}"
+            )
 
     def _check_with(self, pointer: Pointer, names: Sequence[str]) -> None:
-        # A disk for each, as what one needs may be inline in another.
+        # Each check has its own disk, because one backend's missing delta may be inline in another pointer.
         store = LocalStore.at(self.folder / f"fresh-{uuid.uuid4()}", SCHEMA, chunk_rows=4)
         try:
             self._check_on(store, pointer, names)
@@ -768,50 +790,54 @@ class World:
     def _check_on(self, store: LocalStore, pointer: Pointer, names: Sequence[str]) -> None:
         expected = self.models[pointer.encode()]
         try:
-            found = self._bucket(store, self._replicas(pointer, names=names), pointer, self.batch, None).read(scan_rows)
+            rows_found = self._open_bucket(
+                store, self._make_replicas(pointer, names=names), pointer, self.batch, None
+            ).read(scan_rows)
         except (CorruptError, MissingCheckpointError) as error:
             raise WrongStateError(f"{pointer.ref} of batch {pointer.batch} is lost: {error}") from error
-        if found != expected:
-            raise WrongStateError(f"{pointer.ref} of batch {pointer.batch} gives {found} and was written as {expected}")
+        if rows_found != expected:
+            raise WrongStateError(
+                f"{pointer.ref} of batch {pointer.batch} gives {rows_found} and was written as {expected}"
+            )
 
     def calm(self) -> None:
-        """Nothing goes wrong for a while; then little must be left of what did."""
+        """Run for a while without failures; then few files and runs may be left."""
         self._calm = True
         self._restart(Numbers(b"\0"))
-        # Nobody runs again what was planned after that batch.
+        # Later batches are not run again, so their plans are void.
         self.planned = {batch: plan for batch, plan in self.planned.items() if batch <= self.batch}
         self.sleeping.clear()
-        # What was pinned by processes that died stays so for an hour.
+        # Pins of dead processes would stay for an hour.
         self.executors[0].machine.lose()
         executor, retained, numbers = self.executors[0], self.config.retained, Numbers(b"calm")
         for batch in range(self.batch + 1, self.batch + 5 * retained + 16):
             heartbeat, now_ms = self._plan(batch, True, numbers)
             attempt = self._attempt(0, batch, heartbeat, now_ms, numbers, cleans=batch % 2 == 0)
-            self._commit(batch, [self._surely(attempt, numbers)], numbers)
+            self._commit(batch, [self._run_until_success(attempt, numbers)], numbers)
             while executor.waiting:
                 self._work_off(executor, 0)
         self.check()
-        for held, name in itertools.product(self.spark.at(self.batch).values(), self.configured):
-            self._check_little_is_left(held.pointer, self._files(name, held.pointer))
+        for state, name in itertools.product(self.spark.at(self.batch).values(), self.configured):
+            self._check_little_is_left(state.pointer, self._get_folder(name, state.pointer))
 
     @property
     def files_left_max(self) -> int:
-        """The most files of a bucket that may be left in a backend after that."""
+        """Largest number of a bucket's files that may be left in a backend afterwards."""
         return 6 * self.config.retained + 30
 
     def _check_little_is_left(self, pointer: Pointer, files: Folder) -> None:
         names = files.names()
-        # A header that cannot be read stops clean-up, for somebody to look at.
+        # An unreadable header stops clean-up, for somebody to investigate.
         stopped = bool(self.damaged & {files.where(name) for name in names})
         if not stopped and len(names) > self.files_left_max:
             raise WrongStateError(f"{len(names)} files are left in {files.root}: {names}")
-        runs = self._store(self.executors[0].machine, pointer).runs()
+        runs = self._get_store(self.executors[0].machine, pointer).runs()
         if len(runs) > 12:
             raise WrongStateError(f"{len(runs)} runs are left in the local store")
 
 
-def _renewed(pointer: Pointer, name: str) -> bool:
-    """Whether a backend gets all of a pointer's state with it."""
+def _gets_full_snapshot(pointer: Pointer, name: str) -> bool:
+    """Whether a backend gets the whole state of a pointer with it."""
     if pointer.ref is None:
         return True
     return pointer.replication[name].since == pointer.ref or (
@@ -820,16 +846,16 @@ def _renewed(pointer: Pointer, name: str) -> bool:
 
 
 def scale_down(ingests: bool, variant: Variant) -> AbstractContextManager[None]:
-    """Everything happens sooner, and one thing at a time, so that a history is the same again."""
+    """Lower all limits so that everything happens sooner, and run one thing at a time so that a history is repeatable."""
     ids = random.Random(49374)
     values = [
         (bucket_module, "new_checkpoint_id", lambda: f"{ids.getrandbits(128):032x}"),
         (cadence, "DELTAS_MIN", 1),
         (cadence, "DELTAS_MAX", 2),
-        # So that both ways to compare files are gone.
+        # This covers both ways to compare files.
         (files_module, "_PIECE_BYTES", 1 << 10 if ingests else files_module._PIECE_BYTES),
         (checkpoint, "_INGESTED_BYTES_MIN", 0 if ingests else checkpoint._INGESTED_BYTES_MIN),
-        (loader, "_read_in_order", _one_by_one),
+        (loader, "_read_in_order", _read_one_by_one),
         (retention, "classify", variant.classify),
         *variant.patches,
     ]
@@ -837,14 +863,14 @@ def scale_down(ingests: bool, variant: Variant) -> AbstractContextManager[None]:
 
 
 def simulate(history: History, variant: Variant = DEFAULT) -> World:
-    """Run a history to its end; raises `WrongStateError` when anything is."""
+    """Run a history to its end; raises `WrongStateError` if an invariant is violated."""
     world = World(history.config, variant)
     run_world(world, history, variant)
     return world
 
 
 def run_world(world: World, history: History, variant: Variant) -> None:
-    """Run a history in a world to its end; it is closed then."""
+    """Run a history in a world to its end, and close the world."""
     try:
         with scale_down(history.config.ingests, variant):
             for step in history.steps:
@@ -857,14 +883,14 @@ def run_world(world: World, history: History, variant: Variant) -> None:
 
 
 @contextmanager
-def _one_by_one(
+def _read_one_by_one(
     plan: Iterable[Fetch], read: Callable[[Fetch], Any], result: Callable[..., Any]
 ) -> Iterator[Iterator[tuple[Fetch, Any]]]:
     yield ((fetch, read(fetch)) for fetch in plan)
 
 
 def _fast_folder() -> str | None:
-    """A folder in memory, where there is one: thousands of stores are made and removed."""
+    """Return a folder in memory, if there is one: thousands of stores are made and removed."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 

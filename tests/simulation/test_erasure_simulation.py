@@ -19,7 +19,7 @@ from tests.helpers.soak import examples
 SEED = 3
 # Histories that are tried for a variant that no scene finds.
 BROKEN_MAX = 300
-# The scene that finds each variant first. If it no longer does, all others are tried: that is slower but gives the same result.
+# The scene that finds each variant first. If it no longer does, all others are tried: slower, with the same result.
 FOUND_BY = {
     "each process lists requests only once": "seen_by_one_bucket",
     "a missing request number is skipped": "listed_while_others_write",

@@ -1,4 +1,4 @@
-"""No history gives one lease to two runs, and every history gives a broken lease away."""
+"""No history gives one lease to two runs, and the simulator finds every broken variant of the lease."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_no_history_gives_a_lease_to_two_runs(steps: tuple[Step, ...]) -> None:
     simulate_lease(steps)
 
 
-def test_histories_are_of_the_kind_that_matters() -> None:
+def test_histories_contain_take_overs() -> None:
     take_overs: list[int] = []
     search_histories(lease_histories(), lambda steps: take_overs.append(simulate_lease(steps).take_overs), 50, SEED)
-    # One is the new run's of the end.
+    # Every history ends with one take-over by a new run.
     assert sum(count > 1 for count in take_overs) > len(take_overs) / 4
 
 
 @pytest.mark.parametrize("patches", BROKEN_LEASES.values(), ids=list(BROKEN_LEASES))
-def test_broken_leases_are_found(patches: tuple[Patch, ...]) -> None:
+def test_the_simulator_finds_every_broken_variant_of_the_lease(patches: tuple[Patch, ...]) -> None:
     with pytest.raises(WrongLeaseError):
         search_histories(lease_histories(), lambda steps: simulate_lease(steps, patches), HISTORIES, SEED)

@@ -26,27 +26,27 @@ CLAIMS_BROKEN_MAX = 1_000
 SAVEPOINTS_BROKEN_MAX = 300
 # What finds each of them first. Where it no longer does, all the rest is tried: that is slower, and says the same.
 FOUND_BY = {
-    "hold written after the pointers are read": "copied_while_batches_go_on",
-    "clean-up blind to holds": "copied_while_batches_go_on",
-    "holds looked for once": "copied_while_batches_go_on",
-    "a hold over in spite of renewals": "copied_while_batches_go_on",
-    "a renewal that writes nothing": "copied_while_batches_go_on",
-    "a hold that is never over": "silent_for_too_long",
-    "a lost hold unnoticed by its maker": "silent_for_too_long",
-    "an unconfirmed snapshot believed": "uploads_under_way",
-    "inline deltas forgotten": "uploads_under_way",
-    "uncommitted pointers saved": "uploads_under_way",
-    "files that start a query left behind": "begun_twice",
-    "a savepoint deleted that nobody claimed": "begun_twice",
-    "more deleted than the manifest names": "claimed_twice",
-    "detached at the first call": "claimed_twice",
-    "let go at the first call": "claimed_twice",
-    "a claim that the last one has": "claimed_twice",
-    "a claim not checked before deleting": "released_and_claimed_anew",
-    "the manifest deleted first": "died_while_it_deleted",
-    "released after something was deleted": "released_while_it_is_deleted",
-    "released by a look": "released_while_it_is_deleted",
-    "deleted by a look": "released_while_it_is_deleted",
+    "a hold is written after the pointers are read": "copied_while_batches_go_on",
+    "clean-up ignores holds": "copied_while_batches_go_on",
+    "a process looks for holds only once": "copied_while_batches_go_on",
+    "a hold ends although it is renewed": "copied_while_batches_go_on",
+    "a renewal writes nothing": "copied_while_batches_go_on",
+    "a hold never ends": "silent_for_too_long",
+    "a holder does not notice that its hold is lost": "silent_for_too_long",
+    "an unconfirmed snapshot counts as existing": "uploads_under_way",
+    "inline deltas are not saved": "uploads_under_way",
+    "uncommitted pointers are saved": "uploads_under_way",
+    "a new query does not copy all files": "begun_twice",
+    "a savepoint without a claim is deleted": "begun_twice",
+    "more files are deleted than the manifest names": "claimed_twice",
+    "a query is detached at its first call": "claimed_twice",
+    "a savepoint is deleted at the first call": "claimed_twice",
+    "the last query to claim a savepoint gets it": "claimed_twice",
+    "a claim is not checked before deleting": "released_and_claimed_anew",
+    "the manifest is deleted first": "died_while_it_deleted",
+    "a release ignores that files were deleted": "released_while_it_is_deleted",
+    "a release checks the mark before it removes the claim": "released_while_it_is_deleted",
+    "an owner checks the claim before it makes its mark": "released_while_it_is_deleted",
 }
 
 
@@ -103,7 +103,7 @@ def test_histories_are_of_the_kind_that_matters() -> None:
 def test_savepoints_are_of_the_kind_that_matters() -> None:
     seen: Counter[str] = Counter()
     search_histories(
-        savepoint_histories(), lambda history: seen.update(simulate_savepoints(history).yard.counted), 300, SEED
+        savepoint_histories(), lambda history: seen.update(simulate_savepoints(history).shared.counted), 300, SEED
     )
     for name in (
         "savepoints finished",

@@ -1,4 +1,4 @@
-"""The simulator finds nothing in what is built, and everything in what is deliberately broken."""
+"""The simulator finds no errors in the product, and finds every broken variant."""
 
 from __future__ import annotations
 
@@ -20,50 +20,50 @@ from sim_world import simulate
 
 from tests.helpers.soak import SOAK, examples
 
-# `python tests/simulation/run.py --histories 20000` is the long run, in `make soak` too.
+# For many more histories use `python tests/simulation/run.py --histories 20000`; `make soak` does that too.
 HISTORIES = examples(45, 1_000)
 RUN = Path(__file__).parent / "run.py"
-# Every one of the broken variants that no scene finds is found within ten, with this seed.
+# With this seed, every variant that no scene finds is found within ten histories.
 BROKEN_MAX = 1_000
 SEED = 3
-# What finds each of them first. Where it no longer does, all the rest is tried: that is slower, and says the same.
-NO_SCENE = ("no parent check", "leaked pins")
+# The scene that finds each variant first. If it no longer does, all others are tried: slower, with the same result.
+NO_SCENE = ("parents are not checked", "pins are never released")
 FOUND_BY = {
-    "identity from the batch": "back_to_the_oldest_batch",
-    "delta applied on a sibling": "back_to_the_oldest_batch",
-    "clean-up by version only": "quiet_for_a_while",
-    "clean-up without retention": "quiet_for_a_while",
-    "clean-up after the batches retained": "quiet_for_a_while",
-    "clean-up blind to parallel lineages": "no_version_twice",
-    "clean-up looking aside where versions repeat": "no_version_twice",
-    "clean-up leaning on what it did not verify": "damaged_before_anything_leans_on_them",
-    "clean-up by calls": "called_by_timeouts_only",
-    "every call counted as a heartbeat": "called_by_timeouts_only",
-    "no renewal": "renewed_just_now",
-    "inline copies dropped at once": "uploads_that_lag",
-    "uploads noted before they are done": "uploads_that_lag",
-    "never late": "uploads_that_lag",
-    "deferred uploads left alone": "dead_when_the_task_is_over",
-    "uploads before forgotten": "one_upload_hangs",
-    "a gap passed by": "one_upload_hangs",
-    "caught up at once": "joined_by_a_torn_snapshot",
-    "caught up by its size": "joined_by_a_torn_snapshot",
-    "neighbours on different attempts": "neighbours_without_data",
-    "a removed root unnoticed": "root_removed_between_batches",
-    "a look at what the pointer says only": "root_removed_between_batches",
-    "a look at the newest file only": "root_removed_between_batches",
-    "erased at once": "erased_when_a_quiet_lineage_ends",
-    "erased with the window": "erased_when_a_quiet_lineage_ends",
-    "erased and not renewed": "erased_when_a_quiet_lineage_ends",
-    "a confirmed delta removed to be sent again": "sent_again",
-    "confirmed by its size": "torn_on_its_way",
-    "failures of dead runs told": "failed_and_started_again",
-    "a failure told once": "failed_and_started_again",
-    "losses forgotten at once": "lost_and_not_answered",
-    "losses forgotten when answered": "lost_and_not_answered",
+    "a checkpoint's id follows from its batch": "back_to_the_oldest_batch",
+    "a delta is applied on a sibling": "back_to_the_oldest_batch",
+    "clean-up goes by version only": "quiet_for_a_while",
+    "clean-up ignores retained batches": "quiet_for_a_while",
+    "clean-up keeps only what retained batches wrote": "quiet_for_a_while",
+    "clean-up ignores parallel lineages": "versions_are_unique",
+    "clean-up sees parallel lineages only if versions repeat": "versions_are_unique",
+    "clean-up depends on unverified snapshots": "damaged_before_clean_up_depends_on_them",
+    "clean-up counts calls instead of heartbeats": "called_by_timeouts_only",
+    "every call counts as a heartbeat": "called_by_timeouts_only",
+    "quiet buckets are not renewed": "renewed_just_now",
+    "inline deltas are dropped at once": "uploads_that_lag",
+    "uploads are recorded as done when they begin": "uploads_that_lag",
+    "uploads may lag without limit": "uploads_that_lag",
+    "deferred uploads are not awaited": "process_dies_when_the_task_has_ended",
+    "earlier uploads are not awaited": "one_upload_hangs",
+    "a gap before a confirmed delta is ignored": "one_upload_hangs",
+    "a joining backend is complete at once": "bootstrapped_by_a_torn_snapshot",
+    "a bootstrap snapshot is confirmed by its size": "bootstrapped_by_a_torn_snapshot",
+    "neighbours come from different attempts": "neighbours_without_data",
+    "a removed root is not noticed": "root_removed_between_batches",
+    "the probe goes by the pointer alone": "root_removed_between_batches",
+    "the probe looks for the newest file only": "root_removed_between_batches",
+    "files before the newest pointer are erased": "erased_when_a_quiet_lineage_ends",
+    "files before the window are erased": "erased_when_a_quiet_lineage_ends",
+    "checkpoints are not renewed by time": "erased_when_a_quiet_lineage_ends",
+    "a confirmed delta is removed to be sent again": "sent_again",
+    "an upload is confirmed by its size": "torn_on_its_way",
+    "failures of ended runs are reported": "failed_and_started_again",
+    "a failure is reported only once": "failed_and_started_again",
+    "a loss is forgotten when its repair begins": "loss_noted_but_not_repaired",
+    "a loss is forgotten when an attempt repairs it": "loss_noted_but_not_repaired",
 }
-# Each of them is in many histories; how many that are, chance decides.
-DRAWN = (
+# Events that random histories must contain; how often is up to chance.
+EVENTS = (
     "histories_with_neighbours",
     "histories_with_timeouts",
     "histories_with_one_identity",
@@ -75,42 +75,52 @@ DRAWN = (
     "savepoints_finished",
     "erasure_requests_done",
 )
-WRONG = (
-    "was written as|is lost|cannot read|are left|is in the buckets|fails again and again|fails the next one|hides what"
+MESSAGES = "|".join(
+    (
+        "was written as",
+        "is lost",
+        "noted as lost",
+        "cannot read",
+        "are left",
+        "is in the buckets",
+        "fails again and again",
+        "fails the next one",
+        "succeeds although",
+    )
 )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(86_400 if SOAK else 900)
-def test_no_history_gives_a_wrong_state() -> None:
-    """Others every time; the seed in the output finds a failure again."""
-    seed_of_today = int.from_bytes(os.urandom(3), "big")
-    done = subprocess.run(
+def test_no_random_history_gives_a_wrong_state() -> None:
+    """Each test run has another seed; the seed in the output finds a failure again."""
+    random_seed = int.from_bytes(os.urandom(3), "big")
+    process = subprocess.run(
         [
             *(sys.executable, str(RUN), "--histories", str(HISTORIES), "--savepoints", str(HISTORIES // 4)),
-            *("--seed", str(seed_of_today), "--processes", "2"),
+            *("--seed", str(random_seed), "--processes", "2"),
         ],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
-    # The histories are of the kind that matters.
-    assert seen["histories"] >= HISTORIES
-    assert seen["commits"] > 20 * HISTORIES
-    assert seen["histories_with_clean_up"] > HISTORIES / 3
-    for name in DRAWN:
-        assert seen[name] > 0, name
+    assert process.returncode == 0, process.stdout + process.stderr
+    counts = json.loads(process.stdout.splitlines()[-1])
+    # The histories contain the events that matter.
+    assert counts["histories"] >= HISTORIES
+    assert counts["commits"] > 20 * HISTORIES
+    assert counts["histories_with_clean_up"] > HISTORIES / 3
+    for name in EVENTS:
+        assert counts[name] > 0, name
 
 
-@pytest.mark.parametrize("script", SCENES, ids=lambda script: script.__name__)
-def test_no_scene_gives_a_wrong_state(script: Callable[[Scene], None]) -> None:
-    play_scene(script, Variant())
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_no_scene_gives_a_wrong_state(scene: Callable[[Scene], None]) -> None:
+    play_scene(scene, Variant())
 
 
-def test_a_background_has_room_for_every_bucket() -> None:
-    """A backend that joins three buckets late is cleaned up with the other one, all in one batch."""
+def test_the_background_has_room_for_clean_ups_of_all_buckets() -> None:
+    """A backend that joins three buckets late is cleaned up together with the other one, all in one batch."""
     config = Config(False, False, 1, False, ends_calmly=True, inline_bytes_max=0, buckets=3, timeouts=True)
     simulate(History(config, (*[bytes(17)] * 7, b"\x0f\0\0\0\0\x01" + bytes(11))))
 
@@ -119,22 +129,22 @@ ALL_BROKEN = BROKEN | BROKEN_UPLOADS
 
 
 @pytest.mark.parametrize("name", ALL_BROKEN)
-def test_broken_variants_are_found(name: str) -> None:
+def test_the_simulator_finds_every_broken_variant(name: str) -> None:
     variant = ALL_BROKEN[name]
 
-    def check() -> None:
+    def check_histories() -> None:
         search_histories(histories(), lambda history: simulate(history, variant), BROKEN_MAX, SEED)
 
-    def scenes() -> None:
-        for script in sorted(SCENES, key=lambda script: script.__name__ != FOUND_BY.get(name)):
-            play_scene(script, variant)
+    def check_scenes() -> None:
+        for scene in sorted(SCENES, key=lambda scene: scene.__name__ != FOUND_BY.get(name)):
+            play_scene(scene, variant)
 
-    with pytest.raises(WrongStateError, match=WRONG):
-        for search in (check, scenes) if name in NO_SCENE else (scenes, check):
+    with pytest.raises(WrongStateError, match=MESSAGES):
+        for search in (check_histories, check_scenes) if name in NO_SCENE else (check_scenes, check_histories):
             search()
 
 
-def test_a_history_is_a_value_that_gives_the_same_again() -> None:
+def test_running_a_history_twice_gives_the_same_result() -> None:
     history = History(
         Config(False, True, 2, True), tuple(bytes([at % 12, at, 3 * at % 256, 7, at]) for at in range(60))
     )
