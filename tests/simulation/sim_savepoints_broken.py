@@ -1,4 +1,4 @@
-"""Ways in which savepoints, holds and claims could have been built wrong. The simulator has to find each."""
+"""Broken variants of savepoints, holds and claims. The simulator must find each of them."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from spark_state_ext.spark.client import savepoints
 __all__ = ["BROKEN_SAVEPOINTS"]
 
 
-def _read_before_the_hold(spark: Any, path: str, location: str, state: Any, **others: Any) -> Any:
-    """The pointers are read, and then the hold is written."""
+def _read_before_hold(spark: Any, path: str, location: str, state: Any, **others: Any) -> Any:
+    """Read the pointers first, and then make the hold."""
     reader = SimReader(spark, location)
     committed = reader.batch()
     with reader.pointers(reader.stores()[0], committed.batch) as pointers:
         rows = [(row.pointer,) for row in pointers.collect()]
 
     class Read(SimReader):
-        """Gives what was read before."""
+        """Returns what was read before the hold."""
 
         def batch(self, batch: int | None = None) -> Any:
             return committed
@@ -63,16 +63,16 @@ def _read_before_the_hold(spark: Any, path: str, location: str, state: Any, **ot
 _TAKE, _READER = savepoints.take_savepoint, "StateReader"
 
 
-def _clean_up_blind(files: Any, request: Any, *args: Any, **kwargs: Any) -> int:
-    """Nobody looks for holds."""
+def _clean_up_without_holds(files: Any, request: Any, *args: Any, **kwargs: Any) -> int:
+    """Do not look for holds."""
     return _CLEAN_UP(files, replace(request, held=lambda: False), *args, **kwargs)
 
 
 _CLEAN_UP = retention.clean_up
 
 
-def _looked_once(self: HoldWatch, query_folder: Folder) -> list[HoldRecord]:
-    """A process looks for holds once."""
+def _look_once(self: HoldWatch, query_folder: Folder) -> list[HoldRecord]:
+    """Look for holds only once in each process."""
     known = self.__dict__.setdefault("looked", {})
     if query_folder.identity not in known:
         known[query_folder.identity] = _LIVING(self, query_folder)
@@ -82,8 +82,8 @@ def _looked_once(self: HoldWatch, query_folder: Folder) -> list[HoldRecord]:
 _LIVING = HoldWatch.living
 
 
-def _by_the_first_look(self: HoldWatch, query_folder: Folder) -> list[HoldRecord]:
-    """A hold is over when its time has passed since it was seen first, however often it was renewed."""
+def _end_by_first_look(self: HoldWatch, query_folder: Folder) -> list[HoldRecord]:
+    """End a hold when its time has passed since it was first seen, even if it was renewed."""
     now_s, first = self._clock_s(), self.__dict__.setdefault("first", {})
     living = []
     for record in _LIVING(self, query_folder):
@@ -92,14 +92,14 @@ def _by_the_first_look(self: HoldWatch, query_folder: Folder) -> list[HoldRecord
     return living
 
 
-def _never_over(self: HoldWatch, query_folder: Folder) -> list[HoldRecord]:
-    """Whoever dies holds for ever."""
+def _never_end(self: HoldWatch, query_folder: Folder) -> list[HoldRecord]:
+    """Keep the holds of dead processes for ever."""
     names = query_folder.child(HOLDS_FOLDER).names()
     return [HoldRecord(name[:32], "somebody", 1) for name in names]
 
 
-def _renewed_anew(self: Hold) -> HoldRecord:
-    """Who renews a hold that is gone makes another one, and goes on."""
+def _renew_lost_hold(self: Hold) -> HoldRecord:
+    """Make a new hold if the hold to renew is lost, and continue."""
     try:
         return _RENEW(self)
     except MissingCheckpointError:
@@ -111,58 +111,60 @@ def _renewed_anew(self: Hold) -> HoldRecord:
 _RENEW = Hold.renew
 
 
-def _not_renewed(self: Hold) -> HoldRecord:
-    """Renewing says that the hold lives, and writes nothing."""
+def _renew_without_writing(self: Hold) -> HoldRecord:
+    """Report a renewal without writing it."""
     numbers = self._numbers()
     if not numbers:
         raise MissingCheckpointError("it is gone")
     return HoldRecord(self.id, "somebody", int(1000 * HOLD_S), max(numbers))
 
 
-def _unconfirmed(pointer: Pointer, sources: Sources, scratch: Path | None = None) -> Needed:
-    """The lineage begins where the pointer says, whether that snapshot is there or not."""
-    found = find_needed_files(pointer, sources, scratch)
+def _believe_unconfirmed(pointer: Pointer, sources: Sources, scratch: Path | None = None) -> Needed:
+    """Begin the lineage where the pointer says, even if that snapshot does not exist."""
+    needed = find_needed_files(pointer, sources, scratch)
     refs = [entry.ref for entry in pointer.lineage]
-    files = tuple(it for it in found.files if it.fetch.ref in refs)
+    files = tuple(needed_file for needed_file in needed.files if needed_file.fetch.ref in refs)
     return Needed(pointer.lineage, files)
 
 
-def _without_inline(pointer: Pointer, sources: Sources, scratch: Path | None = None) -> Needed:
-    """What is only inline in the pointer does not become a file."""
-    found = find_needed_files(pointer, sources, scratch)
+def _omit_inline(pointer: Pointer, sources: Sources, scratch: Path | None = None) -> Needed:
+    """Do not write files for inline deltas."""
+    needed = find_needed_files(pointer, sources, scratch)
     inline = {delta.ref for delta in pointer.inline}
-    return Needed(found.lineage, tuple(it for it in found.files if it.fetch.ref not in inline))
+    return Needed(
+        needed.lineage, tuple(needed_file for needed_file in needed.files if needed_file.fetch.ref not in inline)
+    )
 
 
 class Uncommitted(SimReader):
-    """What executors have in memory is taken for what is committed."""
+    """Takes what executors have in memory for committed."""
 
     def read(self, batch: int) -> dict[int, BucketState]:
-        found = super().read(batch)
+        states = super().read(batch)
         for executor in self.world.executors:
-            for newer in sorted(executor.loaded):
-                if newer >= batch:
-                    found.update(executor.loaded[newer])
-        return found
+            for loaded_batch in sorted(executor.loaded):
+                if loaded_batch >= batch:
+                    states.update(executor.loaded[loaded_batch])
+        return states
 
 
-def _claimed_by_looking(savepoint: Folder, claim: SavepointClaim, mine: Any) -> SavepointClaim:
-    """Whoever comes writes down that the savepoint is his."""
+def _overwrite_claim(savepoint: Folder, claim: SavepointClaim, mine: Any) -> SavepointClaim:
+    """Write the claim even if another query has claimed the savepoint."""
     savepoint.child(claims.CLAIM_FOLDER).put("claim.json", claim.encode())
     return claim
 
 
-def _consumed_by_anybody(savepoint: Folder, claim_id: str, still_ours: Callable[[], None], *rest: Any) -> int:
-    """Who lets go of a savepoint does not look whether the claim is still his."""
-    there = claims.read_claim(savepoint)
-    return 0 if there is None else _CONSUME(savepoint, there.id, still_ours, *rest)
+def _delete_without_check(savepoint: Folder, claim_id: str, still_ours: Callable[[], None], *rest: Any) -> int:
+    """Delete a savepoint without checking who has claimed it."""
+    claim = claims.read_claim(savepoint)
+    return 0 if claim is None else _CONSUME(savepoint, claim.id, still_ours, *rest)
 
 
 _CONSUME = claims.delete_claimed_savepoint
 
 
-def _consumed_whoever_started(job: Any, query_folder: Folder, still_ours: Callable[[], None]) -> None:
-    """Also a query that claims nothing deletes what it was started from."""
+def _delete_without_claim(job: Any, query_folder: Folder, still_ours: Callable[[], None]) -> None:
+    """Delete a savepoint even for a query that did not claim it."""
     record = read_start(query_folder)
     _DETACH(job, query_folder, still_ours)
     if record is not None and record.mode != CLAIM:
@@ -176,26 +178,26 @@ def _consumed_whoever_started(job: Any, query_folder: Folder, still_ours: Callab
 _DETACH = detachment.detach
 
 
-def _all_below(
+def _delete_all_below(
     savepoint: Folder,
     manifest: SavepointManifest,
     still_ours: Callable[[bool], None] = lambda last: None,
     operator: str | None = None,
 ) -> int:
-    """The savepoint's folder goes with all that is in it."""
+    """Delete a savepoint's folder with everything in it."""
     for bucket in manifest.buckets:
         savepoint.child(bucket.operator).remove_tree(str(bucket.bucket))
     savepoint.remove("savepoint.arrow")
     return len(manifest.buckets)
 
 
-def _manifest_first(
+def _delete_manifest_first(
     savepoint: Folder,
     manifest: SavepointManifest,
     still_ours: Callable[[bool], None] = lambda last: None,
     operator: str | None = None,
 ) -> int:
-    """The manifest goes first: who is stopped then does not know what is left."""
+    """Delete the manifest first: if the process stops then, it is unknown which files are left."""
     savepoint.remove("savepoint.arrow")
     return _DELETE(savepoint, manifest, still_ours, operator)
 
@@ -203,8 +205,8 @@ def _manifest_first(
 _DELETE = delete_files
 
 
-def _detached_at_once(folder: Folder, record: StartRecord) -> None:
-    """The first call says that the query is detached, and not the first that gets a committed pointer."""
+def _detach_at_once(folder: Folder, record: StartRecord) -> None:
+    """Record that the query is detached in the first call, instead of the first call with a committed pointer."""
     _NOTE_START(folder, record)
     start_records.note_detached(folder)
 
@@ -212,8 +214,8 @@ def _detached_at_once(folder: Folder, record: StartRecord) -> None:
 _NOTE_START = start_records.note_start
 
 
-def _let_go_at_once(state: Any, job: Any, query_folder: str, *others: Any) -> Any:
-    """The first call that has its files lets go of the savepoint."""
+def _delete_at_first_call(state: Any, job: Any, query_folder: str, *others: Any) -> Any:
+    """Delete the savepoint in the first call that has copied its files."""
     begun = _BRING(state, job, query_folder, *others)
     if state.record.mode == CLAIM and job.options.clean_up:
         start = job.options.start_from
@@ -224,8 +226,8 @@ def _let_go_at_once(state: Any, job: Any, query_folder: str, *others: Any) -> An
 _BRING = first_call.bring_files
 
 
-def _released_anyway(savepoint: Folder) -> SavepointClaim:
-    """A claim is freed, whatever its owner has done."""
+def _release_anyway(savepoint: Folder) -> SavepointClaim:
+    """Release a claim, whatever its owner has done."""
     claim = claims.read_claim(savepoint)
     if claim is None:
         raise MissingCheckpointError("nobody has claimed it")
@@ -233,8 +235,8 @@ def _released_anyway(savepoint: Folder) -> SavepointClaim:
     return claim
 
 
-def _released_by_a_look(savepoint: Folder) -> SavepointClaim:
-    """Who releases a claim looks whether its owner deletes, and then removes the claim."""
+def _release_after_look(savepoint: Folder) -> SavepointClaim:
+    """Check whether the owner deletes, and remove the claim afterwards."""
     claim = claims.read_claim(savepoint)
     if claim is None:
         raise MissingCheckpointError("nobody has claimed it")
@@ -244,8 +246,8 @@ def _released_by_a_look(savepoint: Folder) -> SavepointClaim:
     return claim
 
 
-def _deleted_by_a_look(savepoint: Folder, claim_id: str, still_ours: Callable[[], None], *rest: Any) -> int:
-    """Who deletes a savepoint looks whose the claim is, and then marks that he deletes."""
+def _delete_after_look(savepoint: Folder, claim_id: str, still_ours: Callable[[], None], *rest: Any) -> int:
+    """Check who has claimed the savepoint, and make the mark afterwards."""
     claim = claims.read_claim(savepoint)
     if claim is None or claim.id != claim_id:
         return 0
@@ -253,8 +255,8 @@ def _deleted_by_a_look(savepoint: Folder, claim_id: str, still_ours: Callable[[]
     return claims._delete_and_free(savepoint, claim, lambda now: None, None)
 
 
-def _files_left_where_they_are(files: Any, file: SavedFile, target: Folder, scratch: Any) -> CopyMethod:
-    """Only the newest file of a bucket comes into the query's own folder."""
+def _leave_snapshots(files: Any, file: SavedFile, target: Folder, scratch: Any) -> CopyMethod:
+    """Do not copy snapshots to the query's own folder."""
     if SNAPSHOT in file.name:
         return CopyMethod.THERE
     return copy_file(files, file, target, scratch)
@@ -262,34 +264,36 @@ def _files_left_where_they_are(files: Any, file: SavedFile, target: Folder, scra
 
 BROKEN_SAVEPOINTS: dict[str, Variant] = {
     "a hold is written after the pointers are read": Variant(
-        patches=((savepoints, "take_savepoint", _read_before_the_hold),)
+        patches=((savepoints, "take_savepoint", _read_before_hold),)
     ),
-    "clean-up ignores holds": Variant(patches=((retention, "clean_up", _clean_up_blind),)),
-    "a process looks for holds only once": Variant(patches=((HoldWatch, "living", _looked_once),)),
-    "a hold ends although it is renewed": Variant(patches=((HoldWatch, "living", _by_the_first_look),)),
-    "a hold never ends": Variant(patches=((HoldWatch, "living", _never_over),)),
-    "a holder does not notice that its hold is lost": Variant(patches=((Hold, "renew", _renewed_anew),)),
-    "a renewal writes nothing": Variant(patches=((Hold, "renew", _not_renewed),)),
-    "an unconfirmed snapshot counts as existing": Variant(patches=((bucket_copy, "find_needed_files", _unconfirmed),)),
-    "inline deltas are not saved": Variant(patches=((bucket_copy, "find_needed_files", _without_inline),)),
+    "clean-up ignores holds": Variant(patches=((retention, "clean_up", _clean_up_without_holds),)),
+    "a process looks for holds only once": Variant(patches=((HoldWatch, "living", _look_once),)),
+    "a hold ends although it is renewed": Variant(patches=((HoldWatch, "living", _end_by_first_look),)),
+    "a hold never ends": Variant(patches=((HoldWatch, "living", _never_end),)),
+    "a holder does not notice that its hold is lost": Variant(patches=((Hold, "renew", _renew_lost_hold),)),
+    "a renewal writes nothing": Variant(patches=((Hold, "renew", _renew_without_writing),)),
+    "an unconfirmed snapshot counts as existing": Variant(
+        patches=((bucket_copy, "find_needed_files", _believe_unconfirmed),)
+    ),
+    "inline deltas are not saved": Variant(patches=((bucket_copy, "find_needed_files", _omit_inline),)),
     "uncommitted pointers are saved": Variant(patches=((savepoints, "StateReader", Uncommitted),)),
-    "a new query does not copy all files": Variant(patches=((first_call, "copy_file", _files_left_where_they_are),)),
+    "a new query does not copy all files": Variant(patches=((first_call, "copy_file", _leave_snapshots),)),
     "the last query to claim a savepoint gets it": Variant(
-        patches=((first_call, "claim_savepoint", _claimed_by_looking),)
+        patches=((first_call, "claim_savepoint", _overwrite_claim),)
     ),
     "a claim is not checked before deleting": Variant(
-        patches=((detachment, "delete_claimed_savepoint", _consumed_by_anybody),)
+        patches=((detachment, "delete_claimed_savepoint", _delete_without_check),)
     ),
-    "a savepoint without a claim is deleted": Variant(patches=((detachment, "detach", _consumed_whoever_started),)),
-    "more files are deleted than the manifest names": Variant(patches=((claims, "delete_files", _all_below),)),
-    "the manifest is deleted first": Variant(patches=((claims, "delete_files", _manifest_first),)),
-    "a query is detached at its first call": Variant(patches=((first_call, "note_start", _detached_at_once),)),
-    "a savepoint is deleted at the first call": Variant(patches=((first_call, "bring_files", _let_go_at_once),)),
+    "a savepoint without a claim is deleted": Variant(patches=((detachment, "detach", _delete_without_claim),)),
+    "more files are deleted than the manifest names": Variant(patches=((claims, "delete_files", _delete_all_below),)),
+    "the manifest is deleted first": Variant(patches=((claims, "delete_files", _delete_manifest_first),)),
+    "a query is detached at its first call": Variant(patches=((first_call, "note_start", _detach_at_once),)),
+    "a savepoint is deleted at the first call": Variant(patches=((first_call, "bring_files", _delete_at_first_call),)),
     "a release checks the mark before it removes the claim": Variant(
-        patches=((claims, "release_claim", _released_by_a_look),)
+        patches=((claims, "release_claim", _release_after_look),)
     ),
     "an owner checks the claim before it makes its mark": Variant(
-        patches=((detachment, "delete_claimed_savepoint", _deleted_by_a_look),)
+        patches=((detachment, "delete_claimed_savepoint", _delete_after_look),)
     ),
-    "a release ignores that files were deleted": Variant(patches=((claims, "release_claim", _released_anyway),)),
+    "a release ignores that files were deleted": Variant(patches=((claims, "release_claim", _release_anyway),)),
 }

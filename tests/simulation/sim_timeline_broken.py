@@ -1,4 +1,4 @@
-"""Ways in which epochs could have been built wrong. The simulator of timelines has to find each."""
+"""Broken variants of epochs. The simulator of timelines must find each of them."""
 
 from __future__ import annotations
 
@@ -17,56 +17,57 @@ __all__ = ["BROKEN_TIMELINES"]
 Patch = tuple[Any, str, Callable[[TimelineWorld], Any]]
 
 
-def _used_twice(_: TimelineWorld) -> Any:
+def _use_epoch_twice(_: TimelineWorld) -> Any:
     """A run takes the number of the run before."""
 
-    def begun(epochs: Epochs, start: Start) -> tuple[Epochs, int]:
-        found, number = begin_epoch(epochs, start)
-        if len(found.entries) < 2 or found.entries[:-1] != epochs.entries:
-            return found, number
-        parent = min(found.entries[-1].parents[0], number - 2)
-        mine = replace(found.entries[-1], number=number - 1, parents=(parent,))
-        return Epochs((*found.entries[:-2], mine)), number - 1
+    def begin_epoch_wrongly(epochs: Epochs, start: Start) -> tuple[Epochs, int]:
+        epochs_after, number = begin_epoch(epochs, start)
+        if len(epochs_after.entries) < 2 or epochs_after.entries[:-1] != epochs.entries:
+            return epochs_after, number
+        parent = min(epochs_after.entries[-1].parents[0], number - 2)
+        mine = replace(epochs_after.entries[-1], number=number - 1, parents=(parent,))
+        return Epochs((*epochs_after.entries[:-2], mine)), number - 1
 
-    return begun
+    return begin_epoch_wrongly
 
 
-def _written_after_the_first_file(_: TimelineWorld) -> Any:
+def _write_after_first_file(_: TimelineWorld) -> Any:
     """The first call of a run has the epoch of the record that was there before."""
 
-    def begun(epochs: Epochs, start: Start) -> tuple[Epochs, int]:
-        found, number = begin_epoch(epochs, start)
-        if found.entries[:-1] == epochs.entries and epochs.newest is not None:
-            return found, epochs.newest.number
-        return found, number
+    def begin_epoch_wrongly(epochs: Epochs, start: Start) -> tuple[Epochs, int]:
+        epochs_after, number = begin_epoch(epochs, start)
+        if epochs_after.entries[:-1] == epochs.entries and epochs.newest is not None:
+            return epochs_after, epochs.newest.number
+        return epochs_after, number
 
-    return begun
+    return begin_epoch_wrongly
 
 
-def _went_on_from_who_never_wrote(_: TimelineWorld) -> Any:
-    """Each run is taken to have gone on from the one before, which may never have written."""
+def _continue_from_run_before(_: TimelineWorld) -> Any:
+    """Each run counts as the continuation of the run before, even if that run never wrote a file."""
 
-    def narrowed(epochs: Epochs, newest: Epoch, made: MadeAt | None) -> Epoch:
+    def narrow_parents(epochs: Epochs, newest: Epoch, made: MadeAt | None) -> Epoch:
         return replace(
-            newest, parents=(max((it.number for it in epochs.entries if it.number < newest.number), default=0),)
+            newest,
+            parents=(max((epoch.number for epoch in epochs.entries if epoch.number < newest.number), default=0),),
         )
 
-    return narrowed
+    return narrow_parents
 
 
-def _begun_at_one_batch(_: TimelineWorld) -> Any:
-    """What two runs made of one batch counts alike."""
+def _count_runs_alike(_: TimelineWorld) -> Any:
+    """The results of two runs that begin at the same batch count alike."""
 
-    def beyond(self: Position, other: Position) -> int:
+    def count_beyond(self: Position, other: Position) -> int:
         if self.told and other.told and self.query_id == other.query_id:
             return self.batch - other.batch - 1
         return self.heartbeat - other.heartbeat - 1
 
-    return beyond
+    return count_beyond
 
 
-def _back_once_alone(_: TimelineWorld) -> Any:
-    """Only where the newest run began is looked at, and not where those before it did."""
+def _judge_newest_run_only(_: TimelineWorld) -> Any:
+    """Only the start of the newest run is checked, but not the starts of earlier runs."""
 
     def judge(self: Epochs, made: MadeAt) -> Verdict:
         newest = self.newest
@@ -77,8 +78,8 @@ def _back_once_alone(_: TimelineWorld) -> Any:
     return judge
 
 
-def _late_tasks_are_of_the_newest_run(_: TimelineWorld) -> Any:
-    """Whatever is told another run id begins an epoch, those too that tell of an earlier one."""
+def _take_late_tasks_for_new_runs(_: TimelineWorld) -> Any:
+    """Every call with another run id begins an epoch, also calls with the id of an earlier run."""
 
     def is_new(known: Any, newest: Epoch, start: Start) -> bool:
         return start.run_id not in ("", newest.run_id)
@@ -86,31 +87,31 @@ def _late_tasks_are_of_the_newest_run(_: TimelineWorld) -> Any:
     return is_new
 
 
-def _surely_from_the_one_before(_: TimelineWorld) -> Any:
-    """A first call whose input is older than the run before does not leave open which run it went on from."""
+def _keep_first_parent_only(_: TimelineWorld) -> Any:
+    """If the input of a first call is older than the run before, its parent run is guessed."""
 
-    def narrowed(epochs: Epochs, newest: Epoch, made: MadeAt | None) -> Epoch:
-        found = _NARROWED(epochs, newest, made)
-        return replace(found, parents=found.parents[:1])
+    def narrow_parents(epochs: Epochs, newest: Epoch, made: MadeAt | None) -> Epoch:
+        epoch_after = _NARROW_PARENTS(epochs, newest, made)
+        return replace(epoch_after, parents=epoch_after.parents[:1])
 
-    return narrowed
-
-
-_NARROWED = module._narrow_parents
+    return narrow_parents
 
 
-def _never_alive(_: TimelineWorld) -> Any:
-    """A run that another one's late first call has followed is never seen to be alive."""
+_NARROW_PARENTS = module._narrow_parents
+
+
+def _never_correct_late_call(_: TimelineWorld) -> Any:
+    """A run that a late first call has superseded is never recognized as alive."""
     return 1 << 30
 
 
 BROKEN_TIMELINES: dict[str, tuple[Patch, ...]] = {
-    "an epoch is used twice": ((module, "begin_epoch", _used_twice),),
-    "the record is written after the first file": ((module, "begin_epoch", _written_after_the_first_file),),
-    "a run that never wrote is gone on from": ((module, "_narrow_parents", _went_on_from_who_never_wrote),),
-    "two runs that begin at one batch count alike": ((Position, "beyond", _begun_at_one_batch),),
-    "going back twice is taken for once": ((Epochs, "judge", _back_once_alone),),
-    "whoever is told another run id is a new run": ((module, "_is_new_run", _late_tasks_are_of_the_newest_run),),
-    "a late first call is believed for ever": ((records, "_SEEN_MIN", _never_alive),),
-    "an old input tells which run was gone on from": ((module, "_narrow_parents", _surely_from_the_one_before),),
+    "an epoch is used twice": ((module, "begin_epoch", _use_epoch_twice),),
+    "the record is written after the first file": ((module, "begin_epoch", _write_after_first_file),),
+    "a run continues from a run that never wrote": ((module, "_narrow_parents", _continue_from_run_before),),
+    "runs that begin at the same batch count alike": ((Position, "beyond", _count_runs_alike),),
+    "going back twice counts as going back once": ((Epochs, "judge", _judge_newest_run_only),),
+    "a task with another run id is taken for a new run": ((module, "_is_new_run", _take_late_tasks_for_new_runs),),
+    "a late first call is never corrected": ((records, "_SEEN_MIN", _never_correct_late_call),),
+    "an old input decides which run was continued": ((module, "_narrow_parents", _keep_first_parent_only),),
 }

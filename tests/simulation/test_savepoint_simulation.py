@@ -1,4 +1,4 @@
-"""The simulator of savepoints, holds and claims finds nothing in what is built, and everything in what is broken."""
+"""The simulators of savepoints, holds and claims find no errors in the product, and find every broken variant."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from sim_search import search_histories
 from tests.helpers.soak import examples
 
 SEED = 3
-# Every broken variant of claims is found within these, with this seed.
+# With this seed, every broken variant of claims is found within this number of histories.
 CLAIMS_BROKEN_MAX = 1_000
-# Those that histories find where no scene does; and in the long form all.
+# Histories that are tried for a variant that no scene finds.
 SAVEPOINTS_BROKEN_MAX = 300
-# What finds each of them first. Where it no longer does, all the rest is tried: that is slower, and says the same.
+# The scene that finds each variant first. If it no longer does, all others are tried: slower, with the same result.
 FOUND_BY = {
     "a hold is written after the pointers are read": "copied_while_batches_go_on",
     "clean-up ignores holds": "copied_while_batches_go_on",
     "a process looks for holds only once": "copied_while_batches_go_on",
     "a hold ends although it is renewed": "copied_while_batches_go_on",
     "a renewal writes nothing": "copied_while_batches_go_on",
-    "a hold never ends": "silent_for_too_long",
-    "a holder does not notice that its hold is lost": "silent_for_too_long",
+    "a hold never ends": "hold_not_renewed_in_time",
+    "a holder does not notice that its hold is lost": "hold_not_renewed_in_time",
     "an unconfirmed snapshot counts as existing": "uploads_under_way",
     "inline deltas are not saved": "uploads_under_way",
     "uncommitted pointers are saved": "uploads_under_way",
@@ -42,11 +42,11 @@ FOUND_BY = {
     "a query is detached at its first call": "claimed_twice",
     "a savepoint is deleted at the first call": "claimed_twice",
     "the last query to claim a savepoint gets it": "claimed_twice",
-    "a claim is not checked before deleting": "released_and_claimed_anew",
-    "the manifest is deleted first": "died_while_it_deleted",
-    "a release ignores that files were deleted": "released_while_it_is_deleted",
-    "a release checks the mark before it removes the claim": "released_while_it_is_deleted",
-    "an owner checks the claim before it makes its mark": "released_while_it_is_deleted",
+    "a claim is not checked before deleting": "released_and_claimed_again",
+    "the manifest is deleted first": "owner_dies_while_it_deletes",
+    "a release ignores that files were deleted": "released_during_deletion",
+    "a release checks the mark before it removes the claim": "released_during_deletion",
+    "an owner checks the claim before it makes its mark": "released_during_deletion",
 }
 
 
@@ -56,18 +56,18 @@ def test_no_history_gives_a_wrong_savepoint(history: History) -> None:
     simulate_savepoints(history)
 
 
-@pytest.mark.parametrize("script", SAVEPOINT_SCENES, ids=lambda script: script.__name__)
-def test_no_scene_gives_a_wrong_savepoint(script: Callable[[SavepointScene], None]) -> None:
-    play_savepoint_scene(script, Variant())
+@pytest.mark.parametrize("scene", SAVEPOINT_SCENES, ids=lambda scene: scene.__name__)
+def test_no_scene_gives_a_wrong_savepoint(scene: Callable[[SavepointScene], None]) -> None:
+    play_savepoint_scene(scene, Variant())
 
 
 @pytest.mark.parametrize("name", BROKEN_SAVEPOINTS)
-def test_broken_savepoints_are_found(name: str) -> None:
+def test_the_simulator_finds_every_broken_variant_of_savepoints(name: str) -> None:
     variant = BROKEN_SAVEPOINTS[name]
 
     with pytest.raises(WrongStateError):
-        for script in sorted(SAVEPOINT_SCENES, key=lambda script: script.__name__ != FOUND_BY[name]):
-            play_savepoint_scene(script, variant)
+        for scene in sorted(SAVEPOINT_SCENES, key=lambda scene: scene.__name__ != FOUND_BY[name]):
+            play_savepoint_scene(scene, variant)
         search_histories(
             savepoint_histories(), lambda history: simulate_savepoints(history, variant), SAVEPOINTS_BROKEN_MAX, SEED
         )
@@ -80,36 +80,36 @@ def test_no_history_gives_a_folder_to_two_queries(steps: tuple[Step, ...]) -> No
 
 
 @pytest.mark.parametrize("patches", BROKEN_CLAIMS.values(), ids=list(BROKEN_CLAIMS))
-def test_broken_claims_are_found(patches: tuple[Patch, ...]) -> None:
+def test_the_simulator_finds_every_broken_variant_of_claims(patches: tuple[Patch, ...]) -> None:
     with pytest.raises(WrongLeaseError):
         search_histories(claim_histories(), lambda steps: simulate_claims(steps, patches), CLAIMS_BROKEN_MAX, SEED)
 
 
-def test_histories_are_of_the_kind_that_matters() -> None:
-    seen: Counter[str] = Counter()
-    search_histories(claim_histories(), lambda steps: seen.update(simulate_claims(steps).counted), 60, SEED)
-    assert seen["claims"] > 60
-    for name in (
+def test_claim_histories_contain_the_events_that_matter() -> None:
+    counts: Counter[str] = Counter()
+    search_histories(claim_histories(), lambda steps: counts.update(simulate_claims(steps).counted), 60, SEED)
+    assert counts["claims"] > 60
+    for event in (
         "claims in a chain",
         "releases",
         "releases in a chain",
         "releases refused",
         "releases that arrive late",
     ):
-        assert seen[name] > 0, name
+        assert counts[event] > 0, event
 
 
 @pytest.mark.soak
-def test_savepoints_are_of_the_kind_that_matters() -> None:
-    seen: Counter[str] = Counter()
+def test_savepoint_histories_contain_the_events_that_matter() -> None:
+    counts: Counter[str] = Counter()
     search_histories(
-        savepoint_histories(), lambda history: seen.update(simulate_savepoints(history).shared.counted), 300, SEED
+        savepoint_histories(), lambda history: counts.update(simulate_savepoints(history).shared.counted), 300, SEED
     )
-    for name in (
+    for event in (
         "savepoints finished",
         "clean-ups held up",
         "first steps",
         "claims",
         "savepoints deleted by their user",
     ):
-        assert seen[name] > 20, name
+        assert counts[event] > 20, event

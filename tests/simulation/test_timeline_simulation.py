@@ -1,4 +1,4 @@
-"""No history of runs has readers take for committed what was given up, and every broken way of telling is found."""
+"""Readers never read what was given up, in any history of runs, and the simulator finds every broken variant of epochs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tests.helpers.soak import examples
 
 HISTORIES = 4000
 SEED = 3
-# Where steps of all kinds seldom come together as it needs.
+# Kinds of steps for variants that need a combination which is rare among all kinds.
 KINDS = {
-    "whoever is told another run id is a new run": ("batch", "batch", "quiet", "again"),
-    "a late first call is believed for ever": ("batch", "batch", "batch", "batch", "first", "task"),
-    "an old input tells which run was gone on from": ("batch", "quiet", "quiet", "quiet", "back", "return"),
+    "a task with another run id is taken for a new run": ("batch", "batch", "quiet", "again"),
+    "a late first call is never corrected": ("batch", "batch", "batch", "batch", "first", "task"),
+    "an old input decides which run was continued": ("batch", "quiet", "quiet", "quiet", "back", "return"),
 }
 
 
 @settings(max_examples=examples(150), deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(timeline_histories())
-def test_no_history_has_readers_take_what_was_given_up(steps: tuple[Step, ...]) -> None:
+def test_readers_never_read_what_was_given_up(steps: tuple[Step, ...]) -> None:
     simulate_timeline(steps)
 
 
-def test_a_run_returns_after_several_others_to_what_they_gave_up() -> None:
-    """Found by chance: the first call was of a bucket that had rested since before what was given up."""
+def test_a_run_may_return_to_what_several_runs_before_it_gave_up() -> None:
+    """Found by a random history: the first call was of a bucket that was last called before what was given up."""
     kinds = ("batch", "crashes", "batch", "back", "crashes", "batch", "return", "begin")
     numbers = ("", "0000000100000000", "0000000000010000", "", "0001000000000001", "", "", "0001000000000000")
     steps = [
@@ -40,16 +40,16 @@ def test_a_run_returns_after_several_others_to_what_they_gave_up() -> None:
     simulate_timeline((b"\0\1", *steps))
 
 
-def test_histories_are_of_the_kind_that_matters() -> None:
-    seen: Counter[str] = Counter()
-    search_histories(timeline_histories(), lambda steps: seen.update(simulate_timeline(steps).counted), 300, SEED)
-    assert min(seen[kind] for kind in ("back", "return", "claim", "late", "task", "old", "remove", "unsure")) > 3
-    # Most of the time readers are told something.
-    assert seen["read"] > 3 * seen["refused"]
+def test_histories_contain_the_events_that_matter() -> None:
+    counts: Counter[str] = Counter()
+    search_histories(timeline_histories(), lambda steps: counts.update(simulate_timeline(steps).counted), 300, SEED)
+    assert min(counts[kind] for kind in ("back", "return", "claim", "late", "task", "old", "remove", "unsure")) > 3
+    # Most of the time readers get an answer.
+    assert counts["read"] > 3 * counts["refused"]
 
 
 @pytest.mark.parametrize("name", BROKEN_TIMELINES)
-def test_broken_timelines_are_found(name: str) -> None:
+def test_the_simulator_finds_every_broken_variant_of_epochs(name: str) -> None:
     histories, patches = timeline_histories(KINDS.get(name, TIMELINE_STEPS)), BROKEN_TIMELINES[name]
     with pytest.raises(WrongLineError):
         search_histories(histories, lambda steps: simulate_timeline(steps, patches), HISTORIES, SEED)
