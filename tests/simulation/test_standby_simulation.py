@@ -1,4 +1,4 @@
-"""No history of hosts leaves a bucket without its replicas for long, and every history gives broken variants away."""
+"""No history of hosts leaves a bucket without its replicas for long, and the simulator finds every broken variant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_no_history_leaves_a_bucket_without_its_replicas() -> None:
     search_histories(standby_histories(), simulate_standby, examples(75, 3_000), SEED)
 
 
-def test_histories_are_of_the_kind_that_matters() -> None:
+def test_histories_contain_the_events_that_matter() -> None:
     worlds: list[StandbyWorld] = []
     search_histories(standby_histories(), lambda steps: worlds.append(simulate_standby(steps)), 40, SEED)
     assert sum(len(world.running) > 2 for world in worlds) > len(worlds) / 3
@@ -27,6 +27,6 @@ def test_histories_are_of_the_kind_that_matters() -> None:
 
 
 @pytest.mark.parametrize("patches", BROKEN_STANDBY.values(), ids=list(BROKEN_STANDBY))
-def test_broken_variants_are_found(patches: tuple[Patch, ...]) -> None:
+def test_the_simulator_finds_every_broken_variant_of_standby(patches: tuple[Patch, ...]) -> None:
     with pytest.raises(WrongStandbyError):
         search_histories(standby_histories(), lambda steps: simulate_standby(steps, patches), HISTORIES, SEED)
