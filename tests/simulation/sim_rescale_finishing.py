@@ -1,4 +1,4 @@
-"""What a simulated query does about what it was rescaled from: who removes it, when that stops, and what is left."""
+"""How a simulated query removes what it was rescaled from: in which calls, with interruptions, and what remains."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from spark_state_ext.rescale.folders import first_folder
 if TYPE_CHECKING:
     from sim_rescales import RescaleWorld
 
-__all__ = ["Removals", "check_nothing_is_left", "in_pieces", "left_of"]
+__all__ = ["Removals", "check_nothing_is_left", "list_removal_patches", "list_remaining"]
 
 _REMOVE_TREE = Folder.remove_tree
 
 
-def _removed_in_pieces(folder: Folder, name: str) -> None:
-    """As `Folder.remove_tree`, one file after the other: whoever does it may stop between any two."""
-    below = folder.child(name)
-    for entry in below.tree():
+def _remove_in_pieces(folder: Folder, name: str) -> None:
+    """Replaces `Folder.remove_tree`: removes one file after the other, so that the process may stop between any two."""
+    tree = folder.child(name)
+    for entry in tree.tree():
         if entry.name != ".":
-            below.remove(entry.name)
+            tree.remove(entry.name)
     folder.remove(name)
     _REMOVE_TREE(folder, name)
 
 
 class Removals:
-    """The background that a call of a query's first bucket hands its removals to: they are done at once, or later.
+    """The background to which a call of a query's first bucket submits removals; they run at once, or later.
 
     Parameters
     ----------
     world
         Where the query lives.
     executor
-        Whose process it is; what waits is gone when it dies.
+        The executor of the call's process; if it dies, waiting work is lost.
     numbers
-        Say when, and whether a removal stops in its midst.
+        Decide when a removal runs, and whether it is interrupted.
     at_once
-        Whether it may be done within the call.
+        Whether removals may run within the call.
     """
 
     def __init__(self, world: RescaleWorld, executor: Executor, numbers: Numbers, at_once: bool) -> None:
@@ -56,76 +56,79 @@ class Removals:
         self._at_once = at_once
 
     def submit(self, name: str, work: Callable[[], object]) -> bool:
-        """As of `Background`: what waits already is not taken again."""
+        """Submit work as to `Background`, which ignores work that already waits."""
         if self._executor.busy(name):
             return False
-        happens = ("dies", "fails", *[""] * 4)[self._numbers.below(6)] if self._at_once else ""
-        trap = Trap(self._numbers.below(12), happens) if happens else None
+        action = ("dies", "fails", *[""] * 4)[self._numbers.below(6)] if self._at_once else ""
+        trap = Trap(self._numbers.below(12), action) if action else None
 
-        def watched() -> None:
-            world, before = self._world, left_of(self._world.job)
+        def remove_and_check() -> None:
+            world, before = self._world, list_remaining(self._world.job)
             try:
                 with set_trap(trap) if trap else nullcontext():
                     work()
             finally:
-                gone = before - left_of(world.job)
-                world.removed |= gone
-                world.counted["removals"] += bool(gone)
-                if gone:
+                removed_paths = before - list_remaining(world.job)
+                world.removed |= removed_paths
+                world.counted["removals"] += bool(removed_paths)
+                if removed_paths:
                     world.check()
 
         if not self._at_once or self._numbers.below(3):
-            return self._executor.submit(name, watched)
+            return self._executor.submit(name, remove_and_check)
         try:
-            watched()
+            remove_and_check()
         except StateError:
-            return True  # logged, in the real one
+            return True  # the product logs it
         return True
 
 
-def left_of(job: Job) -> set[str]:
-    """What there is below all names that a query has had, and of parents."""
-    found = set()
-    for place in operator_folders(job):
-        for name in place.names():
+def list_remaining(job: Job) -> set[str]:
+    """Return the query's folders under all names that it has had, and their parents."""
+    paths = set()
+    for operator_root in operator_folders(job):
+        for name in operator_root.names():
             if first_folder(name) == "q0":
-                found.add(place.where(name))
-                found.update(place.child(name, PARENTS_FOLDER).where(it) for it in _parents(place, name))
-    return found
+                paths.add(operator_root.where(name))
+                paths.update(
+                    operator_root.child(name, PARENTS_FOLDER).where(parent)
+                    for parent in _list_parents(operator_root, name)
+                )
+    return paths
 
 
 def check_nothing_is_left(world: RescaleWorld) -> None:
-    """Nothing of the folders before the one that the query goes on in, nor of parents.
+    """Check that the query's earlier folders and all parents are removed.
 
-    What a process that outlived the rescaling writes once a folder was removed stays, such as a snapshot that waited. So
-    does what was there before where the parents lie with a backend that the query has not any more, as nobody knows then
-    when they are needed no more.
+    Two kinds of files may remain: files that a process of an earlier run wrote after their folder was removed, such as a
+    waiting snapshot; and all earlier files if the parents are in a backend that the query no longer has, because then the
+    query cannot know when they are no longer needed.
     """
-    (current,) = {held.pointer.query_folder for held in world.spark.at(world.batch).values()}
-    places = operator_folders(world.job)
+    (current,) = {state.pointer.query_folder for state in world.spark.at(world.batch).values()}
+    operator_roots = operator_folders(world.job)
     roots = [world.shared.root(name).child(world.job.operator) for name in ("a", "b")]
-    known = {it.root for it in places}
-    if any(_parents(it, current) for it in roots if it.root not in known):
+    known = {operator_root.root for operator_root in operator_roots}
+    if any(_list_parents(root, current) for root in roots if root.root not in known):
         world.counted["rescalings whose parents' backend has gone"] += 1
         return
-    for place in places:
-        parents = _parents(place, current)
+    for operator_root in operator_roots:
+        parents = _list_parents(operator_root, current)
         if parents:
-            raise WrongStateError(f"{place.child(current).root} keeps the parents {parents}")
-        for name in place.names():
+            raise WrongStateError(f"{operator_root.child(current).root} still has the parents {parents}")
+        for name in operator_root.names():
             if first_folder(name) != "q0" or name == current:
                 continue
-            if place.where(name) in world.removed:
+            if operator_root.where(name) in world.removed:
                 world.counted["removed folders that late processes wrote in"] += 1
             else:
-                raise WrongStateError(f"{place.where(name)} is left, and the query goes on in {current}")
+                raise WrongStateError(f"{operator_root.where(name)} is left, although the query continues in {current}")
     world.counted["queries that finished calmly"] += current != "q0"
 
 
-def _parents(place: Folder, name: str) -> list[str]:
-    return place.child(name, PARENTS_FOLDER).names()
+def _list_parents(operator_root: Folder, name: str) -> list[str]:
+    return operator_root.child(name, PARENTS_FOLDER).names()
 
 
-def in_pieces() -> list[tuple[Any, str, Any]]:
-    """What is put in the place of a folder's method while a history runs."""
-    return [(Folder, "remove_tree", _removed_in_pieces)]
+def list_removal_patches() -> list[tuple[Any, str, Any]]:
+    """Replacements of a folder's methods while a history runs."""
+    return [(Folder, "remove_tree", _remove_in_pieces)]

@@ -1,4 +1,4 @@
-"""Parts of the simulated world in which queries are rescaled: keys at the borders of buckets, and what attempts make."""
+"""Parts of the simulated world in which queries are rescaled: keys at the borders of buckets, and results of attempts."""
 
 from __future__ import annotations
 
@@ -19,66 +19,66 @@ __all__ = [
     "MovingFiles",
     "PlannedAttempt",
     "RescaleConfig",
-    "changes_in",
-    "keys_of",
-    "of_bucket",
-    "only",
-    "whole",
+    "draw_changes_of_bucket",
+    "list_keys",
+    "select_rows",
+    "restrict_to",
+    "merge_models",
 ]
 
 COUNTS = (1, 2, 3, 4)
 
 
 def _hashes() -> dict[int, int]:
-    """Of keys to both sides of each border between buckets, as near to it as there are hashes; and of two others."""
+    """Hashes of keys on both sides of each border between buckets, as close as possible, and of the extremes, by key."""
     borders = sorted({BucketMap(count).range_of(bucket)[0] for count in COUNTS for bucket in range(count)} - {0})
-    beside = [(border << 32, (border << 32) - 1) for border in borders]
-    return dict(enumerate([*(it for both in beside for it in both), 0, 2**64 - 1]))
+    neighbours = [(border << 32, (border << 32) - 1) for border in borders]
+    return dict(enumerate([*(key_hash for pair in neighbours for key_hash in pair), 0, 2**64 - 1]))
 
 
 HASHES = _hashes()
 ALL_KEYS = frozenset(HASHES)
 
 
-def keys_of(bucket_map: BucketMap, bucket: int) -> list[int]:
-    """Those of a bucket, by the one border below and the one above."""
+def list_keys(bucket_map: BucketMap, bucket: int) -> list[int]:
+    """Return the keys of a bucket, given by its lower and upper border."""
     low, high = bucket_map.range_of(bucket)
-    return [key for key, it in HASHES.items() if low <= it >> 32 < high]
+    return [key for key, key_hash in HASHES.items() if low <= key_hash >> 32 < high]
 
 
-def of_bucket(model: Model, bucket_map: BucketMap, bucket: int) -> Model:
-    """The rows of a state that are a bucket's."""
-    return {key: model[key] for key in keys_of(bucket_map, bucket) if key in model}
+def select_rows(model: Model, bucket_map: BucketMap, bucket: int) -> Model:
+    """Return a bucket's rows of a state."""
+    return {key: model[key] for key in list_keys(bucket_map, bucket) if key in model}
 
 
-def changes_in(numbers: Numbers, bucket_map: BucketMap, bucket: int) -> Changes:
-    """Some of a bucket's keys change."""
-    keys, changes = keys_of(bucket_map, bucket), Changes()
+def draw_changes_of_bucket(numbers: Numbers, bucket_map: BucketMap, bucket: int) -> Changes:
+    """Draw changes of some of a bucket's keys."""
+    keys, changes = list_keys(bucket_map, bucket), Changes()
     for _ in range(numbers.below(3) if keys else 0):
         value = numbers.below(100)
         changes[keys[numbers.below(len(keys))]] = None if value < 20 else value
     return changes
 
 
-def whole(models: Iterable[Model]) -> Model:
-    """One state of those of all buckets."""
-    found: Model = {}
+def merge_models(models: Iterable[Model]) -> Model:
+    """Merge the states of all buckets."""
+    merged: Model = {}
     for model in models:
-        assert not found.keys() & model.keys(), "each key is in one bucket"
-        found |= model
-    return found
+        assert not merged.keys() & model.keys(), "each key is in one bucket"
+        merged |= model
+    return merged
 
 
 @dataclass(frozen=True)
 class RescaleConfig(Config):
-    """As `Config`; `buckets` is how many there are at first.
+    """Configuration of a history; `buckets` is the initial number.
 
     Parameters
     ----------
     partitions
-        How many Spark has: of each it takes another attempt, as it likes.
+        Number of Spark's partitions; the attempt that counts may differ between them.
     two
-        The query has two backends.
+        Whether the query has two backends.
     """
 
     partitions: int = 1
@@ -87,14 +87,14 @@ class RescaleConfig(Config):
 
 @dataclass(frozen=True)
 class PlannedAttempt(Attempt):
-    """As `Attempt`, of a query as it was planned.
+    """An attempt of a planned query.
 
     Parameters
     ----------
     job
-        The job.
+        The job that was planned.
     handed_out
-        Of an attempt that moves the state to other buckets, what Spark handed out; `partition` has no state.
+        For an attempt that moves the state to other buckets: what Spark handed out; `partition` has no state then.
     """
 
     job: Job | None = None
@@ -102,25 +102,25 @@ class PlannedAttempt(Attempt):
 
     @property
     def planned(self) -> Job:
-        """The job."""
+        """The job, which every attempt here has."""
         assert self.job is not None, "every attempt here is planned"
         return self.job
 
 
 @dataclass(frozen=True)
 class MovedResult(TaskResult):
-    """What an attempt made that moved the state to other buckets.
+    """The result of an attempt that moved the state to other buckets.
 
     Parameters
     ----------
     handed_out
-        What Spark had handed to it.
+        What Spark had handed out to the attempt.
     changes
-        By new bucket.
+        Changes by new bucket.
     groups
-        Partitions of which its task succeeded.
+        Partitions whose tasks succeeded.
     plan_id
-        Of the query as it was planned.
+        Plan of the query.
     """
 
     handed_out: Partition = field(default_factory=dict)
@@ -129,32 +129,37 @@ class MovedResult(TaskResult):
     plan_id: str = ""
 
 
-def only(made: TaskResult, labels: Iterable[int]) -> TaskResult:
-    """What an attempt made of some of the labels."""
-    mine = frozenset(labels)
-    partition = {bucket: held for bucket, held in made.partition.items() if bucket in mine}
-    return replace(made, partition=partition, called=made.called & mine, removed=made.removed & mine)
+def restrict_to(result: TaskResult, labels: Iterable[int]) -> TaskResult:
+    """Restrict an attempt's result to some labels."""
+    labels_kept = frozenset(labels)
+    partition = {bucket: state for bucket, state in result.partition.items() if bucket in labels_kept}
+    return replace(
+        result, partition=partition, called=result.called & labels_kept, removed=result.removed & labels_kept
+    )
 
 
 class MovingFiles(StateFiles):
-    """Under format 1 a late attempt's file takes another one's place only where both went on with the same folder.
+    """State files that a late attempt overwrites under format 1 only if the folder and the number of buckets are the same.
 
-    An attempt of a run that is over, which moved the state elsewhere, is one of those that Spark keeps apart: each run
-    has its own state stores.
+    In reality each run has its own state stores, so Spark keeps the files of an earlier run apart from a later run that has
+    moved the state elsewhere.
     """
 
-    def overwrite(self, batch: int, made: TaskResult) -> None:
-        if batch < 0 or _folders(self.at(batch)) != _folders(made.partition):
+    def overwrite(self, batch: int, result: TaskResult) -> None:
+        if batch < 0 or _folders(self.at(batch)) != _folders(result.partition):
             return
-        # Files of partitions whose tasks did not succeed again stay, with what they say is no more.
-        there, written = self.at(batch), made.called | made.partition.keys() | made.removed
-        kept = {bucket: there[bucket] for bucket in there.keys() - written}
-        ended = {bucket for bucket, held in self._files.get(batch, {}).items() if held is None} - written
-        partition = {**kept, **made.partition}
+        # Files of partitions whose tasks did not succeed stay, including their removed buckets.
+        states, written = self.at(batch), result.called | result.partition.keys() | result.removed
+        unchanged = {bucket: states[bucket] for bucket in states.keys() - written}
+        removed = {bucket for bucket, state in self._files.get(batch, {}).items() if state is None} - written
+        partition = {**unchanged, **result.partition}
         super().overwrite(
-            batch, replace(made, partition=partition, called=made.called | kept.keys(), removed=made.removed | ended)
+            batch,
+            replace(
+                result, partition=partition, called=result.called | unchanged.keys(), removed=result.removed | removed
+            ),
         )
 
 
 def _folders(partition: Partition) -> set[tuple[str, int]]:
-    return {(held.pointer.query_folder, held.pointer.buckets) for held in partition.values()}
+    return {(state.pointer.query_folder, state.pointer.buckets) for state in partition.values()}

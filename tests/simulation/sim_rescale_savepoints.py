@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sim_parts import SCHEMA, Model, Numbers, WrongStateError, apply_changes, buffer_changes, scan_rows
-from sim_rescale_parts import COUNTS, HASHES, changes_in, of_bucket
+from sim_rescale_parts import COUNTS, HASHES, draw_changes_of_bucket, select_rows
 from sim_stores import open_folder
 from sim_yard import OPERATOR
 
@@ -38,55 +38,55 @@ from spark_state_ext.worker.worker import Worker
 if TYPE_CHECKING:
     from sim_rescales import RescaleWorld
 
-__all__ = ["Saving", "save_and_start"]
+__all__ = ["SavepointTaker", "save_and_start"]
 
 
 def save_and_start(world: RescaleWorld, numbers: Numbers) -> None:
-    """Save what is committed; then have another query begin with it, and go on without it."""
-    saving = Saving(world, next(world.savepoints), CANONICAL if numbers.below(3) == 0 else NATIVE)
+    """Take a savepoint; then start another query from it, and run that query after the savepoint is deleted."""
+    taker = SavepointTaker(world, next(world.savepoints), CANONICAL if numbers.below(3) == 0 else NATIVE)
     if numbers.below(3) == 0:
-        # The query goes on meanwhile, for longer than Spark retains what was read.
+        # The query continues meanwhile, for longer than Spark retains the batch that was read.
         for _ in range(numbers.below(4 * world.config.retained + 8)):
             world._batch(numbers)
             world._work(numbers)
         world.counted["savepoints that took long"] += 1
-    saving.copy()
-    query = _Other(world, saving.name, BucketMap(COUNTS[numbers.below(len(COUNTS))]), saving.total)
-    query.start(saving.folder)
-    saving.folder.remove_tree(OPERATOR)
-    query.look("its savepoint is gone")
-    # A bucket that is quiet is renewed in the last but two of these. The next call sees that its snapshot has arrived,
-    # and the one after it notes that.
+    taker.copy()
+    query = _StartedQuery(world, taker.name, BucketMap(COUNTS[numbers.below(len(COUNTS))]), taker.total)
+    query.start(taker.folder)
+    taker.folder.remove_tree(OPERATOR)
+    query.check_state("its savepoint was deleted")
+    # A quiet bucket is renewed in the third last of these batches. The next call sees that its snapshot has arrived, and
+    # the call after that notes it.
     for _ in range(world.config.retained + 4):
         query.batch(numbers)
-    query.look("some batches")
+    query.check_state("some batches")
     if any(pointer.parents is not None for pointer in query.pointers):
-        raise WrongStateError("a query still needs its savepoint's buckets, though nothing was late")
-    if query.bucket_map.buckets != saving.buckets and not query.parents():
-        raise WrongStateError("the parents of a query are gone, to whose first batch Spark may go back")
+        raise WrongStateError("a query still needs its savepoint's buckets although nothing was late")
+    if query.bucket_map.buckets != taker.buckets and not query.list_parents():
+        raise WrongStateError("parents were removed although Spark may go back to the query's first batch")
     if numbers.below(3) == 0:
         for _ in range(recent_heartbeats(world.config.retained + 1) + 2):
             query.batch(numbers)
-        if query.parents():
-            raise WrongStateError(f"a query keeps the parents {query.parents()} for ever")
+        if query.list_parents():
+            raise WrongStateError(f"a query keeps the parents {query.list_parents()} for ever")
         world.counted["queries begun with a savepoint that finished"] += 1
     for name in world.configured:
         world.shared.root(name).child(OPERATOR, query.name).remove_tree(PARENTS_FOLDER)
-    query.look("its parents are gone")
+    query.check_state("its parents were removed")
     world.counted["queries begun with a savepoint"] += 1
 
 
-class Saving:
-    """A savepoint that is being taken: what it holds is read, and is to be copied.
+class SavepointTaker:
+    """A process that takes a savepoint: it has read the pointers, and copies their files later.
 
     Parameters
     ----------
     world
         Where the query lives.
     number
-        Which savepoint of it.
+        Number of the savepoint.
     form
-        Its form.
+        Form of the savepoint.
     """
 
     def __init__(self, world: RescaleWorld, number: int, form: str) -> None:
@@ -98,12 +98,12 @@ class Saving:
         self._form = form
         self.buckets = world.count
         self._operator = replace(world.job.operator_file("saved"), buckets=self.buckets)
-        self._pointers = [held.pointer for _, held in sorted(world.spark.at(world.batch).items())]
+        self._pointers = [state.pointer for _, state in sorted(world.spark.at(world.batch).items())]
         self._backends = list(world.job.options.backends)
-        world.held = {pointer.query_folder for pointer in self._pointers}
+        world.held_folders = {pointer.query_folder for pointer in self._pointers}
 
     def copy(self) -> None:
-        """Copy it, and let go of the query."""
+        """Copy the files, and release the query folder."""
         world, buckets = self.world, []
         for pointer in self._pointers:
             target = self.folder.child(OPERATOR, str(pointer.bucket))
@@ -114,29 +114,29 @@ class Saving:
             try:
                 copy = save_bucket(pointer, replicas, target, self._form, SCHEMA, world.folder)
             except (CorruptError, MissingCheckpointError) as error:
-                raise WrongStateError(f"somebody has deleted what a savepoint holds: {error}") from error
+                raise WrongStateError(f"files that a savepoint holds were deleted: {error}") from error
             finally:
                 close_all(replicas)
             buckets.append(copy.saved)
         header = SavepointHeader(f"{self._number:032x}", self._form, 1, {OPERATOR: self._operator}, "test")
         write_manifest(self.folder, SavepointManifest(header, tuple(buckets)))
-        world.held = set()
+        world.held_folders = set()
 
 
 @dataclass
-class _Other:
-    """A query that starts from a savepoint, and does nothing wrong.
+class _StartedQuery:
+    """A query that starts from a savepoint and runs without failures.
 
     Parameters
     ----------
     world
-        Where it lives.
+        The simulated world.
     name
-        Of its query folder.
+        Name of its query folder.
     bucket_map
-        Its buckets.
+        Its bucket map.
     model
-        What it has to hold.
+        The state that it must have.
     """
 
     world: RescaleWorld
@@ -150,7 +150,7 @@ class _Other:
         self._finishing = Finishing()
 
     def start(self, savepoint: Folder) -> None:
-        """What the first calls of all buckets do."""
+        """Do what the first calls of all buckets do."""
         world, starts = self.world, Starts()
         source = Savepoint(savepoint.root, storage_options=world.shared.options)
         options = replace(
@@ -162,18 +162,18 @@ class _Other:
             assert state is not None, "it is in the savepoint"
             pointer, _ = bring_files(state, self._job, self.name, lambda parent: (), world.folder)
             self.pointers.append(pointer)
-        self.look("its start")
+        self.check_state("its start")
 
     def batch(self, numbers: Numbers) -> None:
-        """A batch with data, after which nothing waits."""
-        made = []
+        """Run a batch with data, and all its background work."""
+        new_pointers = []
         for bucket in range(self.bucket_map.buckets):
-            changes = changes_in(numbers, self.bucket_map, bucket)
-            result = self._called(bucket, self.world.folder / f"{self.name}-{bucket}", changes)
+            changes = draw_changes_of_bucket(numbers, self.bucket_map, bucket)
+            result = self._call_or_read(bucket, self.world.folder / f"{self.name}-{bucket}", changes)
             assert isinstance(result, CommitResult)
-            made.append(replace(result.pointer, batch=result.pointer.batch + 1))
+            new_pointers.append(replace(result.pointer, batch=result.pointer.batch + 1))
             self.model = apply_changes(self.model, changes)
-        first, self.pointers = self.pointers[0], made
+        first, self.pointers = self.pointers[0], new_pointers
         if first.batch >= 0:
             self._finishing.in_turn(
                 operator_folders(self._job),
@@ -186,21 +186,21 @@ class _Other:
                 Inline(),
             )
 
-    def parents(self) -> list[str]:
-        """Names of what there is among its parents."""
+    def list_parents(self) -> list[str]:
+        """Return the names of the files among its parents."""
         places = operator_folders(self._job)
         return [name for place in places for name in place.child(self.name, PARENTS_FOLDER).names()]
 
-    def look(self, after: str) -> None:
-        """On an empty disk."""
+    def check_state(self, after: str) -> None:
+        """Check the state of all buckets on an empty disk."""
         for bucket in range(self.bucket_map.buckets):
             self._disks += 1
-            found = self._called(bucket, self.world.folder / f"{self.name}-{bucket}-{self._disks}", None)
-            expected = of_bucket(self.model, self.bucket_map, bucket)
-            if found != expected:
-                raise WrongStateError(f"after {after}, bucket {bucket} of a query has {found}, and not {expected}")
+            model = self._call_or_read(bucket, self.world.folder / f"{self.name}-{bucket}-{self._disks}", None)
+            expected = select_rows(self.model, self.bucket_map, bucket)
+            if model != expected:
+                raise WrongStateError(f"after {after}, bucket {bucket} of a query has {model}, and not {expected}")
 
-    def _called(self, bucket: int, local: Path, changes: dict[int, int | None] | None) -> Model | CommitResult:
+    def _call_or_read(self, bucket: int, local: Path, changes: dict[int, int | None] | None) -> Model | CommitResult:
         world, pointer = self.world, self.pointers[bucket]
         origins = [world.origin(pointer)] if pointer.parents is not None else []
         store = LocalStore.at(local, SCHEMA, chunk_rows=4)
@@ -212,7 +212,7 @@ class _Other:
             )
         ]
         try:
-            it = Bucket(
+            opened_bucket = Bucket(
                 store,
                 replicas,
                 pointer,
@@ -221,13 +221,13 @@ class _Other:
                 sources=origins,
             )
             if changes is None:
-                return it.read(scan_rows)
-            result = it.commit(buffer_changes(changes, world.folder, HASHES))
+                return opened_bucket.read(scan_rows)
+            result = opened_bucket.commit(buffer_changes(changes, world.folder, HASHES))
             if not origins:
                 return result
-            folders = [origins[0].query_folder, *(it.child(self.name) for it in operator_folders(self._job))]
-            made = self._finishing.noted(folders, pointer, result.pointer, lambda: None)
-            return replace(result, pointer=made)
+            folders = [origins[0].query_folder, *(root.child(self.name) for root in operator_folders(self._job))]
+            new_pointer = self._finishing.noted(folders, pointer, result.pointer, lambda: None)
+            return replace(result, pointer=new_pointer)
         finally:
             store.close()
             for origin in origins:

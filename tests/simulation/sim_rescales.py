@@ -34,7 +34,7 @@ from sim_parts import (
     WrongStateError,
     apply_changes,
 )
-from sim_rescale_finishing import Removals, check_nothing_is_left, in_pieces
+from sim_rescale_finishing import Removals, check_nothing_is_left, list_removal_patches
 from sim_rescale_onlookers import Onlookers
 from sim_rescale_parts import (
     COUNTS,
@@ -43,10 +43,10 @@ from sim_rescale_parts import (
     MovingFiles,
     PlannedAttempt,
     RescaleConfig,
-    changes_in,
-    of_bucket,
-    only,
-    whole,
+    draw_changes_of_bucket,
+    merge_models,
+    restrict_to,
+    select_rows,
 )
 from sim_rescale_savepoints import save_and_start
 from sim_savepoints import map_one_by_one
@@ -159,7 +159,7 @@ class RescaleWorld(World):
         self._handed_out_to: dict[str, dict[int, set[CheckpointRef | None]]] = {}
         # The plan whose calls came last, which has the lease; and names of query folders that somebody copies from.
         self._owner = ""
-        self.held: set[str] = set()
+        self.held_folders: set[str] = set()
         # The model by checkpoint, whatever else pointers say.
         self._states: dict[CheckpointRef, Model] = {}
         self._alone = self._steady = False
@@ -224,7 +224,7 @@ class RescaleWorld(World):
             pointer,
             self.config.retained,
             lambda: self._check_ours(job),
-            lambda name: name in self.held,
+            lambda name: name in self.held_folders,
             Removals(self, executor, numbers, not (self._calm or self._steady)),  # type: ignore[arg-type]
         )
 
@@ -278,7 +278,7 @@ class RescaleWorld(World):
 
     def _adjust_clean_up(self, executor: Executor, request: CleanUp, numbers: Numbers) -> CleanUp:
         """It leaves alone what somebody copies from."""
-        return replace(request, held=lambda: request.pointer.query_folder in self.held)
+        return replace(request, held=lambda: request.pointer.query_folder in self.held_folders)
 
     # -- plans -------------------------------------------------------------------------------------
 
@@ -450,7 +450,7 @@ class RescaleWorld(World):
             held = partition.get(bucket)
             if not heartbeat and (held is None or held.due_ms is None or held.due_ms >= now_ms):
                 continue
-            changes = {} if quiet else changes_in(numbers, bucket_map, bucket)
+            changes = {} if quiet else draw_changes_of_bucket(numbers, bucket_map, bucket)
             timeout_ms = now_ms + numbers.below(60) if self.config.timeouts and numbers.yes() else None
             calls[bucket] = Call(changes, timeout_ms)
         cleans = numbers.yes() if cleans is None else cleans
@@ -634,7 +634,9 @@ class RescaleWorld(World):
         earliest_ms = min((it for it in due if it is not None), default=None)
         if begun.earliest_timeout_ms != earliest_ms:
             raise WrongStateError(f"bucket {number} begins without the timeouts that are due at {earliest_ms}")
-        return begun, of_bucket(whole(self._states[ref] for ref in refs if ref is not None), bucket_map, number)
+        return begun, select_rows(
+            merge_models(self._states[ref] for ref in refs if ref is not None), bucket_map, number
+        )
 
     def _new_folder(self, job: Job) -> Folder:
         """Where a plan has parents brought."""
@@ -706,7 +708,7 @@ class RescaleWorld(World):
             return
         late = [it for it in range(self.config.partitions) if numbers.yes()]
         labels = {bucket for bucket in made.called | made.partition.keys() if bucket % self.config.partitions in late}
-        self.spark.overwrite(attempt.batch, only(made, labels))
+        self.spark.overwrite(attempt.batch, restrict_to(made, labels))
 
     def _commit(self, batch: int, done: Sequence[TaskResult], numbers: Numbers) -> None:
         done = self._complete(batch, [*(made for of, made in self._beside if of == batch), *done], numbers)
@@ -715,7 +717,7 @@ class RescaleWorld(World):
         for number in range(self.config.partitions):
             made = self._chosen([it for it in done if number in _groups(it, self.config.partitions)], numbers)
             labels = made.called | made.partition.keys()
-            parts.append(only(made, {bucket for bucket in labels if bucket % self.config.partitions == number}))
+            parts.append(restrict_to(made, {bucket for bucket in labels if bucket % self.config.partitions == number}))
         self._check_moved(batch, parts)
         self.spark.times_ms[batch] = self.planned[batch][1]
         self.spark.commit(
@@ -759,12 +761,12 @@ class RescaleWorld(World):
             for bucket, held in part.handed_out.items()
             if bucket % number == at
         }
-        total = whole(self.models[held.pointer.encode()] for held in handed_out.values())
+        total = merge_models(self.models[held.pointer.encode()] for held in handed_out.values())
         self.counted["batches that moved the state"] += 1
         self.counted["moved by several attempts"] += len({id(part.handed_out) for part in moved}) > 1
         for part in moved:
             for bucket, held in part.partition.items():
-                before = of_bucket(total, BucketMap(held.pointer.buckets), bucket)
+                before = select_rows(total, BucketMap(held.pointer.buckets), bucket)
                 expected, found = apply_changes(before, dict(part.changes[bucket])), self.models[held.pointer.encode()]
                 if found != expected:
                     raise WrongStateError(f"batch {batch} moved {found} to bucket {bucket}, and should have {expected}")
@@ -795,7 +797,7 @@ class RescaleWorld(World):
             raise WrongStateError(f"after batch {batch} there are the buckets {sorted(partition)} of {bucket_map}")
         for bucket, held in partition.items():
             model = self.models[held.pointer.encode()]
-            if of_bucket(model, bucket_map, bucket) != model:
+            if select_rows(model, bucket_map, bucket) != model:
                 raise WrongStateError(f"after batch {batch} bucket {bucket} has the keys {sorted(model)}")
 
     def check(self, bucket: int | None = None, backend: str | None = None) -> None:
@@ -826,7 +828,7 @@ class RescaleWorld(World):
 
     def total(self) -> Model:
         """All of the state that is committed."""
-        return whole(self.models[held.pointer.encode()] for held in self.spark.at(self.batch).values())
+        return merge_models(self.models[held.pointer.encode()] for held in self.spark.at(self.batch).values())
 
     @property
     def files_left_max(self) -> int:
@@ -857,7 +859,12 @@ def _count(partition: Partition) -> int:
 def patch_for_rescaling(variant: Variant) -> AbstractContextManager[None]:
     """What is put in the place of threads, of folders' methods, and of what is broken."""
     return replace_attributes(
-        [*in_pieces(), *list_trap_patches(), (resolution, "map_in_parallel", map_one_by_one), *variant.patches]
+        [
+            *list_removal_patches(),
+            *list_trap_patches(),
+            (resolution, "map_in_parallel", map_one_by_one),
+            *variant.patches,
+        ]
     )
 
 

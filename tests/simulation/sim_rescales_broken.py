@@ -263,52 +263,54 @@ def _patched(*patches: tuple[Any, str, Any]) -> Variant:
 
 
 BROKEN_RESCALES: dict[str, Variant] = {
-    "not compared with what Spark hands out": _patched((Rescaling, "give", _not_compared)),
-    "buckets that are no more not compared": _patched((Rescaling, "give", _not_called)),
-    "each call brings its own parents": _patched(
+    "parents are not compared with Spark's pointers": _patched((Rescaling, "give", _not_compared)),
+    "removed buckets do not compare pointers": _patched((Rescaling, "give", _not_called)),
+    "each call copies its own parents": _patched(
         (first_call, "read_parent", _not_there), (first_call, "note_parent", _over_what_is_there)
     ),
-    "an origin of the bucket alone, and one folder for all plans": _patched(
+    "an origin's id follows from its bucket, and plans share a folder": _patched(
         *((module, "compute_origin", _origin_of_the_bucket) for module in (initial_state, origin)),
         (rescaling, "make_rescaled_name", _one_folder),
         (first_call, "read_parent", _not_there),
         (first_call, "note_parent", _over_what_is_there),
     ),
-    "one folder for all plans": _patched((rescaling, "make_rescaled_name", _one_folder)),
-    "parents let go with a snapshot under way": _patched(
+    "all plans share a folder": _patched((rescaling, "make_rescaled_name", _one_folder)),
+    "parents are released before a snapshot arrives": _patched(
         (snapshot_writer, "with_unconfirmed_snapshot", _without_parents_at_once)
     ),
-    "complete with the deltas": _patched((committer, "settle", _complete_with_the_deltas)),
-    "a slice with its upper border": _patched((origin, "read_rows_of_parent", _up_to_and_with)),
-    "a slice without its lower border": _patched((origin, "read_rows_of_parent", _after)),
-    "a parent left out": _patched((BucketMap, "overlapping", _without_the_last)),
-    "notes forgotten": _patched((Rescaling, "note", _forgotten)),
-    "notes forgotten, and not compared": _patched((Rescaling, "note", _forgotten), (Rescaling, "give", _not_compared)),
-    "timeouts forgotten": _patched(
+    "a backend is complete with the deltas alone": _patched((committer, "settle", _complete_with_the_deltas)),
+    "a slice includes its upper border": _patched((origin, "read_rows_of_parent", _up_to_and_with)),
+    "a slice excludes its lower border": _patched((origin, "read_rows_of_parent", _after)),
+    "a parent is left out": _patched((BucketMap, "overlapping", _without_the_last)),
+    "batches without data do not note pointers": _patched((Rescaling, "note", _forgotten)),
+    "pointers are neither noted nor compared": _patched(
+        (Rescaling, "note", _forgotten), (Rescaling, "give", _not_compared)
+    ),
+    "a new bucket forgets timeouts": _patched(
         *((it, "make_divided_pointer", _without_timeouts) for it in (first_call, rescaling))
     ),
-    "timeouts of the first parent": _patched(
+    "a new bucket takes its first parent's timeout": _patched(
         *((it, "make_divided_pointer", _with_one_parents_timeout) for it in (first_call, rescaling))
     ),
-    "inline deltas left behind": _patched((first_call, "save_bucket", _inline_left_behind)),
-    "parents looked for in the first backend": _patched((origin, "has_parents", _here)),
-    "parents removed with the first snapshot": _patched((RescaleWorld, "finish", _removed_with_the_first)),
-    "the old folder removed at once": _patched((RescaleWorld, "finish", _old_folder_removed)),
-    "never finished": _patched((RescaleWorld, "finish", _never_finished)),
-    "dropped without a note": _patched((Finishing, "noted", _without_a_note)),
-    "notes that stay when the query goes back": _patched((Finishing, "noted", _notes_stay)),
-    "notes looked for once": _patched((Finishing, "noted", _looked_for_once)),
-    "parents removed without a horizon": _patched((removal, "may_remove", _without_horizon)),
-    "the first bucket's note counted for all": _patched((removal, "may_remove", _by_the_first_bucket)),
-    "notes that parents are needed not counted": _patched((removal, "may_remove", _by_free_notes)),
-    "notes taken back": _patched((removal, "note_needed", _taken_back)),
-    "a refused rescaling is taken for the query": _patched(
+    "inline deltas are not copied": _patched((first_call, "save_bucket", _inline_left_behind)),
+    "parents are searched in the first backend only": _patched((origin, "has_parents", _here)),
+    "parents are removed after the first snapshot": _patched((RescaleWorld, "finish", _removed_with_the_first)),
+    "the old folder is removed at once": _patched((RescaleWorld, "finish", _old_folder_removed)),
+    "nothing is ever removed": _patched((RescaleWorld, "finish", _never_finished)),
+    "parents are dropped without a note": _patched((Finishing, "noted", _without_a_note)),
+    "notes stay when the query goes back": _patched((Finishing, "noted", _notes_stay)),
+    "a process looks for notes only once": _patched((Finishing, "noted", _looked_for_once)),
+    "parents are removed without a horizon": _patched((removal, "may_remove", _without_horizon)),
+    "the first bucket's note counts for all buckets": _patched((removal, "may_remove", _by_the_first_bucket)),
+    "notes that parents are needed do not count": _patched((removal, "may_remove", _by_free_notes)),
+    "notes are withdrawn": _patched((removal, "note_needed", _taken_back)),
+    "a refused rescaling counts as the query": _patched(
         *((module, "folders_in_force", _with_an_operator_file) for module in (state_folder, query_folders))
     ),
-    "in force with the first call": _patched((first_call, "bring_files", _put_in_force_when_begun)),
-    "erase requests left behind": _patched(
+    "a folder is in force at the first call": _patched((first_call, "bring_files", _put_in_force_when_begun)),
+    "erase requests are not copied": _patched(
         *((module, "take_requests", _left_behind) for module in (removal, folder_in_force))
     ),
-    "refused rescalings never removed": _patched((Finishing, "_remove_failed", _dead_stay)),
-    "finishing blind to holds": _patched((Finishing, "_remove_parents", _blind_to_holds)),
+    "refused rescalings are never removed": _patched((Finishing, "_remove_failed", _dead_stay)),
+    "removals ignore holds": _patched((Finishing, "_remove_parents", _blind_to_holds)),
 }

@@ -1,4 +1,4 @@
-"""The simulator of rescaling finds nothing in what is built, and everything in what is broken."""
+"""The simulator of rescaling finds no errors in the product, and finds every broken variant."""
 
 from __future__ import annotations
 
@@ -17,41 +17,41 @@ from sim_search import search_histories
 from tests.helpers.soak import examples
 
 SEED = 3
-# Those that histories find where no scene does.
+# Histories that are tried for a variant that no scene finds.
 BROKEN_MAX = 300
-# What finds each of them first. Where it no longer does, all the rest is tried: that is slower, and says the same.
+# The scene that finds each variant first. If it no longer does, all others are tried: slower, with the same result.
 FOUND_BY = {
-    "not compared with what Spark hands out": "overwritten_since_the_plan",
-    "buckets that are no more not compared": "overwritten_since_the_plan",
-    "each call brings its own parents": "overwritten_since_the_plan",
-    "an origin of the bucket alone, and one folder for all plans": "begun_twice",
-    "one folder for all plans": "begun_twice",
-    "parents let go with a snapshot under way": "begun_twice",
-    "complete with the deltas": "begun_twice",
-    "a slice with its upper border": "begun_twice",
-    "a slice without its lower border": "begun_twice",
-    "a parent left out": "begun_twice",
-    "notes forgotten": "without_data_first",
-    "notes forgotten, and not compared": "without_data_first",
-    "timeouts forgotten": "begun_twice",
-    "timeouts of the first parent": "begun_twice",
-    "inline deltas left behind": "begun_twice",
-    "parents looked for in the first backend": "backends_in_another_order",
-    "parents removed with the first snapshot": "only_one_bucket_has_a_snapshot",
-    "the old folder removed at once": "gone_back_to_before",
-    "never finished": "finished_with_what_was_retained",
-    "dropped without a note": "finished_with_what_was_retained",
-    "notes that stay when the query goes back": "finished_but_gone_back",
-    "notes looked for once": "finished_by_one_lineage",
-    "notes that parents are needed not counted": "finished_but_gone_back",
-    "notes taken back": "finished_by_the_attempt_that_counts",
-    "parents removed without a horizon": "finished_with_what_was_retained",
-    "the first bucket's note counted for all": "finished_by_the_first_bucket",
-    "finishing blind to holds": "saved_meanwhile",
-    "a refused rescaling is taken for the query": "refused_and_gone_on",
-    "in force with the first call": "refused_and_gone_on",
-    "erase requests left behind": "refused_and_gone_on",
-    "refused rescalings never removed": "refused_for_good",
+    "parents are not compared with Spark's pointers": "overwritten_since_the_plan",
+    "removed buckets do not compare pointers": "overwritten_since_the_plan",
+    "each call copies its own parents": "overwritten_since_the_plan",
+    "an origin's id follows from its bucket, and plans share a folder": "begun_twice",
+    "all plans share a folder": "begun_twice",
+    "parents are released before a snapshot arrives": "begun_twice",
+    "a backend is complete with the deltas alone": "begun_twice",
+    "a slice includes its upper border": "begun_twice",
+    "a slice excludes its lower border": "begun_twice",
+    "a parent is left out": "begun_twice",
+    "batches without data do not note pointers": "batches_without_data_first",
+    "pointers are neither noted nor compared": "batches_without_data_first",
+    "a new bucket forgets timeouts": "begun_twice",
+    "a new bucket takes its first parent's timeout": "begun_twice",
+    "inline deltas are not copied": "begun_twice",
+    "parents are searched in the first backend only": "backends_in_another_order",
+    "parents are removed after the first snapshot": "only_one_bucket_has_a_snapshot",
+    "the old folder is removed at once": "gone_back_to_before_the_rescaling",
+    "nothing is ever removed": "finished_with_what_was_retained",
+    "parents are dropped without a note": "finished_with_what_was_retained",
+    "notes stay when the query goes back": "finished_then_gone_back",
+    "a process looks for notes only once": "finished_by_one_lineage",
+    "notes that parents are needed do not count": "finished_then_gone_back",
+    "notes are withdrawn": "finished_by_the_attempt_that_counts",
+    "parents are removed without a horizon": "finished_with_what_was_retained",
+    "the first bucket's note counts for all buckets": "finished_by_the_first_bucket",
+    "removals ignore holds": "saved_meanwhile",
+    "a refused rescaling counts as the query": "refused_and_continued",
+    "a folder is in force at the first call": "refused_and_continued",
+    "erase requests are not copied": "refused_and_continued",
+    "refused rescalings are never removed": "refused_for_good",
 }
 
 
@@ -61,27 +61,27 @@ def test_no_history_moves_a_key_wrongly(history: History) -> None:
     simulate_rescales(history)
 
 
-@pytest.mark.parametrize("script", RESCALE_SCENES, ids=lambda script: script.__name__)
-def test_no_scene_moves_a_key_wrongly(script: Callable[[RescaleScene], None]) -> None:
-    play_rescale_scene(script, Variant())
+@pytest.mark.parametrize("scene", RESCALE_SCENES, ids=lambda scene: scene.__name__)
+def test_no_scene_moves_a_key_wrongly(scene: Callable[[RescaleScene], None]) -> None:
+    play_rescale_scene(scene, Variant())
 
 
 @pytest.mark.parametrize("name", BROKEN_RESCALES)
-def test_broken_rescales_are_found(name: str) -> None:
+def test_the_simulator_finds_every_broken_variant_of_rescaling(name: str) -> None:
     variant = BROKEN_RESCALES[name]
 
     with pytest.raises(WrongStateError):
-        for script in sorted(RESCALE_SCENES, key=lambda script: script.__name__ != FOUND_BY[name]):
-            play_rescale_scene(script, variant)
+        for scene in sorted(RESCALE_SCENES, key=lambda scene: scene.__name__ != FOUND_BY[name]):
+            play_rescale_scene(scene, variant)
         search_histories(rescale_histories(), lambda history: simulate_rescales(history, variant), BROKEN_MAX, SEED)
 
 
-def test_histories_are_of_the_kind_that_matters() -> None:
-    seen: Counter[str] = Counter()
-    search_histories(rescale_histories(), lambda history: seen.update(simulate_rescales(history).counted), 30, SEED)
-    for name in ("plans that rescale", "batches that moved the state", "parents without a snapshot of their own"):
-        assert seen[name] > 10, name
-    for name in ("killed in a first batch", "switches of backends", "queries begun with a savepoint", "goings back"):
-        assert seen[name] > 0, name
-    for name in ("plans refused", "calls refused for a request", "reads", "requests"):
-        assert seen[name] > 0, name
+def test_histories_contain_the_events_that_matter() -> None:
+    counts: Counter[str] = Counter()
+    search_histories(rescale_histories(), lambda history: counts.update(simulate_rescales(history).counted), 30, SEED)
+    for event in ("plans that rescale", "batches that moved the state", "parents without a snapshot of their own"):
+        assert counts[event] > 10, event
+    for event in ("killed in a first batch", "switches of backends", "queries begun with a savepoint", "goings back"):
+        assert counts[event] > 0, event
+    for event in ("plans refused", "calls refused for a request", "reads", "requests"):
+        assert counts[event] > 0, event
