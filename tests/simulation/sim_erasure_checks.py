@@ -87,7 +87,9 @@ def check_state(users: EraseUsers, batch: int, state: ErasedState, done_numbers:
         if request.withdrawn:
             continue
         if request.removed and state.pointer.ref is not None and request.id not in state.carried:
-            raise WrongStateError(f"request {number} is gone, and bucket {state.pointer.bucket} of {batch} needs it")
+            raise WrongStateError(
+                f"request {number} was removed, but bucket {state.pointer.bucket} of batch {batch} needs it"
+            )
         excused = state.late or (state.waits and not (unreadable and number == just_done))
         if number in done_numbers and not excused:
             remaining = [key for key in request.keys if state.rows.get(key, request.made_at) < request.made_at]

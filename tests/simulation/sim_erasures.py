@@ -344,10 +344,10 @@ class ErasureWorld:
             rows, erased_keys = dict(before.rows), frozenset[int]()
 
             def erase(columns: Sequence[pa.Array], rows: dict[int, int] = rows) -> int:
-                gone = find_erased_keys(rows, columns)
-                for key in gone:
+                call_erased_keys = find_erased_keys(rows, columns)
+                for key in call_erased_keys:
                     del rows[key]
-                return len(gone)
+                return len(call_erased_keys)
 
             with self._attribute_to(task):
                 handled = turn.carry_out(erase)

@@ -171,7 +171,11 @@ class LeaseWorld:
         if process.inside or not driver.alive:
             return False
         process.inside, process.ticked_s = True, self.now_s
-        asking_drivers = [it for it in self.drivers if it.alive and any(p.ticked_s >= 0 for p in it.processes)]
+        asking_drivers = [
+            driver
+            for driver in self.drivers
+            if driver.alive and any(process.ticked_s >= 0 for process in driver.processes)
+        ]
         self.live_max = max(self.live_max, len(asking_drivers))
         try:
             self._hold(driver, process)
@@ -231,7 +235,9 @@ class LeaseWorld:
             at = len(self.drivers)
             live_applications = {driver.identity.application for driver in self.drivers if driver.alive}
             ended_applications = [
-                it.identity.application for it in self.drivers if it.identity.application not in live_applications
+                other.identity.application
+                for other in self.drivers
+                if other.identity.application not in live_applications
             ]
             shares_application = bool(ended_applications) and numbers.yes()
             application = ended_applications[-1] if shares_application else f"application {at}"

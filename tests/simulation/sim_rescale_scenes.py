@@ -85,7 +85,7 @@ class RescaleScene:
         self.world.start()
         for executor in self.world.executors:
             executor.loaded.clear()
-        self.world._starts(count)
+        self.world._start_query(count)
 
     def do_waiting_work(
         self, should_do: Callable[[str], bool] = lambda name: True, executor_index: int | None = None

@@ -1,12 +1,12 @@
 """A world in which a query is started again and again with another number of buckets.
 
-What calls do is the product's code: they compare, bring parents, begin histories at origins, load, commit and clean up,
-and stop or die between any two changes to files. Spark's part is played: which label is called with which pointer, that
-a batch counts whole or not at all, and which attempt at each partition counts.
+Calls run the product's code: they compare pointers, copy parents, begin histories at origins, load, commit and clean up.
+They pause, fail or die between any two changes to files. The simulation plays Spark: it decides which label is called with
+which pointer, commits a batch completely or not at all, and chooses the attempt that counts for each partition.
 
-What must hold, by the model: whatever Spark may hand out loads on an empty disk, where no backend has all of it with the
-parents, as its writer had it; each key is in its bucket only; a batch that moves the state takes all of what Spark had
-handed out; and a query that is started again goes on, with the old number or another one.
+Invariants, by the model: Each state that Spark may hand out loads on an empty disk as its writer had it; if no backend has
+all of it, its parents are used too. Each key is only in its bucket. A batch that moves the state takes the complete state
+that Spark had handed out. A query that is started again continues, with the old number of buckets or another one.
 """
 
 from __future__ import annotations
@@ -89,30 +89,30 @@ from tests.helpers.jobs import job_of
 __all__ = ["RESCALE_STEPS", "RescaleWorld", "patch_for_rescaling", "simulate_rescales"]
 
 RESCALE_STEPS = (
-    "batch",  # as in `sim_world`, each
+    "batch",  # the first steps are as in `sim_world`
     "twice",
     "quiet",
     "gap",
     "work",
     "zombie",
-    "restart",  # with the number of buckets that there was, or another one
+    "restart",  # with the present number of buckets or another one
     "lose disk",
     "lose memory",
     "switch",
-    "rescale",  # the query starts again where it was, with another number of buckets
-    "killed",  # attempts at the next batch, and then the driver dies
-    "savepoint",  # somebody takes one, and another query starts from it
-    "ask",  # somebody asks for a key to be erased
-    "read",  # somebody reads by the root
+    "rescale",  # the query continues from its last batch with another number of buckets
+    "killed",  # attempts at the next batch run, and then the driver dies
+    "savepoint",  # a process takes a savepoint, and another query starts from it
+    "ask",  # a user makes a request to erase a key
+    "read",  # a process reads by the root
 )
 
 
-# A variant may put something else in its place.
+# A variant may replace `BucketMap.overlapping`, so keep the original.
 _overlapping = BucketMap.overlapping
 
 
 class _RefusedError(Exception):
-    """A call may not move the state, as the query has gone on since it was planned."""
+    """A call may not move the state, because the query has continued since it was planned."""
 
 
 class _FailedError(Exception):
@@ -120,13 +120,13 @@ class _FailedError(Exception):
 
 
 class _Process:
-    """What a worker process of the query keeps."""
+    """Objects that a worker process of the query keeps."""
 
     def __init__(self) -> None:
         self.starts = Starts()
         self.finishing = Finishing()
         self.catalog = OperatorCatalog()
-        # Folders that it has put in force, each for a plan.
+        # Folders that it has put in force, with the plan.
         self.in_force: set[tuple[str, str]] = set()
 
 
@@ -146,23 +146,23 @@ class RescaleWorld(World):
     def __init__(self, config: RescaleConfig, variant: Variant = DEFAULT) -> None:
         self.shared = SharedWorld(config, uuid.uuid4().hex)
         self.counted: Counter[str] = Counter()
-        # Folders that were removed, as nothing needed them any more.
+        # Folders that were removed because they were no longer needed.
         self.removed: set[str] = set()
         self._checked: set[bytes] = set()
         self._processes: dict[str, _Process] = {}
-        # Attempts that succeeded while another one stood still.
-        self._beside: list[tuple[int, TaskResult]] = []
+        # Results of attempts that ran while another attempt was suspended.
+        self._other_results: list[tuple[int, TaskResult]] = []
         self._origins: list[Origin] = []
-        # What plans know of the old buckets: read when the query was planned, and noted since.
-        self._known: dict[str, dict[int, Pointer]] = {}
-        # And where their attempts that moved the state began.
+        # By plan, the old buckets' pointers: read when the query was planned, and noted since then.
+        self._known_pointers: dict[str, dict[int, Pointer]] = {}
+        # By plan and old bucket, the checkpoints with which attempts that moved the state began.
         self._handed_out_to: dict[str, dict[int, set[CheckpointRef | None]]] = {}
-        # The plan whose calls came last, which has the lease; and names of query folders that somebody copies from.
-        self._owner = ""
+        # The plan of the last calls, which has the lease; and names of query folders from which a process copies.
+        self._lease_plan = ""
         self.held_folders: set[str] = set()
-        # The model by checkpoint, whatever else pointers say.
-        self._states: dict[CheckpointRef, Model] = {}
-        self._alone = self._steady = False
+        # The model state by checkpoint, for all pointers that name it.
+        self._models_by_ref: dict[CheckpointRef, Model] = {}
+        self._without_parents = self._no_faults = False
         self._plans, self._markers, self.savepoints = itertools.count(1), itertools.count(1), itertools.count(1)
         super().__init__(config, variant, self.shared.name)
         self.configured = ["a", "b"] if config.two else ["a"]
@@ -170,7 +170,7 @@ class RescaleWorld(World):
         first = OperatorFile(OPERATOR, "q0", config.buckets, KEY_SCHEMA, STATE_SCHEMA)
         self.operator.child("q0").put(operator_file_name(0), first.encode())
         self.onlookers = Onlookers(self)
-        self.job = self._planned_with(config.buckets)
+        self.job = self._plan_query(config.buckets)
 
     def _list_bucket_numbers(self) -> range:
         return range(self.config.buckets)
@@ -191,21 +191,21 @@ class RescaleWorld(World):
         return machine.open_store(f"{pointer.query_folder}-{pointer.bucket}")
 
     def _list_sources(self, pointer: Pointer) -> Sequence[Restorable]:
-        if pointer.parents is None or self._alone:
+        if pointer.parents is None or self._without_parents:
             return ()
         self._origins.append(self.origin(pointer))
         return (self._origins[-1],)
 
     def origin(self, pointer: Pointer) -> Origin:
-        """What a rescaled bucket began with."""
+        """Return the origin of a rescaled bucket."""
         backends, schema = self.shared.backends(self.configured), self.job.operator_file("").row_schema()
-        found = find_origin(backends, pointer, BucketMap(pointer.buckets), schema, self.folder)
-        assert found is not None, "it needs its parents"
-        return found
+        origin = find_origin(backends, pointer, BucketMap(pointer.buckets), schema, self.folder)
+        assert origin is not None, "it needs its parents"
+        return origin
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """What is opened in the meantime is closed."""
+        """Close all origins that are opened meanwhile."""
         before, self._origins = self._origins, []
         try:
             yield
@@ -215,80 +215,80 @@ class RescaleWorld(World):
             self._origins = before
 
     def finish(self, attempt: PlannedAttempt, pointer: Pointer, numbers: Numbers) -> None:
-        """What a call of the first bucket does about old folders and parents, by its input pointer."""
+        """Remove old folders and parents as a call of the first bucket does, by its input pointer."""
         job, executor = attempt.planned, self.executors[attempt.executor]
-        self._process(executor).finishing.in_turn(
+        self._get_process(executor).finishing.in_turn(
             operator_folders(job),
             pointer.query_folder,
             job.plan_id,
             pointer,
             self.config.retained,
-            lambda: self._check_ours(job),
+            lambda: self._check_lease(job),
             lambda name: name in self.held_folders,
-            Removals(self, executor, numbers, not (self._calm or self._steady)),  # type: ignore[arg-type]
+            Removals(self, executor, numbers, not (self._calm or self._no_faults)),  # type: ignore[arg-type]
         )
 
     def put_in_force(self, attempt: PlannedAttempt, pointer: Pointer, numbers: Numbers) -> None:
-        """What a call of the first bucket writes down, beside the batch, of the folder that it was handed a pointer of."""
-        job, process = attempt.planned, self._process_of(attempt)
+        """Put the input pointer's folder in force, as a call of the first bucket does."""
+        job, process = attempt.planned, self._get_process_of(attempt)
         if (pointer.query_folder, job.plan_id) in process.in_force:
             return
-        happens = "" if self._calm or self._steady else ("dies", "fails", "", "")[numbers.below(4)]
+        action = "" if self._calm or self._no_faults else ("dies", "fails", "", "")[numbers.below(4)]
         try:
-            with set_trap(Trap(numbers.below(4), happens)) if happens else nullcontext():
+            with set_trap(Trap(numbers.below(4), action)) if action else nullcontext():
                 folder_in_force.put_in_force(
-                    operator_folders(job), pointer.query_folder, job.plan_id, lambda: self._check_ours(job)
+                    operator_folders(job), pointer.query_folder, job.plan_id, lambda: self._check_lease(job)
                 )
         except (LiveRunError, StorageError):
-            # It is logged, and done in the next turn.
+            # The product logs the error, and the next turn tries again.
             self.counted["folders not put in force at once"] += 1
             return
         process.in_force.add((pointer.query_folder, job.plan_id))
 
-    def _check_ours(self, job: Job) -> None:
-        """The lease: who runs a plan that is over has lost it to the one that came after."""
-        if self._owner != job.plan_id:
+    def _check_lease(self, job: Job) -> None:
+        """Check the lease: an earlier plan has lost it to the present one."""
+        if self._lease_plan != job.plan_id:
             raise LiveRunError("another run has taken the state over")
 
-    def _noted(
-        self, attempt: PlannedAttempt, pointer: Pointer, made: tuple[CommitResult, Committer], numbers: Numbers
+    def _note_free_bucket(
+        self, attempt: PlannedAttempt, pointer: Pointer, result: tuple[CommitResult, Committer], numbers: Numbers
     ) -> tuple[CommitResult, Committer]:
-        """What a call hands over, once it is noted that its bucket needs no parents."""
+        """Note that a bucket no longer needs its parents; returns the result that its call hands over."""
         if pointer.parents is None:
-            return made
+            return result
         if attempt.batch <= self.spark.oldest:
-            # Nobody is at work for longer at a batch that Spark does not retain.
+            # Attempts at batches that Spark does not retain are assumed to have ended.
             self.counted["late calls that note nothing"] += 1
             raise _FailedError
-        others = (it.child(pointer.query_folder) for it in operator_folders(attempt.planned))
-        folders, finishing = [self.origin(pointer).query_folder, *others], self._process_of(attempt).finishing
+        others = (root.child(pointer.query_folder) for root in operator_folders(attempt.planned))
+        folders, finishing = [self.origin(pointer).query_folder, *others], self._get_process_of(attempt).finishing
         try:
-            with self._troubled(attempt, numbers, beside=False):
+            with self._disturb(attempt, numbers, allows_attempts=False):
                 handed_over = finishing.noted(
-                    folders, pointer, made[0].pointer, lambda: self._check_ours(attempt.planned)
+                    folders, pointer, result[0].pointer, lambda: self._check_lease(attempt.planned)
                 )
         except LiveRunError:
             self.counted["late calls that note nothing"] += 1
             raise _FailedError from None
         self.counted["buckets that need no parents"] += handed_over.parents is None
-        return replace(made[0], pointer=handed_over), made[1]
+        return replace(result[0], pointer=handed_over), result[1]
 
-    def _process_of(self, attempt: PlannedAttempt) -> _Process:
-        return self._process(self.executors[attempt.executor])
+    def _get_process_of(self, attempt: PlannedAttempt) -> _Process:
+        return self._get_process(self.executors[attempt.executor])
 
     def _adjust_clean_up(self, executor: Executor, request: CleanUp, numbers: Numbers) -> CleanUp:
-        """It leaves alone what somebody copies from."""
+        """Let a clean-up respect folders from which a process copies."""
         return replace(request, held=lambda: request.pointer.query_folder in self.held_folders)
 
     # -- plans -------------------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
-        """How many buckets the state has that is committed."""
-        return _count(self.spark.at(self.batch))
+        """Number of buckets of the committed state."""
+        return _count_buckets(self.spark.at(self.batch))
 
-    def _planned_with(self, count: int) -> Job:
-        """The query is planned, which has Spark read the pointers of its last batch where these are of other buckets."""
+    def _plan_query(self, count: int) -> Job:
+        """Plan the query; if the number of buckets changes, the plan reads the pointers of the last batch."""
         number = next(self._plans)
         plan_id = f"{number:012x}".ljust(32, "0")
         options = StateOptions(
@@ -316,21 +316,21 @@ class RescaleWorld(World):
         if count == self.count:
             return job
         self.counted["plans that rescale"] += 1
-        pointers = {bucket: held.pointer for bucket, held in self.spark.at(self.batch).items()}
-        self._known[plan_id] = pointers
+        pointers = {bucket: state.pointer for bucket, state in self.spark.at(self.batch).items()}
+        self._known_pointers[plan_id] = pointers
         name = make_captured_name(number, plan_id)
         captured = Captured(OPERATOR, self.batch, (), "", 0, dict(sorted(pointers.items())))
         self.operator.child(STARTING_FOLDER).put(name, captured.encode())
         return replace(job, rescaled_from=name, rescaled_buckets=self.count)
 
-    def _starts(self, count: int) -> None:
-        """The query starts again; before its first batch it has no state that could be rescaled."""
-        self.job = self._planned_with(count if self.batch >= 0 and not self._is_refused(count) else self.count)
-        # Attempts of the run before do not count any more.
-        self._beside.clear()
+    def _start_query(self, count: int) -> None:
+        """Start the query again; before its first batch it has no state to rescale."""
+        self.job = self._plan_query(count if self.batch >= 0 and not self._is_refused(count) else self.count)
+        # Attempts of the previous run no longer count.
+        self._other_results.clear()
 
     def _is_refused(self, count: int) -> bool:
-        """Whether the plan finds that it cannot rescale the query."""
+        """Whether planning refuses to rescale the query."""
         if count == self.count:
             return False
         name = next(iter(self.spark.at(self.batch).values())).pointer.query_folder
@@ -350,21 +350,21 @@ class RescaleWorld(World):
             self.onlookers.go_back(self.batch)
         self.counted["goings back"] += self.batch < before
         self.counted["goings back to other buckets"] += self.count != oldest
-        self._starts(self.count if numbers.yes() else COUNTS[numbers.below(len(COUNTS))])
+        self._start_query(self.count if numbers.yes() else COUNTS[numbers.below(len(COUNTS))])
 
     def _rescale(self, numbers: Numbers) -> None:
-        self._begin_anew(numbers)
+        self._restart_in_place(numbers)
         others = [count for count in COUNTS if count != self.count]
-        self._starts(others[numbers.below(len(others))])
-        # What comes between the plan and the first batch with data.
+        self._start_query(others[numbers.below(len(others))])
+        # Events between the plan and the first batch with data.
         after = numbers.below(4)
         if after == 0:
             self._gap(numbers)
         elif after == 1:
             self._zombie(numbers)
 
-    def _begin_anew(self, numbers: Numbers) -> None:
-        """The query ends and starts again where it was; processes may live on."""
+    def _restart_in_place(self, numbers: Numbers) -> None:
+        """Restart the query after its last batch; processes may live on."""
         self.start()
         for executor in self.executors:
             executor.loaded.clear()
@@ -372,14 +372,14 @@ class RescaleWorld(World):
                 executor.die()
 
     def _switch(self, numbers: Numbers) -> None:
-        """Other backends: such that one of them holds what Spark may hand out, or those that there were and others."""
+        """Switch to other backends: one of them must hold all reachable states, or the present ones stay among them."""
         before = list(self.configured)
         super()._switch(numbers)
         wanted = (["a", "b"], ["b", "a"])[numbers.below(2)]
         if self.configured == before and set(before) <= set(wanted):
             self.configured = wanted
         self.counted["switches of backends"] += self.configured != before
-        self._starts(self.job.options.buckets)
+        self._start_query(self.job.options.buckets)
 
     def _killed(self, numbers: Numbers) -> None:
         batch = self.batch + 1
@@ -392,11 +392,11 @@ class RescaleWorld(World):
                 self.sleeping.append(attempt)
             else:
                 self._run(attempt, self._draw_fault(numbers, run) if numbers.yes() else None, numbers)
-        self._beside.clear()
+        self._other_results.clear()
         self.counted["killed in a first batch"] += heartbeat and self.count != self.job.options.buckets
-        self._begin_anew(numbers)
+        self._restart_in_place(numbers)
         counts = (self.count, self.count, self.job.options.buckets, COUNTS[numbers.below(len(COUNTS))])
-        self._starts(counts[numbers.below(4)])
+        self._start_query(counts[numbers.below(4)])
 
     def _savepoint(self, numbers: Numbers) -> None:
         if self.batch >= 0:
@@ -409,7 +409,7 @@ class RescaleWorld(World):
         self.onlookers.read()
 
     def root_has(self, pointer: Pointer) -> bool:
-        """Whether all of a bucket's state is with the query's root, the parents that it needs included."""
+        """Whether the query's root has a bucket's whole state, including the parents that it needs."""
         if pointer.ref is None or self._holds("a", pointer):
             return True
         status = pointer.replication.get("a")
@@ -421,7 +421,7 @@ class RescaleWorld(World):
             return False
         return has_parents(self.operator.child(pointer.query_folder))
 
-    def _process(self, executor: Executor) -> _Process:
+    def _get_process(self, executor: Executor) -> _Process:
         return self._processes.setdefault(executor.uploads.owner, _Process())
 
     # -- attempts ----------------------------------------------------------------------------------
@@ -442,13 +442,13 @@ class RescaleWorld(World):
         cleans: bool | None = None,
     ) -> PlannedAttempt:
         partition = self._hand_out(executor, batch)
-        bucket_map = self.job.options.bucket_map if heartbeat else BucketMap(_count(partition))
+        bucket_map = self.job.options.bucket_map if heartbeat else BucketMap(_count_buckets(partition))
         calls: dict[int, Call] = {}
-        # Tasks run side by side, so that any label's call may come first.
+        # Tasks run in parallel, so any label may be called first.
         begins = numbers.below(bucket_map.buckets)
         for bucket in (*range(begins, bucket_map.buckets), *range(begins)):
-            held = partition.get(bucket)
-            if not heartbeat and (held is None or held.due_ms is None or held.due_ms >= now_ms):
+            state = partition.get(bucket)
+            if not heartbeat and (state is None or state.due_ms is None or state.due_ms >= now_ms):
                 continue
             changes = {} if quiet else draw_changes_of_bucket(numbers, bucket_map, bucket)
             timeout_ms = now_ms + numbers.below(60) if self.config.timeouts and numbers.yes() else None
@@ -459,16 +459,18 @@ class RescaleWorld(World):
     def _run_until_success(self, attempt: Attempt, numbers: Numbers) -> TaskResult:
         attempt = replace(attempt, run=attempt.run or self.stage())
         for _ in range(STARTS_MAX):
-            steady, self._steady = self._steady, True
+            steady, self._no_faults = self._no_faults, True
             try:
-                made = self._run(attempt, None, numbers)
+                result = self._run(attempt, None, numbers)
             finally:
-                self._steady = steady
-            if made is not None and _groups(made, self.config.partitions) == set(range(self.config.partitions)):
-                return made
-            # Whoever is refused, or mends what failed, starts the query again.
-            self._begin_anew(numbers)
-            self._starts(self.job.options.buckets)
+                self._no_faults = steady
+            if result is not None and _list_groups(result, self.config.partitions) == set(
+                range(self.config.partitions)
+            ):
+                return result
+            # After a refusal or a failure, the query is started again.
+            self._restart_in_place(numbers)
+            self._start_query(self.job.options.buckets)
             quiet = not any(call.changes for call in attempt.calls.values())
             again = self._attempt(
                 *(attempt.executor, attempt.batch, attempt.heartbeat, attempt.now_ms, numbers),
@@ -484,7 +486,7 @@ class RescaleWorld(World):
         before = dict(executor.loaded)
         try:
             with self._reading():
-                if attempt.heartbeat and _count(attempt.partition) != attempt.planned.options.buckets:
+                if attempt.heartbeat and _count_buckets(attempt.partition) != attempt.planned.options.buckets:
                     return self._run_moving(attempt, fault, numbers, zombie)
                 return super()._run(attempt, fault, numbers, zombie)
         except _RefusedError:
@@ -494,29 +496,31 @@ class RescaleWorld(World):
             return None
         finally:
             if attempt.planned.plan_id != self.job.plan_id:
-                # What a run that is over has in memory, the next one does not go on from.
-                executor.loaded = {b: it for b, it in executor.loaded.items() if before.get(b) is it}
+                # The next run does not continue from the memory of an ended run.
+                executor.loaded = {
+                    b: partition for b, partition in executor.loaded.items() if before.get(b) is partition
+                }
 
     def _run_moving(
         self, attempt: PlannedAttempt, fault: Fault | None, numbers: Numbers, zombie: bool
     ) -> MovedResult | None:
-        """A task for each partition: some may succeed and others fail."""
-        handed_out, executor, at = attempt.partition, self.executors[attempt.executor], attempt.batch
-        seen = self._handed_out_to.setdefault(attempt.planned.plan_id, {})
-        for bucket, held in handed_out.items():
-            seen.setdefault(bucket, set()).add(held.pointer.ref)
-        before, owner = executor.loaded.get(at), executor.uploads.owner
-        made: dict[int, TaskResult] = {}
+        """Run an attempt that moves the state, as one task for each partition; some tasks may fail."""
+        handed_out, executor, batch = attempt.partition, self.executors[attempt.executor], attempt.batch
+        refs_seen = self._handed_out_to.setdefault(attempt.planned.plan_id, {})
+        for bucket, state in handed_out.items():
+            refs_seen.setdefault(bucket, set()).add(state.pointer.ref)
+        before, owner = executor.loaded.get(batch), executor.uploads.owner
+        results: dict[int, TaskResult] = {}
         for number in range(self.config.partitions):
             calls = {b: call for b, call in attempt.calls.items() if b % self.config.partitions == number}
-            task = replace(attempt, calls=calls, partition=self._stateless(attempt, calls), handed_out=handed_out)
+            task = replace(attempt, calls=calls, partition=self._make_stateless(attempt, calls), handed_out=handed_out)
             try:
-                ended = self._ended(task, number)
+                removed_labels = self._list_removed(task, number)
                 if attempt.cleans:
-                    self._give(task, ended, numbers)
-                done = super()._run(task, fault, numbers, zombie)
-                if done is not None and not attempt.cleans:
-                    self._give(task, ended, numbers)
+                    self._run_removed_buckets(task, removed_labels, numbers)
+                result = super()._run(task, fault, numbers, zombie)
+                if result is not None and not attempt.cleans:
+                    self._run_removed_buckets(task, removed_labels, numbers)
             except _RefusedError:
                 self.counted["calls refused"] += 1
             except _FailedError:
@@ -524,42 +528,44 @@ class RescaleWorld(World):
             except DiedError:
                 executor.die()
             else:
-                if done is not None:
-                    made[number] = replace(done, called=done.called | {*ended}, removed=frozenset(ended))
-        whole_attempt = len(made) == self.config.partitions and executor.uploads.owner == owner
-        partition = {b: held for task in made.values() for b, held in task.partition.items()}
-        if executor.uploads.owner == owner and (whole_attempt or before is not None):
-            executor.load(at, partition if whole_attempt or before is None else before)
+                if result is not None:
+                    results[number] = replace(
+                        result, called=result.called | {*removed_labels}, removed=frozenset(removed_labels)
+                    )
+        is_whole = len(results) == self.config.partitions and executor.uploads.owner == owner
+        partition = {b: state for task in results.values() for b, state in task.partition.items()}
+        if executor.uploads.owner == owner and (is_whole or before is not None):
+            executor.load(batch, partition if is_whole or before is None else before)
         else:
-            executor.loaded.pop(at, None)
-        if not made:
+            executor.loaded.pop(batch, None)
+        if not results:
             return None
         self.counted["moves"] += 1
         return MovedResult(
             partition,
-            frozenset().union(*(task.called for task in made.values())),
-            frozenset().union(*(task.removed for task in made.values())),
+            frozenset().union(*(task.called for task in results.values())),
+            frozenset().union(*(task.removed for task in results.values())),
             handed_out,
             {bucket: call.changes for bucket, call in attempt.calls.items()},
-            frozenset(made),
+            frozenset(results),
             attempt.planned.plan_id,
         )
 
-    def _ended(self, task: PlannedAttempt, number: int) -> list[int]:
-        """Labels of a partition that are no more."""
+    def _list_removed(self, task: PlannedAttempt, number: int) -> list[int]:
+        """Return a partition's labels that no longer exist."""
         assert task.handed_out is not None
         count = task.planned.options.buckets
         return [b for b in sorted(task.handed_out) if b >= count and b % self.config.partitions == number]
 
-    def _stateless(self, attempt: PlannedAttempt, buckets: Iterable[int]) -> dict[int, BucketState]:
-        """In the place of pointers that buckets have not yet."""
+    def _make_stateless(self, attempt: PlannedAttempt, buckets: Iterable[int]) -> dict[int, BucketState]:
+        """Make states without data for buckets that have no pointer yet."""
         count, marker = attempt.planned.options.buckets, next(self._markers)
-        made = {}
+        states = {}
         for bucket in buckets:
             pointer = Pointer(OPERATOR, bucket, count, 0, -1, None, calls=marker)
             self.models[pointer.encode()] = {}
-            made[bucket] = BucketState(pointer)
-        return made
+            states[bucket] = BucketState(pointer)
+        return states
 
     def _call(
         self, attempt: Attempt, number: int, run: Run, fault: Fault | None, numbers: Numbers
@@ -568,101 +574,103 @@ class RescaleWorld(World):
         if attempt.handed_out is not None:
             return self._first_call(attempt, number, run, fault, numbers)
         pointer = attempt.partition[number].pointer
-        self._owner = self.job.plan_id if attempt.planned is self.job else self._owner
-        made = super()._call(attempt, number, run, fault, numbers)
-        made = self._noted(attempt, pointer, made, numbers)
-        self._note_state(made[0].pointer, pointer, attempt.calls[number])
+        self._lease_plan = self.job.plan_id if attempt.planned is self.job else self._lease_plan
+        result = super()._call(attempt, number, run, fault, numbers)
+        result = self._note_free_bucket(attempt, pointer, result, numbers)
+        self._note_state(result[0].pointer, pointer, attempt.calls[number])
         if number == 0 and pointer.batch >= 0:
             self.put_in_force(attempt, pointer, numbers)
             self.finish(attempt, pointer, numbers)
-        rescaling = self._process(self.executors[attempt.executor]).starts.rescaling(attempt.planned, number, pointer)
+        rescaling = self._get_process(self.executors[attempt.executor]).starts.rescaling(
+            attempt.planned, number, pointer
+        )
         if rescaling is not None:
-            # The batch has no data, and goes on as before.
-            rescaling.note(made[0].pointer)
-            self._known[attempt.planned.plan_id][number] = made[0].pointer
+            # The batch has no data, so it continues with the old buckets.
+            rescaling.note(result[0].pointer)
+            self._known_pointers[attempt.planned.plan_id][number] = result[0].pointer
             self.counted["pointers noted"] += 1
-        return made
+        return result
 
-    def _note_state(self, made: Pointer, before: Pointer, call: Call) -> None:
-        if made.ref is not None:
-            self._states[made.ref] = apply_changes(self.models[before.encode()], call.changes)
+    def _note_state(self, new_pointer: Pointer, before: Pointer, call: Call) -> None:
+        if new_pointer.ref is not None:
+            self._models_by_ref[new_pointer.ref] = apply_changes(self.models[before.encode()], call.changes)
 
     def _first_call(
         self, attempt: PlannedAttempt, number: int, run: Run, fault: Fault | None, numbers: Numbers
     ) -> tuple[CommitResult, Committer]:
-        self._owner = self.job.plan_id if attempt.planned is self.job else self._owner
-        begun, model = self._begun(attempt, number, numbers)
+        self._lease_plan = self.job.plan_id if attempt.planned is self.job else self._lease_plan
+        first_pointer, model = self._begin_bucket(attempt, number, numbers)
         stateless = attempt.partition[number].pointer
-        self.models[begun.encode()] = self.models[stateless.encode()] = model
-        partition = {**attempt.partition, number: BucketState(begun)}
-        made = super()._call(replace(attempt, partition=partition), number, run, fault, numbers)
-        made = self._noted(attempt, begun, made, numbers)
-        self._note_state(made[0].pointer, begun, attempt.calls[number])
-        return made
+        self.models[first_pointer.encode()] = self.models[stateless.encode()] = model
+        partition = {**attempt.partition, number: BucketState(first_pointer)}
+        result = super()._call(replace(attempt, partition=partition), number, run, fault, numbers)
+        result = self._note_free_bucket(attempt, first_pointer, result, numbers)
+        self._note_state(result[0].pointer, first_pointer, attempt.calls[number])
+        return result
 
-    def _give(self, attempt: PlannedAttempt, ended: Sequence[int], numbers: Numbers) -> None:
-        """Calls of buckets that are no more."""
-        for bucket in ended:
-            with self._troubled(attempt, numbers):
-                self._rescaling(attempt, bucket).give(Shared.of(Worker.current()).replicas, self.folder)
+    def _run_removed_buckets(self, attempt: PlannedAttempt, removed_labels: Sequence[int], numbers: Numbers) -> None:
+        """Run the calls of buckets that no longer exist."""
+        for bucket in removed_labels:
+            with self._disturb(attempt, numbers):
+                self._find_rescaling(attempt, bucket).give(Shared.of(Worker.current()).replicas, self.folder)
 
-    def _begun(self, attempt: PlannedAttempt, number: int, numbers: Numbers) -> tuple[Pointer, Model]:
-        """As `going_on.decide` and `opening.open_bucket`, but for the lease; with the state of what was brought.
+    def _begin_bucket(self, attempt: PlannedAttempt, number: int, numbers: Numbers) -> tuple[Pointer, Model]:
+        """Do what `going_on.decide` and `opening.open_bucket` do, except for the lease; also returns the copied state.
 
-        Whether that is what Spark hands out is seen when all tasks are over.
+        Whether this state is what Spark handed out is checked after all tasks have ended.
         """
         assert attempt.handed_out is not None
-        job, catalog = attempt.planned, self._process(self.executors[attempt.executor]).catalog
-        with self._troubled(attempt, numbers):
-            rescaling, replicas = self._rescaling(attempt, number), Shared.of(Worker.current()).replicas
+        job, catalog = attempt.planned, self._get_process(self.executors[attempt.executor]).catalog
+        with self._disturb(attempt, numbers):
+            rescaling, replicas = self._find_rescaling(attempt, number), Shared.of(Worker.current()).replicas
             rescaling.give(replicas, self.folder)
             state = rescaling.initial_state()
             folder = state.pointer.query_folder
-            wanted = state.begins(job, folder)
+            operator_file = state.begins(job, folder)
             with set_trap(Trap(-1, "")):
-                # It is done by one thread of a process at a time.
-                operator = catalog.admit(self.operator, wanted, False, with_state=True)
-            begun, _ = begin_bucket(state, job, self.operator, folder, replicas, self.folder)
-            begun = replace(begun, schema_id=operator.schema_id)
-        stored, bucket_map = BucketMap(_count(attempt.handed_out)), job.options.bucket_map
-        overlapping = _overlapping(bucket_map, stored, number)
-        parents = [attempt.handed_out[it].pointer for it in overlapping]
-        self.counted["parents without a snapshot of their own"] += any(it.parents is not None for it in parents)
-        brought = [read_parent(self._new_folder(job), it) for it in overlapping]
-        refs = [it.pointer.ref for it in brought if it is not None]
-        due = [it.pointer.earliest_timeout_ms for it in brought if it is not None]
-        earliest_ms = min((it for it in due if it is not None), default=None)
-        if begun.earliest_timeout_ms != earliest_ms:
+                # Only one thread of a process does this at a time, so it must not pause.
+                operator = catalog.admit(self.operator, operator_file, False, with_state=True)
+            first_pointer, _ = begin_bucket(state, job, self.operator, folder, replicas, self.folder)
+            first_pointer = replace(first_pointer, schema_id=operator.schema_id)
+        old_map, bucket_map = BucketMap(_count_buckets(attempt.handed_out)), job.options.bucket_map
+        overlapping = _overlapping(bucket_map, old_map, number)
+        parents = [attempt.handed_out[parent_bucket].pointer for parent_bucket in overlapping]
+        self.counted["parents without a snapshot of their own"] += any(parent.parents is not None for parent in parents)
+        copied_parents = [read_parent(self._locate_new_folder(job), parent_bucket) for parent_bucket in overlapping]
+        refs = [parent.pointer.ref for parent in copied_parents if parent is not None]
+        timeouts_ms = [parent.pointer.earliest_timeout_ms for parent in copied_parents if parent is not None]
+        earliest_ms = min((timeout_ms for timeout_ms in timeouts_ms if timeout_ms is not None), default=None)
+        if first_pointer.earliest_timeout_ms != earliest_ms:
             raise WrongStateError(f"bucket {number} begins without the timeouts that are due at {earliest_ms}")
-        return begun, select_rows(
-            merge_models(self._states[ref] for ref in refs if ref is not None), bucket_map, number
+        return first_pointer, select_rows(
+            merge_models(self._models_by_ref[ref] for ref in refs if ref is not None), bucket_map, number
         )
 
-    def _new_folder(self, job: Job) -> Folder:
-        """Where a plan has parents brought."""
+    def _locate_new_folder(self, job: Job) -> Folder:
+        """Return the folder to which a plan copies parents."""
         root = Folder(job.options.backends[0].root, job.options.backends[0].storage_options)
         return root.child(OPERATOR, make_rescaled_name("q0", job.plan_id))
 
-    def _rescaling(self, attempt: PlannedAttempt, bucket: int) -> Rescaling:
+    def _find_rescaling(self, attempt: PlannedAttempt, bucket: int) -> Rescaling:
         assert attempt.handed_out is not None
-        held = attempt.handed_out.get(bucket)
-        starts = self._process(self.executors[attempt.executor]).starts
-        rescaling = starts.rescaling(attempt.planned, bucket, None if held is None else held.pointer)
+        state = attempt.handed_out.get(bucket)
+        starts = self._get_process(self.executors[attempt.executor]).starts
+        rescaling = starts.rescaling(attempt.planned, bucket, None if state is None else state.pointer)
         if rescaling is None:
-            raise WrongStateError(f"bucket {bucket} is not moved, and its state is of other buckets")
+            raise WrongStateError(f"bucket {bucket} is not moved, although its state is of other buckets")
         return rescaling
 
     @contextmanager
-    def _troubled(self, attempt: PlannedAttempt, numbers: Numbers, beside: bool = True) -> Iterator[None]:
-        """What a call does may stop, fail or die at any change to a file; other attempts run beside it, or none do."""
+    def _disturb(self, attempt: PlannedAttempt, numbers: Numbers, allows_attempts: bool = True) -> Iterator[None]:
+        """Let a call pause, fail or die at any change to a file; meanwhile other attempts may run, if allowed."""
         trap = None
-        if not self._calm and not self._steady:
-            happens = ("dies", "fails", *["waits"] * 4, *[""] * 6)[numbers.below(12)]
-            if happens:
+        if not self._calm and not self._no_faults:
+            action = ("dies", "fails", *["waits"] * 4, *[""] * 6)[numbers.below(12)]
+            if action:
                 trap = Trap(
-                    numbers.below(6) if beside else numbers.below(2),
-                    happens,
-                    lambda: self._meanwhile(attempt, numbers) if beside else self._work(numbers),
+                    numbers.below(6) if allows_attempts else numbers.below(2),
+                    action,
+                    lambda: self._meanwhile(attempt, numbers) if allows_attempts else self._work(numbers),
                 )
         try:
             with set_trap(trap) if trap else nullcontext():
@@ -671,14 +679,14 @@ class RescaleWorld(World):
             self._check_refused(attempt, error)
             raise _RefusedError from error
         except ChangedJobError as error:
-            # Somebody has asked for a key to be erased since the query was planned.
+            # An erase request was made after the query was planned.
             self.counted["calls refused for a request"] += 1
             raise _RefusedError from error
         except StorageError as error:
             raise _FailedError from error
 
     def _meanwhile(self, attempt: PlannedAttempt, numbers: Numbers) -> None:
-        """While a call stands still, another attempt at its task runs, or what waits in backgrounds is done."""
+        """Run another attempt at the task, or background work, while a call is suspended."""
         self.counted["calls that stood still"] += 1
         if numbers.below(4) == 0:
             with set_trap(Trap(-1, "")):
@@ -687,126 +695,138 @@ class RescaleWorld(World):
         if numbers.yes() or attempt.planned is not self.job or attempt.batch != self.batch + 1:
             self._work(numbers)
             return
-        self._steady = True
+        self._no_faults = True
         try:
             with set_trap(Trap(-1, "")):
                 again = self._attempt(
                     numbers.below(EXECUTORS), attempt.batch, attempt.heartbeat, attempt.now_ms, numbers
                 )
-                made = self._run(replace(again, run=attempt.run), None, numbers)
+                result = self._run(replace(again, run=attempt.run), None, numbers)
         finally:
-            self._steady = False
-        if made is not None:
-            self._beside.append((attempt.batch, made))
+            self._no_faults = False
+        if result is not None:
+            self._other_results.append((attempt.batch, result))
 
     def _zombie(self, numbers: Numbers) -> None:
         if not self.sleeping:
             return
         attempt = self.sleeping.pop(numbers.below(len(self.sleeping)))
-        made = self._run(attempt, None, numbers, zombie=True)
-        if made is None or self.config.checkpoint_v2 or not self.config.last_wins or attempt.batch > self.batch:
+        result = self._run(attempt, None, numbers, zombie=True)
+        if result is None or self.config.checkpoint_v2 or not self.config.last_wins or attempt.batch > self.batch:
             return
-        late = [it for it in range(self.config.partitions) if numbers.yes()]
-        labels = {bucket for bucket in made.called | made.partition.keys() if bucket % self.config.partitions in late}
-        self.spark.overwrite(attempt.batch, restrict_to(made, labels))
+        late = [partition for partition in range(self.config.partitions) if numbers.yes()]
+        labels = {
+            bucket for bucket in result.called | result.partition.keys() if bucket % self.config.partitions in late
+        }
+        self.spark.overwrite(attempt.batch, restrict_to(result, labels))
 
-    def _commit(self, batch: int, done: Sequence[TaskResult], numbers: Numbers) -> None:
-        done = self._complete(batch, [*(made for of, made in self._beside if of == batch), *done], numbers)
-        self._beside.clear()
+    def _commit(self, batch: int, results: Sequence[TaskResult], numbers: Numbers) -> None:
+        results = self._complete_partitions(
+            batch, [*(result for of, result in self._other_results if of == batch), *results], numbers
+        )
+        self._other_results.clear()
         parts = []
         for number in range(self.config.partitions):
-            made = self._chosen([it for it in done if number in _groups(it, self.config.partitions)], numbers)
-            labels = made.called | made.partition.keys()
-            parts.append(restrict_to(made, {bucket for bucket in labels if bucket % self.config.partitions == number}))
+            result = self._choose(
+                [result for result in results if number in _list_groups(result, self.config.partitions)], numbers
+            )
+            labels = result.called | result.partition.keys()
+            parts.append(
+                restrict_to(result, {bucket for bucket in labels if bucket % self.config.partitions == number})
+            )
         self._check_moved(batch, parts)
         self.spark.times_ms[batch] = self.planned[batch][1]
         self.spark.commit(
             batch,
             TaskResult(
-                {bucket: held for part in parts for bucket, held in sorted(part.partition.items())},
+                {bucket: state for part in parts for bucket, state in sorted(part.partition.items())},
                 frozenset().union(*(part.called for part in parts)),
                 frozenset().union(*(part.removed for part in parts)),
             ),
         )
         self.onlookers.commit(batch, data=self.planned[batch][0])
 
-    def _complete(self, batch: int, done: list[TaskResult], numbers: Numbers) -> list[TaskResult]:
-        """Attempts of the query as it was planned last, of which some task of each partition succeeded."""
+    def _complete_partitions(self, batch: int, results: list[TaskResult], numbers: Numbers) -> list[TaskResult]:
+        """Return results of the present plan, with further attempts until some task of each partition has succeeded."""
         number = self.config.partitions
-        mine = [it for it in done if not isinstance(it, MovedResult) or it.plan_id == self.job.plan_id]
-        if {group for it in mine for group in _groups(it, number)} == set(range(number)):
-            return mine
+        own_results = [
+            result for result in results if not isinstance(result, MovedResult) or result.plan_id == self.job.plan_id
+        ]
+        if {group for result in own_results for group in _list_groups(result, number)} == set(range(number)):
+            return own_results
         heartbeat, now_ms = self.planned[batch]
-        made = self._run_until_success(
+        result = self._run_until_success(
             self._attempt(numbers.below(EXECUTORS), batch, heartbeat, now_ms, numbers), numbers
         )
-        return self._complete(batch, [*mine, made], numbers)
+        return self._complete_partitions(batch, [*own_results, result], numbers)
 
-    def _chosen(self, done: Sequence[TaskResult], numbers: Numbers) -> TaskResult:
+    def _choose(self, results: Sequence[TaskResult], numbers: Numbers) -> TaskResult:
         if self.config.checkpoint_v2:
-            return done[numbers.below(len(done))]
-        return done[-1] if self.config.last_wins else done[0]
+            return results[numbers.below(len(results))]
+        return results[-1] if self.config.last_wins else results[0]
 
     # -- checks ------------------------------------------------------------------------------------
 
     def _check_moved(self, batch: int, parts: Sequence[TaskResult]) -> None:
-        """The state that is moved is what Spark had handed to those attempts that count."""
+        """Check that the moved state is what Spark had handed out to the attempts that count."""
         moved = [part for part in parts if isinstance(part, MovedResult)]
         if not moved:
             return
         number = len(parts)
         handed_out = {
-            bucket: held
+            bucket: state
             for at, part in enumerate(moved)
-            for bucket, held in part.handed_out.items()
+            for bucket, state in part.handed_out.items()
             if bucket % number == at
         }
-        total = merge_models(self.models[held.pointer.encode()] for held in handed_out.values())
+        total = merge_models(self.models[state.pointer.encode()] for state in handed_out.values())
         self.counted["batches that moved the state"] += 1
         self.counted["moved by several attempts"] += len({id(part.handed_out) for part in moved}) > 1
         for part in moved:
-            for bucket, held in part.partition.items():
-                before = select_rows(total, BucketMap(held.pointer.buckets), bucket)
-                expected, found = apply_changes(before, dict(part.changes[bucket])), self.models[held.pointer.encode()]
-                if found != expected:
-                    raise WrongStateError(f"batch {batch} moved {found} to bucket {bucket}, and should have {expected}")
+            for bucket, state in part.partition.items():
+                before = select_rows(total, BucketMap(state.pointer.buckets), bucket)
+                expected, model = apply_changes(before, dict(part.changes[bucket])), self.models[state.pointer.encode()]
+                if model != expected:
+                    raise WrongStateError(f"batch {batch} moved {model} to bucket {bucket}, but should move {expected}")
 
     def _check_refused(self, attempt: PlannedAttempt, error: LineageError) -> None:
-        """Whoever is refused was handed out something else than what the plan knows, or than another attempt was.
+        """Check that a refused call had another input than its plan knows, or than another attempt had.
 
-        Or is late, and what the query was is removed.
+        A late call may also be refused because the old folder was removed.
         """
         assert attempt.handed_out is not None
         job = attempt.planned
         if attempt.batch <= self.batch and isinstance(error.__cause__, MissingCheckpointError):
             self.counted["late calls that find nothing to begin with"] += 1
             return
-        known, seen = self._known[job.plan_id], self._handed_out_to[job.plan_id]
-        folder = self._new_folder(job)
-        for bucket, held in attempt.handed_out.items():
-            there = read_parent(folder, bucket)
-            others = there is not None and there.pointer.ref in seen[bucket] - {known[bucket].ref}
-            if others or held.pointer.ref != known[bucket].ref:
+        known_pointers, refs_seen = self._known_pointers[job.plan_id], self._handed_out_to[job.plan_id]
+        folder = self._locate_new_folder(job)
+        for bucket, state in attempt.handed_out.items():
+            copied_parent = read_parent(folder, bucket)
+            is_other = copied_parent is not None and copied_parent.pointer.ref in refs_seen[bucket] - {
+                known_pointers[bucket].ref
+            }
+            if is_other or state.pointer.ref != known_pointers[bucket].ref:
                 return
-        raise WrongStateError(f"a call is refused that goes on from what its plan knows: {error}") from error
+        raise WrongStateError(f"a call is refused although it continues from what its plan knows: {error}") from error
 
     def _check_drawn_rows(self, partition: Partition, batch: int) -> None:
-        """Each key is in its bucket, and every bucket is there."""
-        bucket_map = BucketMap(_count(partition))
+        """Check that each key is in its bucket, and that all buckets exist."""
+        bucket_map = BucketMap(_count_buckets(partition))
         if partition.keys() != set(range(bucket_map.buckets)):
             raise WrongStateError(f"after batch {batch} there are the buckets {sorted(partition)} of {bucket_map}")
-        for bucket, held in partition.items():
-            model = self.models[held.pointer.encode()]
+        for bucket, state in partition.items():
+            model = self.models[state.pointer.encode()]
             if select_rows(model, bucket_map, bucket) != model:
                 raise WrongStateError(f"after batch {batch} bucket {bucket} has the keys {sorted(model)}")
 
     def check(self, bucket: int | None = None, backend: str | None = None) -> None:
-        """As `World.check`. Files that came meanwhile take nothing away from what was there before."""
+        """Check as `World.check` does; new files cannot harm earlier states, so `step` checks each state only once."""
         self._checked.clear()
         super().check(bucket, backend)
 
     def step(self, step: bytes) -> None:
-        """Take one step, and look at what Spark may hand out."""
+        """Take one step, and check what Spark may hand out."""
         super().step(step)
         for batch, partition in self.spark.list_reachable(self.executors):
             self._check_drawn_rows(partition, batch)
@@ -818,46 +838,46 @@ class RescaleWorld(World):
                 self._checked.add(pointer.encode())
 
     def _check_on(self, store: LocalStore, pointer: Pointer, names: Sequence[str]) -> None:
-        # A backend that says to hold all of it does so without the parents.
-        self._alone = any(is_complete(pointer.replication.get(name)) for name in names)
+        # A backend that claims to be complete must not need the parents.
+        self._without_parents = any(is_complete(pointer.replication.get(name)) for name in names)
         try:
             with self._reading():
                 super()._check_on(store, pointer, names)
         finally:
-            self._alone = False
+            self._without_parents = False
 
     def total(self) -> Model:
-        """All of the state that is committed."""
-        return merge_models(self.models[held.pointer.encode()] for held in self.spark.at(self.batch).values())
+        """Return the whole committed state."""
+        return merge_models(self.models[state.pointer.encode()] for state in self.spark.at(self.batch).values())
 
     @property
     def files_left_max(self) -> int:
-        # Clean-up begins late, and takes its turns over more buckets; each batch leaves a delta and perhaps a snapshot.
+        # Clean-up begins late and takes turns over more buckets; each batch leaves a delta and perhaps a snapshot.
         return super().files_left_max + 4 * 2 * len(self.configured)
 
     def calm(self) -> None:
         super().calm()
-        for held in self.spark.at(self.batch).values():
-            if held.pointer.parents is not None:
-                raise WrongStateError(f"bucket {held.pointer.bucket} still needs {held.pointer.parents}")
+        for state in self.spark.at(self.batch).values():
+            if state.pointer.parents is not None:
+                raise WrongStateError(f"bucket {state.pointer.bucket} still needs {state.pointer.parents}")
         check_nothing_is_left(self)
         self.onlookers.check_calm()
 
 
-def _groups(made: TaskResult, partitions: int) -> frozenset[int]:
-    """Partitions of which an attempt's task succeeded."""
-    return made.groups if isinstance(made, MovedResult) else frozenset(range(partitions))
+def _list_groups(result: TaskResult, partitions: int) -> frozenset[int]:
+    """Return the partitions whose tasks succeeded in an attempt."""
+    return result.groups if isinstance(result, MovedResult) else frozenset(range(partitions))
 
 
-def _count(partition: Partition) -> int:
-    counts = {held.pointer.buckets for held in partition.values()}
+def _count_buckets(partition: Partition) -> int:
+    counts = {state.pointer.buckets for state in partition.values()}
     if len(counts) != 1:
         raise WrongStateError(f"the state is of {counts} buckets")
     return counts.pop()
 
 
 def patch_for_rescaling(variant: Variant) -> AbstractContextManager[None]:
-    """What is put in the place of threads, of folders' methods, and of what is broken."""
+    """Replace threads, folders' methods, and what a variant breaks."""
     return replace_attributes(
         [
             *list_removal_patches(),
@@ -869,7 +889,7 @@ def patch_for_rescaling(variant: Variant) -> AbstractContextManager[None]:
 
 
 def simulate_rescales(history: History, variant: Variant = DEFAULT) -> RescaleWorld:
-    """Run a history to its end; raises `WrongStateError` when anything is.
+    """Run a history to its end; raises `WrongStateError` if an invariant is violated.
 
     Parameters
     ----------

@@ -177,7 +177,7 @@ class SavepointWorld(Query):
         names = {Path(where).name for where in self.damaged}
         is_damaged = unseen and any(file.name in names for bucket in manifest.buckets for file in bucket.files)
         foreign_file = folder.child(OPERATOR, str(FIRST_BUCKET)), "a note.txt"
-        foreign_file[0].put(foreign_file[1], b"somebody's")
+        foreign_file[0].put(foreign_file[1], b"a user's")
         savepoint = SimSavepoint(folder, manifest, taker.expected, foreign_file, is_damaged)
         if manifest.header.batch != taker.batch:
             raise WrongStateError(f"a savepoint of batch {taker.batch} says that it is of {manifest.header.batch}")
@@ -311,7 +311,7 @@ class SavepointWorld(Query):
             self.shared.counted["claims released"] += 1
             if savepoint.list_missing_files():
                 raise WrongStateError(
-                    f"{savepoint.folder.root} is released, and lacks {savepoint.list_missing_files()}"
+                    f"{savepoint.folder.root} is released, but {savepoint.list_missing_files()} are missing"
                 )
             savepoint.owner = None
 
@@ -337,7 +337,7 @@ class SavepointWorld(Query):
         owner = next((query for query in self._all_started if query.query_folder.name == savepoint.owner), None)
         if owner is None or not owner.has_begun or not owner.clean_up:
             raise WrongStateError(
-                f"{missing_files} are gone from {savepoint.folder.root}, which {savepoint.owner} owns"
+                f"{missing_files} are missing in {savepoint.folder.root}, which {savepoint.owner} owns"
             )
 
     def calm(self) -> None:

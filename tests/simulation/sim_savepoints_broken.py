@@ -95,7 +95,7 @@ def _end_by_first_look(self: HoldWatch, query_folder: Folder) -> list[HoldRecord
 def _never_end(self: HoldWatch, query_folder: Folder) -> list[HoldRecord]:
     """Keep the holds of dead processes for ever."""
     names = query_folder.child(HOLDS_FOLDER).names()
-    return [HoldRecord(name[:32], "somebody", 1) for name in names]
+    return [HoldRecord(name[:32], "a process", 1) for name in names]
 
 
 def _renew_lost_hold(self: Hold) -> HoldRecord:
@@ -103,7 +103,7 @@ def _renew_lost_hold(self: Hold) -> HoldRecord:
     try:
         return _RENEW(self)
     except MissingCheckpointError:
-        record = HoldRecord(self.id, "somebody", int(1000 * HOLD_S))
+        record = HoldRecord(self.id, "a process", int(1000 * HOLD_S))
         self._files.put(record.name, record.encode())
         return record
 
@@ -115,8 +115,8 @@ def _renew_without_writing(self: Hold) -> HoldRecord:
     """Report a renewal without writing it."""
     numbers = self._numbers()
     if not numbers:
-        raise MissingCheckpointError("it is gone")
-    return HoldRecord(self.id, "somebody", int(1000 * HOLD_S), max(numbers))
+        raise MissingCheckpointError("the hold is lost")
+    return HoldRecord(self.id, "a process", int(1000 * HOLD_S), max(numbers))
 
 
 def _believe_unconfirmed(pointer: Pointer, sources: Sources, scratch: Path | None = None) -> Needed:
@@ -230,7 +230,7 @@ def _release_anyway(savepoint: Folder) -> SavepointClaim:
     """Release a claim, whatever its owner has done."""
     claim = claims.read_claim(savepoint)
     if claim is None:
-        raise MissingCheckpointError("nobody has claimed it")
+        raise MissingCheckpointError("it has no claim")
     savepoint.child(claims.CLAIM_FOLDER).remove("claim.json")
     return claim
 
@@ -239,7 +239,7 @@ def _release_after_look(savepoint: Folder) -> SavepointClaim:
     """Check whether the owner deletes, and remove the claim afterwards."""
     claim = claims.read_claim(savepoint)
     if claim is None:
-        raise MissingCheckpointError("nobody has claimed it")
+        raise MissingCheckpointError("it has no claim")
     if claims.is_consumed(savepoint):
         raise NotClaimableError("its owner deletes it")
     savepoint.child(claims.CLAIM_FOLDER).remove("claim.json")

@@ -349,7 +349,7 @@ class StandbyWorld:
             _require(not service.members.problems, service.members.problems)
         self.pass_heartbeats(SETTLED_HEARTBEATS)
         assigned = [service.assigned for service in self.running.values()]
-        _require(all(it == assigned[0] for it in assigned), "hosts decide differently")
+        _require(all(assignment == assigned[0] for assignment in assigned), "hosts decide differently")
         moves = self.moves
         for key, active in self.active.items():
             holders = {service.host for service in self.running.values() if key in service.disk}

@@ -176,7 +176,9 @@ class StartedQuery(Query):
             if claim is not None and claim.id != self._folder_name:
                 self.shared.counted["starts refused"] += 1
                 raise RefusedError from error
-            raise WrongStateError(f"{self._folder_name} may not start, though nobody else claims: {error}") from error
+            raise WrongStateError(
+                f"{self._folder_name} may not start, although no other query has claimed: {error}"
+            ) from error
         except WrongStateError as error:
             if self.is_source_gone and not self.has_begun:
                 raise RefusedError from error
@@ -211,7 +213,7 @@ class StartedQuery(Query):
             assert initial_state is not None, "it is in the savepoint"
             nonce = run.stage.to_bytes(16, "big")
             folder = process.folders.of(root, self._folder_name, self.batch_ms, nonce)
-            assert folder == self._folder_name, "tasks are told it"
+            assert folder == self._folder_name, "the name is given"
             _, claimed_state = claim_source(initial_state, job, root, folder, self.batch_ms)
             if self.mode == CLAIM:
                 self.shared.counted["claims"] += self.savepoint.is_claimed_by(self._folder_name)

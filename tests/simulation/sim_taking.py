@@ -81,7 +81,7 @@ class Taker:
                 self.hold.renew()
             except StateError as error:
                 if self.renewed_in_time:
-                    raise WrongStateError(f"a hold that was renewed in time is gone: {error}") from error
+                    raise WrongStateError(f"a hold that was renewed in time is lost: {error}") from error
                 return  # the product logs it
             self.renewed_s = now_s
 
@@ -102,7 +102,7 @@ class Taker:
         try:
             for row in work(task.plain, batches):
                 if lost:
-                    raise WrongStateError(f"a savepoint of batch {self.batch} goes on without its hold")
+                    raise WrongStateError(f"a savepoint of batch {self.batch} continues without its hold")
                 yield row
         finally:
             self.copies = False

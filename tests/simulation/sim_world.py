@@ -109,7 +109,7 @@ STEPS = (
     "lose memory",  # an executor's processes die: loaded partitions and waiting work are lost
     "damage",  # a snapshot is damaged
     "switch",  # the query starts again with other backends
-    "raid",  # somebody deletes all files in a backend
+    "raid",  # all files in a backend are deleted
 )
 
 
@@ -150,7 +150,7 @@ class World:
         # What clean-ups know about files.
         self.known_files = retention.KnownFiles()
         self.switches = 0
-        # By backend, pointers whose replication status is no longer true because somebody deleted files.
+        # By backend, pointers whose replication status is no longer true because files were deleted.
         self.outdated: dict[str, set[bytes]] = {name: set() for name in self.folders}
         # The heartbeat at which a bucket's lost files in a backend were noted on a machine's disk.
         self.known_losses: dict[tuple[Path, int, int, str], int] = {}
@@ -430,7 +430,7 @@ class World:
             return
         files = self.folders[self.configured[numbers.below(len(self.configured))]][self._draw_bucket(numbers)]
         snapshots = [n for n in files.names() if (parse_file_name(n) or (None, ""))[1] == SNAPSHOT]
-        parsed = {name: found[0] for name in snapshots if (found := parse_file_name(name))}
+        parsed = {name: parts[0] for name in snapshots if (parts := parse_file_name(name))}
         believed = {name for name, ref in parsed.items() if self.known_files.is_known_whole(files, ref)}
         if self.damaged & {files.where(name) for name in believed}:
             snapshots = [name for name in snapshots if name not in believed]
@@ -497,7 +497,7 @@ class World:
         at, kind, after = numbers.below(8), numbers.below(5), numbers.yes()
         if kind == 0:
             return self.make_failing(at, run, after)
-        # If files cannot be replaced, a damaged upload would stay until somebody deletes it.
+        # If files cannot be replaced, a damaged upload would stay for ever.
         if kind < 3 and self.config.replaces:
             return self.make_torn(at, run, die_here if kind == 1 else lambda: None)
         return Fault(at, die_here if numbers.yes() else lambda: self._work(numbers), after)
@@ -827,7 +827,7 @@ class World:
 
     def _check_little_is_left(self, pointer: Pointer, files: Folder) -> None:
         names = files.names()
-        # An unreadable header stops clean-up, for somebody to investigate.
+        # An unreadable header stops clean-up until a user investigates.
         stopped = bool(self.damaged & {files.where(name) for name in names})
         if not stopped and len(names) > self.files_left_max:
             raise WrongStateError(f"{len(names)} files are left in {files.root}: {names}")
