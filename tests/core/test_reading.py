@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
 from collections.abc import Iterator
@@ -272,10 +273,12 @@ def test_a_snapshot_is_read_in_place(job: Job, tmp_path: Path) -> None:
     ]
     bucket, version = snapshots[0]
     with open_state(job.root, batch=version - 1) as state:
+        gc.collect()
         allocated = pa.total_allocated_bytes()
         batches = list(state.scan(["count", "key_hash"], buckets=[bucket]))
         assert sum(batch.num_rows for batch in batches) > 0
-        assert pa.total_allocated_bytes() == allocated
+        # Other threads may free memory meanwhile.
+        assert pa.total_allocated_bytes() <= allocated
 
 
 def test_the_checksums_of_a_mapped_file_are_verified_once(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
