@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -232,9 +232,18 @@ class Leases:
                 folders.append(Folder(backend.root, backend.storage_options).child(job.operator, query_folder))
         identity = RunIdentity.here(job.application_id, job.plan_id, task.query_id, local=job.local_mode)
         lease_ms, format_1_too = job.options.lease_ms, job.options.commit.format_1_too
+        # A claim that is made now may only follow one record of the root's lease. Other folders have other numbers.
+        elsewhere = None if claim is None else replace(claim, after=None)
         return Leases(
             tuple(
-                registry.of(folder, identity, lease_ms, format_1_too=format_1_too, claim=claim, claims=claims)
+                registry.of(
+                    folder,
+                    identity,
+                    lease_ms,
+                    format_1_too=format_1_too,
+                    claim=claim if folder is folders[0] else elsewhere,
+                    claims=claims,
+                )
                 for folder in folders
             ),
             tuple(folders),

@@ -15,8 +15,13 @@ from arrow_schemas import Pointer
 from arrow_schemas.lineage import SNAPSHOT, file_name
 from spark_state_ext import Backend, RetainedCheckpoint, Savepoint
 from spark_state_ext.backends import BackendContext
-from spark_state_ext.errors import ExecutorPackageError, StateElsewhereError
+from spark_state_ext.engine.replicas import Leases
+from spark_state_ext.engine.task import TaskInfo
+from spark_state_ext.errors import ExecutorPackageError, LiveRunError, StateElsewhereError
 from spark_state_ext.files.folder import Folder
+from spark_state_ext.ownership.lease import LeaseRegistry
+from spark_state_ext.ownership.lease_log import LeaseLog
+from spark_state_ext.ownership.lease_record import Claim, LeaseRecord, RunIdentity
 from spark_state_ext.savepoints.manifest_file import read_manifest
 from spark_state_ext.worker.threads import CallerExecutor
 
@@ -139,3 +144,34 @@ def test_a_claim_by_a_job_that_does_not_name_the_backend_with_the_state_is_refus
     with pytest.raises(StateElsewhereError, match="has its state in files, west, but the job names other"):
         query.call(pointer.bucket, None, commit_unchanged)
     assert not (old / "golden" / pointer.query_folder / "lease").exists()
+
+
+def test_a_claim_follows_the_last_record_of_the_root_alone(tmp_path: Path) -> None:
+    """A backend that was added later has fewer lease records than the root."""
+    operator = read_manifest(Folder(str(GOLDEN / "savepoint-1" / "native"))).header.operators["golden"]
+    roots = [tmp_path / "root", tmp_path / "added"]
+    query = Query(tmp_path / "new", operator, None, roots[0], [Backend(str(root), name=root.name) for root in roots])
+    old = RunIdentity("an old application", "its plan", "old", "its host")
+    for root, renewals in zip(roots, (5, 4), strict=True):
+        log = LeaseLog(Folder(str(root)).child("golden", "old"))
+        for _ in range(renewals):
+            assert log.append(log.newest(), LeaseRecord(old, 1_000, 500, released=True))
+    newest = LeaseLog(Folder(str(roots[0])).child("golden", "old")).newest()
+    assert newest is not None
+    claim = Claim("new", str(roots[0]), 1_000, after=newest.number)
+    task = TaskInfo("new", "run", 0)
+    leases = Leases.of(
+        query.job, task, Folder(str(roots[0])).child("golden"), "old", LeaseRegistry(), claim, claims=True
+    )
+    leases.hold()
+    for folder in leases.folders:
+        newest = LeaseLog(folder).newest()
+        assert newest is not None
+        assert newest.record.claim is not None
+        assert newest.record.claim.id == claim.id
+    # A record that the old query wrote since, in the root, is still noticed.
+    late = Leases.of(
+        query.job, task, Folder(str(roots[0])).child("golden"), "other", LeaseRegistry(), claim, claims=True
+    )
+    with pytest.raises(LiveRunError, match="was written since its checkpoint was read"):
+        late.hold()
