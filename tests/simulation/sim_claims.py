@@ -239,7 +239,7 @@ class ClaimWorld(LeaseWorld):
             )
 
     def calm(self) -> None:
-        """As for leases, with a run of the query that owns the folder. If it built upon its claim, a release is refused."""
+        """As for leases, with a run of the query that owns the folder; a claim that was built upon is not released."""
         while self.late_writes:
             self.late_writes.pop()()
             self._check_newest_record()

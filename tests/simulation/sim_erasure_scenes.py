@@ -37,7 +37,7 @@ class ErasureScene:
             self._batch(first_executor, ())
 
     def run_batch_with_requests(self, *requests: Sequence[int]) -> int:
-        """Run a batch with requests between its calls, so that only the first bucket's process sees them; returns the batch."""
+        """Run a batch with requests between its calls, which only the first bucket's process sees; returns the batch."""
         self._batch(0, requests)
         return self.batch
 

@@ -6,17 +6,17 @@ stands its state: for each key the moment at which the key's state began.
 
 Invariants of what Spark may hand out, by the world's own clock:
 
-- Once a record says that a request is done, no bucket's state has a key of the request that began before the request was
-  made. There are three exceptions. A record that a query left behind when it went back, or that a replaced run writes,
-  counts once the first bucket has looked again. If a late attempt of another run overwrites a partition's file (format 1), the
-  partition's buckets count once they are called again. A bucket that could not read a request, because the file was
-  damaged after others had read it, counts once it is called after the request was withdrawn; until then no record says
-  that this request or a later one is done.
+- Once a record says that a request is done, no bucket's state has a key of the request that began before the request
+  was made. There are three exceptions. A record that a query left behind when it went back, or that a replaced run
+  writes, counts once the first bucket has looked again. If a late attempt of another run overwrites a partition's
+  file (format 1), the partition's buckets count once they are called again. A bucket that could not read a request,
+  because the file was damaged after others had read it, counts once it is called after the request was withdrawn;
+  until then no record says that this request or a later one is done.
 - A call removes the keys that are named by the requests that its mark newly covers, and no other keys.
 - A mark covers only requests of the folder whose keys were removed from its state at some time.
 - A call of a batch that began after a request was made carries it out, unless an earlier request cannot be read.
 - A request's file stays while Spark may hand out a state that does not reflect the request.
-- After failures end, every request is done within a few batches, and its file is removed after 3R + 2 heartbeats and a few.
+- After failures end, every request is done within a few batches, and its file is removed after about 3R + 2 heartbeats.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class LeaseWorld:
         self.renewed_s = 0.0
         self.replaced_at_s: dict[str, float] = {}
         self.take_overs = 0
-        # The largest number of live drivers that had asked for the lease; and the number of drivers that share an application.
+        # The largest number of live drivers that had asked for the lease; and how many drivers share an application.
         self.live_max = self.collisions = 0
         self._random = random.Random(49374)
         self._driver(Numbers(b"\0"))

@@ -44,7 +44,7 @@ class Onlookers:
         self._world = world
         # Folders in which Spark has committed a batch.
         self.committed = {"q0"}
-        # This world has no leases. Readers choose the query folder whose lease was renewed last: here the last one that committed.
+        # There are no leases here. Readers choose the query folder whose lease was renewed last: the last one that committed.
         self._renewals: dict[str, int] = {}
         # Ids of requests; and the batch that has carried each of them out, unless the query went back since.
         self._request_ids: set[str] = set()

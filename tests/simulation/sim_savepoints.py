@@ -158,7 +158,7 @@ class SavepointWorld(Query):
             self.shared.takers.remove(taker)
 
     def _check_failure(self, taker: Taker, folder: Folder, error: Exception, unseen: bool) -> None:
-        """Check a failed savepoint; damaged files may be the reason if they were damaged meanwhile or were not verified."""
+        """Check a failed savepoint; files that were damaged meanwhile or were not verified may be the reason."""
         self.shared.counted["savepoints that failed"] += 1
         if folder.exists(MANIFEST_NAME):
             raise WrongStateError(f"a savepoint failed, and has a manifest: {error}") from error
@@ -202,8 +202,8 @@ class SavepointWorld(Query):
                     ) from error
             if saved_model != model:
                 raise WrongStateError(
-                    f"bucket {number} of {savepoint.folder.root} has {saved_model}; batch {savepoint.manifest.header.batch} was "
-                    f"written as {model}"
+                    f"bucket {number} of {savepoint.folder.root} has {saved_model}; "
+                    f"batch {savepoint.manifest.header.batch} was written as {model}"
                 )
 
     def _aside(self, numbers: Numbers) -> None:

@@ -55,7 +55,7 @@ class Scene:
         return result
 
     def run_drawing_task(self, executor: int, to: int) -> TaskResult:
-        """Run a task of the next batch, which has data; it draws its row in the bucket at `to`, and the first has a timeout."""
+        """Run a task of the next batch, which has data; its row goes to the bucket at `to`, and the first has a timeout."""
         world, batch = self.world, self.world.batch + 1
         heartbeat, now_ms = world._plan(batch, True, Numbers(b"\x01\x05"))
         row = KEYS + batch % DRAWN
@@ -240,7 +240,7 @@ def process_dies_when_the_task_has_ended(scene: Scene) -> None:
 
 
 def neighbours_without_data(scene: Scene) -> None:
-    """Two attempts draw differently; the first one's executor continues from memory, and writes what is due without data."""
+    """Two attempts draw differently; the first executor continues from memory, and writes what is due without data."""
     scene.begin(buckets=2, changelog=True, timeouts=True)
     scene.commit(scene.run_drawing_task(0, to=0), scene.run_drawing_task(2, to=1))
     scene.commit(scene.run_task_without_data(0))

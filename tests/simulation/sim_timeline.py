@@ -63,7 +63,7 @@ class TimelineWorld:
         self.counted: Counter[str] = Counter()
         self.record = Epochs()
         self.query_id, self.claim_count = "query 0", 0
-        # `old`: the run is of a release without epochs; `renamed`: that release is 0.1.0, whose calls do not know their batch.
+        # `old`: the run is of a release without epochs; `renamed`: of release 0.1.0, whose calls do not know their batch.
         self.old = self.renamed = False
         # The query went back or returned, and no run has recorded it yet.
         self.has_moved = False
@@ -427,12 +427,12 @@ class TimelineWorld:
         return candidates[-1] if candidates else None
 
     def _is_followed(self) -> bool:
-        """Whether a late first call began an epoch; readers then lag behind until the current run begins its next batch."""
+        """Whether a late first call began an epoch; readers then lag behind until the current run's next batch."""
         newest = self.record.newest
         return newest is not None and any(newest.run_id == call.run_id for call, *_ in self.waiting_calls)
 
     def _check_heads(self, bucket: int, heads: Sequence[CheckpointRef], unsure: Sequence[CheckpointRef]) -> None:
-        """Check that the newest files are the committed checkpoint, other attempts at it, or attempts at the next batch."""
+        """Check that the newest files are the committed checkpoint, or attempts at the last batch or the next one."""
         files = self.files[bucket]
         lineage = [entry.ref for entry in self.readable[-1][bucket].lineage]
         existing = [ref for ref in lineage if ref in files]

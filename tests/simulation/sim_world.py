@@ -543,8 +543,8 @@ class World:
             self.failures.read_failed_stage(executor.machine, run),
             self.failures.must_fail(executor.machine, attempt),
         )
-        # A late attempt may fail if its batch is so old that its files may be deleted, but it must not read wrong state. It may
-        # also fail after a change of backends: these must hold what Spark may hand out now, not what it handed out before.
+        # A late attempt may fail if its batch is so old that its files may be deleted, but it must not read wrong state. It
+        # may also fail after a change of backends: these must hold what Spark may hand out now, not what it did before.
         excused = zombie and (attempt.batch <= self.spark.oldest or attempt.switches != self.switches)
         partition = dict(attempt.partition)
         models: dict[bytes, Model] = {}
