@@ -2,8 +2,8 @@
 
 A hold is a file in the query folder. Renewing it makes the file with the next number, and removes the one before. So
 there is a file at every moment, even on stores whose rename does not replace. A process that takes a savepoint first
-writes the hold, then reads the latest committed pointers. A clean-up that looked for holds earlier uses a pointer that
-is no newer, and keeps the files that newer pointers need (`docs/correctness.md`).
+writes the hold, then reads the latest committed pointers. A clean-up that saw no hold looked before that. It keeps the
+files of its own pointer and of all newer ones, and the savepoint's pointers are newer (`docs/correctness.md`).
 
 A holder is alive if the number changes within the hold's time by the clock of the process that looks: clocks of two
 machines are never compared.

@@ -32,8 +32,8 @@ from spark_state_ext.ownership.lease_record import (
     Watch,
     decide,
     knows_claim,
+    may_replace,
     refuse_written_since,
-    takes_place,
 )
 from spark_state_ext.ownership.lease_states import (
     LEASE,
@@ -247,7 +247,7 @@ class Lease:
 
     def _find_expected_claim(self, newest: NumberedRecord | None) -> str | None:
         """Return the claim that the record must have: the run's own, or the one that its new claim replaces, if any."""
-        replaces_claim = self._claims and newest is not None and takes_place(self._claim, newest.record)
+        replaces_claim = self._claims and newest is not None and may_replace(self._claim, newest.record)
         return _id_of(newest.record.claim if newest is not None and replaces_claim else self._claim)
 
     def _is_renewed_since(self, old: NumberedRecord | None) -> bool:
@@ -286,7 +286,7 @@ class Lease:
         else:
             record = before.record.renew_by(self._me, now_ms, self._lease_ms)
         # Keep the first claimant's timestamp.
-        claim = self._claim if self._claims and takes_place(self._claim, record) else record.claim or self._claim
+        claim = self._claim if self._claims and may_replace(self._claim, record) else record.claim or self._claim
         if claim is not None and not self._claims:
             claim = replace(claim, built=True)
         record = replace(record, format_1_too=self._format_1_too, claim=claim)
@@ -429,7 +429,7 @@ class Lease:
 
     def _note_loss(self, record: LeaseRecord, advice: str) -> OwnershipError:
         lost_claim = not knows_claim(record, _id_of(self._claim))
-        self._released = lost_claim and (record.claim is None or takes_place(self._claim, record))
+        self._released = lost_claim and (record.claim is None or may_replace(self._claim, record))
         self._claimed = record.claim if lost_claim and not self._released else None
         self._successor = record.owner
         self._apply_event(LeaseEvent.SUPERSEDED)

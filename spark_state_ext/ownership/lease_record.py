@@ -33,7 +33,7 @@ __all__ = [
     "Watch",
     "decide",
     "knows_claim",
-    "takes_place",
+    "may_replace",
     "refusal",
     "refuse_written_since",
 ]
@@ -141,7 +141,7 @@ class Claim:
     instead_of
         Id of the claim that this one may replace: the old query's claim, if that had claimed the folder. Not stored.
     after
-        Number of the only record that it may follow: the one from before its pointers were read. Not stored.
+        Number of the root's last lease record when the pointers were read: the claim may follow only that. Not stored.
     """
 
     id: str
@@ -364,14 +364,14 @@ def knows_claim(record: LeaseRecord, claim: str | None) -> bool:
     return (None if record.claim is None else record.claim.id) == claim
 
 
-def takes_place(claim: Claim | None, record: LeaseRecord) -> bool:
+def may_replace(claim: Claim | None, record: LeaseRecord) -> bool:
     """True if a claim that is made now may replace the claim in a record, or its absence."""
     return knows_claim(record, None if claim is None else claim.instead_of)
 
 
 def refuse_written_since(claim: Claim | None, newest: NumberedRecord | None, where: str) -> None:
     """Raise an error if a claim is made now, and a record was written since the claim's pointers were read."""
-    if claim is None or claim.after is None or (newest is not None and not takes_place(claim, newest.record)):
+    if claim is None or claim.after is None or (newest is not None and not may_replace(claim, newest.record)):
         return
     if claim.after != (0 if newest is None else newest.number):
         raise LiveRunError(

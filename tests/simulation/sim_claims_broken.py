@@ -97,7 +97,7 @@ BROKEN_CLAIMS: dict[str, tuple[Patch, ...]] = {
     "the next record forgets the claim": ((LeaseLog, "append", _forget_claim),),
     "clean-up does not check the claim": ((Lease, "_is_held_by_other", _clean_up_without_check),),
     "a run that begins does not check the claim": ((lease_module, "decide", _begin_without_check),),
-    "the last query to claim the folder gets it": ((lease_module, "takes_place", _let_last_claim_win),),
+    "the last query to claim the folder gets it": ((lease_module, "may_replace", _let_last_claim_win),),
     "records do not say that a claim was built upon": (
         (Claim, "to_plain", _omit_building),
         (Lease, "_record_building", lambda _: lambda self: None),
