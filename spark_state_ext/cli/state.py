@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -105,7 +106,8 @@ class Reading:
             raise UsageError(
                 f"there is no folder {path}, or it is empty: give the root that ArrowState has, or a query folder"
             )
-        say("starting Spark to read the checkpoint")
+        if sys.stderr.isatty():
+            say("starting Spark to read the checkpoint")
         # Imported here, so that other commands start without PySpark.
         from spark_state_ext.cli.sessions import get_session
         from spark_state_ext.spark.source.committed_state import open_committed
