@@ -71,7 +71,14 @@ from spark_state_ext.engine.folders import operator_folders
 from spark_state_ext.engine.job import ARROW, Job
 from spark_state_ext.engine.options import StateOptions
 from spark_state_ext.engine.process_state import Shared
-from spark_state_ext.errors import ChangedJobError, LineageError, LiveRunError, MissingCheckpointError, StorageError
+from spark_state_ext.errors import (
+    ChangedJobError,
+    CorruptError,
+    LineageError,
+    LiveRunError,
+    MissingCheckpointError,
+    StorageError,
+)
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import STARTING_FOLDER
 from spark_state_ext.files.operator_catalog import OperatorCatalog, newest_operator
@@ -527,6 +534,11 @@ class RescaleWorld(World):
                 pass
             except DiedError:
                 executor.die()
+            except (CorruptError, MissingCheckpointError) as error:
+                # A late call of a bucket that no longer exists.
+                if not self._may_find_nothing(task, zombie):
+                    raise WrongStateError(f"batch {batch} cannot read {handed_out}: {error}") from error
+                self.counted["late calls that find nothing to begin with"] += 1
             else:
                 if result is not None:
                     results[number] = replace(

@@ -543,9 +543,6 @@ class World:
             self.failures.read_failed_stage(executor.machine, run),
             self.failures.must_fail(executor.machine, attempt),
         )
-        # A late attempt may fail if its batch is so old that its files may be deleted, but it must not read wrong state. It
-        # may also fail after a change of backends: these must hold what Spark may hand out now, not what it did before.
-        excused = zombie and (attempt.batch <= self.spark.oldest or attempt.switches != self.switches)
         partition = dict(attempt.partition)
         models: dict[bytes, Model] = {}
         uploads = executor.uploads
@@ -581,7 +578,7 @@ class World:
                     self.failures.note_report(executor.machine, attempt, folders)
             return None
         except (CorruptError, MissingCheckpointError) as error:
-            if excused:
+            if self._may_find_nothing(attempt, zombie):
                 return None
             raise WrongStateError(f"batch {attempt.batch} cannot read {attempt.partition}: {error}") from error
         if must_fail and models:
@@ -605,6 +602,14 @@ class World:
             if attempt.cleans:
                 self._submit_clean_up(executor, before, numbers)
         return TaskResult(partition, frozenset(attempt.calls))
+
+    def _may_find_nothing(self, attempt: Attempt, zombie: bool) -> bool:
+        """Whether an attempt may fail as its input is gone; it must not read wrong state.
+
+        A late attempt may, if its batch is so old that its files may be deleted, or after a change of backends: these must
+        hold what Spark may hand out now, not what it did before.
+        """
+        return zombie and (attempt.batch <= self.spark.oldest or attempt.switches != self.switches)
 
     def _call(
         self, attempt: Attempt, number: int, run: Run, fault: Fault | None, numbers: Numbers

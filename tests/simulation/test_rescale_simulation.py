@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from sim_histories import rescale_histories
 from sim_parts import History, Variant, WrongStateError
+from sim_rescale_parts import RescaleConfig
 from sim_rescale_scenes import RESCALE_SCENES, RescaleScene, play_rescale_scene
-from sim_rescales import simulate_rescales
+from sim_rescales import RESCALE_STEPS, simulate_rescales
 from sim_rescales_broken import BROKEN_RESCALES
 from sim_search import search_histories
 
@@ -74,6 +75,60 @@ def test_the_simulator_finds_every_broken_variant_of_rescaling(name: str) -> Non
         for scene in sorted(RESCALE_SCENES, key=lambda scene: scene.__name__ != FOUND_BY[name]):
             play_rescale_scene(scene, variant)
         search_histories(rescale_histories(), lambda history: simulate_rescales(history, variant), BROKEN_MAX, SEED)
+
+
+def test_a_late_call_of_a_removed_bucket_may_find_nothing() -> None:
+    """Found by a random history: it belongs to a plan that was given up, and its bucket's files were cleaned up since."""
+    drawn = [
+        "killed",
+        "75002169b47b1800009229",
+        "batch",
+        "0000fd0031",
+        "batch",
+        "0a000000008800000087000000004f",
+        "rescale",
+        "00",
+        "killed",
+        "86003500005def",
+        "zombie",
+        "d62b",
+        "twice",
+        "4abbf20a28d7a27246dda28b160996c2",
+        "quiet",
+        "00",
+        "killed",
+        "22b5cd34255883",
+        "gap",
+        "00",
+        "batch",
+        "792d9586f54fdf9ad5a6d1af0045fbce",
+        "killed",
+        "91003bf5008f00003b0200b32e04359d",
+        "gap",
+        "fe9850",
+        "twice",
+        "00",
+        "rescale",
+        "000000009973",
+    ]
+    steps = [
+        bytes([RESCALE_STEPS.index(kind)]) + bytes.fromhex(numbers).ljust(16, b"\0")
+        for kind, numbers in zip(drawn[::2], drawn[1::2], strict=True)
+    ]
+    config = RescaleConfig(
+        *(True, False, 1, False),
+        journal=True,
+        inline_bytes_max=8_000,
+        patient=False,
+        buckets=2,
+        timeouts=True,
+        replaces=False,
+        partitions=2,
+    )
+
+    world = simulate_rescales(History(config, tuple(steps)))
+
+    assert world.counted["late calls that find nothing to begin with"] == 1
 
 
 def test_histories_contain_the_events_that_matter() -> None:
