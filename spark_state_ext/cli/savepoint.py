@@ -25,8 +25,10 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import CLAIM_FOLDER, LEASE_FOLDER
 from spark_state_ext.ownership.release import release_query_folder
 from spark_state_ext.savepoints.claims import (
+    DELETES,
     SavepointClaim,
     claim_savepoint,
+    delete_claimed_savepoint,
     drop_claim,
     read_claim,
     release_claim,
@@ -274,13 +276,33 @@ def delete(
             f"{savepoint.root} has no {MANIFEST_NAME}, so it is unknown which files belong to it: if a savepoint "
             "failed there, remove the folder by hand"
         )
-    _, verdict, manifest = _inspect(savepoint, roots, storage_options)
-    if not verdict.deletable and not force:
-        raise NotClaimableError(f"{savepoint.root} is not deleted: {verdict.because} (--force deletes it anyway)")
-    deleted = delete_files(savepoint, manifest)
+    if not force:
+        _refuse_needed(savepoint, roots, storage_options)
     claim_record = read_claim(savepoint)
-    if claim_record is not None and claim_record.erases:
-        # This claim belongs to an erasure, which has nothing left to erase. A query removes its own claim itself.
-        drop_claim(savepoint)
-        savepoint.remove_if_empty()
+    if claim_record is None and savepoint.creates_exclusively:
+        # From now on no query starts from it.
+        claim_record = SavepointClaim(read_manifest(savepoint).header.id, DELETES, uuid.uuid4().hex)
+        claim_savepoint(savepoint, claim_record, ())
+        try:
+            if not force:
+                # A query may have started from it before the claim was made.
+                _refuse_needed(savepoint, roots, storage_options)
+        except BaseException:
+            drop_claim(savepoint)
+            raise
+    if claim_record is not None and claim_record.deletes:
+        deleted = delete_claimed_savepoint(savepoint, claim_record.id, lambda: None)
+    else:
+        deleted = delete_files(savepoint, read_manifest(savepoint))
+        if claim_record is not None and claim_record.erases:
+            # This claim belongs to an erasure, which has nothing left to erase. A query removes its own claim itself.
+            drop_claim(savepoint)
+            savepoint.remove_if_empty()
     say(f"deleted={deleted}")
+
+
+def _refuse_needed(savepoint: Folder, roots: Sequence[str], storage_options: dict[str, Any]) -> None:
+    """Raise an error if a query may still need a savepoint."""
+    _, verdict, _ = _inspect(savepoint, roots, storage_options)
+    if not verdict.deletable:
+        raise NotClaimableError(f"{savepoint.root} is not deleted: {verdict.because} (--force deletes it anyway)")

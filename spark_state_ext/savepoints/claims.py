@@ -27,6 +27,7 @@ from spark_state_ext.savepoints.replaced_files import read_replaced
 
 __all__ = [
     "CLAIM_FOLDER",
+    "DELETES",
     "ERASES",
     "SavepointClaim",
     "read_claim",
@@ -43,6 +44,8 @@ _CLAIM_NAME, _CONSUMED_NAME = "claim.json", "consumed.json"
 _FORMAT = 1
 # Prefix of the claimant if erase_history rewrites the savepoint; other claimants are queries that start from it.
 ERASES = "erase_history of "
+# The claimant if `savepoint delete` deletes the savepoint, so that no query starts from it meanwhile.
+DELETES = "savepoint delete"
 # How often a deletion checks that the claim still exists.
 _CHECK_S = 1.0
 
@@ -56,7 +59,8 @@ class SavepointClaim:
     savepoint_id
         Id of the savepoint.
     by
-        The query's state folder, with the prefix `ERASES` if keys are being erased from the savepoint; or a person.
+        The query's state folder, with the prefix `ERASES` if keys are being erased from the savepoint; a person; or
+        `DELETES`.
     id
         Name of that folder, by which the query's attempts recognise their claim.
     """
@@ -69,6 +73,11 @@ class SavepointClaim:
     def erases(self) -> bool:
         """True if the savepoint is being rewritten without some keys."""
         return self.by.startswith(ERASES)
+
+    @property
+    def deletes(self) -> bool:
+        """True if `savepoint delete` is deleting the savepoint, or was stopped while it did."""
+        return self.by == DELETES
 
     def encode(self) -> bytes:
         """Return the file's bytes, which are the same for all tasks of the query."""
@@ -115,6 +124,10 @@ def _claimed_error(savepoint: Folder, claim: SavepointClaim | None) -> ClaimedEr
         return ClaimedError(
             f"the savepoint at {savepoint.root} is being rewritten by {claim.by}: wait until that is finished. If it "
             "was stopped, run it again"
+        )
+    if claim is not None and claim.deletes:
+        return ClaimedError(
+            f"the savepoint at {savepoint.root} is being deleted by {claim.by}: start from another savepoint"
         )
     return ClaimedError(
         f"the savepoint at {savepoint.root} is claimed by the query at {claim.by if claim else 'an unknown place'}, "
@@ -208,7 +221,7 @@ def _delete_and_free(
     files.remove(_CONSUMED_NAME)
     files.remove(_CLAIM_NAME)
     _remove_empty(savepoint)
-    _LOGGER.info("the savepoint at %s, which this query had claimed, is deleted: %d files", savepoint.root, deleted)
+    _LOGGER.info("the claimed savepoint at %s is deleted: %d files", savepoint.root, deleted)
     return deleted
 
 

@@ -64,6 +64,10 @@ def judge(
         return Verdict(
             False, f"{claim.by} is rewriting it: wait until that is finished, or run it again if it was stopped"
         )
+    if claim is not None and claim.deletes:
+        if consumed:
+            return Verdict(True, f"{claim.by} has begun to delete it: if that was stopped, run it again")
+        claim = None
     if claim is not None and consumed:
         return Verdict(False, f"{claim.by} owns it and is deleting it: let it finish")
     if claim is not None:

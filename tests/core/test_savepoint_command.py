@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -31,6 +32,7 @@ from spark_state_ext.savepoints.claims import (
     delete_claimed_savepoint,
     is_consumed,
     read_claim,
+    refuse_claimed,
     release_claim,
 )
 from spark_state_ext.savepoints.start_records import StartRecord, note_detached, note_start
@@ -116,6 +118,35 @@ def test_delete_keeps_files_that_the_manifest_does_not_name(savepoint: Folder, t
     assert main(["savepoint", "delete", savepoint.root]) == 3, "without a root, it is unknown which queries need it"
     assert main(["savepoint", "delete", savepoint.root, "--root", str(tmp_path)]) == 0
     assert [path.name for path in (tmp_path / "savepoint").rglob("*") if path.is_file()] == ["mine.txt"]
+
+
+def test_no_query_starts_from_a_savepoint_that_is_being_deleted(
+    savepoint: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim_savepoint(savepoint, SavepointClaim(ID, claims.DELETES, "command"), ())
+    checks = itertools.count()
+
+    def stop_in_the_middle() -> None:
+        if next(checks) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        delete_claimed_savepoint(savepoint, "command", stop_in_the_middle)
+
+    error = "is being deleted by savepoint delete: start from another"
+    with pytest.raises(ClaimedError, match=error):
+        claim_savepoint(savepoint, SavepointClaim(ID, "/mine", "mine"), ())
+    with pytest.raises(ClaimedError, match=error):
+        refuse_claimed(savepoint)
+    assert "savepoint delete has begun to delete it" in read_status(savepoint, tmp_path / "root", capsys)["because"]
+    assert main(["savepoint", "delete", savepoint.root]) == 0
+    assert not (tmp_path / "savepoint").exists()
+
+
+def test_a_savepoint_that_is_not_deleted_is_not_claimed_either(savepoint: Folder, tmp_path: Path) -> None:
+    start_query(tmp_path / "root", "mine", savepoint)
+    assert main(["savepoint", "delete", savepoint.root, "--root", str(tmp_path / "root")]) == 3
+    assert read_claim(savepoint) is None
 
 
 def test_a_claim_is_reported_blocks_other_claims_and_can_be_released(

@@ -43,7 +43,7 @@ _REFUSALS = (
     ChangedJobError,
 )
 
-# How long a hold lasts from planning until the first batch; from then on the query's calls renew it.
+# How long a hold lasts from planning until the first batch. From then on the query's calls renew it, or own the folder.
 _CAPTURED_HOLD_MS = 3_600_000
 
 
