@@ -31,6 +31,7 @@ from spark_state_ext.engine.job import ARROW
 from spark_state_ext.errors import UsageError
 from spark_state_ext.functions.state_batch import StateBatch
 from spark_state_ext.functions.ttl import Ttl
+from tests.helpers.soak import whole
 
 
 def generate_history(seed: int, batches: int, keys: int = 24) -> Iterator[tuple[list[tuple[Key, int, int]], int, int]]:
@@ -60,10 +61,14 @@ HISTORIES = [
     *[(EVENT_TIME, "event"), (EVENT_TIME, "event, read"), (PROCESSING_TIME, "processing")],
     *[("NoTimeout", "no ttl"), ("NoTimeout", "processing")],
 ]
+# In the suite, each history runs through one API; the soak runs each through all of them.
+CASES = whole(
+    [(APIS[at % len(APIS)], *history) for at, history in enumerate(HISTORIES)],
+    [(api, *history) for at, history in enumerate(HISTORIES) for api in APIS if api != APIS[at % len(APIS)]],
+)
 
 
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize(("conf", "ttl_name"), HISTORIES)
+@pytest.mark.parametrize(("api", "conf", "ttl_name"), CASES)
 def test_calls_and_state_equal_those_of_the_model(tmp_path: Path, api: str, conf: str, ttl_name: str) -> None:
     calls_made, timed_out = 0, 0
     for seed, hash_key, memory_bytes in ((1, spread_hash, 256), (2, clashing_hash, 256), (3, spread_hash, 1 << 20)):
@@ -84,8 +89,7 @@ def test_calls_and_state_equal_those_of_the_model(tmp_path: Path, api: str, conf
     assert (timed_out > 15) == (conf != "NoTimeout")
 
 
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize(("conf", "ttl_name"), HISTORIES)
+@pytest.mark.parametrize(("api", "conf", "ttl_name"), CASES)
 def test_erased_keys_have_no_state_and_no_timeout(tmp_path: Path, api: str, conf: str, ttl_name: str) -> None:
     """Erased keys leave neither state nor timeouts, and later rows begin with an empty state."""
     erased = 0

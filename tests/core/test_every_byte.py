@@ -41,7 +41,7 @@ from tests.helpers.waiting import WAIT_S
 _FLIPS = (0x01, 0xFF)
 _ALL = slice(None)
 # Formats align to 8 bytes, and 5 has no common divisor with 8.
-_POSITIONS = every(5)
+_POSITIONS = every(11)
 _SHOWN_MAX = 20
 
 

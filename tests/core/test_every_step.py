@@ -1,6 +1,6 @@
 """Each input or output operation of a five-batch job fails once or kills the process.
 
-The state must be the old or the new one. In the suite, every seventh operation fails, with another offset in each
+The state must be the old or the new one. In the suite, every nineteenth operation fails, with another offset in each
 case; in the soak, every operation fails.
 """
 
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 SHARES = 2
-NTH = 1 if SOAK else 7
+NTH = 1 if SOAK else 19
 
 
 @pytest.mark.slow
@@ -30,9 +30,9 @@ NTH = 1 if SOAK else 7
     ("kind", "fate", "when", "first"),
     [
         ("counting", "kill", "before", 0),
-        ("counting", "raise", "before", 2),
-        ("counted", "kill", "after", 4),
-        ("counted", "raise", "after", 6),
+        ("counting", "raise", "before", 5),
+        ("counted", "kill", "after", 10),
+        ("counted", "raise", "after", 15),
     ],
 )
 def test_a_job_survives_a_failure_at_every_step_of_five_batches(

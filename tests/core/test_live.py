@@ -95,7 +95,7 @@ def test_random_reads_return_committed_state(
     restart_job: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     """The job writes, compacts and drops runs, loses its stores, and is killed and restarted meanwhile."""
-    chosen, asks = random.Random(11), examples(300, 10_000)
+    chosen, asks = random.Random(11), examples(100, 10_000)
     process = restart_job()
     newest: dict[int, int] = {}
     seen: set[int] = set()

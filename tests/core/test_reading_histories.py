@@ -27,7 +27,7 @@ def changes_of(random_: random.Random, at: int) -> Changes:
     return dict(random_.sample(list(changes.items()), min(count, len(changes))))
 
 
-@pytest.mark.parametrize("seed", range(examples(6, 200)))
+@pytest.mark.parametrize("seed", range(examples(3, 200)))
 def test_open_state_reads_only_committed_batches(tmp_path: Path, seed: int) -> None:
     random_ = random.Random(seed)
     job = Job(tmp_path / "root", tmp_path, retained=random_.choice([2, 100]))
@@ -66,7 +66,7 @@ def changes_of_few(random_: random.Random, at: int) -> Changes:
 
 
 @pytest.mark.parametrize("times", ["kept", "equal"])
-@pytest.mark.parametrize("seed", range(examples(8, 400)))
+@pytest.mark.parametrize("seed", range(examples(4, 400)))
 def test_restarts_never_bring_back_discarded_batches(tmp_path: Path, seed: int, times: str) -> None:
     """Each run may start at the end, at an earlier batch, or at a discarded one, while most buckets are idle."""
     random_ = random.Random(seed)

@@ -101,6 +101,7 @@ def check_state(query: RescaledQuery) -> None:
     assert expired == [find_expired(query.model, now_ms) for now_ms in TIMES_MS]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(7_200 if SOAK else 900)
 @pytest.mark.parametrize("n", NUMBERS if SOAK else SOME)
 def test_each_number_of_buckets_can_be_rescaled_to_each_other(n: int, tmp_path: Path) -> None:

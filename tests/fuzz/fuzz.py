@@ -7,8 +7,8 @@ It writes an input that fails to a file ``crash-…`` (or ``oom-…``, ``timeout
 from __future__ import annotations
 
 import argparse
+import os
 import random
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +23,7 @@ with atheris.instrument_imports(include=["arrow_schemas", "spark_state_ext"]):
     from fuzz_targets import PLANTED, TARGETS, Target
 
 _LENGTH_MAX = 16 << 10
+DEFAULT_CORPUS = Path(tempfile.gettempdir()) / "spark_state_ext-fuzz"
 
 
 def fuzz(target: Target, seconds: int, runs: int, seed: int, corpus: Path, findings: Path) -> None:
@@ -55,6 +56,21 @@ def fuzz(target: Target, seconds: int, runs: int, seed: int, corpus: Path, findi
     atheris.Fuzz()
 
 
+def fuzz_all(arguments: argparse.Namespace) -> int:
+    """Fuzz every target in turn, each in its own fork, as libFuzzer ends its process; return the number of failures."""
+    failures = 0
+    for name, target in TARGETS.items():
+        print(f"== {name}", file=sys.stderr, flush=True)
+        pid = os.fork()
+        if pid == 0:
+            findings = arguments.findings / name
+            findings.mkdir(parents=True, exist_ok=True)
+            corpus = (arguments.corpus or DEFAULT_CORPUS) / name
+            fuzz(target, arguments.seconds, arguments.runs, arguments.seed, corpus, findings)
+        failures += os.waitpid(pid, 0)[1] != 0
+    return failures
+
+
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -62,20 +78,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60, help="0: no limit")
     parser.add_argument("--runs", type=int, default=-1, help="number of inputs; -1: no limit")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers; 0: another seed each time")
-    parser.add_argument("--corpus", type=Path, help="folder that keeps interesting inputs for the next run")
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        help="folder that keeps interesting inputs for the next run; of all: one below it for each target",
+    )
     parser.add_argument("--findings", type=Path, default=Path(), help="folder for inputs that fail")
     parser.add_argument("--replay", type=Path, help="only try the bytes of this file")
     arguments = parser.parse_args()
     if arguments.target == "all":
-        # libFuzzer ends its process.
-        for name in TARGETS:
-            subprocess.run([sys.executable, __file__, name, *sys.argv[2:]], check=True)
-        return
+        sys.exit(fuzz_all(arguments))
     target = {**TARGETS, **PLANTED}[arguments.target]
     if arguments.replay:
         target(arguments.replay.read_bytes())
         return
-    corpus = arguments.corpus or Path(tempfile.gettempdir()) / "spark_state_ext-fuzz" / arguments.target
+    corpus = arguments.corpus or DEFAULT_CORPUS / arguments.target
     fuzz(target, arguments.seconds, arguments.runs, arguments.seed, corpus, arguments.findings)
 
 

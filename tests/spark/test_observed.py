@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_jobs import COUNTERS, EVERYWHERE, ApiJob, count_rows
+from api_jobs import CLASSIC_FIRST, COUNTERS, ApiJob, count_rows
 from jobs import CLASSIC, keyed
 
 from spark_state_ext.worker import metrics
@@ -42,7 +42,7 @@ def as_dict(row: dict[str, Any]) -> dict[str, Any]:
     return dict(zip((field["name"] for field in row["schema"]["fields"]), row["values"], strict=True))
 
 
-@EVERYWHERE
+@CLASSIC_FIRST
 @pytest.mark.parametrize("api", ["arrow", "rows"])
 def test_a_querys_progress_shows_the_size_of_the_state(session: Any, api: str, tmp_path: Path) -> None:
     job = ApiJob(session, "arrow", tmp_path, COUNTERS[api], api=api)
@@ -61,7 +61,7 @@ def test_a_querys_progress_shows_the_size_of_the_state(session: Any, api: str, t
         assert {name: batch[name] for name in values} == values
 
 
-@EVERYWHERE
+@CLASSIC_FIRST
 def test_the_progress_of_a_new_query_counts_the_other_queries_with_state_in_its_root(
     session: Any, tmp_path: Path
 ) -> None:

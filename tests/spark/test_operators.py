@@ -415,6 +415,7 @@ def test_deduplicate_without_keys_compares_all_columns(session: Any, tmp_path: P
 # -- top k ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 @CLASSIC
 @pytest.mark.parametrize("emit", whole(["changed"], ["all"]))
 def test_top_k_upserted_by_key_and_rank_equals_row_number(session: Any, emit: str, tmp_path: Path) -> None:

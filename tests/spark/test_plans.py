@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from jobs import CLASSIC, CLASSIC_FIRST, COUNTS, EVERYWHERE, SPARK, TIMED, Job, count, ddl, emitted, event_rows, keyed
+from jobs import CLASSIC, CLASSIC_FIRST, COUNTS, SPARK, TIMED, Job, count, ddl, emitted, event_rows, keyed
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.state import GroupState
 from streams import collect, finish, read
@@ -72,7 +72,7 @@ def test_dropping_duplicates_may_precede_the_operator(session: Any, operator: st
     assert rows == {0: [("a", 1), ("b", 1)], 1: [("a", 2)], 2: [("b", 2)]}
 
 
-@EVERYWHERE
+@CLASSIC_FIRST
 def test_two_actions_in_foreach_batch_see_the_same_rows(session: Any, operator: str, tmp_path: Path) -> None:
     """Each action runs the operator again; this also holds after a restart."""
     target = str(tmp_path / "rows")
@@ -116,11 +116,10 @@ def test_a_running_query_processes_data_as_it_arrives(session: Any, operator: st
 @pytest.mark.parametrize(
     ("provider", "version", "file"),
     [
-        ("HDFSBackedStateStoreProvider", 1, "1.delta"),
-        ("RocksDBStateStoreProvider", 1, "1.changelog"),
-        ("RocksDBStateStoreProvider", 2, "1_*.changelog"),
+        pytest.param("HDFSBackedStateStoreProvider", 1, "1.delta", id="hdfs", marks=pytest.mark.soak),
+        pytest.param("RocksDBStateStoreProvider", 1, "1.changelog", id="rocksdb-1", marks=pytest.mark.soak),
+        pytest.param("RocksDBStateStoreProvider", 2, "1_*.changelog", id="rocksdb-2"),
     ],
-    ids=["hdfs", "rocksdb-1", "rocksdb-2"],
 )
 def test_a_restart_keeps_the_state_for_each_state_store_and_another_number_of_partitions(
     session: Any, operator: str, provider: str, version: int, file: str, tmp_path: Path

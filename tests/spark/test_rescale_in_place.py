@@ -124,6 +124,7 @@ def test_a_query_is_rescaled_in_place_several_times(spark: Any, tmp_path: Path) 
     assert state_of(new, spark) == expected_state(range(next_file + 4))
 
 
+@pytest.mark.soak
 def test_a_worker_that_starts_late_needs_nothing_of_the_state_before_the_rescaling(spark: Any, tmp_path: Path) -> None:
     """The old folder is deleted while the query's plan is in use, and then new workers run its tasks."""
     job = run_files(make_query(tmp_path / "job", 5), 0, 2, spark)
@@ -141,6 +142,7 @@ def test_a_worker_that_starts_late_needs_nothing_of_the_state_before_the_rescali
         shutil.rmtree(Path(job.root) / OPERATOR / STARTING_FOLDER, ignore_errors=True)
 
 
+@pytest.mark.soak
 def test_one_heavy_bucket_can_be_split_without_the_others(spark: Any, tmp_path: Path) -> None:
     job = run_files(make_query(tmp_path / "job", 3), 0, 2, spark)
     job = run_files(rescale_in_place(job, 0, bucket_by=BucketMap.split(3, {1: 4})), 2, 3, spark)
@@ -160,6 +162,7 @@ def test_one_heavy_bucket_can_be_split_without_the_others(spark: Any, tmp_path: 
         assert state_by_key(state) == expected_state(range(2))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "with_backend",
     [pytest.param(False, id="in the root"), pytest.param(True, id="in a backend", marks=pytest.mark.soak)],
@@ -292,6 +295,7 @@ def run_with_rescaling(
     return batches
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("bucket_counts", [(3, 8), (8, 3)] if SOAK else [(8, 3)], ids=str)
 def test_timeouts_fire_as_on_sparks_operator_if_a_rescaled_query_repeats_a_batch_without_data(
     spark: Any, tmp_path: Path, bucket_counts: tuple[int, int]

@@ -98,6 +98,7 @@ def test_a_no_claim_start_deletes_nothing_of_a_savepoint(world: World) -> None:
     }
 
 
+@pytest.mark.soak
 def test_a_no_claim_start_deletes_only_its_own_hold_in_a_retained_checkpoint(world: World) -> None:
     old = world.run(world.query("old"), 3, "old")
     eventually(lambda: {entry.role for entry in world.ledger.deletes(old.root)} <= {"lease"})
@@ -179,6 +180,7 @@ def test_the_check_of_a_claim_finds_a_deletion_that_is_too_early(world: World) -
     assert any("claim consumption has deleted" in text for text in violations)
 
 
+@pytest.mark.soak
 def test_a_job_without_clean_up_deletes_nothing_of_a_claimed_savepoint(world: World) -> None:
     old = world.run(world.query("old"), 3, "old")
     start, source = world.take_savepoint(old, "canonical", "claim")

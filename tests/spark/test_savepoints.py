@@ -176,6 +176,7 @@ def test_taking_a_savepoint_looks_for_a_later_batch_if_the_query_drops_the_first
         take(old, tmp_path / "other", batch=3)
 
 
+@pytest.mark.soak
 @reads_state
 def test_any_number_of_queries_start_from_one_savepoint(spark: Any, old: Query, tmp_path: Path) -> None:
     """They share only the bytes of files, which are never written again."""
@@ -235,6 +236,7 @@ def test_a_claimed_savepoint_is_refused_to_other_queries(spark: Any, old: Query,
     assert read_manifest(Folder(str(tmp_path / "savepoint"))).buckets
 
 
+@pytest.mark.soak
 @reads_state
 def test_a_query_whose_backend_is_not_a_file_system_starts_from_a_savepoint(
     spark: Any, old: Query, tmp_path: Path
@@ -310,6 +312,7 @@ def test_a_claimed_checkpoint_belongs_to_the_new_query_and_is_refused_to_others(
         Query(spark, tmp_path / "third", start_from=start, root=root).run(NEXT)
 
 
+@pytest.mark.soak
 @reads_state
 def test_the_checkpoint_of_a_running_query_cannot_be_claimed(spark: Any, tmp_path: Path) -> None:
     old = Query(spark, tmp_path / "old", lease_ms=10_000)
@@ -358,6 +361,7 @@ def test_a_query_that_cannot_use_the_state_claims_nothing(spark: Any, old: Query
     assert old.table["a"] == counted(FIRST)["a"] + 1
 
 
+@pytest.mark.soak
 @reads_state
 def test_a_claim_can_be_released_by_force_if_the_new_query_committed_no_batch(
     spark: Any, old: Query, tmp_path: Path
@@ -387,6 +391,7 @@ def test_a_claim_can_be_released_by_force_if_the_new_query_committed_no_batch(
     assert new.table["a"] == counted(FIRST, NEXT)["a"] + 2
 
 
+@pytest.mark.soak
 @reads_state
 def test_a_claim_cannot_be_released_after_a_batch_of_the_new_query(
     spark: Any, old: Query, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -403,6 +408,7 @@ def test_a_claim_cannot_be_released_after_a_batch_of_the_new_query(
     assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
 
 
+@pytest.mark.soak
 @reads_state
 def test_a_checkpoint_that_later_batches_need_can_only_be_claimed_by_force(
     spark: Any, old: Query, tmp_path: Path
@@ -417,6 +423,7 @@ def test_a_checkpoint_that_later_batches_need_can_only_be_claimed_by_force(
     assert new.table["a"] == counted(FIRST[:2], NEXT)["a"]
 
 
+@pytest.mark.soak
 @reads_state
 def test_an_operator_that_the_snapshot_does_not_have_is_refused_when_the_query_is_planned(
     spark: Any, old: Query, tmp_path: Path, caplog: pytest.LogCaptureFixture

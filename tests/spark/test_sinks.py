@@ -182,8 +182,9 @@ def in_threads_of_the_first_batch_and_its_own(df: Any, batch: int, folder: str) 
 
 Sink = Callable[[Any, int, str], None]
 EVERYWHERE: list[Sink] = whole(
-    [in_a_thread, in_two_threads_at_once, with_a_nested_action],
+    [in_a_thread, with_a_nested_action],
     [
+        in_two_threads_at_once,
         in_own_thread,
         first_in_own_thread_then_in_another,
         first_in_another_thread_then_in_own,
@@ -193,13 +194,15 @@ EVERYWHERE: list[Sink] = whole(
 )
 # Only classic sessions have `sparkContext` and `newSession`.
 CLASSIC: list[Sink] = whole(
+    [in_threads_of_the_first_batch_and_its_own],
     [
         with_job_groups,
         with_a_new_session,
         in_an_inheritable_thread_of_the_first_batch,
-        in_threads_of_the_first_batch_and_its_own,
+        with_tags,
+        in_an_inheritable_thread,
+        in_a_plain_thread_of_the_first_batch,
     ],
-    [with_tags, in_an_inheritable_thread, in_a_plain_thread_of_the_first_batch],
 )
 
 
@@ -291,6 +294,7 @@ def test_a_failed_first_batch_is_repeated(spark: Any, tmp_path: Path, sink: Sink
     job.check_counts_and_folders(query_folders=1 if sink is in_own_thread else 2)
 
 
+@pytest.mark.soak
 @pytest.mark.connect
 def test_a_failed_first_batch_is_repeated_over_connect(connect: Any, tmp_path: Path) -> None:
     job = _Job(connect, tmp_path, partial(fail_once, str(tmp_path / "failed"), in_own_thread))

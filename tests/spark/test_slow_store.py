@@ -113,6 +113,7 @@ def test_a_task_waits_once_for_the_uploads_of_its_large_deltas(spark: Any, tmp_p
         assert sum(wait > 0 for wait in waits) == 1
 
 
+@pytest.mark.soak
 def test_no_row_is_lost_if_foreach_batch_sets_another_number_of_partitions(spark: Any, tmp_path: Path) -> None:
     """Tasks see a number of partitions that is not theirs, so that every call waits for its own upload."""
     job = make_job(spark, tmp_path, partitions=2, store={"put_ms": 20}, inline_bytes_max=0)

@@ -187,6 +187,7 @@ def test_state_in_hashed_buckets_cannot_be_used_by_source_partition(spark: Any, 
     assert run_batches(job) == [{"a": 2}]
 
 
+@pytest.mark.soak
 def test_state_whose_assignment_is_missing_or_corrupt_is_refused(spark: Any, tmp_path: Path) -> None:
     job = make_job(spark, tmp_path, SourcePartition("partition", 2))
     assert run_batches(job, make_rows(LETTERS, 2)) == counted(LETTERS)
@@ -223,6 +224,7 @@ def test_a_batch_with_an_invalid_partition_is_refused_and_changes_nothing(
     assert run_batches(job) == [{"b": 2}]
 
 
+@pytest.mark.soak
 def test_two_streams_share_the_state_of_a_key_while_one_of_them_grows(spark: Any, tmp_path: Path) -> None:
     """Clicks and orders of a key are counted together, as a join does: a key has the same bucket for both streams."""
     by_stream = {"clicks": 3, "orders": 3}
@@ -424,6 +426,7 @@ def test_a_query_from_a_savepoint_needs_and_keeps_the_bucket_map_by_source_parti
         ]
 
 
+@pytest.mark.soak
 @reads_state
 def test_a_query_from_a_retained_checkpoint_continues_with_its_assignment(spark: Any, tmp_path: Path) -> None:
     """The new query may declare more partitions but not other ones, whether it claims the folder or not."""

@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.soak
 def test_hashed_buckets_count_every_row_while_the_partitions_of_the_source_increase(spark: Any, tmp_path: Path) -> None:
     """The source grows from 2 to 4 to 8 partitions in one run of the query; each batch has the counts of a batch job."""
     from growing_source import COUNTS_OF_PARTITIONS, GrowingSource, keys_of, partition_of, release

@@ -74,6 +74,7 @@ def count_until_timeout(key: Any, pdfs: Iterable[pd.DataFrame], state: GroupStat
         state.setTimeoutTimestamp(1_000_000)
 
 
+@pytest.mark.soak
 def test_event_time_timeouts_stay_pending_if_the_number_of_partitions_changes(spark: Any, tmp_path: Path) -> None:
     def make_job(name: str, partitions: int, **options: Any) -> Job:
         (tmp_path / name).mkdir()

@@ -120,6 +120,7 @@ def test_a_repartitioning_that_was_killed_can_be_repeated(spark: Any, tmp_path: 
     check_that_a_retry_finishes(job, before, 5)
 
 
+@pytest.mark.soak
 def test_a_repartitioning_that_failed_while_it_wrote_state_can_be_repeated(spark: Any, tmp_path: Path) -> None:
     job = make_timed_job(spark, tmp_path / "job", 2, FORMAT_2)
     assert run(job, FILES[:2]) == EXPECTED[:2]
@@ -151,6 +152,7 @@ def check_that_a_retry_finishes(job: Job, before: Mapping[int, Pointer], partiti
     assert read_counts(job) == count_keys(FILES[:5])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("conf", [FORMAT_2, pytest.param(ROCKSDB, marks=pytest.mark.soak)])
 def test_a_rollback_to_a_batch_before_a_repartitioning_undoes_the_repartitioning(
     spark: Any, tmp_path: Path, conf: dict[str, str], capsys: pytest.CaptureFixture[str]
@@ -258,6 +260,7 @@ def test_a_failed_batch_that_a_repartitioning_gives_up_is_neither_lost_nor_count
     assert read_counts(job) == table == expected_counts(5)
 
 
+@pytest.mark.soak
 def test_the_last_call_of_a_task_still_waits_for_all_uploads_after_a_repartitioning(spark: Any, tmp_path: Path) -> None:
     """Spark starts one plan on 2, 5 and 1 partitions: calls rely only on a partitioning that was checked for this number."""
     # No delta is stored inline, so that each upload is deferred to the last call, unless a call waits for it.
@@ -286,6 +289,7 @@ def test_the_last_call_of_a_task_still_waits_for_all_uploads_after_a_repartition
     assert list(tmp_path.glob("root/tested/*/spread-*")) == [], "every bucket was in the expected partition"
 
 
+@pytest.mark.soak
 def test_a_batch_without_data_calls_all_buckets_of_the_new_partitions(spark: Any, tmp_path: Path) -> None:
     """With Spark's checkpoint format 1, the state of a partition's buckets must come from one attempt.
 

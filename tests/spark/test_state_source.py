@@ -10,7 +10,7 @@ from typing import Any
 
 import pyspark
 import pytest
-from jobs import COUNTS, count, keyed
+from jobs import CLASSIC, COUNTS, count, keyed
 from jobs import Job as SparkJob
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as F
@@ -81,6 +81,7 @@ def test_state_can_be_read_as_rows_timeouts_and_metadata(job: Job, read: Read) -
     assert files.count() == sum(len(job.folder.child(str(bucket)).names()) for bucket in range(4))
 
 
+@CLASSIC
 def test_changes_between_two_batches_can_be_read(job: Job, read: Read) -> None:
     before, after = job.models[3], job.models[11]
     rows = read(job.root, from_batch=3, to_batch=11).collect()
