@@ -408,7 +408,6 @@ def test_a_claim_cannot_be_released_after_a_batch_of_the_new_query(
     assert new.table["a"] == counted(FIRST, NEXT)["a"] + 1
 
 
-@pytest.mark.soak
 @reads_state
 def test_a_checkpoint_that_later_batches_need_can_only_be_claimed_by_force(
     spark: Any, old: Query, tmp_path: Path
