@@ -112,9 +112,19 @@ def end_all() -> None:
         time.sleep(0.1)
         if time.monotonic() > until_s:
             number = signal.SIGKILL
+    reap_all()
+
+
+def reap_all() -> None:
+    """Wait for all children that have ended, so that their processor seconds count.
+
+    A large process is a zombie some time before its last thread has ended, and only then can it be waited for.
+    """
+    until_s = time.monotonic() + _GRACE_S
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while time.monotonic() < until_s:
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                time.sleep(0.05)
 
 
 def _read_costs(folder: Path) -> dict[str, list[float]]:

@@ -121,7 +121,8 @@ def list_pages() -> Iterator[Any]:
         code = "".join(block.text for block in find_blocks(page))
         if code and ".remote(" not in code:
             marks = [pytest.mark.spark] if "SparkSession" in code else []
-            marks += [pytest.mark.slow] if page.stem == "operators" else []
+            # Each operator of this page has tests of its own.
+            marks += [pytest.mark.soak] if page.stem == "operators" else []
             yield pytest.param(page, id=make_page_id(page), marks=marks)
 
 

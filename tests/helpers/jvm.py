@@ -11,10 +11,14 @@ __all__ = ["JVM_OPTIONS", "LOCAL_FILES"]
 
 _ARCHIVE = Path(sys.prefix) / "classes.jsa"
 # Queries of tests are short, so that a JVM would spend most of its time on compiling code that runs only a few times; on
-# two cores, this and a concurrent collector slow the tests down. scripts/bootstrap.py makes the archive.
+# two cores, this and a concurrent collector slow the tests down. Without flushing, nothing sweeps the code cache, and a large
+# young generation is collected seldom. scripts/bootstrap.py makes the archive.
 JVM_OPTIONS: tuple[str, ...] = (
     "-XX:TieredStopAtLevel=1",
     "-XX:+UseSerialGC",
+    "-Xmn400m",
+    "-XX:-UseCodeCacheFlushing",
+    "-XX:ReservedCodeCacheSize=240m",
     *(("-Xshare:auto", "-Xlog:cds*=off", f"-XX:SharedArchiveFile={_ARCHIVE}") if _ARCHIVE.exists() else ()),
 )
 

@@ -126,7 +126,11 @@ def test_a_restart_keeps_the_state_for_each_state_store_and_another_number_of_pa
 ) -> None:
     """Spark keeps the number of partitions of the first start, so that setting another number has no effect."""
     prefix = "spark.sql.streaming.stateStore."
-    conf = {f"{prefix}providerClass": PROVIDERS + provider, f"{prefix}rocksdb.changelogCheckpointing.enabled": "true"}
+    conf = {
+        "spark.sql.shuffle.partitions": "2",
+        f"{prefix}providerClass": PROVIDERS + provider,
+        f"{prefix}rocksdb.changelogCheckpointing.enabled": "true",
+    }
     if SPARK >= (4, 0):
         conf[f"{prefix}checkpointFormatVersion"] = str(version)
     elif version == 2:
