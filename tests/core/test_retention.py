@@ -37,6 +37,7 @@ from spark_state_ext.files.retention import (
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import KEYS, SCHEMA, Model, Row, apply_changes
 from tests.helpers.object_store import S3
+from tests.helpers.soak import whole
 
 RETAINED = 3
 # Number of heartbeats until no pointer that Spark may hand out needs a file.
@@ -365,7 +366,7 @@ class Scene:
             fresh.close()
 
 
-@pytest.fixture(params=["disk", "objects", "s3"])
+@pytest.fixture(params=whole(["disk", "objects"], ["s3"]))
 def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
     monkeypatch.setattr(cadence, "DELTAS_MAX", 3)

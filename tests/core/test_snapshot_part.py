@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,7 @@ HEADER = LineageHeader(SNAPSHOT, "counts", 0, REF, None, (), 0, WRITER, "0.1.0")
 ROWS, END = 40_000, 1 << 64
 
 
+@cache
 def rows_of(count: int) -> pa.RecordBatch:
     """Return rows with evenly spread hashes, some of them equal, and with NULLs in every kind of column."""
     numbers = np.arange(count)
