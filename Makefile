@@ -31,7 +31,7 @@ test: ## lint, types and the whole test suite (TESTS="..." hands arguments to py
 	@$(IN_VENV) python -m ruff check .
 	@$(IN_VENV) python -m ruff format --check .
 	@$(IN_VENV) python -m mypy
-	@$(IN_VENV) python scripts/run_tests.py -n $(WORKERS) --dist loadgroup --max-worker-restart=0 -m "not parity" $(TESTS)
+	@$(IN_VENV) python scripts/run_tests.py --budget pyproject.toml -n $(WORKERS) --dist loadgroup --max-worker-restart=0 -m "not parity" $(TESTS)
 
 soak: ## the long forms, for a day or two: every test whole, 20,000 histories of each kind (buckets, leases, claims, savepoints, erase requests, rescaling, epochs, standbys), two drivers on each store, savepoints in every way, and under kills, sampling under kills, a cluster, random failover on it, fuzzing, the matrix
 	@$(BOOTSTRAP) --extras demo,test,lint

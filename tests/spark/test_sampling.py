@@ -15,7 +15,7 @@ from sample_job import ROWS
 
 from tests.helpers.soak import SOAK, examples
 
-RESTARTS, KILLS = examples(3, 40), examples(1, 10)
+RESTARTS, KILLS = examples(2, 40), examples(1, 10)
 BUCKETS = 6
 # By checkpoint format; the soak runs both kinds with both formats.
 TIMEOUTS = {1: ["event", "processing"], 2: ["event", "processing"]} if SOAK else {1: ["processing"], 2: ["event"]}

@@ -1,4 +1,4 @@
-"""Python workers that are killed at random points of a batch, three times in one query, or twenty times in the soak."""
+"""Python workers that are killed at random points of a batch: once in a query, and twenty times in the soak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from killed_jobs import killed
 from tests.helpers.soak import examples
 from tests.helpers.waiting import WAIT_S
 
-KILLS = examples(3, 20)
+KILLS = examples(1, 20)
 
 
 @pytest.mark.spark
