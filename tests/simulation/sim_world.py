@@ -622,6 +622,7 @@ class World:
         )
         replicas = self._make_replicas(pointer, fault)
         store = self._get_store(executor.machine, pointer)
+        self._drop_old_losses(executor.machine, pointer)
         bucket = self._open_bucket(store, replicas, pointer, attempt.batch, executor, run, attempt.now_ms)
         if self.probing_run:
             self._variant.probe(f"{self._name}/{number}", self.probing_run, bucket.committer, replicas, pointer)
@@ -775,13 +776,25 @@ class World:
             self.known_losses.pop((*machine.disk, new_pointer.bucket, name), None)
             return
         # An older note has expired; the loss is noticed again.
-        is_recent = since >= 0 and since >= before.heartbeats - recent_heartbeats(
-            max(self.config.retained, before.retained)
-        )
-        if is_recent and new_pointer.encode() in self.outdated[name] and is_complete(new_pointer.replication[name]):
+        if (
+            self._is_recent(since, before)
+            and new_pointer.encode() in self.outdated[name]
+            and is_complete(new_pointer.replication[name])
+        ):
             raise WrongStateError(
                 f"{new_pointer.ref} says that {name} has files that were noted as lost at heartbeat {since}"
             )
+
+    def _drop_old_losses(self, machine: Machine, pointer: Pointer) -> None:
+        """Forget losses whose notes a call removes, as they are too old for its pointer."""
+        for name in pointer.replication:
+            key = (*machine.disk, pointer.bucket, name)
+            if key in self.known_losses and not self._is_recent(self.known_losses[key], pointer):
+                del self.known_losses[key]
+
+    def _is_recent(self, since: int, pointer: Pointer) -> bool:
+        """Whether a loss that was noted at a heartbeat, or -1, still counts for a call with a pointer."""
+        return 0 <= since >= pointer.heartbeats - recent_heartbeats(max(self.config.retained, pointer.retained))
 
     def _check_with(self, pointer: Pointer, names: Sequence[str]) -> None:
         # Each check has its own disk, because one backend's missing delta may be inline in another pointer.

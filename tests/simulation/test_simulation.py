@@ -126,6 +126,17 @@ def test_the_background_has_room_for_clean_ups_of_all_buckets() -> None:
     simulate(History(config, (*[bytes(17)] * 7, b"\x0f\0\0\0\0\x01" + bytes(11))))
 
 
+def test_a_late_attempt_need_not_know_a_loss_whose_note_a_later_call_removed() -> None:
+    """Found by a random history: the note was too old for the later call, and recent for the late attempt's pointer."""
+    drawn = """
+        00 00 00 00 0000000000000100 0000000000000100 04 0f0000000001 04000102 00 0000000000000100 0000000000000100
+        0000000000000100 0000000000000100 10 000101000014000000010001 04 000100000000000000000001 0001000044 0000000001 00 00
+        0001 0001 0400010101000000000000000000000001 00 00 0a05
+    """
+    config = Config(False, False, 1, False, inline_bytes_max=0, patient=False, timeouts=True)
+    simulate(History(config, tuple(bytes.fromhex(step).ljust(17, b"\0") for step in drawn.split())))
+
+
 ALL_BROKEN = BROKEN | BROKEN_UPLOADS
 
 
