@@ -64,7 +64,8 @@ def main(arguments: list[str]) -> int:
         costs = _read_costs(Path(folder))
     for pid in left:
         print(f"left running by a test, and ended now: process {pid}", file=sys.stderr)
-    return status or _report(costs, time.monotonic() - started_s, budget)
+    exceeded = _report(costs, time.monotonic() - started_s, budget)
+    return status or exceeded
 
 
 class _StoppedError(Exception):

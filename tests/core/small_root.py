@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
@@ -107,7 +108,9 @@ def dated(folder: Path) -> None:
         if path.is_file():
             version = path.name.partition("_")[0]
             at_s = BEGUN_S + 60 * (int(version) if version.isdecimal() else 0)
-            os.utime(path, (at_s, at_s))
+            # A savepoint that is taken at the same time may remove its files, as another one was faster.
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path, (at_s, at_s))
 
 
 def savepoint_of(
