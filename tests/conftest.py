@@ -31,7 +31,7 @@ _BY_LENGTH = (
 )
 CONF = {
     **_BY_LENGTH,
-    # A batch with one task costs a sixth less; in the suite, tests of what tasks do next to each other ask for two.
+    # A batch with one task costs a sixth less. The soak has two, as have tests that set the number themselves.
     "spark.sql.shuffle.partitions": "2" if SOAK else "1",
     "spark.ui.enabled": "false",
     # This is the default of Spark 4; without it, Spark 3.5 refuses times before 1900 in Parquet files.

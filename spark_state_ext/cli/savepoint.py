@@ -30,6 +30,7 @@ from spark_state_ext.savepoints.claims import (
     claim_savepoint,
     delete_claimed_savepoint,
     drop_claim,
+    is_consumed,
     read_claim,
     release_claim,
 )
@@ -269,28 +270,34 @@ def delete(
 ) -> None:
     """Delete the files that a savepoint's manifest names, if no query needs them."""
     savepoint, roots = open_folder(path, storage_options), root or ()
+    claim_record = read_claim(savepoint)
     if MANIFEST_NAME not in savepoint.names():
+        if claim_record is not None and claim_record.deletes:
+            # A deletion was stopped after it had removed the manifest, its last file.
+            say(f"deleted={delete_claimed_savepoint(savepoint, claim_record.id, lambda: None)}")
+            return
         for root_path in roots:
             _open_root(root_path, storage_options)
         raise UsageError(
             f"{savepoint.root} has no {MANIFEST_NAME}, so it is unknown which files belong to it: if a savepoint "
             "failed there, remove the folder by hand"
         )
-    if not force:
-        _refuse_needed(savepoint, roots, storage_options)
-    claim_record = read_claim(savepoint)
     if claim_record is None and savepoint.creates_exclusively:
+        if not force:
+            _refuse_needed(savepoint, roots, storage_options)
         # From now on no query starts from it.
         claim_record = SavepointClaim(read_manifest(savepoint).header.id, DELETES, uuid.uuid4().hex)
         claim_savepoint(savepoint, claim_record, ())
-        try:
-            if not force:
-                # A query may have started from it before the claim was made.
-                _refuse_needed(savepoint, roots, storage_options)
-        except BaseException:
+    deletes = claim_record is not None and claim_record.deletes
+    try:
+        if not force:
+            # A query may have started from it before the claim was made.
+            _refuse_needed(savepoint, roots, storage_options)
+    except BaseException:
+        if deletes and not is_consumed(savepoint):
             drop_claim(savepoint)
-            raise
-    if claim_record is not None and claim_record.deletes:
+        raise
+    if claim_record is not None and deletes:
         deleted = delete_claimed_savepoint(savepoint, claim_record.id, lambda: None)
     else:
         deleted = delete_files(savepoint, read_manifest(savepoint))

@@ -127,7 +127,8 @@ def _claimed_error(savepoint: Folder, claim: SavepointClaim | None) -> ClaimedEr
         )
     if claim is not None and claim.deletes:
         return ClaimedError(
-            f"the savepoint at {savepoint.root} is being deleted by {claim.by}: start from another savepoint"
+            f"the savepoint at {savepoint.root} is being deleted by {claim.by}: start from another savepoint. If the "
+            "deletion was stopped, run it again"
         )
     return ClaimedError(
         f"the savepoint at {savepoint.root} is claimed by the query at {claim.by if claim else 'an unknown place'}, "

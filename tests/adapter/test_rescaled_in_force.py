@@ -208,7 +208,7 @@ def test_erase_requests_move_to_the_folder_in_force(tmp_path: Path, old: OldJob)
     assert read_requests(root) == {again: ["waiting", "waiting"]}
     with pytest.raises(UsageError, match="no longer uses that folder"):
         request_erasure(root, query_folder=query.name)
-    # Roll back to before the first rescaling: requests that were done elsewhere must be done in that folder too.
+    # Roll back to before the first rescaling: requests carried out in later folders must be carried out here too.
     put_in_force([query.operator], "query", make_plan_id(3), lambda: None)
     assert read_requests(root) == {"query": ["waiting", "waiting"]}
     with open_state(str(root)) as state:

@@ -94,7 +94,7 @@ class Outcome:
     kills
         Number of Python processes that were killed.
     batches, batches_while_taken
-        Number of batches that were committed, and of those committed while savepoints were taken.
+        Number of committed batches, and how many of them were committed while a savepoint was taken.
     seconds_a_savepoint
         Seconds from one savepoint to the next.
     without_s, with_s

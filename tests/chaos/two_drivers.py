@@ -119,7 +119,7 @@ def drive(name: str, start: Start, results: Connection, both: Barrier) -> None:
                     request = clean_up_at(pointer, RETAINED, lease.check)
                     deleted += clean_up(query_folder.child("3"), request, Path(scratch), time.time() + 700)
                 if not start.seconds:
-                    time.sleep(0.05)  # more commits would show no more
+                    time.sleep(0.05)  # further commits would prove nothing new
                 elif draw.random() < 0.01:
                     time.sleep(1.2 * start.lease_ms / 1000)
             except LiveRunError:

@@ -103,7 +103,7 @@ class WorkerNode:
     started
         The process of the worker, or of its namespaces.
     disks_lost
-        Number of its disks that were renamed to lose them.
+        Number of disks that it has lost; a test renames a disk to take it away.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The failovers that standby services count in their metrics, which are polled, and those that they should count."""
+"""Compares the failovers that standby services report in their metrics with those that happened."""
 
 from __future__ import annotations
 

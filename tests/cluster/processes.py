@@ -60,7 +60,7 @@ def command_of(pid: int) -> str:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and all of its descendants, and return when none of them runs."""
+    """Kill a process and all of its descendants, and return once all of them have ended."""
     # Stop them first: a running parent could start another child.
     for process in (pid, *descendants(pid)):
         send_signal(process, signal.SIGSTOP)

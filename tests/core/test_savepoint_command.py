@@ -17,7 +17,7 @@ from savepoint_folders import ID, SCHEMA, savepoint_at
 from arrow_schemas import CheckpointRef, LineageEntry, OperatorFile
 from arrow_schemas.checksum import seal_document
 from arrow_schemas.operator import operator_file_name
-from arrow_schemas.savepoint import NATIVE, SavedBucket, SavedFile, SavepointHeader, SavepointManifest
+from arrow_schemas.savepoint import MANIFEST_NAME, NATIVE, SavedBucket, SavedFile, SavepointHeader, SavepointManifest
 from spark_state_ext.__main__ import main
 from spark_state_ext.beginning.detachment import detach
 from spark_state_ext.engine.job import Job
@@ -141,6 +141,19 @@ def test_no_query_starts_from_a_savepoint_that_is_being_deleted(
     assert "savepoint delete has begun to delete it" in read_status(savepoint, tmp_path / "root", capsys)["because"]
     assert main(["savepoint", "delete", savepoint.root]) == 0
     assert not (tmp_path / "savepoint").exists()
+
+
+@pytest.mark.parametrize("last", ["files", "manifest"])
+def test_a_stopped_deletion_is_finished_or_its_claim_is_dropped(savepoint: Folder, tmp_path: Path, last: str) -> None:
+    claim_savepoint(savepoint, SavepointClaim(ID, claims.DELETES, "command"), ())
+    start_query(tmp_path / "root", "mine", savepoint)
+    root = str(tmp_path / "root")
+    if last == "manifest":
+        savepoint.remove(MANIFEST_NAME)
+        assert main(["savepoint", "delete", savepoint.root, "--root", root]) == 0
+    else:
+        assert main(["savepoint", "delete", savepoint.root, "--root", root]) == 3, "a query started from it"
+    assert read_claim(savepoint) is None
 
 
 def test_a_savepoint_that_is_not_deleted_is_not_claimed_either(savepoint: Folder, tmp_path: Path) -> None:
