@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import NO_RUN, Run
 from spark_state_ext.commit.uploads import Uploads, WorkerUploads
@@ -31,6 +32,8 @@ class CommitContext:
         Options of commits; by default commits are synchronous.
     batches_retained
         Spark's ``spark.sql.streaming.minBatchesToRetain``.
+    cadence
+        When snapshots are due.
     uploads
         Sends files while batches continue.
     runner
@@ -52,6 +55,7 @@ class CommitContext:
     scratch: Path
     options: CommitOptions = field(default_factory=lambda: CommitOptions(journal=False))
     batches_retained: int = BATCHES_RETAINED
+    cadence: SnapshotCadence = field(default_factory=SnapshotCadence)
     uploads: Uploads = field(default_factory=WorkerUploads)
     runner: Runner = field(default_factory=Inline)
     run: Run = NO_RUN

@@ -17,7 +17,7 @@ import pyarrow as pa
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, LineageHeader
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.replication import is_restorable
-from spark_state_ext.commit.cadence import snapshot_overdue, with_unconfirmed_snapshot
+from spark_state_ext.commit.cadence import with_unconfirmed_snapshot
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.snapshots import Snapshots
 from spark_state_ext.errors import CorruptStoreError, StateError
@@ -143,7 +143,7 @@ class SnapshotWriter:
         names = self._snapshots.replica_names if is_due else [*backends_behind, *retries]
         missed = self._count_missed(pointer) if is_due else pointer.snapshots_missed
         # An overdue snapshot means that the background has refused it for long.
-        if now or missed >= _MISSED_MAX or snapshot_overdue(pointer.lineage):
+        if now or missed >= _MISSED_MAX or self._context.cadence.is_overdue(pointer.lineage):
             self._write_now(pointer, names)
             # For a rescaled bucket, this snapshot completes all backends.
             return self._snapshots.with_full_snapshot(

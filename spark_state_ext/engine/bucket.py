@@ -19,7 +19,7 @@ from arrow_schemas.lineage import DELTA, CheckpointRef, LineageHeader, Writer, n
 from arrow_schemas.pointer import LineageEntry, Pointer
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.backends.replication import Replica, Restorable, adapt_to_backends
-from spark_state_ext.commit.cadence import begins_with_parents, snapshot_due
+from spark_state_ext.commit.cadence import begins_with_parents
 from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.snapshot_writer import SnapshotWriter
@@ -208,7 +208,7 @@ class Bucket:
             finish_phase = self.committer.finish(replace(new_pointer, rows=sizes.rows_max), submitted)
             # Not in a bucket's first call: no batch has its pointer yet, and the first must not wait for a snapshot.
             is_first_due = self.pointer.batch >= 0 and begins_with_parents(finish_phase.pointer)
-            is_due = snapshot_due(finish_phase.pointer.lineage, state_bytes) or is_first_due
+            is_due = self._context.cadence.is_due(finish_phase.pointer.lineage, state_bytes) or is_first_due
             final_pointer = self._snapshots.with_due_snapshots(
                 finish_phase.pointer, is_due, backends_behind, changed=rows.rows > 0
             )

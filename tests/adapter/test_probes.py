@@ -13,7 +13,7 @@ from life import Life
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT
 from arrow_schemas.pointer import ReplicationStatus
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.engine import probes
 from spark_state_ext.engine.housekeeping import CleanUps, Housekeeping
 from spark_state_ext.engine.replicas import Leases
@@ -108,11 +108,10 @@ def test_a_root_removed_between_uploads_is_noticed_although_it_has_the_newest_de
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_missing_snapshots_are_ignored_if_the_deltas_before_them_exist(
-    life: Life, lost: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    life: Life, lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A pointer's lineage begins with an unconfirmed snapshot; the deltas before it also lead to the state."""
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
+    life.cadence = SnapshotCadence(2, 3)
     life.history(12)
     assert life.pointers[-1].lineage[0].ref.version > 4
     for name in life.folder("a").names():
@@ -216,9 +215,7 @@ def test_a_run_that_lost_its_lease_restores_no_operator_file(life: Life, monkeyp
     assert life.store.records().keys() == {name for name in life.store.records() if "lost" not in name}
 
 
-def test_files_that_a_late_task_misses_may_have_been_cleaned_up(
-    life: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_that_a_late_task_misses_may_have_been_cleaned_up(life: Life, caplog: pytest.LogCaptureFixture) -> None:
     """A task whose result is no longer needed probes for a checkpoint that is old by now."""
     life.history(5)
     old = life.pointers[-1]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from arrow_schemas import Pointer, Writer
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 WRITER = Writer("query", "run", 0, "host")
+_CADENCE = SnapshotCadence()
 
 
 def rows() -> st.SearchStrategy[Row]:
@@ -91,13 +93,22 @@ def clean_up_at(
     return CleanUp(pointer, pointer.ref, retained, still_ours, deletes_max)
 
 
-def bucket_on(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Bucket:
-    return Bucket(store, sole_replica(files, scratch), pointer, WRITER, CommitContext(scratch))
+def bucket_on(
+    store: LocalStore, files: Folder, pointer: Pointer, scratch: Path, cadence: SnapshotCadence = _CADENCE
+) -> Bucket:
+    return Bucket(store, sole_replica(files, scratch), pointer, WRITER, CommitContext(scratch, cadence=cadence))
 
 
-def committed(store: LocalStore, files: Folder, pointer: Pointer, changes: Changes, scratch: Path) -> Pointer:
+def committed(
+    store: LocalStore,
+    files: Folder,
+    pointer: Pointer,
+    changes: Changes,
+    scratch: Path,
+    cadence: SnapshotCadence = _CADENCE,
+) -> Pointer:
     """Commit one call that changes some keys, and return the new pointer."""
-    return bucket_on(store, files, pointer, scratch).commit(buffer_of(changes, scratch)).pointer
+    return bucket_on(store, files, pointer, scratch, cadence).commit(buffer_of(changes, scratch)).pointer
 
 
 def state_at(store: LocalStore, files: Folder, pointer: Pointer, scratch: Path) -> Model:

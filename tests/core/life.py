@@ -16,6 +16,7 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT, parse_file_name
 from spark_state_ext.backends import BackendContext, Checkpoint, CleanUp, Markers
 from spark_state_ext.backends.files import FilesBackup, FilesRestore
 from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.commit.failures import Run
@@ -74,6 +75,7 @@ class Life:
     names: tuple[str, ...] = ("a",)
     restore_from: str | None = None
     batches_retained: int = RETAINED
+    cadence: SnapshotCadence = field(default_factory=SnapshotCadence)
     uploads: WorkerUploads = field(default_factory=WorkerUploads)
     background: Background = field(default_factory=Background)
     run: Run = field(default_factory=lambda: Run("a run", 1))
@@ -116,6 +118,7 @@ class Life:
                 self.local,
                 options=self.options,
                 batches_retained=self.batches_retained,
+                cadence=self.cadence,
                 uploads=self.uploads,
                 runner=self.background,
                 run=self.run,

@@ -21,6 +21,7 @@ from spark_state_ext.backends.registry import Backend
 from spark_state_ext.backends.replication import is_complete
 from spark_state_ext.beginning.first_call import bring_files
 from spark_state_ext.beginning.starts import Starts
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.job import Job
@@ -101,6 +102,8 @@ class RescaledQuery:
         Name of its query folder.
     model
         The expected state.
+    cadence
+        When its snapshots are due.
     runner
         Its background work.
     """
@@ -111,6 +114,7 @@ class RescaledQuery:
     name: str = "new"
     query_id: str = WRITER.query_id
     retained: int = 2
+    cadence: SnapshotCadence = field(default_factory=SnapshotCadence)
     runner: Later = field(default_factory=Later)
     pointers: list[Pointer] = field(default_factory=list)
     generation: int = 0
@@ -157,7 +161,7 @@ class RescaledQuery:
                 sole_replica(files, self.scratch, backend.name),
                 pointer,
                 replace(WRITER, query_id=self.query_id, batch=pointer.batch + 1),
-                CommitContext(self.scratch, batches_retained=self.retained, runner=self.runner),
+                CommitContext(self.scratch, batches_retained=self.retained, cadence=self.cadence, runner=self.runner),
                 sources=() if origin is None else (origin,),
             )
             try:

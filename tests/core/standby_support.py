@@ -18,6 +18,7 @@ from arrow_schemas.lineage import CheckpointRef, LineageHeader
 from arrow_schemas.operator import OperatorFile, operator_file_name
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.backends.files import sole_replica
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
@@ -90,6 +91,7 @@ class World:
     # Epoch of the run: going back begins the next one.
     epoch: int = 1
     retained: int = 2
+    cadence: SnapshotCadence = field(default_factory=SnapshotCadence)
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     follower_class: type[BucketFollower] = BucketFollower
     # The committed pointer of each batch, with the state at that pointer.
@@ -140,7 +142,7 @@ class World:
         """Return the bucket as a task opens it."""
         self._record(pointer)
         writer = Writer(QUERY, f"run {self.epoch}", pointer.batch + 1, host, epoch=self.epoch)
-        context = CommitContext(self.scratch, batches_retained=self.retained, lazy=self.lazy)
+        context = CommitContext(self.scratch, batches_retained=self.retained, cadence=self.cadence, lazy=self.lazy)
         return Bucket(store, sole_replica(self.files, self.scratch), pointer, writer, context)
 
     def _record(self, pointer: Pointer) -> None:

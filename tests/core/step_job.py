@@ -29,7 +29,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from arrow_schemas import Pointer, Writer
 from spark_state_ext.backends.files import sole_replica
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
@@ -43,6 +43,8 @@ from spark_state_ext.testing.model import KEYS, SCHEMA, Changes, Model, Row, app
 IMPORTED = (pandas, lmdb, fsspec.implementations.chained)
 # This driver retains only the last pointer, so that clean-up has work within five batches after two earlier ones.
 BEFORE, BATCHES, RETAINED = 2, 7, 0
+# Each of the five batches makes a snapshot, so that clean-up has work.
+CADENCE = SnapshotCadence(1, 1)
 FAILED, WRONG, UNHIT = 1, 3, 0
 OPERATIONS = ("open", "pipe_file", "put_file", "cat_file", "get_file", "info", "exists", "ls", "rm_file", "makedirs")
 CHANGES: list[Changes] = [
@@ -160,7 +162,7 @@ def continue_job(folder: Path, files: Folder, store: LocalStore, until: int) -> 
             sole_replica(files, folder),
             pointer,
             Writer("q", "r", batch, "h"),
-            CommitContext(folder, batches_retained=RETAINED),
+            CommitContext(folder, batches_retained=RETAINED, cadence=CADENCE),
         )
         if bucket.read(scan) != expected[batch]:
             os._exit(WRONG)
@@ -192,7 +194,7 @@ def run(folder: Path, protocol: str) -> None:
             sole_replica(files, folder),
             committed(folder),
             Writer("q", "r", BATCHES, "h"),
-            CommitContext(folder, batches_retained=RETAINED),
+            CommitContext(folder, batches_retained=RETAINED, cadence=CADENCE),
         )
         if bucket.read(scan) != models()[BATCHES]:
             os._exit(WRONG)
@@ -226,9 +228,6 @@ def run_in_child(work: Callable[[], None]) -> int:
 
 def main(base: Path, protocol: str, fate: str, when: str, share: int, shares: int) -> None:
     """Run the job for every n of this share, until n exceeds the job's number of steps."""
-    # Make snapshots and clean up within five batches.
-    cadence.DELTAS_MIN = 1
-    cadence.DELTAS_MAX = 1
     logging.getLogger("spark_state_ext").setLevel(logging.CRITICAL)
     count_calls(os, "fsync")
     count_calls(os, "replace")

@@ -13,7 +13,7 @@ from core_support import WRITER, buffer_of, first_pointer, state_at
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext.backends.files import sole_replica
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import StorageError
@@ -138,10 +138,8 @@ class GatedFolder(Folder):
         super().put_file(name, str(local_path))
 
 
-def test_a_slow_snapshot_does_not_block_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_snapshot_does_not_block_batches(tmp_path: Path) -> None:
     """Batches continue, merge and prune while a snapshot is being written; the late snapshot has the pinned rows."""
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
     gate, background = threading.Event(), Background()
     files = GatedFolder(str(tmp_path / "root"), gate)
     store = LocalStore.at(tmp_path / "store", SCHEMA, chunk_rows=4)
@@ -149,9 +147,8 @@ def test_a_slow_snapshot_does_not_block_batches(tmp_path: Path, monkeypatch: pyt
     models: list[Model] = [{}]
     for i in range(20):
         changes = {KEYS[i % 9]: Row(i), KEYS[(i + 5) % 9]: Row(-i, "x")}
-        bucket = Bucket(
-            store, sole_replica(files, tmp_path), pointers[-1], WRITER, CommitContext(tmp_path, runner=background)
-        )
+        context = CommitContext(tmp_path, cadence=SnapshotCadence(3, 3), runner=background)
+        bucket = Bucket(store, sole_replica(files, tmp_path), pointers[-1], WRITER, context)
         pointers.append(bucket.commit(buffer_of(changes, tmp_path)).pointer)
         models.append(apply_changes(models[-1], changes))
     assert not [n for n in files.names() if n.endswith("snapshot.arrow")]
@@ -187,11 +184,8 @@ class IdleRunner:
         return False
 
 
-def test_a_call_writes_a_snapshot_itself_after_two_missed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_writes_a_snapshot_itself_after_two_missed_ones(tmp_path: Path) -> None:
     """If background work never ends, the call itself writes the third snapshot."""
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 2)
-
     files = Folder(str(tmp_path / "root"))
     store = LocalStore.at(tmp_path / "store", SCHEMA)
     pointer = first_pointer()
@@ -199,13 +193,8 @@ def test_a_call_writes_a_snapshot_itself_after_two_missed_ones(tmp_path: Path, m
     counts: list[int] = []
     for i in range(20):
         changes = {KEYS[i % 9]: Row(i)}
-        bucket = Bucket(
-            store,
-            sole_replica(files, tmp_path),
-            pointer,
-            WRITER,
-            CommitContext(tmp_path, runner=IdleRunner(accepts=True)),
-        )
+        context = CommitContext(tmp_path, cadence=SnapshotCadence(2, 2), runner=IdleRunner(accepts=True))
+        bucket = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, context)
         pointer = bucket.commit(buffer_of(changes, tmp_path)).pointer
         model = apply_changes(model, changes)
         counts.append(len([n for n in files.names() if n.endswith("snapshot.arrow")]))
@@ -219,26 +208,16 @@ def test_a_call_writes_a_snapshot_itself_after_two_missed_ones(tmp_path: Path, m
     store.close()
 
 
-def test_a_call_writes_a_snapshot_itself_if_the_background_keeps_refusing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_writes_a_snapshot_itself_if_the_background_keeps_refusing(tmp_path: Path) -> None:
     """The call does so if the lineage has become twice as long as it should be."""
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
-
     files = Folder(str(tmp_path / "root"))
     store = LocalStore.at(tmp_path / "store", SCHEMA)
     pointer = first_pointer()
     lengths = []
     for i in range(12):
         changes = {KEYS[i % 9]: Row(i)}
-        bucket = Bucket(
-            store,
-            sole_replica(files, tmp_path),
-            pointer,
-            WRITER,
-            CommitContext(tmp_path, runner=IdleRunner(accepts=False)),
-        )
+        context = CommitContext(tmp_path, cadence=SnapshotCadence(2, 3), runner=IdleRunner(accepts=False))
+        bucket = Bucket(store, sole_replica(files, tmp_path), pointer, WRITER, context)
         pointer = bucket.commit(buffer_of(changes, tmp_path)).pointer
         lengths.append(len(pointer.lineage))
     assert lengths == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]

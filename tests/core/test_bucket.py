@@ -16,7 +16,7 @@ from core_support import WRITER, bucket_on, buffer_of, committed, first_pointer,
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from spark_state_ext.backends.files import sole_replica
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import BATCHES_RETAINED, CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, LineageError, MissingCheckpointError, StorageError
@@ -40,6 +40,7 @@ class Replica:
         self.local = local
         self.local.mkdir()
         self.machines: dict[str, LocalStore] = {}
+        self.cadence = SnapshotCadence()
 
     def machine(self, name: str = "a") -> LocalStore:
         if name not in self.machines:
@@ -52,7 +53,7 @@ class Replica:
         shutil.rmtree(self.local / name)
 
     def commit(self, pointer: Pointer, changes: Changes, machine: str = "a") -> Pointer:
-        return committed(self.machine(machine), self.files, pointer, changes, self.local)
+        return committed(self.machine(machine), self.files, pointer, changes, self.local, self.cadence)
 
     def state(self, pointer: Pointer, machine: str = "a") -> Model:
         return state_at(self.machine(machine), self.files, pointer, self.local)
@@ -92,10 +93,9 @@ def replica(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Replica]
 
 
 @pytest.fixture
-def frequent_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+def frequent_snapshots(replica: Replica) -> None:
     """Write a snapshot after every third delta."""
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
+    replica.cadence = SnapshotCadence(3, 3)
 
 
 def test_each_commit_adds_a_checkpoint_to_the_lineage(replica: Replica) -> None:
@@ -260,7 +260,7 @@ def test_a_missing_or_damaged_delta_is_an_error_that_names_the_checkpoint(replic
     assert replica.state(pointers[5], "fresh") == models[5]
 
 
-def test_a_snapshot_replaces_a_lost_delta(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_replaces_a_lost_delta(replica: Replica) -> None:
     """A snapshot by another attempt, or one whose pointer was never committed, has the same rows."""
     pointers, models = replica.history(4)
     bucket = bucket_on(replica.machine(), replica.files, pointers[3], replica.local)

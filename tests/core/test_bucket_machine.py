@@ -23,12 +23,13 @@ from hypothesis.stateful import (
 
 from arrow_schemas import Pointer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.errors import CorruptFileError, MissingCheckpointError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.store import LocalStore
 from spark_state_ext.testing.model import SCHEMA, Changes, Key, Model, Row, apply_changes
 
+_CADENCE = SnapshotCadence(2, 4)
 _MACHINES = st.sampled_from(["a", "b"])
 
 
@@ -63,7 +64,7 @@ class BucketMachine(RuleBasedStateMachine):
 
     def attempt(self, machine: str, pointer: Pointer, model: Model, changes: Changes) -> tuple[Pointer, Model]:
         assert state_at(self.store(machine), self.files, pointer, self.local) == model
-        new = committed(self.store(machine), self.files, pointer, changes, self.local)
+        new = committed(self.store(machine), self.files, pointer, changes, self.local, _CADENCE)
         return new, apply_changes(model, changes)
 
     @rule(changes=change_sets(max_size=6), machines=st.lists(_MACHINES, min_size=1, max_size=3), data=st.data())
@@ -168,9 +169,7 @@ class BucketMachine(RuleBasedStateMachine):
             self.files.put(name, bytes(data))
 
 
-def test_a_bucket_equals_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 4)
+def test_a_bucket_equals_a_dict() -> None:
     run_state_machine_as_test(
         BucketMachine,
         settings=settings(

@@ -28,7 +28,7 @@ from arrow_schemas.erase import EraseDone
 from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from spark_state_ext import Backend, erase_history, erase_keys, erase_status, open_state
 from spark_state_ext.__main__ import main
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.erasing.history import ErasedHistory
 from spark_state_ext.erasing.leftovers import scratch_with_keys
@@ -48,18 +48,13 @@ from tests.helpers.erased_bytes import files_with
 from tests.helpers.soak import SOAK
 
 PLACE = "root/counts/q"
+FEW_DELTAS = SnapshotCadence(2, 3)
 
 
-@pytest.fixture(autouse=True)
-def _few_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
-
-
-def life_at(folder: Path, *places: str, inline: bool = False) -> Life:
+def life_at(folder: Path, *places: str, inline: bool = False, cadence: SnapshotCadence = FEW_DELTAS) -> Life:
     """Make a bucket of a query, in a root and other backends."""
     folder.mkdir(parents=True, exist_ok=True)
-    life = Life(folder, options=CommitOptions(journal=inline), names=places or (PLACE,))
+    life = Life(folder, options=CommitOptions(journal=inline), names=places or (PLACE,), cadence=cadence)
     for place in life.names:
         Folder(str(folder / place)).put("operator_0.json", OPERATOR.encode())
     return life
@@ -319,7 +314,7 @@ def test_open_state_chooses_the_folder_that_a_query_wrote_last_even_after_erasin
 ) -> None:
     jobs = []
     for name in ("q1", "q2"):
-        job = Job(tmp_path / "root", tmp_path, query_id=name, buckets=1, retained=100)
+        job = Job(tmp_path / "root", tmp_path, query_id=name, buckets=1, retained=100, cadence=FEW_DELTAS)
         for row in (Row(1), Row(2), None, None, None):
             job.batch({JANE: row, ("x", 1.0): Row(3)})
         jobs.append(job)

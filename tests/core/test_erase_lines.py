@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from core_support import WRITER
 from reading_support import Job, bucket_of, state_of
-from test_erase_history import Faults, drop_key, sample_steps
+from test_erase_history import FEW_DELTAS, Faults, drop_key, sample_steps
 from test_erase_scan import JANE, KEYS, TEXT
 
 from arrow_schemas import Pointer
@@ -20,7 +20,7 @@ from spark_state_ext import erase_history, open_state
 from spark_state_ext.__main__ import main
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.registry import Backend
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.erasing import history as erasing
@@ -44,10 +44,13 @@ class History:
 
     tmp: Path
     knows_batch: bool = True
+    cadence: SnapshotCadence = FEW_DELTAS
     made: list[tuple[list[Pointer], Model]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.job = Job(self.tmp / "root", self.tmp, buckets=BUCKETS, retained=100, told=self.knows_batch)
+        self.job = Job(
+            self.tmp / "root", self.tmp, buckets=BUCKETS, retained=100, cadence=self.cadence, told=self.knows_batch
+        )
         self.restored = 0
 
     def batch(self, changes: Changes | None = None, at: int | None = None) -> None:
@@ -89,12 +92,6 @@ class History:
         assert files_with(TEXT, self.tmp / "root") == []
         for pointers, model in self.made:
             assert self.restore(pointers) == drop_key(model)
-
-
-@pytest.fixture(autouse=True)
-def _few_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
 
 
 @pytest.fixture
@@ -317,9 +314,7 @@ def test_no_line_gets_the_key_back_if_erasing_is_stopped_at_any_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # There are no snapshots, so restoring reads the tombstones and the rows that they hide.
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 20)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 20)
-    history = History(tmp_path)
+    history = History(tmp_path, cadence=SnapshotCadence(20, 20))
     history.batches(2)
     history.batch({JANE: Row(1)})
     history.batch({JANE: Row(2)})

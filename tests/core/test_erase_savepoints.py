@@ -14,7 +14,7 @@ import pytest
 from core_support import WRITER
 from reading_support import Job, as_model, bucket_of, hashed
 from small_root import savepoint_of
-from test_erase_history import Faults, drop_key
+from test_erase_history import FEW_DELTAS, Faults, drop_key
 from test_erase_scan import JANE, KEYS, TEXT
 
 from arrow_schemas.lineage import CheckpointRef
@@ -26,7 +26,6 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.registry import Backend
 from spark_state_ext.beginning.first_call import bring_files
 from spark_state_ext.beginning.starts import Starts
-from spark_state_ext.commit import cadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.options import StateOptions
@@ -60,11 +59,9 @@ FORMS = [NATIVE, CANONICAL]
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(tmp_path: Path) -> Iterator[Job]:
     """Make a job whose savepoint will have the key."""
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
-    job = Job(tmp_path / "root", tmp_path, buckets=BUCKETS, retained=100)
+    job = Job(tmp_path / "root", tmp_path, buckets=BUCKETS, retained=100, cadence=FEW_DELTAS)
     for number in range(4):
         changes: dict[Any, Row | None] = {key: Row(number, "n", 60_000 + number) for key in EVERYWHERE}
         job.batch({**changes, JANE: Row(number)} if number > 1 else changes)
@@ -127,7 +124,7 @@ def start_from(savepoint: Folder, root: Path, scratch: Path) -> tuple[Model, Mod
             folder = scratch / f"started-{number}"
             with contextlib.closing(LocalStore.at(folder, SCHEMA)) as store:
                 replicas = sole_replica(files, scratch, str(root))
-                context = CommitContext(scratch, batches_retained=2)
+                context = CommitContext(scratch, batches_retained=2, cadence=FEW_DELTAS)
                 with contextlib.closing(Bucket(store, replicas, pointer, WRITER, context)) as bucket:
                     model |= bucket.read(scan)
                     buffer = SpillBuffer(scratch, 1 << 20)

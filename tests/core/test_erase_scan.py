@@ -24,7 +24,7 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef
 from arrow_schemas.pointer import InlineDelta
 from arrow_schemas.savepoint import NATIVE, SavedBucket, SavepointHeader, SavepointManifest
 from spark_state_ext import Backend, erase_keys, erase_scan
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.erasing.receipt import EraseReceipt
 from spark_state_ext.erasing.search import Search, SearchedKeys
 from spark_state_ext.errors import StateValueError, UsageError
@@ -50,11 +50,9 @@ OPERATOR = OperatorFile(
 
 
 @pytest.fixture
-def life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Life]:
+def life(tmp_path: Path) -> Iterator[Life]:
     """Make a bucket of a query whose root has an operator file."""
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
-    life = Life(tmp_path, names=("root/counts/q",))
+    life = Life(tmp_path, names=("root/counts/q",), cadence=SnapshotCadence(2, 3))
     Folder(str(tmp_path / "root" / "counts" / "q")).put("operator_0.json", OPERATOR.encode())
     yield life
     life.settle()

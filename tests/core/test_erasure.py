@@ -21,7 +21,7 @@ from arrow_schemas.lineage import SNAPSHOT, parse_file_name
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends import CleanUp
 from spark_state_ext.backends.replication import is_complete
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.errors import CorruptPointerError, MissingCheckpointError
 from spark_state_ext.files.checkpoint import read_checkpoint
 from spark_state_ext.files.erasure import WINDOWS, erased_before, is_marked, note_time
@@ -34,10 +34,11 @@ ERASED: Key = ("Jane Doe", 1.0)
 DELTAS_MAX = 5
 
 
-@pytest.fixture(autouse=True)
-def _few_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", DELTAS_MAX)
+@pytest.fixture
+def life(life: Life) -> Life:
+    """Return a bucket of which a snapshot is due after few deltas."""
+    life.cadence = SnapshotCadence(2, DELTAS_MAX)
+    return life
 
 
 def _find_files_with_key(life: Life, files: Readable, names: Iterable[str]) -> list[str]:
@@ -105,10 +106,10 @@ WINDOW_MS = 24_000
 BOUND_MS = WINDOWS * WINDOW_MS
 
 
-def _measure_erasure_ms(life: Life, gap_ms: int, changes: Changes, monkeypatch: pytest.MonkeyPatch) -> int:
+def _measure_erasure_ms(life: Life, gap_ms: int, changes: Changes) -> int:
     """Return after how many ms no file has a removed key; assert that each batch of the window can be restored."""
     # Neither the number of batches nor sizes cause a snapshot or clean-up.
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 1 << 30)
+    life.cadence = replace(life.cadence, deltas_min=1 << 30)
     life.batches_retained = 1 << 20
     life.options = replace(life.options, erase_window_ms=WINDOW_MS)
 
@@ -139,24 +140,18 @@ def _measure_erasure_ms(life: Life, gap_ms: int, changes: Changes, monkeypatch: 
 
 @pytest.mark.parametrize("changes", [{KEYS[0]: Row(7)}, {}], ids=["changed in every batch", "never changed again"])
 @pytest.mark.parametrize("part", [40, 24])
-def test_no_file_has_a_removed_key_after_the_requested_time(
-    life: Life, changes: Changes, part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert _measure_erasure_ms(life, BOUND_MS // part, changes, monkeypatch) <= BOUND_MS
+def test_no_file_has_a_removed_key_after_the_requested_time(life: Life, changes: Changes, part: int) -> None:
+    assert _measure_erasure_ms(life, BOUND_MS // part, changes) <= BOUND_MS
 
 
 @pytest.mark.parametrize("changes", [{KEYS[0]: Row(7)}, {}], ids=["changed in every batch", "never changed again"])
-def test_a_removed_key_is_erased_by_the_sixth_batch_if_batches_are_rare(
-    life: Life, changes: Changes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removed_key_is_erased_by_the_sixth_batch_if_batches_are_rare(life: Life, changes: Changes) -> None:
     gap_ms = 2 * WINDOW_MS
-    assert _measure_erasure_ms(life, gap_ms, changes, monkeypatch) <= 6 * gap_ms
+    assert _measure_erasure_ms(life, gap_ms, changes) <= 6 * gap_ms
 
 
-def test_a_bucket_without_removed_rows_gets_no_further_snapshots_because_of_time(
-    life: Life, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _measure_erasure_ms(life, WINDOW_MS // 4, {}, monkeypatch)
+def test_a_bucket_without_removed_rows_gets_no_further_snapshots_because_of_time(life: Life) -> None:
+    _measure_erasure_ms(life, WINDOW_MS // 4, {})
     for _ in range(40):
         life.batch_ms += WINDOW_MS // 4
         life.batch({})
@@ -173,7 +168,7 @@ def test_a_bucket_without_removed_rows_gets_no_further_snapshots_because_of_time
 
 def test_a_snapshot_that_was_lost_is_made_again(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
     life.options = replace(life.options, erase_window_ms=WINDOW_MS)
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 1 << 30)
+    life.cadence = replace(life.cadence, deltas_min=1 << 30)
     life.batch({ERASED: Row(1, "here")})
     life.batch({ERASED: None})
     with monkeypatch.context() as patched:
@@ -194,8 +189,8 @@ def test_a_snapshot_that_was_lost_is_made_again(life: Life, monkeypatch: pytest.
     assert len(life.files("a", SNAPSHOT)) >= 2
 
 
-def test_a_restore_from_before_the_window_fails_with_the_reason(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
-    _measure_erasure_ms(life, WINDOW_MS // 4, {KEYS[0]: Row(7)}, monkeypatch)
+def test_a_restore_from_before_the_window_fails_with_the_reason(life: Life) -> None:
+    _measure_erasure_ms(life, WINDOW_MS // 4, {KEYS[0]: Row(7)})
     first_pointer_with_ages = next(
         pointer for pointer in life.pointers if pointer.ages is not None and pointer.ref is not None
     )

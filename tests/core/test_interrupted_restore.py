@@ -28,6 +28,7 @@ from arrow_schemas.pointer import BOTH, V1
 from spark_state_ext.backends import Checkpoint
 from spark_state_ext.backends.files import FilesRestore
 from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.bucket import Bucket
@@ -280,7 +281,8 @@ def test_closing_results_that_are_computed_ahead_waits_for_running_work() -> Non
 def test_a_load_that_fails_for_a_snapshot_fails_the_commit(restores: Restores, monkeypatch: pytest.MonkeyPatch) -> None:
     """The failed load has closed the restore managers, so the next attempt must open new ones."""
     life = restores.life
-    monkeypatch.setattr("spark_state_ext.engine.bucket.snapshot_due", lambda *_: True)
+    # A snapshot is due with the next delta.
+    life.cadence = SnapshotCadence(9, 9)
     pin = LocalStore.pin
 
     def fail_once(self: LocalStore, *args: Any) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from core_support import bucket_on, buffer_of, committed, first_pointer, state_at
 
 from arrow_schemas import Pointer
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.errors import StorageError
 from spark_state_ext.files import sealed_file as sealed_module
 from spark_state_ext.files.folder import Folder
@@ -150,9 +150,7 @@ def test_a_call_that_fails_at_any_operation_keeps_the_old_state_and_can_be_retri
 ) -> None:
     # Read files one after another, so that the n-th operation is always the same one.
     monkeypatch.setattr(loading_module, "_PARALLEL_MAX", 1)
-    if scenario == "snapshot":
-        monkeypatch.setattr(cadence, "DELTAS_MIN", 5)
-        monkeypatch.setattr(cadence, "DELTAS_MAX", 5)
+    cadence = SnapshotCadence(5, 5) if scenario == "snapshot" else SnapshotCadence()
     if scenario == "large":
         monkeypatch.setattr(sealed_module, "MEMORY_BYTES_MAX", 1)
     failures: list[str] = []
@@ -163,7 +161,7 @@ def test_a_call_that_fails_at_any_operation_keeps_the_old_state_and_can_be_retri
         before = {name: scene.files.get(name) for name in scene.files.names()}
         faulty = scene.files.child()
         faulty._fs = FaultyFileSystem(scene.files._fs, countdown, after)
-        bucket = bucket_on(scene.store, faulty, scene.pointer, scene.local)
+        bucket = bucket_on(scene.store, faulty, scene.pointer, scene.local, cadence)
         expected = apply_changes(scene.model, _CHANGES)
         countdown.start(n)
         try:
@@ -180,7 +178,7 @@ def test_a_call_that_fails_at_any_operation_keeps_the_old_state_and_can_be_retri
                 assert state_at(store, scene.files, new, scene.local) == expected
         for name, data in before.items():
             assert scene.files.get(name) == data
-        retried = committed(scene.store, scene.files, scene.pointer, _CHANGES, scene.local)
+        retried = committed(scene.store, scene.files, scene.pointer, _CHANGES, scene.local, cadence)
         for store in (scene.store, fresh):
             assert state_at(store, scene.files, retried, scene.local) == expected
         assert not [path for path in scene.local.iterdir() if path.is_file()], "temporary files were left"

@@ -24,7 +24,7 @@ from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.registry import Backend
 from spark_state_ext.beginning.first_call import bring_files
 from spark_state_ext.beginning.starts import Starts
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.engine.job import Job
@@ -42,6 +42,8 @@ from tests.helpers.soak import SOAK, examples
 
 JOBS, BATCHES, RETAINED = examples(20, 1_000), 6, 0
 BUCKETS, BUCKET = 8, 3
+# Each batch of a started job makes a snapshot, so that clean-up deletes the savepoint's files.
+CADENCE = SnapshotCadence(1, 1)
 _FIELD = '{{"metadata":{{}},"name":"{}","nullable":true,"type":"{}"}}'
 _KEY = f'{{"fields":[{_FIELD.format("name", "string")},{_FIELD.format("x", "double")}],"type":"struct"}}'
 _STATE = f'{{"fields":[{_FIELD.format("count", "long")},{_FIELD.format("note", "string")}],"type":"struct"}}'
@@ -108,7 +110,8 @@ class StartedJob:
         (backend,) = self.job.options.backends
         with contextlib.closing(LocalStore.at(local, SCHEMA)) as store:
             replicas = sole_replica(self.files, self.scratch, backend.name)
-            yield Bucket(store, replicas, self.pointer, WRITER, CommitContext(self.scratch, batches_retained=RETAINED))
+            context = CommitContext(self.scratch, batches_retained=RETAINED, cadence=CADENCE)
+            yield Bucket(store, replicas, self.pointer, WRITER, context)
 
 
 def job_from(root: Path, savepoint: Path) -> Job:
@@ -160,9 +163,6 @@ def test_jobs_that_start_from_one_savepoint_share_nothing(
     write_savepoint(life, savepoint)
     shared = {path.stat().st_ino for path in savepoint.rglob("*.*.arrow")}
     before = contents(savepoint, tmp_path / "a")
-    # From here on, each batch makes a snapshot, so that clean-up deletes the savepoint's files.
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 1)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 1)
     if ingested:
         monkeypatch.setattr(checkpoint, "_INGESTED_BYTES_MIN", 0)
     starts, scratch = Starts(), tmp_path / "scratch"

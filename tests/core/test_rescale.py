@@ -28,7 +28,7 @@ from arrow_schemas.savepoint import CANONICAL, NATIVE
 from spark_state_ext import Savepoint
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import is_complete
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.bucket import Bucket
@@ -135,10 +135,9 @@ def test_a_bucket_no_longer_needs_its_parents_after_its_own_snapshot(tmp_path: P
     check_state(query)
 
 
-def test_clean_up_keeps_needed_files(tmp_path: Path, old: OldJob, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 1)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
+def test_clean_up_keeps_needed_files(tmp_path: Path, old: OldJob) -> None:
     query = rescaled(tmp_path, old, BucketMap(2))
+    query.cadence = SnapshotCadence(1, 3)
     query.start()
     deleted = 0
     for at in range(60):

@@ -19,7 +19,7 @@ from life import Life
 from arrow_schemas import CheckpointRef, LineageEntry, LineageHeader, Pointer, Writer
 from arrow_schemas.lineage import DELTA, SNAPSHOT, file_name, parse_file_name
 from spark_state_ext.backends.files import sole_replica
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.errors import CorruptFileError, LiveRunError
@@ -341,9 +341,8 @@ class Scene:
     def batch(self, batch: int) -> None:
         replicas = sole_replica(self.files, self.local)
         writer = Writer("q", "r", batch, "h")
-        bucket = Bucket(
-            self.store, replicas, self.pointers[-1], writer, CommitContext(self.local, batches_retained=RETAINED)
-        )
+        context = CommitContext(self.local, batches_retained=RETAINED, cadence=SnapshotCadence(3, 3))
+        bucket = Bucket(self.store, replicas, self.pointers[-1], writer, context)
         changes = {KEYS[batch % 9]: Row(batch), KEYS[(batch + 4) % 9]: None if batch % 4 == 3 else Row(-batch, "n")}
         self.pointers.append(replace(bucket.commit(buffer_of(changes, self.local)).pointer, batch=batch))
         self.models.append(apply_changes(self.models[-1], changes))
@@ -367,9 +366,7 @@ class Scene:
 
 
 @pytest.fixture(params=whole(["disk", "objects"], ["s3"]))
-def scene(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 3)
+def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
     if request.param == "s3":
         s3: S3 = request.getfixturevalue("s3")
         files = Folder(s3.root(uuid.uuid4().hex), s3.options)

@@ -20,8 +20,9 @@ from arrow_schemas.lineage import DELTA, SNAPSHOT
 from arrow_schemas.pointer import BOTH, V1, V2, ReplicationStatus
 from spark_state_ext.backends import Markers
 from spark_state_ext.backends.replication import is_complete
-from spark_state_ext.commit import cadence, snapshot_writer
+from spark_state_ext.commit import snapshot_writer
 from spark_state_ext.commit import snapshots as snapshots_module
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.ledger import FAILED, RUNNING, UploadRecord, record_name
 from spark_state_ext.commit.snapshots import check_name
 from spark_state_ext.errors import (
@@ -398,10 +399,9 @@ def _old_release(data: bytes) -> Pointer:
     return Pointer.decode(data, V1)
 
 
-def test_the_five_steps_of_the_reference(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_five_steps_of_the_reference(life: Life) -> None:
     """Write both formats, then read the new one, then stop writing the old one; go back at each step."""
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 4)
+    life.cadence = SnapshotCadence(3, 4)
     stages: list[tuple[str, Callable[[bytes], Pointer], int]] = [
         (V1, _old_release, 8),  # before the migration
         (BOTH, _old_release, 8),  # 1, 2: write both, read the old one
@@ -433,12 +433,9 @@ def test_the_five_steps_of_the_reference(life: Life, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("write", [V1, BOTH])
-def test_a_batch_without_changes_goes_back_to_the_first_format(
-    life: Life, monkeypatch: pytest.MonkeyPatch, write: str
-) -> None:
+def test_a_batch_without_changes_goes_back_to_the_first_format(life: Life, write: str) -> None:
     """Format 1 needs an existing snapshot, but the one that format 2 relied on was lost."""
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 4)
+    life.cadence = SnapshotCadence(3, 4)
     life.history(9)
     life.settle()
     for name in life.folder("a").names():

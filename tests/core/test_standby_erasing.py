@@ -11,6 +11,7 @@ from test_erase_history import PLACE, erase, life_at, lived
 from test_erase_scan import TEXT
 
 from arrow_schemas.standby import BucketKey
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.erasing.checkpoint_files import rewrite
@@ -30,7 +31,7 @@ def test_a_replica_is_rebuilt_from_the_files_without_the_erased_keys(
     stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service runs while the query is stopped, and lists the files as soon as there is a new operator file."""
-    life = life_at(tmp_path)
+    life = life_at(tmp_path, cadence=SnapshotCadence())
     lived(life)
     clock = VirtualClock()
     (tmp_path / "b").mkdir()

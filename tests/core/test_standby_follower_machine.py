@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from standby_support import PrunesToTheNewest, World, covering
 
 from arrow_schemas.lineage import CheckpointRef
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.errors import (
     StateError,
 )
@@ -34,7 +34,8 @@ class FollowerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.base = Path(tempfile.mkdtemp(prefix="follower-machine-"))
-        self.world = World(self.base / "world", follower_class=self.follower_class)
+        cadence = SnapshotCadence(2, 4)
+        self.world = World(self.base / "world", cadence=cadence, follower_class=self.follower_class)
         self.runs = 0
         # True until the first write after a service start: until then, only file times show which lineage is current.
         self.unsure = False
@@ -100,8 +101,6 @@ class FollowerMachine(RuleBasedStateMachine):
 def run_machine(
     machine: type[FollowerMachine], monkeypatch: pytest.MonkeyPatch, histories: int, fixed: bool = False
 ) -> None:
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 2)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 4)
     # Merge runs as soon as there are two.
     monkeypatch.setattr(compaction, "FANOUT", 2)
     run_state_machine_as_test(

@@ -15,7 +15,7 @@ from standby_support import PrunesToTheNewest, World, changes, covering
 
 from arrow_schemas.lineage import DELTA, SNAPSHOT, CheckpointRef, LineageHeader, Writer, file_name
 from arrow_schemas.operator import operator_file_name
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.errors import (
     MissingCheckpointError,
     StorageError,
@@ -36,9 +36,8 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def snapshots_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 5)
+def snapshots_often(world: World) -> None:
+    world.cadence = SnapshotCadence(3, 5)
 
 
 # -- one batch after the other --------------------------------------------------------------------

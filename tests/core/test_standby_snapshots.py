@@ -13,7 +13,7 @@ from standby_support import World, changes, covering
 from arrow_schemas.blocks import digest_crcs
 from arrow_schemas.equality import IndexArray
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name
-from spark_state_ext.commit import cadence
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.files.sealed_body import read_announced_index
 from spark_state_ext.restore.lazy import LazyRestore
 from spark_state_ext.restore.load_plan import Chain
@@ -24,6 +24,8 @@ from spark_state_ext.store.lazy_file import LazyFile, LazyOptions
 from spark_state_ext.store.runs import Run
 from spark_state_ext.testing.model import KEYS, Row
 
+SNAPSHOTS_OFTEN = SnapshotCadence(3, 5)
+
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
@@ -33,9 +35,8 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def snapshots_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cadence, "DELTAS_MIN", 3)
-    monkeypatch.setattr(cadence, "DELTAS_MAX", 5)
+def snapshots_often(world: World) -> None:
+    world.cadence = SNAPSHOTS_OFTEN
 
 
 @pytest.mark.usefixtures("snapshots_often")
@@ -99,8 +100,7 @@ class _Large:
 
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("spark_state_ext.files.checkpoint._INGESTED_BYTES_MIN", 0)
-        monkeypatch.setattr(cadence, "DELTAS_MIN", 16)
-        monkeypatch.setattr(cadence, "DELTAS_MAX", 17)
+        world.cadence = SnapshotCadence(16, 17)
         self.world = world
         self.read: list[CheckpointRef] = []
         replace = Loader.replace_runs
@@ -175,7 +175,7 @@ class _PartialRestore:
     """A task on the follower's host has begun to restore a snapshot lazily, and has died."""
 
     def __init__(self, base: Path) -> None:
-        self.world = World(base / "world", root=f"memory://completed-{uuid.uuid4().hex}")
+        self.world = World(base / "world", root=f"memory://completed-{uuid.uuid4().hex}", cadence=SNAPSHOTS_OFTEN)
         world = self.world
         for number in range(20):
             world.batch({key: Row(number, f"{number} {key}" * 1_000) for key in KEYS})
@@ -201,7 +201,7 @@ class _PartialRestore:
 
 
 @pytest.fixture
-def partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshots_often: None) -> Iterator[_PartialRestore]:
+def partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_PartialRestore]:
     monkeypatch.setattr("spark_state_ext.files.checkpoint._INGESTED_BYTES_MIN", 0)
     # The restore needs several requests.
     monkeypatch.setattr("spark_state_ext.restore.lazy._REQUEST_PIECES", 1)

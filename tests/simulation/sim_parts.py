@@ -17,6 +17,7 @@ from sim_stores import DiedError
 
 from arrow_schemas import Pointer, RowSchema
 from spark_state_ext.backends.replication import Replica
+from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.failures import Run
 from spark_state_ext.commit.uploads import Upload, WorkerUploads
@@ -31,6 +32,7 @@ from spark_state_ext.worker.background import Work
 from spark_state_ext.worker.spill import SpillBuffer
 
 __all__ = [
+    "CADENCE",
     "KEYS",
     "SCHEMA",
     "UPLOAD",
@@ -57,6 +59,8 @@ __all__ = [
 
 SCHEMA = RowSchema((pa.field("k", pa.int64()),), (pa.field("n", pa.int64()),))
 KEYS = 6
+# Snapshots are due so often that even short histories have several.
+CADENCE = SnapshotCadence(1, 2)
 # A background that is behind accepts at most this for each bucket: a snapshot, and a clean-up of two backends, twice.
 WAITING_MAX = 6
 UPLOAD = "upload"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sim_parts import SCHEMA, Model, Numbers, WrongStateError, apply_changes, buffer_changes, scan_rows
+from sim_parts import CADENCE, SCHEMA, Model, Numbers, WrongStateError, apply_changes, buffer_changes, scan_rows
 from sim_rescale_parts import COUNTS, HASHES, draw_changes_of_bucket, select_rows
 from sim_stores import open_folder
 from sim_yard import OPERATOR
@@ -217,7 +217,7 @@ class _StartedQuery:
                 replicas,
                 pointer,
                 Writer(self.name, "run", pointer.batch + 1, "simulated"),
-                CommitContext(world.folder, batches_retained=world.config.retained, runner=Inline()),
+                CommitContext(world.folder, batches_retained=world.config.retained, cadence=CADENCE, runner=Inline()),
                 sources=origins,
             )
             if changes is None:

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import fsspec
 from sim_failures import Failures
 from sim_parts import (
+    CADENCE,
     KEYS,
     SCHEMA,
     Attempt,
@@ -57,7 +58,6 @@ from spark_state_ext.backends import STATE, CleanUp
 from spark_state_ext.backends import files as files_module
 from spark_state_ext.backends.files import sole_replica
 from spark_state_ext.backends.replication import Replica, Restorable, is_complete
-from spark_state_ext.commit import cadence
 from spark_state_ext.commit.committer import Committer
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
@@ -676,6 +676,7 @@ class World:
                     erase_window_ms=self.config.erase_window_ms or None,
                 ),
                 batches_retained=self.config.retained,
+                cadence=CADENCE,
                 uploads=WorkerUploads() if executor is None else executor.uploads,
                 runner=executor or Inline(),
                 run=run or self.stage(),
@@ -868,8 +869,6 @@ def scale_down(ingests: bool, variant: Variant) -> AbstractContextManager[None]:
     ids = random.Random(49374)
     values = [
         (bucket_module, "new_checkpoint_id", lambda: f"{ids.getrandbits(128):032x}"),
-        (cadence, "DELTAS_MIN", 1),
-        (cadence, "DELTAS_MAX", 2),
         # This covers both ways to compare files.
         (files_module, "_PIECE_BYTES", 1 << 10 if ingests else files_module._PIECE_BYTES),
         (checkpoint, "_INGESTED_BYTES_MIN", 0 if ingests else checkpoint._INGESTED_BYTES_MIN),
