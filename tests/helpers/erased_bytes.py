@@ -16,7 +16,10 @@ def files_with(text: str, *folders: Path) -> list[str]:
     """Return the names of files that contain a text, either directly or in compressed columns."""
     wanted, names = text.encode(), []
     for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
-        data = path.read_bytes()
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            continue  # a run that still ends has replaced its lease meanwhile
         if any(wanted in piece for piece in (data, *decompress(data))):
             names.append(path.name)
     return names
