@@ -22,6 +22,9 @@ JVM_OPTIONS: tuple[str, ...] = (
     *(("-Xshare:auto", "-Xlog:cds*=off", f"-XX:SharedArchiveFile={_ARCHIVE}") if _ARCHIVE.exists() else ()),
 )
 
-# By default Spark starts ten processes (chmod, readlink) for each checkpoint file on a local disk. The soak, the tests of
-# a cluster and those of documents use Spark's default.
-LOCAL_FILES = {"spark.sql.streaming.checkpointFileManagerClass": FILE_MANAGER}
+# By default Spark starts ten processes (chmod, readlink) for each checkpoint file on a local disk, and writes a file of
+# checksums beside it: an eighth of a batch's cost. The soak, the tests of a cluster and those of documents use Spark's default.
+LOCAL_FILES = {
+    "spark.sql.streaming.checkpointFileManagerClass": FILE_MANAGER,
+    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
+}

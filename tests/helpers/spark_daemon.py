@@ -1,7 +1,8 @@
 """Spark's daemon of Python workers, with the imports that all workers need made before the fork.
 
-Tests start hundreds of workers, and each would need a second to import pandas and PyArrow. The daemon does not import this
-package, so that its state in a process begins in each worker, as in production.
+Tests start hundreds of workers, and each would need a second to import pandas and PyArrow, and half a second to import this
+package. A worker's state still begins in the worker, as in production: modules keep none (`tests/test_rooms.py`). The tests
+of a cluster, of migrations and of documents use Spark's own daemon.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import pyarrow.parquet  # noqa: F401
 import pyspark.sql.pandas.serializers
 import pyspark.worker  # noqa: F401
 from pyspark.daemon import manager
+
+import spark_state_ext.spark.executor.call
+import spark_state_ext.spark.executor.key_work
+import spark_state_ext.spark.executor.table_tasks  # noqa: F401
 
 if __name__ == "__main__":
     manager()
