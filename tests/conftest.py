@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.spark import ROCKSDB
 from tests.helpers.costs import Costs
-from tests.helpers.jvm import JVM_OPTIONS, LOCAL_FILES
+from tests.helpers.jvm import JVM_OPTIONS, LOCAL_FILES, write_no_checksums
 from tests.helpers.soak import SOAK
 
 HERE = Path(__file__).parent
@@ -92,6 +92,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         builder = builder.config(name, value)
     builder = builder.config("spark.sql.warehouse.dir", str(tmp_path_factory.mktemp("warehouse")))
     session = builder.getOrCreate()
+    if not SOAK:
+        write_no_checksums(session)
     yield session
     session.stop()
 

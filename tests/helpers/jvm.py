@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.spark import FILE_MANAGER
 
-__all__ = ["JVM_OPTIONS", "LOCAL_FILES"]
+__all__ = ["JVM_OPTIONS", "LOCAL_FILES", "write_no_checksums"]
 
 _ARCHIVE = Path(sys.prefix) / "classes.jsa"
 # Queries of tests are short, so that a JVM would spend most of its time on compiling code that runs only a few times; on
@@ -22,9 +23,12 @@ JVM_OPTIONS: tuple[str, ...] = (
     *(("-Xshare:auto", "-Xlog:cds*=off", f"-XX:SharedArchiveFile={_ARCHIVE}") if _ARCHIVE.exists() else ()),
 )
 
-# By default Spark starts ten processes (chmod, readlink) for each checkpoint file on a local disk, and writes a file of
-# checksums beside it: an eighth of a batch's cost. The soak, the tests of a cluster and those of documents use Spark's default.
-LOCAL_FILES = {
-    "spark.sql.streaming.checkpointFileManagerClass": FILE_MANAGER,
-    "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
-}
+# By default Spark starts ten processes (chmod, readlink) for each checkpoint file on a local disk. The soak, the tests of
+# a cluster and those of documents use Spark's default.
+LOCAL_FILES = {"spark.sql.streaming.checkpointFileManagerClass": FILE_MANAGER}
+
+
+def write_no_checksums(session: Any) -> None:
+    """Write no file of checksums beside each file on a local disk: these are an eighth of a batch's cost."""
+    jvm = session.sparkContext._jvm
+    jvm.org.apache.hadoop.fs.FileSystem.getLocal(session._jsc.hadoopConfiguration()).setWriteChecksum(False)

@@ -20,6 +20,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from jobs import configured
 from pyspark.sql.streaming.state import GroupState
 from streams import finish, read, write_batches
 
@@ -235,13 +236,11 @@ class _Job:
         out = self.state.apply_in_pandas_with_state(
             read(self.session, source, "key long"), "key", count, "key long, n long", "n long", "update", "NoTimeout"
         )
-        finish(
-            out.writeStream.foreachBatch(partial(_called, self.sink, str(self.folder / "out")))
-            .outputMode("update")
-            .option("checkpointLocation", str(self.folder / "checkpoint"))
-            .trigger(availableNow=True)
-            .start()
-        )
+        writer = out.writeStream.foreachBatch(partial(_called, self.sink, str(self.folder / "out")))
+        writer = writer.outputMode("update").option("checkpointLocation", str(self.folder / "checkpoint"))
+        # Two tasks of a batch must agree on their run, whichever thread computes each.
+        with configured(self.session, {"spark.sql.shuffle.partitions": "2"}):
+            finish(writer.trigger(availableNow=True).start())
 
     def check_counts_and_folders(self, query_folders: int = 1) -> None:
         rows: dict[int, int] = {}

@@ -23,11 +23,14 @@ from timed_counts import (
 )
 
 from spark_state_ext import RetainedCheckpoint, Savepoint, take_savepoint
+from tests.helpers.soak import whole
 
 pytestmark = [pytest.mark.spark, reads_state]
 
 # Each query starts from the state of the previous one, with another number of partitions.
-CHANGES = [(5, "savepoint", "no_claim"), (1, "left", "claim"), (3, "savepoint", "claim"), (2, "left", "no_claim")]
+CHANGES = whole(
+    [(5, "savepoint", "no_claim"), (1, "left", "claim")], [(3, "savepoint", "claim"), (2, "left", "no_claim")]
+)
 
 
 def make_start_options(spark: Any, old: Job, kind: str, mode: str) -> dict[str, Any]:
