@@ -267,6 +267,8 @@ def write_environment(venv: Path, java: Path | None) -> None:
         f'export PYSPARK_DRIVER_PYTHON="{venv}/bin/python"',
         # Another Spark on this machine must not be mixed with the one in the environment.
         "unset SPARK_HOME SPARK_CONF_DIR SPARK_REMOTE PYTHONHOME",
+        # Without bytecode, each of the hundreds of processes that tests start compiles the package and the tests again.
+        "unset PYTHONDONTWRITEBYTECODE",
     ]
     if java is not None:
         lines.append(f'export JAVA_HOME="{java}"')
