@@ -5,7 +5,8 @@ subreaper). So the processor seconds at the end are those of all of it, and all 
 is stopped by SIGTERM, SIGHUP or Ctrl-C. Processes that a finished run left behind are reported, as they are a defect.
 
 The other arguments are pytest's. With ``--budget`` a run that costs more than ``[tool.spark_state_ext.suite]`` of that
-file allows fails.
+file allows fails. The tests' temporary files are in memory if the machine has room for them, and go at the end;
+``--basetemp FOLDER`` puts them elsewhere and keeps them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import ctypes
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,6 +28,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = "SPARK_STATE_EXT_COSTS"
 _PR_SET_CHILD_SUBREAPER = 36
+# Tests make tens of thousands of small files and wait for a disk to have each, which no test can tell from not waiting.
+_MEMORY = Path("/dev/shm")
+_FREE_BYTES_MIN, _AVAILABLE_BYTES_MIN = 2 << 30, 8 << 30
 # Processes that were asked to end are killed after this time.
 _GRACE_S = 10.0
 _OVER_BUDGET = 3
@@ -42,8 +47,12 @@ def main(arguments: list[str]) -> int:
     for number in _SIGNALS:
         signal.signal(number, _stop)
     started_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, COSTS: folder}
+    with tempfile.TemporaryDirectory(dir=find_memory(), prefix="tests-", ignore_cleanup_errors=True) as folder:
+        costs_folder = Path(folder) / "costs"
+        costs_folder.mkdir()
+        environment = {**os.environ, COSTS: str(costs_folder), "TMPDIR": folder}
+        if not any(argument.startswith("--basetemp") for argument in arguments):
+            arguments = [f"--basetemp={folder}/tests", *arguments]
         # A session of its own: Ctrl-C reaches this process alone, which then ends the others in order.
         pytest = subprocess.Popen([sys.executable, "-m", "pytest", *arguments], env=environment, start_new_session=True)
         try:
@@ -61,11 +70,22 @@ def main(arguments: list[str]) -> int:
                 pytest.wait(_GRACE_S)
             status, left = 130, []
         end_all()
-        costs = _read_costs(Path(folder))
+        costs = _read_costs(costs_folder)
     for pid in left:
         print(f"left running by a test, and ended now: process {pid}", file=sys.stderr)
     exceeded = _report(costs, time.monotonic() - started_s, budget)
     return status or exceeded
+
+
+def find_memory() -> Path | None:
+    """Return the folder in memory if it has room for the files of a run, or None: the usual folder on a disk."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available_bytes = int(lines["MemAvailable"].split()[0]) << 10
+        has_room = shutil.disk_usage(_MEMORY).free >= _FREE_BYTES_MIN and available_bytes >= _AVAILABLE_BYTES_MIN
+    except (OSError, KeyError, ValueError):
+        return None
+    return _MEMORY if has_room else None
 
 
 class _StoppedError(Exception):

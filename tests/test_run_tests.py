@@ -57,3 +57,21 @@ def test_a_run_that_exceeds_its_budget_fails(tmp_path: Path) -> None:
         output, _ = run.communicate(timeout=120)
         assert run.returncode == status, output
         assert ("more than the budget" in output) == (status == 3)
+
+
+def test_temporary_files_go_with_the_run_unless_their_folder_is_given(tmp_path: Path) -> None:
+    test = f"""
+import tempfile
+from pathlib import Path
+
+def test_it(tmp_path):
+    (tmp_path / "file").touch()
+    Path({str(tmp_path / "folders")!r}).write_text(f"{{tmp_path}} {{tempfile.gettempdir()}}")
+"""
+    for arguments, stays in (([], False), ([f"--basetemp={tmp_path / 'kept'}"], True)):
+        run = start_runner(tmp_path, test, *arguments)
+        output, _ = run.communicate(timeout=120)
+        assert run.returncode == 0, output
+        base, temporary = map(Path, (tmp_path / "folders").read_text().split())
+        assert (base / "file").exists() == stays
+        assert not temporary.exists()
