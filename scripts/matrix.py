@@ -135,8 +135,7 @@ def check(corner: Corner, folder: Path, tests: list[str]) -> Result:
     marks = "not slow" + (f" and not {corner.leave_out}" if corner.leave_out else "")
     command = [
         "python",
-        "-m",
-        "pytest",
+        "scripts/run_tests.py",
         "-n",
         "2",
         "--dist",
@@ -150,8 +149,9 @@ def check(corner: Corner, folder: Path, tests: list[str]) -> Result:
         shell = ["sh", "-c", '. "$0" && exec "$@"', str(venv / "env.sh"), *command]
         done = subprocess.run(shell, cwd=bootstrap.ROOT, stdout=output, stderr=subprocess.STDOUT, check=False)
     lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-    # pytest says last how many tests passed.
-    summary = re.sub(r"^=+ | in [\d.]+s.*$", "", lines[-1])
+    # pytest says how many tests passed, and the runner then what they cost.
+    summaries = [line for line in lines if re.search(r"\d+ (passed|failed|error|skipped|deselected)", line)]
+    summary = re.sub(r"^=+ | in [\d.]+s.*$", "", (summaries or lines)[-1])
     if done.returncode != 0:
         print("\n".join(lines[-40:]), file=sys.stderr)
         summary = f"exit code {done.returncode}: {summary}"

@@ -30,7 +30,8 @@ COSTS = "SPARK_STATE_EXT_COSTS"
 _PR_SET_CHILD_SUBREAPER = 36
 # Tests make tens of thousands of small files and wait for a disk to have each, which no test can tell from not waiting.
 _MEMORY = Path("/dev/shm")
-_FREE_BYTES_MIN, _AVAILABLE_BYTES_MIN = 2 << 30, 8 << 30
+# They take 5 GB, and the processes that tests start as much.
+_FREE_BYTES_MIN, _AVAILABLE_BYTES_MIN = 6 << 30, 12 << 30
 # Processes that were asked to end are killed after this time.
 _GRACE_S = 10.0
 _OVER_BUDGET = 3

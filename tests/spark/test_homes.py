@@ -24,7 +24,7 @@ def test_with_spark_a_folder_named_only_by_pointers_is_not_abandoned(
     job.run(keyed("a", "b"))
     (query_folder,) = (path for path in (tmp_path / "root" / "tested").iterdir() if path.name != "starting")
     metadata = job.checkpoint / "metadata"
-    (job.checkpoint / ".metadata.crc").unlink()
+    (job.checkpoint / ".metadata.crc").unlink(missing_ok=True)
     metadata.write_text(json.dumps({"id": str(uuid.uuid4())}))
     command = ["abandoned", str(tmp_path / "root"), "--checkpoint", str(job.checkpoint), "-o", "jsonl"]
     later_s = time.time() + 40 * 86_400
