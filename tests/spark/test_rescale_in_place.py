@@ -283,7 +283,7 @@ def run_with_rescaling(
     commits = folder / "checkpoint" / "commits"
     last = max(int(path.name) for path in commits.iterdir() if path.name.isdecimal())
     for name in (str(last), f".{last}.crc"):
-        (commits / name).unlink()
+        (commits / name).unlink(missing_ok=True)
     job.options = {"buckets": bucket_counts[1], "rescale": str(job.checkpoint)}
     query = start()
     try:
