@@ -5,7 +5,7 @@ subreaper). So the processor seconds at the end are those of all of it, and all 
 is stopped by SIGTERM, SIGHUP or Ctrl-C. Processes that a finished run left behind are reported, as they are a defect.
 
 The other arguments are pytest's. With ``--budget`` a run that costs more than ``[tool.spark_state_ext.suite]`` of that
-file allows fails. The tests' temporary files are in memory if the machine has room for them, and go at the end;
+file allows fails. The tests' temporary files are in memory if there is room for them, and are removed at the end;
 ``--basetemp FOLDER`` puts them elsewhere and keeps them.
 """
 
@@ -28,9 +28,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = "SPARK_STATE_EXT_COSTS"
 _PR_SET_CHILD_SUBREAPER = 36
-# Tests make tens of thousands of small files and wait for a disk to have each, which no test can tell from not waiting.
+# Tests write and sync tens of thousands of small files. A disk makes them wait, and no test can notice a sync.
 _MEMORY = Path("/dev/shm")
-# They take 5 GB, and the processes that tests start as much.
+# The files need 5 GB, and so do the processes of the tests.
 _FREE_BYTES_MIN, _AVAILABLE_BYTES_MIN = 6 << 30, 12 << 30
 # Processes that were asked to end are killed after this time.
 _GRACE_S = 10.0

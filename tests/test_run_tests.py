@@ -59,7 +59,7 @@ def test_a_run_that_exceeds_its_budget_fails(tmp_path: Path) -> None:
         assert ("more than the budget" in output) == (status == 3)
 
 
-def test_temporary_files_go_with_the_run_unless_their_folder_is_given(tmp_path: Path) -> None:
+def test_temporary_files_are_removed_after_a_run_unless_their_folder_is_given(tmp_path: Path) -> None:
     test = f"""
 import tempfile
 from pathlib import Path

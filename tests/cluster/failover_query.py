@@ -275,7 +275,7 @@ class FailoverQuery:
         return done.stdout + done.stderr
 
     def settle(self) -> None:
-        """Wait until the store gets no more requests."""
+        """Wait until almost no bytes have passed to or from the store for `_SETTLED_S` seconds."""
         since_s, last = time.monotonic(), self.store.passed()
         deadline_s = since_s + HEAL_S_MAX
         while time.monotonic() - since_s < _SETTLED_S:

@@ -1,4 +1,4 @@
-"""Compares the failovers that standby services report in their metrics with those that happened."""
+"""Two counts of failovers: from the metrics of standby services, and from the hosts that processed each bucket."""
 
 from __future__ import annotations
 

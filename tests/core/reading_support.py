@@ -18,7 +18,6 @@ from arrow_schemas.operator import operator_file_name
 from arrow_schemas.spark_hash import hash_key
 from spark_state_ext import OpenState
 from spark_state_ext.backends.files import sole_replica
-from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.engine.bucket import Bucket
 from spark_state_ext.files.folder import Folder
@@ -75,7 +74,6 @@ class Job:
     host: str = "host"
     told: bool = True
     retained: int = 2
-    cadence: SnapshotCadence = field(default_factory=SnapshotCadence)
     # Additional arguments of each call's context.
     context: Mapping[str, Any] = field(default_factory=dict)
     storage_options: Mapping[str, Any] = field(default_factory=dict)
@@ -123,7 +121,7 @@ class Job:
             writer = replace(writer, batch=pointer.batch + 1 + bucket)
         writer = replace(writer, epoch=self._epoch(batch, pointer))
         replicas = sole_replica(self.folder.child(str(bucket)), self.scratch, "fsspec")
-        context = CommitContext(self.scratch, batches_retained=self.retained, cadence=self.cadence, **self.context)
+        context = CommitContext(self.scratch, batches_retained=self.retained, **self.context)
         call_bucket = Bucket(self.stores[bucket], replicas, pointer, writer, context)
         committed = call_bucket.commit(buffer).pointer
         return replace(committed, batch=writer.batch)

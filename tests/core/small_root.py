@@ -108,7 +108,7 @@ def dated(folder: Path) -> None:
         if path.is_file():
             version = path.name.partition("_")[0]
             at_s = BEGUN_S + 60 * (int(version) if version.isdecimal() else 0)
-            # A savepoint that is taken at the same time may remove its files, as another one was faster.
+            # Of two savepoints that are taken at the same time, the slower one removes its files.
             with contextlib.suppress(FileNotFoundError):
                 os.utime(path, (at_s, at_s))
 

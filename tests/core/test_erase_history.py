@@ -314,7 +314,7 @@ def test_open_state_chooses_the_folder_that_a_query_wrote_last_even_after_erasin
 ) -> None:
     jobs = []
     for name in ("q1", "q2"):
-        job = Job(tmp_path / "root", tmp_path, query_id=name, buckets=1, retained=100, cadence=FEW_DELTAS)
+        job = Job(tmp_path / "root", tmp_path, query_id=name, buckets=1, retained=100, context={"cadence": FEW_DELTAS})
         for row in (Row(1), Row(2), None, None, None):
             job.batch({JANE: row, ("x", 1.0): Row(3)})
         jobs.append(job)

@@ -48,8 +48,9 @@ class History:
     made: list[tuple[list[Pointer], Model]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        context = {"cadence": self.cadence}
         self.job = Job(
-            self.tmp / "root", self.tmp, buckets=BUCKETS, retained=100, cadence=self.cadence, told=self.knows_batch
+            self.tmp / "root", self.tmp, buckets=BUCKETS, retained=100, context=context, told=self.knows_batch
         )
         self.restored = 0
 

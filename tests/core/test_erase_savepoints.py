@@ -61,7 +61,7 @@ FORMS = [NATIVE, CANONICAL]
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     """Make a job whose savepoint will have the key."""
-    job = Job(tmp_path / "root", tmp_path, buckets=BUCKETS, retained=100, cadence=FEW_DELTAS)
+    job = Job(tmp_path / "root", tmp_path, buckets=BUCKETS, retained=100, context={"cadence": FEW_DELTAS})
     for number in range(4):
         changes: dict[Any, Row | None] = {key: Row(number, "n", 60_000 + number) for key in EVERYWHERE}
         job.batch({**changes, JANE: Row(number)} if number > 1 else changes)

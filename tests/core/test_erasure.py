@@ -36,7 +36,7 @@ DELTAS_MAX = 5
 
 @pytest.fixture
 def life(life: Life) -> Life:
-    """Return a bucket of which a snapshot is due after few deltas."""
+    """Return a bucket that writes a snapshot after few deltas."""
     life.cadence = SnapshotCadence(2, DELTAS_MAX)
     return life
 

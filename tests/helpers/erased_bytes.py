@@ -19,7 +19,7 @@ def files_with(text: str, *folders: Path) -> list[str]:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            continue  # a run that still ends has replaced its lease meanwhile
+            continue  # a query that is ending has replaced its lease file
         if any(wanted in piece for piece in (data, *decompress(data))):
             names.append(path.name)
     return names

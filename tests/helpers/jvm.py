@@ -29,6 +29,6 @@ LOCAL_FILES = {"spark.sql.streaming.checkpointFileManagerClass": FILE_MANAGER}
 
 
 def write_no_checksums(session: Any) -> None:
-    """Write no file of checksums beside each file on a local disk: these are an eighth of a batch's cost."""
+    """Turn off the checksum file that Hadoop writes beside each local file; it costs an eighth of a batch."""
     jvm = session.sparkContext._jvm
     jvm.org.apache.hadoop.fs.FileSystem.getLocal(session._jsc.hadoopConfiguration()).setWriteChecksum(False)

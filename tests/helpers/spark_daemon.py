@@ -1,8 +1,8 @@
 """Spark's daemon of Python workers, with the imports that all workers need made before the fork.
 
 Tests start hundreds of workers, and each would need a second to import pandas and PyArrow, and half a second to import this
-package. A worker's state still begins in the worker, as in production: modules keep none (`tests/test_rooms.py`). The tests
-of a cluster, of migrations and of documents use Spark's own daemon.
+package. A worker still creates its own state, as in production, because no module keeps any (`tests/test_rooms.py`).
+Tests of clusters and migrations, and most tests of the soak, use Spark's own daemon.
 """
 
 from __future__ import annotations

@@ -794,7 +794,7 @@ class World:
                 del self.known_losses[key]
 
     def _is_recent(self, since: int, pointer: Pointer) -> bool:
-        """Whether a loss that was noted at a heartbeat, or -1, still counts for a call with a pointer."""
+        """Return whether a loss that was noted at heartbeat `since` (-1: never) counts for a call with this pointer."""
         return 0 <= since >= pointer.heartbeats - recent_heartbeats(max(self.config.retained, pointer.retained))
 
     def _check_with(self, pointer: Pointer, names: Sequence[str]) -> None:
