@@ -110,7 +110,8 @@ def mark_pointer(pointer: Pointer, handled: HandledRequests | None) -> Pointer:
 class EraseWatch:
     """A process's cache of erase requests; a `Worker` owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, wall_s: Callable[[], float] = time.time) -> None:
+        self._wall_s = wall_s
         self._listings: OrderedDict[str, tuple[Any, EraseNumbers]] = OrderedDict()
         # Kept for one batch: the next batch reads the files again, because they may have been replaced.
         self._requests: OrderedDict[tuple[str, int], EraseRequest] = OrderedDict()
@@ -208,7 +209,7 @@ class EraseWatch:
     def _note_done(self, query_folder: Folder, number: int, committed: Pointer) -> None:
         folder = EraseFolder(query_folder)
         request = folder.request(number)
-        now_ms = int(time.time() * 1000)
+        now_ms = int(self._wall_s() * 1000)
         folder.note_done(
             number,
             EraseDone(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -63,8 +63,8 @@ class Memory:
 class Process:
     """A worker process of an executor."""
 
-    def __init__(self, partitions: int) -> None:
-        self.watch = EraseWatch()
+    def __init__(self, partitions: int, wall_s: Callable[[], float]) -> None:
+        self.watch = EraseWatch(wall_s)
         self.memory = [Memory() for _ in range(partitions)]
 
 

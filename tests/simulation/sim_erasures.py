@@ -93,7 +93,7 @@ class ErasureWorld:
             for p in range(config.partitions)
         ]
         self.spark = [StateFiles(config, partition) for partition in first]
-        self.processes = [Process(config.partitions) for _ in range(EXECUTORS)]
+        self.processes = [self._begin_process() for _ in range(EXECUTORS)]
         self.run = Run(0, True)
         self.sleeping: list[Task] = []
         # By planned batch, the buckets that are called; None if there is data, so that all are called.
@@ -132,6 +132,10 @@ class ErasureWorld:
 
     def _find_partition(self, bucket: int) -> int:
         return bucket % self.config.partitions
+
+    def _begin_process(self) -> Process:
+        # Records with the same time are the same record, so a history that is repeated needs the same times.
+        return Process(self.config.partitions, lambda: next(self._clock))
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -231,10 +235,10 @@ class ErasureWorld:
             for memory in self.processes[at].memory:
                 memory.loaded.clear()
             if ends:
-                self.processes[at] = Process(self.config.partitions)
+                self.processes[at] = self._begin_process()
 
     def _process(self, numbers: Numbers) -> None:
-        self.processes[numbers.below(EXECUTORS)] = Process(self.config.partitions)
+        self.processes[numbers.below(EXECUTORS)] = self._begin_process()
 
     def _status(self, numbers: Numbers) -> None:
         self.users.states()
