@@ -359,7 +359,7 @@ class Cluster:
     # -- processes ---------------------------------------------------------------------------------
 
     def _start(self, command: Sequence[str], log: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        environment = {**clean_environment(), "PYTHONDONTWRITEBYTECODE": "1", **variables}
+        environment = {**clean_environment(), **variables}
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command,

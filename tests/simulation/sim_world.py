@@ -154,7 +154,7 @@ class World:
         self.outdated: dict[str, set[bytes]] = {name: set() for name in self.folders}
         # The heartbeat at which a bucket's lost files in a backend were noted on a machine's disk.
         self.known_losses: dict[tuple[Path, int, int, str], int] = {}
-        self.folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=_fast_folder()))
+        self.folder = Path(tempfile.mkdtemp(prefix="simulation-"))
         machines = [Machine(self.folder / str(i)) for i in range(EXECUTORS)]
         if config.one_disk:
             machines[1] = machines[0]
@@ -904,11 +904,6 @@ def _read_one_by_one(
     plan: Iterable[Fetch], read: Callable[[Fetch], Any], result: Callable[..., Any]
 ) -> Iterator[Iterator[tuple[Fetch, Any]]]:
     yield ((fetch, read(fetch)) for fetch in plan)
-
-
-def _fast_folder() -> str | None:
-    """Return a folder in memory, if there is one: thousands of stores are made and removed."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 __all__ = ["Config", "History", "World", "WrongStateError", "run_world", "simulate", "scale_down"]

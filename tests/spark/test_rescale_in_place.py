@@ -282,8 +282,8 @@ def run_with_rescaling(
     # The last batch has no data. It is repeated, as if Spark had been killed before it committed the batch.
     commits = folder / "checkpoint" / "commits"
     last = max(int(path.name) for path in commits.iterdir() if path.name.isdecimal())
-    for name in (str(last), f".{last}.crc"):
-        (commits / name).unlink(missing_ok=True)
+    (commits / str(last)).unlink()
+    (commits / f".{last}.crc").unlink(missing_ok=True)
     job.options = {"buckets": bucket_counts[1], "rescale": str(job.checkpoint)}
     query = start()
     try:
