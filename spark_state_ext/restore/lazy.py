@@ -27,6 +27,7 @@ from arrow_schemas.snapshot_index import SnapshotIndex
 from arrow_schemas.standby import BucketKey
 from spark_state_ext.errors import (
     CorruptFileError,
+    InterruptedRestoreError,
     LineageError,
     MissingCheckpointError,
     MissingRunError,
@@ -301,6 +302,10 @@ class LazyRestore:
         assert self._options is not None, "runs are filled only with options of lazy restore"
         try:
             self._fill(run, self._options)
+        except InterruptedRestoreError:
+            # The end of a query is not a failure to warn of.
+            if not self._sources.is_closed:
+                raise
         finally:
             if self._store.is_closed:
                 # Fetching may have opened the store again.

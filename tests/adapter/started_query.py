@@ -101,6 +101,7 @@ class Query:
         finally:
             opened.close_sources()
             assert shared.background.wait(WAIT_S)
+            assert shared.filling.wait(WAIT_S)
             opened.bucket.close()
             opened.bucket.store.close()
 

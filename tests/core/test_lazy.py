@@ -216,6 +216,19 @@ def test_filling_respects_its_rate_limit_and_stops_when_the_store_closes(
     assert base_suffixes(store) == [".arrow"]
 
 
+def test_filling_ends_without_an_error_when_its_bucket_is_closed(
+    remote: Remote, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query may end while its background waits for a turn."""
+    bucket = bucket_on(store, remote, tmp_path)
+    bucket.read(Sizes.of)
+    (run,) = store.runs()
+    assert bucket._lazy._options is not None
+    monkeypatch.setattr(bucket._lazy._options.foreground, "stand_back", lambda quiet_s, s_max: bucket.close())
+    bucket._lazy.fill(run)
+    assert base_suffixes(store) == [".arrow", ".lazy"]
+
+
 def test_filling_yields_to_fetches_that_a_batch_waits_for(
     remote: Remote, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
