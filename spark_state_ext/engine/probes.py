@@ -16,7 +16,7 @@ from functools import partial
 
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.replication import Replica, is_complete
-from spark_state_ext.errors import OwnershipError, StateError
+from spark_state_ext.errors import InterruptedRestoreError, OwnershipError, StateError
 from spark_state_ext.files.existence import has_state
 from spark_state_ext.worker.threads import DaemonPool
 
@@ -99,6 +99,9 @@ class Probes:
         except OwnershipError as error:
             # The run's next call raises this error, too.
             _LOGGER.warning("%s", error)
+        except InterruptedRestoreError:
+            # The call ended first, and the next one probes again. That the call ended is not a reason to warn.
+            self._seen.pop((key, name), None)
         except StateError as error:
             self._allow_retry(key, name, error)
         except Exception:

@@ -17,7 +17,7 @@ from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.engine import probes
 from spark_state_ext.engine.housekeeping import CleanUps, Housekeeping
 from spark_state_ext.engine.replicas import Leases
-from spark_state_ext.errors import LiveRunError, StorageError
+from spark_state_ext.errors import InterruptedRestoreError, LiveRunError, StorageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.ownership.holds import HoldWatch
 from spark_state_ext.ownership.lease import Lease
@@ -198,6 +198,23 @@ def test_a_backend_that_cannot_be_reached_is_probed_again(
     probe(life)
     # Commits do not wait for a backend that did not answer just now, so wait here.
     Process.housekeeping.probes.thread.submit(lambda: None).result(WAIT_S)
+    life.batch()
+    assert "files were deleted from a" in caplog.text
+
+
+def test_a_probe_that_the_end_of_its_call_interrupts_is_made_again(
+    life: Life, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raise_interrupted(self: Folder, name: str) -> int:
+        raise InterruptedRestoreError("the restore was stopped")
+
+    life.history(5)
+    remove_root(life, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "size", raise_interrupted)
+        probe(life)
+    assert not caplog.text, "the call has its own error, if it failed"
+    probe(life)
     life.batch()
     assert "files were deleted from a" in caplog.text
 
