@@ -306,7 +306,7 @@ def test_a_column_with_a_wrong_null_count_is_refused(
         list(read_part(files, ends, SCHEMA, END // 2, END // 2 + END // 8))
 
 
-def test_an_index_with_wrong_hashes_or_too_few_chunks_is_refused(tmp_path: Path) -> None:
+def test_an_index_with_wrong_hashes_rows_or_chunks_is_refused(tmp_path: Path) -> None:
     """Chunks are skipped by their hashes, so that a wrong index would lose rows."""
     files = Folder(str(tmp_path)).child("files")
     put_whole(files, seal(HEADER, SCHEMA, iter([rows_of(CHUNK_ROWS + 9_000)]), tmp_path))
@@ -315,6 +315,9 @@ def test_an_index_with_wrong_hashes_or_too_few_chunks_is_refused(tmp_path: Path)
     first, *rest = ends.index.chunks
     other = replace(ends, index=replace(ends.index, chunks=(replace(first, hash_min=first.hash_min + 1), *rest)))
     with pytest.raises(CorruptFileError, match="other hashes"):
+        list(read_part(files, other, SCHEMA, 0, END))
+    other = replace(ends, index=replace(ends.index, chunks=(replace(first, rows=first.rows - 1), *rest)))
+    with pytest.raises(CorruptFileError, match="rows, but announces"):
         list(read_part(files, other, SCHEMA, 0, END))
     fewer = replace(ends, index=replace(ends.index, chunks=(first,), rows=first.rows))
     with pytest.raises(CorruptFileError, match="bytes between"):
