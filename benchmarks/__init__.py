@@ -1,1 +1,1 @@
-"""Benchmarks: ``python -m benchmarks --help``."""
+"""The benchmarks; ``python -m benchmarks --help`` lists them."""

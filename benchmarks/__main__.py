@@ -45,106 +45,114 @@ class _Benchmark:
 
 _BENCHMARKS = {
     "keyed_count": _Benchmark(
-        "the same per-key pandas function on Spark's own state and on Arrow state",
+        "the same pandas function for each key, on Spark's own state and on Arrow state",
         keyed_count.add_arguments,
         keyed_count.run,
     ),
     "vectorised": _Benchmark(
-        "keyed count and sum against Spark's own JVM aggregation, in two sizes, in every API",
+        "a count and sum by key in each of our APIs, against Spark's own aggregation in the JVM, in two sizes",
         vectorised.add_arguments,
         vectorised.run,
     ),
     "growth": _Benchmark(
-        "batches of one size over ever more keys of state: time, memory, bytes written",
+        "time, memory and bytes written of equally large batches, while the state grows",
         growth.add_arguments,
         growth.run,
     ),
     "buckets": _Benchmark(
-        "batches, and first batches of new workers, with ever more buckets, beside Spark's own operator",
+        "batches, and first batches of new workers, with more and more buckets, against Spark's own operator",
         buckets.add_arguments,
         buckets.run,
     ),
     "nexmark": _Benchmark(
-        "queries of the Nexmark benchmark, in our form and in those that Spark has", nexmark.add_arguments, nexmark.run
+        "queries of the Nexmark benchmark on Arrow state and in the forms that Spark has for them",
+        nexmark.add_arguments,
+        nexmark.run,
     ),
     "peers": _Benchmark(
-        "other stream processors with Python, and storage engines alone, on the keyed count",
+        "the count and sum by key in other stream processors with Python, and in storage engines alone",
         peers.add_arguments,
         peers.run,
     ),
-    "store": _Benchmark("the local store against one LMDB entry per key", store.add_arguments, store.run),
+    "store": _Benchmark(
+        "the local store against a store with one LMDB entry for each key", store.add_arguments, store.run
+    ),
     "restore": _Benchmark(
-        "from an empty disk to the first lookup, beside cp and Spark's RocksDB", restore.add_arguments, restore.run
+        "time from an empty disk to the first lookup, against cp and Spark's RocksDB",
+        restore.add_arguments,
+        restore.run,
     ),
     "lazy_restore": _Benchmark(
-        "from an empty disk to the first lookup, with a snapshot in a store elsewhere: lazily, and fetched whole",
+        "time from an empty disk to the first lookup, if the snapshot is fetched lazily, from a peer, or as a whole",
         lazy_restore.add_arguments,
         lazy_restore.run,
     ),
     "reading": _Benchmark(
-        "state read from its files: one key by a process that has just begun, and a scan beside PyArrow's own reader",
+        "reading state from its files: one key in a new process, and a scan against PyArrow's own reader",
         reading.add_arguments,
         reading.run,
     ),
     "async_commit": _Benchmark(
-        "a job with its state on a slow object store against a local root, and with a store that hangs",
+        "a job with its state in a slow object store against one with a local root, and a job with a store that hangs",
         async_commit.add_arguments,
         async_commit.run,
     ),
     "big_bucket": _Benchmark(
-        "gigabytes into one bucket in one batch, and the memory that takes", big_bucket.add_arguments, big_bucket.run
+        "memory that workers need for gigabytes of rows of one bucket in one batch",
+        big_bucket.add_arguments,
+        big_bucket.run,
     ),
     "import_native": _Benchmark(
-        "importing a job on Spark's own operator, beside Spark's own reader of its state",
+        "importing a job from Spark's own operator, against Spark's own reader of the same state",
         import_native.add_arguments,
         import_native.run,
     ),
     "initial_state": _Benchmark(
-        "a savepoint made of a table and read back, beside Spark's sorted parquet files of the same rows",
+        "making a savepoint from a table and reading it, against Spark's sorted parquet files of the same rows",
         initial_state.add_arguments,
         initial_state.run,
     ),
     "savepoint": _Benchmark(
-        "native savepoints of running queries with small and large states, and a query that starts from one",
+        "native savepoints of running queries with a small and a large state, and a query that starts from one",
         savepoint.add_arguments,
         savepoint.run,
     ),
     "rescale": _Benchmark(
-        "a query started from a savepoint with twice its buckets, beside one with as many and one rewritten first",
+        "starting a query with twice a savepoint's buckets, against the same number and against rewriting it first",
         rescale.add_arguments,
         rescale.run,
     ),
     "live": _Benchmark(
-        "another process asks a running job for keys: how long that takes, and what the job notices",
+        "how long another process waits for a running job's state, and how much this slows the job down",
         live.add_arguments,
         live.run,
     ),
     "standby_assignment": _Benchmark(
-        "which host keeps which standby replica, decided by every host while hosts come and go, and its requests",
+        "time, requests and moved replicas of the standby assignment, while hosts come and go",
         standby_assignment.add_arguments,
         standby_assignment.run,
     ),
     "standby_following": _Benchmark(
-        "a host that follows a bucket: its processor time beside that of the commits, and what the active notices",
+        "processor time of a host that follows a bucket, and how much this slows the active host down",
         standby_following.add_arguments,
         standby_following.run,
     ),
     "paired": _Benchmark(
-        "two commits of the library on the same benchmarks, in turns", paired.add_arguments, paired.run
+        "two commits of the library on the same benchmarks, alternating", paired.add_arguments, paired.run
     ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a benchmark; returns the exit status: 0 all bars met, 1 some not, 2 it failed."""
+    """Run a benchmark; return the exit status: 0 if all bars are met, 1 if some are not, 2 if it failed."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["all"]:
         return run_all(given[1:])
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measures speed and memory against the alternatives, in one run, on the same input, with equal "
-        "answers checked; `all` runs them all. "
-        "Exit status: 0 when all bars are met, 1 when some are not, 2 when the benchmark failed.",
+        description="Measure speed and memory against the alternatives in the same run and on the same input, and "
+        "check that the answers are equal. `all --full` runs all benchmarks but `lazy_restore` and `paired`. "
+        "Exit status: 0 if all bars are met, 1 if some are not, 2 if the benchmark failed.",
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="BENCHMARK")
     for name, benchmark in _BENCHMARKS.items():
@@ -155,7 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
         command.add_argument(
-            "--results", type=Path, metavar="DIR", help="folder for the result file; of --quick ./benchmark-results"
+            "--results",
+            type=Path,
+            metavar="DIR",
+            help="folder for the result file; if omitted, benchmarks/results, or ./benchmark-results with --quick",
         )
         command.add_argument(
             "--work-dir", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="folder for scratch files"
@@ -163,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         benchmark.add_arguments(command)
     options = parser.parse_args(given)
     if options.results is None:
-        # As in the suite: small sizes do not take the place of the committed results.
+        # As in `run_all`, results of small sizes must not replace the committed ones.
         options.results = QUICK_RESULTS if getattr(options, "quick", False) else RESULTS
     options.work_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"benchmark-{options.name}-", dir=options.work_dir) as folder:
@@ -175,10 +186,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 2
         except Exception:
-            # Python's own exit status for it is 1, which says here that a bar is not met.
+            # Without this, Python would exit with 1, which here means that a bar is not met.
             traceback.print_exc()
             return 2
-    # Without a promise there is none to break.
+    # A benchmark without bars cannot miss one.
     return 0 if report.met or not report.bars else 1
 
 

@@ -1,4 +1,4 @@
-"""A process beside a benchmark's own, which does what a file tells it, turn by turn."""
+"""A second process of a benchmark, whose work is controlled by files."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _WAIT_S = 600.0
 
 
 class Beside:
-    """The process, killed at the end of a block at the latest.
+    """A second process; it is killed at the end of the `with` block if it still runs.
 
     Parameters
     ----------
     work
-        Folder of the benchmark: the file ``turn`` tells what to do, and ``end`` to come to an end.
+        Folder of the benchmark. The process reads what to do from the file ``turn``, and ends if ``end`` exists.
     module, arguments
-        What it runs: ``python -m MODULE ARGUMENTS``. It prints a JSON object when it ends.
+        The process runs ``python -m MODULE ARGUMENTS``, and prints a JSON object when it ends.
     turn
-        The first turn.
+        The first content of ``turn``.
     """
 
     def __init__(self, work: Path, module: str, arguments: Sequence[str], turn: str) -> None:
@@ -45,26 +45,26 @@ class Beside:
         self._process.wait()
 
     def is_running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Return whether the process still runs."""
         return self._process.poll() is None
 
-    def turn(self, how: str) -> None:
-        """Have it do something else."""
-        written = self._turn.with_suffix(".new")
-        written.write_text(how)
-        written.replace(self._turn)
+    def turn(self, content: str) -> None:
+        """Write a new ``turn``, atomically."""
+        new_file = self._turn.with_suffix(".new")
+        new_file.write_text(content)
+        new_file.replace(self._turn)
 
     def over(self) -> dict[str, Any]:
-        """Have it end; returns what it found.
+        """Let the process end, and return the JSON object that it printed.
 
         Raises
         ------
         BenchmarkError
-            When it failed.
+            If the process failed.
         """
         self._end.touch()
         out, _ = self._process.communicate(timeout=_WAIT_S)
         if self._process.returncode:
-            raise BenchmarkError(f"the process {self._module} ended with {self._process.returncode}")
-        found: dict[str, Any] = json.loads(out)
-        return found
+            raise BenchmarkError(f"python -m {self._module} failed with exit status {self._process.returncode}")
+        result: dict[str, Any] = json.loads(out)
+        return result

@@ -1,7 +1,7 @@
-"""Gigabytes into one bucket in one batch: does it work, and how much memory do Python workers need for it?
+"""Send gigabytes to one bucket in one batch, and measure how much memory Spark's Python workers need for it.
 
-The rows cannot be compressed, so they are as large on their way as in memory. The user's function keeps nothing of
-them; what is measured is what we need ourselves.
+The rows cannot be compressed, so they are as large in transit as in memory. The user's function keeps none of them, so
+the memory that is measured is what this package needs.
 """
 
 from __future__ import annotations
@@ -22,26 +22,30 @@ from benchmarks.report import BenchmarkError, Report
 
 __all__ = ["add_arguments", "run"]
 
-# Rows of a bucket must never be in memory "several times over"; this is a third of once.
+# Rows of a bucket must never be in memory several times. This bar is stricter: at most a third of their bytes.
 RSS_AT_MOST_OF_INPUT = 1 / 3
 _OUTPUT = "key bigint, n bigint, bytes bigint, checksum bigint"
 _FILE_BYTES = 64 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command line."""
+    """Add the benchmark's options to a parser."""
     parser.add_argument("--gib", type=float, default=3.0, metavar="N", help="GiB of values in the batch")
-    parser.add_argument("--row-bytes", type=int, default=4096, metavar="N", help="bytes of a row's value")
-    parser.add_argument("--keys", type=int, default=2000, metavar="N", help="keys")
+    parser.add_argument("--row-bytes", type=int, default=4096, metavar="N", help="bytes of the value in each row")
+    parser.add_argument("--keys", type=int, default=2000, metavar="N", help="number of keys")
     add_memory(parser, "2g")
     parser.add_argument(
-        "--memory-bytes-max", type=int, default=None, metavar="N", help="as of ArrowState (None: its default)"
+        "--memory-bytes-max",
+        type=int,
+        default=None,
+        metavar="N",
+        help="memory_bytes_max of ArrowState (None: its default)",
     )
     add_seed(parser, "the rows")
 
 
 def count_bytes(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    """Count a key's rows and bytes, and add up their checksums; state holds the same."""
+    """Count a key's rows and bytes, and add up the checksums of its values; keep the three sums as its state."""
     n, size, checksum = state.get if state.exists else (0, 0, 0)
     for pdf in pdfs:
         n += len(pdf)
@@ -53,46 +57,48 @@ def count_bytes(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: Any) 
 
 
 def run(options: argparse.Namespace, work: Path) -> Report:
-    """Run it.
+    """Run the benchmark.
 
     Raises
     ------
     BenchmarkError
-        When the answer is wrong, or this system does not tell what processes use.
+        If the answer is wrong, or the memory of the Python workers could not be measured.
     """
     from benchmarks import processes
     from benchmarks.spark import Feed, session
     from spark_state_ext import ArrowState, disable, enable
 
     if not processes.supported():
-        raise BenchmarkError("this system has no /proc, which tells how much memory a process uses")
+        raise BenchmarkError("this system has no /proc, from which the benchmark reads how much memory processes use")
     names = ("gib", "row_bytes", "keys", "memory", "memory_bytes_max", "seed")
     report = Report("big_bucket", {name: getattr(options, name) for name in names})
-    more = {} if options.memory_bytes_max is None else {"memory_bytes_max": options.memory_bytes_max}
+    extra_options = {} if options.memory_bytes_max is None else {"memory_bytes_max": options.memory_bytes_max}
     with session("big_bucket", 2, options.memory, work, {}) as spark, processes.MemoryWatch() as watch:
         feed = Feed(work / "input")
-        state = ArrowState(str(work / "state"), "big_bucket", buckets=1, local_dir=str(work / "state-local"), **more)
+        state = ArrowState(
+            str(work / "state"), "big_bucket", buckets=1, local_dir=str(work / "state-local"), **extra_options
+        )
         enable(spark, state)
         rows = spark.readStream.schema("key bigint, value binary").parquet(feed.pattern)
-        counted = rows.groupBy("key").applyInPandasWithState(
+        counts = rows.groupBy("key").applyInPandasWithState(
             count_bytes, _OUTPUT, "n bigint, bytes bigint, checksum bigint", "update", "NoTimeout"
         )
         disable(spark)
         query = (
-            counted.writeStream.format("memory")
+            counts.writeStream.format("memory")
             .queryName("answer")
             .outputMode("update")
             .option("checkpointLocation", str(work / "checkpoint"))
             .start()
         )
-        right = _Expected(options.keys)
-        feed.add_tables(_tables(options, right))
-        value_bytes = right.total_bytes
-        print("input is written …", file=sys.stderr, flush=True)
+        expected = _Expected(options.keys)
+        feed.add_tables(_make_tables(options, expected))
+        value_bytes = expected.total_bytes
+        print("the input is written; the batch is running …", file=sys.stderr, flush=True)
         query.processAllAvailable()
-        # A second, small batch: the state of the first is read back.
+        # A second, small batch reads the state of the first.
         small = argparse.Namespace(**{**vars(options), "gib": 8 * options.row_bytes / 2**30, "seed": options.seed + 1})
-        feed.add_tables(_tables(small, right))
+        feed.add_tables(_make_tables(small, expected))
         query.processAllAvailable()
         progress = [p for p in query.recentProgress if p["numInputRows"] > 0]
         query.stop()
@@ -101,13 +107,13 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     last = answer.sort_values(["key", "n"]).drop_duplicates("key", keep="last")
     report.check(
         f"rows, bytes and checksums of {len(last)} keys are those written, before and after a second batch",
-        right.equal(last) and len(answer) > len(last),
+        expected.matches(last) and len(answer) > len(last),
     )
     seconds = report.timing("batch", [progress[0]["durationMs"]["triggerExecution"] / 1000])
     report.details["MB of values a second"] = value_bytes / 1e6 / seconds
     workers = {pid: peak for pid, peak in watch.peaks.items() if "pyspark.daemon" in peak.command}
     if not workers:
-        raise BenchmarkError("no Python worker was seen")
+        raise BenchmarkError("no Python worker was found among the processes of Spark")
     report.details["Python workers, peak bytes"] = [
         {"resident": peak.rss_bytes, "anonymous": peak.anonymous_bytes} for peak in workers.values()
     ]
@@ -128,7 +134,7 @@ def run(options: argparse.Namespace, work: Path) -> Report:
 
 
 class _Expected:
-    """What was written, by key."""
+    """The rows, bytes and checksums that were written, by key."""
 
     def __init__(self, keys: int) -> None:
         self._n = np.zeros(keys, dtype=np.int64)
@@ -137,32 +143,37 @@ class _Expected:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all values so far."""
+        """Return the bytes of all values so far."""
         return int(self._bytes.sum())
 
     def add(self, keys: np.typing.NDArray[np.int64], values: list[bytes]) -> None:
-        """Note rows."""
+        """Add rows to the expected answer."""
         self._n += np.bincount(keys, minlength=len(self._n))
         np.add.at(self._bytes, keys, [len(value) for value in values])
         np.add.at(self._checksum, keys, [zlib.crc32(value) for value in values])
 
-    def equal(self, answer: pd.DataFrame) -> bool:
-        """Whether an answer, ascending by key, is right."""
-        there = np.flatnonzero(self._n)
-        wanted = {"key": there, "n": self._n[there], "bytes": self._bytes[there], "checksum": self._checksum[there]}
-        return all(np.array_equal(answer[name].to_numpy(), right) for name, right in wanted.items())
+    def matches(self, answer: pd.DataFrame) -> bool:
+        """Return whether an answer, sorted by key, is right."""
+        present = np.flatnonzero(self._n)
+        columns = {
+            "key": present,
+            "n": self._n[present],
+            "bytes": self._bytes[present],
+            "checksum": self._checksum[present],
+        }
+        return all(np.array_equal(answer[name].to_numpy(), expected) for name, expected in columns.items())
 
 
-def _tables(options: argparse.Namespace, right: _Expected) -> Iterator[pa.Table]:
-    """Input files' tables: random keys, random bytes."""
+def _make_tables(options: argparse.Namespace, expected: _Expected) -> Iterator[pa.Table]:
+    """Yield the tables of the input files, with random keys and values; add their rows to the expected answer."""
     rng = np.random.default_rng(options.seed)
-    left = max(1, int(options.gib * 2**30) // options.row_bytes)
+    remaining = max(1, int(options.gib * 2**30) // options.row_bytes)
     per_file = max(1, _FILE_BYTES // options.row_bytes)
-    while left:
-        count = min(per_file, left)
-        left -= count
+    while remaining:
+        count = min(per_file, remaining)
+        remaining -= count
         data = rng.bytes(count * options.row_bytes)
         values = [data[at : at + options.row_bytes] for at in range(0, len(data), options.row_bytes)]
         keys = rng.integers(0, options.keys, count)
-        right.add(keys, values)
+        expected.add(keys, values)
         yield pa.table({"key": pa.array(keys), "value": pa.array(values, pa.binary())})

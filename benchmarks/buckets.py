@@ -1,12 +1,14 @@
-"""What buckets cost: a batch, and the first batch of new workers, against the number of buckets.
+"""The cost of buckets: times of a batch, and of the first batch of new workers, by the number of buckets.
 
-One query for each number of buckets and each size of state. All keys come in one batch, then batches of so many random
-keys, and these are timed: every point gets the same rows. Then the query is stopped, its Python workers are ended, and
-it starts again: once with its local stores there, once without, so that all buckets are restored. A last batch, whose
-output is compared with plain NumPy, shows that the state is right after all that. Spark's `applyInPandasWithState` gets
-the same rows of the small state, in the same session on as many shuffle partitions.
+One query runs for each number of buckets and each size of state. Its first batch has all keys. The timed batches after
+it have a fixed number of random keys; all queries with the same number of keys get the same sequence of batches. Then
+the query is stopped, its Python workers are killed, and it is started again: first with its local stores, then without
+them, so that all buckets are restored. The output of a last batch is compared with plain NumPy, to check the state
+after these restarts. Spark's `applyInPandasWithState` gets the batches of the small state, in the same session and with
+the same number of shuffle partitions.
 
-What one more bucket adds is the slope of a line through a curve's points, fitted to their relative errors, on one core.
+The cost of one more bucket is the slope of a line that is fitted to the times with the least relative error. It is
+given in milliseconds of one core.
 """
 
 from __future__ import annotations
@@ -46,16 +48,17 @@ SPARKS = "Spark's own applyInPandasWithState"
 _QUICK_COUNTS = (1, 16)
 _FILES = 2
 _SETTLING_BATCHES = 2
-# The JVM goes on compiling for some batches, whatever it is given.
+# The JVM keeps compiling during the first batches, whatever their size.
 _WARMING_BATCHES = 10
-# Daemons wait for the workers that ended.
+# A killed worker remains a process until Spark's daemon has waited for it.
 _END_S_MAX = 60
+# Multiplying by this odd number makes distinct keys, in no order that a store could profit from.
 _SPREAD = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
 class _Effort:
-    """How often a point is measured: one with many buckets takes long, and differs less from time to time."""
+    """How often a number of buckets is measured: rarely if there are many, as their times are long and vary less."""
 
     batches: int
     restarts: int
@@ -63,7 +66,7 @@ class _Effort:
 
 @dataclass
 class _Point:
-    """Seconds of one number of buckets."""
+    """The times measured with one number of buckets, in seconds."""
 
     batches: list[float] = field(default_factory=list)
     warm: list[float] = field(default_factory=list)
@@ -73,94 +76,104 @@ class _Point:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line."""
     counts = "1,4,16,64,256,1024,4096"
-    parser.add_argument("--counts", default=counts, metavar="N,…", help="numbers of buckets, ascending")
     parser.add_argument(
-        "--large-counts", default=counts.rpartition(",")[0], metavar="N,…", help="the same with the larger state"
+        "--counts", default=counts, metavar="N,…", help="numbers of buckets for the smaller state, ascending"
     )
-    parser.add_argument("--events", type=int, default=10_000, metavar="N", help="events a timed batch, each its key's")
+    parser.add_argument(
+        "--large-counts",
+        default=counts.rpartition(",")[0],
+        metavar="N,…",
+        help="numbers of buckets for the larger state, ascending",
+    )
+    parser.add_argument(
+        "--events", type=int, default=10_000, metavar="N", help="events in each timed batch, each with a different key"
+    )
     add_spark(parser, "3g")
     add_seed(parser)
-    add_quick(parser, "1 and 16 buckets, a tenth of the keys and events and less")
+    add_quick(parser, "only 1 and 16 buckets, a tenth of the events, and fewer keys and batches")
 
 
 def run(options: argparse.Namespace, work: Path) -> Report:
-    """Run it.
+    """Run the benchmark.
 
     Raises
     ------
     BenchmarkError
-        When answers are wrong, or workers cannot be found here.
+        If answers are wrong, an option is out of range, or this system has no ``/proc`` to find Python workers in.
     """
     from benchmarks.spark import session
 
     if not processes.supported():
-        raise BenchmarkError("this benchmark needs Linux's /proc, to find Spark's Python workers")
+        raise BenchmarkError("this benchmark finds Spark's Python workers in /proc: run it on Linux")
     small, large = _QUICK_KEYS if options.quick else _KEYS
-    counts = {small: _counts_of(options.counts), large: _counts_of(options.large_counts)}
+    counts = {small: _parse_counts(options.counts), large: _parse_counts(options.large_counts)}
     if options.quick:
         counts = dict.fromkeys(counts, _QUICK_COUNTS)
     events = options.events // 10 if options.quick else options.events
     if not 1 <= events <= small:
-        raise BenchmarkError(f"--events must be from 1 to {small:,}, as no key has two in a batch")
-    parameters = {"counts by keys": {f"{keys:,}": counted for keys, counted in counts.items()}, "events": events}
+        raise BenchmarkError(f"--events must be from 1 to {small:,}, because each event of a batch has a different key")
+    parameters = {
+        "counts by keys": {f"{keys:,}": bucket_counts for keys, bucket_counts in counts.items()},
+        "events": events,
+    }
     report = Report("buckets", parameters | {name: getattr(options, name) for name in ("cores", "memory", "seed")})
     measured: dict[int, dict[int, _Point]] = {small: {}, large: {}}
     with session("buckets", options.cores, options.memory, work, {}) as spark:
         query = partial(_Query, spark, options.seed)
         _warm_up(query(work / "warm-up", small, 4), events, 1 if options.quick else _WARMING_BATCHES)
-        for keys, counted in counts.items():
-            for buckets in counted:
-                one = query(work / f"{keys}-{buckets}", keys, buckets)
-                name, effort = point_name(keys, buckets), _effort(buckets, options.quick)
-                measured[keys][buckets] = _measure(report, one, name, events, effort)
+        for keys, bucket_counts in counts.items():
+            for buckets in bucket_counts:
+                point_query = query(work / f"{keys}-{buckets}", keys, buckets)
+                name, effort = point_name(keys, buckets), _choose_effort(buckets, options.quick)
+                measured[keys][buckets] = _measure(report, point_query, name, events, effort)
         name = f"{small:,} keys: {SPARKS}"
-        theirs = _measure_sparks(report, query(work / "sparks", small, None), name, events, 1 if options.quick else 4)
+        sparks_s = _measure_sparks(report, query(work / "sparks", small, None), name, events, 1 if options.quick else 4)
     for keys, points in measured.items():
-        _note(report, keys, points, options.cores)
+        _report_slopes(report, keys, points, options.cores)
     for buckets, point in measured[small].items():
-        ratio = theirs / statistics.median(point.batches)
+        ratio = sparks_s / statistics.median(point.batches)
         report.ratio(f"{point_name(small, buckets)}: {SPARKS} / Arrow state, time of a batch", ratio)
     return report
 
 
 def point_name(keys: int, buckets: int) -> str:
-    """How a point's timings begin."""
+    """Return how the names of the timings of a number of keys and buckets begin."""
     return f"{keys:,} keys: {buckets:,} bucket{'s' if buckets > 1 else ''}"
 
 
-def slope_name(keys: int, what: str) -> str:
-    """Under which name what one more bucket adds is among the ratios."""
-    return f"{keys:,} keys: one more bucket adds to the {what}, ms of a core"
+def slope_name(keys: int, curve: str) -> str:
+    """Return the name of the ratio that says what one more bucket costs."""
+    return f"{keys:,} keys: one more bucket adds to the {curve}, ms of a core"
 
 
-def _counts_of(text: str) -> tuple[int, ...]:
-    counts = tuple(int(it) for it in text.split(",") if it.strip().isdecimal())
+def _parse_counts(text: str) -> tuple[int, ...]:
+    counts = tuple(int(part) for part in text.split(",") if part.strip().isdecimal())
     if len(counts) < 2 or counts[0] < 1 or list(counts) != sorted(set(counts)) or len(counts) != text.count(",") + 1:
-        raise BenchmarkError(f"--counts and --large-counts each name two numbers or more, ascending, not {text!r}")
+        raise BenchmarkError(f"--counts and --large-counts must each name two numbers or more, ascending, not {text!r}")
     return counts
 
 
-def _effort(buckets: int, quick: bool) -> _Effort:
+def _choose_effort(buckets: int, quick: bool) -> _Effort:
     if quick:
         return _Effort(3, 1)
     return _Effort(10, 2) if buckets <= 64 else _Effort(6, 2) if buckets <= 256 else _Effort(3, 1)
 
 
 class _Query:
-    """One query through its starts, its events, and the right answer.
+    """One query with its restarts, its events, and the expected answer.
 
     Parameters
     ----------
     spark
         The session.
     seed
-        Of its events: each query with as many keys gets the same.
+        Seed of the events. With the same seed, queries with the same number of keys get the same events.
     folder
-        For all of its files.
+        Folder for all files of the query.
     keys
-        How many.
+        Number of keys.
     buckets
-        Of ArrowState; None: Spark's own operator.
+        Number of buckets of `ArrowState`, or None for Spark's own operator.
     """
 
     def __init__(self, spark: SparkSession, seed: int, folder: Path, keys: int, buckets: int | None) -> None:
@@ -179,47 +192,47 @@ class _Query:
         """Folder of the local stores."""
         return self._folder / "local"
 
-    def load(self) -> float:
-        """A batch of all keys."""
+    def process_all(self) -> float:
+        """Process a batch of all keys; return its seconds."""
         return self._process(np.arange(len(self._keys)))
 
-    def some(self, events: int) -> float:
-        """A batch of random keys, no key twice."""
-        return self._process(self._chosen(events))
+    def process_random(self, events: int) -> float:
+        """Process a batch of distinct random keys; return its seconds."""
+        return self._process(self._choose_keys(events))
 
-    def is_right(self, events: int) -> bool:
-        """Whether one more batch gives the count and sum of its keys."""
-        chosen = self._chosen(events)
-        answer = self._stream.kept(self._tables(chosen)).sort_by("key")
-        chosen = chosen[np.argsort(self._keys[chosen])]
-        right = {"key": self._keys[chosen], "n": self._n[chosen], "total": self._total[chosen]}
-        return all(np.array_equal(answer[name].to_numpy(), column) for name, column in right.items())
+    def check_next_batch(self, events: int) -> bool:
+        """Process one more batch; return whether its output is the count and sum of its keys."""
+        indices = self._choose_keys(events)
+        answer = self._stream.kept(self._make_tables(indices)).sort_by("key")
+        indices = indices[np.argsort(self._keys[indices])]
+        expected = {"key": self._keys[indices], "n": self._n[indices], "total": self._total[indices]}
+        return all(np.array_equal(answer[name].to_numpy(), column) for name, column in expected.items())
 
-    def start_again(self) -> None:
-        """Stop, end the Python workers, and start on the same checkpoint."""
+    def restart(self) -> None:
+        """Stop the query, kill the Python workers, and start it from the same checkpoint."""
         self._stream.stop()
-        _end_workers()
+        _kill_workers()
         self._stream = self._start()
 
-    def begin_again_without_stores(self) -> None:
-        """The same, with the local stores removed meanwhile."""
+    def restart_without_stores(self) -> None:
+        """Do the same as `restart`, but remove the local stores in between."""
         self._stream.stop()
-        _end_workers()
+        _kill_workers()
         shutil.rmtree(self.local_dir)
         self._stream = self._start()
 
     def end(self) -> None:
-        """Stop, and remove the local stores; other files may still be written beside batches."""
+        """Stop the query and remove its local stores; other files may still be written in the background."""
         self._stream.stop()
         if self.local_dir.exists():
-            _end_workers()
+            _kill_workers()
             shutil.rmtree(self.local_dir)
 
     def _start(self) -> TimedStream:
         from benchmarks.streams import TimedStream
 
         self._starts += 1
-        # The files of each start in a folder of their own: to Spark's file source these are new files.
+        # Each start has its own input folder, so that Spark's file source takes its files for new ones.
         name, checkpoint = f"start-{self._starts}", self._folder / "checkpoint"
         return TimedStream(self._spark, name, INPUT, self._folder / name, self._plan, checkpoint=checkpoint)
 
@@ -232,82 +245,82 @@ class _Query:
         state = ArrowState(root, "count", buckets=self._buckets, local_dir=local)
         return state.apply_in_arrow_with_state(rows, "key", count_and_sum_in_arrow, OUTPUT, STATE)
 
-    def _chosen(self, events: int) -> npt.NDArray[np.int64]:
+    def _choose_keys(self, events: int) -> npt.NDArray[np.int64]:
         return self._rng.choice(len(self._keys), size=events, replace=False, shuffle=False)
 
-    def _process(self, chosen: npt.NDArray[np.int64]) -> float:
-        self._stream.process(self._tables(chosen))
+    def _process(self, indices: npt.NDArray[np.int64]) -> float:
+        self._stream.process(self._make_tables(indices))
         return self._stream.seconds[-1]
 
-    def _tables(self, chosen: npt.NDArray[np.int64]) -> list[pa.Table]:
+    def _make_tables(self, indices: npt.NDArray[np.int64]) -> list[pa.Table]:
         from benchmarks.streams import cut
 
-        values = self._rng.integers(0, 8000, len(chosen)) / 8
-        self._n[chosen] += 1
-        self._total[chosen] += values
-        return cut(pa.table({"key": self._keys[chosen], "value": values}), _FILES)
+        values = self._rng.integers(0, 8000, len(indices)) / 8
+        self._n[indices] += 1
+        self._total[indices] += values
+        return cut(pa.table({"key": self._keys[indices], "value": values}), _FILES)
 
 
 def _warm_up(query: _Query, events: int, batches: int) -> None:
-    query.load()
+    query.process_all()
     for _ in range(batches):
-        query.some(events)
+        query.process_random(events)
     query.end()
 
 
 def _measure(report: Report, query: _Query, name: str, events: int, effort: _Effort) -> _Point:
-    found = _Point()
-    report.details[f"{name}: seconds of the batch with all keys"] = query.load()
+    result = _Point()
+    report.details[f"{name}: seconds of the batch with all keys"] = query.process_all()
     for _ in range(_SETTLING_BATCHES):
-        query.some(events)
-    found.batches = [query.some(events) for _ in range(effort.batches)]
-    for again, seconds in ((query.start_again, found.warm), (query.begin_again_without_stores, found.lost)):
+        query.process_random(events)
+    result.batches = [query.process_random(events) for _ in range(effort.batches)]
+    for restart_query, seconds in ((query.restart, result.warm), (query.restart_without_stores, result.lost)):
         for _ in range(effort.restarts):
-            again()
-            seconds.append(query.some(events))
-    report.check(f"{name}: count and sum of {events:,} keys are right after restarts", query.is_right(events))
+            restart_query()
+            seconds.append(query.process_random(events))
+    report.check(f"{name}: count and sum of {events:,} keys are right after restarts", query.check_next_batch(events))
     query.end()
-    for what, times in ((BATCH, found.batches), (WARM, found.warm), (LOST, found.lost)):
-        report.timing(f"{name}: {what}", times)
-    medians = (f"{statistics.median(times):.2f}" for times in (found.batches, found.warm, found.lost))
+    for curve, times in ((BATCH, result.batches), (WARM, result.warm), (LOST, result.lost)):
+        report.timing(f"{name}: {curve}", times)
+    medians = (f"{statistics.median(times):.2f}" for times in (result.batches, result.warm, result.lost))
     print(
         f"{name}: batch, first batch, first batch without stores: {', '.join(medians)} s", file=sys.stderr, flush=True
     )
-    return found
+    return result
 
 
 def _measure_sparks(report: Report, query: _Query, name: str, events: int, batches: int) -> float:
-    """The median of the same batches in Spark's own operator."""
-    query.load()
-    query.some(events)
-    seconds = [query.some(events) for _ in range(batches)]
-    report.check(f"{name}: count and sum of {events:,} keys are right", query.is_right(events))
+    """Return the median seconds of the same batches in Spark's own operator."""
+    query.process_all()
+    query.process_random(events)
+    seconds = [query.process_random(events) for _ in range(batches)]
+    report.check(f"{name}: count and sum of {events:,} keys are right", query.check_next_batch(events))
     query.end()
     median = report.timing(f"{name}: {BATCH}", seconds)
     print(f"{name}: {median:.2f} s", file=sys.stderr, flush=True)
     return median
 
 
-def _note(report: Report, keys: int, points: dict[int, _Point], cores: int) -> None:
+def _report_slopes(report: Report, keys: int, points: dict[int, _Point], cores: int) -> None:
     curves: dict[str, Callable[[_Point], list[float]]] = {
         BATCH: lambda point: point.batches,
         WARM: lambda point: point.warm,
         LOST: lambda point: point.lost,
     }
-    for what, times in curves.items():
+    for curve, times in curves.items():
         medians = {buckets: statistics.median(times(point)) for buckets, point in points.items()}
-        report.ratio(slope_name(keys, what), slope_ms(medians, cores))
+        report.ratio(slope_name(keys, curve), slope_ms(medians, cores))
 
 
 def slope_ms(seconds: dict[int, float], cores: int) -> float:
-    """What one more bucket adds.
+    """Return the time that one more bucket adds.
 
     Parameters
     ----------
     seconds
-        By the number of buckets.
+        Seconds by number of buckets.
     cores
-        How many work on buckets side by side.
+        Number of cores that work on buckets at the same time.
 
     Returns
     -------
@@ -315,17 +328,17 @@ def slope_ms(seconds: dict[int, float], cores: int) -> float:
         Milliseconds of one core.
     """
     counts, times = np.array(list(seconds)), np.array(list(seconds.values()))
-    # Weights against the relative error: else the point with most buckets would decide alone.
+    # The weights minimize the relative error: otherwise the time with most buckets would decide alone.
     slope, _ = np.polyfit(counts, times, 1, w=1 / times)
     return 1000 * cores * float(slope)
 
 
-def _end_workers() -> None:
-    """End the Python workers that Spark's daemons forked; Spark has the daemons fork others."""
-    daemons = [pid for pid in processes.descendants(os.getpid()) if b"pyspark.daemon" in _command(pid)]
+def _kill_workers() -> None:
+    """Kill the Python workers that Spark's daemons forked; the daemons fork new ones when Spark needs them."""
+    daemons = [pid for pid in processes.descendants(os.getpid()) if b"pyspark.daemon" in _read_command(pid)]
     workers = {worker for daemon in daemons for worker in processes.descendants(daemon)}
     if not workers:
-        raise BenchmarkError("no Python worker of Spark was found")
+        raise BenchmarkError("Spark has no Python worker that could be killed")
     for worker in workers:
         try:
             os.kill(worker, signal.SIGKILL)
@@ -334,11 +347,11 @@ def _end_workers() -> None:
     until_s = time.monotonic() + _END_S_MAX
     while workers & set(processes.descendants(os.getpid())):
         if time.monotonic() > until_s:
-            raise BenchmarkError(f"Python workers did not end within {_END_S_MAX} s")
+            raise BenchmarkError(f"killed Python workers still existed after {_END_S_MAX} s")
         time.sleep(0.01)
 
 
-def _command(pid: int) -> bytes:
+def _read_command(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,6 +1,6 @@
-"""Charts of result files, as SVG and PNG: ``python -m benchmarks.charts`` draws those that are committed.
+"""Charts of result files, as SVG and PNG: ``python -m benchmarks.charts`` draws the charts of the committed results.
 
-A chart shows what a result file holds and nothing else. Bars are medians, whiskers go from the fastest to the slowest
+A chart shows only numbers of one result file. A bar is a median; its whisker goes from the fastest to the slowest
 batch.
 """
 
@@ -23,23 +23,23 @@ __all__ = ["CHARTS", "Chart", "charts_of", "draw", "main"]
 CHARTS = Path(__file__).parent.parent / "docs" / "charts"
 _OURS, _OTHERS, _TEXT = "#0b6e99", "#b8b8b8", "#333333"
 _BATCH = ": batch"
-# A bar so many times as long as the longest of ours is not drawn.
+# A bar that is more than _GIANT times as long as our longest bar is not drawn.
 _GIANT = 8
 _IN_WORKLOAD = re.compile(r": [\d,]+ events of [\d,]+ keys$")
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A bar for each contender.
+    """A bar chart with a bar for each contender.
 
     Parameters
     ----------
     name
-        Name of its files.
+        Name of the chart's files, without the extension.
     title
-        Above it.
+        The text above the chart.
     bars
-        Label, times in seconds, and whether it is ours.
+        For each bar: its label, its times in seconds, and whether it is ours.
     """
 
     name: str
@@ -48,17 +48,17 @@ class Chart:
 
 
 def charts_of(result: dict[str, Any]) -> list[Chart]:
-    """The charts of a result file; none for benchmarks that have none."""
+    """Return the charts of a result file; an empty list if its benchmark has no charts."""
     maker = _MAKERS.get(result["name"])
-    return [_without_giants(chart) for chart in maker(result) if chart.bars] if maker is not None else []
+    return [_drop_giants(chart) for chart in maker(result) if chart.bars] if maker is not None else []
 
 
 def draw(chart: Chart, folder: Path, note: str) -> list[Path]:
-    """Draw a chart; `note` stands below it. Returns the paths of the SVG and the PNG."""
+    """Draw a chart with a note below it, and return the paths of the SVG and the PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")
-    # The same result gives the same file.
+    # The same result must give the same file.
     mpl.rcParams.update({"svg.hashsalt": chart.name, "svg.fonttype": "none", "font.size": 9})
     from matplotlib import pyplot as plt
 
@@ -71,11 +71,11 @@ def draw(chart: Chart, folder: Path, note: str) -> list[Path]:
     axes.barh(
         labels, medians, color=colours, xerr=[below, above], ecolor=_TEXT, error_kw={"linewidth": 0.8}, height=0.7
     )
-    for at, (median, (_, times, _)) in enumerate(zip(medians, chart.bars, strict=True)):
-        axes.text(max(times), at, f"  {median:.2f} s", va="center", color=_TEXT)
+    for position, (median, (_, times, _)) in enumerate(zip(medians, chart.bars, strict=True)):
+        axes.text(max(times), position, f"  {median:.2f} s", va="center", color=_TEXT)
     axes.set_xlim(0, max(max(times) for _, times, _ in chart.bars) * 1.15)
     axes.invert_yaxis()
-    # Over labels and bars: the axes alone are too narrow for it.
+    # The title goes over labels and bars, because the axes alone are too narrow for it.
     figure.suptitle(chart.title, x=0.01, ha="left", fontsize=10, color=_TEXT)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
@@ -92,7 +92,7 @@ def draw(chart: Chart, folder: Path, note: str) -> list[Path]:
 
 
 def note_of(result: dict[str, Any]) -> str:
-    """Where and with what a result was measured."""
+    """Return the machine, versions and day of a measurement, as a chart's note."""
     machine, versions = result["machine"], result["versions"]
     return (
         f"{machine['cores']} cores of {machine['cpu']}, Python {versions['python']}, pyspark {versions['pyspark']}, "
@@ -115,8 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _by_workload(result: dict[str, Any]) -> list[Chart]:
-    """One chart for each workload of the keyed count: contenders are called ``<workload>: <contender>: batch``, those
-    outside Spark ``<contender>: <workload>``."""
+    """Return a chart for each workload of the keyed count.
+
+    `vectorised` names its timings ``<workload>: <contender>: batch``, and `peers` ``<contender>: <workload>``.
+    """
     workloads: dict[str, list[tuple[str, tuple[float, ...], bool]]] = {}
     for name, times in result["timings_s"].items():
         if name.endswith(_BATCH):
@@ -132,15 +134,15 @@ def _by_workload(result: dict[str, Any]) -> list[Chart]:
     ]
 
 
-def _without_giants(chart: Chart) -> Chart:
-    """The chart without bars that would leave no room for ours; its title tells of them."""
+def _drop_giants(chart: Chart) -> Chart:
+    """Return the chart without bars so long that ours could not be seen; its title names them instead."""
     ours = [statistics.median(times) for _, times, is_ours in chart.bars if is_ours]
     if not ours:
         return chart
     giants = [bar for bar in chart.bars if statistics.median(bar[1]) > _GIANT * max(ours)]
-    told = [f"\n(not shown: {label}, {statistics.median(times):.0f} s)" for label, times, _ in giants]
+    omitted = [f"\n(not shown: {label}, {statistics.median(times):.0f} s)" for label, times, _ in giants]
     bars = tuple(bar for bar in chart.bars if bar not in giants)
-    return Chart(chart.name, "".join([chart.title, *told]), bars)
+    return Chart(chart.name, "".join([chart.title, *omitted]), bars)
 
 
 def _nexmark(result: dict[str, Any]) -> list[Chart]:
@@ -162,7 +164,7 @@ def _growth(result: dict[str, Any]) -> list[Chart]:
 
 
 def _buckets(result: dict[str, Any]) -> list[Chart]:
-    """Batches alone: what comes after a restart would leave them no room."""
+    """Return a chart of the smaller state without the batches after a restart, which take too long for one scale."""
     (small, *_) = result["parameters"]["counts by keys"]
     bars = tuple(
         (name[: -len(_BATCH)].removeprefix(f"{small} keys: "), tuple(times), "Spark's own" not in name)

@@ -1,7 +1,8 @@
-"""The alternative to sorted runs: one LMDB entry a key, made as well as it can be.
+"""The alternative to sorted runs: one LMDB entry for each key, implemented as efficiently as we can.
 
-Keys are eight bytes, values 24, packed and unpacked in bulk by NumPy; reads and writes go in key order, many in one
-call. Its environment has the same durability as ours: none, as it is a cache.
+Keys have 8 bytes and values 24; NumPy packs and unpacks them in bulk. A write passes all entries to LMDB in one call,
+in key order; a read uses one cursor for all keys. As in the local store, nothing is synced to disk, because both are
+caches.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import numpy.typing as npt
 
 __all__ = ["VALUE", "EntryStore"]
 
-# What a key's state is here: 24 bytes.
+# The state of one key: 24 bytes.
 VALUE = np.dtype([("n", "<i8"), ("total", "<f8"), ("timeout_ms", "<i8")])
 _KEY = np.dtype(">u8")
 
 
 class EntryStore:
-    """State of many keys in one LMDB database.
+    """The state of many keys in one LMDB database.
 
     Parameters
     ----------
     folder
         Folder of the environment.
     map_bytes
-        Size of the map.
+        Size of LMDB's memory map, which is the maximum size of the database.
     """
 
     def __init__(self, folder: Path, map_bytes: int) -> None:
@@ -37,35 +38,35 @@ class EntryStore:
         self._env = lmdb.open(str(folder), map_size=map_bytes, sync=False, metasync=False, readahead=False)
 
     def load(self, keys: npt.NDArray[np.uint64], values: npt.NDArray[np.void]) -> None:
-        """Write the first rows, ascending by key."""
+        """Write rows, ascending by key, into the empty store."""
         with self._env.begin(write=True) as txn:
-            txn.cursor().putmulti(_items(keys, values), append=True)
+            txn.cursor().putmulti(_make_entries(keys, values), append=True)
 
     def put(self, keys: npt.NDArray[np.uint64], values: npt.NDArray[np.void]) -> None:
-        """Write rows, ascending by key."""
+        """Insert or replace rows, ascending by key."""
         with self._env.begin(write=True) as txn:
-            txn.cursor().putmulti(_items(keys, values), dupdata=False)
+            txn.cursor().putmulti(_make_entries(keys, values), dupdata=False)
 
     def get(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.void]:
-        """Values of keys that are all there, as a `VALUE` array; fastest when they ascend."""
-        # One cursor, without buffers: getmulti is no faster, and a memoryview costs more than 24 copied bytes.
+        """Return the values of keys as a `VALUE` array. All keys must exist; ascending keys are read fastest."""
+        # This reads key by key because getmulti is no faster, and copies because a memoryview costs more than 24 bytes.
         with self._env.begin() as txn:
             get = txn.cursor().get
-            # A key that is not there would be a TypeError here: None is no bytes.
-            found = b"".join(cast("Iterable[bytes]", map(get, _split(keys.astype(_KEY)))))
-        return np.frombuffer(found, dtype=VALUE)
+            # If a key does not exist, get returns None, and join raises a TypeError.
+            data = b"".join(cast("Iterable[bytes]", map(get, _split(keys.astype(_KEY)))))
+        return np.frombuffer(data, dtype=VALUE)
 
     def close(self) -> None:
         """Close the environment."""
         self._env.close()
 
 
-def _items(keys: npt.NDArray[np.uint64], values: npt.NDArray[np.void]) -> Iterator[tuple[bytes, bytes]]:
+def _make_entries(keys: npt.NDArray[np.uint64], values: npt.NDArray[np.void]) -> Iterator[tuple[bytes, bytes]]:
     return zip(_split(keys.astype(_KEY)), _split(values), strict=True)
 
 
 def _split(array: npt.NDArray[np.generic]) -> list[bytes]:
-    """Each element's bytes."""
-    # A void view is the fastest way to many small bytes objects, and keeps trailing zeros.
+    """Return the bytes of each element."""
+    # A void view is the fastest way to make many small bytes objects, and it keeps trailing zeros.
     parts: list[bytes] = array.view(np.dtype((np.void, array.dtype.itemsize))).tolist()
     return parts

@@ -1,6 +1,6 @@
-"""The figures in README and docs, made from the committed result files and from nothing else.
+"""The figures in the README and the documents, which come from the committed result files only.
 
-``python -m benchmarks.figures`` writes them; a test checks that they are what the result files say.
+``python -m benchmarks.figures`` writes them; a test checks that they agree with the result files.
 """
 
 from __future__ import annotations
@@ -28,51 +28,56 @@ _PLACE = re.compile(r"(<!-- figures (\w+): begin -->\n).*?(<!-- figures \2: end 
 
 
 def with_figures(text: str) -> str:
-    """A document with the figures in their places (``<!-- figures NAME: begin -->``, ``end``) as they are now."""
-    return _PLACE.sub(lambda found: found[1] + _MAKERS[found[2]]() + found[3], text)
+    """Return a document with current figures between each ``<!-- figures NAME: begin -->`` and its ``end``."""
+    return _PLACE.sub(lambda fields: fields[1] + _MAKERS[fields[2]]() + fields[3], text)
 
 
-def _result(name: str) -> dict[str, Any]:
+def _read_result(name: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return result
 
 
 def _readme() -> str:
-    """Return the summary's rows for the README."""
-    machines = _machines([_result(name) for name in ("keyed_count", "vectorised", "nexmark", "peers")])
-    return "\n".join([*_two_columns(_readme_rows()), "", *machines, ""])
+    """Return the part of the summary that the README shows."""
+    machines = _list_origins([_read_result(name) for name in ("keyed_count", "vectorised", "nexmark", "peers")])
+    return "\n".join([*_format_rows(_readme_rows()), "", *machines, ""])
 
 
 def _summary() -> str:
     """Return the most important figures of several benchmarks."""
     names = ("keyed_count", "vectorised", "nexmark", "peers", "store", "async_commit")
     return "\n".join(
-        [*_two_columns([*_readme_rows(), *_further_rows()]), "", *_machines([_result(name) for name in names]), ""]
+        [
+            *_format_rows([*_readme_rows(), *_further_rows()]),
+            "",
+            *_list_origins([_read_result(name) for name in names]),
+            "",
+        ]
     )
 
 
-def _two_columns(rows: list[tuple[str, str]]) -> list[str]:
-    return ["| | measured |", "| --- | --- |", *(f"| {what} | {figure} |" for what, figure in rows)]
+def _format_rows(rows: list[tuple[str, str]]) -> list[str]:
+    return ["| | measured |", "| --- | --- |", *(f"| {label} | {figure} |" for label, figure in rows)]
 
 
 def _readme_rows() -> list[tuple[str, str]]:
     """Return the figures against Spark: its operator, its aggregation in the JVM, and Spark SQL."""
-    keyed = {bar["name"]: bar["value"] for bar in _result("keyed_count")["bars"]}
-    # Measured in two benchmarks, which differ in what else runs in their sessions.
-    times_as_fast = _result("vectorised")["ratios"]
+    keyed = {bar["name"]: bar["value"] for bar in _read_result("keyed_count")["bars"]}
+    # Two benchmarks measure some of these; their sessions run different other queries, so the figures differ.
+    times_as_fast = _read_result("vectorised")["ratios"]
     return [
         (
             "an unchanged keyed count, against Spark's operator",
-            f"{_between(keyed[_SPEED], times_as_fast[_UNCHANGED])} times the rows per second",
+            f"{_format_range(keyed[_SPEED], times_as_fast[_UNCHANGED])} times the rows per second",
         ),
         ("the same over Arrow tables", f"{times_as_fast[_ARROW]:.0f} times"),
         (
             "over Arrow tables, against Spark's own aggregation in the JVM: 100,000 events of 50,000 keys",
-            f"{_between(times_as_fast[_JVM_SMALL], _peer(0, _JVM_PEER), places=2)} times",
+            f"{_format_range(times_as_fast[_JVM_SMALL], _speedup_over(0, _JVM_PEER), places=2)} times",
         ),
         (
             "and 1,000,000 events of 1,000,000 keys",
-            f"{_between(times_as_fast[_JVM_LARGE], _peer(1, _JVM_PEER))} times",
+            f"{_format_range(times_as_fast[_JVM_LARGE], _speedup_over(1, _JVM_PEER))} times",
         ),
         ("seven queries of Nexmark, against Spark SQL", _nexmark()),
     ]
@@ -80,17 +85,17 @@ def _readme_rows() -> list[tuple[str, str]]:
 
 def _further_rows() -> list[tuple[str, str]]:
     """Return the summary's figures that the README leaves out."""
-    keyed, store, commit = _result("keyed_count"), _result("store"), _result("async_commit")
+    keyed, store, commit = _read_result("keyed_count"), _read_result("store"), _read_result("async_commit")
     bars = {bar["name"]: bar["value"] for bar in keyed["bars"] + store["bars"]}
-    ratios, times, times_as_fast = keyed["ratios"], store["medians_s"], _result("vectorised")["ratios"]
+    ratios, times, times_as_fast = keyed["ratios"], store["medians_s"], _read_result("vectorised")["ratios"]
     entry_get = 1000 * times["one entry a key, sorted first: get, 1 run"]
     entry_put = 1000 * times["one entry a key: put"]
     ours_get, ours_put = bars["get, 1 run"], bars["put"]
     return [
         ("the keyed count giving tuples, against Spark's operator", f"{times_as_fast[_TUPLES]:.0f} times"),
         ("the same over plain rows", f"{times_as_fast[_ROWS]:.0f} times"),
-        ("100,000 events of 50,000 keys, against Flink with RocksDB and against Bytewax", _others(0)),
-        ("and 1,000,000 events of 1,000,000 keys", _others(1)),
+        ("100,000 events of 50,000 keys, against Flink with RocksDB and against Bytewax", _format_speedups(0)),
+        ("and 1,000,000 events of 1,000,000 keys", _format_speedups(1)),
         ("time that workers add to the function's own", f"{bars[_ADDED]:.0f} %"),
         (
             "a whole batch, Spark's own work included, over the function alone",
@@ -112,50 +117,50 @@ def _further_rows() -> list[tuple[str, str]]:
     ]
 
 
-def _between(one: float, other: float, places: int = 1) -> str:
-    """Both, the least first, or one where they look the same."""
+def _format_range(one: float, other: float, places: int = 1) -> str:
+    """Format two numbers as a range, or as one number if they are equal when rounded."""
     both = dict.fromkeys(f"{value:.{places}f}" for value in sorted((one, other)))
     return " to ".join(both)
 
 
-def _peer(workload: int, program: str) -> float:
-    """How many times as fast a function over Arrow tables is as the fastest of another system's programs."""
-    result = _result("peers")
-    measured = _by_program(result["medians_s"])
+def _speedup_over(workload: int, program: str) -> float:
+    """Return the speed of a function over Arrow tables as a multiple of that of another system's fastest program."""
+    result = _read_result("peers")
+    measured = _group_by_program(result["medians_s"])
     name = result["parameters"]["workloads"][workload]
-    medians = {program: found[name] for program, found in measured.items() if name in found}
+    medians = {program: fields[name] for program, fields in measured.items() if name in fields}
     fastest: float = min(median for other, median in medians.items() if other.startswith(program))
     ours: float = medians["Arrow state, a function over Arrow tables"]
     return fastest / ours
 
 
-def _others(workload: int) -> str:
-    return " and ".join(f"{_peer(workload, program):.2g}" for program in ("Flink", "Bytewax")) + " times"
+def _format_speedups(workload: int) -> str:
+    return " and ".join(f"{_speedup_over(workload, program):.2g}" for program in ("Flink", "Bytewax")) + " times"
 
 
 def _nexmark() -> str:
-    """From the least to the most, and how many are slower."""
-    values = [bar["value"] for bar in _result("nexmark")["bars"]]
+    """Return the range of the speeds against Spark SQL, and how many of the queries are slower than it."""
+    values = [bar["value"] for bar in _read_result("nexmark")["bars"]]
     slower = sum(value < 1 for value in values)
     return f"{min(values):.2g} to {max(values):.2g} times; {slower} of {len(values)} are slower"
 
 
-def _by_program(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is noted as ``<program>: <workload>``, by program and workload."""
-    found: dict[str, dict[str, Any]] = {}
+def _group_by_program(named: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return values named ``<program>: <workload>`` by program and then by workload."""
+    fields: dict[str, dict[str, Any]] = {}
     for name, value in named.items():
         program, workload = name.rsplit(": ", 1)
-        found.setdefault(program, {})[workload] = value
-    return found
+        fields.setdefault(program, {})[workload] = value
+    return fields
 
 
 def _table(name: str) -> str:
-    result = _result(name)
-    return "\n".join([_promised(result), _where(result), ""])
+    result = _read_result(name)
+    return "\n".join([_format_bars(result), _describe_origin(result), ""])
 
 
-def _promised(result: dict[str, Any]) -> str:
-    """Bars, and the ratios that there are."""
+def _format_bars(result: dict[str, Any]) -> str:
+    """Return a table of the bars and, if there are ratios, a table of them."""
     lines = ["| bar | measured | promised | |", "| --- | --- | --- | --- |"]
     for bar in result["bars"]:
         unit = bar["unit"]
@@ -170,67 +175,67 @@ def _promised(result: dict[str, Any]) -> str:
 
 
 def _growth() -> str:
-    found = _result("growth")["details"]
-    counts = {name: found[name] for name in found if name.endswith(_PUBLISHED)}
-    told = ", ".join(f"{count} at {name.partition(':')[0]}" for name, count in counts.items())
-    return f"{_table('growth')}\nTimed batches in which snapshots were published: {told}.\n"
+    fields = _read_result("growth")["details"]
+    counts = {name: fields[name] for name in fields if name.endswith(_PUBLISHED)}
+    formatted = ", ".join(f"{count} at {name.partition(':')[0]}" for name, count in counts.items())
+    return f"{_table('growth')}\nTimed batches in which snapshots were published: {formatted}.\n"
 
 
 def _bucket_curves() -> str:
-    """Median seconds by the number of buckets, and what one more adds: a table for each size of state."""
-    result = _result("buckets")
+    """Return a table for each size of state: median seconds by number of buckets, and what one more bucket adds."""
+    result = _read_result("buckets")
     lines: list[str] = []
-    for told, counts in result["parameters"]["counts by keys"].items():
-        keys = int(told.replace(",", ""))
+    for formatted, counts in result["parameters"]["counts by keys"].items():
+        keys = int(formatted.replace(",", ""))
         lines += [
-            f"{told} keys, {result['parameters']['events']:,} rows a batch, seconds:",
+            f"{formatted} keys, {result['parameters']['events']:,} rows a batch, seconds:",
             "",
             f"| buckets | {BATCH} | {WARM} | {LOST} |",
             "| --- | --- | --- | --- |",
         ]
         for count in counts:
-            cells = (result["medians_s"][f"{point_name(keys, count)}: {what}"] for what in (BATCH, WARM, LOST))
+            cells = (result["medians_s"][f"{point_name(keys, count)}: {label}"] for label in (BATCH, WARM, LOST))
             lines.append(f"| {count:,} | {' | '.join(f'{seconds:.2f}' for seconds in cells)} |")
-        slopes = (result["ratios"][slope_name(keys, what)] for what in (BATCH, WARM, LOST))
+        slopes = (result["ratios"][slope_name(keys, label)] for label in (BATCH, WARM, LOST))
         added = " | ".join(f"{slope:.1f} ms" for slope in slopes)
         lines += [f"| one more adds, on one core | {added} |", ""]
-    return "\n".join([*lines, _where(result), ""])
+    return "\n".join([*lines, _describe_origin(result), ""])
 
 
 def _buckets() -> str:
-    ratios = {name: value for name, value in _result("buckets")["ratios"].items() if SPARKS in name}
+    ratios = {name: value for name, value in _read_result("buckets")["ratios"].items() if SPARKS in name}
     lines = ["| ratio | |", "| --- | --- |", *(f"| {name} | {value:.2f} |" for name, value in ratios.items()), "", ""]
     return "\n".join(lines) + _bucket_curves()
 
 
 def _peers() -> str:
-    """Median seconds a batch: a row a program, a column a workload."""
-    result = _result("peers")
+    """Return a table of the median seconds of a batch, with a row for each program and a column for each workload."""
+    result = _read_result("peers")
     workloads = result["parameters"]["workloads"]
     shown = {name: f"{median:.3g} s" for name, median in result["medians_s"].items()}
     shown |= {name: f"left out: {why}" for name, why in result["details"].get("left out", {}).items()}
     lines = [f"| seconds a batch | {' | '.join(workloads)} |", "| --- |" + " --- |" * len(workloads)]
-    for program, cells in _by_program(shown).items():
+    for program, cells in _group_by_program(shown).items():
         lines.append(f"| {program} | {' | '.join(cells.get(workload, '') for workload in workloads)} |")
-    return "\n".join([*lines, "", _where(result), ""])
+    return "\n".join([*lines, "", _describe_origin(result), ""])
 
 
-def _where(result: dict[str, Any]) -> str:
+def _describe_origin(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     packages = ", ".join(f"{name} {versions[name]}" for name in ("pyspark", "pandas", "pyarrow", "lmdb"))
     day = result["finished"][:10]
-    # Twelve digits, and a + where files differed from it; None where there was no clone.
+    # `report.commit` gives twelve digits, followed by a + if files differed from the commit; None outside a clone.
     commit = result["commit"] or "unknown"
     place = f"{machine['cores']} cores of an {machine['cpu']}, Python {versions['python']}, {packages}"
     return f"{place}; {day}, commit {commit[:7]}{commit[12:]}."
 
 
-def _machines(results: list[dict[str, Any]]) -> list[str]:
-    """Where and when some results were measured, which may differ."""
+def _list_origins(results: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each machine, day, commit and set of versions, with the names of the results measured there."""
     by_place: dict[str, list[str]] = {}
     for result in results:
-        by_place.setdefault(_where(result), []).append(result["name"])
-    return [f"* {', '.join(names)}: {where}" for where, names in by_place.items()]
+        by_place.setdefault(_describe_origin(result), []).append(result["name"])
+    return [f"* {', '.join(names)}: {origin}" for origin, names in by_place.items()]
 
 
 _SMALL = "100,000 events, 50,000 keys"
@@ -252,61 +257,67 @@ _SYNCHRONOUS = "1 KB a batch: slow store, synchronous / local root"
 
 
 def _failover() -> str:
-    """Median seconds by mode and size: what the death of a host costs, and what of that is Spark's."""
-    result = _result("failover")
+    """Return the median seconds that the death of a host costs, by mode and size, and how much of that is Spark's."""
+    result = _read_result("failover")
     times = result["medians_s"]
     heads = list(dict.fromkeys(name.partition(": ")[2] for name in times))
     lines = [f"| median seconds | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
-    sizes = sorted({(it["mode"], it["gb"]) for it in result["details"]["kills"]})
+    sizes = sorted({(entry["mode"], entry["gb"]) for entry in result["details"]["kills"]})
     for name in (f"{mode}, {gb:g} GB" for mode, gb in sizes):
-        cells = (f"{times[f'{name}: {what}']:.3g}" for what in heads)
+        cells = (f"{times[f'{name}: {label}']:.3g}" for label in heads)
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    # Each mode and size is a run of its own.
-    places = [{"name": f"{it['mode']} {it['gb']:g} GB", **it} for it in result["details"]["places"]]
-    return "\n".join([*lines, "", _promised(result), *_machines(places), ""])
+    # Each mode and size was measured separately, perhaps on another day.
+    places = [{"name": f"{entry['mode']} {entry['gb']:g} GB", **entry} for entry in result["details"]["places"]]
+    return "\n".join([*lines, "", _format_bars(result), *_list_origins(places), ""])
 
 
 def _assignment() -> str:
-    """With what all hosts together ask of the store, and how many replicas move."""
-    result = _result("standby_assignment")
+    """Return the bars with the requests that all hosts together send to the store, and the replicas that move."""
+    result = _read_result("standby_assignment")
     details, parameters = result["details"], result["parameters"]
-    asked = details["requests a second of the whole cluster"]
+    requests_per_s = details["requests a second of the whole cluster"]
     replicas = parameters["buckets"] * parameters["replicas"]
-    # Where a host goes, what it had has to be copied by others.
-    came = max(
-        it["moved"] / (replicas / it["hosts"]) for it in details["replicas moved by each change"] if not it["goes"]
+    # If a host goes, other hosts must copy its replicas in any case, so only hosts that come count here.
+    most_moved = max(
+        entry["moved"] / (replicas / entry["hosts"])
+        for entry in details["replicas moved by each change"]
+        if not entry["goes"]
     )
     rows = [
-        ("requests a second, median, once all have read all records", f"{asked['warm: median']:.0f}"),
+        ("requests a second, median, once all have read all records", f"{requests_per_s['warm: median']:.0f}"),
         (
             "requests a second, first two heartbeats",
-            " and ".join(f"{it:.0f}" for it in asked["cold: first two heartbeats"]),
+            " and ".join(f"{entry:.0f}" for entry in requests_per_s["cold: first two heartbeats"]),
         ),
-        ("requests a second, the most while a change spreads", f"{asked['while a change spreads: most']:.0f}"),
-        ("replicas moved when a host comes, the most, in shares of one host", f"{came:.2f}"),
+        ("requests a second, the most while a change spreads", f"{requests_per_s['while a change spreads: most']:.0f}"),
+        ("replicas moved when a host comes, the most, in shares of one host", f"{most_moved:.2f}"),
         ("a decision, median", f"{result['medians_s']['a decision']:.2f} s"),
         ("the largest record", f"{details['a record: most bytes'] / 1000:.0f} kB"),
         ("reading all records, the most", f"{max(result['timings_s']['reading all records']):.2f} s"),
     ]
-    lines = ["| | |", "| --- | --- |", *(f"| {what} | {figure} |" for what, figure in rows), ""]
-    return "\n".join([_promised(result), *lines, _where(result), ""])
+    lines = ["| | |", "| --- | --- |", *(f"| {label} | {figure} |" for label, figure in rows), ""]
+    return "\n".join([_format_bars(result), *lines, _describe_origin(result), ""])
 
 
 def _locality() -> str:
-    """Where buckets ran again, from the command that its file names, which is none of the benchmarks."""
-    result = _result("locality")
+    """Return how often buckets ran on the same host again, as the command that the result file names measured it."""
+    result = _read_result("locality")
     heads = ("setting", "partitions", "stayed, median batch", "worst batch", "hosts of a bucket", "on the fullest host")
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
-    for it in result["settings"]:
-        conf = ", ".join(f"`{name}={value}`" for name, value in it["conf"].items())
-        name = f"{it['name']}, with {it['first_worker_share']:.0%} of the buckets" if it["loses"] else it["name"]
+    for entry in result["settings"]:
+        conf = ", ".join(f"`{name}={value}`" for name, value in entry["conf"].items())
+        name = (
+            f"{entry['name']}, with {entry['first_worker_share']:.0%} of the buckets"
+            if entry["loses"]
+            else entry["name"]
+        )
         name = f"{name}: {conf}" if conf else name
-        figures = [it["partitions"], *(f"{it[share]:.0%}" for share in ("stayed", "stayed_min"))]
-        cells = [name, *map(str, figures), f"{it['hosts_per_bucket']:g}", f"{it['largest_share']:.0%}"]
+        figures = [entry["partitions"], *(f"{entry[share]:.0%}" for share in ("stayed", "stayed_min"))]
+        cells = [name, *map(str, figures), f"{entry['hosts_per_bucket']:g}", f"{entry['largest_share']:.0%}"]
         lines.append(f"| {' | '.join(cells)} |")
     place = f"{result['hosts']} hosts, {result['cores']} cores, {result['buckets']} buckets"
-    told = f"`{result['command']}`: {place}, PySpark {result['versions']['pyspark']}."
-    return "\n".join([*lines, "", told, ""])
+    formatted = f"`{result['command']}`: {place}, PySpark {result['versions']['pyspark']}."
+    return "\n".join([*lines, "", formatted, ""])
 
 
 _MAKERS: dict[str, Callable[[], str]] = {
@@ -338,7 +349,7 @@ _MAKERS: dict[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    """Write them."""
+    """Write the current figures into all documents."""
     for path in DOCUMENTS:
         path.write_text(with_figures(path.read_text()))
     return 0

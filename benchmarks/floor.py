@@ -1,9 +1,9 @@
-"""The floor: what the user's function costs by itself, without Spark and without any state store.
+"""The floor: the time of the user's function itself, without Spark and without a state store.
 
-Plain Python processes, as many as the job has cores, each with the same number of keys, call the very same function on
-the same per-key frames at the same time. The clock runs only while the function does: cutting frames, preparing state
-objects and collecting garbage of the preparation are not in it. So this is the least that any engine that
-calls the function once a key must take.
+As many plain Python processes as the job has cores, each with an equal share of the keys, call the same function on the
+same per-key frames at the same time. Only the time within the function is measured: not that of cutting frames,
+preparing state objects, or collecting garbage from before. No engine that calls the function once for each key can take
+less.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from benchmarks.report import BenchmarkError
 
 __all__ = ["Floor", "FloorTime"]
 
-# Frames prepared at a time: few, so that a call finds its frame in the processor's cache, as in a job that makes each
-# frame just before the call. With all frames made in advance the function takes longer.
+# How many frames are prepared at a time. They are few, so that a call finds its frame in the processor's cache, as in a
+# job that makes each frame just before the call. If all frames are made in advance, the function takes longer.
 _CHUNK_KEYS = 256
 _ANSWER_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
 class FloorTime:
-    """One measurement.
+    """One measurement of the floor.
 
     Parameters
     ----------
     wall_s
-        Seconds until the slowest process was done.
+        Seconds that the slowest process spent in the function.
     cpu_s
-        Processor seconds of all processes together.
+        Processor seconds that all processes together spent in the function.
     """
 
     wall_s: float
@@ -48,7 +48,7 @@ class FloorTime:
 
 
 class PlainState:
-    """As little as a state object can be and still serve the function."""
+    """The smallest state object that the function can work with."""
 
     __slots__ = ("_value",)
 
@@ -71,14 +71,14 @@ class PlainState:
 
 
 class Floor:
-    """Processes that measure the floor; a context manager.
+    """The processes that measure the floor; a context manager.
 
     Parameters
     ----------
     processes
-        How many work at the same time.
+        Number of processes, which work at the same time.
     keys
-        All keys there will be. Each process gets a range of them, equally many.
+        All keys that the batches will have. Each process gets an equally large range of them.
     """
 
     def __init__(self, processes: int, keys: npt.NDArray[np.int64]) -> None:
@@ -88,11 +88,11 @@ class Floor:
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(processes):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_serve, args=(child_end,), daemon=True)
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            child_end.close()
+            self._pipes.append(parent_end)
             self._processes.append(process)
 
     def __enter__(self) -> Floor:
@@ -107,55 +107,55 @@ class Floor:
                 process.join()
 
     def next_batch(self, events: pd.DataFrame) -> None:
-        """Go on to a batch's events (columns ``key`` and ``value``): the state becomes that after the batch before."""
+        """Go on to the next batch (columns ``key`` and ``value``), with the state that the previous batch left."""
         owner = np.searchsorted(self._borders, events["key"].to_numpy(), side="right")
         for i, pipe in enumerate(self._pipes):
             pipe.send(("batch", events[owner == i]))
-        self._answers()
+        self._receive_answers()
 
     def measure(self) -> FloorTime:
-        """Time that the function takes for the batch, all processes working.
+        """Measure the time that the function takes for the batch, with all processes at work.
 
-        May be repeated: it begins with the state before the batch each time.
+        This may be repeated: each measurement begins with the state before the batch.
         """
         for pipe in self._pipes:
             pipe.send(("measure", None))
-        answers = self._answers()
+        answers = self._receive_answers()
         return FloorTime(max(wall for wall, _ in answers), sum(cpu for _, cpu in answers))
 
     def answer(self) -> pd.DataFrame:
-        """State of all keys after the batch, as `counting.expected` gives it."""
+        """Return the state of all keys after the measured batch, in the form of `counting.expected`."""
         for pipe in self._pipes:
             pipe.send(("answer", None))
-        states: list[pd.DataFrame] = self._answers()
+        states: list[pd.DataFrame] = self._receive_answers()
         return pd.concat(states).sort_values("key", ignore_index=True)
 
-    def _answers(self) -> list[Any]:
-        found = []
+    def _receive_answers(self) -> list[Any]:
+        received = []
         for pipe in self._pipes:
             try:
                 if not pipe.poll(_ANSWER_TIMEOUT_S):
-                    raise BenchmarkError(f"a floor process gave no answer in {_ANSWER_TIMEOUT_S:.0f} s")
-                found.append(pipe.recv())
+                    raise BenchmarkError(f"a process of the floor did not answer within {_ANSWER_TIMEOUT_S:.0f} s")
+                received.append(pipe.recv())
             except EOFError:
-                raise BenchmarkError("a floor process died; its error is above") from None
-        return found
+                raise BenchmarkError("a process of the floor died: see its error above") from None
+        return received
 
 
 def _serve(pipe: Connection) -> None:
-    """One process's loop; it ends when the other side closes the pipe."""
+    """Carry out the commands from a pipe, in a process of the floor, until the other side closes the pipe."""
     before: dict[int, tuple[Any, ...]] = {}
     after: dict[int, tuple[Any, ...]] = {}
     events = pd.DataFrame()
     while True:
         try:
-            order, content = pipe.recv()
+            command, content = pipe.recv()
         except EOFError:
             return
-        if order == "batch":
+        if command == "batch":
             before, events = {**before, **after}, content
             pipe.send(None)
-        elif order == "measure":
+        elif command == "measure":
             time_taken, after = _measure(events, before)
             pipe.send(time_taken)
         else:
@@ -166,14 +166,14 @@ def _serve(pipe: Connection) -> None:
 def _measure(
     events: pd.DataFrame, before: dict[int, tuple[Any, ...]]
 ) -> tuple[tuple[float, float], dict[int, tuple[Any, ...]]]:
-    """Wall and processor seconds in the function for all keys of a batch, and the state it leaves for them."""
+    """Return the wall and processor seconds in the function for a batch, and the new states of its keys."""
     after: dict[int, tuple[Any, ...]] = {}
     wall, cpu = 0.0, 0.0
-    # What lives already is not the function's: the collector shall not go through it on the function's time.
+    # Freeze existing objects, so that the garbage collector does not scan them during the function's time.
     gc.collect()
     gc.freeze()
     try:
-        for calls in _prepared(events, before):
+        for calls in _prepare_calls(events, before):
             wall_start, cpu_start = time.perf_counter(), time.process_time()
             for key, frame, state in calls:
                 for _ in count_and_sum(key, iter((frame,)), state):
@@ -187,15 +187,15 @@ def _measure(
     return (wall, cpu), after
 
 
-def _prepared(
+def _prepare_calls(
     events: pd.DataFrame, before: dict[int, tuple[Any, ...]]
 ) -> Iterator[list[tuple[tuple[Any, ...], pd.DataFrame, Any]]]:
-    """Calls to make, some at a time: key as Spark gives it (a tuple of NumPy scalars), frame, state."""
-    ordered = events.sort_values("key", kind="stable")
+    """Yield calls, some at a time, as key (a tuple of NumPy scalars, as Spark gives it), frame and state."""
+    events_by_key = events.sort_values("key", kind="stable")
     calls: list[tuple[tuple[Any, ...], pd.DataFrame, Any]] = []
-    for name, frame in ordered.groupby("key", sort=False):
+    for name, frame in events_by_key.groupby("key", sort=False):
         frame.index = pd.RangeIndex(len(frame))
-        key = np.int64(name)  # type: ignore[arg-type]  # the group's name, an integer here
+        key = np.int64(name)  # type: ignore[arg-type]  # the name of a group, here an integer
         calls.append(((key,), frame, PlainState(before.get(int(key)))))
         if len(calls) == _CHUNK_KEYS:
             yield calls

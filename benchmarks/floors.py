@@ -1,11 +1,12 @@
-"""The floors below the peers: what storage engines alone take for the job of `benchmarks.counting`.
+"""The floors below the peers: the time that storage engines alone take for the job of `benchmarks.counting`.
 
-No stream processor is around them and no function is called for each key: a batch's values are added up by NumPy (by
-SQL, for DuckDB), then the state of each key is read, changed and written. Each engine makes a batch durable as it does
-by default, and says how. ``cp`` is the floor of the floors: the changed rows of a batch are there as an Arrow file, and
-that is copied and synced.
+There is no stream processor, and no function is called for each key: NumPy adds up a batch's values (DuckDB does so in
+SQL), then the engine reads, changes and writes the state of each key. Each engine keeps its default durability, except
+that ``LMDB-unsynced`` syncs nothing and DuckDB makes a checkpoint after each batch; the report says how durable a batch
+is. ``cp`` is the lowest floor: it only copies an Arrow file with the batch's changed rows, which was written earlier,
+and syncs the copy to disk.
 
-Each floor is a program of its own (``python -m benchmarks.floors LMDB ...``, see `benchmarks.peers.protocol`).
+Each floor runs as a separate program (``python -m benchmarks.floors LMDB ...``, see `benchmarks.peers.protocol`).
 """
 
 from __future__ import annotations
@@ -50,46 +51,46 @@ class Floor(ABC):
     """
 
     durability = ""
-    """What is safe once a batch is done."""
+    """How durable a finished batch is; this text goes into the report."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def prepare(self, files: list[Path]) -> None:  # noqa: B027, most have nothing to prepare
-        """What has to be there before the clock starts."""
+        """Prepare for a batch before its time is measured."""
 
     @abstractmethod
     def batch(self, files: list[Path]) -> pa.Table:
-        """Process one batch; returns the rows to put out: ``key``, ``n``, ``total``."""
+        """Process one batch; return its output rows: ``key``, ``n``, ``total``."""
 
     @abstractmethod
     def answer(self) -> tuple[Keys, Values]:
-        """All keys and states, from the engine opened again."""
+        """Return all keys and states as they were written; called after `close`."""
 
     def close(self) -> None:  # noqa: B027, some have nothing to close
-        """Close it."""
+        """Close the engine."""
 
 
 class _Entries(Floor):
-    """An engine of keys and values: aggregate, read each key, write each key."""
+    """A key-value engine: for each batch, add up its values, read its keys, and write them."""
 
     @abstractmethod
     def update(self, keys: list[bytes], change: Callable[[list[bytes]], list[bytes]]) -> None:
-        """Read keys (ascending, `_EMPTY` for what is not there), let them be changed, and write them."""
+        """Read ascending keys (`_EMPTY` if one does not exist), and write the values that `change` returns."""
 
     @abstractmethod
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
-        """Everything."""
+        """Open the engine again and iterate over all its entries."""
 
     def batch(self, files: list[Path]) -> pa.Table:
         """Process one batch."""
-        keys, added = _summed(_read(files))
+        keys, increments = _sum_by_key(_read_events(files))
         states: list[Values] = []
 
-        def change(found: list[bytes]) -> list[bytes]:
-            state = np.frombuffer(b"".join(found), dtype=_VALUE).copy()
-            state["n"] += added["n"]
-            state["total"] += added["total"]
+        def change(stored: list[bytes]) -> list[bytes]:
+            state = np.frombuffer(b"".join(stored), dtype=_VALUE).copy()
+            state["n"] += increments["n"]
+            state["total"] += increments["total"]
             states.append(state)
             return _split(state)
 
@@ -97,14 +98,14 @@ class _Entries(Floor):
         return pa.table({"key": keys, "n": states[0]["n"], "total": states[0]["total"]})
 
     def answer(self) -> tuple[Keys, Values]:
-        """Everything, as arrays."""
+        """Return all keys and states."""
         keys, values = zip(*self.entries(), strict=True)
         plain = np.frombuffer(b"".join(keys), dtype=_KEY).astype(np.int64)
         return plain, np.frombuffer(b"".join(values), dtype=_VALUE)
 
 
 class Lmdb(_Entries):
-    """LMDB, an entry a key, one transaction a batch."""
+    """LMDB with one entry for each key and one transaction for each batch."""
 
     durability = "committed and synced to disk"
 
@@ -113,25 +114,25 @@ class Lmdb(_Entries):
         self._env = lmdb.open(str(folder), map_size=_MAP_BYTES)
 
     def update(self, keys: list[bytes], change: Callable[[list[bytes]], list[bytes]]) -> None:
-        """In one transaction."""
+        """Read and write keys in one transaction."""
         with self._env.begin(write=True) as txn:
             cursor = txn.cursor()
             get = cursor.get
-            found = [get(key, _EMPTY) for key in keys]
-            cursor.putmulti(zip(keys, change(found), strict=True))
+            stored = [get(key, _EMPTY) for key in keys]
+            cursor.putmulti(zip(keys, change(stored), strict=True))
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
-        """Everything."""
+        """Open the environment again and iterate over all its entries."""
         with lmdb.open(str(self.folder), map_size=_MAP_BYTES, readonly=True) as env, env.begin() as txn:
             yield from txn.cursor()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the environment."""
         self._env.close()
 
 
 class LmdbUnsynced(Lmdb):
-    """The same as a cache: nothing is synced."""
+    """LMDB as a cache: the same as `Lmdb`, but nothing is synced to disk."""
 
     durability = "none: committed, left to the system to write"
 
@@ -141,7 +142,7 @@ class LmdbUnsynced(Lmdb):
 
 
 class RocksDb(_Entries):
-    """RocksDB through rocksdict, an entry a key: one read of many keys, one write batch."""
+    """RocksDB through rocksdict, with one entry for each key; each batch is one multi-key read and one write batch."""
 
     durability = "in the write-ahead log, not synced"
 
@@ -155,24 +156,24 @@ class RocksDb(_Entries):
         return Rdict(str(self.folder), Options(raw_mode=True))
 
     def update(self, keys: list[bytes], change: Callable[[list[bytes]], list[bytes]]) -> None:
-        """In one write batch."""
+        """Read keys in one call, and write them in one write batch."""
         from rocksdict import WriteBatch
 
-        found = self._db[keys]
+        stored = self._db[keys]
         writes = WriteBatch(raw_mode=True)
         put = writes.put
-        for key, value in zip(keys, change([value or _EMPTY for value in found]), strict=True):
+        for key, value in zip(keys, change([value or _EMPTY for value in stored]), strict=True):
             put(key, value)
         self._db.write(writes)
 
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
-        """Everything."""
+        """Open the database again and iterate over all its entries."""
         db = self._open()
         yield from db.items()
         db.close()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the database."""
         self._db.close()
 
 
@@ -183,13 +184,13 @@ _CHANGED = f"""CREATE OR REPLACE TEMP TABLE changed AS
 
 
 class DuckDb(Floor):
-    """DuckDB, a table without an index: changed rows are deleted and inserted, in one transaction."""
+    """DuckDB with a table without an index: one transaction deletes the changed rows and inserts the new ones."""
 
     durability = "committed, synced to disk and checkpointed"
     table = "CREATE TABLE state (key BIGINT, n BIGINT, total DOUBLE)"
     statements: tuple[str, ...] = (
         _CHANGED,
-        # MERGE takes as long with a million keys, and many times as long with 50,000.
+        # With a million keys, MERGE takes as long as these statements; with 50,000 keys, many times as long.
         "BEGIN",
         "DELETE FROM state WHERE key IN (SELECT key FROM changed)",
         "INSERT INTO state SELECT key, n, total FROM changed",
@@ -207,29 +208,29 @@ class DuckDb(Floor):
         self._connection.execute(self.table)
 
     def batch(self, files: list[Path]) -> pa.Table:
-        """Process one batch, in SQL from the files on."""
-        named = {"files": [str(path) for path in files]}
+        """Process one batch, all in SQL, including the reading of its files."""
+        parameters = {"files": [str(path) for path in files]}
         for statement in self.statements:
-            self._connection.execute(statement, named if "$files" in statement else None)
+            self._connection.execute(statement, parameters if "$files" in statement else None)
         rows = self._connection.sql(self.out).to_arrow_table()
         self._connection.execute("CHECKPOINT")
         return rows
 
     def answer(self) -> tuple[Keys, Values]:
-        """Everything."""
+        """Return all keys and states."""
         with self._duckdb.connect(self._path, read_only=True) as connection:
-            found = connection.execute("SELECT key, n, total FROM state").fetchnumpy()
-        values = np.empty(len(found["key"]), dtype=_VALUE)
-        values["n"], values["total"] = found["n"], found["total"]
-        return np.asarray(found["key"], dtype=np.int64), values
+            stored = connection.execute("SELECT key, n, total FROM state").fetchnumpy()
+        values = np.empty(len(stored["key"]), dtype=_VALUE)
+        values["n"], values["total"] = stored["n"], stored["total"]
+        return np.asarray(stored["key"], dtype=np.int64), values
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._connection.close()
 
 
 class DuckDbUpsert(DuckDb):
-    """DuckDB, a table with a primary key and INSERT ... ON CONFLICT DO UPDATE."""
+    """DuckDB with a table with a primary key, and INSERT ... ON CONFLICT DO UPDATE."""
 
     table = "CREATE TABLE state (key BIGINT PRIMARY KEY, n BIGINT, total DOUBLE)"
     statements = (
@@ -237,12 +238,12 @@ class DuckDbUpsert(DuckDb):
         """INSERT INTO state SELECT key, n, total FROM changed
         ON CONFLICT (key) DO UPDATE SET n = n + excluded.n, total = total + excluded.total""",
     )
-    # RETURNING would give the rows, and takes many times as long.
+    # RETURNING could return these rows, but takes many times as long.
     out = "SELECT state.* FROM state SEMI JOIN changed USING (key)"
 
 
 class Copy(Floor):
-    """``cp`` of a file with the changed rows of the batch, as Arrow, and fsync of the copy."""
+    """``cp``: a copy of an Arrow file with the batch's changed rows, and an fsync of the copy."""
 
     durability = "copied and synced to disk, its folder entry not"
 
@@ -255,17 +256,17 @@ class Copy(Floor):
         (folder / "to").mkdir()
 
     def prepare(self, files: list[Path]) -> None:
-        """Make the file with the changed rows."""
-        keys, added = _summed(_read(files))
-        known = np.isin(keys, self._keys, assume_unique=True)
-        at = np.searchsorted(self._keys, keys[known])
-        changed = added.copy()
+        """Write the file with the batch's changed rows."""
+        keys, increments = _sum_by_key(_read_events(files))
+        is_known = np.isin(keys, self._keys, assume_unique=True)
+        positions = np.searchsorted(self._keys, keys[is_known])
+        changed = increments.copy()
         for name in ("n", "total"):
-            changed[name][known] += self._values[name][at]
-        self._values[at] = changed[known]
-        all_keys = np.concatenate([self._keys, keys[~known]])
+            changed[name][is_known] += self._values[name][positions]
+        self._values[positions] = changed[is_known]
+        all_keys = np.concatenate([self._keys, keys[~is_known]])
         order = np.argsort(all_keys)
-        self._keys, self._values = all_keys[order], np.concatenate([self._values, changed[~known]])[order]
+        self._keys, self._values = all_keys[order], np.concatenate([self._values, changed[~is_known]])[order]
         table = pa.table({"key": keys, "n": changed["n"], "total": changed["total"]})
         with ipc.new_file(self._path("from"), table.schema) as writer:
             writer.write_table(table)
@@ -274,22 +275,22 @@ class Copy(Floor):
         return str(self.folder / folder / f"{self._batch:05d}.arrow")
 
     def batch(self, files: list[Path]) -> pa.Table:
-        """Copy it."""
+        """Copy the file with the changed rows, sync the copy, and return the rows."""
         source, target = self._path("from"), self._path("to")
         self._batch += 1
         shutil.copyfile(source, target)
         descriptor = os.open(target, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-        with pa.memory_map(source) as mapped:
-            return ipc.open_file(mapped).read_all()
+        with pa.memory_map(source) as file_map:
+            return ipc.open_file(file_map).read_all()
 
     def answer(self) -> tuple[Keys, Values]:
-        """The last row of each key in the copies."""
+        """Return the last row of each key in the copies."""
         newest: dict[int, tuple[int, float]] = {}
         for path in sorted((self.folder / "to").iterdir()):
-            with pa.memory_map(str(path)) as mapped:
-                rows = ipc.open_file(mapped).read_all()
+            with pa.memory_map(str(path)) as file_map:
+                rows = ipc.open_file(file_map).read_all()
                 pairs = zip(rows["n"].to_pylist(), rows["total"].to_pylist(), strict=True)
                 newest.update(zip(rows["key"].to_pylist(), pairs, strict=True))
         return np.array(list(newest), dtype=np.int64), np.array(list(newest.values()), dtype=_VALUE)
@@ -311,17 +312,17 @@ PACKAGES = {
     "DuckDB": "duckdb",
     "DuckDB-upsert": "duckdb",
 }
-"""The package that each needs."""
+"""The package that each floor needs, or None."""
 
 
-def _read(files: list[Path]) -> pa.Table:
+def _read_events(files: list[Path]) -> pa.Table:
     return pa.concat_tables([pq.read_table(path) for path in files])
 
 
-def _summed(events: pa.Table) -> tuple[Keys, Values]:
-    """Each key, ascending, and the count and sum of its values."""
+def _sum_by_key(events: pa.Table) -> tuple[Keys, Values]:
+    """Return the distinct keys in ascending order, and the count and sum of each key's values."""
     keys, values = events["key"].to_numpy(), events["value"].to_numpy()
-    # Sorting is faster here than Arrow's hash aggregation, and the engines want their keys sorted anyway.
+    # Sorting is faster here than Arrow's hash aggregation, and the engines need sorted keys anyway.
     order = np.argsort(keys)
     keys = keys[order]
     starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
@@ -332,8 +333,8 @@ def _summed(events: pa.Table) -> tuple[Keys, Values]:
 
 
 def _split(array: npt.NDArray[Any]) -> list[bytes]:
-    """Each element's bytes."""
-    # A void view is the fastest way to many small bytes objects, and keeps trailing zeros.
+    """Return the bytes of each element."""
+    # A void view is the fastest way to make many small bytes objects, and it keeps trailing zeros.
     parts: list[bytes] = array.view(np.dtype((np.void, array.dtype.itemsize))).tolist()
     return parts
 
@@ -346,9 +347,9 @@ def _measure(task: Task) -> None:
     for files in task.files():
         floor.prepare(files)
         start = time.perf_counter()
-        put_out = floor.batch(files)
+        output = floor.batch(files)
         seconds.append(time.perf_counter() - start)
-        rows += put_out.num_rows
+        rows += output.num_rows
     floor.close()
     keys, values = floor.answer()
     package = PACKAGES[task.variant]
@@ -360,7 +361,7 @@ def _measure(task: Task) -> None:
 
 
 def main() -> int:
-    """Measure one floor."""
+    """Measure one floor; return the exit code."""
     _measure(read_task(tuple(FLOORS), __doc__))
     return 0
 

@@ -1,7 +1,7 @@
-"""Importing a stopped job on Spark's own operator, beside Spark's own reader going over the same state.
+"""Measure how long it takes to import a stopped job on Spark's own operator, compared with Spark's reader of its state.
 
-The job has a key a row, with two numbers and a timeout. Spark's reader is timed as it counts the rows and adds up
-their hashes, which is the least that anybody does who wants all of the state.
+The job's state has one row for each key, with two numbers and a timeout. Spark's reader counts the rows and adds up
+their hashes, which is the least work for anybody who reads all of the state.
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ _QUICK_ROWS = 5_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command line."""
-    parser.add_argument("--rows", type=int, default=1_000_000, metavar="N", help="keys of the job's state")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="timed runs of each; one more warms up")
+    """Add the benchmark's options to a parser."""
+    parser.add_argument("--rows", type=int, default=1_000_000, metavar="N", help="number of keys in the job's state")
+    parser.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="timed runs of each, after one that is not timed"
+    )
     add_buckets(parser, 16)
     add_spark(parser, "4g")
     add_seed(parser, "the rows")
-    add_quick(parser, f"{_QUICK_ROWS:,} keys, and few runs")
+    add_quick(parser, f"use {_QUICK_ROWS:,} keys and few runs")
 
 
 def run(options: argparse.Namespace, work: Path) -> Report:
-    """Run it.
+    """Run the benchmark.
 
     Raises
     ------
     BenchmarkError
-        When the import has other rows than the job.
+        If an option is invalid, or the import or Spark's reader has another number of rows than the job.
     """
     from benchmarks.spark import ROCKSDB, session
     from spark_state_ext import import_native
@@ -57,30 +59,33 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     if min(rows, repeats) < 1:
         raise BenchmarkError("--rows and --repeats must be at least 1")
     names = ("buckets", "cores", "memory", "seed")
-    report = Report("import_native", {"rows": rows, "repeats": repeats, **{it: getattr(options, it) for it in names}})
+    report = Report(
+        "import_native",
+        {"rows": rows, "repeats": repeats, **{parameter: getattr(options, parameter) for parameter in names}},
+    )
     _write_input(work / "in", rows, options.seed)
-    found: dict[str, list[float]] = {"Spark's reader": [], "import_native": []}
+    seconds: dict[str, list[float]] = {"Spark's reader": [], "import_native": []}
     conf = {"spark.sql.streaming.stateStore.providerClass": ROCKSDB}
     with session("import_native", options.cores, options.memory, work / "spark", conf) as spark:
         _run_job(spark, work)
         for number in range(repeats + 1):
             started_s = time.perf_counter()
-            counted = _scan(spark, work / "checkpoint")
-            found["Spark's reader"].append(time.perf_counter() - started_s)
+            counted = _scan_with_spark(spark, work / "checkpoint")
+            seconds["Spark's reader"].append(time.perf_counter() - started_s)
             started_s = time.perf_counter()
             job = import_native(
                 spark, work / "checkpoint", work / "savepoint", work / "new", buckets=options.buckets, idle_s=0
             )
-            found["import_native"].append(time.perf_counter() - started_s)
+            seconds["import_native"].append(time.perf_counter() - started_s)
             report.check("the import has all keys, and all have a timeout", (job.rows, job.timeouts) == (rows, rows))
             report.check("Spark's reader has all keys", counted == rows)
             report.details["savepoint, bytes"] = job.savepoint.size_bytes
-            for made in ("savepoint", "new"):
-                shutil.rmtree(work / made)
-            shown = ", ".join(f"{name} {times[-1]:.2f} s" for name, times in found.items())
-            print(f"run {number}: {shown}", file=sys.stderr, flush=True)
-    # The first warms the JVM and Python's workers up.
-    medians = {name: report.timing(name, times[1:]) for name, times in found.items()}
+            for output in ("savepoint", "new"):
+                shutil.rmtree(work / output)
+            progress = ", ".join(f"{name} {times[-1]:.2f} s" for name, times in seconds.items())
+            print(f"run {number}: {progress}", file=sys.stderr, flush=True)
+    # The first run only warms up the JVM and the Python workers.
+    medians = {name: report.timing(name, times[1:]) for name, times in seconds.items()}
     ratio = report.ratio("import_native / Spark's reader, time", medians["import_native"] / medians["Spark's reader"])
     report.bar(f"{rows:,} keys: import_native against Spark's reader", ratio, "at most", AT_MOST, "times")
     return report
@@ -94,10 +99,10 @@ def _write_input(folder: Path, rows: int, seed: int) -> None:
         pq.write_table(table, folder / f"{at}.parquet")
 
 
-def _first(key: Any, frames: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    """A key's first rows; what they hold does not matter here, and going over a million frames takes long."""
+def _set_state(key: Any, frames: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
+    """Set the state of a key without reading its rows: their values do not matter, and reading them takes long."""
     state.update((1, float(key[0])))
-    # So late that none fires.
+    # So late that no timeout fires.
     state.setTimeoutTimestamp(4_000_000_000_000)
     return iter(())
 
@@ -106,14 +111,16 @@ def _run_job(spark: Any, work: Path) -> None:
     from pyspark.sql import functions as F
 
     stream = spark.readStream.schema("key bigint, value double").parquet(str(work / "in"))
-    timed = stream.withColumn("at", F.timestamp_seconds(F.lit(1_000_000_000))).withWatermark("at", "1 hour")
-    counted = timed.groupBy("key").applyInPandasWithState(_first, "key bigint", _STATE, "append", "EventTimeTimeout")
+    events = stream.withColumn("at", F.timestamp_seconds(F.lit(1_000_000_000))).withWatermark("at", "1 hour")
+    counted = events.groupBy("key").applyInPandasWithState(
+        _set_state, "key bigint", _STATE, "append", "EventTimeTimeout"
+    )
     writer = counted.writeStream.format("noop").option("checkpointLocation", str(work / "checkpoint"))
     query = writer.trigger(availableNow=True).start()
     query.awaitTermination()
 
 
-def _scan(spark: Any, checkpoint: Path) -> int:
+def _scan_with_spark(spark: Any, checkpoint: Path) -> int:
     from pyspark.sql import functions as F
 
     state = spark.read.format("statestore").load(str(checkpoint)).select("key.key", "value.groupState.*", "value.*")

@@ -1,4 +1,4 @@
-"""What processes use, read from ``/proc``: Linux only."""
+"""Processor time, memory and I/O of processes, read from ``/proc``; Linux only."""
 
 from __future__ import annotations
 
@@ -13,68 +13,69 @@ _PROC = Path("/proc")
 
 
 def supported() -> bool:
-    """Whether this system tells."""
+    """Return whether this system has Linux's ``/proc``."""
     return (_PROC / "self" / "stat").exists()
 
 
 def descendants(pid: int) -> list[int]:
-    """Children, their children and so on."""
+    """Return the process ids of a process's living children, their children and so on."""
     children: dict[int, list[int]] = {}
     for folder in _PROC.iterdir():
         if folder.name.isdigit():
-            fields = _stat(int(folder.name))
+            fields = _read_stat(int(folder.name))
             if fields is not None:
                 children.setdefault(int(fields[1]), []).append(int(folder.name))
-    found: list[int] = []
-    todo = [pid]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
+    result: list[int] = []
+    unvisited = [pid]
+    while unvisited:
+        own_children = children.get(unvisited.pop(), [])
+        result += own_children
+        unvisited += own_children
+    return result
 
 
 def cpu_seconds(pid: int) -> dict[str, float]:
-    """Processor time of a process's descendants so far, by program (``java``, ``python``).
+    """Return the processor time of a process's descendants so far, in seconds by program (``java``, ``python``).
 
-    Of descendants that have ended, those that were waited for are counted.
+    An ended descendant counts, as time of its parent's program, if its parent still lives and has waited for it.
     """
     ticks: dict[str, int] = {}
     for child in descendants(pid):
-        fields = _stat(child)
-        program = _program(child)
+        fields = _read_stat(child)
+        program = _read_program(child)
         if fields is not None and program is not None:
             ticks[program] = ticks.get(program, 0) + sum(int(value) for value in fields[11:15])
     return {program: count / os.sysconf("SC_CLK_TCK") for program, count in ticks.items()}
 
 
 def io_bytes(pid: int, program: str) -> dict[int, tuple[int, int]]:
-    """Bytes that a process's living descendants have read and written so far, by process.
+    """Return the bytes that a process's living descendants have read and written so far, by process id.
 
-    Counted where they are read and written (``rchar``, ``wchar``), files and pipes alike: pages of maps are not in it.
+    Calls of ``read`` and ``write`` on files and pipes count (``rchar``, ``wchar``); access to memory-mapped pages does
+    not.
 
     Parameters
     ----------
     pid
         The process.
     program
-        What its descendants run that count, such as ``python``.
+        Count only descendants that run this program, such as ``python``.
     """
-    found: dict[int, tuple[int, int]] = {}
+    result: dict[int, tuple[int, int]] = {}
     for child in descendants(pid):
-        if _program(child) == program and (fields := _io(child)) is not None:
-            found[child] = int(fields["rchar"]), int(fields["wchar"])
-    return found
+        if _read_program(child) == program and (fields := _read_io(child)) is not None:
+            result[child] = int(fields["rchar"]), int(fields["wchar"])
+    return result
 
 
 def written_bytes(pid: int) -> int:
-    """Bytes that a process's living descendants have written to files so far.
+    """Return the bytes that a process's living descendants have written so far.
 
-    Counted where they are written (``wchar``): pages that a map of a file makes dirty are not in it.
+    Calls of ``write`` on files and pipes count (``wchar``); changes of memory-mapped pages do not.
     """
     total = 0
     for child in descendants(pid):
-        fields = _io(child)
+        fields = _read_io(child)
         if fields is not None:
             total += int(fields["wchar"])
     return total
@@ -82,16 +83,16 @@ def written_bytes(pid: int) -> int:
 
 @dataclass
 class Peak:
-    """Most memory that a process had.
+    """The most memory that a process had.
 
     Parameters
     ----------
     command
-        Its command line.
+        The process's command line.
     rss_bytes
-        Resident memory, mapped files included; kept by the kernel, so exact up to the last look.
+        Resident memory, mapped files included. The kernel keeps the maximum, so it is exact up to the last sample.
     anonymous_bytes
-        Resident memory that is no file's; the most that any look saw.
+        Resident memory that belongs to no file: the largest sample.
     """
 
     command: str
@@ -100,17 +101,17 @@ class Peak:
 
 
 class MemoryWatch:
-    """Watches this process's descendants; a context manager.
+    """Watches the memory of this process's descendants; a context manager.
 
     Parameters
     ----------
     every_s
-        Seconds between two looks.
+        Seconds between two samples.
     """
 
     def __init__(self, every_s: float = 0.1) -> None:
         self._every_s = every_s
-        self._done = threading.Event()
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self.peaks: dict[int, Peak] = {}
 
@@ -119,15 +120,15 @@ class MemoryWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
+        self._stop.set()
         self._thread.join()
-        self._look()
+        self._sample()
 
     def _watch(self) -> None:
-        while not self._done.wait(self._every_s):
-            self._look()
+        while not self._stop.wait(self._every_s):
+            self._sample()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         for pid in descendants(os.getpid()):
             try:
                 status = dict(line.split(":", 1) for line in (_PROC / str(pid) / "status").read_text().splitlines())
@@ -135,41 +136,41 @@ class MemoryWatch:
                     (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
                 )
             except (FileNotFoundError, ProcessLookupError):
-                continue  # it has ended
+                continue  # the process has ended
             if "VmHWM" not in status:
-                continue  # it is ending
+                continue  # the process is ending
             peak = self.peaks.setdefault(pid, Peak(command, 0, 0))
             peak.command = command
-            peak.rss_bytes = max(peak.rss_bytes, _kib(status["VmHWM"]))
-            peak.anonymous_bytes = max(peak.anonymous_bytes, _kib(status["RssAnon"]))
+            peak.rss_bytes = max(peak.rss_bytes, _parse_kib(status["VmHWM"]))
+            peak.anonymous_bytes = max(peak.anonymous_bytes, _parse_kib(status["RssAnon"]))
 
 
-def _program(pid: int) -> str | None:
-    """What a process runs, without its version; None when it has ended."""
+def _read_program(pid: int) -> str | None:
+    """Return the program that a process runs, without its version; None if the process has ended."""
     try:
-        # Threads may rename a process; the file it runs stays.
+        # A thread may rename its process, but not the file that the process runs.
         return (_PROC / str(pid) / "exe").readlink().name.rstrip(".0123456789")
     except OSError:
         return None
 
 
-def _io(pid: int) -> dict[str, str] | None:
-    """``/proc/<pid>/io``; None when the process has ended."""
+def _read_io(pid: int) -> dict[str, str] | None:
+    """Return the values in ``/proc/<pid>/io`` by name; None if the process has ended."""
     try:
         return dict(line.split(": ") for line in (_PROC / str(pid) / "io").read_text().splitlines())
     except (OSError, ValueError):
         return None
 
 
-def _kib(text: str) -> int:
+def _parse_kib(text: str) -> int:
     return int(text.split()[0]) * 1024
 
 
-def _stat(pid: int) -> list[str] | None:
-    """Fields of ``/proc/<pid>/stat`` from the third on: state, parent, …; None when the process has ended."""
+def _read_stat(pid: int) -> list[str] | None:
+    """Return the fields of ``/proc/<pid>/stat`` from the third on (state, parent, …); None if it has ended."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command, in parentheses, may hold spaces and parentheses.
+    # The second field is the command in parentheses, which may have spaces and parentheses itself.
     return text[text.rindex(")") + 2 :].split()

@@ -1,7 +1,7 @@
-"""What a benchmark leaves behind: a result file with every raw number, and a table to read.
+"""The report of a benchmark: a result file with all raw numbers, and a table for people.
 
-Times on a busy machine mean little by themselves, so a result holds ratios between things measured in the same run,
-and the machine's load before and after.
+On a busy machine absolute times mean little. So a report also has ratios between times of the same run, and the
+machine's load before and after the run.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ _PACKAGES = ("pyspark", "pandas", "numpy", "pyarrow", "lmdb")
 
 
 class BenchmarkError(Exception):
-    """A benchmark could not be carried out, or its answers are wrong."""
+    """A benchmark could not run, or its answers are wrong."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A number that is promised.
+    """A measured number, with the limit that we promise for it.
 
     Parameters
     ----------
     name
         What is measured.
     value
-        What was measured.
+        The measured number.
     sense
-        Whether `limit` is the most or the least that is allowed.
+        Whether `limit` is the highest or the lowest allowed value.
     limit
-        The promise.
+        The promised limit.
     unit
-        Unit of both numbers; may be empty.
+        Unit of `value` and `limit`; may be empty.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Bar:
 
     @property
     def met(self) -> bool:
-        """Whether the promise is kept; never when the value is not a number."""
+        """True if the value is within the limit; NaN never is."""
         if math.isnan(self.value):
             return False
         return self.value <= self.limit if self.sense == "at most" else self.value >= self.limit
@@ -78,14 +78,14 @@ class Bar:
 
 @dataclass
 class Report:
-    """Collects a benchmark's numbers.
+    """The numbers that a benchmark measured.
 
     Parameters
     ----------
     name
         Name of the benchmark and of its result file.
     parameters
-        What it was run with.
+        The options and sizes that it ran with.
     """
 
     name: str
@@ -99,7 +99,13 @@ class Report:
     details: dict[str, Any] = field(default_factory=dict)
 
     def timing(self, name: str, seconds: Iterable[float]) -> float:
-        """Note raw times in seconds; returns their median."""
+        """Record raw times in seconds and return their median.
+
+        Raises
+        ------
+        BenchmarkError
+            If there are no times.
+        """
         values = [float(value) for value in seconds]
         if not values:
             raise BenchmarkError(f"no measurement of {name!r}")
@@ -107,35 +113,35 @@ class Report:
         return statistics.median(values)
 
     def ratio(self, name: str, value: float) -> float:
-        """Note a ratio; returns it."""
+        """Record a ratio and return it."""
         self.ratios[name] = value
         return value
 
     def bar(self, name: str, value: float, sense: Literal["at most", "at least"], limit: float, unit: str = "") -> Bar:
-        """Note a promise and what was measured."""
+        """Record a measured number with the limit that we promise for it, and return the bar."""
         bar = Bar(name, value, sense, limit, unit)
         self.bars.append(bar)
         return bar
 
-    def check(self, what: str, passed: bool) -> None:
-        """Note that answers were compared.
+    def check(self, statement: str, passed: bool) -> None:
+        """Record that a statement about the answers was checked.
 
         Raises
         ------
         BenchmarkError
-            When they differ: then the times mean nothing.
+            If the statement is false: the times of wrong answers mean nothing.
         """
         if not passed:
-            raise BenchmarkError(f"{self.name}: not so: {what}")
-        self.checks.append(what)
+            raise BenchmarkError(f"{self.name}: not so: {statement}")
+        self.checks.append(statement)
 
     @property
     def met(self) -> bool:
-        """Whether there are promises and all are kept."""
+        """True if there are bars and all of them are met."""
         return bool(self.bars) and all(bar.met for bar in self.bars)
 
     def to_plain(self) -> dict[str, Any]:
-        """All of it as JSON values, with the machine and the versions."""
+        """Return the whole report as JSON values, with the machine and the versions."""
         return {
             "format": RESULT_FORMAT,
             "name": self.name,
@@ -153,43 +159,48 @@ class Report:
         }
 
     def write(self, folder: Path = RESULTS) -> Path:
-        """Write ``<folder>/<name>.json``; returns its path."""
+        """Write ``<folder>/<name>.json`` and return its path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.name}.json"
-        # allow_nan=False: a result file is JSON for any reader, and NaN is not.
+        # Any JSON reader must be able to read a result file, and standard JSON has no NaN.
         path.write_text(json.dumps(self.to_plain(), indent=2, allow_nan=False) + "\n")
         return path
 
     def table(self) -> str:
-        """The result as text."""
+        """Return the report as text."""
         lines = [f"{self.name}: {', '.join(f'{key} {value}' for key, value in self.parameters.items())}", ""]
         rows = [
-            [name, _seconds(statistics.median(v)), _seconds(min(v)), _seconds(max(v)), str(len(v))]
+            [name, _format_seconds(statistics.median(v)), _format_seconds(min(v)), _format_seconds(max(v)), str(len(v))]
             for name, v in self.timings.items()
         ]
-        lines += [*_columns(["time", "median", "least", "most", "n"], rows), ""]
+        lines += [*_format_columns(["time", "median", "least", "most", "n"], rows), ""]
         if self.ratios:
-            lines += [*_columns(["ratio", "value"], [[n, f"{v:.2f}"] for n, v in self.ratios.items()]), ""]
-        lines += [f"checked: {what}" for what in self.checks]
+            lines += [*_format_columns(["ratio", "value"], [[n, f"{v:.2f}"] for n, v in self.ratios.items()]), ""]
+        lines += [f"checked: {statement}" for statement in self.checks]
         load = os.getloadavg()[0]
         lines += [f"load average {self.load_before[0]:.1f} before, {load:.1f} after, {os.cpu_count()} cores", ""]
         bars = [
-            [bar.name, _number(bar.value, bar.unit), f"{bar.sense} {_number(bar.limit, bar.unit)}", _verdict(bar)]
+            [
+                bar.name,
+                _format_number(bar.value, bar.unit),
+                f"{bar.sense} {_format_number(bar.limit, bar.unit)}",
+                _format_verdict(bar),
+            ]
             for bar in self.bars
         ]
-        lines += _columns(["bar", "measured", "promised", ""], bars)
+        lines += _format_columns(["bar", "measured", "promised", ""], bars)
         return "\n".join(lines)
 
 
 def place() -> dict[str, Any]:
-    """When, of what and where something was measured."""
+    """Return the current time, the commit, the machine and the versions, as in a result file."""
     return {"finished": _now(), "commit": commit(), "machine": machine(), "versions": versions()}
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores and memory."""
+    """Return the processor, the number of cores, the memory and the operating system."""
     return {
-        "cpu": _first_match("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor() or platform.machine(),
+        "cpu": _find_first("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -197,70 +208,70 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what takes part; None for what is not there."""
-    # Read from the source: a checkout that was never installed has no metadata.
+    """Return the versions of this package, Python, Java and other packages; None for each that is not installed."""
+    # A checkout that was never installed has no metadata.
     from spark_state_ext.version import __version__
 
-    found: dict[str, str | None] = {"spark_state_ext": __version__, "python": platform.python_version()}
+    result: dict[str, str | None] = {"spark_state_ext": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            result[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    found["java"] = java_version()
-    return found
+            result[package] = None
+    result["java"] = java_version()
+    return result
 
 
 def commit() -> str | None:
-    """Commit of the code that is measured, with a ``+`` where files differ from it; None outside of a clone."""
+    """Return the commit of the measured code, with a ``+`` if tracked files differ from it; None outside a clone."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        # Results of the benchmarks before it are no code.
+        result = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        # Benchmarks that ran before this one have written results, which are not code.
         code = [":/", ":(exclude,top)benchmarks/results", ":(exclude,top)docs"]
         changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code], check=False).returncode
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip() + ("+" if changed else "")
+    return result.stdout.strip() + ("+" if changed else "")
 
 
 def java_version() -> str | None:
-    """First line of what the Java that Spark would start says of itself; None without Java."""
+    """Return the version line of the Java that Spark would start; None if there is no Java."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else shutil.which("java")
     if java is None or not Path(java).exists():
         return None
-    told = subprocess.run([java, "-version"], capture_output=True, text=True, check=True)
-    lines = [line for line in (told.stderr + told.stdout).splitlines() if " version " in line]
+    output = subprocess.run([java, "-version"], capture_output=True, text=True, check=True)
+    lines = [line for line in (output.stderr + output.stdout).splitlines() if " version " in line]
     return lines[0] if lines else None
 
 
-def _first_match(path: str, pattern: str) -> str | None:
+def _find_first(path: str, pattern: str) -> str | None:
     try:
-        found = re.search(pattern, Path(path).read_text())
+        result = re.search(pattern, Path(path).read_text())
     except OSError:
         return None
-    return found[1].strip() if found else None
+    return result[1].strip() if result else None
 
 
 def _now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def _number(value: float, unit: str) -> str:
+def _format_number(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}".rstrip() if value < 1000 else f"{value:,.0f} {unit}".rstrip()
 
 
-def _verdict(bar: Bar) -> str:
+def _format_verdict(bar: Bar) -> str:
     return "met" if bar.met else "NOT MET"
 
 
-def _columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Left-aligned first column, right-aligned others."""
+def _format_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format a table as lines: the first column is left-aligned, the others are right-aligned."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = []
     for row in (header, ["-" * width for width in widths], *rows):

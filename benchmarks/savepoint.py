@@ -1,9 +1,11 @@
-"""Native savepoints of running queries on a local disk: a small state and a large one should take the same time.
+"""Measure how long native savepoints of running queries take: a small and a large state should take the same time.
 
-Our own work is what our code does: in tasks, from a task's first step to its last without waiting for Spark's rows, all
-tasks added up; and the processor time of the thread that called `take_savepoint`. What else passes is Spark's, which
-plans and starts its jobs. Whether bytes were copied is told by the files: one that was linked has the inode of the
-query's own file. Beside it `cp` copies the same files. Then a query starts from the savepoint, under no-claim.
+All files are on a local disk. *Our own work* is the time that this package's code takes: in each task, from its first
+step to its last without the waits for Spark's rows, added up over all tasks; and the processor time of the thread that
+called `take_savepoint`. The rest of the time is Spark's, for planning and starting its jobs.
+
+Inodes show whether bytes were copied: a linked file has the inode of the query's own file. For comparison, `cp` copies
+the same files. At the end another query starts from the last savepoint, under no-claim.
 """
 
 from __future__ import annotations
@@ -38,29 +40,35 @@ OWN_AT_MOST_S, FLAT_AT_MOST = 2.0, 1.2
 _PAD_BYTES = 1000
 _INPUT, _OUTPUT = "key bigint", "key bigint, n bigint"
 _STATE = "number bigint, n bigint, pad binary"
-# Enough for deltas that are too large to be inline in Spark's state, which would be no files yet.
+# Each batch changes this part of the keys, so that deltas are too large to be inline in Spark's state, and are files.
 _TOUCHED = 0.1
 _BATCHES = 3
 _FILES = 4
 _QUICK_GB, _QUICK_REPEATS = [0.05, 0.1], 3
-# An odd number: multiplied by it, modulo 2 ** 64, different numbers stay different.
+# The factor is odd, so different numbers give different products modulo 2 ** 64.
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the command line."""
+    """Add the benchmark's options to a parser."""
     parser.add_argument(
-        "--gb", type=float, nargs="+", default=[0.1, 1.0], metavar="N", help="sizes of state, 10^9 bytes"
+        "--gb", type=float, nargs="+", default=[0.1, 1.0], metavar="N", help="sizes of the state in GB (10^9 bytes)"
     )
-    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="savepoints of each; one more warms up")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=9,
+        metavar="N",
+        help="timed savepoints of each state, after one that is not timed",
+    )
     add_buckets(parser, 8)
     add_spark(parser, "4g")
     add_seed(parser, "the rows")
-    add_quick(parser, "small states, and few savepoints")
+    add_quick(parser, "use small states and few savepoints")
 
 
 def touch(batch: Any) -> pa.Table:
-    """Count events of keys; their pad stays in their state."""
+    """Count the events of each key, and keep the pad in the state."""
     new = batch.aggregate([([], "count_all")])
     n = pc.add(pc.fill_null(batch.state["n"], 0), new["count_all"])
     batch.update({"number": batch.state["number"], "n": n, "pad": batch.state["pad"]})
@@ -68,40 +76,40 @@ def touch(batch: Any) -> pa.Table:
 
 
 def run(options: argparse.Namespace, work: Path) -> Report:
-    """Run it.
+    """Run the benchmark.
 
     Raises
     ------
     BenchmarkError
-        When a savepoint, or a query that was started from one, has another state than it should have.
+        If an option is invalid, or a savepoint or the query that started from it has a wrong state.
     """
     from benchmarks.spark import session
 
     sizes, repeats = (_QUICK_GB, _QUICK_REPEATS) if options.quick else (sorted(options.gb), options.repeats)
     if min(*sizes, repeats) <= 0 or len(sizes) < 2:
-        raise BenchmarkError("--gb must be two sizes or more, and --repeats at least 1")
+        raise BenchmarkError("give --gb two sizes or more, all above 0, and --repeats of at least 1")
     names = ("buckets", "cores", "memory", "seed")
-    report = Report("savepoint", {"gb": sizes, "repeats": repeats, **{it: getattr(options, it) for it in names}})
+    report = Report("savepoint", {"gb": sizes, "repeats": repeats, **{item: getattr(options, item) for item in names}})
     with session("savepoint", options.cores, options.memory, work / "spark", {}) as spark:
         jobs = [_Job(report, spark, gb, options.buckets, options.seed, work / f"{gb:g}") for gb in sizes]
         for number in range(repeats + 1):
             for job in jobs if number % 2 else reversed(jobs):
-                job.take(counts=number > 0)
-            shown = ", ".join(f"{job.name} {job.own_s[-1]:.3f} of {job.whole_s[-1]:.2f} s" for job in jobs if number)
-            print(f"savepoint {number}: {shown}", file=sys.stderr, flush=True)
+                job.take(is_timed=number > 0)
+            progress = ", ".join(f"{job.name} {job.own_s[-1]:.3f} of {job.whole_s[-1]:.2f} s" for job in jobs if number)
+            print(f"savepoint {number}: {progress}", file=sys.stderr, flush=True)
         for job in jobs:
             job.judge()
             job.start_another()
             job.stop()
     first, last = (job.medians() for job in (jobs[0], jobs[-1]))
-    for what, small, large in zip(("our own work", "all of it"), first, last, strict=True):
-        ratio = report.ratio(f"{what}: {jobs[-1].name} / {jobs[0].name}", large / small)
-        report.bar(f"{what}, {jobs[-1].name} against {jobs[0].name}", ratio, "at most", FLAT_AT_MOST, "times")
+    for label, small, large in zip(("our own work", "all of it"), first, last, strict=True):
+        ratio = report.ratio(f"{label}: {jobs[-1].name} / {jobs[0].name}", large / small)
+        report.bar(f"{label}, {jobs[-1].name} against {jobs[0].name}", ratio, "at most", FLAT_AT_MOST, "times")
     return report
 
 
 class _Job:
-    """A running query with a state of some size, which came to it as a savepoint made of a table."""
+    """A running query with a state of one size. It started from a savepoint that was made of a table."""
 
     def __init__(self, report: Report, spark: Any, gb: float, buckets: int, seed: int, folder: Path) -> None:
         from spark_state_ext import Savepoint, write_savepoint
@@ -113,21 +121,21 @@ class _Job:
         self._copied_s: list[float] = []
         self._report, self._spark, self._buckets, self._folder = report, spark, buckets, folder
         self._rows = round(gb * 1e9 / _PAD_BYTES)
-        self._told = folder / "told"
-        self._told.mkdir(parents=True)
+        self._times_folder = folder / "told"
+        self._times_folder.mkdir(parents=True)
         self._savepoint = folder / "savepoint"
         _write_table(folder / "table", self._rows, seed)
         print(f"{self.name}: a savepoint of {self._rows:,} rows …", file=sys.stderr, flush=True)
         table = spark.read.parquet(str(folder / "table"))
-        made = write_savepoint(
+        output = write_savepoint(
             table, folder / "made", keys=["key"], state_schema=_STATE, buckets=buckets, operator="touched"
         )
-        self._stream = self._started("job", Savepoint(str(folder / "made")))
+        self._stream = self._start_stream("job", Savepoint(str(folder / "made")))
         self._touch(self._stream, _BATCHES)
-        report.details[f"{self.name}: bytes of the state's first files"] = made.size_bytes
+        report.details[f"{self.name}: bytes of the state's first files"] = output.size_bytes
         shutil.rmtree(folder / "made")
 
-    def _state(self, name: str, start_from: Any = None) -> ArrowState:
+    def _make_state(self, name: str, start_from: Any = None) -> ArrowState:
         from spark_state_ext import ArrowState
 
         folder = self._folder / name
@@ -139,10 +147,10 @@ class _Job:
             start_from=start_from,
         )
 
-    def _started(self, name: str, start_from: Any) -> TimedStream:
+    def _start_stream(self, name: str, start_from: Any) -> TimedStream:
         from benchmarks.streams import TimedStream
 
-        state = self._state(name, start_from)
+        state = self._make_state(name, start_from)
         return TimedStream(
             self._spark,
             f"{self.name}: {name}",
@@ -152,60 +160,62 @@ class _Job:
         )
 
     def _touch(self, stream: TimedStream, batches: int) -> None:
-        keys = _keys(np.arange(round(_TOUCHED * self._rows), dtype=np.uint64))
+        keys = _make_keys(np.arange(round(_TOUCHED * self._rows), dtype=np.uint64))
         for _ in range(batches):
             stream.process([pa.table({"key": keys})])
 
-    def take(self, *, counts: bool) -> None:
-        """Take a savepoint; the last one stays."""
+    def take(self, *, is_timed: bool) -> None:
+        """Take a savepoint in place of the last one, and measure it."""
         from spark_state_ext import take_savepoint
 
         shutil.rmtree(self._savepoint, ignore_errors=True)
-        location, state = self._folder / "job" / "checkpoint", self._state("job")
-        with _told_by_tasks(self._told):
+        location, state = self._folder / "job" / "checkpoint", self._make_state("job")
+        with _record_task_times(self._times_folder):
             before_s, started_s = time.thread_time(), time.perf_counter()
-            made = take_savepoint(self._spark, self._savepoint, location, state)
+            output = take_savepoint(self._spark, self._savepoint, location, state)
             whole_s, client_s = time.perf_counter() - started_s, time.thread_time() - before_s
-        parts = {"client": client_s, **_read_and_forget(self._told)}
-        copied_s = _timed_copy(self._savepoint, self._folder / "copy")
-        if counts:
+        parts = {"client": client_s, **_pop_times(self._times_folder)}
+        copied_s = _time_copy(self._savepoint, self._folder / "copy")
+        if is_timed:
             self.whole_s.append(whole_s)
             self.own_s.append(sum(parts.values()))
             self._parts_s.append(parts)
             self._copied_s.append(copied_s)
-        self._made = made
+        self._taken = output
 
     def medians(self) -> tuple[float, float]:
-        """Seconds of our own work, and of all."""
+        """Return the median seconds of our own work and of the whole call."""
         return float(np.median(self.own_s)), float(np.median(self.whole_s))
 
     def judge(self) -> None:
-        """What the savepoints took, whether they are right, and whether anything was copied."""
+        """Report how long savepoints took, check the last one, and report whether any bytes were copied."""
         report, name = self._report, self.name
         own_s = report.timing(f"{name}: our own work", self.own_s)
         whole_s = report.timing(f"{name}: all of it, Spark's jobs included", self.whole_s)
         for part in self._parts_s[0]:
-            report.timing(f"{name}: our own work, {part}", [it[part] for it in self._parts_s])
+            report.timing(f"{name}: our own work, {part}", [item[part] for item in self._parts_s])
         copied_s = report.timing(f"{name}: cp of the same files", self._copied_s)
         report.ratio(f"{name}: our own work / cp", own_s / copied_s)
         report.ratio(f"{name}: all of it / cp", whole_s / copied_s)
         report.bar(f"{name}: our own work", own_s, "at most", OWN_AT_MOST_S, "s")
         linked, copied = told_apart(self._savepoint, self._folder / "job" / "state")
         report.details[f"{name}: files and bytes that are linked"] = [len(linked), sum(linked.values())]
-        report.check(f"{name}: all files of the savepoint were counted", len(linked) + len(copied) == self._made.files)
+        report.check(f"{name}: all files of the savepoint were counted", len(linked) + len(copied) == self._taken.files)
         report.check(f"{name}: they are the whole state", sum(linked.values()) >= self._rows * _PAD_BYTES)
         report.bar(f"{name}: bytes of state that were copied", sum(copied.values()), "at most", 0, "bytes")
         self._check(self._savepoint, "the savepoint", _BATCHES)
 
     def start_another(self) -> None:
-        """Start a query from the savepoint, which it does not claim, and count what it uploads in full."""
+        """Start a query from the savepoint without claiming it, and report how many full snapshots it uploads."""
         from spark_state_ext import Savepoint, take_savepoint
 
-        before = {it: it.stat().st_mtime_ns for it in self._savepoint.rglob("*") if it.is_file()}
-        stream = self._started("another", Savepoint(str(self._savepoint)))
+        before = {item: item.stat().st_mtime_ns for item in self._savepoint.rglob("*") if item.is_file()}
+        stream = self._start_stream("another", Savepoint(str(self._savepoint)))
         self._touch(stream, 2)
-        again = self._folder / "again"
-        take_savepoint(self._spark, again, self._folder / "another" / "checkpoint", self._state("another"))
+        other_savepoint = self._folder / "again"
+        take_savepoint(
+            self._spark, other_savepoint, self._folder / "another" / "checkpoint", self._make_state("another")
+        )
         stream.stop()
         linked, own = told_apart(self._folder / "another" / "state", self._savepoint)
         snapshots = [path for path in own if ".snapshot." in path]
@@ -213,48 +223,50 @@ class _Job:
         self._report.details[f"{name}, seconds of its first batch"] = stream.seconds[0]
         self._report.details[f"{name}, files and bytes that are linked"] = [len(linked), sum(linked.values())]
         self._report.bar(f"{name}: full snapshots uploaded", len(snapshots), "at most", 0)
-        self._report.check(f"{name}: it shares all files of the savepoint", len(linked) == self._made.files)
-        after = {it: it.stat().st_mtime_ns for it in self._savepoint.rglob("*") if it.is_file()}
+        self._report.check(f"{name}: it shares all files of the savepoint", len(linked) == self._taken.files)
+        after = {item: item.stat().st_mtime_ns for item in self._savepoint.rglob("*") if item.is_file()}
         self._report.check(f"{name}: files of the savepoint were not written to", before == after)
-        self._check(again, "the query started from it", _BATCHES + 2)
+        self._check(other_savepoint, "the query started from it", _BATCHES + 2)
 
     def stop(self) -> None:
-        """Stop the query."""
+        """Stop the query, and delete its files."""
         self._stream.stop()
         shutil.rmtree(self._folder)
 
-    def _check(self, savepoint: Path, what: str, batches: int) -> None:
-        """Each row is that of the table, and has been touched as often as it should."""
+    def _check(self, savepoint: Path, label: str, batches: int) -> None:
+        """Check that a savepoint has the table's rows, and that each has the right count after the given batches."""
         from pyspark.sql import functions as F
 
         from spark_state_ext import read_savepoint
 
-        def content(rows: Any) -> Any:
+        def compute_content(rows: Any) -> Any:
             row = F.xxhash64("key", "number", "pad")
             return tuple(rows.agg(F.count("*"), F.sum(row.cast("decimal(38,0)")), F.bit_xor(row)).collect()[0])
 
-        found = read_savepoint(self._spark, savepoint)
+        result = read_savepoint(self._spark, savepoint)
         n = F.when(F.col("number") < round(_TOUCHED * self._rows), 1 + batches).otherwise(1)
-        self._report.check(f"{self.name}: counts of {what} are right", found.where(F.col("n") != n).isEmpty())
+        self._report.check(f"{self.name}: counts of {label} are right", result.where(F.col("n") != n).isEmpty())
         table = self._spark.read.parquet(str(self._folder / "table"))
-        self._report.check(f"{self.name}: rows of {what} are those of the table", content(found) == content(table))
+        self._report.check(
+            f"{self.name}: rows of {label} are those of the table", compute_content(result) == compute_content(table)
+        )
 
 
 def told_apart(folder: Path, other: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of checkpoint files below a folder: of those that are files below another one too, and of the others."""
+    """Return the bytes of checkpoint files by path: of files that are also in the other folder, and of the rest."""
 
     def files(below: Path) -> Iterator[Path]:
         return (path for path in below.rglob("*.arrow") if path.name.count(".") > 1)
 
-    theirs = {(it.stat().st_dev, it.stat().st_ino) for it in files(other)}
+    other_inodes = {(item.stat().st_dev, item.stat().st_ino) for item in files(other)}
     shared, own = dict[str, int](), dict[str, int]()
     for path in files(folder):
-        found = path.stat()
-        (shared if (found.st_dev, found.st_ino) in theirs else own)[str(path)] = found.st_size
+        result = path.stat()
+        (shared if (result.st_dev, result.st_ino) in other_inodes else own)[str(path)] = result.st_size
     return shared, own
 
 
-def _timed_copy(source: Path, target: Path) -> float:
+def _time_copy(source: Path, target: Path) -> float:
     started_s = time.perf_counter()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     elapsed_s = time.perf_counter() - started_s
@@ -263,29 +275,33 @@ def _timed_copy(source: Path, target: Path) -> float:
 
 
 @contextlib.contextmanager
-def _told_by_tasks(folder: Path) -> Iterator[None]:
-    """Have the tasks of savepoints leave in a folder how long their own work took."""
+def _record_task_times(folder: Path) -> Iterator[None]:
+    """Let the tasks of savepoints write to files in a folder how long their own work took."""
     from spark_state_ext.spark.client import savepoints, tasks
     from spark_state_ext.spark.client.task_functions import task_entry
 
-    def entry(what: str, *args: Any) -> Callable[[Any], Any]:
-        return _timed(what, task_entry(what, *args), str(folder))
+    def make_timed_entry(label: str, *args: Any) -> Callable[[Any], Any]:
+        # The names of timings have only the task, as in results of before its module was part of the name.
+        return _add_timing(label.rpartition(".")[2], task_entry(label, *args), str(folder))
 
-    with mock.patch.object(savepoints, "task_entry", entry), mock.patch.object(tasks, "task_entry", entry):
+    with (
+        mock.patch.object(savepoints, "task_entry", make_timed_entry),
+        mock.patch.object(tasks, "task_entry", make_timed_entry),
+    ):
         yield
 
 
-def _timed(what: str, work: Callable[[Any], Any], folder: str) -> Callable[[Any], Any]:
-    # Nested, so that it travels by value.
-    def timed(batches: Iterable[Any]) -> Iterator[Any]:
+def _add_timing(label: str, work: Callable[[Any], Any], folder: str) -> Callable[[Any], Any]:
+    # A nested function is pickled by value, so that workers need not import this module.
+    def run_timed(batches: Iterable[Any]) -> Iterator[Any]:
         import time
         import uuid
         from pathlib import Path
 
-        # What passes while Spark makes the next row, or takes what was made, is not ours.
+        # The time in which Spark produces the next input row or takes an output row is not our own work.
         others_s = 0.0
 
-        def watched() -> Iterator[Any]:
+        def watch_rows() -> Iterator[Any]:
             nonlocal others_s
             rows = iter(batches)
             while True:
@@ -297,32 +313,32 @@ def _timed(what: str, work: Callable[[Any], Any], folder: str) -> Callable[[Any]
                 yield row
 
         started_s = time.perf_counter()
-        for made in work(watched()):
-            given_s = time.perf_counter()
-            yield made
-            others_s += time.perf_counter() - given_s
+        for output in work(watch_rows()):
+            yielded_s = time.perf_counter()
+            yield output
+            others_s += time.perf_counter() - yielded_s
         own_s = time.perf_counter() - started_s - others_s
-        (Path(folder) / f"{what}-{uuid.uuid4().hex}").write_text(repr(own_s))
+        (Path(folder) / f"{label}-{uuid.uuid4().hex}").write_text(repr(own_s))
 
-    return timed
+    return run_timed
 
 
-def _read_and_forget(folder: Path) -> dict[str, float]:
-    """Seconds of tasks' own work, by what they did."""
-    found: dict[str, float] = {}
+def _pop_times(folder: Path) -> dict[str, float]:
+    """Return the seconds of tasks' own work by kind of task, and delete the files."""
+    result: dict[str, float] = {}
     for path in sorted(folder.iterdir()):
-        what = f"tasks that {path.name.partition('-')[0]}"
-        found[what] = found.get(what, 0.0) + float(path.read_text())
+        label = f"tasks that {path.name.partition('-')[0]}"
+        result[label] = result.get(label, 0.0) + float(path.read_text())
         os.unlink(path)
-    return found
+    return result
 
 
-def _keys(numbers: np.typing.NDArray[np.uint64]) -> Any:
+def _make_keys(numbers: np.typing.NDArray[np.uint64]) -> Any:
     return (numbers * _SPREAD).view(np.int64)
 
 
 def _write_table(folder: Path, rows: int, seed: int) -> None:
-    """Rows of random bytes, which cannot be compressed."""
+    """Write rows of random bytes, which cannot be compressed."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(seed)
     step = -(-rows // _FILES)
@@ -332,7 +348,7 @@ def _write_table(folder: Path, rows: int, seed: int) -> None:
         offsets = pa.array(np.arange(len(numbers) + 1) * _PAD_BYTES, pa.int32())
         pads = pa.Array.from_buffers(pa.binary(), len(numbers), [None, offsets.buffers()[1], pa.py_buffer(data)])
         columns = {
-            "key": _keys(numbers),
+            "key": _make_keys(numbers),
             "number": numbers.view(np.int64),
             "n": np.ones(len(numbers), np.int64),
             "pad": pads,

@@ -1,6 +1,6 @@
-"""A slow object store: a local disk on which every PUT takes its time, or does not end for a while.
+"""A slow object store: a local disk on which every PUT is delayed or hangs for a while.
 
-For `storage_options={"implementation": "benchmarks.slow.SlowStore", …}`, so that executors make it by name.
+Executors create it by its name: `storage_options={"implementation": "benchmarks.slow.SlowStore", …}`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _POLL_S = 0.01
 
 
 class ObjectDisk(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
-    """A disk under an object store's rules: a PUT is atomic, and there are no folders to make."""
+    """A disk that behaves like an object store: a PUT is atomic, and folders need not be created."""
 
-    # The second one is known for atomic PUTs.
+    # `spark_state_ext.files.folder` knows that PUTs to "memory" are atomic.
     protocol: str | tuple[str, ...] = ("objects", "memory")
 
     def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
-        """One PUT."""
+        """Write a file with one PUT."""
         self._put(Path(path), value)
 
     def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
-        """One PUT of a file."""
+        """Copy a local file with one PUT."""
         self._put(Path(rpath), Path(lpath).read_bytes())
 
     def _put(self, path: Path, value: bytes) -> None:
@@ -40,15 +40,15 @@ class ObjectDisk(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
 
 
 class SlowStore(ObjectDisk):
-    """A store that takes its time.
+    """A store whose PUTs are slow or hang.
 
     Parameters
     ----------
     put_ms
-        What is added to every PUT, milliseconds.
+        Delay of every PUT in milliseconds.
     hangs_while
-        While this file is there, PUTs do not end. A file beside it, with ``.since`` after its name, tells since when:
-        seconds since 1970.
+        Path of a file; while it exists, PUTs hang. The first PUT that hangs writes its time, in seconds since 1970, to
+        a file with the same path and ``.since`` appended.
     """
 
     protocol = ("slow", "memory")

@@ -1,4 +1,4 @@
-"""Spark sessions and stream input for the benchmarks."""
+"""Spark sessions and streaming input for the benchmarks."""
 
 from __future__ import annotations
 
@@ -28,24 +28,26 @@ ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvi
 def session(
     name: str, cores: int, memory: str, work: Path, settings: dict[str, str], log_level: str | None = "ERROR"
 ) -> Iterator[SparkSession]:
-    """A local session that leaves nothing behind; only one may be made in a process.
+    """Open a local session and stop it at the end; a process may open only one.
+
+    It also sets environment variables of this process, and does not restore them.
 
     Parameters
     ----------
     name
-        Application name.
+        Name of the application.
     cores
-        Task slots and shuffle partitions.
+        Number of task slots and of shuffle partitions.
     memory
-        Heap of the driver, which is also the executor.
+        Heap of the driver's JVM, which is also the executor.
     work
         Folder for all of Spark's files.
     settings
-        More settings.
+        Further settings; they override the defaults here.
     log_level
-        Level of Spark's log; None leaves it as the settings have it.
+        Level of Spark's log; None keeps the level of Spark's configuration.
     """
-    # Workers import the benchmark's function, whatever the working folder.
+    # Workers must be able to import the benchmark's function whatever the working directory is.
     root = str(Path(__file__).resolve().parent.parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
@@ -58,14 +60,15 @@ def session(
         "spark.sql.warehouse.dir": str(work / "warehouse"),
         "spark.sql.shuffle.partitions": str(cores),
         "spark.sql.streaming.stateStore.providerClass": ROCKSDB,
-        # As Spark's guide has it for speed: a commit that writes what changed, and no lookup for the sake of a count.
+        # Spark's guide recommends both for speed: a commit writes only what changed, and no write looks up its key just
+        # to keep a count of rows.
         CHANGELOG: "true",
         "spark.sql.streaming.stateStore.rocksdb.trackTotalNumberOfRows": "false",
-        # By default Spark starts fifty processes (readlink, chmod) for the checkpoint files of a batch on a local disk,
-        # whatever the query: a quarter of a small batch's time. With this, ten.
+        # By default Spark starts fifty processes (readlink, chmod) for the checkpoint files of each batch on a local
+        # disk, for any query, which takes a quarter of a small batch's time. With this class it starts ten.
         "spark.sql.streaming.checkpointFileManagerClass": FILE_MANAGER,
-        # With any limit Spark computes the size of an Arrow batch anew after each row on its way to Python, for its own
-        # operators and for ours. Batches are bounded by their number of rows.
+        # This value means no limit. With a limit Spark computes the size of an Arrow batch again after each row that it
+        # sends to Python, for its own operators and for ours. The number of rows still limits batches.
         "spark.sql.execution.arrow.maxBytesPerBatch": str(2**31 - 1),
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
@@ -82,12 +85,12 @@ def session(
 
 
 class Feed:
-    """A folder that a file stream reads: each batch becomes visible as a whole.
+    """A folder that a file stream reads, in which each batch becomes visible as a whole.
 
     Parameters
     ----------
     folder
-        The folder; made when absent.
+        The folder; created if it does not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -99,17 +102,17 @@ class Feed:
 
     @property
     def pattern(self) -> str:
-        """Path for the stream's reader."""
+        """Return the path for the stream's reader."""
         return f"{self._shown}/*"
 
     def add(self, events: pd.DataFrame, files: int) -> None:
-        """Show one batch, in equally large parquet files."""
+        """Make one batch visible, split into equally large parquet files."""
         table = pa.Table.from_pandas(events, preserve_index=False)
         step = -(-table.num_rows // files)
-        self.add_tables(table.slice(at, step) for at in range(0, table.num_rows, step))
+        self.add_tables(table.slice(start, step) for start in range(0, table.num_rows, step))
 
     def add_tables(self, tables: Iterator[pa.Table]) -> None:
-        """Show one batch, a parquet file a table."""
+        """Make one batch visible, with a parquet file for each table."""
         name = f"batch-{self._count:05d}"
         self._count += 1
         hidden = self._hidden / name
@@ -120,10 +123,11 @@ class Feed:
         hidden.rename(self._shown / name)
 
     def clear(self) -> None:
-        """Take away all batches, which the stream has read.
+        """Delete all batches; the stream must have read them.
 
-        It would list them again for every batch, with a job of its own as soon as there are more than 32 folders
-        (``spark.sql.sources.parallelPartitionDiscovery.threshold``): time that grows with the length of a benchmark.
+        Otherwise the stream would list them again for every batch, and run a separate job for that if there are more
+        than 32 folders (``spark.sql.sources.parallelPartitionDiscovery.threshold``). This would take longer and longer
+        in the course of a benchmark.
         """
         for folder in self._shown.iterdir():
             shutil.rmtree(folder)

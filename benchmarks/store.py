@@ -1,7 +1,8 @@
-"""The local store of one bucket, without Spark: get, put, load, and what ten times the state does to a batch.
+"""The local store of one bucket, without Spark: times of get, put and load, and of a batch with ten times the state.
 
-Against it stands the obvious design, one LMDB entry a key (`entry_store`), in the same process, with the same rows, in
-turn. Both begin and end with columns: packing values into bytes and back is part of a design that needs it.
+Gets, puts and loads are compared with the obvious design, one LMDB entry for each key (`entry_store`): in the same
+process, with the same rows, in turns. Both designs take and return columns, because packing values into bytes and back
+is part of the cost of a design that needs it.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ PUT_AT_MOST_MS = 10.0
 LOAD_AT_MOST_S = 0.2
 GROWTH_AT_MOST = 1.5
 _RUNS = 10
-_GROWN = 10
+_GROWTH_FACTOR = 10
 _LOAD_PIECE_ROWS = 1 << 16
 _SCHEMA = RowSchema((pa.field("key", pa.int64()),), (pa.field("n", pa.int64()), pa.field("total", pa.float64())))
 _OURS, _ENTRIES = "sorted runs", "one entry a key"
-# A job's keys arrive in no order. Sorting them first makes the most of neighbouring entries; it is not on the clock.
+# A job's keys arrive in no particular order. Sorted keys suit LMDB best, because neighbouring entries share pages; the
+# time of sorting them is not measured.
 _UNSORTED, _SORTED = f"{_ENTRIES}, in any order", f"{_ENTRIES}, sorted first"
 
 Keys = npt.NDArray[np.int64]
@@ -50,59 +52,61 @@ Values = npt.NDArray[np.void]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line."""
     parser.add_argument("--rows", type=int, default=1_000_000, metavar="N", help="keys in the store")
-    parser.add_argument("--batch", type=int, default=43_000, metavar="N", help="random keys a batch")
-    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="measurements of get")
+    parser.add_argument("--batch", type=int, default=43_000, metavar="N", help="random keys in each batch")
+    parser.add_argument(
+        "--repeats", type=int, default=15, metavar="N", help="measurements of get with each number of runs"
+    )
     parser.add_argument("--loads", type=int, default=7, metavar="N", help="measurements of load")
-    parser.add_argument("--growth-batches", type=int, default=40, metavar="N", help="batches to compare store sizes by")
-    add_seed(parser, "keys and values")
+    parser.add_argument("--growth-batches", type=int, default=40, metavar="N", help="batches with each store size")
+    add_seed(parser, "the keys and values")
 
 
 def run(options: argparse.Namespace, work: Path) -> Report:
-    """Run it.
+    """Run the benchmark.
 
     Raises
     ------
     BenchmarkError
-        When the answers differ.
+        If a store returns wrong values, or an option is out of range.
     """
     if options.batch > options.rows or min(options.repeats, options.loads, options.growth_batches) < 1:
         raise BenchmarkError("--batch must not exceed --rows, and every count must be at least 1")
     names = ("rows", "batch", "repeats", "loads", "growth_batches", "seed")
     report = Report("store", {name: getattr(options, name) for name in names})
     rng = np.random.default_rng(options.seed)
-    truth = _values(rng, options.rows)
-    _tell("loading")
-    ours, entries = _loads(report, truth, options.loads, work)
-    _tell("get, one run")
-    _gets(report, "1 run", ours, entries, truth, rng, options)
-    _tell("put")
-    _puts(report, ours, entries, truth, rng, options)
-    _tell(f"get, {_RUNS} runs")
-    _gets(report, f"{_RUNS} runs", ours, entries, truth, rng, options)
+    truth = _draw_values(rng, options.rows)
+    _print_progress("loading")
+    ours, entries = _measure_loads(report, truth, options.loads, work)
+    _print_progress("get, one run")
+    _measure_gets(report, "1 run", ours, entries, truth, rng, options)
+    _print_progress("put")
+    _measure_puts(report, ours, entries, truth, rng, options)
+    _print_progress(f"get, {_RUNS} runs")
+    _measure_gets(report, f"{_RUNS} runs", ours, entries, truth, rng, options)
     reopened = ours.reopened()
-    keys = _some(rng, options)
+    keys = _draw_keys(rng, options)
     report.timing(
-        f"{_OURS}: first get after opening, {_RUNS} runs, checksums included", [_timed(reopened.get, keys)[0]]
+        f"{_OURS}: first get after opening, {_RUNS} runs, checksums included", [_time_call(reopened.get, keys)[0]]
     )
     reopened.close()
     entries.close()
     del truth
-    _tell(f"batches at 1 and {_GROWN} times the state")
-    _growth(report, rng, options, work)
+    _print_progress(f"batches at 1 and {_GROWTH_FACTOR} times the state")
+    _measure_growth(report, rng, options, work)
     return report
 
 
 @dataclass
 class _Ours:
-    """Our store, at its newest checkpoint."""
+    """The local store, at its newest checkpoint."""
 
     store: LocalStore
     ref: CheckpointRef | None = None
 
     def load(self, sorted_keys: Keys, hashes: Hashes, values: Values) -> None:
-        """Restore a snapshot, as after the loss of an executor."""
+        """Restore all rows from a snapshot, as after the loss of an executor."""
         pieces = (
-            _rows(
+            _make_rows(
                 sorted_keys[at : at + _LOAD_PIECE_ROWS],
                 hashes[at : at + _LOAD_PIECE_ROWS],
                 values[at : at + _LOAD_PIECE_ROWS],
@@ -114,30 +118,30 @@ class _Ours:
         self.ref = ref
 
     def get(self, keys: _BatchKeys) -> Values:
-        found = self.store.view(self.ref).lookup(keys.hashes, [pa.array(keys.by_hash)])
-        return _columns(found.rows, found.index)
+        answer = self.store.view(self.ref).lookup(keys.hashes, [pa.array(keys.by_hash)])
+        return _take_values(answer.rows, answer.index)
 
     def put(self, keys: _BatchKeys, values: Values) -> None:
         parent = self.ref
         ref = CheckpointRef(1 if parent is None else parent.version + 1, new_checkpoint_id())
-        self.store.apply([_rows(keys.by_hash, keys.hashes, values)], ref, parent)
+        self.store.apply([_make_rows(keys.by_hash, keys.hashes, values)], ref, parent)
         self.ref = ref
 
     def batch(self, keys: _BatchKeys) -> tuple[float, float, float]:
-        """Get, put and the housekeeping of one commit; returns the seconds of each."""
-        before = self.ref
-        got, values = _timed(self.get, keys)
-        values = _advanced(values)
-        put, _ = _timed(self.put, keys, values)
+        """Get, put, and compact and prune as a commit does; return the seconds of these three parts."""
+        ref_before = self.ref
+        got, values = _time_call(self.get, keys)
+        values = _advance(values)
+        put, _ = _time_call(self.put, keys, values)
 
-        def keep_house() -> None:
-            self.store.compact(before)
-            self.store.prune(before)
+        def compact_and_prune() -> None:
+            self.store.compact(ref_before)
+            self.store.prune(ref_before)
 
-        return got, put, _timed(keep_house)[0]
+        return got, put, _time_call(compact_and_prune)[0]
 
     def reopened(self) -> _Ours:
-        """The same state as another process would find it."""
+        """Close the store and open it again, as another process would; return the reopened store."""
         self.store.close()
         return _Ours(LocalStore.at(self.store.folder, _SCHEMA), self.ref)
 
@@ -147,7 +151,7 @@ class _Ours:
 
 @dataclass(frozen=True)
 class _BatchKeys:
-    """Distinct keys, in the order that each store likes best."""
+    """The distinct keys of a batch, sorted by key for the entry store and by hash for the local store."""
 
     by_key: Keys
     by_hash: Keys
@@ -166,30 +170,30 @@ class _BatchKeys:
 # -- the measurements ----------------------------------------------------------------------------------
 
 
-def _loads(report: Report, truth: Values, repeats: int, work: Path) -> tuple[_Ours, EntryStore]:
+def _measure_loads(report: Report, truth: Values, repeats: int, work: Path) -> tuple[_Ours, EntryStore]:
     all_keys = _BatchKeys.of(np.arange(len(truth), dtype=np.int64))
     by_hash = truth[all_keys.to_hash_order]
     times: dict[str, list[float]] = {_OURS: [], _ENTRIES: []}
-    made: tuple[_Ours, EntryStore] | None = None
+    both: tuple[_Ours, EntryStore] | None = None
     for i in range(repeats):
-        if made is not None:
-            made[0].close()
-            made[1].close()
+        if both is not None:
+            both[0].close()
+            both[1].close()
         ours = _Ours(LocalStore.at(work / f"ours-{i}", _SCHEMA))
         entries = EntryStore(work / f"entries-{i}", max(64 << 20, 400 * len(truth)))
-        made = ours, entries
-        times[_OURS].append(_timed(ours.load, all_keys.by_hash, all_keys.hashes, by_hash)[0])
-        times[_ENTRIES].append(_timed(entries.load, all_keys.by_key.view(np.uint64), truth)[0])
-    assert made is not None, "repeats is at least 1"
+        both = ours, entries
+        times[_OURS].append(_time_call(ours.load, all_keys.by_hash, all_keys.hashes, by_hash)[0])
+        times[_ENTRIES].append(_time_call(entries.load, all_keys.by_key.view(np.uint64), truth)[0])
+    assert both is not None, "repeats is at least 1"
     ours_s, entries_s = (
         report.timing(f"{name}: load of {len(truth):,} rows", times[name]) for name in (_OURS, _ENTRIES)
     )
     report.ratio(f"load: {_ENTRIES} / {_OURS}", entries_s / ours_s)
     report.bar("load", ours_s, "at most", LOAD_AT_MOST_S, "s")
-    return made
+    return both
 
 
-def _gets(
+def _measure_gets(
     report: Report,
     state: str,
     ours: _Ours,
@@ -200,25 +204,25 @@ def _gets(
 ) -> None:
     times: dict[str, list[float]] = {_OURS: [], _UNSORTED: [], _SORTED: []}
     for _ in range(options.repeats):
-        keys = _some(rng, options)
+        keys = _draw_keys(rng, options)
         shuffled = rng.permutation(keys.by_key)
-        seconds, found = _timed(ours.get, keys)
+        seconds, answer = _time_call(ours.get, keys)
         times[_OURS].append(seconds)
-        _compare(_OURS, found, truth[keys.by_hash])
-        for name, asked in ((_UNSORTED, shuffled), (_SORTED, keys.by_key)):
-            seconds, found = _timed(entries.get, asked.view(np.uint64))
+        _check_values(_OURS, answer, truth[keys.by_hash])
+        for name, wanted in ((_UNSORTED, shuffled), (_SORTED, keys.by_key)):
+            seconds, answer = _time_call(entries.get, wanted.view(np.uint64))
             times[name].append(seconds)
-            _compare(name, found, truth[asked])
+            _check_values(name, answer, truth[wanted])
     report.check(
         f"{options.repeats} gets with {state} gave the same {options.batch:,} values from both and from an array", True
     )
-    medians = {name: report.timing(f"{name}: get, {state}", each) for name, each in times.items()}
+    medians = {name: report.timing(f"{name}: get, {state}", samples) for name, samples in times.items()}
     for name in (_UNSORTED, _SORTED):
         report.ratio(f"get, {state}: {name} / {_OURS}", medians[name] / medians[_OURS])
     report.bar(f"get, {state}", 1000 * medians[_OURS], "at most", GET_AT_MOST_MS, "ms")
 
 
-def _puts(
+def _measure_puts(
     report: Report,
     ours: _Ours,
     entries: EntryStore,
@@ -228,23 +232,23 @@ def _puts(
 ) -> None:
     times: dict[str, list[float]] = {_OURS: [], _ENTRIES: []}
     for _ in range(_RUNS - 1):
-        keys = _some(rng, options)
-        truth[keys.by_key] = _values(rng, options.batch)
+        keys = _draw_keys(rng, options)
+        truth[keys.by_key] = _draw_values(rng, options.batch)
         by_hash, by_key = truth[keys.by_hash], truth[keys.by_key]
-        times[_OURS].append(_timed(ours.put, keys, by_hash)[0])
-        times[_ENTRIES].append(_timed(entries.put, keys.by_key.view(np.uint64), by_key)[0])
+        times[_OURS].append(_time_call(ours.put, keys, by_hash)[0])
+        times[_ENTRIES].append(_time_call(entries.put, keys.by_key.view(np.uint64), by_key)[0])
     report.check(f"{_RUNS} runs are present after {_RUNS - 1} puts", len(ours.store.view(ours.ref).runs) == _RUNS)
     ours_s, entries_s = (report.timing(f"{name}: put", times[name]) for name in (_OURS, _ENTRIES))
     report.ratio(f"put: {_ENTRIES} / {_OURS}", entries_s / ours_s)
     report.bar("put", 1000 * ours_s, "at most", PUT_AT_MOST_MS, "ms")
 
 
-def _growth(report: Report, rng: np.random.Generator, options: argparse.Namespace, work: Path) -> None:
-    """Batches of one size on stores of two sizes, in turn; compaction is part of a batch, so means are compared."""
-    sizes = {1: options.rows, _GROWN: _GROWN * options.rows}
+def _measure_growth(report: Report, rng: np.random.Generator, options: argparse.Namespace, work: Path) -> None:
+    """Time equally large batches on stores of two sizes, in turns; compare means, as only some batches compact."""
+    sizes = {1: options.rows, _GROWTH_FACTOR: _GROWTH_FACTOR * options.rows}
     stores, truths = {}, {}
     for factor, rows in sizes.items():
-        truths[factor] = _values(rng, rows)
+        truths[factor] = _draw_values(rng, rows)
         keys = _BatchKeys.of(np.arange(rows, dtype=np.int64))
         stores[factor] = _Ours(LocalStore.at(work / f"growth-{factor}", _SCHEMA))
         stores[factor].load(keys.by_hash, keys.hashes, truths[factor][keys.to_hash_order])
@@ -254,10 +258,10 @@ def _growth(report: Report, rng: np.random.Generator, options: argparse.Namespac
         for factor, rows in sizes.items():
             keys = _BatchKeys.of(rng.choice(rows, size=options.batch, replace=False, shuffle=False))
             parts[factor].append(stores[factor].batch(keys))
-            truths[factor][keys.by_key] = _advanced(truths[factor][keys.by_key])
+            truths[factor][keys.by_key] = _advance(truths[factor][keys.by_key])
     for factor, rows in sizes.items():
         keys = _BatchKeys.of(rng.choice(rows, size=options.batch, replace=False, shuffle=False))
-        _compare(_OURS, stores[factor].get(keys), truths[factor][keys.by_key[keys.to_hash_order]])
+        _check_values(_OURS, stores[factor].get(keys), truths[factor][keys.by_key[keys.to_hash_order]])
         stores[factor].close()
     report.check(
         f"after {options.growth_batches} batches both sizes hold what an array holds ({options.batch:,} looked at)",
@@ -265,32 +269,32 @@ def _growth(report: Report, rng: np.random.Generator, options: argparse.Namespac
     )
     means, medians = {}, {}
     for factor, rows in sizes.items():
-        named = f"{_OURS}: batch at {rows:,} rows"
-        medians[factor] = report.timing(named, [sum(one) for one in parts[factor]])
+        label = f"{_OURS}: batch at {rows:,} rows"
+        medians[factor] = report.timing(label, [sum(batch_parts) for batch_parts in parts[factor]])
         for i, part in enumerate(("get", "put", "compact and prune")):
-            report.timing(f"{named}, {part}", [one[i] for one in parts[factor]])
-        means[factor] = statistics.mean(sum(one) for one in parts[factor])
-        report.details[f"{named}: mean seconds"] = means[factor]
-    # The median batch merges nothing; the bar is on the mean, where merging counts.
-    report.ratio(f"median batch at {_GROWN} times the state / at 1", medians[_GROWN] / medians[1])
-    growth = report.ratio(f"mean batch at {_GROWN} times the state / at 1", means[_GROWN] / means[1])
-    report.bar(f"mean batch, {_GROWN} times the state", growth, "at most", GROWTH_AT_MOST, "times")
+            report.timing(f"{label}, {part}", [batch_parts[i] for batch_parts in parts[factor]])
+        means[factor] = statistics.mean(sum(batch_parts) for batch_parts in parts[factor])
+        report.details[f"{label}: mean seconds"] = means[factor]
+    # The median batch compacts nothing, so the bar is on the mean, which includes compaction.
+    report.ratio(f"median batch at {_GROWTH_FACTOR} times the state / at 1", medians[_GROWTH_FACTOR] / medians[1])
+    growth = report.ratio(f"mean batch at {_GROWTH_FACTOR} times the state / at 1", means[_GROWTH_FACTOR] / means[1])
+    report.bar(f"mean batch, {_GROWTH_FACTOR} times the state", growth, "at most", GROWTH_AT_MOST, "times")
 
 
 # -- helpers -------------------------------------------------------------------------------------------
 
 
-def _timed(work: Callable[..., T], *arguments: Any) -> tuple[float, T]:
+def _time_call(work: Callable[..., T], *arguments: Any) -> tuple[float, T]:
     start = time.perf_counter()
     result = work(*arguments)
     return time.perf_counter() - start, result
 
 
-def _some(rng: np.random.Generator, options: argparse.Namespace) -> _BatchKeys:
+def _draw_keys(rng: np.random.Generator, options: argparse.Namespace) -> _BatchKeys:
     return _BatchKeys.of(rng.choice(options.rows, size=options.batch, replace=False, shuffle=False))
 
 
-def _values(rng: np.random.Generator, rows: int) -> Values:
+def _draw_values(rng: np.random.Generator, rows: int) -> Values:
     values = np.empty(rows, dtype=VALUE)
     values["n"] = rng.integers(0, 1000, rows)
     values["total"] = rng.random(rows)
@@ -298,8 +302,8 @@ def _values(rng: np.random.Generator, rows: int) -> Values:
     return values
 
 
-def _advanced(values: Values) -> Values:
-    """What a batch does to the values it touches."""
+def _advance(values: Values) -> Values:
+    """Return the values of a batch's keys as the batch changes them."""
     after = values.copy()
     after["n"] += 1
     after["total"] += 0.5
@@ -307,7 +311,7 @@ def _advanced(values: Values) -> Values:
 
 
 def _hash(keys: Keys) -> Hashes:
-    """SplitMix64: as good a hash as Spark's, and distinct for distinct keys."""
+    """Return the SplitMix64 hashes of keys: they spread as well as Spark's, and are distinct for distinct keys."""
     x = keys.view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -315,7 +319,7 @@ def _hash(keys: Keys) -> Hashes:
     return mixed
 
 
-def _rows(keys: Keys, hashes: Hashes, values: Values) -> pa.RecordBatch:
+def _make_rows(keys: Keys, hashes: Hashes, values: Values) -> pa.RecordBatch:
     columns = [np.ascontiguousarray(values[name]) for name in VALUE.names or ()]
     count = len(keys)
     return pa.RecordBatch.from_arrays(
@@ -330,20 +334,20 @@ def _rows(keys: Keys, hashes: Hashes, values: Values) -> pa.RecordBatch:
     )
 
 
-def _columns(rows: pa.RecordBatch, index: npt.NDArray[np.int64]) -> Values:
-    """Values in the order asked for, all of which must have been found."""
+def _take_values(rows: pa.RecordBatch, index: npt.NDArray[np.int64]) -> Values:
+    """Return the values of a lookup in the order of its keys; raise an error if a key was not found."""
     if len(index) and int(index.min()) < 0:
-        raise BenchmarkError("a key that was put is not there")
+        raise BenchmarkError("the local store did not find a key that had been put into it")
     values = np.empty(len(index), dtype=VALUE)
     for name, column in (("n", "state.n"), ("total", "state.total"), ("timeout_ms", "timeout_ms")):
         values[name] = rows.column(column).to_numpy()[index]
     return values
 
 
-def _compare(name: str, found: Values, right: Values) -> None:
-    if not np.array_equal(found, right):
-        raise BenchmarkError(f"{name}: a get gave wrong values")
+def _check_values(name: str, answer: Values, expected: Values) -> None:
+    if not np.array_equal(answer, expected):
+        raise BenchmarkError(f"{name}: get returned wrong values")
 
 
-def _tell(what: str) -> None:
-    print(f"{what} …", file=sys.stderr, flush=True)
+def _print_progress(step: str) -> None:
+    print(f"{step} …", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Streaming queries that get the same batches, one after the other, each batch timed.
+"""Streaming queries that process the same batches, one query after the other, with the time of each batch.
 
-Output of timed batches goes to Spark's ``noop`` sink, which takes every row and keeps none: what is measured is the
-query, not a collector of its rows. The answer is checked in a last batch that is not timed, and whose output is kept.
+Timed batches write to Spark's ``noop`` sink, which takes every row and keeps none, so that only the query is measured
+and not a collector of its rows. The output of an extra batch, which is not timed, is kept to check the answer.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ __all__ = ["TimedStream", "cut", "in_turns"]
 
 
 class TimedStream:
-    """One query over a folder of files.
+    """One streaming query that reads a folder of files.
 
     Parameters
     ----------
     spark
-        The session.
+        The Spark session.
     name
-        For people.
+        Name in messages and in the report.
     schema
-        The input's columns, in Spark's DDL.
+        Columns of the input, in Spark's DDL.
     folder
-        For the query's files.
+        Folder for the query's files.
     plan
-        Makes the query of its input and a folder for its state.
+        Function that makes the query from its input and the folder for its files.
     output_mode
         As for `DataStreamWriter.outputMode`.
     idle_ms
-        How often an idle query looks for files, milliseconds; Spark's default is a hundred times a second, on the time
-        of others.
+        Milliseconds after which an idle query looks for files again. By default Spark looks a hundred times a second,
+        which takes time from other queries.
     checkpoint
-        Spark's checkpoint, where another stream of the same query had it before; by default one in `folder`.
+        Spark's checkpoint location, if an earlier stream of the same query used another one; by default, one in
+        `folder`.
     """
 
     def __init__(
@@ -84,40 +85,40 @@ class TimedStream:
             .start()
         )
         self.durations: list[dict[str, int]] = []
-        """Spark's ``durationMs`` of each timed batch, that of batches without input after it included."""
+        """Spark's ``durationMs`` of each timed batch, including that of batches without input right after it."""
         self.cpu_parts: list[dict[str, float]] = []
-        """Processor seconds of each timed batch, by program; empty where these are not known."""
+        """Processor seconds of each timed batch by program; empty for a batch for which they are unknown."""
         self._last_batch = -1
 
     @property
     def seconds(self) -> list[float]:
-        """Seconds of each timed batch, all of Spark's work on it included."""
+        """Return the seconds of each timed batch, including all of Spark's work on it."""
         return [parts["triggerExecution"] / 1000 for parts in self.durations]
 
     @property
     def cpu_seconds(self) -> list[float]:
-        """Processor seconds of each timed batch, of the JVM and all Python workers."""
+        """Return the processor seconds of each timed batch: of the JVM and of all Python workers."""
         return [sum(parts.values()) for parts in self.cpu_parts]
 
     def process(self, tables: Sequence[pa.Table]) -> None:
-        """Hand over one batch, a file a table, and wait for it."""
+        """Give the query one batch, with a file for each table, and wait until it is processed; time it."""
         before = processes.cpu_seconds(os.getpid()) if processes.supported() else {}
-        progress = self._processed(tables)
+        progress = self._run_batch(tables)
         after = processes.cpu_seconds(os.getpid()) if processes.supported() else {}
-        together: dict[str, int] = {}
-        for one in progress:
-            for name, ms in one["durationMs"].items():
-                together[name] = together.get(name, 0) + int(ms)
-        self.durations.append(together)
+        total_ms: dict[str, int] = {}
+        for batch_progress in progress:
+            for name, ms in batch_progress["durationMs"].items():
+                total_ms[name] = total_ms.get(name, 0) + int(ms)
+        self.durations.append(total_ms)
         parts = {program: seconds - before.get(program, 0.0) for program, seconds in after.items()}
-        # Workers that end without being waited for take their time with them.
+        # A difference can be negative, because a worker that ended without being waited for no longer counts.
         self.cpu_parts.append(parts if all(seconds >= 0 for seconds in parts.values()) else {})
 
     def kept(self, tables: Sequence[pa.Table]) -> pa.Table:
-        """Hand over a batch that is not timed; returns its output, and that of batches without input after it."""
+        """Process a batch without timing it; return its output and that of batches without input right after it."""
         shutil.rmtree(self._kept, ignore_errors=True)
         self._keep = True
-        self._processed(tables)
+        self._run_batch(tables)
         self._keep = False
         return pa.concat_tables([pq.read_table(folder) for folder in sorted(self._kept.iterdir())])
 
@@ -125,18 +126,18 @@ class TimedStream:
         """Stop the query."""
         self._query.stop()
 
-    def _processed(self, tables: Sequence[pa.Table]) -> list[dict[str, Any]]:
+    def _run_batch(self, tables: Sequence[pa.Table]) -> list[dict[str, Any]]:
         self._feed.add_tables(iter(tables))
         self._query.processAllAvailable()
         self._feed.clear()
-        # An idle query reports now and then too, without having run a batch.
+        # An idle query also reports progress now and then, without having run a batch.
         progress = [
             dict(p)
             for p in self._query.recentProgress
             if p["batchId"] > self._last_batch and "addBatch" in p["durationMs"]
         ]
         rows = sum(table.num_rows for table in tables)
-        # A query that reads its input twice counts it twice.
+        # Spark counts the input twice if the query reads it twice.
         if not progress or progress[0]["numInputRows"] not in (rows, 2 * rows):
             raise BenchmarkError(f"{self.name}: a batch of {rows} rows did not arrive as one micro-batch")
         self._last_batch = progress[-1]["batchId"]
@@ -144,15 +145,15 @@ class TimedStream:
 
 
 def cut(table: pa.Table, files: int) -> list[pa.Table]:
-    """A batch as equally large files."""
+    """Cut a batch into tables of equal size, one for each file; the last one may be smaller."""
     step = -(-table.num_rows // files)
-    return [table.slice(at, step) for at in range(0, table.num_rows, step)]
+    return [table.slice(offset, step) for offset in range(0, table.num_rows, step)]
 
 
 def in_turns(streams: Sequence[TimedStream], batches: Sequence[Sequence[pa.Table]], report: Report) -> None:
-    """Hand each batch to each stream, who goes first alternating; the times after the first batch go to the report."""
+    """Give each batch to each stream, in alternating order; report the times of all batches but the first."""
     for number, tables in enumerate(batches):
-        for stream in _turn(streams, number):
+        for stream in _order(streams, number):
             stream.process(tables)
         shown = [f"{stream.name} {stream.seconds[-1]:.2f} s ({stream.cpu_seconds[-1]:.2f})" for stream in streams]
         print(f"batch {number}, seconds (of processor): {', '.join(shown)}", file=sys.stderr, flush=True)
@@ -161,17 +162,17 @@ def in_turns(streams: Sequence[TimedStream], batches: Sequence[Sequence[pa.Table
 
 
 def note_times(stream: TimedStream, report: Report) -> None:
-    """A stream's times after the first batch."""
+    """Report a stream's times; those of the first batch only as a detail."""
     report.timing(f"{stream.name}: batch", stream.seconds[1:])
-    known = [parts for parts in stream.cpu_parts[1:] if parts]
-    if known:
-        report.timing(f"{stream.name}: batch, processor time", [sum(parts.values()) for parts in known])
-        for program in sorted({program for parts in known for program in parts}):
-            part = [parts.get(program, 0.0) for parts in known]
-            report.timing(f"{stream.name}: batch, processor time of {program}", part)
+    known_parts = [parts for parts in stream.cpu_parts[1:] if parts]
+    if known_parts:
+        report.timing(f"{stream.name}: batch, processor time", [sum(parts.values()) for parts in known_parts])
+        for program in sorted({program for parts in known_parts for program in parts}):
+            program_seconds = [parts.get(program, 0.0) for parts in known_parts]
+            report.timing(f"{stream.name}: batch, processor time of {program}", program_seconds)
     report.details[f"{stream.name}: seconds of the first batch"] = stream.seconds[0]
     report.details[f"{stream.name}: durationMs of each batch"] = stream.durations
 
 
-def _turn(streams: Sequence[TimedStream], number: int) -> Iterator[TimedStream]:
+def _order(streams: Sequence[TimedStream], number: int) -> Iterator[TimedStream]:
     yield from streams if number % 2 == 0 else reversed(streams)

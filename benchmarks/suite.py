@@ -1,4 +1,4 @@
-"""All benchmarks, one after the other, each in a process of its own: ``python -m benchmarks all``."""
+"""Most benchmarks, one after the other, each in a separate process: ``python -m benchmarks all``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from benchmarks.report import RESULTS
 __all__ = ["FULL", "QUICK", "QUICK_RESULTS", "exit_status", "run_all"]
 
 QUICK_RESULTS = Path("benchmark-results")
-# Arguments of each benchmark: enough to see that all run and about what they say, in under ten minutes together.
+# Arguments of each benchmark. The sizes suffice to see that a benchmark runs and roughly what it measures; all of them
+# together take less than ten minutes.
 QUICK: dict[str, tuple[str, ...]] = {
     "store": ("--rows", "200000", "--repeats", "5", "--loads", "3", "--growth-batches", "10"),
     "vectorised": ("--quick",),
@@ -33,7 +34,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "import_native": ("--quick",),
     "standby_assignment": ("--quick",),
 }
-# What the committed result files come from. Takes some hours, a machine that does nothing else, and 60 GB of disk.
+# These arguments made most of the committed result files. They take some hours, 60 GB of disk, and a machine that does
+# nothing else.
 FULL: dict[str, tuple[str, ...]] = {
     "store": (),
     "vectorised": (),
@@ -57,22 +59,34 @@ FULL: dict[str, tuple[str, ...]] = {
 
 
 def run_all(arguments: list[str]) -> int:
-    """Run them; returns the exit status, see `exit_status`."""
+    """Run the benchmarks and draw their charts; return `exit_status`, or 2 if the charts failed."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks all",
-        description="Run all benchmarks, each in a process of its own, and draw charts.",
+        description="Run most benchmarks, each in a separate process, and draw charts.",
     )
-    how = parser.add_mutually_exclusive_group(required=True)
-    how.add_argument("--quick", action="store_true", help="small, under ten minutes; results in ./benchmark-results")
-    how.add_argument("--full", action="store_true", help="as the committed results were made: some hours")
-    parser.add_argument("--results", type=Path, default=None, metavar="DIR", help="folder for the result files")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument(
+        "--quick", action="store_true", help="small sizes, under ten minutes; results go to ./benchmark-results"
+    )
+    mode.add_argument(
+        "--full",
+        action="store_true",
+        help="the sizes of the committed results, some hours; results go to benchmarks/results",
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="folder for the result files, if it should be another one",
+    )
     options = parser.parse_args(arguments)
-    # Quick results are no figures: they do not take the place of the committed ones.
+    # Results of small sizes are not figures, so they must not replace the committed ones.
     results = options.results or (RESULTS if options.full else QUICK_RESULTS)
     statuses = []
-    for name, own in (FULL if options.full else QUICK).items():
+    for name, flags in (FULL if options.full else QUICK).items():
         started_s = time.monotonic()
-        command = [sys.executable, "-m", "benchmarks", name, *own, "--results", str(results)]
+        command = [sys.executable, "-m", "benchmarks", name, *flags, "--results", str(results)]
         print(f"== {' '.join(command[1:])}", file=sys.stderr, flush=True)
         statuses.append(subprocess.run(command, check=False).returncode)
         print(f"== {name}: exit {statuses[-1]}, {time.monotonic() - started_s:.0f} s\n", file=sys.stderr, flush=True)
@@ -80,13 +94,16 @@ def run_all(arguments: list[str]) -> int:
     charts = ["--results", str(results), "--charts", str(CHARTS if committed else results / "charts")]
     drawn = subprocess.run([sys.executable, "-m", "benchmarks.charts", *charts], check=False).returncode
     if not options.full:
-        print("Bars are promised for the sizes of --full; of these small ones some may be missed.", file=sys.stderr)
+        print("Bars are promised for the sizes of --full; at these small sizes some may be missed.", file=sys.stderr)
     return 2 if drawn else exit_status(statuses, options.full)
 
 
 def exit_status(statuses: Iterable[int], full: bool) -> int:
-    """The worst of the benchmarks' own: 2 when one failed, 1 when bars are not met and the sizes are those promised."""
-    found = set(statuses)
-    if found - {0, 1}:
+    """Return 2 if a benchmark failed, 1 if bars were missed at full size, otherwise 0.
+
+    Bars are promised for the full sizes only, so smaller sizes never give 1.
+    """
+    distinct = set(statuses)
+    if distinct - {0, 1}:
         return 2
-    return 1 if full and 1 in found else 0
+    return 1 if full and 1 in distinct else 0

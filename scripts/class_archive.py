@@ -1,9 +1,9 @@
 """Make an archive of the classes that Spark loads, for the JVMs that tests start: ``python class_archive.py FILE``.
 
-Tests start some hundred JVMs: drivers, executors, servers. Each spends most of its first seconds on loading and
-verifying the same classes. With an archive (class data sharing, JDK 13 and newer) a driver needs a third less of the
-processor until its first batch is done. A JVM that cannot use the archive, as its class path is another one, starts
-without it.
+Tests start some hundred JVMs: drivers, executors and servers. Each spends most of its first seconds on loading and
+verifying the same classes. With an archive (class data sharing, JDK 13 and newer) a driver needs a third less processor
+time until its first batch is done. A JVM that cannot use the archive, for example because its class path differs,
+starts without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvi
 
 
 def main(archive: Path) -> None:
-    """Run a small stateful query in a JVM that writes the archive as it ends."""
+    """Run a small stateful query in a JVM that writes the archive when it ends."""
     os.environ["SPARK_SUBMIT_OPTS"] = (
         f"-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Xshare:auto -Xlog:disable -XX:ArchiveClassesAtExit={archive}"
     )
@@ -41,16 +41,16 @@ def main(archive: Path) -> None:
 
 
 def run(session: Any, folder: Path) -> None:
-    """Run what most tests run: files, Arrow to Python and back, Spark's own state, a sink."""
+    """Run a query that loads the classes of most tests: files, Arrow to Python and back, Spark's own state, a sink."""
     from pyspark.sql import functions as F
 
-    def same(batches: Iterator[Any]) -> Iterator[Any]:
+    def pass_through(batches: Iterator[Any]) -> Iterator[Any]:
         yield from batches
 
     rows = session.range(10).selectExpr("id AS k", "CAST(id AS STRING) AS v")
     rows.write.parquet(str(folder / "in"))
     read = session.readStream.schema("k long, v string").parquet(str(folder / "in"))
-    counted = read.mapInArrow(same, "k long, v string").groupBy("k").agg(F.count("*").alias("n"))
+    counted = read.mapInArrow(pass_through, "k long, v string").groupBy("k").agg(F.count("*").alias("n"))
     query = (
         counted.writeStream.outputMode("update")
         .foreachBatch(lambda batch, _: batch.collect())

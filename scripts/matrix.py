@@ -1,6 +1,7 @@
-"""Check the corners of the supported versions, each in an environment of its own.
+"""Check the corners of the supported versions, each in a separate environment.
 
-The corners are in ``matrix.json`` beside this file, which the tables in ``docs/matrix.md`` are made from too.
+A corner is a combination of versions that is tested. ``matrix.json`` in this folder lists the corners; the tables in
+``docs/matrix.md`` are made from it and from the results.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ VERSIONS_PROBE = f"import importlib.metadata as m; print(*[m.version(n) for n in
 
 @dataclass(frozen=True)
 class Corner:
-    """One combination of versions; an entry of ``matrix.json``."""
+    """A combination of versions to test: an entry of ``matrix.json``."""
 
     name: str
     about: str
@@ -38,7 +39,7 @@ class Corner:
 
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?(.*)")
-_COMPARED = {
+_OPERATORS = {
     "==": operator.eq,
     ">=": operator.ge,
     "<=": operator.le,
@@ -50,7 +51,7 @@ _COMPARED = {
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a corner."""
+    """The result of checking a corner."""
 
     corner: Corner
     python: str
@@ -60,7 +61,7 @@ class Result:
     passed: bool
 
     def contradictions(self) -> list[str]:
-        """Return what was asked for and is not what the tests ran with; of packages that are in the table."""
+        """Return a line for each requirement that the tested versions do not meet; only for packages in the table."""
         found = []
         for requirement in self.corner.requirements:
             name, wanted = parsed(requirement)
@@ -71,39 +72,44 @@ class Result:
 
 
 def parsed(requirement: str) -> tuple[str, list[str]]:
-    """Return a requirement's name and its conditions: ``lmdb>=2,<3`` has two. (A plain Python may lack packaging.)"""
+    """Return the name and the conditions of a requirement: ``lmdb>=2,<3`` has two conditions.
+
+    This does not use the package ``packaging``, because the Python that runs this script may not have it.
+    """
     match = _REQUIREMENT.fullmatch(requirement.replace(" ", ""))
     if match is None:
-        raise SystemExit(f"{CORNERS.name} has a requirement that cannot be read: {requirement!r}")
+        raise SystemExit(f"{CORNERS.name} has a requirement that this script cannot read: {requirement!r}")
     return match[1], [one for one in match[2].split(",") if one]
 
 
 def holds(version: str, condition: str) -> bool:
-    """Return whether a version is as a condition asks, by the numbers that both begin with."""
+    """Return whether a version meets a condition; only the numbers at the beginning of the version count."""
     match = re.fullmatch(r"(==|>=|<=|!=|>|<)(\d+(?:\.\d+)*)", condition)
     if match is None:
-        raise SystemExit(f"{CORNERS.name} has a condition that cannot be read: {condition!r}")
-    have, asked = numbers(version), numbers(match[2])
-    # 3 is 3.0.0.
-    length = max(len(have), len(asked))
-    have, asked = ([*of, *[0] * (length - len(of))] for of in (have, asked))
-    return bool(_COMPARED[match[1]](have, asked))
+        raise SystemExit(
+            f"{CORNERS.name} has a condition that this script cannot read: {condition!r}; write it like >=2.1"
+        )
+    actual, required = parse_numbers(version), parse_numbers(match[2])
+    # The shorter one is filled with zeros, because 3 is the same version as 3.0.0.
+    length = max(len(actual), len(required))
+    actual, required = ([*parts, *[0] * (length - len(parts))] for parts in (actual, required))
+    return bool(_OPERATORS[match[1]](actual, required))
 
 
-def numbers(version: str) -> list[int]:
-    """Return the numbers that a version begins with."""
+def parse_numbers(version: str) -> list[int]:
+    """Return the numbers at the beginning of a version."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return [int(number) for number in match[0].split(".")] if match else []
 
 
 def corners() -> list[Corner]:
-    """Return all corners."""
+    """Read all corners from ``matrix.json``."""
     entries: list[dict[str, Any]] = json.loads(CORNERS.read_text())
     return [Corner(**entry) for entry in entries]
 
 
 def find_python(corner: Corner) -> str | None:
-    """Return an interpreter for a corner, the first choice first."""
+    """Return an interpreter of the first of a corner's Python versions that this machine has; None if it has none."""
     found = bootstrap.interpreters()
     for wanted in corner.python:
         major, minor = wanted.split(".")
@@ -114,7 +120,7 @@ def find_python(corner: Corner) -> str | None:
 
 
 def check(corner: Corner, folder: Path, tests: list[str]) -> Result:
-    """Install a corner and run the tests in it."""
+    """Create the environment of a corner and run the tests in it."""
     python = find_python(corner)
     if python is None:
         outcome = f"no Python {' or '.join(corner.python)} on this machine"
@@ -125,12 +131,12 @@ def check(corner: Corner, folder: Path, tests: list[str]) -> Result:
         bootstrap.bootstrap(venv, {"test"}, corner.requirements, python)
     except bootstrap.BootstrapError as error:
         return Result(corner, python, {}, "-", f"set-up failed: {error}", passed=False)
-    inside = str(venv / "bin" / "python")
-    installed = (bootstrap.ask([inside, "-c", VERSIONS_PROBE]) or "").split()
+    venv_python = str(venv / "bin" / "python")
+    installed = (bootstrap.ask([venv_python, "-c", VERSIONS_PROBE]) or "").split()
     if len(installed) != len(PACKAGES):
         return Result(corner, python, {}, "-", "a package is missing after set-up", passed=False)
     versions = dict(zip(PACKAGES, installed, strict=True))
-    version = bootstrap.ask([inside, "-c", "import platform; print(platform.python_version())"]) or "?"
+    version = bootstrap.ask([venv_python, "-c", "import platform; print(platform.python_version())"]) or "?"
 
     marks = "not slow" + (f" and not {corner.leave_out}" if corner.leave_out else "")
     command = [
@@ -144,17 +150,17 @@ def check(corner: Corner, folder: Path, tests: list[str]) -> Result:
         *(tests or ["-m", marks]),
     ]
     print(f"Running {' '.join(command)}, output in {log}", flush=True)
-    began = time.monotonic()
+    started_s = time.monotonic()
     with log.open("wb") as output:
         shell = ["sh", "-c", '. "$0" && exec "$@"', str(venv / "env.sh"), *command]
-        done = subprocess.run(shell, cwd=bootstrap.ROOT, stdout=output, stderr=subprocess.STDOUT, check=False)
+        completed = subprocess.run(shell, cwd=bootstrap.ROOT, stdout=output, stderr=subprocess.STDOUT, check=False)
     lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-    # pytest says how many tests passed, and the runner then what they cost.
+    # The last line is not the summary, because `run_tests.py` prints the costs after pytest's summary.
     summaries = [line for line in lines if re.search(r"\d+ (passed|failed|error|skipped|deselected)", line)]
     summary = re.sub(r"^=+ | in [\d.]+s.*$", "", (summaries or lines)[-1])
-    if done.returncode != 0:
+    if completed.returncode != 0:
         print("\n".join(lines[-40:]), file=sys.stderr)
-        summary = f"exit code {done.returncode}: {summary}"
+        summary = f"exit code {completed.returncode}: {summary}"
     java = bootstrap.ask(["sh", "-c", f'. "{venv}/env.sh" && "$JAVA_HOME/bin/java" -version']) or ""
     found = re.search(r'version "([^"]+)"', java)
     return Result(
@@ -162,13 +168,13 @@ def check(corner: Corner, folder: Path, tests: list[str]) -> Result:
         version.strip(),
         versions,
         found[1] if found else "?",
-        f"{summary} ({time.monotonic() - began:.0f} s)",
-        done.returncode == 0,
+        f"{summary} ({time.monotonic() - started_s:.0f} s)",
+        completed.returncode == 0,
     )
 
 
 def table(rows: list[list[str]]) -> str:
-    """Return rows, the first of them the heading, as a Markdown table that is also plain to read."""
+    """Return rows, of which the first is the heading, as a Markdown table with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
     return "\n".join(
@@ -177,7 +183,7 @@ def table(rows: list[list[str]]) -> str:
 
 
 def corner_table() -> str:
-    """Return what the corners are."""
+    """Return the table of the corners in Markdown."""
     rows = [["corner", "Python", "requirements", "left out"]]
     for corner in corners():
         wanted = "; ".join(f"`{text}`" for text in corner.requirements)
@@ -187,7 +193,7 @@ def corner_table() -> str:
 
 
 def result_table(results: list[Result]) -> str:
-    """Return what became of the corners."""
+    """Return the table of the results in Markdown."""
     rows = [["corner", "Python", "Java", *PACKAGES, "result"]]
     for result in results:
         versions = [result.versions.get(name, "-") for name in PACKAGES]
@@ -196,27 +202,29 @@ def result_table(results: list[Result]) -> str:
 
 
 def replace_section(text: str, name: str, content: str) -> str:
-    """Return a document with new content between the two comments that mark a section."""
+    """Return a document in which the content between the two comments of a section is replaced."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
-        raise SystemExit(f"{DOCUMENT} has no section {name}")
+        raise SystemExit(f"{DOCUMENT} has no section {name}: add the two comments that mark it")
     return f"{before}{begin}{content}\n{end}{after}"
 
 
 def main() -> int:
-    """Run from the command line."""
+    """Check the corners that the command line names; return 1 if one of them failed."""
     names = [corner.name for corner in corners()]
     parser = argparse.ArgumentParser(description="Check the corners of the supported versions.")
-    parser.add_argument("--corner", choices=names, action="append", help="only this one; may be repeated")
-    parser.add_argument("--folder", type=Path, default=bootstrap.ROOT / ".matrix", help="for the environments")
+    parser.add_argument("--corner", choices=names, action="append", help="check only this corner; may be repeated")
+    parser.add_argument(
+        "--folder", type=Path, default=bootstrap.ROOT / ".matrix", help="folder for the environments and the logs"
+    )
     parser.add_argument("--write", action="store_true", help="write the tables into docs/matrix.md")
     parser.add_argument(
         "--tests",
         nargs=argparse.REMAINDER,
         default=[],
-        help="everything after this goes to pytest, instead of -m 'not slow'",
+        help="arguments for pytest, instead of -m 'not slow'; must be the last option",
     )
     options = parser.parse_args()
     results = [
@@ -227,10 +235,14 @@ def main() -> int:
     print("\n" + result_table(results))
     if options.write:
         if options.corner or options.tests:
-            raise SystemExit("--write needs all corners and the usual tests")
-        wrong = [line for result in results for line in result.contradictions()]
-        if wrong:
-            raise SystemExit("\n".join(["nothing is written, as results are not of what was asked for:", *wrong]))
+            raise SystemExit("--write needs all corners and the usual tests: leave out --corner and --tests")
+        mismatches = [line for result in results for line in result.contradictions()]
+        if mismatches:
+            raise SystemExit(
+                "\n".join(
+                    ["nothing is written, because these tests did not run with the required versions:", *mismatches]
+                )
+            )
         text = replace_section(DOCUMENT.read_text(), "corners", corner_table())
         today = datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat()
         text = replace_section(text, "results", f"Of {today}:\n\n{result_table(results)}")

@@ -1,8 +1,9 @@
-"""What it costs to read an upload back whole: a checkpoint file is sent to a folder and compared, as a backend does it.
+"""Measure what it costs to read a whole upload back and compare it, as a backend does with checkpoint files.
 
     python scripts/measure_confirm.py [--mib 64] [--repeats 7]
 
-The folders are one on the local disk and one of an S3 server on this machine (moto). It prints medians.
+The script sends a file to a folder on the local disk and to a folder of an S3 server on this machine (moto). For each
+it prints the median, the minimum and the maximum.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "core")]
 from spark_state_ext.files.folder import Folder  # noqa: E402
 from tests.helpers.object_store import s3_server  # noqa: E402
 
-# As the backend compares.
+# The backend compares pieces of this size.
 PIECE_BYTES = 8 << 20
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Return how long some work takes."""
-    begun = time.perf_counter()
+def measure_seconds(work: Callable[[], object]) -> float:
+    """Return the seconds that some work takes."""
+    started_s = time.perf_counter()
     work()
-    return time.perf_counter() - begun
+    return time.perf_counter() - started_s
 
 
 def read_back(folder: Folder, name: str, path: Path) -> None:
-    """Compare a file in a folder with a local one, to the last byte."""
+    """Compare all bytes of a file in a folder with a local file."""
     size = path.stat().st_size
     assert folder.size(name) == size
     with path.open("rb") as local:
@@ -44,21 +45,23 @@ def read_back(folder: Folder, name: str, path: Path) -> None:
 
 
 def measure(folder: Folder, path: Path, repeats: int) -> tuple[list[float], list[float]]:
-    """Send a file under new names and read it back; return the seconds of both, the first turn left out."""
+    """Send a file under new names and read it back; return the seconds of both, without the first turn."""
     sent, compared = [], []
     for turn in range(repeats + 1):
         name = f"file-{turn}"
-        sent.append(seconds(lambda name=name: folder.put_file(name, path)))  # type: ignore[misc]
-        compared.append(seconds(lambda name=name: read_back(folder, name, path)))  # type: ignore[misc]
+        sent.append(measure_seconds(lambda name=name: folder.put_file(name, path)))  # type: ignore[misc]
+        compared.append(measure_seconds(lambda name=name: read_back(folder, name, path)))  # type: ignore[misc]
         folder.remove(name)
     return sent[1:], compared[1:]
 
 
 def main() -> int:
-    """Run from the command line."""
+    """Run the measurement with the options of the command line."""
     parser = argparse.ArgumentParser(description="Time an upload, and reading it back.")
-    parser.add_argument("--mib", type=int, default=64, help="size of the file")
-    parser.add_argument("--repeats", type=int, default=7, help="how often each is measured")
+    parser.add_argument("--mib", type=int, default=64, help="size of the file in MiB")
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="number of times that sending and reading back are measured"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, s3_server() as s3:
         path = Path(scratch) / "file"

@@ -1,12 +1,14 @@
-"""Run pytest, count what it costs, and leave no process behind: ``python scripts/run_tests.py [--budget FILE] …``.
+"""Run pytest, measure what it costs, and leave no process behind: ``python scripts/run_tests.py [--budget FILE] …``.
 
-Everything that the tests start is a descendant of this process, even after its parent ended (on Linux this process is a
-subreaper). So the processor seconds at the end are those of all of it, and all of it is ended when the run is over or
-is stopped by SIGTERM, SIGHUP or Ctrl-C. Processes that a finished run left behind are reported, as they are a defect.
+On Linux this process is a subreaper: each process that the tests start is its descendant, even after the parent of that
+process has ended. So the processor seconds at the end include all of these processes, and this script ends all of them
+when the run is over or is stopped by SIGTERM, SIGHUP or Ctrl-C. If a finished run has left processes running, the
+script reports them, because they are a defect of a test.
 
-The other arguments are pytest's. With ``--budget`` a run that costs more than ``[tool.spark_state_ext.suite]`` of that
-file allows fails. The tests' temporary files are in memory if there is room for them, and are removed at the end;
-``--basetemp FOLDER`` puts them elsewhere and keeps them.
+All other arguments are passed to pytest. With ``--budget``, which must come first, a run fails if it costs more than
+the section ``[tool.spark_state_ext.suite]`` of that file allows. The temporary files of the tests are in memory if
+there is room for them, and are removed at the end. ``--basetemp=FOLDER`` puts pytest's own folders elsewhere and keeps
+them.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COSTS = "SPARK_STATE_EXT_COSTS"
 _PR_SET_CHILD_SUBREAPER = 36
-# Tests write and sync tens of thousands of small files. A disk makes them wait, and no test can notice a sync.
+# Tests write and sync tens of thousands of small files. They would wait for a disk, and no test can notice a sync.
 _MEMORY = Path("/dev/shm")
-# The files need 5 GB, and so do the processes of the tests.
+# The temporary files need 5 GB, and the processes of the tests need another 5 GB.
 _FREE_BYTES_MIN, _AVAILABLE_BYTES_MIN = 6 << 30, 12 << 30
-# Processes that were asked to end are killed after this time.
+# Time to end for processes that were asked to; then they are killed.
 _GRACE_S = 10.0
 _OVER_BUDGET = 3
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with `arguments`; return its exit code, or 3 if the run passed but cost more than the budget."""
+    """Run pytest with `arguments`; return its exit code, 130 after a signal, or 3 if it passed over budget."""
     budget: dict[str, float] = {}
     if arguments[:1] == ["--budget"]:
         budget, arguments = read_budget(Path(arguments[1])), arguments[2:]
@@ -54,17 +56,17 @@ def main(arguments: list[str]) -> int:
         environment = {**os.environ, COSTS: str(costs_folder), "TMPDIR": folder}
         if not any(argument.startswith("--basetemp") for argument in arguments):
             arguments = [f"--basetemp={folder}/tests", *arguments]
-        # A session of its own: Ctrl-C reaches this process alone, which then ends the others in order.
+        # pytest runs in a new session, so that Ctrl-C reaches only this process, which then ends the others in order.
         pytest = subprocess.Popen([sys.executable, "-m", "pytest", *arguments], env=environment, start_new_session=True)
         try:
             status = pytest.wait()
             left = await_descendants()
         except _StoppedError as stopped:
-            # Once is enough: a second signal would leave behind what is not ended yet.
+            # Ignore further signals: a second one would end this script before it has ended all other processes.
             for number in _SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-            print(f"\nended by {stopped}: ending what the tests started", file=sys.stderr, flush=True)
-            # pytest's own way of ending: fixtures are torn down, as far as the time goes.
+            print(f"\nstopped by {stopped}: ending all processes that the tests started", file=sys.stderr, flush=True)
+            # On SIGINT pytest tears down the fixtures. It gets a limited time for this.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pytest.pid, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -79,7 +81,7 @@ def main(arguments: list[str]) -> int:
 
 
 def find_memory() -> Path | None:
-    """Return the folder in memory if it has room for the files of a run, or None: the usual folder on a disk."""
+    """Return the folder in memory, or None (the default temporary folder) if it has no room for the files of a run."""
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available_bytes = int(lines["MemAvailable"].split()[0]) << 10
@@ -98,7 +100,7 @@ def _stop(number: int, _: object) -> None:
 
 
 def find_descendants() -> Iterator[int]:
-    """Iterate over ids of the processes that descend from this one, parents first; zombies are left out."""
+    """Iterate over the ids of this process's descendants, parents first, without zombies; none except on Linux."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError):
@@ -113,7 +115,10 @@ def find_descendants() -> Iterator[int]:
 
 
 def await_descendants() -> list[int]:
-    """Wait a while until no descendant is left, as a JVM ends after its Python process; return those that stay."""
+    """Wait until no descendant is left, at most `_GRACE_S`; return the remaining ones.
+
+    A JVM, for example, ends a little later than its Python process.
+    """
     until_s = time.monotonic() + _GRACE_S
     while (left := list(find_descendants())) and time.monotonic() < until_s:
         time.sleep(0.1)
@@ -121,13 +126,13 @@ def await_descendants() -> list[int]:
 
 
 def end_all() -> None:
-    """End every descendant: by SIGTERM, and by SIGKILL those that are still there after a while."""
+    """End all descendants by SIGTERM, and after `_GRACE_S` by SIGKILL."""
     number, until_s = signal.SIGTERM, time.monotonic() + _GRACE_S
     while pids := list(find_descendants()):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        # Orphans are children of this process, and are zombies until it asks for their status.
+        # Orphans become children of this process, and stay zombies until it asks for their status.
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -138,9 +143,9 @@ def end_all() -> None:
 
 
 def reap_all() -> None:
-    """Wait for all children that have ended, so that their processor seconds count.
+    """Wait for all children that are ending, at most `_GRACE_S`, so that their processor seconds count.
 
-    A large process is a zombie some time before its last thread has ended, and only then can it be waited for.
+    A large process may already be a zombie while some of its threads still end. Waiting for it works only after that.
     """
     until_s = time.monotonic() + _GRACE_S
     with contextlib.suppress(ChildProcessError):
@@ -150,7 +155,7 @@ def reap_all() -> None:
 
 
 def _read_costs(folder: Path) -> dict[str, list[float]]:
-    """Add up the seconds and processor seconds of each folder of tests over pytest's workers."""
+    """Return the seconds and processor seconds of each folder of tests, added up over pytest's workers."""
     costs: dict[str, list[float]] = {}
     for path in folder.glob("*.json"):
         for name, cost in json.loads(path.read_text()).items():
@@ -159,7 +164,7 @@ def _read_costs(folder: Path) -> dict[str, list[float]]:
 
 
 def _report(costs: dict[str, list[float]], seconds: float, budget: dict[str, float]) -> int:
-    """Print what the run cost; return 3 if that is more than the budget, else 0."""
+    """Print the costs of the run; return 3 if they are more than the budget, and 0 otherwise."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     processor_s = used.ru_utime + used.ru_stime
     print(f"\n{'folder':24}{'seconds':>10}{'processor seconds':>20}")
@@ -167,8 +172,8 @@ def _report(costs: dict[str, list[float]], seconds: float, budget: dict[str, flo
         print(f"{name:24}{clock_s:10.0f}{cpu_s:20.0f}")
     print(f"{'from start to end':24}{seconds:10.0f}{processor_s:20.0f}")
     over = [
-        f"{used_s:.0f} {what} are more than the budget of {budget[key]:.0f}"
-        for key, what, used_s in (
+        f"{used_s:.0f} {label} are more than the budget of {budget[key]:.0f}"
+        for key, label, used_s in (
             ("seconds", "seconds", seconds),
             ("processor_seconds", "processor seconds", processor_s),
         )
@@ -180,7 +185,7 @@ def _report(costs: dict[str, list[float]], seconds: float, budget: dict[str, flo
 
 
 def read_budget(path: Path) -> dict[str, float]:
-    """Read what a run may cost from the section of a TOML file, by hand: Python 3.10 has no parser for it."""
+    """Read the budget of a run from its section of a TOML file. Python 3.10 has no parser for TOML."""
     _, _, section = path.read_text().partition("[tool.spark_state_ext.suite]\n")
     lines = [line.split("#")[0].partition("=") for line in section.partition("\n[")[0].splitlines()]
     return {name.strip(): float(value) for name, _, value in lines if value.strip()}

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.demo``."""
+"""The command line of the demo: ``python -m benchmarks.demo``."""
 
 from __future__ import annotations
 
@@ -23,29 +23,36 @@ KILL_AT = 0.4
 MAX_STARTS = 6
 
 
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line."""
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.demo",
         description="Stream the departures from New York in 2013 through Arrow state, kill the server in the "
         "middle of a batch, continue, and prove the result with pandas.",
     )
-    parser.add_argument("--work-dir", type=Path, help="folder for everything, emptied first; default: temporary")
-    parser.add_argument("--keep", action="store_true", help="keep the temporary folder")
     parser.add_argument(
-        "--operator", choices=["arrow", "spark"], default="arrow", help="state in Arrow, or Spark's own"
+        "--work-dir",
+        type=Path,
+        help="folder for all files; one that an earlier demo made is emptied first (default: temporary)",
     )
-    parser.add_argument("--rows", type=int, help="take only the first so many flights of the year")
+    parser.add_argument("--keep", action="store_true", help="do not remove the temporary folder")
+    parser.add_argument(
+        "--operator",
+        choices=["arrow", "spark"],
+        default="arrow",
+        help="keep the state in Arrow (the default), or use Spark's own operator",
+    )
+    parser.add_argument("--rows", type=int, help="number of flights to use, from the beginning of the year (all)")
     parser.add_argument("--days-per-batch", type=int, default=28, help="days of flights in one file (28)")
     parser.add_argument("--buckets", type=int, default=8, help="buckets of the Arrow state (8)")
     parser.add_argument("--top", type=int, default=12, help="aircraft to print (12)")
     parser.add_argument(
         "--remote",
         metavar="URL",
-        help="use this Connect server, as in sc://host:15002, instead of starting (and killing) one; it must "
-        "see the same --work-dir and its Python must have this package",
+        help="use the Connect server at this address, such as sc://host:15002, instead of starting and killing one; it "
+        "must see the same --work-dir, and its Python must have this package",
     )
-    options = parser.parse_args(words)
+    options = parser.parse_args(argv)
     for name in ("rows", "days_per_batch", "buckets", "top"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -53,26 +60,26 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def work_folder(wanted: Path | None) -> Path:
-    """Return an empty folder; one of an earlier run is emptied, any other with something in it refused."""
-    if wanted is None:
+def work_folder(path: Path | None) -> Path:
+    """Return an empty folder: empty one that an earlier demo made, and refuse any other that is not empty."""
+    if path is None:
         return Path(tempfile.mkdtemp(prefix="flights-demo-")).resolve()
-    folder = wanted.resolve()
+    folder = path.resolve()
     if folder.exists() and any(folder.iterdir()):
         if not (folder / MARKER).exists():
-            raise SystemExit(f"{folder} holds something that the demo did not make: name another --work-dir")
+            raise SystemExit(f"{folder} has files that the demo did not make: choose another --work-dir")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).touch()
     return folder
 
 
-def main(words: list[str] | None = None) -> int:
-    """Run the demo and return the exit code: 0 only when the proof holds."""
-    options = arguments(words)
-    # So that the server dies with the demo, however the demo is asked to end.
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo and return the exit code, which is 0 only if the proof holds."""
+    options = parse_arguments(argv)
+    # Turn SIGTERM into an exit, so that the server is killed in this case, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # PySpark says this once per import; the demo is a test of that very combination.
+    # PySpark warns once per import that it does not fully support this pandas. The demo tests this combination.
     warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
     if options.remote:
         try:
@@ -96,12 +103,12 @@ def main(words: list[str] | None = None) -> int:
 
 
 def demo(options: argparse.Namespace, folders: stream.Folders, temporary: bool) -> int:
-    """Prepare the files, run the stream, compare and report."""
+    """Write the input files, run the stream, compare and print its result, and return the exit code."""
     flights = dataset.load(options.rows)
     files = dataset.write(flights, folders.source, options.days_per_batch)
     print("Every scheduled departure from New York in 2013, followed aircraft by aircraft\n")
     print(f"  flights    {len(flights):,} of {flights['tailnum'].nunique():,} aircraft, in {files} files")
-    print(f"  operator   {'ArrowState' if options.operator == 'arrow' else 'that of Spark'}")
+    print(f"  operator   {'ArrowState' if options.operator == 'arrow' else 'built into Spark'}")
     print(f"  folder     {folders.root}{' (removed at the end)' if temporary else ''}")
 
     cores = min(4, os.cpu_count() or 1)
@@ -123,7 +130,7 @@ def run_and_kill(
     progress: stream.Progress,
     server: Server,
 ) -> tuple[pd.DataFrame, float]:
-    """Run the stream on a server that is killed within a batch, and to the end on the next one."""
+    """Run the stream on a server, kill the server within a batch, and run the stream to its end on a new server."""
     seconds = 0.0
     killed = False
     for _ in range(MAX_STARTS):
@@ -133,8 +140,8 @@ def run_and_kill(
             progress.heading()
             started = time.monotonic()
             query = stream.start(session, folders, options.operator, options.buckets)
-            moment = Moment(folders, files, progress, server, never=killed)
-            if not stream.follow(query, progress, until=moment):
+            mid_batch = MidBatch(folders, files, progress, server, never=killed)
+            if not stream.follow(query, progress, until=mid_batch):
                 if not killed:
                     break
                 return stream.read_table(session, folders), seconds + time.monotonic() - started
@@ -142,16 +149,18 @@ def run_and_kill(
             processes = server.kill()
             seconds += time.monotonic() - started
         killed = folders.batches("commits") <= batch
-        print(f"\nSIGKILL to the {processes} processes of the server", end=" ")
+        print(f"\nSent SIGKILL to the {processes} processes of the server", end=" ")
         if killed:
             print(f"in the middle of batch {batch}.")
         else:
             print(f"just after batch {batch} had ended, so the next server is killed too.")
-    raise ServerError("the batches are too short or too few to kill the server in the middle: use more rows")
+    raise ServerError(
+        "could not kill the server within a batch: the batches are too short or too few, raise --rows or leave it out"
+    )
 
 
-class Moment:
-    """Holds when the query is well within a batch, some way into the year."""
+class MidBatch:
+    """A callable: whether the query is well within a batch, and has processed about `KILL_AT` of the files or more."""
 
     def __init__(
         self,
@@ -170,7 +179,7 @@ class Moment:
         self.since = 0.0
 
     def __call__(self) -> bool:
-        """Look at the checkpoint: a batch is planned before it runs and committed after."""
+        """Return whether the condition holds, from the batches that the checkpoint has as planned and as committed."""
         if self.server is not None:
             self.server.check()
         planned, done = self.folders.batches("offsets"), self.folders.batches("commits")
@@ -187,17 +196,17 @@ class Moment:
 def run_remote(
     options: argparse.Namespace, folders: stream.Folders, cores: int, files: int, progress: stream.Progress
 ) -> tuple[pd.DataFrame, float]:
-    """Run the stream on a server that belongs to someone else: the query is stopped half-way instead."""
+    """Run the stream on a server that the demo did not start; do not kill it, but stop the query within a batch."""
     with stream.connect(options.remote, cores) as session:
         print(f"\nSpark {session.version}\n", flush=True)
         progress.heading()
         started = time.monotonic()
         query = stream.start(session, folders, options.operator, options.buckets)
-        if stream.follow(query, progress, until=Moment(folders, files, progress)):
+        if stream.follow(query, progress, until=MidBatch(folders, files, progress)):
             query.stop()
             print("\nThe query was stopped within a batch and is started again.\n", flush=True)
             query = stream.start(session, folders, options.operator, options.buckets)
-            stream.follow(query, progress, until=Moment(folders, files, progress, never=True))
+            stream.follow(query, progress, until=MidBatch(folders, files, progress, never=True))
         return stream.read_table(session, folders), time.monotonic() - started
 
 
@@ -212,10 +221,10 @@ def report(
     streamed = proof.comparable(table)
     began = time.monotonic()
     computed = proof.expected(flights, pd.Timedelta(stream.WATERMARK_DELAY))
-    wrong = proof.differences(streamed, computed)
+    errors = proof.differences(streamed, computed)
 
     final = proof.final_table(streamed[streamed["tailnum"] != proof.NO_TAIL])
-    shown = final.head(options.top).assign(
+    top_rows = final.head(options.top).assign(
         status=final["kind"].map(lambda kind: "quiet" if kind == "quiet" else "in service")
     )
     columns = {
@@ -228,14 +237,14 @@ def report(
         "missing_legs": "missing legs",
         "worst_chain": "chained delay",
     }
-    print(f"\nThe {len(shown)} aircraft with the longest chained delays, in minutes\n")
-    print(shown[list(columns)].rename(columns=columns).to_string(index=False))
+    print(f"\nThe {len(top_rows)} aircraft with the longest chained delays, in minutes\n")
+    print(top_rows[list(columns)].rename(columns=columns).to_string(index=False))
     quiet = int(final["kind"].eq("quiet").sum())
     print(
-        f"\n  {len(final):,} aircraft: {len(final) - quiet:,} still in state, {quiet:,} quiet for more than "
-        f"{QUIET_DAYS} days and closed."
-        f"\n  A turnaround leaves at most {SHORT_MINUTES} minutes on the ground. All flights here leave New"
-        "\n  York, so a missing leg is an aircraft that departs where it has not been seen to arrive.\n"
+        f"\n  {len(final):,} aircraft: {len(final) - quiet:,} still in the state, {quiet:,} closed after more than "
+        f"{QUIET_DAYS} days without a flight."
+        f"\n  A turnaround takes at most {SHORT_MINUTES} minutes on the ground. All flights in the data leave New York."
+        "\n  An aircraft that departs from another airport than the one where it last landed has a missing leg.\n"
     )
     print(f"  rows in     {len(flights):,} in {seconds:.1f} s: {len(flights) / seconds:,.0f} rows per second")
     quiet_rows = int(streamed["kind"].eq("quiet").sum())
@@ -244,8 +253,8 @@ def report(
         print(f"  state       {folders.state}")
     print(f"  checkpoint  {folders.checkpoint}")
     print(f"  table       {folders.table}\n")
-    if wrong:
-        print("PROOF FAILED: the stream and pandas do not agree\n  " + "\n  ".join(wrong), file=sys.stderr)
+    if errors:
+        print("PROOF FAILED: the results of the stream and of pandas differ\n  " + "\n  ".join(errors), file=sys.stderr)
         return 1
     print(
         f"PROOF: all {len(streamed):,} rows equal those that pandas computes from the whole file at once "

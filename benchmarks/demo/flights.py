@@ -1,23 +1,23 @@
-"""What can be known about an aircraft from its departures, one departure after the other.
+"""Compute what is known about an aircraft from its departures, one departure after the other.
 
-The data holds the departures from the three airports of New York and nothing else, so every return to New
-York is unseen. Per aircraft (tail number) the state holds
+The data has only the departures from the three airports of New York, so that every return to New York is unseen. For
+each aircraft (tail number) the state holds
 
-- the *last airport*: where it last landed; unknown after a diversion;
-- *missing legs*: how often it departed from another airport than the one where it last landed, so that at
-  least one flight in between is missing from the data;
-- *turnarounds*: how often it was back in the air soon. Of the time between a landing and the next departure
-  an unseen return is taken to last as long as the way out; at most `SHORT_MINUTES` may remain;
-- the *chained delay*: minutes of delay handed on through an unbroken chain of turnarounds. A landing that was
-  late and a next departure that was late too hand on the smaller of the two delays;
-- counts of flights flown, cancelled and diverted.
+- the *last airport*, where the aircraft last landed; it is unknown after a diversion;
+- the *missing legs*: how often the aircraft departed from another airport than the one where it last landed, so that
+  at least one flight in between is missing from the data;
+- the *turnarounds*: how often the aircraft departed after at most `SHORT_MINUTES` on the ground. If a leg is missing,
+  the unseen return is assumed to take as long as the flight out, and does not count as time on the ground;
+- the *chained delay*: the minutes of delay that were passed on through an unbroken chain of turnarounds. A late landing
+  followed by a late departure passes on the smaller of the two delays;
+- the numbers of flights flown, cancelled and diverted.
 
-An aircraft without a scheduled flight for `QUIET_DAYS` has gone quiet: its state is closed with a last row.
-When it comes back it starts anew.
+An aircraft without a scheduled flight for more than `QUIET_DAYS` has gone quiet: its state is removed, and a last row
+is output. If it comes back, it begins with an empty state.
 
-Rows of one aircraft come in any order within a batch and are sorted here. An aircraft that comes back in the
-batch that would have found it quiet is closed by its own next row, so the output does not depend on where
-batches begin and end. Rows without a tail number were never flown: they are one group that only counts.
+The rows of an aircraft arrive in any order within a batch, and are sorted here. If an aircraft comes back in the batch
+in which its timeout would have fired, its own next row closes its state. So the output does not depend on where batches
+begin and end. Departures without a tail number were all cancelled; they form one group, which only counts them.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ OUTPUT_SCHEMA = (
     "worst_chain long, turnarounds long, missing_legs long, flown long, cancelled long, diverted long"
 )
 OUTPUT_COLUMNS = [column.split()[0] for column in OUTPUT_SCHEMA.split(", ")]
-# Begins like a Leg. Departures at the same instant need an order too.
+# Departures are sorted by these columns, which also order those at the same instant. The first three are in a `Leg`.
 ORDER = ["sched_ms", "origin", "dest", "carrier", "flight"]
 
 
 class Leg(NamedTuple):
-    """One scheduled departure; without `dep_delay` it was cancelled, without `arr_delay` diverted."""
+    """A scheduled departure; it was cancelled if it has no `dep_delay`, and diverted if it has no `arr_delay`."""
 
     sched_ms: int
     origin: str
@@ -67,7 +67,7 @@ class Leg(NamedTuple):
 
 @dataclass
 class Aircraft:
-    """The state of one aircraft, in the order of `STATE_SCHEMA`."""
+    """The state of an aircraft, with its fields in the order of `STATE_SCHEMA`."""
 
     last_seen_ms: int
     airport: str | None = None
@@ -84,11 +84,11 @@ class Aircraft:
 
     @property
     def quiet_ms(self) -> int:
-        """The instant at which the aircraft will have been quiet for too long."""
+        """The instant at which the aircraft goes quiet if it has no further flight."""
         return self.last_seen_ms + QUIET_DAYS * DAY_MS
 
     def take(self, leg: Leg) -> str:
-        """Account for a departure and return its kind: flown, cancelled or diverted."""
+        """Update the state with a departure, and return its kind: flown, cancelled or diverted."""
         self.last_seen_ms = leg.sched_ms
         if leg.dep_delay is None:
             self.cancelled += 1
@@ -107,7 +107,7 @@ class Aircraft:
         return "flown"
 
     def _turn(self, origin: str, dep_delay: int, departed_ms: int) -> None:
-        """Account for what happened between the last landing and a departure."""
+        """Update the state with what happened between the last landing and a departure."""
         short = False
         if self.landed_ms is not None and self.air_minutes is not None:
             ground_ms = departed_ms - self.landed_ms
@@ -123,31 +123,31 @@ class Aircraft:
             self.chained_delay = 0
 
     def row(self, tailnum: str | None, at_ms: int, kind: str) -> tuple[Any, ...]:
-        """Return an output row, in the order of `OUTPUT_SCHEMA`."""
-        known = (self.airport, self.chained_delay, self.worst_chain, self.turnarounds, self.missing_legs)
+        """Return an output row in the order of `OUTPUT_SCHEMA`."""
+        values = (self.airport, self.chained_delay, self.worst_chain, self.turnarounds, self.missing_legs)
         seq = self.flown + self.cancelled
-        return (tailnum, at_ms, kind, seq, *known, self.flown, self.cancelled, self.diverted)
+        return (tailnum, at_ms, kind, seq, *values, self.flown, self.cancelled, self.diverted)
 
 
 def follow(
     tailnum: str | None, aircraft: Aircraft | None, legs: Iterable[Leg]
 ) -> tuple[Aircraft | None, list[tuple[Any, ...]]]:
-    """Take an aircraft through departures in order of time.
+    """Update the state of an aircraft with departures, and return it with the output rows.
 
     Parameters
     ----------
     tailnum : str or None
-        Which aircraft, None for departures that never got one.
+        The aircraft; None for departures that never had one.
     aircraft : Aircraft or None
-        What is known about it; changed in place.
+        Its state, which may be changed in place; None if it has none.
     legs : iterable of Leg
         Its departures in order of time.
 
     Returns
     -------
     tuple
-        What is known after the departures, and one output row for each of them, preceded by a `quiet` row
-        where the aircraft had been quiet for too long.
+        The state after the departures, and one output row for each of them. A `quiet` row precedes it if the aircraft
+        had gone quiet before.
     """
     rows: list[tuple[Any, ...]] = []
     for leg in legs:
@@ -162,7 +162,7 @@ def follow(
 
 
 def follow_aircraft(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: GroupState) -> Iterator[pd.DataFrame]:
-    """Follow one aircraft: a function for Spark's own ``applyInPandasWithState``, grouped by ``tailnum``."""
+    """Update the state of one aircraft: the function for Spark's ``applyInPandasWithState``, grouped by ``tailnum``."""
     tailnum = None if pd.isna(key[0]) else str(key[0])
     aircraft = Aircraft(*state.get) if state.exists else None
     if state.hasTimedOut:
@@ -178,7 +178,7 @@ def follow_aircraft(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: G
 
 def sorted_legs(pdfs: Iterable[pd.DataFrame]) -> list[Leg]:
     """Return the departures of one aircraft in order of time."""
-    # Lists, because for the few rows of one aircraft every operation on a frame takes longer than all of this.
+    # Use lists: for the few rows of one aircraft, a single operation on a frame takes longer than this whole function.
     rows: list[tuple[Any, ...]] = []
     for frame in pdfs:
         order = (frame[name].tolist() for name in ORDER)
@@ -189,10 +189,10 @@ def sorted_legs(pdfs: Iterable[pd.DataFrame]) -> list[Leg]:
 
 
 def whole_numbers(column: pd.Series[Any]) -> list[int | None]:
-    """Return a column's numbers as Python has them; with NULLs among them pandas made it floats."""
+    """Return a column's numbers as Python integers, and NULLs as None; pandas made them floats if there are NULLs."""
     return [None if pd.isna(value) else int(value) for value in column.tolist()]
 
 
 def output_frame(rows: list[tuple[Any, ...]]) -> pd.DataFrame:
-    """Return output rows as a frame."""
+    """Return output rows as a data frame."""
     return pd.DataFrame.from_records(rows, columns=OUTPUT_COLUMNS)

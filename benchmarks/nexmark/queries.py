@@ -1,17 +1,18 @@
-"""Queries of the Nexmark benchmark, each in our form and in the forms that Spark has for it.
+"""Queries of the Nexmark benchmark, each on Arrow state and in the forms that Spark offers for it.
 
-Their meaning is that of nexmark-flink's SQL (``nexmark-flink/src/main/resources/queries``), with all of its output
-columns in q7, q18, q19 and q20. Ties are decided by further columns, so that two engines can be compared row by row:
-where SQL leaves them open, and in q5 and q7, whose SQL gives all rows that tie, and each form here gives one.
+They mean the same as nexmark-flink's SQL (``nexmark-flink/src/main/resources/queries``); q7, q18, q19 and q20 have all
+of its output columns. If rows tie, further columns decide, so that the answers of two engines can be compared row by
+row. This concerns queries whose SQL leaves the choice open, and also q5 and q7: their SQL returns all rows that tie,
+but each form here returns one.
 
 =====  ==============================================================================================
-q5     hot items: of each 10 s window that begins every 2 s the auction with most bids
-q7     highest bid of each 10 s window
-q11    number of bids of each session of a bidder: sessions end after 10 s without a bid
-q12    number of bids of a bidder in each 10 s window of processing time
+q5     hot items: the auction with the most bids in each window of 10 s; a window begins every 2 s
+q7     the highest bid in each window of 10 s
+q11    the number of bids in each session of a bidder; a session ends after 10 s without a bid
+q12    the number of bids of each bidder in each window of 10 s of processing time
 q18    the last bid of each bidder on each auction
 q19    the ten highest bids on each auction
-q20    bids with their auction, of auctions of category 10
+q20    the bids on auctions of category 10, joined with their auction
 =====  ==============================================================================================
 """
 
@@ -46,27 +47,28 @@ Plan = Callable[["DataFrame", Path], "DataFrame"]
 
 @dataclass(frozen=True)
 class Query:
-    """One query.
+    """A query in all its forms.
 
     Parameters
     ----------
     name, title
-        Its number, and what it asks.
+        Its name, such as ``q5``, and a short title.
     plans
-        By contender: makes the query of all events and a folder.
+        For each contender, the function that makes the streaming query from all events and a folder for its state.
     output_mode
-        As for `DataStreamWriter.outputMode`.
+        The output mode, as in `DataStreamWriter.outputMode`.
     moved
-        The columns that our form has brought to Python.
+        Selects the rows and columns that the Arrow form sends to Python.
     answer
-        Columns in which the contenders' output is compared.
+        The columns that are compared between the outputs of the contenders.
     clocked
-        The answer depends on the time of day: batches are compared that begin a window.
+        Whether the answer depends on the time of day. If so, a compared batch starts at the beginning of a window.
     changes
-        The key's columns, where we give a key's rows only when they changed, and Spark whenever the key has input: from
-        the second batch on Spark's answer is compared for the keys in ours. Empty: all rows are compared.
+        The columns of the key, if the Arrow form outputs the rows of a key only when they changed, but Spark whenever
+        the key has input. Then, from the second batch on, only the keys that the Arrow form outputs are compared. If
+        empty, all rows are compared.
     slow
-        Contenders that take minutes a batch: only asked for, and then with the first batches only.
+        The contenders that take minutes per batch. They run only on request, and only on the first batches.
     """
 
     name: str
@@ -81,25 +83,25 @@ class Query:
 
 
 def only_moved(query: Query) -> Plan:
-    """What brings a query's rows from the JVM to Python, and nothing else: no form of ours can take less."""
-    return lambda events, folder: query.moved(events).mapInArrow(_nothing, "n bigint")
+    """Return a plan that only sends a query's rows from the JVM to Python; no Arrow form of it can take less time."""
+    return lambda events, folder: query.moved(events).mapInArrow(_count_rows, "n bigint")
 
 
-def _nothing(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _count_rows(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     rows = sum(batch.num_rows for batch in batches)
     yield pa.record_batch([pa.array([rows], pa.int64())], names=["n"])
 
 
-def _state(folder: Path, buckets: int = 4) -> ArrowState:
+def _make_state(folder: Path, buckets: int = 4) -> ArrowState:
     return ArrowState(str(folder / "state"), "nexmark", buckets=buckets, local_dir=str(folder / "local"))
 
 
-def _bids(events: DataFrame) -> DataFrame:
+def _select_bids(events: DataFrame) -> DataFrame:
     return events.where("kind = 'bid'")
 
 
-def _timed(events: DataFrame) -> DataFrame:
-    return _bids(events).withWatermark("dateTime", _DELAY)
+def _select_timed_bids(events: DataFrame) -> DataFrame:
+    return _select_bids(events).withWatermark("dateTime", _DELAY)
 
 
 # -- q5 ----------------------------------------------------------------------------------------------------------------
@@ -107,21 +109,21 @@ def _timed(events: DataFrame) -> DataFrame:
 
 def _q5_sql(events: DataFrame, folder: Path) -> DataFrame:
     windows = F.window("dateTime", "10 seconds", "2 seconds")
-    counted = _timed(events).groupBy(windows, "auction").agg(F.count("*").alias("bids"))
+    counted = _select_timed_bids(events).groupBy(windows, "auction").agg(F.count("*").alias("bids"))
     best = counted.groupBy("window").agg(F.max(F.struct("bids", "auction")).alias("best"))
     return best.select(F.col("window.start").alias("start"), "best.auction", "best.bids")
 
 
 def _q5_ours(events: DataFrame, folder: Path) -> DataFrame:
     counted = (
-        _bids(events)
+        _select_bids(events)
         .select("dateTime", "auction")
-        .mapInArrow(bids_by_pane, "dateTime timestamp, auction bigint, bids bigint")
+        .mapInArrow(count_bids_by_pane, "dateTime timestamp, auction bigint, bids bigint")
     )
-    return _state(folder, 1).apply_in_arrow_with_state(
+    return _make_state(folder, 1).apply_in_arrow_with_state(
         counted.withWatermark("dateTime", _DELAY).withColumn("all", F.lit(0)),
         "all",
-        hot_items,
+        find_hot_items,
         "start timestamp, auction bigint, bids bigint",
         "next bigint, pane array<bigint>, auction array<bigint>, bids array<bigint>",
         "append",
@@ -129,8 +131,8 @@ def _q5_ours(events: DataFrame, folder: Path) -> DataFrame:
     )
 
 
-def bids_by_pane(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Before the shuffle: bids on an auction in a pane of 2 s are counted, and have the time of the latest."""
+def count_bids_by_pane(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Before the shuffle, count the bids by pane of 2 s and auction; a count has the time of its latest bid."""
     for batch in batches:
         if batch.num_rows:
             time, auction = batch.column(0).cast(pa.int64()).to_numpy(), batch.column(1).to_numpy()
@@ -147,34 +149,34 @@ def bids_by_pane(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 _Q5_LISTS = ("pane", "auction", "bids")
 
 
-def hot_items(batch: StateBatch) -> pa.Table | None:
-    """Counts by pane of 2 s and auction, under one key; windows that the watermark has passed are given."""
+def find_hot_items(batch: StateBatch) -> pa.Table | None:
+    """Keep counts by pane of 2 s and auction, all under one key; return the windows that the watermark has passed."""
     state, rows = batch.state, batch.rows
     old = [np.asarray(pc.list_flatten(state[name])) for name in _Q5_LISTS]
     new_pane = rows["dateTime"].cast(pa.int64()).to_numpy() // _SLIDE_US
     new = [new_pane, rows["auction"].to_numpy(), rows["bids"].to_numpy()]
-    pane, auction, bids = _summed(*(np.concatenate(pair) for pair in zip(old, new, strict=True)))
-    # A window is over when the watermark has reached its end.
+    pane, auction, bids = _add_counts(*(np.concatenate(pair) for pair in zip(old, new, strict=True)))
+    # A window has ended when the watermark has reached its end.
     panes = _WINDOW_US // _SLIDE_US
-    over = 1000 * max(batch.watermark_ms or 0, 0) // _SLIDE_US
+    first_open = 1000 * max(batch.watermark_ms or 0, 0) // _SLIDE_US
     first = state["next"][0].as_py()
     if first is None:
-        first = (int(pane[0]) if len(pane) else over) - panes + 1
-    next_one = max(first, over - panes + 1)
-    out = [_hottest(start, pane, auction, bids) for start in range(first, next_one)]
-    keep = pane >= next_one
+        first = (int(pane[0]) if len(pane) else first_open) - panes + 1
+    next_start = max(first, first_open - panes + 1)
+    hottest = [_find_hottest(start, pane, auction, bids) for start in range(first, next_start)]
+    keep = pane >= next_start
     lists = (pa.array([column[keep]], pa.list_(pa.int64())) for column in (pane, auction, bids))
-    batch.update({"next": pa.array([next_one]), **dict(zip(_Q5_LISTS, lists, strict=True))})
-    batch.set_timeout(timestamp_ms=(over + 1) * _SLIDE_US // 1000)
-    found = [row for row in out if row is not None]
-    if not found:
+    batch.update({"next": pa.array([next_start]), **dict(zip(_Q5_LISTS, lists, strict=True))})
+    batch.set_timeout(timestamp_ms=(first_open + 1) * _SLIDE_US // 1000)
+    winners = [row for row in hottest if row is not None]
+    if not winners:
         return None
-    start, auction, bids = (np.array(column) for column in zip(*found, strict=True))
+    start, auction, bids = (np.array(column) for column in zip(*winners, strict=True))
     return pa.table({"start": pa.array(start * _SLIDE_US, pa.timestamp("us", "UTC")), "auction": auction, "bids": bids})
 
 
-def _summed(pane: Any, auction: Any, bids: Any) -> tuple[Any, Any, Any]:
-    """Counts of equal panes and auctions added up, ascending."""
+def _add_counts(pane: Any, auction: Any, bids: Any) -> tuple[Any, Any, Any]:
+    """Add up the counts of equal panes and auctions; return them sorted by pane and auction."""
     order = np.lexsort((auction, pane))
     pane, auction, bids = pane[order], auction[order], bids[order]
     if not len(pane):
@@ -183,11 +185,11 @@ def _summed(pane: Any, auction: Any, bids: Any) -> tuple[Any, Any, Any]:
     return pane[starts], auction[starts], np.add.reduceat(bids, starts)
 
 
-def _hottest(start: int, pane: Any, auction: Any, bids: Any) -> tuple[int, int, int] | None:
-    lo, hi = np.searchsorted(pane, [start, start + _WINDOW_US // _SLIDE_US])
-    if lo == hi:
+def _find_hottest(start: int, pane: Any, auction: Any, bids: Any) -> tuple[int, int, int] | None:
+    begin, end = np.searchsorted(pane, [start, start + _WINDOW_US // _SLIDE_US])
+    if begin == end:
         return None
-    _, item, count = _summed(np.zeros(hi - lo, dtype=np.int64), auction[lo:hi], bids[lo:hi])
+    _, item, count = _add_counts(np.zeros(end - begin, dtype=np.int64), auction[begin:end], bids[begin:end])
     best = np.lexsort((item, count))[-1]
     return start, int(item[best]), int(count[best])
 
@@ -197,19 +199,19 @@ def _hottest(start: int, pane: Any, auction: Any, bids: Any) -> tuple[int, int, 
 
 def _q7_sql(events: DataFrame, folder: Path) -> DataFrame:
     bid = F.struct("price", "auction", "bidder", "dateTime", "extra")
-    best = _timed(events).groupBy(F.window("dateTime", "10 seconds")).agg(F.max(bid).alias("best"))
+    best = _select_timed_bids(events).groupBy(F.window("dateTime", "10 seconds")).agg(F.max(bid).alias("best"))
     return best.select(F.col("window.start").alias("start"), "best.*")
 
 
 def _q7_ours(events: DataFrame, folder: Path) -> DataFrame:
-    bids = _bids(events).select("dateTime", "price", "auction", "bidder", "extra")
-    best = bids.mapInArrow(bids_that_count, bids.schema).withWatermark("dateTime", _DELAY)
+    bids = _select_bids(events).select("dateTime", "price", "auction", "bidder", "extra")
+    best = bids.mapInArrow(keep_possible_winners, bids.schema).withWatermark("dateTime", _DELAY)
     fields = "price array<bigint>, auction array<bigint>, bidder array<bigint>, time array<bigint>, extra array<string>"
     output = "start timestamp, price bigint, auction bigint, bidder bigint, dateTime timestamp, extra string"
-    return _state(folder, 1).apply_in_arrow_with_state(
+    return _make_state(folder, 1).apply_in_arrow_with_state(
         best.withColumn("all", F.lit(0)),
         "all",
-        highest_bids,
+        find_highest_bids,
         output,
         f"window array<bigint>, {fields}",
         "append",
@@ -217,21 +219,21 @@ def _q7_ours(events: DataFrame, folder: Path) -> DataFrame:
     )
 
 
-def bids_that_count(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Before the shuffle: each window's bids with the highest price, and the latest, which the watermark goes by."""
+def keep_possible_winners(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Before the shuffle, keep only each window's highest bids, and the latest bid of all, which sets the watermark."""
     for batch in batches:
         if batch.num_rows:
             time, price = batch.column(0).cast(pa.int64()).to_numpy(), batch.column(1).to_numpy()
             window = time // _WINDOW_US
             best = np.zeros(int(np.ptp(window)) + 1, dtype=np.int64)
             np.maximum.at(best, window - window.min(), price)
-            counts = price == best[window - window.min()]
-            counts[np.argmax(time)] = True
-            yield batch.filter(pa.array(counts))
+            is_kept = price == best[window - window.min()]
+            is_kept[np.argmax(time)] = True
+            yield batch.filter(pa.array(is_kept))
 
 
-def highest_bids(batch: StateBatch) -> pa.Table | None:
-    """The best bid of each open window, under one key; windows that the watermark has passed are given."""
+def find_highest_bids(batch: StateBatch) -> pa.Table | None:
+    """Keep the best bid of each open window, all under one key; return the windows that the watermark has passed."""
     state, rows = batch.state, batch.rows
     time = rows["dateTime"].cast(pa.int64()).to_numpy()
     new = [time // _WINDOW_US, *(rows[name].to_numpy() for name in ("price", "auction", "bidder")), time]
@@ -239,7 +241,7 @@ def highest_bids(batch: StateBatch) -> pa.Table | None:
     old = [np.asarray(pc.list_flatten(state[name])) for name in numbers]
     columns = [np.concatenate(pair) for pair in zip(old, new, strict=True)]
     extra = pa.concat_arrays([*pc.list_flatten(state[text]).chunks, *rows[text].chunks])
-    # The largest price of each window first; only bids with that price are compared further.
+    # Find the highest price of each window first, so that only bids with that price are compared further.
     window, price = columns[:2]
     if len(window):
         lowest = int(window.min())
@@ -250,21 +252,21 @@ def highest_bids(batch: StateBatch) -> pa.Table | None:
         highest = highest[np.lexsort([by_text, *(column[highest] for column in columns[::-1])])]
         highest = highest[np.append(np.diff(window[highest]) != 0, True)]
         columns, extra = [column[highest] for column in columns], extra.take(pa.array(highest))
-    over = 1000 * max(batch.watermark_ms or 0, 0) // _WINDOW_US
-    done = columns[0] < over
-    lists = [pa.array([column[~done]], pa.list_(pa.int64())) for column in columns]
-    left = pa.array([extra.filter(pa.array(~done)).to_pylist()], pa.list_(pa.string()))
-    batch.update({**dict(zip(numbers, lists, strict=True)), text: left})
-    batch.set_timeout(timestamp_ms=(over + 1) * _WINDOW_MS)
-    if not done.any():
+    first_open = 1000 * max(batch.watermark_ms or 0, 0) // _WINDOW_US
+    has_ended = columns[0] < first_open
+    lists = [pa.array([column[~has_ended]], pa.list_(pa.int64())) for column in columns]
+    remaining = pa.array([extra.filter(pa.array(~has_ended)).to_pylist()], pa.list_(pa.string()))
+    batch.update({**dict(zip(numbers, lists, strict=True)), text: remaining})
+    batch.set_timeout(timestamp_ms=(first_open + 1) * _WINDOW_MS)
+    if not has_ended.any():
         return None
-    window, price, auction, bidder, time = (column[done] for column in columns)
+    window, price, auction, bidder, time = (column[has_ended] for column in columns)
     times = (pa.array(us, pa.timestamp("us", "UTC")) for us in (window * _WINDOW_US, time))
     names = ["start", "dateTime"]
     table = pa.table(dict(zip(names, times, strict=True)))
     for name, column in (("price", price), ("auction", auction), ("bidder", bidder)):
         table = table.append_column(name, pa.array(column))
-    return table.append_column("extra", extra.filter(pa.array(done)))
+    return table.append_column("extra", extra.filter(pa.array(has_ended)))
 
 
 # -- q11, q12 ----------------------------------------------------------------------------------------------------------
@@ -272,26 +274,28 @@ def highest_bids(batch: StateBatch) -> pa.Table | None:
 
 def _q11_sql(events: DataFrame, folder: Path) -> DataFrame:
     sessions = F.session_window("dateTime", "10 seconds")
-    counted = _timed(events).groupBy(sessions, "bidder").agg(F.count("*").alias("bids"))
+    counted = _select_timed_bids(events).groupBy(sessions, "bidder").agg(F.count("*").alias("bids"))
     return counted.select("bidder", "bids", "session_window.start", "session_window.end")
 
 
 def _q11_ours(events: DataFrame, folder: Path) -> DataFrame:
-    counted = sessionize(_state(folder), _timed(events), "bidder", "dateTime", _WINDOW_MS, {"bids": Agg.count()})
+    counted = sessionize(
+        _make_state(folder), _select_timed_bids(events), "bidder", "dateTime", _WINDOW_MS, {"bids": Agg.count()}
+    )
     return counted.select("bidder", "bids", "session_window.start", "session_window.end")
 
 
-def _clock_windows(events: DataFrame) -> DataFrame:
-    return _bids(events).select("bidder", F.window(F.current_timestamp(), "10 seconds").alias("window"))
+def _select_clock_windows(events: DataFrame) -> DataFrame:
+    return _select_bids(events).select("bidder", F.window(F.current_timestamp(), "10 seconds").alias("window"))
 
 
 def _q12_sql(events: DataFrame, folder: Path) -> DataFrame:
-    counted = _clock_windows(events).groupBy("bidder", "window").agg(F.count("*").alias("bids"))
+    counted = _select_clock_windows(events).groupBy("bidder", "window").agg(F.count("*").alias("bids"))
     return counted.select("bidder", "bids")
 
 
 def _q12_ours(events: DataFrame, folder: Path) -> DataFrame:
-    counted = aggregate(_state(folder), _clock_windows(events), ["bidder", "window"], {"bids": Agg.count()})
+    counted = aggregate(_make_state(folder), _select_clock_windows(events), ["bidder", "window"], {"bids": Agg.count()})
     return counted.select("bidder", "bids")
 
 
@@ -303,40 +307,43 @@ _BID = ["auction", "bidder", "price", "channel", "url", "dateTime", "extra"]
 def _q18_sql(events: DataFrame, folder: Path) -> DataFrame:
     bid = F.struct("dateTime", "price", "channel", "url", "extra")
     return (
-        _bids(events).groupBy("bidder", "auction").agg(F.max(bid).alias("last")).select("bidder", "auction", "last.*")
+        _select_bids(events)
+        .groupBy("bidder", "auction")
+        .agg(F.max(bid).alias("last"))
+        .select("bidder", "auction", "last.*")
     )
 
 
 def _q18_ours(events: DataFrame, folder: Path) -> DataFrame:
-    bids = _bids(events).select(*_BID)
-    return top_k(_state(folder), bids, ["bidder", "auction"], ["dateTime", "price", "channel", "url", "extra"], 1)
+    bids = _select_bids(events).select(*_BID)
+    return top_k(_make_state(folder), bids, ["bidder", "auction"], ["dateTime", "price", "channel", "url", "extra"], 1)
 
 
 def _q19_collected(events: DataFrame, folder: Path) -> DataFrame:
     bid = F.struct(*KEPT)
     best = F.slice(F.sort_array(F.collect_list(bid), asc=False), 1, BEST)
-    ranked = _bids(events).groupBy("auction").agg(best.alias("best"))
+    ranked = _select_bids(events).groupBy("auction").agg(best.alias("best"))
     return ranked.select("auction", F.posexplode("best").alias("at", "bid")).selectExpr(
         "auction", "at + 1 AS rank", "bid.*"
     )
 
 
 def _q19_pandas(events: DataFrame, folder: Path) -> DataFrame:
-    return with_pandas(_bids(events).select(*_BID))
+    return with_pandas(_select_bids(events).select(*_BID))
 
 
 def _q19_processor(events: DataFrame, folder: Path) -> DataFrame:
-    return with_a_processor(_bids(events).select(*_BID))
+    return with_a_processor(_select_bids(events).select(*_BID))
 
 
 def _q19_ours(events: DataFrame, folder: Path) -> DataFrame:
-    bids = _bids(events).select(*_BID)
-    return top_k(_state(folder), bids, "auction", KEPT, BEST)
+    bids = _select_bids(events).select(*_BID)
+    return top_k(_make_state(folder), bids, "auction", KEPT, BEST)
 
 
 # -- q20 ---------------------------------------------------------------------------------------------------------------
 
-# An auction's columns in the output, and in the events, where bids have two of these names too.
+# An auction's columns: their names in the output and in the events. In the events, bids also have two of these names.
 _AUCTION = {
     **{name: name for name in ("itemName", "description", "initialBid", "reserve")},
     "auctionTime": "dateTime",
@@ -347,19 +354,19 @@ _TEXT = frozenset({"channel", "url", "extra", "itemName", "description", "auctio
 _TIMES = frozenset({"dateTime", "auctionTime", "expires"})
 
 
-def _types(names: Iterable[str]) -> dict[str, str]:
+def _get_types(names: Iterable[str]) -> dict[str, str]:
     return {name: "string" if name in _TEXT else "timestamp" if name in _TIMES else "bigint" for name in names}
 
 
 def _q20_sql(events: DataFrame, folder: Path) -> DataFrame:
     auction = (F.col(source).alias(name) for name, source in _AUCTION.items())
     auctions = events.where("kind = 'auction' AND category = 10").select("id", *auction)
-    bids = _bids(events).select(*_BID)
+    bids = _select_bids(events).select(*_BID)
     return bids.join(auctions, F.expr("auction = id")).select(*_BID, *_AUCTION)
 
 
-def _bids_and_auctions(events: DataFrame) -> DataFrame:
-    """Both under the auction's id. Of auctions of other categories only that is brought: that they are of others."""
+def _select_bids_and_auctions(events: DataFrame) -> DataFrame:
+    """Select bids and auctions by the auction's id; of auctions outside category 10, send only the category."""
     bid = F.col("kind") == "bid"
     key = F.when(bid, F.col("auction")).otherwise(F.col("id")).alias("key")
     wanted = bid | (F.col("category") == 10)
@@ -369,27 +376,27 @@ def _bids_and_auctions(events: DataFrame) -> DataFrame:
 
 
 def _q20_ours(events: DataFrame, folder: Path) -> DataFrame:
-    rows = _bids_and_auctions(events)
-    columns, auction = _types(_BID), _types(_AUCTION)
+    rows = _select_bids_and_auctions(events)
+    columns, auction = _get_types(_BID), _get_types(_AUCTION)
     output = ", ".join(f"{name} {kind}" for name, kind in {**columns, **auction}.items())
     waiting = ", ".join(f"{name}: {kind}" for name, kind in columns.items())
     kept = ", ".join(f"{name} {kind}" for name, kind in auction.items())
     state = f"{kept}, waiting array<struct<{waiting}>>"
-    return _state(folder).apply_in_arrow_with_state(rows, "key", bids_with_auctions, output, state, "append")
+    return _make_state(folder).apply_in_arrow_with_state(rows, "key", join_bids_with_auctions, output, state, "append")
 
 
-def bids_with_auctions(batch: StateBatch) -> pa.Table:
-    """Bids join their auction; those that come before it wait in its state."""
+def join_bids_with_auctions(batch: StateBatch) -> pa.Table:
+    """Join bids with their auction; bids that come before their auction wait in the state."""
     rows, state = batch.rows, batch.state
     ids = np.asarray(batch.group_ids)
     is_auction = np.asarray(pc.equal(rows["kind"], "auction"))
     auctions = np.flatnonzero(is_auction)
-    # Each key's auction: from this batch, or else from the state.
+    # A key's auction is the one in this batch if there is one, otherwise the one in the state.
     known = np.asarray(pc.is_valid(state["category"]))
     source = np.where(known, np.arange(len(batch)), -1)
     source[ids[auctions]] = len(batch) + np.arange(len(auctions))
-    begun = rows.select(list(_AUCTION.values())).take(pa.array(auctions)).rename_columns(list(_AUCTION))
-    both = pa.concat_tables([state.select(list(_AUCTION)), begun])
+    new_auctions = rows.select(list(_AUCTION.values())).take(pa.array(auctions)).rename_columns(list(_AUCTION))
+    both = pa.concat_tables([state.select(list(_AUCTION)), new_auctions])
     auction = both.combine_chunks().take(pa.array(source, mask=source < 0))
     waiting = state["waiting"].combine_chunks()
     lengths = np.asarray(pc.fill_null(pc.list_value_length(waiting), 0))
@@ -398,21 +405,22 @@ def bids_with_auctions(batch: StateBatch) -> pa.Table:
     bids = np.flatnonzero(~is_auction)
     old_keys, new_keys = np.repeat(np.arange(len(batch)), lengths), ids[bids]
 
-    def bids_of(keys: Any) -> tuple[pa.Table, Any]:
-        """Bids of these keys: those that waited, then those of this batch; and each one's key."""
+    def take_bids(keys: Any) -> tuple[pa.Table, Any]:
+        """Return the bids of these keys, those that waited before those of this batch, and the key of each bid."""
         before, now = np.flatnonzero(keys[old_keys]), np.flatnonzero(keys[new_keys])
         new = rows.select(_BID).take(pa.array(bids[now])).cast(old.schema)
         return pa.concat_tables([old.take(pa.array(before)), new]), np.concatenate([old_keys[before], new_keys[now]])
 
-    left, owners = bids_of(source < 0)
-    left = left.take(pa.array(np.argsort(owners, kind="stable"))).combine_chunks()
+    remaining, owners = take_bids(source < 0)
+    remaining = remaining.take(pa.array(np.argsort(owners, kind="stable"))).combine_chunks()
     structs = pa.StructArray.from_arrays(
-        [column.chunk(0) if column.num_chunks else pa.array([], column.type) for column in left.columns], fields=fields
+        [column.chunk(0) if column.num_chunks else pa.array([], column.type) for column in remaining.columns],
+        fields=fields,
     )
     ends = np.cumsum(np.bincount(owners, minlength=len(batch)))
     lists = pa.ListArray.from_arrays(pa.array(np.append(0, ends), pa.int32()), structs, type=waiting.type)
     batch.update(pa.table([*auction.columns, lists], names=state.column_names))
-    joined, owners = bids_of(np.asarray(pc.fill_null(pc.equal(auction["category"], 10), False)))
+    joined, owners = take_bids(np.asarray(pc.fill_null(pc.equal(auction["category"], 10), False)))
     return pa.table([*joined.columns, *auction.take(pa.array(owners)).columns], names=[*_BID, *_AUCTION])
 
 
@@ -424,7 +432,7 @@ QUERIES = {
             "hot items",
             {OURS: _q5_ours, _SQL: _q5_sql},
             "append",
-            lambda events: _bids(events).select("dateTime", "auction"),
+            lambda events: _select_bids(events).select("dateTime", "auction"),
             ("start", "auction", "bids"),
         ),
         Query(
@@ -432,7 +440,7 @@ QUERIES = {
             "highest bid",
             {OURS: _q7_ours, _SQL: _q7_sql},
             "append",
-            lambda events: _bids(events).select("dateTime", "price", "auction", "bidder", "extra"),
+            lambda events: _select_bids(events).select("dateTime", "price", "auction", "bidder", "extra"),
             ("start", "price", "auction", "bidder", "dateTime", "extra"),
         ),
         Query(
@@ -440,7 +448,7 @@ QUERIES = {
             "user sessions",
             {OURS: _q11_ours, _SQL: _q11_sql},
             "append",
-            lambda events: _bids(events).select("bidder", "dateTime"),
+            lambda events: _select_bids(events).select("bidder", "dateTime"),
             ("bidder", "bids", "start", "end"),
         ),
         Query(
@@ -448,7 +456,7 @@ QUERIES = {
             "processing-time windows",
             {OURS: _q12_ours, _SQL: _q12_sql},
             "update",
-            _clock_windows,
+            _select_clock_windows,
             ("bidder", "bids"),
             True,
         ),
@@ -457,18 +465,18 @@ QUERIES = {
             "last bid",
             {OURS: _q18_ours, _SQL: _q18_sql},
             "update",
-            lambda events: _bids(events).select(*_BID),
+            lambda events: _select_bids(events).select(*_BID),
             ("bidder", "auction", "dateTime", "price", "channel", "url", "extra"),
             changes=("bidder", "auction"),
         ),
         Query(
             "q19",
             "ten best bids",
-            # Spark 3.5 has no transformWithState.
+            # Spark 3.5 does not have transformWithState.
             {OURS: _q19_ours, _SQL: _q19_collected, _PANDAS: _q19_pandas}
             | ({_PROCESSOR: _q19_processor} if hasattr(GroupedData, "transformWithStateInPandas") else {}),
             "update",
-            lambda events: _bids(events).select(*_BID),
+            lambda events: _select_bids(events).select(*_BID),
             ("auction", "rank", *KEPT),
             changes=("auction",),
             slow=frozenset({_PANDAS, _PROCESSOR}),
@@ -478,7 +486,7 @@ QUERIES = {
             "bids with their auction",
             {OURS: _q20_ours, _SQL: _q20_sql},
             "append",
-            _bids_and_auctions,
+            _select_bids_and_auctions,
             (*_BID, *_AUCTION),
         ),
     )

@@ -1,4 +1,4 @@
-"""Other systems on the job of `benchmarks.counting`: each in an environment, and a process, of its own.
+"""Other systems that run the job of `benchmarks.counting`, each in a separate process and environment.
 
-Nothing is imported here: a peer's Python has that peer's packages and not ours.
+This module imports nothing, because a peer's Python has the packages of that peer but not ours.
 """

@@ -1,13 +1,14 @@
-"""Bytewax: the running count and sum with recovery on, each batch an epoch that is snapshotted.
+"""The running count and sum in Bytewax, with recovery on: each batch is an epoch, and each epoch has a snapshot.
 
-Bytewax ends an epoch when a source has given out a batch and the epoch's interval is over. With an interval of nothing
-each batch is an epoch, and the source is asked for the next one only when all snapshots of the last are in the recovery
-store (SQLite, write-ahead log, its default synchronisation) and committed. So the time of a batch is from one call to
-the next: reading the files, every output row, and the snapshot.
+Bytewax ends an epoch when a source has returned a batch and the epoch's interval is over. With an interval of zero each
+batch is an epoch. Bytewax asks the source for the next batch only when all snapshots of the last epoch are committed to
+the recovery store (SQLite with a write-ahead log and its default synchronisation). So the time of a batch is the time
+between two calls of the source, and includes reading the files, every output row, and the snapshot.
 
-A variant is a way to count and a number of workers: ``batch-2x1`` is `op.stateful_batch` in two processes of one worker
-each, ``map-1x2`` is `op.stateful_map` in one process of two. ``summed`` is ``batch`` after the source has added up the
-values of each key with Arrow: no way that Bytewax proposes, and the least that its operator must be given.
+A variant is a way to count and a number of workers. ``batch-2x1`` is `op.stateful_batch` in two processes of one worker
+each, and ``map-1x2`` is `op.stateful_map` in one process of two workers. ``summed`` is ``batch`` with a source that
+first adds up the values of each key with Arrow. Bytewax does not recommend this; it is the least work that its operator
+can be given.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ State = tuple[int, float]
 
 
 def count(state: State | None, value: float) -> tuple[State, State]:
-    """Count one event; returns the new state and what to put out."""
+    """Count one event; return the new state and the output row."""
     n, total = state or (0, 0.0)
-    now = (n + 1, total + value)
-    return now, now
+    new_state = (n + 1, total + value)
+    return new_state, new_state
 
 
 def flat_count(state: State | None, value: float) -> tuple[State, tuple[State]]:
-    """The same, for an operator that may put out several rows."""
-    now, out = count(state, value)
-    return now, (out,)
+    """Count one event, for an operator that may return several output rows."""
+    new_state, out = count(state, value)
+    return new_state, (out,)
 
 
 class Count(op.StatefulBatchLogic[float, State, State]):
@@ -72,18 +73,18 @@ class Count(op.StatefulBatchLogic[float, State, State]):
         self._n, self._total = state or (0, 0.0)
 
     def on_batch(self, values: list[float]) -> tuple[Iterable[State], bool]:
-        """Add events; a row for all of them."""
+        """Add the values of a key's events, and return one output row for all of them."""
         self._n += len(values)
         self._total += sum(values)
         return [(self._n, self._total)], False
 
     def snapshot(self) -> State:
-        """What recovery keeps."""
+        """Return the state that recovery stores."""
         return self._n, self._total
 
 
 class CountSums(op.StatefulBatchLogic[State, State, State]):
-    """Add up counts and sums of one key that were made before."""
+    """Add up the counts and sums of one key that the source has computed."""
 
     __slots__ = ("_n", "_total")
 
@@ -91,14 +92,14 @@ class CountSums(op.StatefulBatchLogic[State, State, State]):
         self._n, self._total = state or (0, 0.0)
 
     def on_batch(self, values: list[State]) -> tuple[Iterable[State], bool]:
-        """Add them; a row for all of them."""
+        """Add counts and sums, and return one output row for all of them."""
         for n, total in values:
             self._n += n
             self._total += total
         return [(self._n, self._total)], False
 
     def snapshot(self) -> State:
-        """What recovery keeps."""
+        """Return the state that recovery stores."""
         return self._n, self._total
 
 
@@ -108,15 +109,15 @@ class CountSums(op.StatefulBatchLogic[State, State, State]):
 class _Batches(StatefulSourcePartition[Any, int]):
     """A worker's share of the files of each batch."""
 
-    def __init__(self, batches: list[list[Path]], start: int, summed: bool, asked: list[float]) -> None:
+    def __init__(self, batches: list[list[Path]], start: int, summed: bool, request_times: list[float]) -> None:
         self._batches = batches
         self._next = start
         self._summed = summed
-        self._asked = asked
+        self._request_times = request_times
 
     def next_batch(self) -> Iterable[Any]:
-        """All events of the next batch."""
-        self._asked.append(time.perf_counter())
+        """Return this worker's events of the next batch, with their keys."""
+        self._request_times.append(time.perf_counter())
         if self._next == len(self._batches):
             raise StopIteration
         files = self._batches[self._next]
@@ -125,37 +126,39 @@ class _Batches(StatefulSourcePartition[Any, int]):
         if self._summed:
             table = table.group_by("key").aggregate([("value", "count"), ("value", "sum")])
             sums = zip(table["value_count"].to_pylist(), table["value_sum"].to_pylist(), strict=True)
-            return list(zip(_names(table), sums, strict=True))
-        return list(zip(_names(table), table["value"].to_pylist(), strict=True))
+            return list(zip(_key_names(table), sums, strict=True))
+        return list(zip(_key_names(table), table["value"].to_pylist(), strict=True))
 
     def snapshot(self) -> int:
-        """Where to go on."""
+        """Return the number of the batch with which a restart continues."""
         return self._next
 
 
-def _names(table: pa.Table) -> list[str]:
-    """Keys must be strings."""
+def _key_names(table: pa.Table) -> list[str]:
+    """Return the keys as strings, because Bytewax accepts no other keys."""
     names: list[str] = pc.cast(table["key"], pa.string()).to_pylist()
     return names
 
 
 class _Source(FixedPartitionedSource[Any, int]):
-    """A partition a worker; each has every so many-th file."""
+    """A source with one partition for each worker; the files of each batch are dealt out to the partitions in turn."""
 
-    def __init__(self, batches: list[list[Path]], workers: int, summed: bool, asked: dict[str, list[float]]) -> None:
+    def __init__(
+        self, batches: list[list[Path]], workers: int, summed: bool, request_times: dict[str, list[float]]
+    ) -> None:
         self._batches = batches
         self._workers = workers
         self._summed = summed
-        self._asked = asked
+        self._request_times = request_times
 
     def list_parts(self) -> list[str]:
-        """All of them: each worker could read each file."""
+        """Return the names of all partitions, because each worker can read every file."""
         return [str(worker) for worker in range(self._workers)]
 
     def build_part(self, step_id: str, for_part: str, resume_state: int | None) -> _Batches:
-        """Open one."""
+        """Open one partition."""
         shares = [files[int(for_part) :: self._workers] for files in self._batches]
-        return _Batches(shares, resume_state or 0, self._summed, self._asked.setdefault(for_part, []))
+        return _Batches(shares, resume_state or 0, self._summed, self._request_times.setdefault(for_part, []))
 
 
 class _Rows(StatelessSinkPartition[Any]):
@@ -164,27 +167,27 @@ class _Rows(StatelessSinkPartition[Any]):
         self._last = last
 
     def write_batch(self, items: list[tuple[str, State]]) -> None:
-        """Keep them."""
+        """Keep the rows, and note the time."""
         self._rows.extend(items)
         self._last[0] = time.perf_counter()
 
 
 class _Sink(DynamicSink[Any]):
-    """Keeps all rows in memory; Spark's drops them, Flink's writes them to files."""
+    """A sink that keeps all rows in memory. (Spark's sink drops the rows, and Flink's writes them to files.)"""
 
     def __init__(self) -> None:
         self.rows: list[list[tuple[str, State]]] = []
-        """By worker."""
+        """The output rows, by worker."""
         self.last = [0.0]
-        """When the last row came."""
+        """The time of the last output row, as the only element."""
 
     def build(self, step_id: str, worker_index: int, worker_count: int) -> _Rows:
-        """For one worker."""
+        """Return the part of the sink for one worker."""
         self.rows.append([])
         return _Rows(self.rows[-1], self.last)
 
 
-def _flow(way: str, source: _Source, sink: _Sink) -> Dataflow:
+def _build_flow(way: str, source: _Source, sink: _Sink) -> Dataflow:
     flow = Dataflow("keyed_count")
     events = op.input("events", flow, source)
     if way == "map":
@@ -201,91 +204,94 @@ def _flow(way: str, source: _Source, sink: _Sink) -> Dataflow:
 
 
 @dataclass(frozen=True)
-class _Left:
-    """What one process left."""
+class _Results:
+    """The results of one process."""
 
-    asked: dict[str, list[float]]
+    request_times: dict[str, list[float]]
     last_row: float
     rows: int
     newest: dict[str, State]
 
 
-def _process(task: Task, way: str, processes: int, threads: int, number: int, addresses: list[str]) -> None:
-    """Be one of the processes of a cluster."""
-    asked: dict[str, list[float]] = {}
+def _run_process(task: Task, way: str, processes: int, threads: int, number: int, addresses: list[str]) -> None:
+    """Run one process of a Bytewax cluster, and write its results to a file."""
+    request_times: dict[str, list[float]] = {}
     sink = _Sink()
-    flow = _flow(way, _Source(task.files(), processes * threads, way == "summed", asked), sink)
+    flow = _build_flow(way, _Source(task.files(), processes * threads, way == "summed", request_times), sink)
     cli_main(
         flow,
         workers_per_process=threads,
         process_id=number if processes > 1 else None,
         addresses=addresses if processes > 1 else None,
         epoch_interval=timedelta(0),
-        # Snapshots that are no longer needed are removed at once: the default.
+        # The default: snapshots that are no longer needed are removed at once.
         recovery_config=RecoveryConfig(task.work / "recovery", timedelta(0)),
     )
     newest: dict[str, State] = {}
     for rows in sink.rows:
         newest.update(rows)
-    left = _Left(asked, sink.last[0], sum(len(rows) for rows in sink.rows), newest)
-    (task.work / f"left-{number}.pickle").write_bytes(pickle.dumps(vars(left)))
+    results = _Results(request_times, sink.last[0], sum(len(rows) for rows in sink.rows), newest)
+    (task.work / f"left-{number}.pickle").write_bytes(pickle.dumps(vars(results)))
 
 
-def _free_addresses(count: int) -> list[str]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in held]
-    for one in held:
+def _find_free_addresses(count: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    for one in sockets:
         one.close()
     return addresses
 
 
-def _stored(recovery: Path) -> dict[str, State]:
-    """The states that a restart would find: the newest snapshot of each key."""
-    found: dict[str, State] = {}
+def _read_stored(recovery: Path) -> dict[str, State]:
+    """Return the newest snapshot of each key, which is the state that a restart would find."""
+    states: dict[str, State] = {}
     for path in sorted(recovery.glob("*.sqlite3")):
         with sqlite3.connect(path) as database:
             rows = database.execute(
                 "SELECT state_key, ser_change, MAX(snap_epoch) FROM snaps "
                 "WHERE step_id NOT LIKE '%.events' GROUP BY step_id, state_key"
             )
-            found.update({key: pickle.loads(state) for key, state, _ in rows})
-    return found
+            states.update({key: pickle.loads(state) for key, state, _ in rows})
+    return states
 
 
 def main() -> int:
-    """Run all processes and put together what they leave."""
-    # A process of the cluster is told its number and the addresses before everything else.
+    """Run all processes of the cluster, and write their combined results."""
+    # The processes of the cluster get their number and the addresses in an additional first argument.
     if len(sys.argv) > 1 and sys.argv[1].startswith(_PROCESS):
-        told = json.loads(sys.argv.pop(1).removeprefix(_PROCESS))
+        process_spec = json.loads(sys.argv.pop(1).removeprefix(_PROCESS))
         task = read_task(VARIANTS)
         way, workers = task.variant.split("-")
         processes, threads = map(int, workers.split("x"))
-        _process(task, way, processes, threads, told["number"], told["addresses"])
+        _run_process(task, way, processes, threads, process_spec["number"], process_spec["addresses"])
         return 0
     task = read_task(VARIANTS, __doc__)
     processes, threads = map(int, task.variant.split("-")[1].split("x"))
     (task.work / "recovery").mkdir()
     init_db_dir(task.work / "recovery", processes * threads)
-    addresses = _free_addresses(processes)
+    addresses = _find_free_addresses(processes)
     running = []
     for number in range(processes):
-        told = _PROCESS + json.dumps({"number": number, "addresses": addresses})
-        running.append(subprocess.Popen([sys.executable, "-m", __spec__.name, told, *task.arguments()]))
+        process_spec = _PROCESS + json.dumps({"number": number, "addresses": addresses})
+        running.append(subprocess.Popen([sys.executable, "-m", __spec__.name, process_spec, *task.arguments()]))
     codes = [one.wait() for one in running]
     if any(codes):
         print(f"processes ended with exit codes {codes}", file=sys.stderr)
         return 1
-    left = [_Left(**pickle.loads((task.work / f"left-{number}.pickle").read_bytes())) for number in range(processes)]
+    results = [
+        _Results(**pickle.loads((task.work / f"left-{number}.pickle").read_bytes())) for number in range(processes)
+    ]
     newest: dict[str, State] = {}
-    for one in left:
+    for one in results:
         newest.update(one.newest)
-    if _stored(task.work / "recovery") != newest:
+    if _read_stored(task.work / "recovery") != newest:
         print("the recovery store does not hold the states that were put out last", file=sys.stderr)
         return 1
-    asked = [times for one in left for times in one.asked.values()]
-    # The clock is one for all processes of a machine. No worker is asked before all are through with a batch.
-    edges = [min(times) for times in zip(*asked, strict=True)]
-    edges[-1] = max(edges[-1], *(one.last_row for one in left))
+    request_times = [times for one in results for times in one.request_times.values()]
+    # All processes of a machine read the same clock, and no worker is asked for a batch until all workers have finished
+    # the last one.
+    edges = [min(times) for times in zip(*request_times, strict=True)]
+    edges[-1] = max(edges[-1], *(one.last_row for one in results))
     leave(
         task,
         [after - before for before, after in pairwise(edges)],
@@ -294,7 +300,7 @@ def main() -> int:
         [total for _, total in newest.values()],
         {
             "durability": "snapshots of each batch in SQLite, write-ahead log",
-            "rows put out": sum(one.rows for one in left),
+            "rows put out": sum(one.rows for one in results),
             "bytes of the recovery store": sum(path.stat().st_size for path in (task.work / "recovery").iterdir()),
             "version": metadata.version("bytewax"),
         },

@@ -1,9 +1,9 @@
-"""Other systems on the running count and sum: stream processors with Python, and the storage engines below them.
+"""The running count and sum in other systems: stream processors with a Python API, and storage engines alone.
 
-All read the same rows from files (Parquet; Flink, whose Python package lacks it, CSV made of them), keep their state on
-the same disk with their own kind of recovery switched on, and must end with the answer of plain pandas. One runs after
-the other, each in a process and an environment of its own. What cannot be run on this machine is left out, and the
-report says why.
+All programs read the same rows from Parquet files; only Flink, whose Python package cannot read Parquet, reads them
+from CSV. All keep their state on the same disk, with their own kind of recovery switched on, and must end with the same
+answer as plain pandas. They run one after the other, each in a separate process, and other stream processors also in
+separate environments. A program that cannot be run on this machine is left out, and the report says why.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ __all__ = ["PROGRAMS", "WORKLOADS", "Program", "Workload", "add_arguments", "mea
 
 _FILES_PER_BATCH = 2
 _LEFT_OUT = "left out"
-# What systems and floors are compared with: the way of ours that calls a function for each key, and the plainest floor.
+# Systems are compared with Arrow state in the API that calls a function for each key, and floors with the simplest
+# floor.
 _OURS = "Arrow state, a function over rows"
 _BASE = "LMDB, an entry a key"
 
@@ -45,13 +46,13 @@ class Workload:
     Parameters
     ----------
     name
-        What it is called in the report.
+        Its name in the report.
     events
-        Events a batch.
+        Number of events of each batch.
     keys
-        Keys that they are drawn from.
+        Number of keys from which the events are drawn.
     small
-        Whether its batches are small: there are more of them then.
+        True if its batches count as small: the benchmark runs more small batches than large ones.
     """
 
     name: str
@@ -62,22 +63,22 @@ class Workload:
 
 @dataclass(frozen=True)
 class Program:
-    """Something that is measured.
+    """A program to measure.
 
     Parameters
     ----------
     name
-        What it is called in the report.
+        Its name in the report.
     module
         Module to run.
     variant
-        Which way of several.
+        Variant of the module to run.
     environment
-        Name of its environment; None for our own.
+        Name of its environment in `ENVIRONMENTS`; None for the environment of this process.
     package
-        What our own environment must have for it.
+        Package that the environment of this process must have for it; None if it needs none.
     slow
-        Whether it is only run when asked for: a slower way of something that another program does.
+        True for a slower variant of another program, which is run only on request.
     """
 
     name: str
@@ -88,12 +89,12 @@ class Program:
     slow: bool = False
 
     def python(self, environments: Path) -> Path:
-        """The interpreter to run it with.
+        """Return the interpreter to run the program with.
 
         Raises
         ------
         PeerUnavailableError
-            When it cannot be run on this machine.
+            If the program cannot be run on this machine.
         """
         if self.environment is not None:
             return ENVIRONMENTS[self.environment].python(environments)
@@ -109,7 +110,8 @@ WORKLOADS = {
         Workload("1,000,000 events of 1,000,000 keys", 1_000_000, 1_000_000),
     )
 }
-# With --quick: programs take most of their time to start, and Flink's Python for its events.
+# The workload of --quick. It is this small because Flink's Python takes long for each event. The other programs take
+# most of their time to start.
 _QUICK = Workload("20,000 events of 10,000 keys", 20_000, 10_000)
 
 
@@ -133,7 +135,7 @@ def _floor(name: str, variant: str) -> Program:
     return Program(name, "benchmarks.floors", variant, package=PACKAGES[variant])
 
 
-# Two processes were the fastest on two cores throughout; the slow ones are how that is known.
+# On two cores two processes were the fastest in all cases. The slow programs are there to show this.
 PROGRAMS = (
     _spark("Arrow state, a function over Arrow tables", "arrow"),
     _spark(_OURS, "rows"),
@@ -165,39 +167,48 @@ _FLOORS = frozenset(program.name for program in PROGRAMS if program.module == "b
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line."""
-    # A JVM, Spark's or Flink's, goes on compiling for some seconds of work, which large batches do in their first.
+    # The JVMs of Spark and Flink continue to compile for some seconds of work. One large batch is enough for this, and
+    # several small batches are needed.
     parser.add_argument(
-        "--small-batches", type=int, default=20, metavar="N", help="small batches; the first is a warm-up"
+        "--small-batches", type=int, default=20, metavar="N", help="number of small batches; the first is a warm-up"
     )
-    parser.add_argument("--batches", type=int, default=6, metavar="N", help="large batches, the same")
-    parser.add_argument("--quick", action="store_true", help="a fifth of the small workload, and three batches")
-    parser.add_argument("--workload", choices=sorted(WORKLOADS), default=None, help="one workload only")
+    parser.add_argument(
+        "--batches", type=int, default=6, metavar="N", help="number of large batches; the first is a warm-up"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="three batches; without --workload, only a fifth of the small workload"
+    )
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default=None, help="run only this workload")
     parser.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="TEXT",
-        help="programs whose names begin so, the slower ways included; repeatable",
+        help="run only programs whose names begin with TEXT, including the slower ones; may be repeated",
     )
-    parser.add_argument("--all", action="store_true", help="every program, the slower ways of each system included")
+    parser.add_argument(
+        "--all", action="store_true", help="run all programs, including the slower variants of each system"
+    )
     parser.add_argument("--seed", type=int, default=7, metavar="N", help="seed of the events")
     parser.add_argument(
         "--environments", type=Path, default=FOLDER, metavar="DIR", help="folder of the peers' environments"
     )
-    parser.add_argument("--timeout", type=float, default=1800.0, metavar="S", help="seconds for one program at most")
+    parser.add_argument(
+        "--timeout", type=float, default=1800.0, metavar="S", help="longest time for one program, in seconds"
+    )
 
 
 def run(options: argparse.Namespace, work: Path) -> Report:
-    """Run it.
+    """Run the benchmark with the options of the command line.
 
     Raises
     ------
     BenchmarkError
-        When an answer is wrong.
+        If an option is wrong, or if a program's answer is.
     """
     small, large = (3, 3) if options.quick else (options.small_batches, options.batches)
     if min(small, large) < 2:
-        raise BenchmarkError("--batches and --small-batches must be at least 2: the first is not counted")
+        raise BenchmarkError("--batches and --small-batches must be at least 2, because the first batch is not counted")
     if options.workload is not None:
         workloads = [WORKLOADS[options.workload]]
     else:
@@ -207,7 +218,9 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     else:
         programs = [one for one in PROGRAMS if options.all or not one.slow]
     if not programs:
-        raise BenchmarkError(f"no program's name begins with {' or '.join(options.only)}: see benchmarks.peers.compare")
+        raise BenchmarkError(
+            f"no program's name begins with {' or '.join(options.only)}: see PROGRAMS in benchmarks.peers.compare"
+        )
     report = _Report(
         "peers",
         {
@@ -242,53 +255,56 @@ def measure(
     environments: Path = FOLDER,
     timeout_s: float = 1800.0,
 ) -> dict[str, float]:
-    """Measure programs on one workload, on the same files.
+    """Measure programs on the same files of one workload.
 
     Parameters
     ----------
     report
-        Report to note times, checks and what was left out in.
+        Report to add times, checks, ratios and the programs that were left out to.
     workload
         Events to count.
     work
-        Folder to work in; made.
+        Folder to work in; created if it is missing.
     batches
-        How many batches; the first is not counted.
+        Number of batches; the first is not counted.
     programs
-        What to measure, one after the other.
+        Programs to measure, one after the other.
     seed
         Seed of the events.
     environments
         Folder of the peers' environments.
     timeout_s
-        Seconds for one program at most.
+        Longest time for one program, in seconds.
 
     Returns
     -------
     dict of str to float
-        Median seconds of a batch, by program; without those that were left out.
+        Median seconds of a batch, by program, without the programs that were left out.
 
     Raises
     ------
     BenchmarkError
-        When an answer is wrong.
+        If a program's answer is wrong.
     """
     frames = event_batches(batches, workload.events, workload.keys, seed)
     write_batches(
         work / "batches", [pa.Table.from_pandas(frame, preserve_index=False) for frame in frames], _FILES_PER_BATCH
     )
-    right = expected(frames)
+    expected_answer = expected(frames)
     del frames
     medians: dict[str, float] = {}
     for program in programs:
         name = f"{program.name}: {workload.name}"
         try:
-            seconds, details, answer = _measured(program, work, environments, timeout_s)
+            seconds, details, answer = _run_program(program, work, environments, timeout_s)
         except PeerUnavailableError as error:
             report.details.setdefault(_LEFT_OUT, {})[name] = str(error)
             print(f"{name}: left out: {error}", file=sys.stderr, flush=True)
             continue
-        report.check(f"{name}: final count and sum of {len(right)} keys equal plain pandas", same_answer(answer, right))
+        report.check(
+            f"{name}: final count and sum of {len(expected_answer)} keys equal plain pandas",
+            same_answer(answer, expected_answer),
+        )
         medians[program.name] = report.timing(name, seconds[1:])
         report.details[name] = {"seconds of the first batch": seconds[0], **details}
         print(f"{name}: {', '.join(f'{one:.3f}' for one in seconds)} s", file=sys.stderr, flush=True)
@@ -302,30 +318,30 @@ def measure(
     return medians
 
 
-def _measured(
+def _run_program(
     program: Program, work: Path, environments: Path, timeout_s: float
 ) -> tuple[list[float], dict[str, Any], pd.DataFrame]:
-    """Run one program; returns the seconds of each batch, its details, and its answer."""
+    """Run one program; return the seconds of each batch, the details, and the answer."""
     python = program.python(environments)
     folder = work / "program"
     (folder / "work").mkdir(parents=True)
     task = Task(
         work / "batches", folder / "work", folder / "result.json", folder / "answer.parquet", variant=program.variant
     )
-    # What is set for this Python, or for the Spark beside it, is not for another.
-    outside = ("VIRTUAL_ENV", "PYTHONHOME", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "SPARK_HOME", "FLINK_HOME")
-    environment = {name: value for name, value in os.environ.items() if name not in outside}
+    # These variables may be set for this Python and its Spark, and would mislead another Python.
+    excluded = ("VIRTUAL_ENV", "PYTHONHOME", "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "SPARK_HOME", "FLINK_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in excluded}
     environment["PYTHONPATH"] = str(ROOT)
     log = folder / "log"
-    with log.open("wb") as into:
+    with log.open("wb") as log_file:
         process = subprocess.Popen(
             [str(python), "-m", program.module, *task.arguments()],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=into,
+            stdout=log_file,
             stderr=subprocess.STDOUT,
-            # A group of its own: what it starts can be ended with it.
+            # A separate process group, so that the processes that the program starts can be killed with it.
             start_new_session=True,
         )
         try:
@@ -333,21 +349,21 @@ def _measured(
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            _end(process)
+            _kill(process)
     try:
         if code is None:
             raise PeerUnavailableError(f"it was not done after {timeout_s:.0f} s")
         if code != 0:
-            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] or ["no word"]
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] or ["no output"]
             raise PeerUnavailableError(f"it ended with exit code {code}: {lines[-1].strip()}")
-        told = json.loads(task.result.read_text())
-        return told["seconds"], told["details"], pd.read_parquet(task.answer)
+        measured = json.loads(task.result.read_text())
+        return measured["seconds"], measured["details"], pd.read_parquet(task.answer)
     finally:
         shutil.rmtree(folder)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a program and all that it started and has not ended."""
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a program and all processes of its group that are still running."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -356,9 +372,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class _Report(Report):
-    """A report whose table says what was left out."""
+    """A report whose table also lists the programs that were left out."""
 
     def table(self) -> str:
-        """The result as text."""
+        """Return the report as text."""
         left_out = self.details.get(_LEFT_OUT, {})
-        return "\n".join([super().table(), "", *(f"left out: {name}: {why}" for name, why in left_out.items())])
+        return "\n".join([super().table(), "", *(f"left out: {name}: {reason}" for name, reason in left_out.items())])

@@ -1,7 +1,8 @@
-"""An environment for each peer: their packages want versions that exclude each other, and ours.
+"""An environment for each peer, because the peers and this package need versions of packages that exclude each other.
 
-Each is made once, from PyPI with pip, in a folder of its own (``.peers/NAME``), and made anew when its requirements
-change. Where that is not possible, `PeerUnavailableError` says why, and the peer is left out with that reason.
+Each environment is created once, by pip from PyPI, in the folder ``.peers/NAME``, and created again when its
+requirements change. If it cannot be created, `PeerUnavailableError` says why, and the report leaves the peer out and
+gives this reason.
 """
 
 from __future__ import annotations
@@ -25,28 +26,29 @@ FOLDER = ROOT / ".peers"
 _STAMP = "peer.json"
 _INSTALL_TIMEOUT_S = 1800
 _VERSION_PROBE = "import sys; print('%d.%d' % sys.version_info[:2])"
-# Trying takes minutes, and what could not be made is not tried again for each way of a peer.
+# By name, the error of each environment that could not be created. An attempt takes minutes, so the other variants of a
+# peer do not try again.
 _FAILED: dict[str, str] = {}
 
 
 class PeerUnavailableError(BenchmarkError):
-    """A peer cannot be run on this machine; the text says why."""
+    """A peer cannot be run on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a peer is installed in.
+    """A virtual environment that a peer is installed in.
 
     Parameters
     ----------
     name
         Name of its folder.
     requirements
-        Packages, pinned.
+        Pinned packages.
     pythons
-        Minor versions of Python 3 that its packages have wheels for, the preferred first.
+        Minor versions of Python 3 for which its packages have wheels, the preferred one first.
     java
-        Releases of Java it runs on; none when it needs no Java.
+        Releases of Java that the peer runs on; empty if it needs no Java.
     """
 
     name: str
@@ -55,7 +57,7 @@ class Environment:
     java: tuple[int, ...] = ()
 
     def python(self, folder: Path = FOLDER) -> Path:
-        """Return its interpreter; makes it when it is not there or not as it should be.
+        """Return the interpreter of the environment; create the environment if it is missing or out of date.
 
         Parameters
         ----------
@@ -65,61 +67,65 @@ class Environment:
         Raises
         ------
         PeerUnavailableError
-            When it cannot be made.
+            If the environment cannot be created, now or earlier in this process, or if there is no suitable Java.
         """
         if self.name in _FAILED:
             raise PeerUnavailableError(_FAILED[self.name])
         try:
-            return self._made(folder)
+            return self._make(folder)
         except PeerUnavailableError as error:
             _FAILED[self.name] = str(error)
             raise
 
-    def _made(self, folder: Path) -> Path:
+    def _make(self, folder: Path) -> Path:
         self._check_java()
-        at = (folder / self.name).absolute()
-        python = at / "bin" / "python"
-        stamp = at / _STAMP
-        # Written last: an environment that is half made has none.
-        if stamp.exists() and json.loads(stamp.read_text()) == self._wanted() and _minor(str(python)) in self.pythons:
+        target = (folder / self.name).absolute()
+        python = target / "bin" / "python"
+        stamp = target / _STAMP
+        # The stamp is written last, so an incomplete environment has none.
+        if (
+            stamp.exists()
+            and json.loads(stamp.read_text()) == self._make_stamp()
+            and _read_minor(str(python)) in self.pythons
+        ):
             return python
-        shutil.rmtree(at, ignore_errors=True)
-        base = self._base()
-        print(f"Making {at}: {', '.join(self.requirements)}", file=sys.stderr, flush=True)
-        # Without pip, which Debian's Python could not put there; this Python's own installs into it.
-        self._run([base, "-m", "venv", "--without-pip", str(at)])
+        shutil.rmtree(target, ignore_errors=True)
+        base = self._find_base()
+        print(f"Creating {target}: {', '.join(self.requirements)}", file=sys.stderr, flush=True)
+        # Debian's Python may come without ensurepip, so the pip of the running Python installs the packages.
+        self._run([base, "-m", "venv", "--without-pip", str(target)])
         pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--disable-pip-version-check"]
         self._run([*pip, *self.requirements])
-        stamp.write_text(json.dumps(self._wanted()) + "\n")
+        stamp.write_text(json.dumps(self._make_stamp()) + "\n")
         return python
 
-    def _wanted(self) -> dict[str, list[str]]:
+    def _make_stamp(self) -> dict[str, list[str]]:
         return {"requirements": list(self.requirements)}
 
-    def _base(self) -> str:
-        """An interpreter to make it from."""
+    def _find_base(self) -> str:
+        """Return an interpreter to create the environment with."""
         for minor in self.pythons:
-            for candidate in _candidates(minor):
-                if _minor(candidate) == minor:
+            for candidate in _list_candidates(minor):
+                if _read_minor(candidate) == minor:
                     return candidate
         versions = ", ".join(f"3.{minor}" for minor in self.pythons)
         raise PeerUnavailableError(
-            f"{self.name} has packages for Python {versions}, and none of these is this Python, on PATH, in /usr/bin "
-            "or among pyenv's versions"
+            f"{self.name} has packages for Python {versions}, and none of these versions is the running Python, on "
+            "PATH, in /usr/bin or among pyenv's versions: install one of them"
         )
 
     def _check_java(self) -> None:
         if not self.java:
             return
-        told = java_version()
-        found = re.search(r'version "(?:1\.)?(\d+)', told) if told else None
-        if found is None or int(found[1]) not in self.java:
+        answer = java_version()
+        match = re.search(r'version "(?:1\.)?(\d+)', answer) if answer else None
+        if match is None or int(match[1]) not in self.java:
             releases = ", ".join(map(str, self.java))
-            raise PeerUnavailableError(f"{self.name} runs on Java {releases}; here is {told or 'none'}")
+            raise PeerUnavailableError(f"{self.name} runs on Java {releases}; here is {answer or 'none'}")
 
     def _run(self, command: list[str]) -> None:
         try:
-            done = subprocess.run(
+            result = subprocess.run(
                 command,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -129,25 +135,27 @@ class Environment:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise PeerUnavailableError(f"its environment could not be made: {error}") from error
-        if done.returncode != 0:
-            errors = [line for line in done.stdout.splitlines() if line.startswith("ERROR")] or done.stdout.splitlines()
+        if result.returncode != 0:
+            errors = [
+                line for line in result.stdout.splitlines() if line.startswith("ERROR")
+            ] or result.stdout.splitlines()
             raise PeerUnavailableError(
-                f"its environment could not be made: {' '.join(command)} ended with exit code {done.returncode}: "
+                f"its environment could not be made: {' '.join(command)} ended with exit code {result.returncode}: "
                 f"{'; '.join(errors[-3:])}"
             )
 
 
-def _minor(python: str) -> int | None:
-    """The minor version of an interpreter; None when it does not run."""
+def _read_minor(python: str) -> int | None:
+    """Return the minor version of an interpreter, or None if it does not run."""
     try:
-        told = subprocess.run([python, "-c", _VERSION_PROBE], capture_output=True, text=True, check=True, timeout=60)
+        answer = subprocess.run([python, "-c", _VERSION_PROBE], capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return None
-    return int(told.stdout.strip().removeprefix("3."))
+    return int(answer.stdout.strip().removeprefix("3."))
 
 
-def _candidates(minor: int) -> Iterator[str]:
-    """Where an interpreter of a version may be."""
+def _list_candidates(minor: int) -> Iterator[str]:
+    """Iterate over the places where an interpreter of a minor version may be."""
     name = f"python3.{minor}"
     if sys.version_info[1] == minor:
         yield sys.executable
@@ -161,7 +169,7 @@ ENVIRONMENTS = {
     environment.name: environment
     for environment in (
         Environment("bytewax", ("bytewax==0.21.1", "pyarrow==26.0.1", "numpy==2.4.6"), (11, 12)),
-        # It pins PyArrow and NumPy itself.
+        # apache-flink itself pins PyArrow and NumPy.
         Environment("flink", ("apache-flink==2.3.0", "pyarrow==16.1.0", "numpy==2.1.3"), (11, 12, 10), (17, 21, 11)),
         Environment("quix", ("quixstreams==3.28.1", "pyarrow==26.0.1", "numpy==2.4.6"), (11, 12, 13)),
     )

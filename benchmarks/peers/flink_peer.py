@@ -1,15 +1,16 @@
-"""PyFlink: the running count and sum with RocksDB state and checkpoints, in SQL and as a Python function.
+"""The running count and sum in PyFlink, with RocksDB state and checkpoints, in SQL and as a Python function.
 
-``sql`` and ``sql-minibatch`` are `GROUP BY` in Flink's own Java: no Python takes part. ``python`` is the like of our
-job: a `KeyedProcessFunction` in Python with a `ValueState`, run by Flink in Python processes beside the JVM;
-``python-thread`` runs it in threads of the JVM's own Python.
+``sql`` and ``sql-minibatch`` are `GROUP BY` in Flink's JVM, without any Python. ``python`` corresponds to our job: a
+`KeyedProcessFunction` in Python with a `ValueState`, which Flink runs in Python processes next to the JVM.
+``python-thread`` runs the same function in threads of a Python inside the JVM.
 
-Flink has no batches: it reads all files as one bounded stream. The rows that come out carry the time they were made at,
-so when a batch's worth of events was counted is known afterwards. What is reported is the time from the end of the
-first batch's worth to the last row, over the number of the other batches: start-up is not in it. Checkpoints are taken
-about as often as there are batches; rows do not wait for them.
+Flink has no batches: it reads all files as one bounded stream. Each output row has the time at which it was made. From
+these times we compute when Flink had counted as many events as the first batch has. The reported time is the time from
+then to the last row, divided by the number of the other batches, so it does not include the start of the job. There
+are about as many checkpoints as batches; rows do not wait for them.
 
-The pip package cannot read parquet (that takes a jar from Maven), so the files are written as CSV before the clock.
+The pip package cannot read Parquet, which needs a jar from Maven. So the files are converted to CSV before time is
+measured.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from benchmarks.peers.protocol import Task, leave, read_task
 VARIANTS = ("sql", "sql-minibatch", "python", "python-thread")
 _PARALLELISM = 2
 _KEYS_AT_MOST = 10_000_000
-# About one checkpoint a batch, at the speeds that this comes to on a small machine.
+# Events a second on a small machine, about. They determine a checkpoint interval of about one batch.
 _EVENTS_A_SECOND = {"sql": 100_000, "sql-minibatch": 100_000, "python": 10_000, "python-thread": 10_000}
 
 
@@ -51,7 +52,7 @@ class Count(KeyedProcessFunction):
     """Count a key's events and add up their values."""
 
     def open(self, runtime_context: RuntimeContext) -> None:
-        """Get the state."""
+        """Get the handle of the state."""
         self._state = runtime_context.get_state(
             ValueStateDescriptor("count", Types.TUPLE([Types.LONG(), Types.DOUBLE()]))
         )
@@ -65,17 +66,17 @@ class Count(KeyedProcessFunction):
         yield Row(value[0], n, total, time.time_ns() // 1_000_000)
 
 
-def _key(row: Row) -> int:
+def _get_key(row: Row) -> int:
     key: int = row[0]
     return key
 
 
-def _configuration(task: Task, events: int) -> Configuration:
+def _make_configuration(task: Task, events: int) -> Configuration:
     checkpoint_ms = 1000 * events // _EVENTS_A_SECOND[task.variant]
     settings = {
         "parallelism.default": str(_PARALLELISM),
         "state.backend.type": "rocksdb",
-        # Otherwise a job that fails is tried forever.
+        # By default Flink restarts a failed job forever.
         "restart-strategy.type": "none",
         "execution.checkpointing.interval": f"{checkpoint_ms} ms",
         "execution.checkpointing.incremental": "true",
@@ -94,12 +95,13 @@ def _configuration(task: Task, events: int) -> Configuration:
     if task.variant.startswith("python"):
         settings |= {
             "python.execution-mode": "thread" if task.variant.endswith("thread") else "process",
-            # Python reads states of keys it has not in its cache, and writes at the end of a bundle, with a call each:
-            # bundles of a batch and a cache for all keys are faster on this job than the defaults (1,000 both, 1 s).
+            # Python makes a call for each state that is not in its cache, and for each state that it writes at the end
+            # of a bundle. So bundles as large as a batch and a cache for all keys are faster for this job than the
+            # defaults (1,000 for both, and 1 s).
             "python.fn-execution.bundle.size": str(events),
             "python.fn-execution.bundle.time": str(checkpoint_ms),
             "python.state.cache-size": str(_KEYS_AT_MOST),
-            # Threads run the Python that the environment was made from, without its packages.
+            # Threads run the Python that the environment was created from, which does not have its packages.
             "python.pythonpath": sysconfig.get_path("purelib"),
         }
     configuration = Configuration()
@@ -108,8 +110,8 @@ def _configuration(task: Task, events: int) -> Configuration:
     return configuration
 
 
-def _counted(task: Task, environment: StreamExecutionEnvironment, csv: Path) -> DataStream:
-    """The job up to its rows: key, n, total, milliseconds since 1970."""
+def _build_job(task: Task, environment: StreamExecutionEnvironment, csv: Path) -> DataStream:
+    """Build the job up to its output rows: key, n, total, and the time of the row in milliseconds since 1970."""
     tables = StreamTableEnvironment.create(environment)
     tables.execute_sql(
         "CREATE TABLE events (`key` BIGINT NOT NULL, `value` DOUBLE NOT NULL) "
@@ -118,7 +120,7 @@ def _counted(task: Task, environment: StreamExecutionEnvironment, csv: Path) -> 
     if task.variant.startswith("python"):
         events = tables.to_data_stream(tables.from_path("events"))
         row = Types.ROW([Types.LONG(), Types.LONG(), Types.DOUBLE(), Types.LONG()])
-        return events.key_by(_key, key_type=Types.LONG()).process(Count(), output_type=row)
+        return events.key_by(_get_key, key_type=Types.LONG()).process(Count(), output_type=row)
     counted = tables.sql_query(
         "SELECT `key`, n, total, CURRENT_ROW_TIMESTAMP() AS made FROM "
         "(SELECT `key`, COUNT(*) AS n, SUM(`value`) AS total FROM events GROUP BY `key`)"
@@ -135,8 +137,8 @@ def _counted(task: Task, environment: StreamExecutionEnvironment, csv: Path) -> 
     return tables.to_changelog_stream(counted, schema, ChangelogMode.upsert())
 
 
-def _as_csv(task: Task, folder: Path) -> list[int]:
-    """Write the batches as CSV; returns the events of each."""
+def _write_csv(task: Task, folder: Path) -> list[int]:
+    """Write the batches as CSV; return the number of events of each."""
     folder.mkdir()
     events = []
     for number, files in enumerate(task.files()):
@@ -150,8 +152,8 @@ def _as_csv(task: Task, folder: Path) -> list[int]:
 _ROW = re.compile(rb"\+[IU]\[(-?\d+), (\d+), ([-\d.E]+), ([^\]]+)\]")
 
 
-def _rows(folder: Path) -> pa.Table:
-    """The rows that were put out, of files that Flink has made final."""
+def _read_rows(folder: Path) -> pa.Table:
+    """Return the output rows in all files that Flink has finished."""
     columns: dict[str, list[Any]] = {"key": [], "n": [], "total": [], "ms": []}
     for path in sorted(folder.rglob("part-*")):
         if path.name.startswith("."):
@@ -160,18 +162,18 @@ def _rows(folder: Path) -> pa.Table:
             columns["key"].append(int(key))
             columns["n"].append(int(n))
             columns["total"].append(float(total))
-            columns["ms"].append(_milliseconds(made.decode()))
+            columns["ms"].append(_parse_milliseconds(made.decode()))
     return pa.table(columns)
 
 
-def _milliseconds(made: str) -> int:
+def _parse_milliseconds(made: str) -> int:
     if made.isdigit():
         return int(made)
     return round(1000 * datetime.datetime.fromisoformat(made.replace("Z", "+00:00")).timestamp())
 
 
-def _edges(rows: pa.Table, events: int) -> tuple[float, float]:
-    """Seconds since 1970 when that many events had been counted, and of the last row."""
+def _find_edges(rows: pa.Table, events: int) -> tuple[float, float]:
+    """Return when the first `events` events had been counted and when the last row was made, in seconds since 1970."""
     key, n, ms = (rows[name].to_numpy() for name in ("key", "n", "ms"))
     order = np.lexsort((n, key))
     key, n, ms = key[order], n[order], ms[order]
@@ -183,7 +185,7 @@ def _edges(rows: pa.Table, events: int) -> tuple[float, float]:
 
 
 class _Checkpoints:
-    """Watches how many checkpoints are completed; Flink removes all but the newest, and that at the end."""
+    """Watches, in a thread, for the newest completed checkpoint. When the job ends, Flink removes all checkpoints."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -198,36 +200,36 @@ class _Checkpoints:
                 self.newest = max(self.newest, int(path.parent.name.removeprefix("chk-")))
 
     def stop(self) -> int:
-        """Returns the number of the newest one."""
+        """Stop watching; return the number of the newest completed checkpoint."""
         self._stopping.set()
         self._thread.join()
         return self.newest
 
 
 def main() -> int:
-    """Run the job and read what it put out."""
+    """Run the job, and write the times and the final state that its output rows show."""
     task = read_task(VARIANTS, __doc__)
     csv, out = task.work / "csv", task.work / "rows"
-    events = _as_csv(task, csv)
+    events = _write_csv(task, csv)
     (task.work / "local").mkdir()
     os.environ["FLINK_LOG_DIR"] = str(task.work)
-    # Without this a local job's Python runs in threads of this process, where they share a lock.
+    # Without this the Python of a local job runs in threads of this process, which share one global interpreter lock.
     os.environ["_python_worker_execution_mode"] = "process"  # noqa: SIM112, Flink's own spelling
-    environment = StreamExecutionEnvironment.get_execution_environment(_configuration(task, events[0]))
+    environment = StreamExecutionEnvironment.get_execution_environment(_make_configuration(task, events[0]))
     sink = FileSink.for_row_format(str(out), Encoder.simple_string_encoder()).build()
-    _counted(task, environment, csv).sink_to(sink)
+    _build_job(task, environment, csv).sink_to(sink)
     checkpoints = _Checkpoints(task.work / "checkpoints")
     start = time.time()
     environment.execute("keyed_count")
     completed = checkpoints.stop()
-    rows = _rows(out)
-    first, last = _edges(rows, events[0])
+    rows = _read_rows(out)
+    first, last = _find_edges(rows, events[0])
     final = rows.group_by("key").aggregate([("n", "max")]).rename_columns(["key", "n"])
-    # The row of a key with its greatest count is the last.
+    # The row of a key with the highest count is its last row.
     final = final.join(rows.select(["key", "n", "total"]), ["key", "n"])
     leave(
         task,
-        # The first is with start-up; the second stands for all others.
+        # The first time includes the start of the job; the second is the mean of all other batches.
         [first - start, (last - first) / (len(events) - 1)],
         final["key"].to_numpy(),
         final["n"].to_numpy(),

@@ -1,8 +1,8 @@
-"""What a measured program is told, and what it leaves behind.
+"""How a measured program gets its task and hands over its results.
 
-Peers and floors are programs of their own, so that none pays for the memory or the threads of another. Each gets a
-folder of batches and a folder to work in, and leaves a JSON file with its times and a parquet file with its state.
-This module runs in every peer's Python: it may import what all of those have, PyArrow and NumPy, and nothing else.
+Peers and floors are separate programs, so that none pays for the memory or the threads of another. Each gets a folder
+of batches and a folder to work in, and writes a JSON file with its times and a Parquet file with its final state. This
+module runs in the Python of every peer, so the only packages that it may import are PyArrow and NumPy.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _BATCH, _PART = "batch-{:05d}", "part-{:05d}.parquet"
 
 @dataclass(frozen=True)
 class Task:
-    """What a program is told.
+    """The task of a measured program.
 
     Parameters
     ----------
     batches
-        Folder of batches, as `write_batches` makes it.
+        Folder of batches that `write_batches` has written.
     work
-        Folder for its state and whatever else it keeps; empty, and on the disk that is measured.
+        Empty folder for the program's state and temporary files, on the disk that is measured.
     result
-        JSON file to write.
+        JSON file to write: the times and details.
     answer
-        Parquet file to write.
+        Parquet file to write: the final state of each key.
     variant
-        Which way of several.
+        The variant of the program to run.
     """
 
     batches: Path
@@ -49,17 +49,17 @@ class Task:
     variant: str
 
     def files(self) -> list[list[Path]]:
-        """The files of each batch."""
+        """Return the files of each batch."""
         return [sorted(folder.glob("*.parquet")) for folder in sorted(self.batches.iterdir())]
 
     def arguments(self) -> list[str]:
-        """The command line that `read_task` understands."""
-        named = {"--batches": self.batches, "--work": self.work, "--result": self.result, "--answer": self.answer}
-        return [self.variant, *(word for name, path in named.items() for word in (name, str(path)))]
+        """Return the command line that `read_task` parses."""
+        paths = {"--batches": self.batches, "--work": self.work, "--result": self.result, "--answer": self.answer}
+        return [self.variant, *(word for name, path in paths.items() for word in (name, str(path)))]
 
 
 def read_task(variants: Sequence[str], description: str | None = None) -> Task:
-    """Read the command line of a program that knows these variants."""
+    """Parse the command line of a program that has the given variants."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("variant", choices=variants)
     for name in ("batches", "work", "result", "answer"):
@@ -68,23 +68,25 @@ def read_task(variants: Sequence[str], description: str | None = None) -> Task:
 
 
 def write_batches(folder: Path, batches: Sequence[pa.Table], files: int) -> None:
-    """Write each batch as a folder of equally large parquet files, uncompressed.
+    """Write each batch as a folder of equally large, uncompressed Parquet files.
 
     Parameters
     ----------
     folder
-        Folder to make.
+        Folder to create, with one folder in it for each batch.
     batches
         The batches: ``key`` (int64) and ``value`` (double).
     files
-        Files a batch.
+        Number of files of each batch.
     """
     for number, table in enumerate(batches):
-        into = folder / _BATCH.format(number)
-        into.mkdir(parents=True)
-        step = -(-table.num_rows // files)
+        batch_folder = folder / _BATCH.format(number)
+        batch_folder.mkdir(parents=True)
+        rows_per_file = -(-table.num_rows // files)
         for part in range(files):
-            pq.write_table(table.slice(part * step, step), into / _PART.format(part), compression="none")
+            pq.write_table(
+                table.slice(part * rows_per_file, rows_per_file), batch_folder / _PART.format(part), compression="none"
+            )
 
 
 def leave(
@@ -95,18 +97,18 @@ def leave(
     total: Sequence[float] | np.ndarray[Any, Any],
     details: Mapping[str, Any],
 ) -> None:
-    """Write what was measured.
+    """Write the times and the final state of a program.
 
     Parameters
     ----------
     task
-        What the program was told.
+        The task of the program.
     seconds
-        Seconds of each batch, the first included.
+        Seconds of each batch, including the first.
     keys, n, total
-        The state of each key at the end, in any order.
+        The keys, and the final count and sum of each, in any order.
     details
-        More to note in the report, as JSON values: durability, rows put out, versions.
+        JSON values to add to the report, such as durability, number of output rows and versions.
     """
     order = np.argsort(np.asarray(keys, dtype=np.int64))
     columns = {
@@ -115,5 +117,5 @@ def leave(
         "total": np.asarray(total, dtype=np.float64)[order],
     }
     pq.write_table(pa.table(columns), task.answer, compression="none")
-    told = {"seconds": list(seconds), "details": {**details, "python": platform.python_version()}}
-    task.result.write_text(json.dumps(told, indent=1) + "\n")
+    measured = {"seconds": list(seconds), "details": {**details, "python": platform.python_version()}}
+    task.result.write_text(json.dumps(measured, indent=1) + "\n")

@@ -1,13 +1,14 @@
-"""Quix Streams' state store: the running count and sum in its RocksDB, written as its Application writes it.
+"""The running count and sum in the state store of Quix Streams, which is RocksDB, written as its Application does.
 
-An Application takes its events from a Kafka broker, which is not part of this: the events come from the files, and what
-is measured is `State` within one transaction of the store for each checkpoint, prepared and flushed after each batch,
-as `Application(commit_every=...)` does it. Without a broker there is no changelog topic, so this is less than what
-an Application does. Its default options: JSON for values, RocksDB's write-ahead log without fsync.
+An Application reads its events from a Kafka broker. This benchmark has no broker and reads them from files. It measures
+`State` in one transaction of the store for each batch, which is prepared and flushed after the batch, as
+`Application(commit_every=...)` does for each checkpoint. Without a broker there is no changelog topic, so this is less
+work than an Application does. The store has its default options: JSON for values, and RocksDB's write-ahead log without
+fsync.
 
-A variant is a way to count and a number of processes: ``events-2`` counts event by event, as functions of an
-Application do, in two processes with a partition of the keys each. ``summed`` has the values of each key added up with
-Arrow first, so that each key is read and written once a batch: the least that this store must be given.
+A variant is a way to count and a number of processes. ``events-2`` counts event by event, as functions of an
+Application do, in two processes with one partition of the keys each. ``summed`` first adds up the values of each key
+with Arrow, so that each key is read and written only once in a batch: the least work that the store can be given.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ Row = tuple[bytes, int, float]
 
 
 def _key_bytes(keys: npt.NDArray[np.int64]) -> list[bytes]:
-    """Keys as they come from Kafka: bytes."""
-    # A void view is the fastest way to many small bytes objects, and keeps trailing zeros.
-    parts: list[bytes] = keys.astype(">i8").view(np.dtype((np.void, 8))).tolist()
-    return parts
+    """Return keys as bytes, the form in which Kafka delivers them."""
+    # A void view is the fastest way to create many small bytes objects, and it keeps trailing zeros.
+    key_bytes: list[bytes] = keys.astype(">i8").view(np.dtype((np.void, 8))).tolist()
+    return key_bytes
 
 
-def _batch(store: Any, partition: int, table: pa.Table, summed: bool) -> list[Row]:
-    """Process one batch and flush its checkpoint; returns the rows to put out."""
+def _process_batch(store: Any, partition: int, table: pa.Table, summed: bool) -> list[Row]:
+    """Process one batch and flush its transaction; return the output rows."""
     rows: list[Row] = []
     transaction = store.start_partition_transaction(partition)
     if summed:
@@ -65,74 +66,74 @@ def _batch(store: Any, partition: int, table: pa.Table, summed: bool) -> list[Ro
     return rows
 
 
-def _partition(task: Task, partition: int, partitions: int, barrier: Barrier, results: Any) -> None:
-    """Process one partition of every batch; its times and its final states go to `results`."""
+def _process_partition(task: Task, partition: int, partitions: int, barrier: Barrier, results: Any) -> None:
+    """Process one partition of every batch, and put its times and final states into `results`."""
     store = RocksDBStore(name="default", stream_id="events", base_dir=str(task.work / "state"))
     store.assign_partition(partition)
     edges: list[tuple[float, float]] = []
-    put_out = 0
+    output_rows = 0
     keys: set[bytes] = set()
     for files in task.files():
         barrier.wait(_TIMEOUT_S)
         start = time.perf_counter()
         table = pa.concat_tables([pq.read_table(path) for path in files])
         if partitions > 1:
-            # Kafka's producer would have done that: only the own events are read from a topic.
+            # Kafka's producer would have partitioned the events, and each process would read only its partition.
             table = table.filter(pa.array(table["key"].to_numpy() % partitions == partition))
-        rows = _batch(store, partition, table, task.variant.startswith("summed"))
+        rows = _process_batch(store, partition, table, task.variant.startswith("summed"))
         edges.append((start, time.perf_counter()))
-        put_out += len(rows)
+        output_rows += len(rows)
         keys.update(key for key, _, _ in rows)
     store.close()
-    # Opened again: what is there now is what a restart finds.
+    # The store is opened again to read the states that a restart would find.
     store.assign_partition(partition)
     transaction = store.start_partition_transaction(partition)
     states = [transaction.as_state(prefix=key).get(_STATE) for key in keys]
     store.close()
-    plain = [int.from_bytes(key, "big", signed=True) for key in keys]
-    results.put((edges, put_out, plain, [n for n, _ in states], [total for _, total in states]))
+    int_keys = [int.from_bytes(key, "big", signed=True) for key in keys]
+    results.put((edges, output_rows, int_keys, [n for n, _ in states], [total for _, total in states]))
 
 
-def _size(folder: Path) -> int:
+def _sum_file_sizes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def main() -> int:
-    """Run all partitions and put together what they leave."""
+    """Run all partitions, each in a separate process, and write their combined results."""
     task = read_task(VARIANTS, __doc__)
     processes = int(task.variant.split("-")[1])
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(processes), context.Queue()
     running = [
-        context.Process(target=_partition, args=(task, number, processes, barrier, results), daemon=True)
+        context.Process(target=_process_partition, args=(task, number, processes, barrier, results), daemon=True)
         for number in range(processes)
     ]
     for one in running:
         one.start()
-    left: list[Any] = []
-    while len(left) < processes:
+    outcomes: list[Any] = []
+    while len(outcomes) < processes:
         try:
-            left.append(results.get(timeout=1))
+            outcomes.append(results.get(timeout=1))
         except queue.Empty:
             if any(one.exitcode for one in running):
-                print("a process failed", file=sys.stderr)
-                return 1  # the other ends with this one
-    # A batch ends when the slowest partition is done with it.
-    each = [
+                print("the process of a partition failed", file=sys.stderr)
+                return 1  # the other processes are daemons and end with this one
+    # A batch lasts from the start of its first partition to the end of its last.
+    batch_seconds = [
         max(stop for _, stop in edges) - min(start for start, _ in edges)
-        for edges in zip(*(edges for edges, *_ in left), strict=True)
+        for edges in zip(*(edges for edges, *_ in outcomes), strict=True)
     ]
-    keys, n, total = ([value for one in left for value in one[column]] for column in (2, 3, 4))
+    keys, n, total = ([value for one in outcomes for value in one[column]] for column in (2, 3, 4))
     leave(
         task,
-        each,
+        batch_seconds,
         keys,
         n,
         total,
         {
             "durability": "RocksDB's write-ahead log without fsync, and no changelog topic",
-            "rows put out": sum(one[1] for one in left),
-            "bytes of the store": _size(task.work / "state"),
+            "rows put out": sum(one[1] for one in outcomes),
+            "bytes of the store": _sum_file_sizes(task.work / "state"),
             "version": metadata.version("quixstreams"),
         },
     )
