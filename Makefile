@@ -1,9 +1,9 @@
 # Every target sets itself up in .venv on first use: packages, and a Java runtime if the machine has none.
 PYTHON ?= python3
 SEED ?= 1
-# More than cores, as tests that wait for Spark, leases and stores use none meanwhile.
+# More than two cores, because a test that waits for Spark, a lease or a store uses no processor.
 WORKERS ?= 3
-# Of each target, in `make soak`.
+# How long `make soak` fuzzes each target.
 FUZZ_SECONDS ?= 3600
 VENV := $(CURDIR)/.venv
 BOOTSTRAP := $(PYTHON) scripts/bootstrap.py --venv $(VENV)
@@ -25,15 +25,15 @@ check: ## lint, types and quick tests without Spark, for every change
 	@$(IN_VENV) python -m mypy
 	@$(IN_VENV) python -m pytest -n 2 --max-worker-restart=0 -q $(UNITS)
 
-# Where a worker process ends, the run does, and names the test: replaced by another one, xdist's groups wait for ever.
-test: ## lint, types and the whole test suite (TESTS="..." hands arguments to pytest)
+# If a worker process ends, the run ends too and names the test: if xdist replaced the worker, groups of tests would wait forever.
+test: ## lint, types and the whole test suite (TESTS="..." passes arguments to pytest)
 	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) python -m ruff check .
 	@$(IN_VENV) python -m ruff format --check .
 	@$(IN_VENV) python -m mypy
 	@$(IN_VENV) python scripts/run_tests.py --budget pyproject.toml -n $(WORKERS) --dist loadgroup --max-worker-restart=0 -m "not parity" $(TESTS)
 
-soak: ## the long forms, for a day or two: every test whole, 20,000 histories of each kind (buckets, leases, claims, savepoints, erase requests, rescaling, epochs, standbys), two drivers on each store, savepoints in every way, and under kills, sampling under kills, a cluster, random failover on it, fuzzing, the matrix
+soak: ## long forms, which take a day or two: all cases of all tests, 20,000 histories of each kind (buckets, leases, claims, savepoints, erase requests, rescaling, epochs, standbys), two drivers on each store, savepoints in all ways and under kills, sampling under kills, a cluster with random failovers, fuzzing, and the matrix
 	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) SPARK_STATE_EXT_SOAK=1 python -m pytest -n 2 --dist loadgroup --max-worker-restart=0
 	@$(IN_VENV) python tests/simulation/run.py --histories 20000 --seed $(SEED)
@@ -58,16 +58,16 @@ format: ## rewrite the sources in the house style
 	@$(IN_VENV) python -m ruff check --fix .
 	@$(IN_VENV) python -m ruff format .
 
-demo: ## a year of flights through a stateful stream that is killed half-way (DEMO="..." hands arguments on)
+demo: ## a year of flights through a stateful stream that is killed half-way (DEMO="..." passes arguments)
 	@$(BOOTSTRAP) --extras demo
 	@$(IN_VENV) python -m benchmarks.demo --work-dir .demo $(DEMO)
 
-matrix: ## check the corners of the supported versions (MATRIX="..." hands arguments on)
+matrix: ## check the corners of the supported versions (MATRIX="..." passes arguments)
 	@$(PYTHON) scripts/matrix.py $(MATRIX)
 
 venv: ## set up .venv only
 	@$(BOOTSTRAP) --extras demo,test,lint
 
-clean: ## remove everything that the other targets made
+clean: ## remove all that the other targets made
 	rm -rf .venv .matrix .demo build dist ./*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis spark-warehouse artifacts
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

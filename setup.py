@@ -1,7 +1,7 @@
-"""The long description: the README without what works in the repository only.
+"""Make the long description from the README. Everything else is in ``setup.cfg``.
 
-Everything else is in ``setup.cfg``. The README's links and pictures lead to files beside it, which an index does not
-have, and where a repository will lie is not known when a package is built.
+The README's links and pictures lead to files of the repository, which a package index does not have. The address of a
+repository is not known when the package is built.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from setuptools import setup
 
-_NOTE = "What is named here as `docs/…` is in the source distribution, and so are charts of the figures."
+_NOTE = "The source distribution contains the files named `docs/…` here, and charts of the figures."
 
 
-def for_an_index(readme: str) -> str:
-    """Return the README's text with every link to a file as the file's name, and without pictures.
+def format_for_index(readme: str) -> str:
+    """Return the README's text without pictures, with the names of files in place of links to them.
 
     Parameters
     ----------
@@ -25,26 +25,26 @@ def for_an_index(readme: str) -> str:
     Returns
     -------
     str
-        Markdown in which nothing leads to a file.
+        Markdown without links to files.
     """
-    # In code a bracket is no link.
+    # Brackets in code are not links.
     parts = re.split(r"(^```.*?^```\n|`[^`\n]+`)", readme, flags=re.MULTILINE | re.DOTALL)
-    text = "".join(part if part.startswith("`") else _unlinked(part) for part in parts)
+    text = "".join(part if part.startswith("`") else _remove_links(part) for part in parts)
     return text + f"\n{_NOTE}\n"
 
 
-def _unlinked(text: str) -> str:
+def _remove_links(text: str) -> str:
     text = re.sub(r"^!\[[^\]]*\]\([^)]*\)\n", "", text, flags=re.MULTILINE)
-    return re.sub(r"\[([^\]]+)\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)", _named, text)
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)", _format_link, text)
 
 
-def _named(link: re.Match[str]) -> str:
-    told, target = link[1], link[2]
-    return told if not target or target == told else f"{told} (`{target}`)"
+def _format_link(link: re.Match[str]) -> str:
+    text, target = link[1], link[2]
+    return text if not target or target == text else f"{text} (`{target}`)"
 
 
 if __name__ == "__main__":
     setup(
-        long_description=for_an_index(Path(__file__).with_name("README.md").read_text(encoding="utf-8")),
+        long_description=format_for_index(Path(__file__).with_name("README.md").read_text(encoding="utf-8")),
         long_description_content_type="text/markdown",
     )
