@@ -49,12 +49,12 @@ class PieceSource(Protocol):
         key: BucketKey,
         lazy: LazyFile,
         ranges: Sequence[tuple[int, int]],
-        beside: bool,
+        in_background: bool,
         raise_if_closed: Callable[[], None],
     ) -> None:
         """Put those pieces of a bucket's file into `lazy` that can be had; `ranges` are ranges of piece numbers.
 
-        `beside` is true if no batch waits for the pieces. An error that `raise_if_closed` raises ends the transfer.
+        `in_background` is true if no batch waits for the pieces. An error that `raise_if_closed` raises ends the transfer.
         """
         ...
 
