@@ -1,7 +1,7 @@
 # Every target sets itself up in .venv on first use: packages, and a Java runtime if the machine has none.
 PYTHON ?= python3
 SEED ?= 1
-# More than two cores, because a test that waits for Spark, a lease or a store uses no processor.
+# More workers than cores (we assume two), because a test that waits for Spark, a lease or a store uses no processor.
 WORKERS ?= 3
 # How long `make soak` fuzzes each target.
 FUZZ_SECONDS ?= 3600
@@ -33,7 +33,7 @@ test: ## lint, types and the whole test suite (TESTS="..." passes arguments to p
 	@$(IN_VENV) python -m mypy
 	@$(IN_VENV) python scripts/run_tests.py --budget pyproject.toml -n $(WORKERS) --dist loadgroup --max-worker-restart=0 -m "not parity" $(TESTS)
 
-soak: ## long forms, which take a day or two: all cases of all tests, 20,000 histories of each kind (buckets, leases, claims, savepoints, erase requests, rescaling, epochs, standbys), two drivers on each store, savepoints in all ways and under kills, sampling under kills, a cluster with random failovers, fuzzing, and the matrix
+soak: ## long forms, which take a day or two: all cases of all tests, 20,000 histories of each kind (buckets, leases, claims, savepoints, erase requests, rescaling, epochs, standbys), two drivers on each store, savepoints in all ways and under kills, sampling under kills, runs and random failovers on a cluster, fuzzing, and the matrix
 	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) SPARK_STATE_EXT_SOAK=1 python -m pytest -n 2 --dist loadgroup --max-worker-restart=0
 	@$(IN_VENV) python tests/simulation/run.py --histories 20000 --seed $(SEED)
@@ -42,6 +42,7 @@ soak: ## long forms, which take a day or two: all cases of all tests, 20,000 his
 	@$(IN_VENV) PYTHONPATH=. python tests/cluster/cluster_runs.py --runs 20
 	@$(IN_VENV) PYTHONPATH=. python tests/cluster/cluster_runs.py --runs 10 --long --cores 2
 	@$(IN_VENV) PYTHONPATH=. python tests/cluster/random_failover.py --minutes 15 --seed $(SEED)
+	@rm -rf .soak
 	@$(IN_VENV) PYTHONPATH=. python tests/spark/sample_job.py .soak --timeouts processing --format 1 --restarts 500 --kills 100
 	@$(IN_VENV) PYTHONPATH=.:tests/core:tests/cluster python tests/spark/savepoint_runs.py
 	@$(IN_VENV) python tests/fuzz/fuzz.py all --seconds $(FUZZ_SECONDS)
@@ -68,6 +69,6 @@ matrix: ## check the corners of the supported versions (MATRIX="..." passes argu
 venv: ## set up .venv only
 	@$(BOOTSTRAP) --extras demo,test,lint
 
-clean: ## remove all that the other targets made
-	rm -rf .venv .matrix .demo build dist ./*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis spark-warehouse artifacts
+clean: ## remove environments, caches, built packages and the demo's files
+	rm -rf .venv .matrix .demo .soak build dist ./*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis spark-warehouse artifacts
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """Make the long description from the README. Everything else is in ``setup.cfg``.
 
-The README's links and pictures lead to files of the repository, which a package index does not have. The address of a
+The README's links and pictures lead to files of the repository, which a package index does not have. The address of the
 repository is not known when the package is built.
 """
 
@@ -15,7 +15,7 @@ _NOTE = "The source distribution contains the files named `docs/…` here, and c
 
 
 def format_for_index(readme: str) -> str:
-    """Return the README's text without pictures, with the names of files in place of links to them.
+    """Return the README's text without pictures; a link to a file becomes the link's text and the file's name.
 
     Parameters
     ----------

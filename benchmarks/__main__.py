@@ -108,7 +108,7 @@ _BENCHMARKS = {
         import_native.run,
     ),
     "initial_state": _Benchmark(
-        "making a savepoint from a table and reading it, against Spark's sorted parquet files of the same rows",
+        "making a savepoint of a table, against Spark's sorted Parquet files of the same rows",
         initial_state.add_arguments,
         initial_state.run,
     ),
@@ -118,7 +118,7 @@ _BENCHMARKS = {
         savepoint.run,
     ),
     "rescale": _Benchmark(
-        "starting a query with twice a savepoint's buckets, against the same number and against rewriting it first",
+        "starting a query with twice a savepoint's buckets, against as many, and against rewriting the savepoint first",
         rescale.add_arguments,
         rescale.run,
     ),
@@ -133,7 +133,7 @@ _BENCHMARKS = {
         standby_assignment.run,
     ),
     "standby_following": _Benchmark(
-        "processor time of a host that follows a bucket, and how much this slows the active host down",
+        "processor time of following a bucket, against that of its commits, and how much these become slower",
         standby_following.add_arguments,
         standby_following.run,
     ),

@@ -52,7 +52,7 @@ class _Load:
     value_bytes: int
 
 
-# The deltas of the first load have 1 KB in total. With its headers, each bucket's file has about 4 KB in any case.
+# A batch's deltas have 1 KB in total in the first load. With headers, each bucket's file has about 4 KB in any case.
 _LOADS = (_Load("1 KB a batch", 32, 32), _Load("40 MB a batch", 20_000, 2_048))
 
 
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def remember(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    """Keep a count and a batch's new bytes as state; yield the count, and the checksum of the bytes before."""
+    """Keep a count and a batch's new bytes as state; yield the count, and the checksum of the previous bytes."""
     n, before = state.get if state.exists else (0, b"")
     for pdf in pdfs:
         n += len(pdf)

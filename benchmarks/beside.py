@@ -55,7 +55,7 @@ class Beside:
         new_file.replace(self._turn)
 
     def over(self) -> dict[str, Any]:
-        """Let the process end, and return the JSON object that it printed.
+        """Make the process end, and return the JSON object that it printed.
 
         Raises
         ------

@@ -328,7 +328,7 @@ def slope_ms(seconds: dict[int, float], cores: int) -> float:
         Milliseconds of one core.
     """
     counts, times = np.array(list(seconds)), np.array(list(seconds.values()))
-    # The weights minimize the relative error: otherwise the time with most buckets would decide alone.
+    # The weights minimize the relative error: otherwise the point with the most buckets would decide alone.
     slope, _ = np.polyfit(counts, times, 1, w=1 / times)
     return 1000 * cores * float(slope)
 

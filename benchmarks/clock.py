@@ -63,7 +63,7 @@ def _open_cell(folder: str) -> Any:
         with open(name, "w+b") as file:
             file.write(struct.pack("d", 0.0))
             file.flush()
-            # Other processes see a change of a memory-mapped file at once, even if this process is killed then. And a
-            # change needs no system call, which would cost time for each key.
+            # Other processes see a change of a memory-mapped file at once, even if this process is killed right after
+            # it. And a change needs no system call, which would cost time for each key.
             _cells[name] = memoryview(mmap.mmap(file.fileno(), 8)).cast("d")
     return _cells[name]

@@ -30,7 +30,7 @@ STATE = "n bigint, total double"
 
 
 def count_and_sum(key: tuple[Any, ...], pdfs: Iterable[pd.DataFrame], state: Any) -> Iterator[pd.DataFrame]:
-    """Count a key's events and add up their values over all batches; return a frame with one row."""
+    """Count a key's events and add up their values over all batches; yield a frame with one row."""
     n, total = state.get if state.exists else (0, 0.0)
     for pdf in pdfs:
         n += len(pdf)

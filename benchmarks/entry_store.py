@@ -49,7 +49,7 @@ class EntryStore:
 
     def get(self, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.void]:
         """Return the values of keys as a `VALUE` array. All keys must exist; ascending keys are read fastest."""
-        # This reads key by key because getmulti is no faster, and copies because a memoryview costs more than 24 bytes.
+        # Read key by key, because getmulti is no faster. Copy values: a memoryview costs more than to copy 24 bytes.
         with self._env.begin() as txn:
             get = txn.cursor().get
             # If a key does not exist, get returns None, and join raises a TypeError.

@@ -2,8 +2,8 @@
 
 As many plain Python processes as the job has cores, each with an equal share of the keys, call the same function on the
 same per-key frames at the same time. Only the time within the function is measured: not that of cutting frames,
-preparing state objects, or collecting garbage from before. No engine that calls the function once for each key can take
-less.
+preparing state objects, or collecting the garbage of earlier work. No engine that calls the function once for each key
+can take less.
 """
 
 from __future__ import annotations

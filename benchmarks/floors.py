@@ -132,7 +132,7 @@ class Lmdb(_Entries):
 
 
 class LmdbUnsynced(Lmdb):
-    """LMDB as a cache: the same as `Lmdb`, but nothing is synced to disk."""
+    """LMDB as a cache: like `Lmdb`, but nothing is synced to disk, and without read-ahead."""
 
     durability = "none: committed, left to the system to write"
 
@@ -322,7 +322,7 @@ def _read_events(files: list[Path]) -> pa.Table:
 def _sum_by_key(events: pa.Table) -> tuple[Keys, Values]:
     """Return the distinct keys in ascending order, and the count and sum of each key's values."""
     keys, values = events["key"].to_numpy(), events["value"].to_numpy()
-    # Sorting is faster here than Arrow's hash aggregation, and the engines need sorted keys anyway.
+    # Sorting is faster here than Arrow's hash aggregation, and the engines work best with sorted keys anyway.
     order = np.argsort(keys)
     keys = keys[order]
     starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     Raises
     ------
     BenchmarkError
-        If an option is invalid, or the import or Spark's reader has another number of rows than the job.
+        If an option is invalid, or the import or Spark's reader has a wrong number of rows or timeouts.
     """
     from benchmarks.spark import ROCKSDB, session
     from spark_state_ext import import_native

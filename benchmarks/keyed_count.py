@@ -245,7 +245,7 @@ def _report_results(
         report.details[f"{name}: percent added to the function's own time, by batch"] = added_percents
         report.ratio(f"{name} / {_FLOOR}, time", sum(stream.seconds[1:]) / sum(floor_each[1:]))
     if processes.supported():
-        # If other work competes for the cores, processor time varies less than time. It includes that of the JVM.
+        # If other work competes for the cores, processor time varies less than elapsed time. It includes the JVM.
         report.timing(f"{_FLOOR}: batch, processor time", floor_cpu[1:])
         for name, stream in streams.items():
             report.timing(f"{name}: batch, processor time", stream.cpu_seconds[1:])

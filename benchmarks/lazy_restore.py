@@ -4,9 +4,9 @@ The snapshot is restored lazily, restored lazily from a peer, or fetched whole. 
 remote store: each request waits, and all requests together get a limited number of bytes per second. The peer answers
 over Arrow Flight in this process, and each measurement finds out again which peers have the snapshot.
 
-Lazy restore gains nothing if rows are narrow, because there is a wanted row every few KiB and everything is fetched. It
-gains if rows are wide or if there are many rows for each wanted key. Each row has another timeout, so a search for the
-rows that are due reads the timeouts of all rows.
+Lazy restore gains nothing if rows are narrow, because then almost every 16 KiB piece of the snapshot has something
+that is wanted, and everything is fetched. It gains if rows are wide or if there are many rows for each wanted key. Each
+row has another timeout, so a search for the rows that are due reads the timeouts of all rows.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-bytes", type=int, nargs="+", default=[0, 100, 500], metavar="N", help="bytes of text in each row"
     )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="how often each is measured")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="how often each way to restore is measured")
     parser.add_argument(
         "--latency-ms", type=float, default=30.0, metavar="MS", help="how long each request to the store waits"
     )

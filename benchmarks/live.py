@@ -2,8 +2,8 @@
 
 Each key has one row in each batch, so the right count of a key after each batch is known. Batches take turns: during
 one the other process asks for keys; during another it is idle; and during a third it wakes up as often as if it asked,
-and keeps a core busy for a fixed processor time. The third is the floor: it shows how much the other process and the
-job slow each other down on a machine whose cores the job needs, even if no state is read.
+and keeps a core busy for about the processor time of a lookup. The third is the floor: it shows how much
+the other process and the job slow each other down on a machine whose cores the job needs, even if no state is read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ THROUGHPUT_AT_LEAST = 0.98
 _OPERATOR = "asked"
 _FILES = 2
 _ASKED, _ALONE, _FLOOR = _TURNS = ("asked", "left alone", "floor")
-# Processor seconds that the other process uses each time it wakes up in a turn of the floor.
+# Processor seconds that the other process uses each time it wakes up in a turn of the floor: about what an answer takes
+# if nothing else needs the processor.
 _COUNTED_S = 0.0001
 
 
@@ -149,7 +150,9 @@ def _judge(report: Report, label: str, times_s: dict[str, list[float]], data: di
 
 
 def ask(work: Path, keys: int, asks_per_s: int, seed: int) -> dict[str, Any]:
-    """Look up random keys until the benchmark ends; return the times and what was wrong.
+    """Look up random keys, keep a core busy, or idle, as ``turn`` says, until the benchmark ends.
+
+    Return the times, the wrong answers, and the errors of lookups that got no answer.
 
     Parameters
     ----------

@@ -37,7 +37,7 @@ def descendants(pid: int) -> list[int]:
 def cpu_seconds(pid: int) -> dict[str, float]:
     """Return the processor time of a process's descendants so far, in seconds by program (``java``, ``python``).
 
-    An ended descendant counts, as time of its parent's program, if its parent still lives and has waited for it.
+    The time of an ended descendant counts as its parent's if the parent is a living descendant and has waited for it.
     """
     ticks: dict[str, int] = {}
     for child in descendants(pid):
@@ -51,8 +51,8 @@ def cpu_seconds(pid: int) -> dict[str, float]:
 def io_bytes(pid: int, program: str) -> dict[int, tuple[int, int]]:
     """Return the bytes that a process's living descendants have read and written so far, by process id.
 
-    Calls of ``read`` and ``write`` on files and pipes count (``rchar``, ``wchar``); access to memory-mapped pages does
-    not.
+    Calls of ``read`` and ``write`` count (``rchar``, ``wchar``), on files, pipes and sockets alike; access to
+    memory-mapped pages does not.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def io_bytes(pid: int, program: str) -> dict[int, tuple[int, int]]:
 def written_bytes(pid: int) -> int:
     """Return the bytes that a process's living descendants have written so far.
 
-    Calls of ``write`` on files and pipes count (``wchar``); changes of memory-mapped pages do not.
+    Calls of ``write`` count (``wchar``), on files, pipes and sockets alike; changes of memory-mapped pages do not.
     """
     total = 0
     for child in descendants(pid):
@@ -167,7 +167,7 @@ def _parse_kib(text: str) -> int:
 
 
 def _read_stat(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/<pid>/stat`` from the third on (state, parent, …); None if it has ended."""
+    """Return the fields of ``/proc/<pid>/stat`` from the third (state) on; None if the process has ended."""
     try:
         text = (_PROC / str(pid) / "stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -45,7 +45,7 @@ LOOKUP_S_AT_MOST = 0.3
 SCAN_AT_LEAST = 0.5
 _OPERATOR = "clicks"
 _WAIT_S = 600
-# Before the lookup the script imports only the package, so that all other modules are those that a lookup needs.
+# Before the lookup the script imports only this package, so all third-party modules are those that a lookup needs.
 _LOOKUP = """
 import sys
 from spark_state_ext import OpenState, open_state
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options to a parser."""
     parser.add_argument("--rows", type=int, default=10_000_000, metavar="N", help="number of keys")
     parser.add_argument("--buckets", type=int, default=64, metavar="N", help="number of buckets")
-    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="how often each is measured")
+    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="runs of each lookup and scan")
     add_seed(parser, "which keys are looked up")
 
 
@@ -154,7 +154,7 @@ class _ProcessRun:
     ----------
     wall_s, cpu_s
         Its time from start to end and its processor time, in seconds.
-    said
+    output
         Its standard output.
     """
 

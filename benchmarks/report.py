@@ -1,6 +1,6 @@
 """The report of a benchmark: a result file with all raw numbers, and a table for people.
 
-On a busy machine absolute times mean little. So a report also has ratios between times of the same run, and the
+On a busy machine absolute times mean little. So a report also has ratios between measurements of the same run, and the
 machine's load before and after the run.
 """
 
@@ -209,7 +209,7 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of this package, Python, Java and other packages; None for each that is not installed."""
-    # A checkout that was never installed has no metadata.
+    # Not from metadata, as for the other packages: a checkout that was never installed has none.
     from spark_state_ext.version import __version__
 
     result: dict[str, str | None] = {"spark_state_ext": __version__, "python": platform.python_version()}
@@ -223,11 +223,11 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Return the commit of the measured code, with a ``+`` if tracked files differ from it; None outside a clone."""
+    """Return the commit of the measured code, with a ``+`` if that code was changed since; None outside a clone."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         result = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        # Benchmarks that ran before this one have written results, which are not code.
+        # Results and documents are not code; benchmarks that ran before this one have changed the results.
         code = [":/", ":(exclude,top)benchmarks/results", ":(exclude,top)docs"]
         changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code], check=False).returncode
     except (OSError, subprocess.CalledProcessError):

@@ -20,10 +20,10 @@ it got its name, according to its ctime, no later than ``commits/0``, or if it i
 and not in the root.
 
 **Bytes read and written** are ``rchar`` and ``wchar`` of ``/proc/<pid>/io``, added up over all Python workers, from
-before the query is planned until the same look. They include all calls of ``read`` and ``write`` on files and pipes,
-whether or not the data was in the page cache. They do not include sockets, pages of memory-mapped files that were read
-(LMDB, the local store's base files, snapshots) or made dirty (LMDB), nor what was read and written by a worker that
-ended before the look. What the JVM reads and writes is not counted.
+before the query is planned until the same look. They include all calls of ``read`` and ``write``: on files, whether or
+not the data was in the page cache, and on the socket between a worker and the JVM. They do not include pages of
+memory-mapped files that were read (LMDB, the local store's base files, snapshots) or made dirty (LMDB), nor what was
+read and written by a worker that ended before the look. What the JVM reads and writes is not counted.
 *Local disk* is the space allocated below `local_dir` at that look, with LMDB's pages.
 
 Rescaled buckets write their own snapshots in the background of later batches. There are no later batches here, and the
@@ -87,7 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sizes of the state in GB (10^9 bytes), at 100 bytes a row",
     )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed starts of each query")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="timed starts of each query, after untimed ones with the smallest state",
+    )
     parser.add_argument(
         "--events", type=int, default=5_000, metavar="N", help="events of the first batch, all with different keys"
     )
@@ -190,6 +196,7 @@ def tree_of(root: Path, savepoint: Path, until_ns: int | None = None) -> Tree:
     for path, stat in _read_stats(root).items():
         name = path.name
         # Compare inodes first: linking changes a file's ctime, so for linked files the ctime is not the time of naming.
+        # Nor is it for a temporary file: writing to it changes its ctime.
         if (stat.st_dev, stat.st_ino) in savepoint_inodes:
             result.linked += stat.st_size
         elif until_ns is not None and stat.st_ctime_ns > until_ns and not _is_temporary(name):

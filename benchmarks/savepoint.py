@@ -276,12 +276,12 @@ def _time_copy(source: Path, target: Path) -> float:
 
 @contextlib.contextmanager
 def _record_task_times(folder: Path) -> Iterator[None]:
-    """Let the tasks of savepoints write to files in a folder how long their own work took."""
+    """Make the tasks of savepoints write to files in a folder how long their own work took."""
     from spark_state_ext.spark.client import savepoints, tasks
     from spark_state_ext.spark.client.task_functions import task_entry
 
     def make_timed_entry(label: str, *args: Any) -> Callable[[Any], Any]:
-        # The names of timings have only the task, as in results of before its module was part of the name.
+        # A label is ``<module>.<function>``. Timings are named by the function only, as in older results.
         return _add_timing(label.rpartition(".")[2], task_entry(label, *args), str(folder))
 
     with (

@@ -47,8 +47,8 @@ class SlowStore(ObjectDisk):
     put_ms
         Delay of every PUT in milliseconds.
     hangs_while
-        Path of a file; while it exists, PUTs hang. The first PUT that hangs writes its time, in seconds since 1970, to
-        a file with the same path and ``.since`` appended.
+        Path of a file; while it exists, PUTs hang. The first PUT that hangs writes the time at which it began to hang,
+        in seconds since 1970, to a file with the same path and ``.since`` appended.
     """
 
     protocol = ("slow", "memory")

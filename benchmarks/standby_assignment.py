@@ -32,7 +32,7 @@ from spark_state_ext.standby.members import Members, Membership
 __all__ = ["add_arguments", "run"]
 
 MOST_OVER_MEAN, DECISION_S_AT_MOST = 1.25, 1.0
-# A host joins or leaves in each heartbeat whose number is a multiple of this; meanwhile the cluster comes to rest.
+# A host joins or leaves once in this many heartbeats; in between, the cluster comes to rest.
 _CHANGE_EVERY = 8
 # Number of heartbeats at the end in which no host joins or leaves.
 _REST_HEARTBEATS = 8
@@ -224,7 +224,7 @@ def _report_results(report: Report, cluster: _Cluster, settings: StandbySettings
     expected = min(settings.replicas, len(cluster.running) - 1)
     replicas = Counter(key for host in cluster.running.values() for key in host.held)
     active = [key for host in cluster.running.values() for key in host.held if cluster.writer[key] == host.name]
-    report.check("every bucket has its replicas, and none too many", set(replicas.values()) == {expected})
+    report.check("every bucket has its replicas, and none too many", replicas == dict.fromkeys(cluster.keys, expected))
     report.check("no replica is beside its bucket's active task", not active)
     # Requests per second of the whole cluster, by heartbeat.
     per_s = [

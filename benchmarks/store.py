@@ -128,7 +128,7 @@ class _Ours:
         self.ref = ref
 
     def batch(self, keys: _BatchKeys) -> tuple[float, float, float]:
-        """Get, put, and compact and prune as a commit does; return the seconds of these three parts."""
+        """Get, put, then compact and prune as a commit does; return the seconds of each of these three parts."""
         ref_before = self.ref
         got, values = _time_call(self.get, keys)
         values = _advance(values)

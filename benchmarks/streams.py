@@ -1,4 +1,4 @@
-"""Streaming queries that process the same batches, one query after the other, with the time of each batch.
+"""Streaming queries that take turns at processing each of the same batches, with the time of each query and batch.
 
 Timed batches write to Spark's ``noop`` sink, which takes every row and keeps none, so that only the query is measured
 and not a collector of its rows. The output of an extra batch, which is not timed, is kept to check the answer.

@@ -15,8 +15,8 @@ from benchmarks.report import RESULTS
 __all__ = ["FULL", "QUICK", "QUICK_RESULTS", "exit_status", "run_all"]
 
 QUICK_RESULTS = Path("benchmark-results")
-# Arguments of each benchmark. The sizes suffice to see that a benchmark runs and roughly what it measures; all of them
-# together take less than ten minutes.
+# Arguments of each benchmark. The sizes suffice to see that a benchmark runs and roughly which figures it gives. All of
+# them together take less than ten minutes.
 QUICK: dict[str, tuple[str, ...]] = {
     "store": ("--rows", "200000", "--repeats", "5", "--loads", "3", "--growth-batches", "10"),
     "vectorised": ("--quick",),

@@ -80,7 +80,10 @@ def run(options: argparse.Namespace, work: Path) -> Report:
 
 
 def _compare_with_bytewax(report: Report, batches: int, seed: int, work: Path) -> None:
-    """Run the larger workload in Bytewax, with recovery on, in the programs not marked slow; compare the fastest."""
+    """Run the larger workload in Bytewax, with recovery on; compare the fastest program with our function over rows.
+
+    Programs marked slow are left out.
+    """
     from benchmarks.peers.compare import PROGRAMS, WORKLOADS, measure
 
     events, keys = _SIZES[LARGE]
@@ -151,7 +154,8 @@ def plans(buckets: int) -> dict[str, Callable[[DataFrame, Path], DataFrame]]:
     from spark_state_ext import ArrowState
 
     def make_state(folder: Path) -> ArrowState:
-        # Durability is complete: each batch's delta is in Spark's checkpoint, and soon afterwards in a file.
+        # Durability is complete: each batch's delta is in Spark's checkpoint, and soon afterwards in a file. If it is
+        # large, it is only in a file, for which the task waits.
         return ArrowState(str(folder / "state"), "count", buckets=buckets, local_dir=str(folder / "local"))
 
     def plan_native(rows: DataFrame, folder: Path) -> DataFrame:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ((3, 13), (3, 12), (3, 11), (3, 10))
-# Files that determine which packages are installed. The version is one of them, because the installed metadata have it.
+# Files that determine what pip installs. The version is one of them: the installed metadata contain it.
 REQUIREMENT_FILES = ("pyproject.toml", "setup.cfg", "setup.py", "spark_state_ext/version.py", "scripts/bootstrap.py")
 # The oldest Node.js that Azurite runs on.
 NODE_MIN = 18
@@ -155,7 +155,7 @@ def debian_pip_wheel(scratch: Path) -> Path | None:
 
 
 def pip_install(venv: Path, arguments: list[str]) -> None:
-    """Run pip install in an environment; it prints only errors."""
+    """Run pip install in an environment; it prints only warnings and errors."""
     run(
         [
             str(venv / "bin" / "python"),
@@ -194,7 +194,7 @@ def java_version(java: Path) -> int | None:
 
 
 def is_usable_java(home: Path, spark: str) -> bool:
-    """Return whether a Java is one of those that stateful Python jobs run on, and has all modules that Spark needs."""
+    """Return whether a Java has a release that stateful Python jobs run on, and starts with Spark 4's extra module."""
     java = home / "bin" / "java"
     version = java_version(java)
     oldest, newest = java_range(spark)
@@ -205,7 +205,7 @@ def is_usable_java(home: Path, spark: str) -> bool:
 
 
 def find_java(spark: str) -> Path | None:
-    """Return the home of a suitable Java on this machine: of JAVA_HOME or else of java on PATH; None if neither is."""
+    """Return JAVA_HOME if its Java is suitable, otherwise the home of java on PATH; None if neither is suitable."""
     homes = [Path(os.environ["JAVA_HOME"])] if os.environ.get("JAVA_HOME") else []
     on_path = shutil.which("java")
     if on_path:

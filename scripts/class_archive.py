@@ -41,7 +41,7 @@ def main(archive: Path) -> None:
 
 
 def run(session: Any, folder: Path) -> None:
-    """Run a query that loads the classes of most tests: files, Arrow to Python and back, Spark's own state, a sink."""
+    """Run a query that loads what most tests load: files, Arrow to Python and back, Spark's own state, a sink."""
     from pyspark.sql import functions as F
 
     def pass_through(batches: Iterator[Any]) -> Iterator[Any]:

@@ -212,7 +212,7 @@ def replace_section(text: str, name: str, content: str) -> str:
 
 
 def main() -> int:
-    """Check the corners that the command line names; return 1 if one of them failed."""
+    """Check all corners, or those that the command line names; return 1 if one of them failed."""
     names = [corner.name for corner in corners()]
     parser = argparse.ArgumentParser(description="Check the corners of the supported versions.")
     parser.add_argument("--corner", choices=names, action="append", help="check only this corner; may be repeated")

@@ -34,14 +34,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MEMORY = Path("/dev/shm")
 # The temporary files need 5 GB, and the processes of the tests need another 5 GB.
 _FREE_BYTES_MIN, _AVAILABLE_BYTES_MIN = 6 << 30, 12 << 30
-# Time to end for processes that were asked to; then they are killed.
+# Seconds that processes have to end after they were asked to; then they are killed.
 _GRACE_S = 10.0
 _OVER_BUDGET = 3
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def main(arguments: list[str]) -> int:
-    """Run pytest with `arguments`; return its exit code, 130 after a signal, or 3 if it passed over budget."""
+    """Run pytest; return its exit code, 130 after a signal, or 3 if it passed but cost more than the budget."""
     budget: dict[str, float] = {}
     if arguments[:1] == ["--budget"]:
         budget, arguments = read_budget(Path(arguments[1])), arguments[2:]
@@ -185,7 +185,7 @@ def _report(costs: dict[str, list[float]], seconds: float, budget: dict[str, flo
 
 
 def read_budget(path: Path) -> dict[str, float]:
-    """Read the budget of a run from its section of a TOML file. Python 3.10 has no parser for TOML."""
+    """Read the budget of a run from its section of a TOML file, without a parser, because Python 3.10 has none."""
     _, _, section = path.read_text().partition("[tool.spark_state_ext.suite]\n")
     lines = [line.split("#")[0].partition("=") for line in section.partition("\n[")[0].splitlines()]
     return {name.strip(): float(value) for name, _, value in lines if value.strip()}

@@ -33,7 +33,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--work-dir",
         type=Path,
-        help="folder for all files; one that an earlier demo made is emptied first (default: temporary)",
+        help="folder for all files; one that an earlier demo made is emptied first (default: a temporary folder)",
     )
     parser.add_argument("--keep", action="store_true", help="do not remove the temporary folder")
     parser.add_argument(
@@ -155,7 +155,7 @@ def run_and_kill(
         else:
             print(f"just after batch {batch} had ended, so the next server is killed too.")
     raise ServerError(
-        "could not kill the server within a batch: the batches are too short or too few, raise --rows or leave it out"
+        "could not kill the server within a batch: the batches are too short or too few; raise --rows or omit it"
     )
 
 
@@ -179,7 +179,7 @@ class MidBatch:
         self.since = 0.0
 
     def __call__(self) -> bool:
-        """Return whether the condition holds, from the batches that the checkpoint has as planned and as committed."""
+        """Return whether it holds. Spark plans a batch in the checkpoint before it runs, and commits it afterwards."""
         if self.server is not None:
             self.server.check()
         planned, done = self.folders.batches("offsets"), self.folders.batches("commits")
@@ -196,7 +196,7 @@ class MidBatch:
 def run_remote(
     options: argparse.Namespace, folders: stream.Folders, cores: int, files: int, progress: stream.Progress
 ) -> tuple[pd.DataFrame, float]:
-    """Run the stream on a server that the demo did not start; do not kill it, but stop the query within a batch."""
+    """Run the stream on a server that the demo did not start: stop the query within a batch, then start it again."""
     with stream.connect(options.remote, cores) as session:
         print(f"\nSpark {session.version}\n", flush=True)
         progress.heading()

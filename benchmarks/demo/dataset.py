@@ -44,10 +44,10 @@ def load(limit: int | None = None) -> pd.DataFrame:
 
 
 def write(flights: pd.DataFrame, folder: Path, days: int) -> int:
-    """Write the flights to Parquet files, each with the flights of `days` days, and return the number of files.
+    """Write the flights to Parquet files, each with at most `days` days of flights, and return the number of files.
 
-    A file ends between two days, so that departures of the same minute are in the same file. Spark's file source reads
-    files by modification time, so these times are in the order of the flights.
+    A file ends between two days in UTC, so that departures of the same minute are in the same file. Spark's file source
+    reads files by modification time, so these times are in the order of the flights.
     """
     # The column time_hour is in UTC.
     sched = pd.to_datetime(flights["time_hour"], utc=True) + pd.to_timedelta(flights["minute"], unit="min")

@@ -50,12 +50,12 @@ OUTPUT_SCHEMA = (
     "worst_chain long, turnarounds long, missing_legs long, flown long, cancelled long, diverted long"
 )
 OUTPUT_COLUMNS = [column.split()[0] for column in OUTPUT_SCHEMA.split(", ")]
-# Departures are sorted by these columns, which also order those at the same instant. The first three are in a `Leg`.
+# Departures are sorted by these columns, which also order those at the same instant. A `Leg` begins with three of them.
 ORDER = ["sched_ms", "origin", "dest", "carrier", "flight"]
 
 
 class Leg(NamedTuple):
-    """A scheduled departure; it was cancelled if it has no `dep_delay`, and diverted if it has no `arr_delay`."""
+    """A scheduled departure; it was cancelled if it has no `dep_delay`, otherwise diverted if it has no `arr_delay`."""
 
     sched_ms: int
     origin: str
@@ -84,7 +84,7 @@ class Aircraft:
 
     @property
     def quiet_ms(self) -> int:
-        """The instant at which the aircraft goes quiet if it has no further flight."""
+        """The instant at which the aircraft goes quiet if it has no scheduled flight until then."""
         return self.last_seen_ms + QUIET_DAYS * DAY_MS
 
     def take(self, leg: Leg) -> str:

@@ -1,7 +1,7 @@
 """Compute the demo's table with pandas alone, from all flights at once.
 
-This module shares only the names of the output columns and the two limits with `flights`, so that an error in one of
-them is not repeated in the other. It computes times from New York's wall clock instead of the published hour in UTC,
+This module shares only the names of the output columns and the two limits with `flights`, so that an error in one
+module is not repeated in the other. It computes times from New York's wall clock instead of the published hour in UTC,
 and works on whole columns instead of looping over departures.
 """
 
@@ -59,7 +59,7 @@ def expected(flights: pd.DataFrame, watermark_delay: pd.Timedelta) -> pd.DataFra
 
 
 def add_instants(flights: pd.DataFrame) -> pd.DataFrame:
-    """Return the flights with their aircraft and instant of departure, sorted by these."""
+    """Return the flights with their aircraft and instant of scheduled departure, sorted by these."""
     local_time = pd.to_datetime(flights[["year", "month", "day", "hour", "minute"]])
     at = local_time.dt.tz_localize("America/New_York").dt.tz_convert("UTC").dt.tz_localize(None)
     table = flights.assign(at=at, tail=flights["tailnum"].fillna(NO_TAIL))
@@ -68,14 +68,14 @@ def add_instants(flights: pd.DataFrame) -> pd.DataFrame:
 
 
 def add_spells(table: pd.DataFrame) -> pd.DataFrame:
-    """Number the spells of each aircraft; a new spell begins after more than `QUIET_DAYS` without a flight."""
+    """Number the spells of each aircraft; a spell begins after more than `QUIET_DAYS` without a scheduled flight."""
     silence = table.groupby("tail")["at"].diff()
     began = (silence > pd.Timedelta(days=QUIET_DAYS)).astype("int64")
     return table.assign(spell=began.groupby(table["tail"]).cumsum())
 
 
 def add_turnarounds(flown: pd.DataFrame) -> pd.DataFrame:
-    """Return the flights that departed with columns for turnarounds, missing legs and chained delays."""
+    """Add columns for turnarounds, missing legs and chained delays to the flights that departed."""
     flown = flown.copy()
     departed = (flown["at"] - EPOCH) / pd.Timedelta(minutes=1) + flown["dep_delay"]
     flown["landed"] = departed + flown["air_time"]

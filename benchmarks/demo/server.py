@@ -101,7 +101,7 @@ class Server:
             command += ["--conf", f"{name}={value}"]
         # This is what start-connect-server.sh runs, but as a child process instead of a daemon.
         command += ["--class", "org.apache.spark.sql.connect.service.SparkConnectServer", "spark-internal"]
-        # In a session of their own, all its processes can be found, whatever process groups they create.
+        # Give the server a POSIX session of its own: all its processes are in it, whatever process groups they create.
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -195,7 +195,7 @@ def kill(pid: int) -> bool:
 
 
 def list_processes(session: int) -> list[int]:
-    """Return the ids of the living processes of a session.
+    """Return the ids of the living processes of a POSIX session.
 
     Spark's Python daemon creates another process group, so that killing the server's group would miss it.
     """

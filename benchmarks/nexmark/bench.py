@@ -78,7 +78,7 @@ def run(options: argparse.Namespace, work: Path) -> Report:
 
 
 def _make_files(config: Config, first: int, count: int) -> list[pa.Table]:
-    """Return a batch as files with events of all kinds, which have NULL in the columns of other kinds."""
+    """Return a batch as one table per file, with all kinds of events; columns that a kind does not have are NULL."""
     columns = {field.name: field for kind in KINDS for field in schema(kind, config.extra)}
     full_schema = pa.schema([("kind", pa.string()), *columns.values()])
     files = []
@@ -140,7 +140,7 @@ def _run_query(
 
 def _read_answer(query: Query, stream: Any, batch: list[pa.Table]) -> pd.DataFrame:
     if query.clocked:
-        # Wait for the beginning of a window, so that the whole batch and no other is in it.
+        # Wait for the beginning of a window, so that no other batch is in it.
         time.sleep(_CLOCK_WINDOW_S - time.time() % _CLOCK_WINDOW_S + 0.2)
     output = stream.kept(batch).select(list(query.answer)).to_pandas()
     answer: pd.DataFrame = output.sort_values(list(query.answer), ignore_index=True)

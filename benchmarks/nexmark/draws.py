@@ -19,7 +19,7 @@ _U64 = npt.NDArray[np.uint64]
 _LENGTH_MIN = 3
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
-# Each event has its own range of so many places in the sequence of hashes, one for each field.
+# The number of places that each event has in the sequence of hashes: one for each field.
 _FIELDS = 64
 
 

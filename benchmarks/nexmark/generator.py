@@ -199,7 +199,7 @@ def spark_schema(kind: str | None = None, extra: bool = False) -> str:
     ----------
     kind
         The kind of events. None means events of all kinds: then a column ``kind`` comes first, the columns of all
-        kinds follow, and events have NULL in the columns of other kinds.
+        kinds follow, and events have NULL in the columns that their kind does not have.
     extra
         Whether the events have the column ``extra``.
     """
@@ -213,7 +213,7 @@ def spark_schema(kind: str | None = None, extra: bool = False) -> str:
 def events(config: Config, first: int, count: int) -> Events:
     """Return the events `first` to ``first + count - 1``.
 
-    The rows of a range are the same if it is generated at once or in pieces.
+    The rows of a range are the same, whether it is generated at once or in pieces.
 
     Parameters
     ----------
@@ -269,9 +269,9 @@ class EventFeed:
         Parameters
         ----------
         kind
-            The kind of events; None for one stream of all events, in which each batch is one micro-batch. If a query
-            reads several streams of single kinds, a batch may be spread over several of its micro-batches: Spark
-            lists the files of one stream after the other, and the batch may be added in between.
+            The kind of events; None for one stream of all events, in which no batch is split between micro-batches.
+            If a query reads several streams of single kinds, a batch may be spread over several of the query's
+            micro-batches: Spark lists the files of one stream after the other, and may do so while a batch is added.
         """
         if kind is not None and kind not in KINDS:
             raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}: give one of these, or None for all events")

@@ -150,7 +150,7 @@ _Q5_LISTS = ("pane", "auction", "bids")
 
 
 def find_hot_items(batch: StateBatch) -> pa.Table | None:
-    """Keep counts by pane of 2 s and auction, all under one key; return the windows that the watermark has passed."""
+    """Keep counts by pane of 2 s and auction, all under one key; return the hot items of windows that have ended."""
     state, rows = batch.state, batch.rows
     old = [np.asarray(pc.list_flatten(state[name])) for name in _Q5_LISTS]
     new_pane = rows["dateTime"].cast(pa.int64()).to_numpy() // _SLIDE_US
@@ -220,7 +220,7 @@ def _q7_ours(events: DataFrame, folder: Path) -> DataFrame:
 
 
 def keep_possible_winners(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Before the shuffle, keep only each window's highest bids, and the latest bid of all, which sets the watermark."""
+    """Before the shuffle, keep a batch's highest bids in each window, and its latest bid, which sets the watermark."""
     for batch in batches:
         if batch.num_rows:
             time, price = batch.column(0).cast(pa.int64()).to_numpy(), batch.column(1).to_numpy()
@@ -233,7 +233,7 @@ def keep_possible_winners(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Reco
 
 
 def find_highest_bids(batch: StateBatch) -> pa.Table | None:
-    """Keep the best bid of each open window, all under one key; return the windows that the watermark has passed."""
+    """Keep the best bid of each open window, all under one key; return those of windows that have ended."""
     state, rows = batch.state, batch.rows
     time = rows["dateTime"].cast(pa.int64()).to_numpy()
     new = [time // _WINDOW_US, *(rows[name].to_numpy() for name in ("price", "auction", "bidder")), time]
@@ -366,7 +366,7 @@ def _q20_sql(events: DataFrame, folder: Path) -> DataFrame:
 
 
 def _select_bids_and_auctions(events: DataFrame) -> DataFrame:
-    """Select bids and auctions by the auction's id; of auctions outside category 10, send only the category."""
+    """Select bids and auctions, keyed by the auction's id; of auctions outside category 10, send only the category."""
     bid = F.col("kind") == "bid"
     key = F.when(bid, F.col("auction")).otherwise(F.col("id")).alias("key")
     wanted = bid | (F.col("category") == 10)
@@ -406,7 +406,7 @@ def join_bids_with_auctions(batch: StateBatch) -> pa.Table:
     old_keys, new_keys = np.repeat(np.arange(len(batch)), lengths), ids[bids]
 
     def take_bids(keys: Any) -> tuple[pa.Table, Any]:
-        """Return the bids of these keys, those that waited before those of this batch, and the key of each bid."""
+        """Return the bids of these keys, first from the state, then from this batch, and the key of each bid."""
         before, now = np.flatnonzero(keys[old_keys]), np.flatnonzero(keys[new_keys])
         new = rows.select(_BID).take(pa.array(bids[now])).cast(old.schema)
         return pa.concat_tables([old.take(pa.array(before)), new]), np.concatenate([old_keys[before], new_keys[now]])

@@ -1,14 +1,14 @@
 """The running count and sum in Bytewax, with recovery on: each batch is an epoch, and each epoch has a snapshot.
 
 Bytewax ends an epoch when a source has returned a batch and the epoch's interval is over. With an interval of zero each
-batch is an epoch. Bytewax asks the source for the next batch only when all snapshots of the last epoch are committed to
-the recovery store (SQLite with a write-ahead log and its default synchronisation). So the time of a batch is the time
-between two calls of the source, and includes reading the files, every output row, and the snapshot.
+batch is an epoch. Bytewax asks the source for the next batch only when all snapshots of the previous epoch are
+committed to the recovery store (SQLite with a write-ahead log and its default synchronisation). So the time of a batch
+is the time between two calls of the source, and includes reading the files, every output row, and the snapshot.
 
 A variant is a way to count and a number of workers. ``batch-2x1`` is `op.stateful_batch` in two processes of one worker
 each, and ``map-1x2`` is `op.stateful_map` in one process of two workers. ``summed`` is ``batch`` with a source that
-first adds up the values of each key with Arrow. Bytewax does not recommend this; it is the least work that its operator
-can be given.
+first adds up the values of each key with Arrow. This is not a way that Bytewax proposes, but the least work that its
+operator can be given.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def main() -> int:
         return 1
     request_times = [times for one in results for times in one.request_times.values()]
     # All processes of a machine read the same clock, and no worker is asked for a batch until all workers have finished
-    # the last one.
+    # the previous one.
     edges = [min(times) for times in zip(*request_times, strict=True)]
     edges[-1] = max(edges[-1], *(one.last_row for one in results))
     leave(

@@ -1,9 +1,10 @@
 """The running count and sum in other systems: stream processors with a Python API, and storage engines alone.
 
 All programs read the same rows from Parquet files; only Flink, whose Python package cannot read Parquet, reads them
-from CSV. All keep their state on the same disk, with their own kind of recovery switched on, and must end with the same
-answer as plain pandas. They run one after the other, each in a separate process, and other stream processors also in
-separate environments. A program that cannot be run on this machine is left out, and the report says why.
+from CSV. All keep their state on the same disk, with their own kind of recovery switched on (except LMDB unsynced), and
+must end with the same answer as plain pandas. They run one after the other, each in a separate process, and other
+stream processors also in separate environments. A program that cannot be run on this machine is left out, and the
+report says why.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def _floor(name: str, variant: str) -> Program:
     return Program(name, "benchmarks.floors", variant, package=PACKAGES[variant])
 
 
-# On two cores two processes were the fastest in all cases. The slow programs are there to show this.
+# On two cores, Bytewax and Quix Streams were fastest with two processes in all cases. Most slow programs show this.
 PROGRAMS = (
     _spark("Arrow state, a function over Arrow tables", "arrow"),
     _spark(_OURS, "rows"),
@@ -167,8 +168,8 @@ _FLOORS = frozenset(program.name for program in PROGRAMS if program.module == "b
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command line."""
-    # The JVMs of Spark and Flink continue to compile for some seconds of work. One large batch is enough for this, and
-    # several small batches are needed.
+    # The JVMs of Spark and Flink continue to compile for some seconds of work. One large batch is enough for this, but
+    # not one small batch.
     parser.add_argument(
         "--small-batches", type=int, default=20, metavar="N", help="number of small batches; the first is a warm-up"
     )
@@ -204,7 +205,7 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     Raises
     ------
     BenchmarkError
-        If an option is wrong, or if a program's answer is.
+        If an option or a program's answer is wrong.
     """
     small, large = (3, 3) if options.quick else (options.small_batches, options.batches)
     if min(small, large) < 2:
@@ -260,7 +261,7 @@ def measure(
     Parameters
     ----------
     report
-        Report to add times, checks, ratios and the programs that were left out to.
+        Report that gets the times, checks and ratios, and the programs that were left out.
     workload
         Events to count.
     work

@@ -44,7 +44,7 @@ from benchmarks.peers.protocol import Task, leave, read_task
 VARIANTS = ("sql", "sql-minibatch", "python", "python-thread")
 _PARALLELISM = 2
 _KEYS_AT_MOST = 10_000_000
-# Events a second on a small machine, about. They determine a checkpoint interval of about one batch.
+# About how many events a second a small machine processes; with it the checkpoint interval is about one batch.
 _EVENTS_A_SECOND = {"sql": 100_000, "sql-minibatch": 100_000, "python": 10_000, "python-thread": 10_000}
 
 

@@ -1,4 +1,4 @@
-"""The running count and sum in the state store of Quix Streams, which is RocksDB, written as its Application does.
+"""The running count and sum in the state store of Quix Streams, which is RocksDB, used as its Application does.
 
 An Application reads its events from a Kafka broker. This benchmark has no broker and reads them from files. It measures
 `State` in one transaction of the store for each batch, which is prepared and flushed after the batch, as

@@ -54,7 +54,7 @@ class PieceSource(Protocol):
     ) -> None:
         """Put those pieces of a bucket's file into `lazy` that can be had; `ranges` are ranges of piece numbers.
 
-        `in_background` is true if no batch waits for the pieces. An error that `raise_if_closed` raises ends the transfer.
+        `in_background` is true if no batch waits for the pieces. An error of `raise_if_closed` ends the transfer.
         """
         ...
 
