@@ -151,7 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure speed and memory against the alternatives in the same run and on the same input, and "
-        "check that the answers are equal. `all --full` runs all benchmarks but `lazy_restore` and `paired`. "
+        "check that the answers are equal. `all` runs all of them but `lazy_restore` and `paired`, and with --quick "
+        "fewer. "
         "Exit status: 0 if all bars are met, 1 if some are not, 2 if the benchmark failed.",
     )
     commands = parser.add_subparsers(dest="name", required=True, metavar="BENCHMARK")
