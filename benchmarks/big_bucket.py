@@ -1,7 +1,7 @@
 """Send gigabytes to one bucket in one batch, and measure how much memory Spark's Python workers need for it.
 
-The rows cannot be compressed, so they are as large in transit as in memory. The user's function keeps none of them, so
-the memory that is measured is what this package needs.
+The rows consist of random bytes, which cannot be compressed. So they have the same size on their way to Python as in
+memory. The user's function keeps none of them, so the measured memory is the memory that this package needs.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace, work: Path) -> Report:
 
 
 class _Expected:
-    """The rows, bytes and checksums that were written, by key."""
+    """Counts the rows, the bytes and a checksum of each key in the input, to compare the results with."""
 
     def __init__(self, keys: int) -> None:
         self._n = np.zeros(keys, dtype=np.int64)

@@ -195,7 +195,7 @@ def _prepare_calls(
     calls: list[tuple[tuple[Any, ...], pd.DataFrame, Any]] = []
     for name, frame in events_by_key.groupby("key", sort=False):
         frame.index = pd.RangeIndex(len(frame))
-        key = np.int64(name)  # type: ignore[arg-type]  # the name of a group, here an integer
+        key = np.int64(name)  # type: ignore[arg-type]  # pandas' types allow any name of a group
         calls.append(((key,), frame, PlainState(before.get(int(key)))))
         if len(calls) == _CHUNK_KEYS:
             yield calls

@@ -117,7 +117,7 @@ class _Load:
         return self._batch(indices)
 
     def make_random(self, events: int) -> tuple[npt.NDArray[np.int64], list[pa.Table]]:
-        """Return a batch of distinct random keys that were added before: the indices of these keys, and the tables."""
+        """Return a batch of different random keys that the state already has: their indices, and the batch's tables."""
         indices = self._rng.choice(self.loaded, size=min(events, self.loaded), replace=False, shuffle=False)
         return indices, self._batch(indices)
 

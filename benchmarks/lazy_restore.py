@@ -6,7 +6,7 @@ over Arrow Flight in this process, and each measurement finds out again which pe
 
 Lazy restore gains nothing if rows are narrow, because then almost every 16 KiB piece of the snapshot has something
 that is wanted, and everything is fetched. It gains if rows are wide or if there are many rows for each wanted key. Each
-row has another timeout, so a search for the rows that are due reads the timeouts of all rows.
+row has another timeout, so a search for rows that have timed out reads the timeouts of all rows.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class _Measurement:
     def measure_first_lookups(
         self, *, lazily: bool, peers: Callable[[], Peers] | None = None, due: bool = False
     ) -> float:
-        """Return the median seconds from an empty disk to the first lookup, and with `due` to the rows that are due."""
+        """Return the median seconds from an empty disk to the first lookup; with `due`, also to a timeout search."""
         method = "from a peer" if peers is not None else "lazily" if lazily else "whole"
         method += ", and what is due" if due else ""
         times: list[float] = []

@@ -45,7 +45,7 @@ LOOKUP_S_AT_MOST = 0.3
 SCAN_AT_LEAST = 0.5
 _OPERATOR = "clicks"
 _WAIT_S = 600
-# Before the lookup the script imports only this package, so all third-party modules are those that a lookup needs.
+# The script imports only this package, so every third-party module that it has at the end is one that a lookup needs.
 _LOOKUP = """
 import sys
 from spark_state_ext import OpenState, open_state
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, work: Path) -> Report:
     Raises
     ------
     BenchmarkError
-        If an option is invalid, a process fails, or the rows that are read are not those that were written.
+        If an option is invalid, a process fails, or the package reads other rows than the benchmark wrote.
     """
     if min(options.rows, options.buckets, options.repeats) < 1:
         raise BenchmarkError("--rows, --buckets and --repeats must be at least 1")

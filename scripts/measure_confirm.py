@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,8 @@ def measure(folder: Folder, path: Path, repeats: int) -> tuple[list[float], list
     sent, compared = [], []
     for turn in range(repeats + 1):
         name = f"file-{turn}"
-        sent.append(measure_seconds(lambda name=name: folder.put_file(name, path)))  # type: ignore[misc]
-        compared.append(measure_seconds(lambda name=name: read_back(folder, name, path)))  # type: ignore[misc]
+        sent.append(measure_seconds(partial(folder.put_file, name, path)))
+        compared.append(measure_seconds(partial(read_back, folder, name, path)))
         folder.remove(name)
     return sent[1:], compared[1:]
 

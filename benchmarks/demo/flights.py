@@ -8,8 +8,8 @@ each aircraft (tail number) the state holds
   at least one flight in between is missing from the data;
 - the *turnarounds*: how often the aircraft departed after at most `SHORT_MINUTES` on the ground. If a leg is missing,
   the unseen return is assumed to take as long as the flight out, and does not count as time on the ground;
-- the *chained delay*: the minutes of delay that were passed on through an unbroken chain of turnarounds. A late landing
-  followed by a late departure passes on the smaller of the two delays;
+- the *chained delay*: how many minutes of delay one flight caused for the next, added up over an unbroken chain of
+  turnarounds. If an aircraft lands late and then departs late, the smaller of the two delays counts;
 - the numbers of flights flown, cancelled and diverted.
 
 An aircraft without a scheduled flight for more than `QUIET_DAYS` has gone quiet: its state is removed, and a last row

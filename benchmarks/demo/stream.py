@@ -114,7 +114,7 @@ def start(session: SparkSession, folders: Folders, operator: str, buckets: int) 
 
 
 def read_table(session: SparkSession, folders: Folders) -> pd.DataFrame:
-    """Return the output of the stream; Spark reads only committed files, not those that a killed batch left behind."""
+    """Return the output of the stream. Spark reads only the files of committed batches, not those of a killed batch."""
     return session.read.parquet(str(folders.table)).toPandas()
 
 

@@ -261,7 +261,7 @@ def measure(
     Parameters
     ----------
     report
-        Report that gets the times, checks and ratios, and the programs that were left out.
+        Report to which this adds times, checks, ratios, and the names of programs that cannot run here.
     workload
         Events to count.
     work
@@ -280,7 +280,7 @@ def measure(
     Returns
     -------
     dict of str to float
-        Median seconds of a batch, by program, without the programs that were left out.
+        Median seconds of a batch, by program. Programs that cannot run here are missing.
 
     Raises
     ------
@@ -373,7 +373,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 class _Report(Report):
-    """A report whose table also lists the programs that were left out."""
+    """A report whose table also lists the programs that cannot run here, each with the reason."""
 
     def table(self) -> str:
         """Return the report as text."""
