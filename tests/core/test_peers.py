@@ -30,7 +30,7 @@ from spark_state_ext.errors import InterruptedRestoreError, PeerError, StorageEr
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.peers.client import PeerClient
 from spark_state_ext.peers.discovery import peers_below
-from spark_state_ext.peers.served_snapshots import SnapshotFile
+from spark_state_ext.peers.served_snapshots import Shelf, SnapshotFile
 from spark_state_ext.peers.server import PeerServer
 from spark_state_ext.standby.members import write_settings
 from spark_state_ext.standby.metrics import StandbyCollector
@@ -184,19 +184,28 @@ def test_a_task_with_another_secret_gets_no_pieces(world: PeerWorld, caplog: pyt
     assert server.work.questions["refused"] == 2
 
 
-def test_a_peer_without_the_snapshot_is_asked_again_later(world: PeerWorld) -> None:
-    class Empty:
-        def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> SnapshotFile | None:
-            return None
+class CountingShelf:
+    """A shelf that counts questions before they are answered: the server counts them when the task has its answer."""
 
-    server = world.serves(Empty())
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf, self.questions = shelf, 0
+
+    def find(self, key: BucketKey, ref: CheckpointRef, body_digest: str) -> SnapshotFile | None:
+        self.questions += 1
+        return self._shelf.find(key, ref, body_digest)
+
+
+def test_a_peer_without_the_snapshot_is_asked_again_later(world: PeerWorld) -> None:
+    shelf = CountingShelf(ReplicaShelf([]))
+    server = world.serves(shelf)
     bucket = world.task()
     assert world.look_up(bucket, KEYS) > ENDS
     world.look_up(bucket, OTHERS)
-    assert server.work.questions["gone"] == 1
+    assert shelf.questions == 1
     world.clock.sleep(11.0)
     world.look_up(bucket, MORE)
-    assert server.work.questions["gone"] == 2, "the snapshot may have arrived"
+    assert shelf.questions == 2, "the snapshot may have arrived"
+    eventually(lambda: server.work.questions["gone"] == 2)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -212,10 +221,12 @@ def test_pieces_of_a_dropped_replica_come_from_the_backend(world: PeerWorld, whe
 
     if when == "before":
         path.unlink()
-    server = world.serves(Dropping() if when == "meanwhile" else shelf)
+    counting = CountingShelf(Dropping() if when == "meanwhile" else shelf)
+    server = world.serves(counting)
     bucket = world.task()
     assert world.look_up(bucket, KEYS) > ENDS
-    assert server.work.questions["gone"] == 1
+    assert counting.questions == 1
+    eventually(lambda: server.work.questions["gone"] == 1)
 
 
 def test_the_next_peer_is_asked_if_the_first_one_fails(world: PeerWorld) -> None:
@@ -244,18 +255,19 @@ def test_a_busy_peer_is_asked_again_later(world: PeerWorld) -> None:
 def test_damaged_pieces_of_a_peer_are_refused_and_logged_once(
     world: PeerWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = world.serves()
+    shelf = CountingShelf(ReplicaShelf([world.followed()]))
+    world.serves(shelf)
     data = bytearray(world.replica().read_bytes())
     for at in range(100, len(data), PIECE_BYTES):
         data[at] ^= 1
     world.replica().write_bytes(data)
     bucket = world.task()
     assert world.look_up(bucket, KEYS) > ENDS
-    assert server.work.questions["given"] + server.work.questions["left"] == 1
+    assert shelf.questions == 1
     assert sum("fails its checksum from byte" in record.getMessage() for record in caplog.records) == 1
     world.clock.sleep(300.0)
     world.later.run()
-    assert sum(server.work.questions.values()) == 1, "the peer is not asked again for a long time"
+    assert shelf.questions == 1, "the peer is not asked again for a long time"
     assert lazy_files(world.store) == []
 
 
@@ -423,13 +435,20 @@ def test_a_client_that_disconnects_frees_its_slot(world: PeerWorld) -> None:
     (lazy,) = lazy_files(world.store)
     ranges = tuple((0, 256) for _ in range(4))
     question = PeerQuestion(KEY, LAST, digest_crcs(lazy.run.blocks), ranges)
-    for _ in range(20):
+
+    def ask_and_leave() -> None:
+        before = sum(server.work.questions.values())
         client = PeerClient(f"grpc://127.0.0.1:{server.port}", None)
         answers = client.ask(question.encode(SECRET), WAIT_S)
         next(answers)
         answers.close()
         client.close()
-    eventually(lambda: server.work.questions["left"] + server.work.questions["given"] >= 20)
+        # The server sees later than the client that the connection is closed.
+        eventually(lambda: sum(server.work.questions.values()) > before)
+
+    for _ in range(20):
+        ask_and_leave()
+    assert server.work.questions["busy"] == 0
     eventually(lambda: len(ask_server(server, question)) == 4)
 
 
