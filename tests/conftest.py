@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from benchmarks.spark import ROCKSDB
 from tests.helpers.costs import Costs
@@ -41,6 +42,11 @@ CONF = {
     "spark.sql.streaming.pollingDelay": "5ms",
     "spark.log.level": "ERROR",
 }
+
+# By default, Hypothesis fails a test if an example takes more than 200 ms, or if it takes a second to make ten examples.
+# On a loaded machine, both happen to any test.
+settings.register_profile("tests", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 # These fixtures take long to start, so one worker runs all tests that use the same one.
 _ONE_WORKER = {

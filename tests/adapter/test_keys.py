@@ -57,7 +57,7 @@ def no_states(groups: Groups) -> Lookup:
     return Lookup(np.full(groups.count, -1, dtype=np.int64), NOTHING)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=st.lists(
         st.tuples(st.one_of(st.none(), st.integers(0, 8)), st.one_of(st.none(), st.integers(2**53, 2**53 + 9))),

@@ -61,7 +61,6 @@ def test_work_that_hangs_does_not_block_other_work(monkeypatch: pytest.MonkeyPat
 
 
 def test_work_that_hangs_does_not_block_a_full_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_module, "HUNG_S", 0.5)
     monkeypatch.setattr(background_module, "_WAITING_MAX", 2)
     background, gate, done, running = Background(), threading.Event(), threading.Event(), threading.Event()
 
@@ -73,6 +72,8 @@ def test_work_that_hangs_does_not_block_a_full_queue(monkeypatch: pytest.MonkeyP
     assert running.wait(WAIT_S)
     accepted = [background.submit(name, done.set) for name in ("first", "second", "third")]
     assert accepted == [True, True, False]
+    # Only from here on, or a pause of this thread before would already replace the one that hangs.
+    monkeypatch.setattr(background_module, "HUNG_S", 0.2)
 
     # Each call replaces a thread that hangs, even if the work of the call itself is refused.
     def submit_and_wait() -> bool:

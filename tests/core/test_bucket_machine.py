@@ -175,7 +175,6 @@ def test_a_bucket_equals_a_dict() -> None:
         settings=settings(
             max_examples=15,
             stateful_step_count=25,
-            deadline=None,
             phases=(Phase.explicit, Phase.reuse, Phase.generate),
             suppress_health_check=list(HealthCheck),
         ),

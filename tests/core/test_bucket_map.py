@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "operator-format-3.json"
 _END = 1 << 32
 # Without a deadline, so that a slow machine does not fail a test.
-_NO_DEADLINE = settings(max_examples=examples(100), deadline=None)
+_EXAMPLES = settings(max_examples=examples(100))
 _COUNTS = st.integers(1, 600) | st.sampled_from([1 << 15, (1 << 15) - 1])
 _BOUNDS = st.sets(st.integers(1, _END - 1), max_size=40).map(lambda bounds: (0, *sorted(bounds)))
 _STREAMS = st.dictionaries(st.text(min_size=1), st.integers(1, 50), min_size=1, max_size=4) | st.integers(1, 50).map(
@@ -49,7 +49,7 @@ def _list_edges(of: BucketMap) -> list[int]:
     return [word << 32 | low for word in high_words for low in (0, 0xFFFFFFFF)]
 
 
-@_NO_DEADLINE
+@_EXAMPLES
 @given(_MAPS)
 def test_buckets_are_ranges_that_follow_each_other(of: BucketMap) -> None:
     ranges = [of.range_of(bucket) for bucket in range(of.buckets)]
@@ -61,7 +61,7 @@ def test_buckets_are_ranges_that_follow_each_other(of: BucketMap) -> None:
     assert [of.candidates(key) for key in hashes[:50]] == [range(b, b + 1) for b in buckets[:50].tolist()]
 
 
-@_NO_DEADLINE
+@_EXAMPLES
 @given(_COUNTS, st.lists(st.integers(0, 2**64 - 1), min_size=1))
 def test_equal_ranges_agree_with_integer_arithmetic(buckets: int, hashes: list[int]) -> None:
     mapped = BucketMap(buckets).of(np.array(hashes, np.uint64)).tolist()
@@ -69,7 +69,7 @@ def test_equal_ranges_agree_with_integer_arithmetic(buckets: int, hashes: list[i
     assert mapped == [(key >> 32) * buckets >> 32 for key in hashes]
 
 
-@_NO_DEADLINE
+@_EXAMPLES
 @given(_MAPS, _MAPS)
 def test_overlapping_buckets_are_those_whose_ranges_intersect(mine: BucketMap, other: BucketMap) -> None:
     theirs = [other.range_of(bucket) for bucket in range(other.buckets)]
@@ -91,7 +91,7 @@ def test_only_the_given_buckets_are_split() -> None:
     assert BucketMap.split(4, dict.fromkeys(range(4), 2)) == BucketMap(8)
 
 
-@_NO_DEADLINE
+@_EXAMPLES
 @given(st.integers(1, 40), st.dictionaries(st.integers(0, 39), st.integers(2, 7), max_size=3))
 def test_the_argument_of_a_map_makes_the_same_map(buckets: int, into: dict[int, int]) -> None:
     bucket_map = BucketMap.split(buckets, {bucket: parts for bucket, parts in into.items() if bucket < buckets})
@@ -152,7 +152,7 @@ def test_a_map_by_partition_does_not_determine_buckets_by_hash() -> None:
         of.of(np.zeros(1, np.uint64))
 
 
-@_NO_DEADLINE
+@_EXAMPLES
 @given(_BY_PARTITION)
 def test_a_map_by_partition_has_a_bucket_for_each_partition(of: BucketMap) -> None:
     counts = dict(of.streams)

@@ -86,7 +86,7 @@ def test_a_partly_checked_chunk_has_the_rows_of_the_chunk(blocks: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(rows=st.integers(1, 3_000), seed=st.integers(0, 2**32 - 1), wanted=st.integers(0, 2**64 - 1))
 def test_a_search_is_right_for_any_distribution_of_hashes(shape: str, rows: int, seed: int, wanted: int) -> None:
     schema = RowSchema((), ())
@@ -167,7 +167,7 @@ def test_a_lookup_compares_few_blocks_of_a_chunk() -> None:
 Rows = dict[str, tuple[int | None, bool]]
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     runs=st.lists(
         st.dictionaries(st.sampled_from("abcdefgh"), st.tuples(st.none() | st.integers(0, 9), st.booleans())),

@@ -178,7 +178,7 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(_STEPS)
 @example([("note", {0, 1, 4}), ("write", None)])
 @example([("note", {0, 1, 4}), ("replace", None), ("process", None), ("note", {2})])

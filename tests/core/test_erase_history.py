@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -46,6 +45,7 @@ from spark_state_ext.testing.model import SCHEMA, Model, Row
 from spark_state_ext.worker.local_folders import root_id
 from tests.helpers.erased_bytes import files_with
 from tests.helpers.soak import SOAK
+from tests.helpers.waiting import WAIT_S
 
 PLACE = "root/counts/q"
 FEW_DELTAS = SnapshotCadence(2, 3)
@@ -277,22 +277,29 @@ def test_a_running_query_is_refused(life: Life) -> None:
 
 
 def keep_renewing(life: Life) -> Callable[[], None]:
-    """Renew the lease from a thread, as another process of the run does; return a function that stops the thread."""
+    """Renew the lease from a thread, as another process of the run does; return a function that stops the thread.
+
+    Meanwhile the lease lasts so long that it does not lapse if the thread has to wait for the processor.
+    """
     stopped, log = threading.Event(), LeaseLog(Folder(str(life.local / PLACE)))
 
-    def renew() -> None:
-        while not stopped.is_set():
-            time.sleep(0.1)
-            head = log.newest()
-            assert head is not None
-            log.append(head, replace(head.record, nonce=uuid.uuid4().hex))
+    def renew_for(lease_ms: int) -> None:
+        head = log.newest()
+        assert head is not None
+        assert log.append(head, replace(head.record, lease_ms=lease_ms, nonce=uuid.uuid4().hex))
 
-    thread = threading.Thread(target=renew)
+    def renew_until_stopped() -> None:
+        while not stopped.wait(0.1):
+            renew_for(1_000 * WAIT_S)
+
+    renew_for(1_000 * WAIT_S)
+    thread = threading.Thread(target=renew_until_stopped)
     thread.start()
 
     def stop() -> None:
         stopped.set()
         thread.join()
+        renew_for(LEASE_MS_MIN)
 
     return stop
 

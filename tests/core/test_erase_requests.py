@@ -263,7 +263,7 @@ class Bucket:
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_request_is_never_done_before_every_bucket_has_handled_it(data: st.DataObject) -> None:
     """Requests arrive at any time, timeouts call only some buckets, batches fail, and some runs list no requests."""
     buckets, heartbeats, requested = [Bucket() for _ in range(3)], 0, 0
@@ -310,7 +310,7 @@ _VALUES: list[tuple[pa.DataType, list[Any]]] = [
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_rows_match_by_value(data: st.DataObject) -> None:
     """Values are equal as for Spark's grouping: NULL equals NULL and NaN equals NaN, at every depth."""
     columns = data.draw(st.lists(st.sampled_from(_VALUES), min_size=1, max_size=3))

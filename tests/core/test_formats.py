@@ -90,7 +90,7 @@ _POINTER = Pointer(
 
 
 @given(pointer=_POINTERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_decoded_pointer_equals_the_encoded_one(pointer: Pointer) -> None:
     assert Pointer.decode(pointer.encode()) == pointer
     assert Pointer.decode(pointer.encode()).encode() == pointer.encode()
@@ -120,7 +120,7 @@ def test_every_damaged_byte_of_a_pointer_is_detected(flip: int) -> None:
 
 
 @given(data=st.binary(max_size=60), magic=st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_bytes_that_are_not_a_pointer_are_refused(data: bytes, magic: bool) -> None:
     body = (b"SSEP\x01\x00" if magic else b"") + data
     # A correct checksum must not make invalid bytes acceptable.
@@ -136,7 +136,7 @@ def test_a_pointer_of_a_newer_release_is_not_reported_as_damaged() -> None:
 
 
 @given(pointer=_POINTERS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_pointer_can_be_written_in_format_1_and_in_both_formats(pointer: Pointer) -> None:
     pointer = replace(pointer, inline=())
     old, both = pointer.encode(V1), pointer.encode(BOTH)
@@ -212,7 +212,7 @@ def _make_header(lineage: tuple[CheckpointRef, ...] = (CheckpointRef(6, "a" * 32
 
 
 @given(lineage=_generate_lineages(6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_decoded_header_equals_the_encoded_one(lineage: tuple[CheckpointRef, ...]) -> None:
     header = _make_header(lineage)
     assert LineageHeader.decode(header.encode(), "file") == header
@@ -284,7 +284,7 @@ def test_a_body_record_is_found_between_other_bytes() -> None:
 
 
 @given(ref=_REFS, kind=st.sampled_from([DELTA, SNAPSHOT]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_checkpoint_file_names_are_parsed(ref: CheckpointRef, kind: str) -> None:
     assert parse_file_name(file_name(ref, kind)) == (ref, kind)
 

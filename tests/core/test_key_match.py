@@ -116,7 +116,7 @@ KEYS = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(own=st.lists(KEYS, unique_by=canonicalise, min_size=1, max_size=12), wanted=st.lists(KEYS, max_size=20))
 def test_the_results_are_those_of_a_dict(own: list[Any], wanted: list[Any]) -> None:
     kinds = (pa.string(), pa.float64(), pa.list_(pa.int64()))

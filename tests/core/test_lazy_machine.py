@@ -168,4 +168,4 @@ class LazyMachine(RuleBasedStateMachine):
 
 
 TestLazyMachine = LazyMachine.TestCase
-TestLazyMachine.settings = settings(max_examples=examples(15, 300), stateful_step_count=15, deadline=None)
+TestLazyMachine.settings = settings(max_examples=examples(15, 300), stateful_step_count=15)

@@ -526,10 +526,12 @@ def test_a_second_run_is_refused_on_real_clocks_and_stores(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     files = folder_of(kind, request, tmp_path)
-    first, second = (Lease(files, me, 6_000) for me in (ME, OTHER))
+    # The second run would watch for longer than any renewal takes on a slow machine.
+    first, second = Lease(files, ME, 6_000), Lease(files, OTHER, int(1000 * WAIT_S))
     first.hold()
     with renew_in_background(first, 0.05), pytest.raises(LiveRunError, match="is being written by"):
         second.hold()
+    eventually(lambda: first._renewal.over)
     assert first.state is LeaseState.HELD
     # Each renewal keeps the previous record for current readers, so a record always exists.
     assert len(files.child("lease").names()) == 2

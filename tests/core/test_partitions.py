@@ -39,7 +39,7 @@ from spark_state_ext.files.partition_files import (
 from tests.helpers.soak import examples
 
 # No deadline: machines may be slow.
-_NO_DEADLINE = settings(max_examples=examples(100), deadline=None)
+_EXAMPLES = settings(max_examples=examples(100))
 # A first number of partitions, and the numbers that the source grows to.
 _GROWTH = st.tuples(st.integers(1, 12), st.lists(st.integers(2, 4), max_size=3)).map(
     lambda pair: [pair[0] * int(np.prod(pair[1][:at])) for at in range(len(pair[1]) + 1)]
@@ -98,7 +98,7 @@ def produce_rows(counts: Sequence[int], hashes: Sequence[int]) -> list[tuple[int
     return [(key, key % count) for count in counts for key in hashes]
 
 
-@_NO_DEADLINE
+@_EXAMPLES
 @given(_GROWTH, _HASHES)
 def test_a_key_keeps_its_state_when_the_source_grows(counts: list[int], hashes: list[int]) -> None:
     hashes = sorted(set(hashes))
@@ -124,7 +124,7 @@ def test_wrong_mappings_lose_counts() -> None:
         SourcePartition("partition", [2, 3])
 
 
-@_NO_DEADLINE
+@_EXAMPLES
 @given(st.integers(1, 4), st.lists(st.integers(1, 40), max_size=6, unique=True).map(sorted), _HASHES)
 def test_counts_stay_right_for_each_size_that_is_not_refused(first: int, grown: list[int], hashes: list[int]) -> None:
     """Offsets allow only sizes that can be followed, and rows prove only sizes that the source has had."""
@@ -152,7 +152,7 @@ def test_counts_stay_right_for_each_size_that_is_not_refused(first: int, grown: 
 # -- assignments and tables ------------------------------------------------------------------------
 
 
-@_NO_DEADLINE
+@_EXAMPLES
 @given(st.dictionaries(_NAMES, _GROWTH, min_size=1, max_size=4), st.sampled_from([BY_PARTITION, "s"]), st.data())
 def test_rows_are_assigned_to_the_buckets_of_their_partitions(
     counts: dict[str, list[int]], group_by: str, data: st.DataObject
@@ -185,7 +185,7 @@ def test_rows_are_assigned_to_the_buckets_of_their_partitions(
     assert carried.buckets == (max if group_by == BY_PARTITION else sum)(of_stream[0] for of_stream in counts.values())
 
 
-@_NO_DEADLINE
+@_EXAMPLES
 @given(st.dictionaries(_NAMES, _GROWTH, min_size=1, max_size=3))
 def test_assignments_round_trip(counts: dict[str, list[int]]) -> None:
     reached = {name: mine[-1] for name, mine in list(counts.items())[1:]}
@@ -197,7 +197,7 @@ def test_assignments_round_trip(counts: dict[str, list[int]]) -> None:
     assert PartitionAssignment.from_plain(json.loads(json.dumps(assignment.to_plain()))) == assignment
 
 
-@_NO_DEADLINE
+@_EXAMPLES
 @given(_GROWTH, st.data())
 def test_growth_gives_the_same_assignment_in_one_step_and_in_many(counts: list[int], data: st.DataObject) -> None:
     def assign(some: Sequence[int]) -> PartitionAssignment:

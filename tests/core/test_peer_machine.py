@@ -99,7 +99,7 @@ def count_runs(view: Any) -> int:
 
 
 TestPeerMachine = PeerMachine.TestCase
-TestPeerMachine.settings = settings(max_examples=examples(15, 300), stateful_step_count=15, deadline=None)
+TestPeerMachine.settings = settings(max_examples=examples(15, 300), stateful_step_count=15)
 
 
 @pytest.mark.parametrize("way", _WAYS)

@@ -77,7 +77,7 @@ def check_state(query: RescaledQuery) -> None:
 
 
 @given(COUNTS, COUNTS, st.lists(change_sets(), max_size=4), st.lists(change_sets(), max_size=3), st.data())
-@settings(max_examples=examples(5, 400), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(5, 400), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 def test_a_query_can_be_rescaled_to_any_number_of_buckets(
     n: int, m: int, before: list[Any], after: list[Any], data: st.DataObject
 ) -> None:

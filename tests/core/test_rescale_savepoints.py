@@ -120,7 +120,7 @@ def savepoint(job: Job, tmp_path: Path) -> Folder:
 
 
 @given(COUNTS, COUNTS, st.lists(change_sets(), max_size=4), st.lists(change_sets(), max_size=2), st.data())
-@settings(max_examples=examples(10, 400), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(10, 400), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 def test_a_job_continues_from_a_savepoint_with_any_number_of_buckets(
     n: int, m: int, before: list[Any], after: list[Any], data: st.DataObject
 ) -> None:
@@ -317,7 +317,7 @@ def compute_digest(*batches: pa.RecordBatch) -> tuple[int, str]:
 
 
 @given(st.lists(st.integers(0, len(WIDE_KEYS)), max_size=4))
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_a_digest_does_not_depend_on_the_division_into_batches(cuts: list[int]) -> None:
     rows = wide_rows(list(WIDE_KEYS), 1)
     borders = [0, *sorted(cuts), rows.num_rows]

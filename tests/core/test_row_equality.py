@@ -95,7 +95,7 @@ def draw_columns(draw: st.DrawFn) -> tuple[list[tuple[Any, ...]], list[pa.Array]
 
 
 @given(data=draw_columns(), seed=st.integers(0, 5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_rows_equal_follows_sparks_equality(data: tuple[list[tuple[Any, ...]], list[pa.Array]], seed: int) -> None:
     rows, arrays = data
     order = np.random.default_rng(seed).permutation(len(rows))
@@ -105,7 +105,7 @@ def test_rows_equal_follows_sparks_equality(data: tuple[list[tuple[Any, ...]], l
 
 
 @given(data=draw_columns(), buckets=st.sampled_from([1, 2, 3, 2**64]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_group_by_key_separates_keys_whose_hashes_collide(
     data: tuple[list[tuple[Any, ...]], list[pa.Array]], buckets: int
 ) -> None:

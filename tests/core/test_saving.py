@@ -209,7 +209,7 @@ def test_a_saved_pointer_refers_to_no_query_folder_application_or_marker(life: L
     assert (saved.heartbeats, saved.calls, saved.rows) == (pointer.heartbeats, pointer.calls, pointer.rows)
 
 
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(15))
 @given(data=st.data())
 def test_any_batch_of_any_history_can_be_saved(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     life = Life(tmp_path_factory.mktemp("life"))

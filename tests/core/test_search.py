@@ -23,7 +23,7 @@ SHAPES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(rows=st.integers(1, 20_000), wanted=st.integers(0, 300), seed=st.integers(0, 2**32 - 1))
 def test_first_at_least_returns_what_numpy_returns_for_any_distribution(
     shape: str, rows: int, wanted: int, seed: int

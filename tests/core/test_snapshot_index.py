@@ -58,7 +58,7 @@ def index_of(data: bytes) -> tuple[BodyRecord, SnapshotIndex]:
     more=st.integers(-2, 2),
     step=st.integers(1_000, 3 << 20),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_checksums_of_blocks_can_be_computed_from_those_of_pieces(length: int, more: int, step: int) -> None:
     data = np.random.default_rng(length).bytes(max(0, length + more))
     pieces, blocks = PieceDigest(), BlockDigest()

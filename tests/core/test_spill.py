@@ -37,7 +37,7 @@ def make_batches(hashes: list[list[int]], data_type: pa.DataType) -> list[pa.Rec
 
 
 @given(hashes=_BATCHES, data_type=_TYPES, memory=st.sampled_from([1, 200, 1_000, 1 << 20]))
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_hash_sorter_returns_all_rows_sorted_by_ranges_of_hashes(
     hashes: list[list[int]], data_type: pa.DataType, memory: int, tmp_path: Path
 ) -> None:
@@ -88,7 +88,7 @@ def test_rows_of_one_hash_stay_in_one_range(tmp_path: Path) -> None:
 
 
 @given(hashes=_BATCHES, memory=st.sampled_from([0, 100, 1_000, 1 << 20]))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 def test_spill_buffer_returns_its_batches_in_order_every_time(
     hashes: list[list[int]], memory: int, tmp_path: Path
 ) -> None:

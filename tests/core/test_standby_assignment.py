@@ -23,7 +23,7 @@ from spark_state_ext.standby.assignment import (
 )
 from tests.helpers.soak import examples
 
-_UNHURRIED = settings(max_examples=examples(150), deadline=None)
+_EXAMPLES = settings(max_examples=examples(150))
 Assignment = Mapping[BucketKey, tuple[str, ...]]
 
 
@@ -112,7 +112,7 @@ def _moved(before: Mapping[BucketKey, set[str]], after: Assignment) -> int:
 # -- every decision --------------------------------------------------------------------------------
 
 
-@_UNHURRIED
+@_EXAMPLES
 @given(scenes())
 def test_each_bucket_has_all_possible_replicas_but_none_on_its_active_host(scene: Scene) -> None:
     assignment = scene.assigned()
@@ -130,7 +130,7 @@ def test_each_bucket_has_all_possible_replicas_but_none_on_its_active_host(scene
         assert f"{short} of {len(assignment)} buckets have fewer than {scene.settings.replicas} replicas" in said
 
 
-@_UNHURRIED
+@_EXAMPLES
 @given(scenes(1))
 def test_no_host_exceeds_its_bound_while_another_has_room(scene: Scene) -> None:
     scene = scene.settled()
@@ -142,7 +142,7 @@ def test_no_host_exceeds_its_bound_while_another_has_room(scene: Scene) -> None:
             assert load[other] >= bound or other in held[key] or other == scene.buckets[key]
 
 
-@_UNHURRIED
+@_EXAMPLES
 @given(scenes(2))
 def test_no_host_stays_underused_if_it_could_take_a_replica(scene: Scene) -> None:
     scene = replace(scene, members=tuple(replace(member, rack=None) for member in scene.members)).settled()
@@ -156,7 +156,7 @@ def test_no_host_stays_underused_if_it_could_take_a_replica(scene: Scene) -> Non
                 assert all(load[host] < load[poor] + 2 for host in hosts)
 
 
-@_UNHURRIED
+@_EXAMPLES
 @given(scenes(), st.randoms())
 def test_the_decision_does_not_depend_on_the_order_of_records(scene: Scene, chance: random.Random) -> None:
     buckets, members = list(scene.buckets.items()), list(scene.members)
@@ -171,7 +171,7 @@ def test_the_decision_does_not_depend_on_the_order_of_records(scene: Scene, chan
         )
 
 
-@_UNHURRIED
+@_EXAMPLES
 @given(scenes(1))
 def test_a_decision_stays_until_its_input_changes(scene: Scene) -> None:
     scene = scene.settled()
@@ -181,7 +181,7 @@ def test_a_decision_stays_until_its_input_changes(scene: Scene) -> None:
 # -- hosts that come and go ------------------------------------------------------------------------
 
 
-@_UNHURRIED
+@_EXAMPLES
 @given(scenes(1), st.data())
 def test_at_most_one_nth_of_the_replicas_moves_to_an_nth_host(scene: Scene, data: st.DataObject) -> None:
     scene = scene.settled()
@@ -193,7 +193,7 @@ def test_at_most_one_nth_of_the_replicas_moves_to_an_nth_host(scene: Scene, data
     assert _moved(scene.held, after) <= most + missing
 
 
-@_UNHURRIED
+@_EXAMPLES
 @given(scenes(2), st.data())
 def test_if_a_host_leaves_only_its_replicas_move(scene: Scene, data: st.DataObject) -> None:
     """Balancing may move a few more replicas, which is rare."""
@@ -244,7 +244,7 @@ def test_replicas_stay_if_a_bucket_gets_another_active_host() -> None:
 # -- racks -----------------------------------------------------------------------------------------
 
 
-@_UNHURRIED
+@_EXAMPLES
 @given(scenes(1))
 def test_new_replicas_go_to_other_racks_that_have_room(scene: Scene) -> None:
     """Assign one new bucket at a time, so that others do not use up the room."""
@@ -297,7 +297,7 @@ def test_a_replica_stays_until_the_new_one_is_in_sync(
     assert buckets_to_hold("a", {}, members) == frozenset()
 
 
-@_UNHURRIED
+@_EXAMPLES
 @given(scenes())
 def test_hosts_keep_extra_replicas_only_while_assigned_ones_are_not_in_sync(scene: Scene) -> None:
     assignment = scene.assigned()

@@ -109,7 +109,6 @@ def run_machine(
             max_examples=histories,
             derandomize=fixed,
             stateful_step_count=25,
-            deadline=None,
             phases=(Phase.explicit, Phase.reuse, Phase.generate),
             suppress_health_check=list(HealthCheck),
         ),

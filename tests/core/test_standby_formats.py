@@ -22,7 +22,7 @@ from arrow_schemas.standby import (
 )
 from tests.helpers.soak import examples
 
-_NO_DEADLINE = settings(max_examples=examples(50), deadline=None)
+_EXAMPLES = settings(max_examples=examples(50))
 _NAMES = st.text(min_size=1, max_size=5)
 _COUNTS = st.integers(0, 2**62)
 _KEYS = st.builds(BucketKey, _NAMES, _NAMES, st.integers(0, 9_999))
@@ -57,7 +57,7 @@ _RECORD = MemberRecord(
 _SETTINGS = StandbySettings(True, 2, 5)
 
 
-@_NO_DEADLINE
+@_EXAMPLES
 @given(_RECORDS)
 def test_a_record_is_decoded_as_it_was_encoded(record: MemberRecord) -> None:
     again = MemberRecord.decode(record.encode(), "it")
@@ -66,7 +66,7 @@ def test_a_record_is_decoded_as_it_was_encoded(record: MemberRecord) -> None:
     assert again.decided_by == record.decided_by
 
 
-@_NO_DEADLINE
+@_EXAMPLES
 @given(st.booleans(), _COUNTS, st.floats(1e-6, 1e9))
 def test_settings_are_decoded_as_they_were_encoded(enabled: bool, replicas: int, heartbeat_s: float) -> None:
     standby = StandbySettings(enabled, replicas, heartbeat_s)

@@ -26,7 +26,7 @@ from spark_state_ext.standby.members import (
 from tests.helpers.soak import examples
 
 HEARTBEAT_S = 10.0
-_UNHURRIED = settings(max_examples=examples(100), deadline=None)
+_EXAMPLES = settings(max_examples=examples(100))
 
 
 class Clock:
@@ -101,7 +101,7 @@ def _hosts(membership: Membership) -> list[str]:
 # -- names -----------------------------------------------------------------------------------------
 
 
-@_UNHURRIED
+@_EXAMPLES
 @given(
     st.text(min_size=1, max_size=12) | st.from_regex(r"\.?[a-z.=%/]{1,8}(\.[0-9]{1,4}){0,3}", fullmatch=True),
     st.integers(0, 10**17),
@@ -176,7 +176,7 @@ def test_a_listing_that_misses_a_record_does_not_end_a_host() -> None:
     assert not watch.observe([], 30.0).alive
 
 
-@_UNHURRIED
+@_EXAMPLES
 @given(st.lists(st.integers(0, 3), min_size=4, max_size=30), st.integers(0, 10**6))
 def test_liveness_does_not_depend_on_listing_order_or_start_time(written: list[int], begin_s: int) -> None:
     numbers, listings = [1, 1], []

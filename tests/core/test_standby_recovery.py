@@ -57,7 +57,7 @@ def make_replica(bucket: int, versions: int = 0, size_bytes: int = 0, in_sync: b
     )
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(_READINGS)
 def test_the_rate_is_bytes_per_time_in_which_a_reading_was_under_way(readings: list[Reading]) -> None:
     # The tenths of a second in which at least one reading was under way.

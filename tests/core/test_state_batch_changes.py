@@ -421,7 +421,7 @@ def actions(draw: st.DrawFn, keys: list[Key]) -> tuple[Any, ...]:
     return what, mask, whole, values, times, some
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_sequence_of_changes_gives_the_state_of_a_dict(data: st.DataObject) -> None:
     keys = data.draw(st.lists(st.sampled_from(POOL), min_size=1, max_size=7, unique_by=repr))

@@ -223,7 +223,6 @@ def test_the_local_store_has_the_state_of_a_dict_after_any_calls() -> None:
         settings=settings(
             max_examples=25,
             stateful_step_count=30,
-            deadline=None,
             phases=(Phase.explicit, Phase.reuse, Phase.generate),
             suppress_health_check=list(HealthCheck),
         ),

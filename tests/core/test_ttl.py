@@ -209,7 +209,7 @@ def test_removed_rows_are_tombstones_or_keep_their_timeout() -> None:
     assert removed == {2: Row(defined=False, deleted=True), 4: Row(timeout_ms=2_000, defined=False)}
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     rows=st.lists(
         st.builds(

@@ -163,7 +163,7 @@ def is_close(actual: Any, expected: Any) -> bool:
     return bool(actual == expected)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(BATCHES, TASKS)
 def test_every_function_equals_the_model_for_every_type(batches: list[list[dict[str, Any]]], tasks: int) -> None:
     bucket = make_aggregation(SCHEMA, ["key"], ALL, tasks=tasks)
@@ -206,7 +206,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(STEPS, st.booleans(), st.booleans(), TASKS)
 def test_groups_end_with_the_watermark(
     steps: list[tuple[list[Any], int]], append: bool, windows: bool, tasks: int
@@ -270,7 +270,7 @@ def reduce(kernel: Kernel, values: Any, *starts: int) -> Buffers:
     return kernel.reduce(values, Segments(np.array(starts, dtype=np.int64), len(values)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_sums_of_longs_are_exact_or_an_error(groups: list[list[int]]) -> None:
     schema = pa.schema([("key", pa.int64()), ("value", pa.int64())])
@@ -400,7 +400,7 @@ def test_the_variance_of_extreme_values_does_not_depend_on_batches(values: list[
 EXTREME = st.none() | st.floats(allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.lists(EXTREME, min_size=1, max_size=5), min_size=1, max_size=5))
 def test_the_variance_of_any_numbers_does_not_depend_on_batches(batches: list[list[float | None]]) -> None:
     kernel = find_kernel(Agg.variance("v"), pa.float64(), "x")

@@ -27,7 +27,7 @@ DELAY_S = 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=STEPS)
 def test_the_output_has_the_first_row_of_each_key(kind: str, steps: list[tuple[list[Any], int]]) -> None:
     keys = ["key", "at"] if kind == "key and time" else ["key"]

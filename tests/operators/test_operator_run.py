@@ -25,7 +25,7 @@ ROWS = st.lists(
 )
 STEPS = st.lists(st.tuples(ROWS, st.integers(0, 12)), min_size=1, max_size=4)
 RESTARTS = st.sampled_from([False, True, [2]])
-SETTINGS = settings(max_examples=examples(12), deadline=None)
+SETTINGS = settings(max_examples=examples(12))
 
 Step = tuple[list[dict[str, Any]], int, int]
 

@@ -58,7 +58,7 @@ def compute_results(values: list[int | None]) -> tuple[Any, ...]:
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(STEPS)
 def test_sessions_merge_and_end_as_in_the_model(steps: list[tuple[list[Any], int]]) -> None:
     """The batches have several open sessions of a key, late rows, rows that join sessions, and sessions that touch."""

@@ -38,7 +38,7 @@ def make_sort_key(value: Any) -> Any:
     return (1, value.encode() if isinstance(value, str) else value)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(BATCHES, st.integers(1, 4), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([0, 1, 2, 5]))
 def test_ranks_equal_the_row_numbers_over_all_input(
     batches: list[list[Any]], k: int, down: bool, down_text: bool, changed_only: bool, tasks: int

@@ -38,7 +38,7 @@ FOUND_BY = {
 }
 
 
-@settings(max_examples=examples(80, 2_000), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(80, 2_000), database=None, suppress_health_check=list(HealthCheck))
 @given(erasure_histories())
 def test_no_history_keeps_a_key_of_a_done_request(history: History) -> None:
     simulate_erasures(history)

@@ -16,7 +16,7 @@ HISTORIES = 200
 SEED = 3
 
 
-@settings(max_examples=examples(100), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(100), database=None, suppress_health_check=list(HealthCheck))
 @given(lease_histories())
 def test_no_history_gives_a_lease_to_two_runs(steps: tuple[Step, ...]) -> None:
     simulate_lease(steps)

@@ -56,7 +56,7 @@ FOUND_BY = {
 }
 
 
-@settings(max_examples=examples(8, 1_000), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(8, 1_000), database=None, suppress_health_check=list(HealthCheck))
 @given(rescale_histories())
 def test_no_history_moves_a_key_wrongly(history: History) -> None:
     simulate_rescales(history)

@@ -50,7 +50,7 @@ FOUND_BY = {
 }
 
 
-@settings(max_examples=examples(8, 1_000), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(8, 1_000), database=None, suppress_health_check=list(HealthCheck))
 @given(savepoint_histories())
 def test_no_history_gives_a_wrong_savepoint(history: History) -> None:
     simulate_savepoints(history)
@@ -73,7 +73,7 @@ def test_the_simulator_finds_every_broken_variant_of_savepoints(name: str) -> No
         )
 
 
-@settings(max_examples=examples(60), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(60), database=None, suppress_health_check=list(HealthCheck))
 @given(claim_histories())
 def test_no_history_gives_a_folder_to_two_queries(steps: tuple[Step, ...]) -> None:
     simulate_claims(steps)

@@ -26,7 +26,7 @@ KINDS = {
 SEEDS = {"an old input decides which run was continued": 6}
 
 
-@settings(max_examples=examples(150), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), database=None, suppress_health_check=list(HealthCheck))
 @given(timeline_histories())
 def test_readers_never_read_what_was_given_up(steps: tuple[Step, ...]) -> None:
     simulate_timeline(steps)
