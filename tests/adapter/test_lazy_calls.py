@@ -23,6 +23,7 @@ from spark_state_ext.errors import UsageError
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.sealed_body import read_announced_index
 from spark_state_ext.peers.discovery import ADDRESS_KIND
+from spark_state_ext.peers.piece_requests import Peers
 from spark_state_ext.peers.served_snapshots import SnapshotFile
 from spark_state_ext.peers.server import PeerServer
 from spark_state_ext.savepoints.manifest_file import read_manifest
@@ -30,7 +31,7 @@ from spark_state_ext.spark.executor.opened_bucket import OpenBucket
 from spark_state_ext.standby.members import Membership
 from spark_state_ext.store import View
 from spark_state_ext.store.runs import get_hashes
-from tests.helpers.waiting import eventually
+from tests.helpers.waiting import WAIT_S, eventually
 
 BYTES_MIN = "SPARK_STATE_EXT_LAZY_RESTORE_BYTES_MIN"
 
@@ -89,6 +90,8 @@ def asks_peers(opened: OpenBucket) -> bool:
 def test_a_call_asks_peers_if_it_has_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(BYTES_MIN, "1")
     monkeypatch.setenv("SPARK_STATE_EXT_PEER_SECRET", SECRET_TEXT)
+    # A call waits about a second for a peer, and then asks the store. A slow machine takes longer to answer.
+    monkeypatch.setattr(Peers, "_timeout_s", lambda self, size_bytes: WAIT_S)
     canonical = GOLDEN / "savepoint-1" / "canonical"
     operator = read_manifest(Folder(str(canonical))).header.operators["golden"]
     query = Query(tmp_path / "query", operator, Savepoint(str(canonical)), backends=[make_sqlite_backend(tmp_path)])

@@ -21,7 +21,7 @@ from standby_hosts import BUCKETS, Hosts, changes, job_of, keys_of
 
 from spark_state_ext.peers.settings import SECRET_VARIABLE
 from spark_state_ext.standby.values import FollowedRoot
-from tests.helpers.waiting import WAIT_S
+from tests.helpers.waiting import WAIT_S, eventually
 
 ROOT = Path(__file__).parents[2]
 UNITS = ROOT / "docs" / "operating" / "standby"
@@ -81,14 +81,29 @@ def test_the_standby_service_runs_as_a_process(tmp_path: Path, job: Job) -> None
         # A task of a job whose root has the trailing slash finds the stores in the same folders.
         stores = FollowedRoot(f"{root}/", {}, str(tmp_path / "c"))
         assert all(stores.store_folder(key, 0).is_dir() for key in keys_of(job))
-        assert run("status", root, "--safe-to-remove", "a").returncode == 0
-        done = run("status", root, "--safe-to-remove", "a.example.org")
-        assert done.returncode == 2
-        assert "there is no host a.example.org" in done.stderr
-        assert done.stderr.rstrip().endswith("Known hosts: a, c")
+        # A heartbeat may be late on a slow machine. A command that looks just then sees no live service.
+        eventually(lambda: run("status", root, "--safe-to-remove", "a").returncode == 0)
+
+        def names_known_hosts() -> bool:
+            done = run("status", root, "--safe-to-remove", "a.example.org")
+            assert done.returncode == 2
+            assert "there is no host a.example.org" in done.stderr
+            return done.stderr.rstrip().endswith("Known hosts: a, c")
+
+        eventually(names_known_hosts)
         port = line.split("port ")[1].split()[0]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
-            assert answer.status == 200
+
+        def is_healthy() -> bool:
+            """Return False while the service has stood still for ten heartbeats, which are only two seconds here."""
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz") as answer:
+                    return bool(answer.status == 200)
+            except urllib.error.HTTPError as error:
+                if error.code != 503:
+                    raise
+                return False
+
+        eventually(is_healthy)
         service.send_signal(signal.SIGTERM)
         assert service.wait(WAIT_S) == 0
         lines = service.stderr.read().splitlines()

@@ -8,7 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from spark_state_ext.commit.ledger import RUNNING, UploadRecord
+from spark_state_ext.store.environment import Environment
+from spark_state_ext.store.records import read_all
 from spark_state_ext.testing import WAIT_S
+from spark_state_ext.worker import process
 
 __all__ = ["WAIT_S", "eventually", "is_running", "removed", "wait_for_uploads"]
 
@@ -40,6 +44,24 @@ def removed(folder: Path) -> None:
     eventually(remove_again)
 
 
-def wait_for_uploads(folder: Path) -> None:
-    """Wait until no file below a folder is half written: a worker uploads the last batch's files after the query ended."""
-    eventually(lambda: not any(path.name.startswith(".tmp-") for path in folder.rglob("*")))
+def wait_for_uploads(folder: Path, local_dir: Path) -> None:
+    """Wait until all files below a folder are uploaded: a worker uploads the last batch's files after the query ended.
+
+    Before a batch ends, its local stores have records of its uploads, which say whether the worker is still at it.
+    """
+
+    def is_under_way(value: bytes) -> bool:
+        record = UploadRecord.decode(value)
+        return record is not None and record.state == RUNNING and process.is_alive(record.owner)
+
+    def are_over() -> bool:
+        for bucket_folder in {path.parents[1] for path in local_dir.rglob("data.mdb")}:
+            environment = Environment.at(bucket_folder, 1 << 20)
+            try:
+                if any(map(is_under_way, environment.read(read_all).values())):
+                    return False
+            finally:
+                environment.close()
+        return not any(path.name.startswith(".tmp-") for path in folder.rglob("*"))
+
+    eventually(are_over)

@@ -19,11 +19,15 @@ from streams import finish, read, write_batches
 from spark_state_ext import ArrowState, StateBatch
 from spark_state_ext.worker.metrics import by_batch
 from spark_state_ext.worker.metrics import read as read_metrics
+from spark_state_ext.worker.telemetry import Telemetry
+from tests.helpers.waiting import WAIT_S
 
 ROWS, KEYS = 500, 60
 
 
 def count_all(batch: StateBatch) -> pa.Table:
+    # A task waits only half a second for its export, and a slow machine takes longer.
+    Telemetry.flush.__defaults__ = (WAIT_S,)
     n = pc.add(pc.fill_null(batch.state["n"], 0), batch.counts)
     batch.update({"n": n})
     return batch.keys.append_column("n", n)

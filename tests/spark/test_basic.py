@@ -17,6 +17,7 @@ from streams import finish, read, using, write_batches
 
 from spark_state_ext import ArrowState, disable, enable
 from spark_state_ext.errors import UsageError
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.spark
 # Type and value of a NULL string in pandas.
@@ -228,7 +229,8 @@ def test_a_session_uses_arrow_state_from_enable_until_disable(session: Any, tmp_
         assert job.run(keyed("a")) == {0: [("a", 1)]}
     finally:
         disable(session)
-    assert list((tmp_path / "root" / "mine").rglob("*.arrow"))
+    # The only delta is uploaded in the background.
+    eventually(lambda: list((tmp_path / "root" / "mine").rglob("*.arrow")))
 
 
 def test_data_grouped_before_enable_is_refused_while_the_session_is_enabled(session: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -89,6 +90,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def test_changed_jobs_are_refused_and_leave_the_state_as_it_was(spark: Any, tmp_path: Path) -> None:
     assert run(spark, tmp_path) == [("1", 2), ("2", 1)]
+    wait_for_uploads(tmp_path / "root", tmp_path / "local")
     before = files_of(tmp_path)
     refused: list[tuple[dict[str, Any], str, str]] = whole(
         [
@@ -274,8 +276,18 @@ def test_a_copied_checkpoint_continues_with_a_copied_query_folder(spark: Any, tm
         run(spark, tmp_path)
     shutil.copytree(tmp_path / "checkpoint", tmp_path / "copied checkpoint")
     [query_folder] = [path for path in (tmp_path / "root" / "guarded").iterdir() if (path / "lease").is_dir()]
-    shutil.copytree(query_folder, tmp_path / "copied" / "guarded" / query_folder.name)
-    wait_for_uploads(query_folder)
+    wait_for_uploads(query_folder, tmp_path / "local")
+    copy = tmp_path / "copied" / "guarded" / query_folder.name
+
+    def copy_all() -> bool:
+        """Return False if a file disappeared meanwhile: the driver may be releasing the lease."""
+        shutil.rmtree(copy, ignore_errors=True)
+        with contextlib.suppress(shutil.Error):
+            shutil.copytree(query_folder, copy)
+            return True
+        return False
+
+    eventually(copy_all)
     before = {path: path.read_bytes() for path in query_folder.rglob("*.arrow")}
     copied = {"root": tmp_path / "copied", "checkpoint": tmp_path / "copied checkpoint"}
     assert run(spark, tmp_path, **copied) == [("1", 8), ("2", 4)]

@@ -19,6 +19,7 @@ from spark_state_ext.__main__ import main
 from spark_state_ext.errors import MissingCheckpointError, UsageError
 from spark_state_ext.spark.client.settings import open_session_with
 from spark_state_ext.spark.source.options import SourceOptions
+from tests.helpers.waiting import wait_for_uploads
 
 pytestmark = pytest.mark.spark
 
@@ -44,6 +45,7 @@ def test_the_state_of_the_newest_and_of_older_batches_can_be_read(
     job = Job(spark, "arrow", tmp_path, count, output=COUNTS, conf=conf)
     root, checkpoint, newest = tmp_path / "root", job.checkpoint, len(BATCHES) - 1
     job.run(*(keyed(*keys) for keys in BATCHES))
+    wait_for_uploads(root, tmp_path / "local")
     assert ("stateUniqueIds" in (checkpoint / "commits" / "0").read_text()) == (SPARK >= (4, 1))
     (folder,) = (path for path in (root / "tested").iterdir() if path.name.count("-") == 4)
     with open_committed(spark, root, checkpoint) as state:

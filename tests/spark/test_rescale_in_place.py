@@ -34,7 +34,7 @@ from spark_state_ext import (
 from spark_state_ext.errors import ChangedJobError
 from spark_state_ext.files.layout import STARTING_FOLDER
 from tests.helpers.soak import SOAK
-from tests.helpers.waiting import eventually
+from tests.helpers.waiting import eventually, removed
 
 pytestmark = [pytest.mark.spark, reads_state]
 
@@ -88,9 +88,9 @@ def test_a_job_starts_from_a_snapshot_with_another_number_of_buckets(spark: Any,
         new.feed(range(3, 5))
         new.run(spark)
         assert state_of(new, spark) == expected_state(range(5))
-    shutil.rmtree(old.root)
+    removed(Path(old.root))
     shutil.rmtree(tmp_path / "savepoint", ignore_errors=True)
-    shutil.rmtree(new.folder / "local")
+    removed(new.folder / "local")
     new.feed(range(5, 6))
     new.run(spark)
     assert state_of(new, spark) == expected_state(range(6))
@@ -117,7 +117,7 @@ def test_a_query_is_rescaled_in_place_several_times(spark: Any, tmp_path: Path) 
     # A savepoint of a rescaled query is like any other.
     path = str(tmp_path / "savepoint")
     take_savepoint(spark, path, job.checkpoint, job.state)
-    shutil.rmtree(job.root)
+    removed(Path(job.root))
     new = replace(make_query(tmp_path / "new", 3), start_from=Savepoint(path))
     new.feed([next_file + 3])
     new.run(spark)

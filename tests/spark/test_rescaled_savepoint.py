@@ -13,6 +13,7 @@ from savepoint_job import Query, batch_computation, file_of
 
 from arrow_schemas import BucketMap
 from spark_state_ext import Savepoint, open_committed, rescale_savepoint, take_savepoint
+from tests.helpers.waiting import removed
 
 pytestmark = [pytest.mark.spark, reads_state]
 
@@ -28,13 +29,13 @@ def test_a_job_starts_from_a_rescaled_savepoint(spark: Any, tmp_path: Path) -> N
         batch_computation(file_of(number, False) for number in range(3))
     )
     for folder in (old.root, original_path):
-        shutil.rmtree(folder)
+        removed(Path(folder))
     new = replace(Query(tmp_path / "new", str(tmp_path / "new" / "root"), {}, 8), start_from=Savepoint(rescaled.path))
     new.feed(range(3, 5))
     new.run(spark)
     # The job no longer needs the savepoint.
     shutil.rmtree(rescaled.path)
-    shutil.rmtree(new.folder / "local")
+    removed(new.folder / "local")
     new.feed([5])
     new.run(spark)
     with open_committed(spark, new.root, str(new.checkpoint)) as state:

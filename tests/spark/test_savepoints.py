@@ -39,7 +39,7 @@ from spark_state_ext.savepoints.start_records import is_detached, read_start
 from spark_state_ext.spark.client import savepoints as client_savepoints
 from spark_state_ext.spark.client.state_reader import CommittedBatch, StateReader, StoreOfState
 from tests.helpers.soak import examples
-from tests.helpers.waiting import eventually, removed
+from tests.helpers.waiting import eventually, removed, wait_for_uploads
 
 pytestmark = pytest.mark.spark
 
@@ -128,6 +128,7 @@ def test_a_query_starts_from_a_savepoint(spark: Any, old: Query, tmp_path: Path,
 @reads_state
 def test_taking_a_savepoint_changes_nothing_of_the_query(spark: Any, tmp_path: Path) -> None:
     old = Query(spark, tmp_path / "old").run(FIRST[:2])
+    wait_for_uploads(tmp_path / "old" / "root", tmp_path / "old" / "local")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "old" / "root").rglob("*.arrow")}
     savepoint = take(old, tmp_path / "savepoint")
     links = [path for path in (tmp_path / "savepoint").rglob("*.arrow") if path.stat().st_nlink > 1]
@@ -293,6 +294,7 @@ def test_a_claimed_checkpoint_belongs_to_the_new_query_and_is_refused_to_others(
     root = str(tmp_path / "old" / "root")
     start = RetainedCheckpoint(root, str(old.job.checkpoint), mode="claim")
     new = Query(spark, tmp_path / "new", start_from=start, root=root).run([["a"]])
+    wait_for_uploads(tmp_path / "old" / "root", tmp_path / "new" / "local")
     # Its only batch changed one bucket. For the others, the files do not prove what the old query committed, but Spark does.
     with pytest.raises(MissingCheckpointError, match="read what Spark committed"):
         open_state(root)

@@ -75,7 +75,7 @@ FOLDERS_OF_RUNS = ("epochs", "lease", "holds")
 def check_refused(job: Job, error: str, text: str, *tables: Any, new: Sequence[str] = ()) -> None:
     """Check that a start of the query fails, and that it changes no file of the state; only `new` files are added."""
     (query_folder,) = (path for path in (job.folder / "root" / "tested").iterdir() if path.name.count("-") == 4)
-    wait_for_uploads(query_folder)
+    wait_for_uploads(query_folder, job.folder / "local")
     files = [path for path in query_folder.rglob("*") if path.is_file() and path.parent.name not in FOLDERS_OF_RUNS]
     before = {path: path.read_bytes() for path in files}
     with pytest.raises((PySparkException, UsageError), match=rf"(?s){error}.*{text}") as caught:
@@ -101,6 +101,7 @@ def test_a_query_continues_with_right_counts_if_its_source_grows_between_starts(
     job = make_job(session, tmp_path, SourcePartition("partition", 2))
     fed = [LETTERS, LETTERS[:13]]
     assert run_batches(job, *[make_rows(keys, 2) for keys in fed]) == counted(*fed)
+    wait_for_uploads(tmp_path / "root", tmp_path / "local")
     with open_state(str(tmp_path / "root")) as state:
         assert state.bucket_map.buckets == 2
         # Files prove the first batch only. A key is looked up in all buckets; it is in the bucket of its partition.
@@ -308,6 +309,7 @@ def test_each_stream_of_a_key_can_have_its_own_state(spark: Any, tmp_path: Path)
         job, lambda df: aggregate(state, df, "key", {"n": Agg.count()}), "update", fed, make_rows(["z"] * 2, 3, "b")
     )
     assert emitted == [sorted((key, n) for key in LETTERS for n in (3, 2)), [("z", 4)]]
+    wait_for_uploads(tmp_path / "root", tmp_path / "local")
     # Files prove the first batch only.
     with open_state(str(tmp_path / "root"), unproven=True) as opened:
         assert opened.buckets == 3
@@ -336,6 +338,7 @@ def test_built_in_operators_keep_the_state_of_a_key_that_moves_to_a_new_partitio
         job = Job(spark, "arrow", folder, count, schema=SCHEMA)
         tables = make_rows(MOVED * 2, 2), make_rows([*MOVED, "new"], 4), make_rows(["end"], 4)
         emitted = run_operator(job, lambda df: plan(state, df), mode, *tables)
+        wait_for_uploads(folder / "root", folder / "local")
         with open_state(root, unproven=True) as opened:
             bucket_by_key = dict(zip(*opened.scan(["key", "bucket"]).read_all().to_pydict().values(), strict=True))
         assert bucket_by_key.items() >= dict.fromkeys(MOVED, 1).items()

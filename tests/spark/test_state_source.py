@@ -24,6 +24,7 @@ from spark_state_ext import open_state, read_state, register, write_savepoint
 from spark_state_ext.errors import UsageError
 from spark_state_ext.spark.client.columns import _make_hashable
 from spark_state_ext.testing.model import Model, Row, canonicalise
+from tests.helpers.waiting import wait_for_uploads
 
 SPARK = tuple(int(part) for part in pyspark.__version__.split(".")[:2])
 Read = Callable[..., Any]
@@ -207,6 +208,7 @@ def test_open_state_reads_the_state_of_a_job_that_ran_on_spark(spark: Any, tmp_p
         job.feed(keyed(*keys))
         job.run()
     root = tmp_path / "root"
+    wait_for_uploads(root, tmp_path / "local")
     with open_state(root, unproven=True) as state:
         assert (state.batch, state.begun_batch) == (1, 2)
         table = state.scan().read_all()
