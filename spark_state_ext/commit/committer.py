@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NoReturn
 
 from arrow_schemas.lineage import SNAPSHOT, CheckpointRef, file_name, parse_file_name
 from arrow_schemas.pointer import InlineDelta, Pointer
@@ -332,16 +333,8 @@ def await_all(
     """Wait until uploads are confirmed, as `Committer.await_all`; return the seconds waited."""
     began_s = clock_s()
     while True:
-        for upload in uploads:
-            error = upload.done.exception() if upload.done.done() else None
-            if error is not None:
-                FailedStage(upload.store.folder).note(upload.run)
-            if isinstance(error, StateError):
-                raise error
-            if error is not None:
-                raise UploadFailedError(
-                    f"the upload of {upload.file} to the backend {upload.backend} failed: {error!r}"
-                ) from error
+        if any(_find_error(upload) is not None for upload in uploads):
+            _raise_first_error(uploads)
         waiting = [upload for upload in uploads if not upload.done.done()]
         if not waiting:
             return clock_s() - began_s
@@ -354,6 +347,24 @@ def await_all(
             raise _build_timeout_error(((upload.backend, upload.file) for upload in waiting), under_way_s, options)
         runner.pause(waiting, min(_SLICE_S, options.commit_timeout_ms / 1000 - under_way_s))
         while_waiting()
+
+
+def _find_error(upload: Upload) -> BaseException | None:
+    """Return the error with which an upload has ended."""
+    return upload.done.exception() if upload.done.done() else None
+
+
+def _raise_first_error(uploads: Sequence[Upload]) -> NoReturn:
+    """Raise the first error of uploads of which one has failed.
+
+    The caller may have found a later upload, which was not sent because an earlier one failed meanwhile. The earlier
+    one ended first, so it is found now.
+    """
+    upload, error = next((upload, error) for upload in uploads if (error := _find_error(upload)) is not None)
+    FailedStage(upload.store.folder).note(upload.run)
+    if isinstance(error, StateError):
+        raise error
+    raise UploadFailedError(f"the upload of {upload.file} to the backend {upload.backend} failed: {error!r}") from error
 
 
 def _build_timeout_error(

@@ -165,6 +165,25 @@ def test_files_after_a_failed_upload_are_not_sent(store: LocalStore) -> None:
     await_all([later], uploads, CommitOptions())
 
 
+def test_the_cause_is_reported_if_an_upload_fails_after_it_was_looked_at(store: LocalStore) -> None:
+    uploads, refs = WorkerUploads(), Refs()
+    manager = Manager(uploads.pool("a"), lambda name: None)
+    first, second = (make_upload(store, manager, refs.next(version)) for version in (1, 2))
+
+    class FailsThen(Future[Any]):
+        """An upload that fails as soon as somebody has seen that it is not done."""
+
+        def done(self) -> bool:
+            was_done = super().done()
+            if not was_done:
+                self.set_exception(PermissionError("not yours"))
+                second.done.set_exception(StorageError(f"{second.file} was not sent, because {first.file} failed"))
+            return was_done
+
+    with pytest.raises(UploadFailedError, match=rf"{first.file} to the backend a failed: PermissionError"):
+        await_all([replace(first, done=FailsThen()), second], uploads, CommitOptions())
+
+
 def test_a_failed_upload_of_one_run_does_not_affect_a_later_run(store: LocalStore) -> None:
     """The previous run sent a sibling, which no pointer names."""
     uploads, refs, gate = WorkerUploads(), Refs(), threading.Event()
