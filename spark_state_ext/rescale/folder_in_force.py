@@ -10,7 +10,7 @@ times of files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from spark_state_ext.errors import CorruptFileError, VersionSkewError
 from spark_state_ext.files.erase_requests import EraseFolder
@@ -19,7 +19,7 @@ from spark_state_ext.files.layout import DETACHED_NAME
 from spark_state_ext.rescale.folders import first_folder, is_rescaled, make_rescaled_name
 from spark_state_ext.savepoints.start_records import RESCALE, is_detached, note_detached, read_start
 
-__all__ = ["parent_folder", "put_in_force", "take_requests"]
+__all__ = ["list_ancestors", "put_in_force", "take_requests"]
 
 _LOGGER = logging.getLogger("spark_state_ext")
 
@@ -27,7 +27,6 @@ _LOGGER = logging.getLogger("spark_state_ext")
 def put_in_force(places: Sequence[Folder], name: str, plan_id: str, check_ours: Callable[[], None]) -> None:
     """Put the folder that Spark's pointers name in force, and copy other folders' waiting erase requests to it."""
     operator = places[0]
-    files = operator.child(name)
     others = [other for other in operator.names() if other != name and first_folder(other) == first_folder(name)]
     if make_rescaled_name(name, plan_id) in others:
         # This is a late call: this plan has rescaled the query, or is rescaling it, from this folder.
@@ -35,10 +34,10 @@ def put_in_force(places: Sequence[Folder], name: str, plan_id: str, check_ours: 
     formerly_in_force = [other for other in others if is_rescaled(other) and is_detached(operator.child(other))]
     if others:
         check_ours()
-        parent = parent_folder(files)
-        for other in dict.fromkeys([*(other for other in others if other == parent), *formerly_in_force]):
-            # If the query went back, requests that the other folder has carried out are not carried out here yet.
-            take_requests(operator.child(other), files, waiting_only=other == parent)
+        ancestors = list_ancestors(operator, name)
+        for other in [*ancestors, *formerly_in_force]:
+            if other in others:
+                take_requests(operator, other, name, ancestors)
     # The root last: its record says that everything is done.
     for place in places[::-1] if is_rescaled(name) else ():
         note_detached(place.child(name))
@@ -49,25 +48,37 @@ def put_in_force(places: Sequence[Folder], name: str, plan_id: str, check_ours: 
             place.child(other).remove(DETACHED_NAME)
 
 
-def parent_folder(query_folder: Folder) -> str | None:
-    """Return the name of the query folder that this one was rescaled from; None: it was not, or has no record."""
-    record = read_start(query_folder)
-    return None if record is None or record.kind != RESCALE else record.source.rpartition("/")[2]
+def list_ancestors(operator: Folder, name: str) -> dict[str, int]:
+    """Return the query folders that this one was rescaled from, the nearest first, as far as their records remain.
+
+    The value is the batch of that folder after which the nearer one began.
+    """
+    ancestors: dict[str, int] = {}
+    record = read_start(operator.child(name))
+    while record is not None and record.kind == RESCALE:
+        parent = record.source.rpartition("/")[2]
+        if parent in (name, *ancestors):
+            break
+        ancestors[parent] = record.batch
+        record = read_start(operator.child(parent))
+    return ancestors
 
 
-def take_requests(source: Folder, target: Folder, *, waiting_only: bool) -> bool:
-    """Copy erase requests with their ids to another query folder; return False if a request is unreadable."""
-    requests, target_requests = EraseFolder(source), EraseFolder(target)
-    numbers = requests.numbers()
-    request_numbers = sorted(numbers.requests - numbers.done if waiting_only else numbers.requests)
+def take_requests(operator: Folder, other: str, name: str, ancestors: Mapping[str, int]) -> bool:
+    """Copy to a query folder, with their ids, the erase requests of another that its state does not show to be done.
+
+    Copy from the nearest ancestor first. A farther one may have requests of its own: if a query is rescaled again
+    before its folder is in force, users still make requests in an older one. But a request that a nearer ancestor has
+    waits or is done there. If it was carried out twice, rows that arrived in between would be lost. Return False if a
+    request is unreadable.
+    """
+    requests, target = EraseFolder(operator.child(other)), operator.child(name)
+    nearer = list(ancestors)[: list(ancestors).index(other)] if other in ancestors else list(ancestors)
+    # A folder that is no ancestor is from before the query went back: nothing that was done there is done here.
+    request_numbers = _list_undone(requests, ancestors.get(other, -1))
     if not request_numbers:
         return True
-    target_numbers, target_ids = target_requests.numbers(), set()
-    for number in target_numbers.requests | target_numbers.done:
-        try:
-            target_ids.add(target_requests.id_of(number))
-        except (CorruptFileError, VersionSkewError) as error:
-            _LOGGER.warning("erase request %d of %s cannot be read: %s", number, target.root, error)
+    known_ids = {request_id for folder in (name, *nearer) for request_id in _list_ids(operator.child(folder))}
     all_readable = True
     for number in request_numbers:
         try:
@@ -77,12 +88,39 @@ def take_requests(source: Folder, target: Folder, *, waiting_only: bool) -> bool
                 "erase request %d of %s cannot be read, so the query, which goes on in %s, cannot carry it out: %s. "
                 "Request the erasure of its keys again, and withdraw this request",
                 number,
-                source.root,
+                operator.child(other).root,
                 target.root,
                 error,
             )
             all_readable = False
             continue
-        if request.keys.num_rows and request.id not in target_ids:
-            target_requests.add(request)
+        if request.keys.num_rows and request.id not in known_ids:
+            EraseFolder(target).add(request)
     return all_readable
+
+
+def _list_undone(requests: EraseFolder, batch: int) -> list[int]:
+    """Return the numbers of the requests that were not known to be done after a batch."""
+    numbers = requests.numbers()
+    undone = set(numbers.requests)
+    for number in numbers.requests & numbers.done:
+        try:
+            record = requests.done(number)
+        except (CorruptFileError, VersionSkewError) as error:
+            _LOGGER.warning("erase request %d of %s: its record cannot be read: %s", number, requests.files.root, error)
+            record = None
+        if record is None or record.batch <= batch:
+            undone.discard(number)
+    return sorted(undone)
+
+
+def _list_ids(query_folder: Folder) -> set[str | None]:
+    """Return the ids of the requests that a folder has or has carried out."""
+    requests, ids = EraseFolder(query_folder), set()
+    numbers = requests.numbers()
+    for number in numbers.requests | numbers.done:
+        try:
+            ids.add(requests.id_of(number))
+        except (CorruptFileError, VersionSkewError) as error:
+            _LOGGER.warning("erase request %d of %s cannot be read: %s", number, query_folder.root, error)
+    return ids

@@ -22,7 +22,7 @@ from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.ownership.lease_log import LeaseLog
-from spark_state_ext.rescale.folder_in_force import parent_folder, take_requests
+from spark_state_ext.rescale.folder_in_force import list_ancestors, take_requests
 from spark_state_ext.rescale.folders import first_folder, make_rescaled_name
 from spark_state_ext.rescale.parents import has_parents
 from spark_state_ext.rescale.parents_notes import FREE, ParentsNote, note_free, note_needed, parse_notes
@@ -51,13 +51,7 @@ def _list_other_folders(places: Sequence[Folder], name: str) -> Iterator[tuple[F
 
 def _find_failed(root: Folder, name: str, plan_id: str, others: Collection[str]) -> set[str]:
     """Return the folders of failed rescalings by other plans: they are not in force and not ancestors of `name`."""
-    ancestor, kept_names = (
-        parent_folder(root.child(name)),
-        {name, first_folder(name), make_rescaled_name(name, plan_id)},
-    )
-    while ancestor is not None and ancestor not in kept_names:
-        kept_names.add(ancestor)
-        ancestor = parent_folder(root.child(ancestor))
+    kept_names = {name, first_folder(name), make_rescaled_name(name, plan_id), *list_ancestors(root, name)}
     return {other for other in others if other not in kept_names and not is_detached(root.child(other))}
 
 
@@ -161,19 +155,26 @@ class Finishing:
         retained = max(batches_retained, committed.retained)
         if not may_remove(committed.heartbeats, retained, committed.buckets, notes) or is_held(name):
             return False
-        remains = False
-        for place, other in _list_other_folders(places, name):
+        remaining: set[str] = set()
+        ancestors = list_ancestors(places[0], name)
+        # Requests are not copied from a farther ancestor if a nearer one has them, so the farthest is removed first.
+        distances = {ancestor: distance for distance, ancestor in enumerate(ancestors)}
+        others = sorted(
+            _list_other_folders(places, name), key=lambda pair: distances.get(pair[1], len(distances)), reverse=True
+        )
+        for place, other in others:
             old_folder = place.child(other)
-            if self._is_written(old_folder) or is_held(other):
-                remains = True
+            is_needed = other in ancestors and not remaining.isdisjoint(ancestors)
+            if is_needed or self._is_written(old_folder) or is_held(other):
+                remaining.add(other)
                 continue
             check_ours()
-            if not take_requests(places[0].child(other), places[0].child(name), waiting_only=True):
-                remains = True
+            if not take_requests(places[0], other, name, ancestors):
+                remaining.add(other)
                 continue
             place.remove_tree(other)
             _LOGGER.info("%s is removed: the query was rescaled and goes on in %s", old_folder.root, name)
-        if remains:
+        if remaining:
             return False
         check_ours()
         # Notes are removed last, because they show that the parents may be removed.

@@ -4,7 +4,7 @@ The product's code finds the folder, writes the request and copies it. The simul
 out the requests that its folder had before.
 
 Invariants: Readers and requests use only folders in which Spark has committed a batch. A request reaches the query that
-continues. Waiting requests are carried out once the query runs without failures.
+continues. Waiting requests are carried out once the query runs without failures, and only once in the batches that count.
 """
 
 from __future__ import annotations
@@ -105,32 +105,38 @@ class Onlookers:
         self.committed.add(name)
         self._renewals[name] = max(self._renewals.values(), default=0) + 1
         folder = EraseFolder(self._world.operator.child(name))
+        for number in folder.numbers().done:
+            record = folder.done(number)
+            if record is not None and record.batch >= batch:
+                folder.take_back(number)
         numbers = folder.numbers()
         numbers_by_id = {folder.request(number).id: number for number in numbers.requests}
         before, requests_seen = self._last_batch
         if data and before == name:
-            for request_id in requests_seen & numbers_by_id.keys():
-                self._done_batches.setdefault(request_id, batch)
+            for request_id in sorted(requests_seen & numbers_by_id.keys()):
+                if numbers_by_id[request_id] in numbers.done:
+                    continue
+                if request_id in self._done_batches:
+                    raise WrongStateError(f"{name} carries out a request again, after batch {batch}: {request_id}")
+                self._done_batches[request_id] = batch
                 folder.note_done(numbers_by_id[request_id], EraseDone(request_id, 1, 0, 0, 0, batch))
         self._last_batch = (name, frozenset(numbers_by_id))
 
     def go_back(self, batch: int) -> None:
-        """Note that the query goes back: requests that were done since then are not done."""
+        """Note that the query goes back: requests that were done since then are not done. Their records remain at first."""
         self._done_batches = {request_id: at for request_id, at in self._done_batches.items() if at <= batch}
-        for name in self.committed:
-            folder = EraseFolder(self._world.operator.child(name))
-            for number in folder.numbers().done:
-                record = folder.done(number)
-                if record is not None and record.batch > batch:
-                    folder.take_back(number)
         self._last_batch = ("", frozenset())
+
+    def check_done(self) -> None:
+        """Check that every request is done."""
+        undone = self._request_ids - self._done_batches.keys()
+        if undone:
+            raise WrongStateError(f"{len(undone)} requests do not reach the query, which continues in {self._folder}")
 
     def check_calm(self) -> None:
         """Check after a time without failures that every request is done, in the query's present folder."""
         world, name = self._world, self._folder
-        undone = self._request_ids - self._done_batches.keys()
-        if undone:
-            raise WrongStateError(f"{len(undone)} requests do not reach the query, which continues in {name}")
+        self.check_done()
         statuses = erase_status(world.shared.root("a").root, operator=OPERATOR, storage_options=world.shared.options)
         waiting = [
             request

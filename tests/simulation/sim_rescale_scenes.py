@@ -328,9 +328,54 @@ def refused_for_good(scene: RescaleScene) -> None:
     scene.run_batch(3)
 
 
+def asked_while_rescaled_twice(scene: RescaleScene) -> None:
+    """A request is made before any call has put the folder of the first or of the second rescaling in force."""
+    for count in (2, 3, 4):
+        scene.start_query(count)
+        scene.run_batch(count)
+    scene.world.onlookers.ask(_QUIET)
+    for value in (5, 6, 7):
+        scene.run_batch(value)
+    scene.world.onlookers.check_done()
+
+
+def rescaled_again_after_a_request(scene: RescaleScene) -> None:
+    """A request was made in the first folder, which still exists, and is done in the second."""
+    scene.run_batch(1)
+    scene.start_query(3)
+    scene.run_batch(2)
+    scene.world.onlookers.ask(_QUIET)
+    for value in (3, 4, 5):
+        scene.run_batch(value)
+    scene.world.onlookers.check_done()
+    scene.start_query(4)
+    for value in (6, 7, 8):
+        scene.run_batch(value)
+
+
+def gone_back_and_rescaled(scene: RescaleScene) -> None:
+    """A request is done, and then the query goes back to before it and is rescaled at once."""
+    world = scene.world
+    scene.run_batch(1)
+    world.onlookers.ask(_QUIET)
+    scene.run_batch(2)
+    before = world.batch
+    scene.run_batch(3)
+    world.onlookers.check_done()
+    world.spark.go_back(before)
+    world.onlookers.go_back(before)
+    scene.start_query(3)
+    for value in (4, 5, 6, 7):
+        scene.run_batch(value)
+    world.onlookers.check_done()
+
+
 RESCALE_SCENES = (
     refused_and_continued,
     refused_for_good,
+    asked_while_rescaled_twice,
+    rescaled_again_after_a_request,
+    gone_back_and_rescaled,
     overwritten_since_the_plan,
     batches_without_data_first,
     begun_twice,

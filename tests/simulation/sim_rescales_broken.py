@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from spark_state_ext.engine.folders import operator_folder, operator_folders
 from spark_state_ext.engine.job import Job
 from spark_state_ext.erasing import query_folders
 from spark_state_ext.errors import LineageError
+from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.reading import state_folder
@@ -40,6 +42,7 @@ __all__ = ["BROKEN_RESCALES"]
 _GIVE, _OVERLAPPING = Rescaling.give, BucketMap.overlapping
 _MAKE_DIVIDED, _COMPUTE_ORIGIN, _SETTLE = initial_state.make_divided_pointer, parents.compute_origin, decisions.settle
 _WITH_UNCONFIRMED = cadence.with_unconfirmed_snapshot
+_LIST_ANCESTORS, _TAKE_REQUESTS = folder_in_force.list_ancestors, folder_in_force.take_requests
 Notes = Collection[ParentsNote]
 _NOTED, _REMOVE_PARENTS = Finishing.noted, Finishing._remove_parents
 
@@ -242,9 +245,25 @@ def _list_all_folders(listed: Mapping[str, Collection[str]]) -> frozenset[str]:
     return frozenset(listed)
 
 
-def _copy_no_requests(source: Folder, target: Folder, *, waiting_only: bool) -> bool:
+def _copy_no_requests(operator: Folder, other: str, name: str, ancestors: Mapping[str, int]) -> bool:
     """Do not copy erase requests to the new folder."""
     return True
+
+
+def _find_parent(operator: Folder, name: str) -> dict[str, int]:
+    """Return only the nearest ancestor."""
+    return dict(itertools.islice(_LIST_ANCESTORS(operator, name).items(), 1))
+
+
+def _copy_whatever_nearer_folders_have(operator: Folder, other: str, name: str, ancestors: Mapping[str, int]) -> bool:
+    """Copy a request from a farther ancestor even if a nearer one has carried it out."""
+    return _TAKE_REQUESTS(operator, other, name, {other: ancestors[other]} if other in ancestors else {})
+
+
+def _list_without_records(requests: EraseFolder, batch: int) -> list[int]:
+    """Return the requests that have no record, although the query may have gone back since a record was written."""
+    numbers = requests.numbers()
+    return sorted(numbers.requests - numbers.done)
 
 
 def _put_in_force_at_once(state: Any, job: Job, query_folder: str, *others: Any) -> Any:
@@ -317,6 +336,13 @@ BROKEN_RESCALES: dict[str, Variant] = {
     "a folder is in force at the first call": _make_variant((first_call, "bring_files", _put_in_force_at_once)),
     "erase requests are not copied": _make_variant(
         *((module, "take_requests", _copy_no_requests) for module in (removal, folder_in_force))
+    ),
+    "erase requests are copied from the parent only": _make_variant((folder_in_force, "list_ancestors", _find_parent)),
+    "erase requests that are done in a nearer folder are copied": _make_variant(
+        *((module, "take_requests", _copy_whatever_nearer_folders_have) for module in (removal, folder_in_force))
+    ),
+    "records of erase requests count after the query went back": _make_variant(
+        (folder_in_force, "_list_undone", _list_without_records)
     ),
     "refused rescalings are never removed": _make_variant((Finishing, "_remove_failed", _keep_failed)),
     "removals ignore holds": _make_variant((Finishing, "_remove_parents", _remove_despite_holds)),
