@@ -10,7 +10,7 @@ BOOTSTRAP := $(PYTHON) scripts/bootstrap.py --venv $(VENV)
 IN_VENV := . $(VENV)/env.sh &&
 
 .DEFAULT_GOAL := help
-.PHONY: help check test soak lint format demo matrix venv clean
+.PHONY: help check types units test soak lint format demo matrix venv clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,7 +22,13 @@ check: ## lint, types and quick tests without Spark, for every change
 	@$(BOOTSTRAP) --extras demo,test,lint
 	@$(IN_VENV) python -m ruff check .
 	@$(IN_VENV) python -m ruff format --check .
+	@$(MAKE) -s -j 2 types units
+
+# mypy uses one core and has no cache in a fresh clone, so `check` runs both at once.
+types:
 	@$(IN_VENV) python -m mypy
+
+units:
 	@$(IN_VENV) python -m pytest -n 2 --max-worker-restart=0 -q $(UNITS)
 
 # If a worker process ends, the run ends too and names the test: if xdist replaced the worker, groups of tests would wait forever.
