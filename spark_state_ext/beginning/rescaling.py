@@ -123,7 +123,16 @@ class Rescaling:
         numbers = new_map.overlapping(self.operator_file.bucket_map, self.bucket)
         parents = tuple(Parent.unsaved(self.operator_file, self._find_pointer(number)) for number in numbers)
         pointer = make_divided_pointer(self.job, self._folder, self.bucket, parents)
-        record = StartRecord(RESCALE, self.old_folder.root, "", self.captured.batch, NO_CLAIM, self.job.operator)
+        first_pointer = self.captured.pointers[min(self.captured.pointers)]
+        record = StartRecord(
+            RESCALE,
+            self.old_folder.root,
+            "",
+            self.captured.batch,
+            NO_CLAIM,
+            self.job.operator,
+            heartbeats=first_pointer.heartbeats,
+        )
         return InitialState(parents, new_map, pointer, record, self.old_folder)
 
     @property

@@ -137,13 +137,16 @@ def erase_keys(
                 f"request would wait forever: omit query_folder, or name {', '.join(in_force[:5])}"
             )
     requested: list[AskedErasure] = []
+    # One id for all folders of a query, so that a request is not carried out again where the query continues.
+    ids: dict[str, str] = {}
     while folders:
         # The keys are checked for all folders before the first request is written.
         batches = [convert_keys(keys, folder.schema, "erase_keys()") for folder in folders]
         if any(batch.num_rows > KEYS_MAX for batch in batches):
             raise UsageError(f"erase_keys() was given more than {KEYS_MAX:,} keys: request them in several calls")
         for folder, batch in zip(folders, batches, strict=True):
-            request = EraseRequest(uuid.uuid4().hex, operator, int(time.time() * 1000), batch, __version__)
+            request_id = ids.setdefault(first_folder(folder.name), uuid.uuid4().hex)
+            request = EraseRequest(request_id, operator, int(time.time() * 1000), batch, __version__)
             number = EraseFolder(folder.files).add(request)
             requested.append(AskedErasure(operator, folder.name, number, batch.num_rows))
         # A query that was rescaled meanwhile may have copied its requests before this one was written.

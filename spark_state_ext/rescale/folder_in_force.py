@@ -10,7 +10,7 @@ times of files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from spark_state_ext.errors import CorruptFileError, VersionSkewError
 from spark_state_ext.files.erase_requests import EraseFolder
@@ -34,10 +34,7 @@ def put_in_force(places: Sequence[Folder], name: str, plan_id: str, check_ours: 
     formerly_in_force = [other for other in others if is_rescaled(other) and is_detached(operator.child(other))]
     if others:
         check_ours()
-        ancestors = list_ancestors(operator, name)
-        for other in [*ancestors, *formerly_in_force]:
-            if other in others:
-                take_requests(operator, other, name, ancestors)
+        take_requests(operator, name, others)
     # The root last: its record says that everything is done.
     for place in places[::-1] if is_rescaled(name) else ():
         note_detached(place.child(name))
@@ -51,7 +48,7 @@ def put_in_force(places: Sequence[Folder], name: str, plan_id: str, check_ours: 
 def list_ancestors(operator: Folder, name: str) -> dict[str, int]:
     """Return the query folders that this one was rescaled from, the nearest first, as far as their records remain.
 
-    The value is the batch of that folder after which the nearer one began.
+    The value is `StartRecord.heartbeats` of the folder that was rescaled from it.
     """
     ancestors: dict[str, int] = {}
     record = read_start(operator.child(name))
@@ -59,48 +56,53 @@ def list_ancestors(operator: Folder, name: str) -> dict[str, int]:
         parent = record.source.rpartition("/")[2]
         if parent in (name, *ancestors):
             break
-        ancestors[parent] = record.batch
+        ancestors[parent] = record.heartbeats
         record = read_start(operator.child(parent))
     return ancestors
 
 
-def take_requests(operator: Folder, other: str, name: str, ancestors: Mapping[str, int]) -> bool:
-    """Copy to a query folder, with their ids, the erase requests of another that its state does not show to be done.
+def take_requests(operator: Folder, name: str, others: Collection[str]) -> set[str]:
+    """Copy to a query folder, with their ids, the erase requests of others, except those that are done in its state.
 
-    Copy from the nearest ancestor first. A farther one may have requests of its own: if a query is rescaled again
-    before its folder is in force, users still make requests in an older one. But a request that a nearer ancestor has
-    waits or is done there. If it was carried out twice, rows that arrived in between would be lost. Return False if a
-    request is unreadable.
+    Ancestors come first, the nearest before the others. A farther one may have requests of its own: if a query is
+    rescaled again before its folder is in force, users still make requests in an older one. But a request that a nearer
+    ancestor has waits or is done there, so it is not copied. Carried out twice, it would delete rows that arrived in
+    between. Return the folders with a request that cannot be read.
     """
-    requests, target = EraseFolder(operator.child(other)), operator.child(name)
-    nearer = list(ancestors)[: list(ancestors).index(other)] if other in ancestors else list(ancestors)
-    # A folder that is no ancestor is from before the query went back: nothing that was done there is done here.
-    request_numbers = _list_undone(requests, ancestors.get(other, -1))
-    if not request_numbers:
-        return True
-    known_ids = {request_id for folder in (name, *nearer) for request_id in _list_ids(operator.child(folder))}
-    all_readable = True
-    for number in request_numbers:
-        try:
-            request = requests.request(number)
-        except (CorruptFileError, VersionSkewError) as error:
-            _LOGGER.warning(
-                "erase request %d of %s cannot be read, so the query, which goes on in %s, cannot carry it out: %s. "
-                "Request the erasure of its keys again, and withdraw this request",
-                number,
-                operator.child(other).root,
-                target.root,
-                error,
-            )
-            all_readable = False
-            continue
-        if request.keys.num_rows and request.id not in known_ids:
-            EraseFolder(target).add(request)
-    return all_readable
+    ancestors, target = list_ancestors(operator, name), EraseFolder(operator.child(name))
+    known_ids: set[str | None] = set()
+    unread, unreadable = [name], set()
+    # The others were left when the query went back, or their rescaling failed. What was done there is not done here.
+    for other in [*(each for each in ancestors if each in others), *(each for each in others if each not in ancestors)]:
+        requests = EraseFolder(operator.child(other))
+        for number in _list_undone(requests, ancestors.get(other, -1)):
+            while unread:
+                known_ids |= _list_ids(operator.child(unread.pop()))
+            try:
+                request = requests.request(number)
+            except (CorruptFileError, VersionSkewError) as error:
+                _LOGGER.warning(
+                    "erase request %d of %s cannot be read, so the query, which goes on in %s, cannot carry it out: "
+                    "%s. Request the erasure of its keys again, and withdraw this request",
+                    number,
+                    operator.child(other).root,
+                    operator.child(name).root,
+                    error,
+                )
+                unreadable.add(other)
+                continue
+            if request.keys.num_rows and request.id not in known_ids:
+                target.add(request)
+                known_ids.add(request.id)
+        unread.append(other)
+    return unreadable
 
 
-def _list_undone(requests: EraseFolder, batch: int) -> list[int]:
-    """Return the numbers of the requests that were not known to be done after a batch."""
+def _list_undone(requests: EraseFolder, heartbeats: int) -> list[int]:
+    """Return the numbers of the requests that were not known to be done at a heartbeat.
+
+    A record that cannot be read counts, as nothing shows that the query has gone back since.
+    """
     numbers = requests.numbers()
     undone = set(numbers.requests)
     for number in numbers.requests & numbers.done:
@@ -108,8 +110,9 @@ def _list_undone(requests: EraseFolder, batch: int) -> list[int]:
             record = requests.done(number)
         except (CorruptFileError, VersionSkewError) as error:
             _LOGGER.warning("erase request %d of %s: its record cannot be read: %s", number, requests.files.root, error)
-            record = None
-        if record is None or record.batch <= batch:
+            undone.discard(number)
+            continue
+        if record is not None and record.heartbeat <= heartbeats:
             undone.discard(number)
     return sorted(undone)
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from arrow_schemas.pointer import Pointer
 from spark_state_ext.backends.replication import needs_parents
 from spark_state_ext.errors import OwnershipError, StateError
+from spark_state_ext.files.erase_requests import EraseFolder
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.horizon import recent_heartbeats
 from spark_state_ext.files.layout import PARENTS_FOLDER
@@ -155,25 +156,29 @@ class Finishing:
         retained = max(batches_retained, committed.retained)
         if not may_remove(committed.heartbeats, retained, committed.buckets, notes) or is_held(name):
             return False
-        remaining: set[str] = set()
         ancestors = list_ancestors(places[0], name)
-        # Requests are not copied from a farther ancestor if a nearer one has them, so the farthest is removed first.
+        # `take_requests` asks nearer folders what was done, so ancestors are removed last, and the nearest at the end.
         distances = {ancestor: distance for distance, ancestor in enumerate(ancestors)}
         others = sorted(
             _list_other_folders(places, name), key=lambda pair: distances.get(pair[1], len(distances)), reverse=True
         )
+        in_use = [self._is_written(place.child(other)) or is_held(other) for place, other in others]
+        remaining = {other for (_, other), used in zip(others, in_use, strict=True) if used}
+        if not all(in_use):
+            check_ours()
+            remaining |= take_requests(places[0], name, {other for _, other in others})
         for place, other in others:
-            old_folder = place.child(other)
-            is_needed = other in ancestors and not remaining.isdisjoint(ancestors)
-            if is_needed or self._is_written(old_folder) or is_held(other):
+            if other in remaining or (other in ancestors and remaining):
                 remaining.add(other)
                 continue
             check_ours()
-            if not take_requests(places[0], other, name, ancestors):
-                remaining.add(other)
-                continue
+            if place is places[0]:
+                # If the removal stops in the middle, a request without its record would seem to wait.
+                requests = EraseFolder(place.child(other))
+                for number in requests.numbers().requests:
+                    requests.drop(number)
             place.remove_tree(other)
-            _LOGGER.info("%s is removed: the query was rescaled and goes on in %s", old_folder.root, name)
+            _LOGGER.info("%s is removed: the query was rescaled and goes on in %s", place.child(other).root, name)
         if remaining:
             return False
         check_ours()

@@ -56,6 +56,9 @@ class StartRecord:
     claim
         Id of the claim to the savepoint; empty if there is none. It is the name of this query folder, or of another
         one if another attempt of the first batch made the claim.
+    heartbeats
+        `Pointer.heartbeats` of the old query folder's first bucket, for `RESCALE`. Unlike batches, heartbeats
+        continue when another query claims a folder. -1 for other kinds.
     """
 
     kind: str
@@ -65,6 +68,7 @@ class StartRecord:
     mode: str
     operator: str
     claim: str = ""
+    heartbeats: int = -1
 
     def is_of(self, source: str, source_id: str) -> bool:
         """True if the query began with this snapshot; savepoints are compared by id, because they may be moved."""
@@ -76,7 +80,10 @@ class StartRecord:
 
     def encode(self) -> bytes:
         """Return the file's bytes."""
-        return seal_document({"format": START_FORMAT, **asdict(self)})
+        fields = asdict(self)
+        if self.kind != RESCALE:
+            del fields["heartbeats"]
+        return seal_document({"format": START_FORMAT, **fields})
 
     @staticmethod
     def decode(data: bytes, where: str) -> StartRecord:
@@ -91,6 +98,7 @@ class StartRecord:
                 mode=str(fields["mode"]),
                 operator=str(fields["operator"]),
                 claim=str(fields["claim"]),
+                heartbeats=int(fields["heartbeats"]) if fields["kind"] == RESCALE else -1,
             )
         raise AssertionError("unreachable: readable raises what it catches")
 

@@ -112,6 +112,7 @@ class Onlookers:
         numbers = folder.numbers()
         numbers_by_id = {folder.request(number).id: number for number in numbers.requests}
         before, requests_seen = self._last_batch
+        first_pointer = min(self._world.spark.at(batch).items(), key=lambda item: item[0])[1].pointer
         if data and before == name:
             for request_id in sorted(requests_seen & numbers_by_id.keys()):
                 if numbers_by_id[request_id] in numbers.done:
@@ -119,7 +120,9 @@ class Onlookers:
                 if request_id in self._done_batches:
                     raise WrongStateError(f"{name} carries out a request again, after batch {batch}: {request_id}")
                 self._done_batches[request_id] = batch
-                folder.note_done(numbers_by_id[request_id], EraseDone(request_id, 1, 0, 0, 0, batch))
+                folder.note_done(
+                    numbers_by_id[request_id], EraseDone(request_id, 1, 0, 0, first_pointer.heartbeats, batch)
+                )
         self._last_batch = (name, frozenset(numbers_by_id))
 
     def go_back(self, batch: int) -> None:

@@ -370,12 +370,36 @@ def gone_back_and_rescaled(scene: RescaleScene) -> None:
     world.onlookers.check_done()
 
 
+def gone_back_over_two_rescalings(scene: RescaleScene) -> None:
+    """A request is made and done between two rescalings, and then the query goes back to before both."""
+    world = scene.world
+    scene.run_batch(1)
+    before = world.batch
+    scene.start_query(3)
+    for value in (2, 3):
+        scene.run_batch(value)
+    world.onlookers.ask(_QUIET)
+    for value in (4, 5):
+        scene.run_batch(value)
+    world.onlookers.check_done()
+    scene.start_query(4)
+    for value in (6, 7):
+        scene.run_batch(value)
+    world.spark.go_back(before)
+    world.onlookers.go_back(before)
+    scene.start_query(2)
+    for value in (8, 9, 10):
+        scene.run_batch(value)
+    world.onlookers.check_done()
+
+
 RESCALE_SCENES = (
     refused_and_continued,
     refused_for_good,
     asked_while_rescaled_twice,
     rescaled_again_after_a_request,
     gone_back_and_rescaled,
+    gone_back_over_two_rescalings,
     overwritten_since_the_plan,
     batches_without_data_first,
     begun_twice,
@@ -396,6 +420,7 @@ _RETAINED: dict[Callable[[RescaleScene], None], int] = {
     finished_by_the_first_bucket: 1,
     finished_by_one_lineage: 6,
     finished_then_gone_back: 6,
+    gone_back_over_two_rescalings: 9,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from spark_state_ext.rescale.parents_notes import FREE, ParentsNote, parse_notes
 from spark_state_ext.rescale.removal import Finishing, may_remove
 from spark_state_ext.savepoints import bucket_copy
 from spark_state_ext.savepoints.saved_rows import read_saved_rows
-from spark_state_ext.savepoints.start_records import note_detached
+from spark_state_ext.savepoints.start_records import is_detached, note_detached
 from spark_state_ext.store.runs import get_hashes
 
 __all__ = ["BROKEN_RESCALES"]
@@ -42,7 +41,7 @@ __all__ = ["BROKEN_RESCALES"]
 _GIVE, _OVERLAPPING = Rescaling.give, BucketMap.overlapping
 _MAKE_DIVIDED, _COMPUTE_ORIGIN, _SETTLE = initial_state.make_divided_pointer, parents.compute_origin, decisions.settle
 _WITH_UNCONFIRMED = cadence.with_unconfirmed_snapshot
-_LIST_ANCESTORS, _TAKE_REQUESTS = folder_in_force.list_ancestors, folder_in_force.take_requests
+_TAKE_REQUESTS = folder_in_force.take_requests
 Notes = Collection[ParentsNote]
 _NOTED, _REMOVE_PARENTS = Finishing.noted, Finishing._remove_parents
 
@@ -245,22 +244,25 @@ def _list_all_folders(listed: Mapping[str, Collection[str]]) -> frozenset[str]:
     return frozenset(listed)
 
 
-def _copy_no_requests(operator: Folder, other: str, name: str, ancestors: Mapping[str, int]) -> bool:
+def _copy_no_requests(operator: Folder, name: str, others: Collection[str]) -> set[str]:
     """Do not copy erase requests to the new folder."""
-    return True
+    return set()
 
 
-def _find_parent(operator: Folder, name: str) -> dict[str, int]:
-    """Return only the nearest ancestor."""
-    return dict(itertools.islice(_LIST_ANCESTORS(operator, name).items(), 1))
+def _copy_from_few(operator: Folder, name: str, others: Collection[str]) -> set[str]:
+    """Copy requests only from the parent and from folders in force."""
+    parents = list(folder_in_force.list_ancestors(operator, name))[:1]
+    return _TAKE_REQUESTS(
+        operator, name, [other for other in others if other in parents or is_detached(operator.child(other))]
+    )
 
 
-def _copy_whatever_nearer_folders_have(operator: Folder, other: str, name: str, ancestors: Mapping[str, int]) -> bool:
+def _copy_from_each(operator: Folder, name: str, others: Collection[str]) -> set[str]:
     """Copy a request from a farther ancestor even if a nearer one has carried it out."""
-    return _TAKE_REQUESTS(operator, other, name, {other: ancestors[other]} if other in ancestors else {})
+    return set().union(*(_TAKE_REQUESTS(operator, name, [other]) for other in others))
 
 
-def _list_without_records(requests: EraseFolder, batch: int) -> list[int]:
+def _list_without_records(requests: EraseFolder, heartbeats: int) -> list[int]:
     """Return the requests that have no record, although the query may have gone back since a record was written."""
     numbers = requests.numbers()
     return sorted(numbers.requests - numbers.done)
@@ -337,9 +339,11 @@ BROKEN_RESCALES: dict[str, Variant] = {
     "erase requests are not copied": _make_variant(
         *((module, "take_requests", _copy_no_requests) for module in (removal, folder_in_force))
     ),
-    "erase requests are copied from the parent only": _make_variant((folder_in_force, "list_ancestors", _find_parent)),
+    "erase requests are copied from the parent and the folder in force only": _make_variant(
+        (folder_in_force, "take_requests", _copy_from_few)
+    ),
     "erase requests that are done in a nearer folder are copied": _make_variant(
-        *((module, "take_requests", _copy_whatever_nearer_folders_have) for module in (removal, folder_in_force))
+        *((module, "take_requests", _copy_from_each) for module in (removal, folder_in_force))
     ),
     "records of erase requests count after the query went back": _make_variant(
         (folder_in_force, "_list_undone", _list_without_records)

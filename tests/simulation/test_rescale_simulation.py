@@ -52,7 +52,7 @@ FOUND_BY = {
     "a refused rescaling counts as the query": "refused_and_continued",
     "a folder is in force at the first call": "refused_and_continued",
     "erase requests are not copied": "refused_and_continued",
-    "erase requests are copied from the parent only": "asked_while_rescaled_twice",
+    "erase requests are copied from the parent and the folder in force only": "asked_while_rescaled_twice",
     "erase requests that are done in a nearer folder are copied": "rescaled_again_after_a_request",
     "records of erase requests count after the query went back": "gone_back_and_rescaled",
     "refused rescalings are never removed": "refused_for_good",
