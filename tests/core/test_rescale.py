@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from rescaled_query import Later, RescaledQuery, job_from
 from small_root import savepoint_of
 
 from arrow_schemas import BucketMap, Pointer
-from arrow_schemas.erase import EraseRequest
+from arrow_schemas.erase import EraseDone, EraseRequest
 from arrow_schemas.savepoint import CANONICAL, NATIVE
 from spark_state_ext import Savepoint
 from spark_state_ext.backends.files import sole_replica
@@ -32,8 +32,8 @@ from spark_state_ext.commit.cadence import SnapshotCadence
 from spark_state_ext.commit.context import CommitContext
 from spark_state_ext.commit.decisions import CommitOptions
 from spark_state_ext.engine.bucket import Bucket
-from spark_state_ext.errors import LiveRunError, UsageError
-from spark_state_ext.files.erase_requests import EraseFolder
+from spark_state_ext.errors import LiveRunError, StorageError, UsageError
+from spark_state_ext.files.erase_requests import EraseFolder, EraseNumbers
 from spark_state_ext.files.folder import Folder
 from spark_state_ext.files.layout import PARENTS_FOLDER
 from spark_state_ext.rescale.origin import Origin, read_rows_of_parent
@@ -399,37 +399,40 @@ def test_a_rescale_with_erase_within_s_is_refused(tmp_path: Path, old: OldJob) -
         replace(strict, start_from=None, rescale="/checkpoint")
 
 
-def test_an_old_folder_is_removed_after_its_erase_requests_are_copied(tmp_path: Path, old: OldJob) -> None:
-    """A request was added during the rescaling. An interrupted removal is completed."""
-    query = rescaled(tmp_path, old, BucketMap(2))
+def make_request() -> EraseRequest:
+    keys = pa.RecordBatch.from_arrays([pa.array(["a"]), pa.array([1.5])], schema=pa.schema(list(SCHEMA.keys)))
+    return EraseRequest("ab" * 16, "counts", 1, keys, "0")
+
+
+def make_finished(folder: Path, old: OldJob) -> tuple[RescaledQuery, Folder, Callable[[], None]]:
+    """Return a query that no longer needs the folder it was rescaled from, its operator folder, and a turn of removal."""
+    query = rescaled(folder, old, BucketMap(2))
     query.name = "query.r0123456789ab"
     query.start()
     operator = Folder(query.job.options.root).child("counts")
-    before = operator.child("query")
-    note_start(query.folder, StartRecord("rescale", before.root, "", 0, "no_claim", "counts"))
-    keys = pa.RecordBatch.from_arrays([pa.array(["a"]), pa.array([1.5])], schema=pa.schema(list(SCHEMA.keys)))
-    requests = EraseFolder(before)
-    requests.add(EraseRequest("ab" * 16, "counts", 1, keys, "0"))
-    requests.files.put("00000002.keys.arrow", b"damaged")
-    notes = query.folder.child(PARENTS_FOLDER)
+    source = operator.child("query").root
+    note_start(query.folder, StartRecord("rescale", source, "", 50, "no_claim", "counts", heartbeats=20))
     for bucket in range(2):
-        notes.create(f"{bucket}.free-1", b"")
+        query.folder.child(PARENTS_FOLDER).create(f"{bucket}.free-1", b"")
     pointer = replace(query.pointers[0], heartbeats=100)
 
     def turn() -> None:
         background = Later()
         query.finishing.in_turn(
-            [operator],
-            query.name,
-            "plan",
-            pointer,
-            query.retained,
-            lambda: None,
-            lambda name: False,
-            background,
+            [operator], query.name, "plan", pointer, query.retained, lambda: None, lambda name: False, background
         )
         background.do()
 
+    return query, operator, turn
+
+
+def test_an_old_folder_is_removed_after_its_erase_requests_are_copied(tmp_path: Path, old: OldJob) -> None:
+    """A request was added during the rescaling. An interrupted removal is completed."""
+    query, operator, turn = make_finished(tmp_path, old)
+    requests = EraseFolder(operator.child("query"))
+    requests.add(make_request())
+    requests.files.put("00000002.keys.arrow", b"damaged")
+    notes = query.folder.child(PARENTS_FOLDER)
     for _ in range(3):
         turn()
     assert "query" in operator.names(), "one of its requests cannot be read"
@@ -445,3 +448,27 @@ def test_an_old_folder_is_removed_after_its_erase_requests_are_copied(tmp_path: 
     query.finishing = Finishing()
     turn()
     assert notes.names() == []
+
+
+def test_a_request_is_not_carried_out_again_if_the_removal_of_its_folder_stops(
+    tmp_path: Path, old: OldJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, operator, turn = make_finished(tmp_path, old)
+    requests, remove_tree = EraseFolder(operator.child("query")), Folder.remove_tree
+    # The folder was claimed since, so its new owner's batches, from which the query was rescaled, have lower numbers.
+    requests.note_done(requests.add(make_request()), EraseDone("ab" * 16, 1, 1, 2, 20, 900))
+
+    def stop_half_way(self: Folder, *names: str) -> None:
+        monkeypatch.setattr(Folder, "remove_tree", remove_tree)
+        self.child(*names, "erase").remove("00000001.done.json")
+        raise StorageError("the store is gone")
+
+    monkeypatch.setattr(Folder, "remove_tree", stop_half_way)
+    for _ in range(2):
+        turn()
+    assert "query" in operator.names()
+    assert requests.numbers().done == frozenset(), "the removal has begun"
+    for _ in range(3):
+        turn()
+    assert operator.names() == [query.name]
+    assert EraseFolder(query.folder).numbers() == EraseNumbers()
