@@ -15,6 +15,7 @@ SHORT = {
     "adapter/test_housekeeping.py: acquire": "no second clean-up starts while one hangs",
     "cluster/random_failover.py: wait": "the wait is repeated",
     "core/test_background.py: wait": "the wait is repeated",
+    "core/test_erase_history.py: wait": "the wait is repeated",
 }
 
 
