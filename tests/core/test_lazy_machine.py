@@ -73,10 +73,11 @@ class LazyMachine(RuleBasedStateMachine):
 
     @rule(pieces=st.lists(st.integers(0, 10_000), max_size=20))
     def lose_marks(self, pieces: list[int]) -> None:
-        """Clear marks, as if a process had died before it set them."""
+        """Clear marks, as if another process had died before it set them: this process has not seen them yet."""
         for lazy in lazy_files(self.store):
-            for piece in pieces:
-                os.pwrite(lazy._marks.fileno(), b"\0", lazy._marks_at + piece % lazy.pieces)
+            for piece in {piece % lazy.pieces for piece in pieces}:
+                if not lazy._checked[piece]:
+                    os.pwrite(lazy._marks.fileno(), b"\0", lazy._marks_at + piece)
 
     @rule(keys=_KEYS, write=st.integers(0, 6))
     def die(self, keys: list[int], write: int) -> None:
