@@ -1,7 +1,7 @@
 """Send gigabytes to one bucket in one batch, and measure how much memory Spark's Python workers need for it.
 
 The rows consist of random bytes, which cannot be compressed. So they have the same size on their way to Python as in
-memory. The user's function keeps none of them, so the measured memory is the memory that this package needs.
+memory. The user's function keeps no rows, so it adds nothing to the measured memory.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def _prepare_calls(
     calls: list[tuple[tuple[Any, ...], pd.DataFrame, Any]] = []
     for name, frame in events_by_key.groupby("key", sort=False):
         frame.index = pd.RangeIndex(len(frame))
-        key = np.int64(name)  # type: ignore[arg-type]  # pandas' types allow any name of a group
+        key = np.int64(name)  # type: ignore[arg-type]  # here a group's name is an integer
         calls.append(((key,), frame, PlainState(before.get(int(key)))))
         if len(calls) == _CHUNK_KEYS:
             yield calls

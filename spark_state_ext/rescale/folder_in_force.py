@@ -25,7 +25,7 @@ _LOGGER = logging.getLogger("spark_state_ext")
 
 
 def put_in_force(places: Sequence[Folder], name: str, plan_id: str, check_ours: Callable[[], None]) -> None:
-    """Put the folder that Spark's pointers name in force, and copy other folders' waiting erase requests to it."""
+    """Put the folder that Spark's pointers name in force, after copying erase requests that are not done in its state."""
     operator = places[0]
     others = [other for other in operator.names() if other != name and first_folder(other) == first_folder(name)]
     if make_rescaled_name(name, plan_id) in others:
@@ -62,12 +62,12 @@ def list_ancestors(operator: Folder, name: str) -> dict[str, int]:
 
 
 def take_requests(operator: Folder, name: str, others: Collection[str]) -> set[str]:
-    """Copy to a query folder, with their ids, the erase requests of others, except those that are done in its state.
+    """Copy erase requests from other query folders to the folder `name`, if its state does not have them done yet.
 
-    Ancestors come first, the nearest before the others. A farther one may have requests of its own: if a query is
-    rescaled again before its folder is in force, users still make requests in an older one. But a request that a nearer
-    ancestor has waits or is done there, so it is not copied. Carried out twice, it would delete rows that arrived in
-    between. Return the folders with a request that cannot be read.
+    Requests are read from the folder's ancestors first, from the nearest to the farthest. A far ancestor can have
+    requests of its own: if a query is rescaled again before its folder is in force, users still make requests in an
+    older one. A request that was already found in a nearer folder is not copied again: carried out twice, it would
+    delete rows that arrived in between. Copies keep their ids. Return the folders with a request that cannot be read.
     """
     ancestors, target = list_ancestors(operator, name), EraseFolder(operator.child(name))
     known_ids: set[str | None] = set()
@@ -99,9 +99,9 @@ def take_requests(operator: Folder, name: str, others: Collection[str]) -> set[s
 
 
 def _list_undone(requests: EraseFolder, heartbeats: int) -> list[int]:
-    """Return the numbers of the requests that were not known to be done at a heartbeat.
+    """Return the numbers of the requests that are not done in a state with this number of heartbeats.
 
-    A record that cannot be read counts, as nothing shows that the query has gone back since.
+    Requests with an unreadable record of being done are left out: they were done once, and perhaps still are.
     """
     numbers = requests.numbers()
     undone = set(numbers.requests)

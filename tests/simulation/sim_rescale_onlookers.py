@@ -126,7 +126,10 @@ class Onlookers:
         self._last_batch = (name, frozenset(numbers_by_id))
 
     def go_back(self, batch: int) -> None:
-        """Note that the query goes back: requests that were done since then are not done. Their records remain at first."""
+        """Note that the query goes back to a batch, so that requests which were done later are no longer done.
+
+        As in the product, the records that they are done stay until the next batch in their folder.
+        """
         self._done_batches = {request_id: at for request_id, at in self._done_batches.items() if at <= batch}
         self._last_batch = ("", frozenset())
 
