@@ -25,7 +25,7 @@ _LOGGER = logging.getLogger("spark_state_ext")
 
 
 def put_in_force(places: Sequence[Folder], name: str, plan_id: str, check_ours: Callable[[], None]) -> None:
-    """Put the folder that Spark's pointers name in force, after copying erase requests that are not done in its state."""
+    """Put the folder that Spark's pointers name in force, after copying erase requests that are still to be done."""
     operator = places[0]
     others = [other for other in operator.names() if other != name and first_folder(other) == first_folder(name)]
     if make_rescaled_name(name, plan_id) in others:
